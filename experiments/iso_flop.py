@@ -73,7 +73,7 @@ def main(request, options):
     """Trains what is not trained yet, then writes tables and figure."""
     from sparse_dataflow.runs.studies import iso_flop
 
-    return iso_flop.run(request, **vars(options))
+    return iso_flop.run(request, options)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ ARMS = {
     "allocated": RANDOM | TO_MLP_IN,
     "depth_rising": RANDOM | RISING,
     "depth_falling": RANDOM | FALLING,
-    "static_low_rank": {"sparsity.pattern": "low_rank"},
+    "two_factors": {"sparsity.pattern": "low_rank"},
     "low_rank": RANDOM | LOW_RANK,
     "hadamard": RANDOM | HADAMARD,
     "hadamard_low_rank": RANDOM | HADAMARD | LOW_RANK,

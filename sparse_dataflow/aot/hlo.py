@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 KINDS = (
     "all-gather",
@@ -115,21 +115,6 @@ def _continuing(computations) -> set[str]:
     }
 
 
-def by_kind(collectives: Iterable[Collective]) -> dict[str, dict[str, float]]:
-    """Sums collectives by kind, largest traffic first.
-
-    Returns:
-      kind -> {"times": executions per step, "bytes": of all arrays, "moved": bytes a chip sends}.
-    """
-    totals: dict[str, dict[str, float]] = {}
-    for c in collectives:
-        total = totals.setdefault(c.kind, {"times": 0.0, "bytes": 0.0, "moved": 0.0})
-        total["times"] += c.times
-        total["bytes"] += c.times * c.bytes
-        total["moved"] += c.moved
-    return dict(sorted(totals.items(), key=lambda item: -item[1]["moved"]))
-
-
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """A kernel of a program.
@@ -190,11 +175,6 @@ def scheduled_computations(computations) -> list[str]:
         loops = [i for i in computations[name].values() if i.opcode in ("while", "conditional")]
         scheduled += [c for i in loops for c in CALLED.findall(i.rest) if c in computations]
     return scheduled
-
-
-def memory_traffic(text: str) -> int:
-    """Returns the bytes that all `kernels` of a program read and write."""
-    return round(sum(kernel.times * kernel.bytes for kernel in kernels(text)))
 
 
 def _target(name, kernel, computations):

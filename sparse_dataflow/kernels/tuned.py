@@ -1,7 +1,7 @@
-"""Measured tile sizes: one JSON file per op and device kind; they override the heuristics.
+"""Measured tile sizes of the block-sparse product; they override the heuristics.
 
-`python -m experiments.kernel_bench --tune` writes the files. A damaged file, or tiles that the chip
-cannot run, are ignored with one logged warning.
+`python -m experiments.kernel_bench --tune` writes a JSON file for each kind of device. A damaged
+file, or tiles that the chip cannot run, are ignored with one logged warning.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import math
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 from absl import logging
@@ -27,6 +27,9 @@ MAX_FILE_BYTES = 4 << 20
 MAX_INTEGER = 1 << 30
 """Largest legal integer in a file."""
 
+OP = "block_sparse_matmul"
+"""Folder of the product in this package, and of its files in another folder."""
+
 PRODUCTS = ("forward", "input_gradient", "weight_gradient")
 """y = xW, dx = dy Wᵀ and dW."""
 
@@ -39,8 +42,8 @@ class Case:
     """The key of a measurement: tiles apply only to an equal case.
 
     Attributes:
-      implementation: name of the op's implementation.
-      product: one of PRODUCTS, or a pass of another op.
+      implementation: name of the implementation.
+      product: one of PRODUCTS.
       tokens: rows of x.
       in_features: width of x.
       out_features: width of y.
@@ -57,6 +60,25 @@ class Case:
     stored: int
     block: int
     dtype: str
+
+
+P = TypeVar("P")
+G = TypeVar("G")
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductTuning(Generic[P, G]):
+    """Tiles of the three products on one device.
+
+    Attributes:
+      forward: tiles of y = xW.
+      input_gradient: tiles of dx = dy Wᵀ.
+      weight_gradient: tiles of dW.
+    """
+
+    forward: P
+    input_gradient: P
+    weight_gradient: G
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +140,9 @@ def device_kind() -> str:
     return hardware.cpu_name() if kind == "cpu" else kind
 
 
-def file_path(op: str, kind: str) -> Path:
-    """Return the file of tile sizes of an op (a folder of this package) on a device kind."""
-    return Path(__file__).parent / op / "tuned" / f"{hardware.slug(kind)}.json"
+def file_path(kind: str) -> Path:
+    """Return the file of tile sizes of a device kind."""
+    return Path(__file__).parent / OP / "tuned" / f"{hardware.slug(kind)}.json"
 
 
 def keyed_by_case(
@@ -133,7 +155,7 @@ def keyed_by_case(
     """Return the search spaces of the products, keyed by `Case`.
 
     Args:
-      implementation: name of the op's implementation.
+      implementation: name of the implementation.
       x: [tokens, in_features]; only shape and dtype are read.
       values: [nnz, block, block]; only shape is read.
       widths: (in_features, out_features).
@@ -144,24 +166,23 @@ def keyed_by_case(
     return {Case(implementation, product, *shape): space for product, space in spaces.items()}
 
 
-def choose_tiles(op: str, spaces: Mapping[Case, SearchSpace]) -> dict[str, Any]:
+def choose_tiles(spaces: Mapping[Case, SearchSpace]) -> dict[str, Any]:
     """Return the tile sizes of each product: measured ones, else the heuristic's."""
     return {
-        case.product: lookup(op, case, type(space.start), space.legal) or space.start
+        case.product: lookup(case, type(space.start), space.legal) or space.start
         for case, space in spaces.items()
     }
 
 
-def lookup(op: str, case: Case, kind: type, legal: Callable[[Any], bool]) -> Any:
+def lookup(case: Case, kind: type, legal: Callable[[Any], bool]) -> Any:
     """Return the measured tile sizes of a case on the target device; None if there are none.
 
     Args:
-      op: name of the op's folder.
       case: the product.
       kind: dataclass of the tile sizes.
       legal: whether the chip can run given tile sizes.
     """
-    path = file_path(op, device_kind())
+    path = file_path(device_kind())
     entries = _entries(path)
     if case not in entries:
         return None

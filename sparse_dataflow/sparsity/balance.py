@@ -9,11 +9,7 @@ TOLERANCE = 1e-9
 
 
 def balanced_top(
-    scores: np.ndarray,
-    fan_in: int,
-    fan_out: int,
-    required: np.ndarray | None = None,
-    forbidden: np.ndarray | None = None,
+    scores: np.ndarray, fan_in: int, fan_out: int, forbidden: np.ndarray | None = None
 ) -> np.ndarray:
     """Returns the mask of highest total score with constant fan-in and fan-out.
 
@@ -27,7 +23,6 @@ def balanced_top(
       scores: finite float [in_blocks, out_blocks].
       fan_in: True blocks of every column (output block).
       fan_out: True blocks of every row (input block).
-      required: bool [in_blocks, out_blocks]; blocks that must be True.  None for none.
       forbidden: bool [in_blocks, out_blocks]; blocks that must be False.  None for none.
 
     Returns:
@@ -39,25 +34,18 @@ def balanced_top(
     scores = np.asarray(scores, np.float64)
     if scores.ndim != 2 or not np.all(np.isfinite(scores)):
         raise UserError("Block scores are not legal; legal: a matrix of finite numbers.")
-    required = _mask_like(scores, required)
-    forbidden = _mask_like(scores, forbidden)
-    free = ~(required | forbidden)
-    row_need, col_need = fan_out - required.sum(axis=1), fan_in - required.sum(axis=0)
+    free = np.ones(scores.shape, bool) if forbidden is None else ~np.asarray(forbidden, bool)
+    row_need, col_need = (np.full(n, fan) for n, fan in zip(scores.shape, (fan_out, fan_in)))
     feasible = _any_completion(free, row_need, col_need)
-    if feasible is None or np.any(required & forbidden):
+    if feasible is None:
         raise UserError(
             f"No layout on a grid of {scores.shape[0]} x {scores.shape[1]} blocks has fan-in "
-            f"{fan_in} and fan-out {fan_out} with {required.sum()} blocks required and "
-            f"{(forbidden & ~required).sum()} forbidden."
+            f"{fan_in} and fan-out {fan_out} with {(~free).sum()} blocks forbidden."
         )
     if not feasible.any():
-        return required.copy()
+        return feasible
     scale = np.abs(scores[free]).max() or 1.0
-    return required | _best_completion(scores / scale, free, row_need, col_need, feasible)
-
-
-def _mask_like(scores, mask):
-    return np.zeros(scores.shape, bool) if mask is None else np.asarray(mask, bool)
+    return _best_completion(scores / scale, free, row_need, col_need, feasible)
 
 
 def _any_completion(allowed, row_need, col_need):

@@ -9,7 +9,7 @@ import sys
 
 import jax
 
-from sparse_dataflow.aot import compile, hlo
+from sparse_dataflow.aot import compile
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.parallel import mesh as meshes
@@ -19,6 +19,17 @@ from sparse_dataflow.parallel.pipeline.pipelined import executor_over
 MODEL = ModelConfig(20, 64, 4, 256, 512, 64)
 SPARSE = MODEL.with_linears(LinearSpec("block_sparse", density=1 / 4, block=16))
 BATCH, SEQUENCE = 16, 64
+
+
+def by_kind(collectives):
+    """Returns kind -> sums of times, bytes of all arrays, and bytes that a chip sends."""
+    totals = {}
+    for c in collectives:
+        total = totals.setdefault(c.kind, {"times": 0.0, "bytes": 0.0, "moved": 0.0})
+        total["times"] += c.times
+        total["bytes"] += c.times * c.bytes
+        total["moved"] += c.moved
+    return totals
 
 
 def compiled(text):
@@ -35,7 +46,7 @@ def compiled(text):
         "bytes": dataclasses.asdict(step.bytes),
         "allocated": step.allocated,
         "flops": step.flops,
-        "collectives": hlo.by_kind(step.collectives),
+        "collectives": by_kind(step.collectives),
     }
 
 

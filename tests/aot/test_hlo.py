@@ -98,8 +98,6 @@ def test_collectives_of_a_program(rounds, size, form, shard, dtype, source):
     assert gather.moved == pytest.approx(rounds * (size - 1) * shard * DTYPES[dtype])
     assert collectives["reduce-scatter"] == hlo.Collective("reduce-scatter", size, 1, 64)
     assert collectives["collective-permute"] == hlo.Collective("collective-permute", 2, 1, 64)
-    totals = hlo.by_kind(collectives.values())
-    assert sum(t["moved"] for t in totals.values()) == sum(c.moved for c in collectives.values())
     if source == "scope":
         with pytest.raises(ValueError, match="without a known trip count"):
             hlo.collectives(text)
@@ -174,7 +172,6 @@ def test_kernels_count_by_loop_and_move_what_they_touch(trips):
     assert found["rows"] == (1, 2 * rows + 4 * 32, False)  # The rows that are taken, twice.
     assert found["update"] == (trips, 2 * new + 4, False)  # Not the array that is updated.
     assert found["y"] == (1, rows + 2 * 256 * 16 + 2 * 32 * 16, True)  # Not the workspace.
-    assert hlo.memory_traffic(text) == sum(t * b for t, b, _ in found.values())
 
 
 def test_kernels_in_a_loop_of_unknown_length_are_refused():

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from shipped_plans import SHIPPED, plan_of, result
 
-from sparse_dataflow.aot import hlo, topologies
+from sparse_dataflow.aot import topologies
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.runs.planning import compile_report
@@ -38,8 +38,7 @@ def test_a_tiny_plan_is_compiled_for_four_chips(config, choices):
     assert verdict["verdict"] == FITS and min(sizes.values()) >= 0
     state = sizes["parameters"] + sizes["moments"]
     assert state == pytest.approx(3 * sizes["parameters"], rel=0.01)
-    kinds = hlo.by_kind(hlo.Collective(c["kind"], c["group"], c["times"], c["bytes"])
-                        for c in verdict["collectives"])  # fmt: skip
+    kinds = {c["kind"] for c in verdict["collectives"]}
     assert {c["group"] for c in verdict["collectives"]} <= {2, 4}
     assert ("collective-permute" in kinds) == ("stage" in choices)
     assert verdict["flops"] >= verdict["model_flops"] / 2 and not verdict["kernels_without_flops"]

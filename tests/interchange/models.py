@@ -8,7 +8,9 @@ from make_fixture import BYTES
 from safetensors.numpy import load_file, save_file
 
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.interchange import huggingface
+from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
 from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import whole
 
@@ -21,6 +23,7 @@ LOW_RANK = SPARSE.with_linears(
     LinearSpec("block_sparse", "random", 0.25, 8, rank=3, hadamard=4), ("mlp_in",)
 )
 DEPTH = dataclasses.replace(LOW_RANK, density_by_depth=(2.0, 1.0))
+TRAINING = TrainingConfig(steps=2, batch=2, sequence=8, learning_rate=1e-3)
 
 
 def random_model(config, seed=0):
@@ -34,6 +37,22 @@ def random_model(config, seed=0):
 def logits(config, params, tables, ids):
     run = jax.jit(lambda params, ids: whole.logits(config, params, tables, ids))
     return np.asarray(run(params, ids))
+
+
+def begun(old, new, seed=0):
+    """Returns (parameters and tables of a random model, state of the new model at step 0)."""
+    start = StartingPoint(old, *random_model(old, seed), BYTES, {})
+    return start, initial_state_from(start, new, TRAINING)
+
+
+def begun_with_equal_logits(old, new, ids):
+    """Checks that a new model begins with the logits of the old one; returns its state."""
+    start, state = begun(old, new)
+    expected = logits(old, start.params, start.tables, ids)
+    actual = logits(new, state.params, state.tables, ids)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+    assert int(state.step) == 0
+    return state
 
 
 def export(folder, form, config, seed=0):

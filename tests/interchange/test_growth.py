@@ -6,37 +6,18 @@ import jax
 import numpy as np
 import pytest
 from make_fixture import BYTES
-from models import DENSE, DEPTH, SPARSE, logits, random_model
+from models import DENSE, DEPTH, SPARSE, begun, begun_with_equal_logits
 
 from sparse_dataflow.config.families import FAMILIES
 from sparse_dataflow.config.model import LinearSpec
-from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.runs.request import Request
 
-TRAINING = TrainingConfig(steps=2, batch=2, sequence=8, learning_rate=1e-3)
 IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (2, 16), np.int32)
 LLAMA = dataclasses.replace(DENSE, **FAMILIES["llama"], num_kv_heads=2)
 STORED = LinearSpec("block_sparse", "monarch", density=0.5, block=8)
 MIXTURE = {"experts": 4, "top_k": 2}
-
-
-def begun(old, new, seed=0):
-    """Returns (parameters and tables of a random model, state of the new model at step 0)."""
-    start = StartingPoint(old, *random_model(old, seed), BYTES, {})
-    return start, initial_state_from(start, new, TRAINING)
-
-
-def check(old, new):
-    """Checks that logits are equal; returns the new state."""
-    start, state = begun(old, new)
-    expected = logits(old, start.params, start.tables, IDS)
-    actual = logits(new, state.params, state.tables, IDS)
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
-    assert int(state.step) == 0
-    return state
 
 
 MIXTURES = {
@@ -50,7 +31,7 @@ MIXTURES = {
 
 @pytest.mark.parametrize(("old", "fields"), MIXTURES.values(), ids=MIXTURES)
 def test_a_mixture_begins_with_the_function_of_a_dense_model(old, fields):
-    state = check(old, dataclasses.replace(old, **fields))
+    state = begun_with_equal_logits(old, dataclasses.replace(old, **fields), IDS)
     router = np.asarray(state.params["blocks"]["experts"]["router"])
     assert router.shape == (2, 32, fields["experts"])
     assert np.isclose(router.std(), 1 / np.sqrt(32), rtol=0.2)
@@ -59,12 +40,12 @@ def test_a_mixture_begins_with_the_function_of_a_dense_model(old, fields):
 @pytest.mark.parametrize("old", [SPARSE, DEPTH], ids=["uniform", "by depth, low rank, hadamard"])
 def test_stored_blocks_become_dense_experts(old):
     dense_mlp = {name: spec for name, spec in old.linears if not name.startswith("mlp")}
-    check(old, dataclasses.replace(old, linears=dense_mlp, **MIXTURE))
+    begun_with_equal_logits(old, dataclasses.replace(old, linears=dense_mlp, **MIXTURE), IDS)
 
 
 def test_stored_blocks_stay_in_experts_of_the_same_layout():
     new = dataclasses.replace(SPARSE, shared_expert=True, **MIXTURE)
-    state = check(SPARSE, new)
+    state = begun_with_equal_logits(SPARSE, new, IDS)
     assert state.params["blocks"]["experts"]["mlp_in"]["values"].shape[:2] == (2, 4)
 
 

@@ -8,37 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from make_fixture import BYTES
-from models import DENSE, DEPTH, SPARSE, export, logits, random_model
+from models import DENSE, DEPTH, SPARSE, TRAINING, begun, begun_with_equal_logits, export
 
 from sparse_dataflow.config.families import FAMILIES
 from sparse_dataflow.config.model import LinearSpec
-from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
 from sparse_dataflow.interchange.width import head_sources
 from sparse_dataflow.optim.optimizers import adam_state, make_optimizer
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.runs.request import Request
 
-TRAINING = TrainingConfig(steps=2, batch=2, sequence=8, learning_rate=1e-3)
 IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (1, 8), np.int32)
 SMALL = dataclasses.replace(DENSE, d_model=16, num_heads=2, d_ff=24)
 LLAMA = dataclasses.replace(SMALL, **FAMILIES["llama"])
 WIDE = {"d_model": 32, "num_heads": 4, "d_ff": 48}
-
-
-def grow(old, new):
-    start = StartingPoint(old, *random_model(old), BYTES, {})
-    return start, initial_state_from(start, new, TRAINING)
-
-
-def check(old, new):
-    """Checks that logits are equal; returns the new state."""
-    start, state = grow(old, new)
-    expected = logits(old, start.params, start.tables, IDS)
-    actual = logits(new, state.params, state.tables, IDS)
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
-    return state
 
 
 GROUPED = dataclasses.replace(LLAMA, num_heads=4, num_kv_heads=2, head_dim=4)
@@ -60,7 +43,7 @@ GROUPED = dataclasses.replace(LLAMA, num_heads=4, num_kv_heads=2, head_dim=4)
     ids=["gpt", "fused, supar, more groups", "tied, norms of heads, more queries"],
 )
 def test_logits_are_those_of_the_smaller_model(old, fields):
-    check(old, dataclasses.replace(old, **fields))
+    begun_with_equal_logits(old, dataclasses.replace(old, **fields), IDS)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 5), st.integers(0, 3))
@@ -92,13 +75,13 @@ REPEATED = {"d_model": 64, "num_heads": 8, "d_ff": 128}
     ids=["stored", "stored to dense", "to experts", "block-sparse experts", "dense experts"],
 )
 def test_stored_blocks_and_experts_grow(old, fields):
-    state = check(old, dataclasses.replace(old, **fields))
+    state = begun_with_equal_logits(old, dataclasses.replace(old, **fields), IDS)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(adam_state(state.moments).mu))
 
 
 def test_the_first_loss_is_equal_and_three_steps_part_the_copies():
     new = dataclasses.replace(SMALL, num_layers=3, **WIDE)
-    start, state = grow(SMALL, new)
+    start, state = begun(SMALL, new)
     optimizer = make_optimizer(new, TRAINING)
     weights = np.ones((1, 7), np.float32)
 
@@ -154,7 +137,7 @@ def test_the_first_loss_is_equal_and_three_steps_part_the_copies():
 )  # fmt: skip
 def test_another_function_is_refused_in_words(old, fields, message):
     with pytest.raises(UserError, match=message):
-        grow(old, dataclasses.replace(old, **fields))
+        begun(old, dataclasses.replace(old, **fields))
 
 
 def test_the_command_line_names_the_larger_shape(tmp_path):
@@ -169,6 +152,6 @@ def test_the_command_line_names_the_larger_shape(tmp_path):
 def test_a_layout_is_repeated():
     block = LinearSpec("block_sparse", "random", density=0.5, block=4)
     old = SMALL.with_linears(block, ("mlp_in",))
-    start, state = grow(old, dataclasses.replace(old, **WIDE))
+    start, state = begun(old, dataclasses.replace(old, **WIDE))
     assert start.tables["mlp_in"].in_index.shape[1:] == (6, 2)
     assert state.tables["mlp_in"].in_index.shape[1:] == (12, 4)

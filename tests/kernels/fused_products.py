@@ -1,4 +1,4 @@
-"""gelu(x W + bias) + residual and its gradients: random operands, exact results, kernels."""
+"""gelu(x W + bias) and its gradients: random operands, exact results, kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -8,23 +8,21 @@ from sparse_dataflow.kernels.gelu.api import value_and_derivative
 
 
 def draw(layout, tokens, dtype, seed=0):
-    """Return (x, values, dy, bias, residual), standard normal."""
+    """Return (x, values, dy, bias), standard normal."""
     rng = np.random.default_rng(seed)
     wide = (tokens, layout.out_features)
     shapes = ((tokens, layout.in_features), (layout.nnz, layout.block, layout.block), wide)
-    arrays = [rng.normal(size=shape).astype(dtype) for shape in (*shapes, wide)]
-    return *arrays[:3], rng.normal(size=layout.out_features).astype(np.float32), arrays[3]
+    arrays = [rng.normal(size=shape).astype(dtype) for shape in shapes]
+    return *arrays, rng.normal(size=layout.out_features).astype(np.float32)
 
 
-def exact(layout, x, values, dy, bias, residual):
+def exact(layout, x, values, dy, bias):
     """Return (y, dx, dvalues, dbias) in float64."""
-    x, values, dy, bias, residual = (
-        np.asarray(array, np.float64) for array in (x, values, dy, bias, residual)
-    )
+    x, values, dy, bias = (np.asarray(array, np.float64) for array in (x, values, dy, bias))
     dense = layout.to_dense(values)
     hidden, slope = exact_gelu(x @ dense + bias)
     dz = dy * slope
-    return hidden + residual, dz @ dense.T, layout.from_dense(x.T @ dz), dz.sum(0)
+    return hidden, dz @ dense.T, layout.from_dense(x.T @ dz), dz.sum(0)
 
 
 def exact_gelu(x):
@@ -33,15 +31,15 @@ def exact_gelu(x):
         return tuple(map(np.asarray, value_and_derivative(jnp.asarray(x, jnp.float64))))
 
 
-def fused(kernels, x, values, dy, bias, residual, tables, **options):
-    """Return (y, dx, dvalues, dbias, dresidual) of a kernel module's product."""
+def fused(kernels, x, values, dy, bias, tables, **options):
+    """Return (y, dx, dvalues, dbias) of a kernel module's product."""
 
-    def product(x, values, bias, residual):
+    def product(x, values, bias):
         return kernels.block_sparse_matmul(
-            x, values, tables, bias=bias, activation="gelu", residual=residual, **options
+            x, values, tables, bias=bias, activation="gelu", **options
         )
 
-    y, pullback = jax.vjp(product, x, values, bias, residual)
+    y, pullback = jax.vjp(product, x, values, bias)
     return y, *pullback(dy)
 
 

@@ -106,26 +106,14 @@ def test_any_layout_runs_fused_in_one_program():
     ],
 )
 def test_many_small_tiles_have_no_race(block, cluster, splits, lines):
-    """Several tiles in every loop, clusters, token splits; barriers order every memory access.
-
-    Only the product without gradients adds the residual in the kernel.
-    """
+    """Several tiles in every loop, clusters, token splits; barriers order every memory access."""
     layout = BlockLayout.from_mask(IRREGULAR.mask, block)
     operands = draw(layout, 150, jnp.bfloat16)
     config = small_tiles(block, cluster, splits, lines)
     with simulated_hopper(detect_races=True):
-        options = {"activation": "gelu", "tuning": config}
-        x, values, _, bias, residual = operands
-        y = jax.jit(
-            lambda x, v, b, r: pallas_hopper.block_sparse_matmul(
-                x, v, layout.tables(), bias=b, residual=r, **options
-            )
-        )(x, values, bias, residual)
         run = jax.jit(lambda *o: fused(pallas_hopper, *o, layout.tables(), tuning=config))
         actual = run(*operands)
-    right = exact(layout, *operands)
-    assert_all_close([y], right[:1], jnp.bfloat16)
-    assert_all_close(actual, right, jnp.bfloat16)
+    assert_all_close(actual, exact(layout, *operands), jnp.bfloat16)
 
 
 @needs_mosaic
@@ -138,10 +126,10 @@ def test_sums_may_have_features_as_rows(block, lines):
     operands = draw(layout, 200, jnp.bfloat16)
     config = small_tiles(block, cluster=2, lines=lines, feature_rows=True)
 
-    def products(x, values, dy, bias, residual):
+    def products(x, values, dy, bias):
         tables = layout.tables()
         y = pallas_hopper.block_sparse_matmul(
-            x, values, tables, bias=bias, activation="gelu", residual=residual, tuning=config
+            x, values, tables, bias=bias, activation="gelu", tuning=config
         )
         return y, pallas_hopper.input_gradient(dy, values, tables, preactivation=x, tuning=config)
 
@@ -227,36 +215,6 @@ def test_feature_rows_are_tried_where_a_consumer_has_64_features_of_one_line():
 
 
 @needs_mosaic
-@pytest.mark.parametrize(
-    ("block", "splits", "lines"),
-    [
-        (32, 1, 4),
-        (64, 1, 2),
-        (64, 3, 1),
-        (128, 3, 1),
-        *(
-            pytest.param(*case, marks=pytest.mark.nightly)
-            for case in ((32, 1, 1), (32, 3, 1), (128, 1, 1))
-        ),
-    ],
-)
-def test_weight_gradients_add_into_a_float32_accumulator(block, splits, lines):
-    layout = BlockLayout.from_mask(IRREGULAR.mask, block)
-    x, values, dy, *_ = draw(layout, 130, jnp.bfloat16)
-    accumulator = values.astype(np.float32)
-    config = small_tiles(block, splits=splits, lines=lines)
-    with simulated_hopper(detect_races=True):
-        total = jax.jit(
-            lambda x, dy, a: pallas_hopper.weight_gradient(
-                x, dy, layout.tables(), accumulator=a, tuning=config
-            )
-        )(x, dy, accumulator)
-    dense = np.asarray(x, np.float64).T @ np.asarray(dy, np.float64)
-    assert total.dtype == jnp.float32
-    assert_all_close([total], [accumulator + layout.from_dense(dense)], np.float32)
-
-
-@needs_mosaic
 @pytest.mark.parametrize("block", [64, pytest.param(128, marks=pytest.mark.nightly)])
 def test_the_derivative_of_the_activation_before_is_fused(block):
     """dy Wᵀ gelu'(z) is the gradient of z in gelu(z) W."""
@@ -280,13 +238,13 @@ def test_gradients_follow_finite_differences(dtype, tolerance):
     operands = draw(layout, 40, jnp.dtype(dtype))
     with simulated_hopper():
         gradients = jax.jit(lambda *o: fused(pallas_hopper, *o, layout.tables()))(*operands)[1:4]
-    x, values, dy, bias, residual = (np.asarray(array, np.float64) for array in operands)
+    x, values, dy, bias = (np.asarray(array, np.float64) for array in operands)
     rng, step = np.random.default_rng(1), 1e-6
     directions = [rng.normal(size=array.shape) for array in (x, values, bias)]
 
     def along(amount):
         moved = [a + amount * d for a, d in zip((x, values, bias), directions)]
-        y = exact(layout, moved[0], moved[1], dy, moved[2], residual)[0]
+        y = exact(layout, moved[0], moved[1], dy, moved[2])[0]
         return np.sum(y * dy)
 
     slope = (along(step) - along(-step)) / (2 * step)
@@ -409,11 +367,11 @@ def test_default_tiles_of_13b_fit_shared_memory(tokens, dtype):
         x = jax.ShapeDtypeStruct((tokens, shape[0]), dtype)
         values = jax.ShapeDtypeStruct((layout.nnz, block, block), dtype)
         with targeted_gpu():
-            config = pallas_hopper.default_tuning(x, values, layout.tables(), residual=True)
+            config = pallas_hopper.default_tuning(x, values, layout.tables(), derivative=True)
         assert config.multiprocessors == 132
         elementwise, size = dtype == jnp.bfloat16, dtype.itemsize
-        assert tuning.product_bytes(config.forward, elementwise, size) <= tuning.SHARED_BYTES
-        assert tuning.product_bytes(config.input_gradient, False, size) <= tuning.SHARED_BYTES
+        assert tuning.product_bytes(config.forward, False, size) <= tuning.SHARED_BYTES
+        assert tuning.product_bytes(config.input_gradient, elementwise, size) <= tuning.SHARED_BYTES
         assert tuning.gradient_bytes(config.weight_gradient, block) <= tuning.SHARED_BYTES
         assert min(config.forward.stages, config.weight_gradient.stages) >= 3
 
@@ -473,7 +431,10 @@ def test_illegal_operands_are_refused():
     assert "legal: bfloat16, float32" in refused(legal, np.float16)
     assert "legal: gelu" in refused(legal, activation="relu")
     assert "legal: (256,)" in refused(legal, bias=np.zeros(8, np.float32))
-    assert "legal: bfloat16 (8, 256)" in refused(legal, residual=np.zeros((8, 256), np.float32))
+    x, values, *_ = draw(legal, 8, jnp.bfloat16)
+    with pytest.raises(UserError, match=r"legal: bfloat16 \(8, 256\)"), targeted_gpu():
+        z = np.zeros((8, 256), np.float32)
+        pallas_hopper.input_gradient(x, values, legal.tables(), preactivation=z)
     assert "compute capability 9.0" in refused(legal, kind="NVIDIA A100-SXM4-80GB")
     with pytest.raises(UserError, match="runs on gpu, and this is cpu; legal here"):
         kernels_chosen(legal, "pallas_hopper")
@@ -498,13 +459,3 @@ def test_an_old_jax_is_refused():
     assert "legal: 0.11 or newer" in refused(layout)
     with targeted_gpu():
         assert kernels_chosen(layout) == 0
-
-
-@needs_mosaic
-def test_the_accumulator_must_be_float32():
-    layout = make_layout("cyclic", 256, 256, 64, 0.5)
-    x, values, dy, *_ = draw(layout, 8, jnp.bfloat16)
-    with pytest.raises(UserError, match="legal: float32"), targeted_gpu():
-        pallas_hopper.weight_gradient(x, dy, layout.tables(), accumulator=jnp.asarray(values))
-    with pytest.raises(UserError, match="needs an accumulator or the values' shape"):
-        pallas_hopper.weight_gradient(x, dy, layout.tables())

@@ -101,7 +101,7 @@ def test_all_three_products_compile_without_copies(compiled, projection, block):
 
 @pytest.mark.parametrize("block", [128, 64])
 def test_feature_rows_need_no_more_registers_or_memory(compiled, block):
-    """mlp_out adds the residual; its dx is multiplied by the preceding GELU's derivative."""
+    """A product with a bias, and dx multiplied by the preceding GELU's derivative."""
     layout = make_layout("pixelfly", *PROJECTIONS["mlp"], block, DENSITY)
     bias = jax.ShapeDtypeStruct((layout.out_features,), jnp.float32)
     x, values, dy = operands(layout)
@@ -114,9 +114,9 @@ def test_feature_rows_need_no_more_registers_or_memory(compiled, block):
         )
         return dataclasses.replace(config, forward=forward, input_gradient=back)
 
-    def forward(x, values, residual, tables, bias):
+    def forward(x, values, dy, tables, bias):
         return pallas_hopper.block_sparse_matmul(
-            x, values, tables, bias=bias, residual=residual, tuning=tuning(tables, residual=True)
+            x, values, tables, bias=bias, tuning=tuning(tables)
         )
 
     def backward(z, values, dy, tables):
@@ -176,13 +176,13 @@ def test_the_fused_product_saves_only_two_activations(compiled):
 
 @pytest.mark.parametrize("block", [128, 64])
 def test_epilogues_need_no_second_kernel(compiled, block):
-    """mlp_out adds the residual; its dx is multiplied by the preceding GELU's derivative."""
+    """A product with a bias, and dx multiplied by the preceding GELU's derivative."""
     layout = make_layout("pixelfly", *PROJECTIONS["mlp"], block, DENSITY)
     bias = jax.ShapeDtypeStruct((layout.out_features,), jnp.float32)
     x, values, dy = operands(layout)
 
-    def forward(x, values, residual, tables, bias):
-        return pallas_hopper.block_sparse_matmul(x, values, tables, bias=bias, residual=residual)
+    def forward(x, values, dy, tables, bias):
+        return pallas_hopper.block_sparse_matmul(x, values, tables, bias=bias)
 
     def backward(z, values, dy, tables):
         return pallas_hopper.input_gradient(dy, values, tables, preactivation=z)
@@ -192,21 +192,6 @@ def test_epilogues_need_no_second_kernel(compiled, block):
         assert kernels(program) == 1
         assert_registers_suffice(report)
         assert temporary_bytes(program) <= 2**20
-
-
-@pytest.mark.parametrize("block", [128, 64])
-def test_accumulation_is_fused(compiled, block):
-    layout = make_layout("pixelfly", *PROJECTIONS["out"], block, DENSITY)
-    x, values, dy = operands(layout)
-    accumulator = jax.ShapeDtypeStruct(values.shape, jnp.float32)
-
-    def add(x, dy, tables, accumulator):
-        return pallas_hopper.weight_gradient(x, dy, tables, accumulator=accumulator)
-
-    program, report = compiled(add, [x, dy, layout.tables(), accumulator])
-    assert kernels(program) == 1
-    assert_registers_suffice(report)
-    assert temporary_bytes(program) <= 2**20
 
 
 @pytest.mark.parametrize(("block", "density"), [(32, 1 / 8), (256, 1 / 10)])

@@ -48,15 +48,12 @@ def products(x, values, dy, tables):
 
 
 def fused(x, values, dy, bias, tables):
-    """Return (y, dx, dvalues, dbias) of gelu(x W + bias) + residual."""
+    """Return (y, dx, dvalues, dbias) of gelu(x W + bias)."""
     y, pullback = jax.vjp(
-        lambda x, v, b, r: pallas_tpu.block_sparse_matmul(
-            x, v, tables, bias=b, activation="gelu", residual=r
-        ),
+        lambda x, v, b: pallas_tpu.block_sparse_matmul(x, v, tables, bias=b, activation="gelu"),
         x,
         values,
         bias,
-        dy,
     )
     return y, *pullback(dy)
 
@@ -131,20 +128,6 @@ def test_other_blocks_dtypes_and_token_counts_compile(device, block, dtype, toke
     density = 1 / 10 if block == 256 else 1 / 8
     layout = make_layout("pixelfly", *PROJECTIONS["out"], block, density)
     compiled(fused, [*operands(layout, jnp.dtype(dtype), tokens), layout.tables()], device)
-
-
-@pytest.mark.parametrize("projection", ["out", nightly("in"), nightly("mlp")])
-def test_accumulation_takes_the_accumulators_buffer(device, projection):
-    layout = make_layout("pixelfly", *PROJECTIONS[projection], 128, 1 / 8)
-    x, values, dy, _ = operands(layout)
-    accumulator = jax.ShapeDtypeStruct(values.shape, jnp.float32)
-
-    def add(x, dy, tables, accumulator):
-        return pallas_tpu.weight_gradient(x, dy, tables, accumulator=accumulator)
-
-    program = compiled(add, [x, dy, layout.tables(), accumulator], device, donated=3)
-    assert kernels_in(program) == 1
-    assert temporary_bytes(program) <= 2 * MIB
 
 
 @pytest.mark.parametrize("name", ["v4", *map(nightly, ("v5e", "v5p", "v6e"))])

@@ -47,20 +47,6 @@ def products(groups, x, weight, dy):
     return y, *pullback(dy)
 
 
-def fused(groups, x, weight, dy, bias):
-    """Return (y, dx, dW, dbias) of gelu(x W + bias) + residual."""
-    y, pullback = jax.vjp(
-        lambda x, w, b, r: kernels.grouped_matmul(
-            x, w, groups, block=BLOCK, bias=b, activation="gelu", residual=r
-        ),
-        x,
-        weight,
-        bias,
-        dy,
-    )
-    return y, *pullback(dy)
-
-
 def kernels_in(program):
     return program.as_text().count('custom_call_target="tpu_custom_call"')
 
@@ -84,20 +70,12 @@ def test_three_products_compile_without_a_temporary(device, projection, count):
     assert temporary_bytes(program) <= MIB
 
 
-@pytest.mark.parametrize("count", [8, nightly(4)])
-def test_the_fused_product_saves_only_two_activations(device, count):
-    groups, arrays = operands("in", count)
-    program = compiled(lambda *o: fused(groups, *o), arrays, device)
-    assert kernels_in(program) == 3
-    assert temporary_bytes(program) <= 2 * 2048 * 20480 * 2 + MIB
-
-
 @pytest.mark.parametrize(
     ("dtype", "tokens"), [("float32", 2048), ("bfloat16", 1999), nightly("float32", 5)]
 )
 def test_other_dtypes_and_token_counts_compile(device, dtype, tokens):
     groups, arrays = operands("out", 8, jnp.dtype(dtype), tokens)
-    compiled(lambda *o: fused(groups, *o), arrays, device)
+    compiled(lambda *o: products(groups, *o), arrays[:3], device)
 
 
 def mlp_gradients(groups, x, weight_in, bias, weight_out, dy):

@@ -22,7 +22,6 @@ from sparse_dataflow.kernels.block_sparse_matmul import (
     tuning_xla,
     xla,
 )
-from sparse_dataflow.kernels.sparse_mlp import pallas_tpu as mlp_tpu
 from sparse_dataflow.sparsity.patterns import make_layout
 
 PROJECTIONS = [(5120, 15360), (5120, 5120), (5120, 20480), (20480, 5120)]
@@ -47,7 +46,7 @@ SMALL = shapes(make_layout("cyclic", 512, 1024, 128, 0.5), 300)
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     """A temporary folder of the measurements; caches of files and warnings start empty."""
-    monkeypatch.setattr(tuned, "file_path", lambda op, kind: tmp_path / "chip.json")
+    monkeypatch.setattr(tuned, "file_path", lambda kind: tmp_path / "chip.json")
     for cache in (tuned._entries, tuned._warn_ignored):
         cache.cache_clear()
     yield tmp_path
@@ -159,40 +158,6 @@ def test_a_measured_case_changes_the_choice_and_no_other_does(folder, backend):
     assert getattr(default_tiles(backend, more), case.product) != other or other == space.start
 
 
-def mlp_operands(block=128, tokens=2048):
-    """Return the shapes and tables of GPT-13B's MLP."""
-    first, second = (
-        make_layout("monarch", *shape, block, 1 / 8) for shape in (PROJECTIONS[2], PROJECTIONS[3])
-    )
-    x, values_in, tables_in = shapes(first, tokens)
-    _, values_out, tables_out = shapes(second, tokens)
-    return x, values_in, values_out, tables_in, tables_out
-
-
-@pytest.mark.parametrize("chip", [("TPU v4", 2), ("TPU v5 lite", 1), ("TPU v6 lite", 1)], ids=str)
-def test_every_candidate_of_a_fused_mlp_fits_vmem(chip):
-    with targeted_tpu(*chip):
-        capacity = tuning.device().vmem_capacity_bytes
-        results = mlp_tpu.spaces(*mlp_operands())
-    assert {case.product for case in results} >= {"forward"}
-    for case, space in results.items():
-        for tiles in [space.start, *space.neighbours(space.start)]:
-            hidden = tiles.tokens * 20480 * 2
-            assert space.legal(tiles) and hidden < capacity, case
-
-
-def test_a_measured_mlp_is_fused_with_its_sizes(folder):
-    operands = mlp_operands()
-    with targeted_tpu("TPU v5 lite", 1):
-        before = mlp_tpu.default_tuning(*operands)
-        (case, space), *_ = mlp_tpu.spaces(*operands).items()
-        other = space.neighbours(space.start)[0]
-        tuned.write(folder / "chip.json", [(case, other, {})], {})
-        after = mlp_tpu.default_tuning(*operands)
-    assert other != before.forward
-    assert after == dataclasses.replace(before, forward=other)
-
-
 def test_measured_tiles_compute_the_same(folder):
     layout = make_layout("random", 256, 128, 32, 0.5)
     rng = np.random.default_rng(0)
@@ -300,6 +265,5 @@ def test_illegal_tiles_fall_back_to_the_heuristic_with_one_warning(folder, warni
 
 
 def test_the_shipped_files_are_readable():
-    for op in ("block_sparse_matmul", "sparse_mlp"):
-        for path in tuned.file_path(op, "").parent.glob("*.json"):
-            assert tuned.read(path)
+    for path in tuned.file_path("").parent.glob("*.json"):
+        assert tuned.read(path)

@@ -16,12 +16,18 @@ from sparse_dataflow.training.phases import run_flops
 from sparse_dataflow.training.variants import variant
 
 CONFIG = preset("3m").change(sparsity__block=8, sparsity__pattern="random", training__steps=20)
-BUDGETS, DENSITIES, EQUAL = (0.25, 1), (1, 0.5, 0.125), ("flops", "parameters")
+OPTIONS = experiment.Options(
+    budgets=(0.25, 1), densities=(1, 0.5, 0.125), optimizers=("adamw",), steps=(20, 80)
+)
+
+
+def one_curve(*densities, steps=20):
+    return experiment.Options((1,), densities, ("muon",), ("flops",), (steps,))
 
 
 @pytest.fixture(scope="module")
 def plan():
-    curves = iso_flop.plan_curves(CONFIG, 1024, BUDGETS, DENSITIES, ("adamw",), EQUAL, (20, 80))
+    curves = iso_flop.plan_curves(CONFIG, 1024, OPTIONS)
     return Plan(curves, trials=3, seeds=3, headline_seeds=5)
 
 
@@ -67,7 +73,7 @@ def test_arms_of_a_curve_have_the_dense_models_cost(plan):
 
 def test_arms_keep_head_width_and_the_ratio_of_d_ff_that_a_user_sets():
     config = CONFIG.change(model__num_heads=16, model__d_ff=768, sparsity__block=4)
-    (curve,) = iso_flop.plan_curves(config, 300, (1,), (0.5, 0.125), ("muon",), ("flops",), (20,))
+    (curve,) = iso_flop.plan_curves(config, 300, one_curve(0.5, 0.125))
     for arm in curve.arms:
         assert arm.model.d_ff == 3 * arm.model.d_model
         assert 16 / 1.5 <= arm.model.head_width <= 16 * 1.5
@@ -78,7 +84,7 @@ def test_arms_that_end_dense_have_the_dense_models_flops_on_average():
     config = CONFIG.change(
         evolution__method="sparse_to_dense", evolution__at=0.4, training__steps=50
     )
-    (curve,) = iso_flop.plan_curves(config, 1024, (1,), (0.5, 0.125), ("muon",), ("flops",), (50,))
+    (curve,) = iso_flop.plan_curves(config, 1024, one_curve(0.5, 0.125, steps=50))
     flops = []
     for arm in curve.arms:
         of_arm = arm.config(config, 1.0, 0)
@@ -87,7 +93,7 @@ def test_arms_that_end_dense_have_the_dense_models_flops_on_average():
         flops.append(run_flops(chosen.model, chosen.evolution, chosen.training) / tokens)
         assert flops[-1] == pytest.approx(iso_flop.flops_per_token(config, arm.model))
     assert flops == pytest.approx([flops[0]] * 3, rel=0.025)
-    stays = iso_flop.plan_curves(CONFIG, 1024, (1,), (0.125,), ("muon",), ("flops",), (20,))
+    stays = iso_flop.plan_curves(CONFIG, 1024, one_curve(0.125))
     assert curve.arms[2].model.d_model < stays[0].arms[1].model.d_model
 
 

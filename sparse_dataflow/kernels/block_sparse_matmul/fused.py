@@ -1,4 +1,4 @@
-"""The gradient of activation(x W + bias) + residual, for any kernels of the three products."""
+"""The gradient of activation(x W + bias), for any kernels of the three products."""
 
 import dataclasses
 import functools
@@ -13,24 +13,26 @@ from sparse_dataflow.files.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Static options of the op; implementations add their own.
+    """Static options of the op; an implementation may add its own.
 
     Attributes:
       gelu: whether a GELU follows the product; its input is then saved for the backward pass.
       tuning: tile sizes of the three products.
+      out_features: width of y.
     """
 
     gelu: bool
     tuning: Any
+    out_features: int
 
 
 def differentiable(product: Callable, gradients: Callable) -> Callable:
-    """Return the differentiable op (options, x, values, bias, residual, tables) -> y.
+    """Return the differentiable op (options, x, values, bias, tables) -> y.
 
     It has first derivatives, in reverse mode.  `jax.vmap` runs its kernels once for each element.
 
     Args:
-      product: (options, x, values, bias, residual, tables, keep=...) -> [y], or with `keep`
+      product: (options, x, values, bias, tables, keep=...) -> [y], or with `keep`
         [y, pre-activation].
       gradients: (options, x, values, preactivation, dy, tables) -> (dx, dvalues, dz, dbias), where
         dz is the gradient of the pre-activation and dbias its sum over tokens, or None to let XLA
@@ -40,24 +42,23 @@ def differentiable(product: Callable, gradients: Callable) -> Callable:
     product, gradients = batchable(product), batchable(gradients)
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-    def matmul(options, x, values, bias, residual, tables):
-        return product(options, x, values, bias, residual, tables, keep=False)[0]
+    def matmul(options, x, values, bias, tables):
+        return product(options, x, values, bias, tables, keep=False)[0]
 
-    def forward(options, x, values, bias, residual, tables):
-        results = product(options, x, values, bias, residual, tables, keep=options.gelu)
+    def forward(options, x, values, bias, tables):
+        results = product(options, x, values, bias, tables, keep=options.gelu)
         y, preactivation = results if options.gelu else (*results, None)
-        # The residual's gradient is dy, so only its presence is saved.
-        return y, (x, values, bias, residual is not None, preactivation, tables)
+        return y, (x, values, bias, preactivation, tables)
 
     def backward(options, saved, dy):
-        x, values, bias, has_residual, preactivation, tables = saved
+        x, values, bias, preactivation, tables = saved
         dx, dvalues, dz, dbias = gradients(options, x, values, preactivation, dy, tables)
         if bias is None:
             dbias = None
         else:
             dbias = jnp.sum(dz, axis=0, dtype=jnp.float32) if dbias is None else dbias
             dbias = dbias.reshape(bias.shape).astype(bias.dtype)
-        return dx, dvalues, dbias, dy if has_residual else None, None
+        return dx, dvalues, dbias, None
 
     matmul.defvjp(forward, backward)
     return matmul

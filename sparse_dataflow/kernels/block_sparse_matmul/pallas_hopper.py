@@ -11,7 +11,7 @@ GPU (jax 0.12) takes more than eight rows by eights alone: other numbers of toke
 
 float32 is computed as six products of three bfloat16 components per factor, as exact as float32, at
 a sixth of bfloat16's rate; wgmma alone would round to tf32.  The components take 1.5 times the
-memory of x and values, three times in dW.  XLA computes the epilogue: bias, activation, residual.
+memory of x and values, three times in dW.  XLA computes the epilogue: bias and activation.
 
 Traced tables of blocks below 128 are merged on the device, in about ten short XLA kernels for each
 side of a weight.  Concrete tables are merged at trace time.
@@ -19,7 +19,6 @@ side of a weight.  Concrete tables are merged at trace time.
 Inside `plgpu.force_gpu_interpret_mode()` the kernels run on a CPU.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -60,17 +59,6 @@ NEEDED_JAX = (0, 11)
 """First jax version whose Mosaic GPU supports these kernels and interprets them."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options(fused.Options):
-    """Static options of the op.
-
-    Attributes:
-      out_features: width of y.
-    """
-
-    out_features: int
-
-
 def block_sparse_matmul(
     x: jax.Array,
     values: jax.Array,
@@ -78,10 +66,9 @@ def block_sparse_matmul(
     *,
     bias: jax.Array | None = None,
     activation: str | None = None,
-    residual: jax.Array | None = None,
     tuning: TuningConfig | None = None,
 ) -> jax.Array:
-    """Compute activation(x W + bias) + residual; differentiable in x, values, bias, residual.
+    """Compute activation(x W + bias); differentiable in x, values and bias.
 
     The forward pass is one kernel.  In the backward pass XLA multiplies dy by the activation's
     derivative, because both gradients read the result many times.  `input_gradient` can fuse the
@@ -94,11 +81,10 @@ def block_sparse_matmul(
       bias: [out_features], any float dtype.
       activation: None or "gelu" (tanh form, `kernels.gelu`).  bfloat16 uses the hardware's tanh,
         exact to about 11 bits; float32 uses XLA's.
-      residual: [tokens, out_features] in x's dtype.
       tuning: tile sizes; None for `default_tuning`.
 
     Returns:
-      [tokens, out_features] in x's dtype; sums, bias, activation and residual in float32.
+      [tokens, out_features] in x's dtype; sums, bias and activation in float32.
 
     Raises:
       UserError: if `refusal` gives a reason, shapes disagree, or the activation is unknown.
@@ -108,14 +94,12 @@ def block_sparse_matmul(
         raise UserError(f"activation {activation!r} is unknown; legal: gelu, or None.")
     result = jax.ShapeDtypeStruct((len(x), len(tables.in_index) * values.shape[1]), x.dtype)
     _check_bias(bias, result)
-    _check_like("The residual", residual, result)
     if len(x) == 0:
-        empty = jnp.zeros(result.shape, result.dtype)
-        return empty if residual is None else empty + residual
-    tuning = tuning or default_tuning(x, values, tables, residual=residual is not None)
-    options = _Options(activation is not None, tuning, result.shape[1])
+        return jnp.zeros(result.shape, result.dtype)
+    tuning = tuning or default_tuning(x, values, tables)
+    options = fused.Options(activation is not None, tuning, result.shape[1])
     lines = jax.tree.map(jnp.asarray, build_line_tables(tables, len(values), tuning))
-    return _matmul(options, x, values, bias, residual, lines)
+    return _matmul(options, x, values, bias, lines)
 
 
 def value_and_preactivation(
@@ -148,9 +132,9 @@ def value_and_preactivation(
         empty = jnp.zeros(result.shape, result.dtype)
         return empty, empty
     tuning = tuning or default_tuning(x, values, tables)
-    options = _Options(True, tuning, result.shape[1])
+    options = fused.Options(True, tuning, result.shape[1])
     lines = build_line_tables(tables, len(values), options.tuning)
-    return tuple(_product(options, x, values, bias, None, lines, keep=True))
+    return tuple(_product(options, x, values, bias, lines, keep=True))
 
 
 def input_gradient(
@@ -192,39 +176,30 @@ def weight_gradient(
     dy: jax.Array,
     tables: LayoutTables,
     *,
-    accumulator: jax.Array | None = None,
-    values: jax.ShapeDtypeStruct | None = None,
+    values: Shaped,
     tuning: TuningConfig | None = None,
 ) -> jax.Array:
-    """Compute xᵀ dy at the stored blocks, added to the accumulator in the kernel if there is one.
+    """Compute xᵀ dy at the stored blocks.
 
     Args:
       x: bfloat16 or float32 [tokens, in_features].
       dy: [tokens, out_features] in x's dtype.
       tables: `BlockLayout.tables()`.
-      accumulator: float32 [nnz, block, block], the sum over earlier micro-batches.
-      values: shape and dtype of the gradient; needed only without an accumulator.
+      values: shape and dtype of the gradient.
       tuning: tile sizes; None for `default_tuning`.
 
     Returns:
-      [nnz, block, block]; float32 with an accumulator, else in the values' dtype.
+      [nnz, block, block] in the values' dtype.
 
     Raises:
-      UserError: if `refusal` gives a reason, the accumulator is not float32, or both accumulator
-        and values are None.
+      UserError: if `refusal` gives a reason.
     """
-    if accumulator is not None:
-        values = jax.ShapeDtypeStruct(accumulator.shape, x.dtype)
-    if values is None:
-        raise UserError("weight_gradient needs an accumulator or the values' shape and dtype.")
     _refuse("weight_gradient", refusal(x, values, tables))
-    if accumulator is not None and accumulator.dtype != jnp.float32:
-        raise UserError(f"The accumulator is {accumulator.dtype}; legal: float32.")
     if len(x) == 0:
-        return jnp.zeros(values.shape, values.dtype) if accumulator is None else accumulator
-    tuning = tuning or default_tuning(x, values, tables, accumulate=accumulator is not None)
+        return jnp.zeros(values.shape, values.dtype)
+    tuning = tuning or default_tuning(x, values, tables)
     lines = build_line_tables(tables, len(values), tuning)
-    return _weight_gradient(tuning, x, dy, values, lines, accumulator)
+    return _weight_gradient(tuning, x, dy, values, lines)
 
 
 def refusal(x: Shaped, values: Shaped, tables: LayoutTables) -> str:
@@ -243,13 +218,7 @@ def refusal(x: Shaped, values: Shaped, tables: LayoutTables) -> str:
 
 
 def default_tuning(
-    x: Shaped,
-    values: Shaped,
-    tables: LayoutTables,
-    *,
-    residual: bool = False,
-    derivative: bool = False,
-    accumulate: bool = False,
+    x: Shaped, values: Shaped, tables: LayoutTables, *, derivative: bool = False
 ) -> TuningConfig:
     """Return the tile sizes for these shapes on the target GPU.
 
@@ -257,14 +226,10 @@ def default_tuning(
       x: [tokens, in_features]; only shapes and dtypes are read.
       values: [nnz, block, block].
       tables: layout tables, concrete or traced.
-      residual: whether the forward product adds a residual.
       derivative: whether dx is multiplied by an activation's derivative.
-      accumulate: whether dW is added to an accumulator.
     """
-    spaces_by_case = search_spaces(
-        x, values, tables, residual=residual, derivative=derivative, accumulate=accumulate
-    )
-    tiles = tuned.choose_tiles("block_sparse_matmul", spaces_by_case)
+    spaces_by_case = search_spaces(x, values, tables, derivative=derivative)
+    tiles = tuned.choose_tiles(spaces_by_case)
     return TuningConfig(**tiles, multiprocessors=sizes.multiprocessors())
 
 
@@ -308,12 +273,12 @@ def _gradients(options, x, values, preactivation, dy, lines):
     if preactivation is not None:
         # The barrier keeps XLA from recomputing dz in float32 for the bias.
         dz = lax.optimization_barrier(gelu_backward(dy, preactivation))
-    dvalues = _weight_gradient(options.tuning, x, dz, values, lines, None)
+    dvalues = _weight_gradient(options.tuning, x, dz, values, lines)
     dx = _input_gradient(options.tuning, dz, values, lines, None, x.shape[1])
     return dx, dvalues, dz, None
 
 
-def _product(options, x, values, bias, residual, lines, keep):
+def _product(options, x, values, bias, lines, keep):
     bias = None if bias is None else bias.astype(jnp.float32)
     run = functools.partial(
         _line_product,
@@ -326,19 +291,8 @@ def _product(options, x, values, bias, residual, lines, keep):
         (y,) = run(*_terms(x, values, lines.forward), dtype=jnp.float32)
         preactivation = y if bias is None else y + bias
         value = value_and_derivative(preactivation)[0] if options.gelu else preactivation
-        return [value if residual is None else value + residual, *([preactivation] if keep else [])]
-    # A kernel returns the pre-activation or adds a residual; for both, XLA adds the residual.
-    fused_residual, xla_residual = (None, residual) if keep else (residual, None)
-    y, *extra_outputs = run(
-        x,
-        values,
-        lines.forward,
-        bias=bias,
-        gelu=options.gelu,
-        residual=fused_residual,
-        with_preactivation=keep,
-    )
-    return [y if xla_residual is None else y + xla_residual, *extra_outputs]
+        return [value, *([preactivation] if keep else [])]
+    return run(x, values, lines.forward, bias=bias, gelu=options.gelu, with_preactivation=keep)
 
 
 def _input_gradient(tuning, dy, values, lines, preactivation, features):
@@ -355,7 +309,7 @@ def _input_gradient(tuning, dy, values, lines, preactivation, features):
     return run(dy, values, lines.input_gradient, preactivation=preactivation)[0]
 
 
-def _weight_gradient(tuning, x, dy, values, lines, accumulator):
+def _weight_gradient(tuning, x, dy, values, lines):
     if x.dtype == jnp.float32:
         # Concatenated terms are summed like tokens.
         first, second = zip(*TERMS)
@@ -369,25 +323,19 @@ def _weight_gradient(tuning, x, dy, values, lines, accumulator):
         lines.weight_gradient,
         tuning.weight_gradient,
         result=jax.ShapeDtypeStruct(values.shape, values.dtype),
-        accumulator=accumulator,
         multiprocessors=tuning.multiprocessors,
     )
 
 
-def _line_product(x, *operands, residual=None, preactivation=None, **options):
-    results = line_product(
-        _by_eights(x),
-        *operands,
-        residual=_by_eights(residual),
-        preactivation=_by_eights(preactivation),
-        **options,
-    )
+def _line_product(x, *operands, preactivation=None, **options):
+    preactivation = None if preactivation is None else _by_eights(preactivation)
+    results = line_product(_by_eights(x), *operands, preactivation=preactivation, **options)
     return [result[: len(x)] for result in results]
 
 
 def _by_eights(array):
-    """Pad the rows of an array with zeros, as Mosaic GPU needs them; None stays None."""
-    missing = 0 if array is None or len(array) <= ROWS else -len(array) % ROWS
+    """Pad the rows of an array with zeros, as Mosaic GPU needs them."""
+    missing = 0 if len(array) <= ROWS else -len(array) % ROWS
     return jnp.pad(array, ((0, missing), (0, 0))) if missing else array
 
 

@@ -35,10 +35,9 @@ def line_gradient(
     tiles: GradientTiles,
     *,
     result: jax.ShapeDtypeStruct,
-    accumulator: jax.Array | None = None,
     multiprocessors: int,
 ) -> jax.Array:
-    """Compute xᵀ dy at the stored blocks, added to the accumulator if there is one.
+    """Compute xᵀ dy at the stored blocks.
 
     Args:
       x: bfloat16 [tokens, in_features].
@@ -46,11 +45,10 @@ def line_gradient(
       tables: the weight's columns, `tiles.lines` merged in each.
       tiles: the tile sizes.
       result: shape and dtype, [nnz, block, block] in bfloat16 or float32.
-      accumulator: float32 [nnz, block, block].
       multiprocessors: number of multiprocessors of the device.
 
     Returns:
-      [nnz, block, block]; float32 with an accumulator, else in the result's dtype.
+      [nnz, block, block] in the result's dtype.
     """
     stored, block = result.shape[:2]
     stages = pl.cdiv(len(x), tiles.depth)
@@ -65,11 +63,9 @@ def line_gradient(
     operands = (x, dy, tables)
     if whole:
         plan = plan._replace(pairs=whole)
-        dtype = result.dtype if accumulator is None else accumulator.dtype
-        sums_shape = jax.ShapeDtypeStruct(result.shape, dtype)
-        total = unit_sums(*operands, plan, sums_shape, accumulator, multiprocessors=multiprocessors)
+        total = unit_sums(*operands, plan, result, multiprocessors=multiprocessors)
     else:
-        total = jnp.zeros(result.shape, result.dtype) if accumulator is None else accumulator
+        total = jnp.zeros(result.shape, result.dtype)
     if whole == pairs:
         return total
     plan = plan._replace(
@@ -83,8 +79,6 @@ def line_gradient(
     sums = unit_sums(*operands, plan, shape, multiprocessors=multiprocessors)
     sums = sums.reshape(plan.splits, plan.blocks, block, block).sum(0)
     slots = _slots(jnp.asarray(tables.slot)[..., 0], plan)
-    if accumulator is not None:
-        sums = sums + accumulator[jnp.maximum(slots, 0)]
     return total.at[jnp.where(slots < 0, stored, slots)].set(sums.astype(total.dtype), mode="drop")
 
 

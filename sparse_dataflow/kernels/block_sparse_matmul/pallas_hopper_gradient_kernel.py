@@ -108,7 +108,6 @@ def unit_sums(
     tables: LineTables,
     plan: GradientPlan,
     result: jax.ShapeDtypeStruct,
-    accumulator: jax.Array | None = None,
     *,
     multiprocessors: int,
 ) -> jax.Array:
@@ -121,15 +120,12 @@ def unit_sums(
       plan: the pairs to sum.
       result: shape and dtype: [nnz, block, block] by slot, or [splits * blocks, block, block] with
         `plan.partial`.  Blocks outside the plan's pairs are undefined.
-      accumulator: float32 of the result's shape, added to the sums.
       multiprocessors: number of multiprocessors of the device.
     """
 
-    def body(index, slot, x, dy, *more):
-        refs = list(more)
-        accumulator_ref = None if accumulator is None else refs.pop(0)
-        arrays = _Arrays(index, slot, x, dy, accumulator_ref, refs.pop(0))
-        _kernel(plan, arrays, _Scratch(*refs))
+    def body(index, slot, x, dy, out, *refs):
+        arrays = _Arrays(index, slot, x, dy, out)
+        run_groups(plan, arrays, _Scratch(*refs), _over_pairs, _consume, _produce)
 
     kernel = plgpu.kernel(
         body,
@@ -141,14 +137,12 @@ def unit_sums(
         thread_name="group",
         kernel_name="block_sparse_weight_gradient",
         compiler_params=plgpu.CompilerParams(
-            # Barriers are needed only where a result overwrites the slice of an accumulator.
-            unsafe_no_auto_barriers=accumulator is None,
+            unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
     )
-    optional = [] if accumulator is None else [accumulator]
     index, slot = (jnp.asarray(table).reshape(-1) for table in tables)
-    return kernel(index, slot, x, dy, *optional)
+    return kernel(index, slot, x, dy)
 
 
 class _Arrays(NamedTuple):
@@ -158,7 +152,6 @@ class _Arrays(NamedTuple):
     slot: Any
     x: Any
     dy: Any
-    accumulator: Any
     out: Any
 
 
@@ -170,7 +163,6 @@ class _Scratch(NamedTuple):
     full: Any
     empty: Any
     results: Any
-    arrived: Any
 
 
 def _scratch(plan, dtype, result_dtype):
@@ -187,7 +179,6 @@ def _scratch(plan, dtype, result_dtype):
         full=plgpu.Barrier(num_arrivals=CONSUMERS * (tiles.width + 1), **stages),
         empty=plgpu.Barrier(num_arrivals=CONSUMERS, **stages),
         results=swizzled((CONSUMERS, slots, SLICE_ROWS, width), result_dtype),
-        arrived=plgpu.Barrier(num_barriers=(CONSUMERS, slots)),
     )
 
 
@@ -209,17 +200,6 @@ class _Unit(NamedTuple):
     target: list
     tile_row: Any
     tile_column: Any
-
-
-def _kernel(plan, arrays, scratch):
-    def consume(consumer):
-        act = functools.partial(_consume, plan, arrays, scratch, consumer)
-        _over_pairs(plan, arrays, act)
-
-    def produce():
-        return _over_pairs(plan, arrays, functools.partial(_produce, plan, arrays, scratch))
-
-    run_groups(consume, produce, scratch.empty, plan.tiles.stages)
 
 
 def _over_pairs(plan, arrays, act):
@@ -358,7 +338,6 @@ def _consume(plan, arrays, scratch, consumer, split, pair, first):
 
     results = Results(plan, arrays, scratch, consumer, unit)
     present = unit.slot[0] >= 0
-    pl.when(present)(results.prefetch)
 
     @functools.partial(
         pl.run_scoped,

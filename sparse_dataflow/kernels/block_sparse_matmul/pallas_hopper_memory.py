@@ -1,9 +1,9 @@
 """Warp groups and shared memory on a Hopper GPU: one producer fills a ring for two consumers."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -16,26 +16,28 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 
 
 def run_groups(
-    consume: Callable[[jax.Array], Any], produce: Callable[[], jax.Array], empty: Any, stages: int
+    plan: Any, arrays: Any, scratch: Any, over: Callable, consume: Callable, produce: Callable
 ) -> None:
     """Run two consumer warp groups and one producer warp group, each with its registers.
 
     Args:
-      consume: called with the consumer's index; returns once its last write has started.
-      produce: fills stages, and returns how many it filled.
-      empty: barriers on which consumers release stages.
-      stages: stages of the ring.
+      plan: the static shape of the kernel; `plan.tiles.stages` is the length of the ring.
+      arrays: arrays in device memory.
+      scratch: shared memory; on the barriers `scratch.empty` consumers release stages.
+      over: (plan, arrays, act) calls `act` on each piece of work, and returns the stages of all.
+      consume: (plan, arrays, scratch, index of the consumer, *piece) multiplies and writes.
+      produce: (plan, arrays, scratch, *piece) fills the stages.
     """
-    group = lax.axis_index("group")
+    group, stages, empty = lax.axis_index("group"), plan.tiles.stages, scratch.empty
 
     def consumer():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        consume(group)
+        over(plan, arrays, functools.partial(consume, plan, arrays, scratch, group))
         plgpu.wait_smem_to_gmem(0)
 
     def producer():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        total = produce()
+        total = over(plan, arrays, functools.partial(produce, plan, arrays, scratch))
 
         # The program must outlive the cluster's last arrivals, and every barrier phase must be
         # waited for.

@@ -61,7 +61,6 @@ def line_product(
     dtype: Any = jnp.bfloat16,
     bias: jax.Array | None = None,
     gelu: bool = False,
-    residual: jax.Array | None = None,
     preactivation: jax.Array | None = None,
     with_preactivation: bool = False,
     columns: int,
@@ -78,10 +77,9 @@ def line_product(
       dtype: dtype of the results.
       bias: float32 [columns], added to the product.
       gelu: whether to apply a GELU after the bias.
-      residual: [tokens, columns] in the results' dtype, added last.
       preactivation: [tokens, columns] in the results' dtype; the product is multiplied by the
-        GELU's derivative there.  Excludes bias, gelu, residual and with_preactivation.
-      with_preactivation: whether to return the GELU's input too; excludes residual.
+        GELU's derivative there.  Excludes bias, gelu and with_preactivation.
+      with_preactivation: whether to return the GELU's input too.
       columns: width of the results, at most lines * width * block.
       multiprocessors: number of multiprocessors of the device.
 
@@ -115,8 +113,7 @@ def line_product(
         derivative=preactivation is not None,
         itemsize=jnp.dtype(dtype).itemsize,
     )
-    elementwise = preactivation if residual is None else residual
-    optional = [bias, elementwise]
+    optional = [bias, preactivation]
     result = jax.ShapeDtypeStruct((tokens, columns), dtype)
 
     def body(index, slot, x, values, *more):
@@ -124,14 +121,12 @@ def line_product(
         optional_refs = [refs.pop(0) if operand is not None else None for operand in optional]
         results = [refs.pop(0), refs.pop(0) if with_preactivation else None]
         arrays = _Arrays(index, slot, x, values, *optional_refs, *results)
-        _kernel(plan, arrays, _Scratch(*refs))
+        run_groups(plan, arrays, _Scratch(*refs), _over_tiles, _consume, _produce)
 
     kernel = plgpu.kernel(
         body,
         out_type=[result] * (1 + with_preactivation),
-        scratch_types=_scratch(
-            plan, _slots(plan, elementwise is not None, with_preactivation), x.dtype, dtype
-        ),
+        scratch_types=_scratch(plan, _slots(plan, with_preactivation), x.dtype, dtype),
         grid=(clusters,),
         grid_names=("cluster",),
         cluster=(tiles.cluster,),
@@ -142,7 +137,7 @@ def line_product(
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             # Barriers are needed only where a result overwrites a slice that was read.
-            unsafe_no_auto_barriers=elementwise is None,
+            unsafe_no_auto_barriers=preactivation is None,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
     )
@@ -159,7 +154,7 @@ class _Arrays(NamedTuple):
     x: Any
     values: Any
     bias: Any
-    elementwise: Any
+    preactivation: Any
     y: Any
     preactivation_out: Any
 
@@ -175,10 +170,10 @@ class _Scratch(NamedTuple):
     arrived: Any
 
 
-def _slots(plan, elementwise, with_preactivation):
+def _slots(plan, with_preactivation):
     """Return the slices of a consumer in shared memory; they divide the writes of a tile."""
     writes = len(plan.slices) * (1 + with_preactivation)
-    most = writes if elementwise else plan.tiles.slices
+    most = writes if plan.derivative else plan.tiles.slices
     return max(slots for slots in range(1, most + 1) if writes % slots == 0)
 
 
@@ -202,17 +197,6 @@ def _scratch(plan, slots, dtype, result_dtype):
         results=swizzled((CONSUMERS, slots, SLICE_ROWS, plan.slice_columns), result_dtype),
         arrived=plgpu.Barrier(num_arrivals=len(plan.slices), num_barriers=CONSUMERS),
     )
-
-
-def _kernel(plan, arrays, scratch):
-    def consume(consumer):
-        act = functools.partial(_consume, plan, arrays, scratch, consumer)
-        _over_tiles(plan, arrays, act)
-
-    def produce():
-        return _over_tiles(plan, arrays, functools.partial(_produce, plan, arrays, scratch))
-
-    run_groups(consume, produce, scratch.empty, plan.tiles.stages)
 
 
 def _over_tiles(plan, arrays, act):
@@ -306,11 +290,11 @@ def _consume(plan, arrays, scratch, consumer, row_tile, column, count, first):
             pl.ds(first_column + columns, plan.slice_columns),
         ]
 
-    if arrays.elementwise is not None:
+    if plan.derivative:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for number, place in enumerate(plan.slices):
             plgpu.copy_gmem_to_smem(
-                slice_of(arrays.elementwise, place),
+                slice_of(arrays.preactivation, place),
                 results.at[number],
                 scratch.arrived.at[consumer],
             )
@@ -346,13 +330,13 @@ def _consume(plan, arrays, scratch, consumer, row_tile, column, count, first):
         def _():
             plgpu.barrier_arrive(scratch.empty.at[stage_of(steps - 1)])
 
-        if arrays.elementwise is not None:
+        if plan.derivative:
             plgpu.barrier_wait(scratch.arrived.at[consumer])
         _finish(plan, arrays, results, slice_of, first_column, totals)
 
 
 def _finish(plan, arrays, results, slice_of, first_column, totals):
-    """Apply bias, activation, derivative and residual in float32, and write a consumer's sums."""
+    """Apply bias, activation and derivative in float32, and write a consumer's sums."""
     width = plan.slice_columns
     slots = results.shape[0]
     written = 0
@@ -365,7 +349,7 @@ def _finish(plan, arrays, results, slice_of, first_column, totals):
         nonlocal written
         slot = written % slots
         written += 1
-        if arrays.elementwise is None:
+        if not plan.derivative:
             plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
         slot_of(slot)[...] = value.astype(results.dtype)
         plgpu.commit_smem()
@@ -388,7 +372,7 @@ def _finish(plan, arrays, results, slice_of, first_column, totals):
             write(arrays.preactivation_out, (row, column), value)
         if plan.gelu:
             value = value_and_derivative(value)[0]
-        if arrays.elementwise is not None:
-            other = slot_of(number)[...].astype(jnp.float32)
-            value = value * value_and_derivative(other)[1] if plan.derivative else value + other
+        if plan.derivative:
+            before = slot_of(number)[...].astype(jnp.float32)
+            value = value * value_and_derivative(before)[1]
         write(arrays.y, (row, column), value)

@@ -58,9 +58,7 @@ def search_spaces(
     values: Shaped,
     tables: LayoutTables,
     *,
-    residual: bool = False,
     derivative: bool = False,
-    accumulate: bool = False,
 ) -> dict[Case, SearchSpace]:
     """Return the search space of each product; arguments as in `pallas_hopper.default_tuning`."""
     stored, block = values.shape[:2]
@@ -90,10 +88,10 @@ def search_spaces(
 
     tokens = terms * len(x)
     gradient = sizes.gradient_tiles(
-        tokens, stored, block, merged_lines["weight_gradient"], accumulate, programs
+        tokens, stored, block, merged_lines["weight_gradient"], programs
     )
     spaces = {
-        "forward": product_space("forward", widths[0], blocks[1], residual),
+        "forward": product_space("forward", widths[0], blocks[1], False),
         "input_gradient": product_space("input_gradient", widths[1], blocks[0], derivative),
         "weight_gradient": sizes.gradient_space(gradient, tokens, block),
     }

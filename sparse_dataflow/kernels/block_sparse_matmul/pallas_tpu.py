@@ -12,8 +12,6 @@ The operands are padded, which copies them, only if a width is not a multiple of
 tokens are not a multiple of 16 (of 8 for 32-bit elements).
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
@@ -46,19 +44,6 @@ DTYPES = ("bfloat16", "float32")
 """Legal dtypes of x and values."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Options(fused.Options):
-    """Static options of the op.
-
-    Attributes:
-      out_features: width of y.
-      interpret: as in `pl.pallas_call`.
-    """
-
-    out_features: int
-    interpret: object
-
-
 def block_sparse_matmul(
     x: jax.Array,
     values: jax.Array,
@@ -66,11 +51,9 @@ def block_sparse_matmul(
     *,
     bias: jax.Array | None = None,
     activation: str | None = None,
-    residual: jax.Array | None = None,
     tuning: TuningConfig | None = None,
-    interpret=False,
 ) -> jax.Array:
-    """Compute activation(x W + bias) + residual; differentiable in x, values, bias, residual.
+    """Compute activation(x W + bias); differentiable in x, values and bias.
 
     Args:
       x: bfloat16 or float32 [tokens, in_features].
@@ -78,12 +61,10 @@ def block_sparse_matmul(
       tables: `BlockLayout.tables()`, concrete or traced.
       bias: [out_features], any float dtype.
       activation: None or "gelu" (tanh form, `kernels.gelu`).
-      residual: [tokens, out_features] in x's dtype.
       tuning: tile sizes; None for `default_tuning`.
-      interpret: as in `pl.pallas_call`; `pltpu.InterpretParams()` runs on a CPU.
 
     Returns:
-      [tokens, out_features] in x's dtype; sums, bias, activation and residual in float32.
+      [tokens, out_features] in x's dtype; sums, bias and activation in float32.
 
     Raises:
       UserError: if `refusal` gives a reason, shapes disagree, or the activation is unknown.
@@ -95,54 +76,12 @@ def block_sparse_matmul(
     out_features = len(tables.in_index) * values.shape[1]
     _check_shape("x", x, (len(x), len(tables.out_index) * values.shape[1]))
     _check_shape("bias", bias, (out_features,))
-    _check_shape("residual", residual, (len(x), out_features))
     if len(x) == 0:
-        empty = jnp.zeros((0, out_features), x.dtype)
-        return empty if residual is None else empty + residual
+        return jnp.zeros((0, out_features), x.dtype)
     lines = build_tile_tables(tables, values.shape[1])
     tuning = tuning or require_tuning(x, values, lines, activation is not None)
-    options = Options(activation is not None, tuning, out_features, interpret)
-    return fused_product(options, x, values, bias, residual, lines)
-
-
-def weight_gradient(
-    x: jax.Array,
-    dy: jax.Array,
-    tables: LayoutTables,
-    *,
-    accumulator: jax.Array,
-    tuning: TuningConfig | None = None,
-    interpret=False,
-) -> jax.Array:
-    """Compute accumulator + xᵀ dy at the stored blocks, in place if the accumulator is donated.
-
-    Args:
-      x: bfloat16 or float32 [tokens, in_features].
-      dy: [tokens, out_features] in x's dtype.
-      tables: `BlockLayout.tables()`.
-      accumulator: float32 [nnz, block, block], the sum over earlier micro-batches.
-      tuning: tile sizes; None for `default_tuning`.
-      interpret: as in `pl.pallas_call`.
-
-    Raises:
-      UserError: if `refusal` gives a reason, shapes disagree, or the accumulator is not float32.
-    """
-    values = jax.ShapeDtypeStruct(accumulator.shape, x.dtype)
-    if reason := refusal(x, values, tables):
-        raise UserError(f"weight_gradient on TPU: {reason}")
-    if accumulator.dtype != jnp.float32:
-        raise UserError(f"The accumulator is {accumulator.dtype}; legal: float32.")
-    _check_shape("x", x, (len(x), len(tables.out_index) * accumulator.shape[1]))
-    _check_shape("dy", dy, (len(x), len(tables.in_index) * accumulator.shape[1]))
-    if dy.dtype != x.dtype:
-        raise UserError(f"dy is {dy.dtype}; legal: {x.dtype}, the dtype of x.")
-    if len(x) == 0:
-        return accumulator
-    lines = build_tile_tables(tables, accumulator.shape[1])
-    tuning = tuning or require_tuning(x, values, lines, False)
-    return stored_weight_gradient(
-        tuning, x, dy, accumulator, lines, accumulator=accumulator, interpret=interpret
-    )[0]
+    options = fused.Options(activation is not None, tuning, out_features)
+    return fused_product(options, x, values, bias, lines)
 
 
 def _check_shape(name, array, legal):
@@ -191,21 +130,20 @@ def spaces(x: Shaped, values: Shaped, tables: LayoutTables) -> dict[Case, Search
 
 
 def _gradients(options, x, values, before, dy, lines):
-    tuning, interpret = options.tuning, options.interpret
-    derived, dbias = dy, None
+    tuning, derived, dbias = options.tuning, dy, None
     if before is not None and tuning.fuse_derivative:
         dvalues, derived, dbias = stored_weight_gradient(
-            tuning, x, dy, values, lines, preactivation=before, interpret=interpret
+            tuning, x, dy, values, lines, preactivation=before
         )
     else:
         if before is not None:
             derived = gelu_backward(dy, before)
-        (dvalues,) = stored_weight_gradient(tuning, x, derived, values, lines, interpret=interpret)
+        (dvalues,) = stored_weight_gradient(tuning, x, derived, values, lines)
     dx = _input_gradient(options, derived, values, lines)[:, : x.shape[1]]
     return dx, dvalues, derived, dbias
 
 
-def _product(options, x, values, bias, residual, lines, keep):
+def _product(options, x, values, bias, lines, keep):
     by_column, by_row = lines
     wide = len(by_column.count) * tile_side(values)
     if bias is not None:
@@ -218,11 +156,9 @@ def _product(options, x, values, bias, residual, lines, keep):
         transposed=False,
         bias=bias,
         gelu=options.gelu,
-        residual=None if residual is None else pad_to(residual, wide),
         with_preactivation=keep,
         vmem_bytes=options.tuning.vmem_bytes,
         cores=options.tuning.cores,
-        interpret=options.interpret,
     )
     return [result[: len(x), : options.out_features] for result in results]
 
@@ -237,7 +173,6 @@ def _input_gradient(options, dy, values, lines):
         transposed=True,
         vmem_bytes=options.tuning.vmem_bytes,
         cores=options.tuning.cores,
-        interpret=options.interpret,
     )
     return dx[: len(dy)]
 
@@ -250,8 +185,6 @@ def stored_weight_gradient(
     lines: WeightTables,
     *,
     preactivation: jax.Array | None = None,
-    accumulator: jax.Array | None = None,
-    interpret=False,
 ) -> tuple[jax.Array, ...]:
     """Compute dW at the stored blocks, with a GELU's derivative if `preactivation` is passed.
 
@@ -262,8 +195,6 @@ def stored_weight_gradient(
       values: [nnz, block, block]; only shape and dtype are read.
       lines: tile tables of the weight.
       preactivation: [tokens, out_features], the input of a GELU that follows the product.
-      accumulator: float32 [nnz, block, block] that dW is added to.
-      interpret: as in `pl.pallas_call`.
 
     Returns:
       (dW,), or with `preactivation` (dW, dz = dy times the GELU's derivative, float32 sum of dz
@@ -281,9 +212,7 @@ def stored_weight_gradient(
         result=jax.ShapeDtypeStruct(values.shape, values.dtype),
         transposed=transposed,
         preactivation=None if preactivation is None else pad_to(preactivation, width),
-        accumulator=accumulator,
         vmem_bytes=tuning.vmem_bytes,
-        interpret=interpret,
     )
     if derived:
         derived = [derived[0][: len(dy), :features], derived[1][:, :features]]
@@ -291,5 +220,5 @@ def stored_weight_gradient(
 
 
 fused_product = fused.differentiable(_product, _gradients)
-"""(options, x, values, bias, residual, lines) -> y: `block_sparse_matmul` without its checks, given
+"""(options, x, values, bias, lines) -> y: `block_sparse_matmul` without its checks, given
 the weight's tile tables."""

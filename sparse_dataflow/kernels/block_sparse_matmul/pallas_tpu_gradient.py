@@ -1,11 +1,11 @@
 """dW at the stored blocks on a TPU, with an optional fused GELU derivative.
 
 Grid: (line sets, token tiles), tokens innermost.  A line set's weight tiles are summed in VMEM in
-float32 over all tokens.  Each stored block is then written to its slot, or added to an accumulator,
-which overlaps with the products of later lines.  The gathered operand (x, or dy if it is narrower)
-is transposed once per token tile and read from HBM once per line set; the other operand is read
-once.  With a GELU, the kernel also computes dz = dy times the derivative at the pre-activation, and
-returns it as a second result, from which dx is computed.
+float32 over all tokens.  Each stored block is then written to its slot, which overlaps with the
+products of later lines.  The gathered operand (x, or dy if it is narrower) is transposed once per
+token tile and read from HBM once per line set; the other operand is read once.  With a GELU, the
+kernel also computes dz = dy times the derivative at the pre-activation, and returns it as a second
+result, from which dx is computed.
 """
 
 import functools
@@ -35,9 +35,7 @@ def line_gradient(
     result: jax.ShapeDtypeStruct,
     transposed: bool,
     preactivation: jax.Array | None = None,
-    accumulator: jax.Array | None = None,
     vmem_bytes: int,
-    interpret=False,
 ) -> tuple[jax.Array, ...]:
     """Compute gatheredᵀ lined (its transpose with `transposed`) at stored blocks.
 
@@ -50,9 +48,7 @@ def line_gradient(
       result: shape and dtype of dW, [nnz, block, block].
       transposed: whether the lines are the weight's rows.
       preactivation: [tokens, lines * tile], the input of a GELU that follows the product.
-      accumulator: float32 [nnz, block, block] that dW is added to; its buffer is reused.
       vmem_bytes: VMEM limit of the kernel.
-      interpret: as in `pl.pallas_call`.
 
     Returns:
       (dW,), or with `preactivation` (dW, dz in dy's dtype, dbias float32 [1, lines * tile]).
@@ -67,16 +63,10 @@ def line_gradient(
     wide = pl.BlockSpec((tiles.tokens, width), lambda line_set, i, *_: (i, line_set))
     gathered_spec = pl.BlockSpec((tiles.tokens, gathered.shape[1]), lambda line_set, i, *_: (i, 0))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    operands = [
-        (gathered, gathered_spec),
-        (lined, wide),
-        (preactivation, wide),
-        (accumulator, anywhere),
-    ]
-    operands = [(array, spec) for array, spec in operands if array is not None]
-    results = [(result, anywhere)]
+    operands, results = [(gathered, gathered_spec), (lined, wide)], [(result, anywhere)]
     activated = preactivation is not None
-    if activated:
+    if preactivation is not None:
+        operands.append((preactivation, wide))
         flat = pl.BlockSpec((1, width), lambda line_set, i, *_: (0, line_set))
         results.append((jax.ShapeDtypeStruct(lined.shape, lined.dtype), wide))
         results.append((jax.ShapeDtypeStruct((1, lined.shape[1]), jnp.float32), flat))
@@ -88,9 +78,6 @@ def line_gradient(
     ]
     if not activated and tokens % tiles.tokens:
         scratch.append(pltpu.VMEM((tiles.tokens, width), lined.dtype))
-    if accumulator is not None:
-        scratch.append(pltpu.VMEM((2, blocks, block, block), jnp.float32))
-        scratch.append(pltpu.SemaphoreType.DMA((2,)))
     line_sets = len(tables.count) // tiles.lines
     kernel = functools.partial(
         _kernel,
@@ -99,7 +86,6 @@ def line_gradient(
         ratio=ratio,
         transposed=transposed,
         activated=activated,
-        accumulates=accumulator is not None,
     )
     return pl.pallas_call(
         kernel,
@@ -111,7 +97,6 @@ def line_gradient(
             scratch_shapes=scratch,
         ),
         out_shape=[shape for shape, _ in results],
-        input_output_aliases={} if accumulator is None else {len(tables) + len(operands) - 1: 0},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=vmem_bytes,
@@ -124,7 +109,6 @@ def line_gradient(
             + result.size * result.dtype.itemsize,
             transcendentals=lined.size * activated,
         ),
-        interpret=interpret,
         name="block_sparse_weight_gradient",
     )(*(table.reshape(-1) for table in tables), *(array for array, _ in operands))
 
@@ -141,11 +125,9 @@ def _kernel(
     ratio,
     transposed,
     activated,
-    accumulates,
 ):
     refs = list(optional_refs)
-    preactivation_ref, accumulator_hbm = pop_if(activated, refs), pop_if(accumulates, refs)
-    result_hbm = refs.pop(0)
+    preactivation_ref, result_hbm = pop_if(activated, refs), refs.pop(0)
     dz_ref, bias_ref = pop_if(activated, refs), pop_if(activated, refs)
     transposed_ref, sums_ref, outgoing, sent, *refs = refs
     line_set, i = pl.program_id(0), pl.program_id(1)
@@ -182,44 +164,27 @@ def _kernel(
         elif ragged:
             masked_ref[:, columns] = zero_ragged_rows(lined_ref[:, columns])
 
-    incoming, received = pop_if(accumulates, refs), pop_if(accumulates, refs)
-
     chunks = entries // tiles.entries
     total_chunks = tiles.lines * chunks
 
-    def start_copies(number, copy):
-        """Start `copy(p, slot)` of each stored block p of chunk `number` of the line set."""
+    def send(number):
+        """Start the copy of each stored block of chunk `number` of the line set."""
+        buffer = lax.rem(number, 2)
         first = (line_set * total_chunks + number) * blocks
         for p in range(blocks):
             slot = slot_ref[first + p]
 
             @pl.when(slot >= 0)
             def start(p=p, slot=slot):
-                copy(p, slot).start()
+                pltpu.make_async_copy(
+                    outgoing.at[buffer, p], result_hbm.at[slot], sent.at[buffer]
+                ).start()
 
-    def send(number):
-        buffer = lax.rem(number, 2)
-        start_copies(
-            number,
-            lambda p, slot: pltpu.make_async_copy(
-                outgoing.at[buffer, p], result_hbm.at[slot], sent.at[buffer]
-            ),
-        )
-
-    def receive(number):
-        buffer = lax.rem(number, 2)
-        start_copies(
-            number,
-            lambda p, slot: pltpu.make_async_copy(
-                accumulator_hbm.at[slot], incoming.at[buffer, p], received.at[buffer]
-            ),
-        )
-
-    def wait(number, buffers, semaphores):
+    def wait(number):
         """Wait for the copies of a chunk's stored blocks."""
         buffer = lax.rem(number, 2)
         stored = stored_ref[line_set * total_chunks + number]
-        wait_for(stored, buffers.at[buffer], semaphores.at[buffer])
+        wait_for(stored, outgoing.at[buffer], sent.at[buffer])
 
     def write_chunk(c, chunk):
         """Write the sums of a chunk of line c to their slots."""
@@ -228,15 +193,7 @@ def _kernel(
 
         @pl.when(number >= 2)
         def _():
-            wait(number - 2, outgoing, sent)
-
-        if accumulates:
-
-            @pl.when(number + 1 < total_chunks)
-            def receive_next():
-                receive(number + 1)
-
-            wait(number, incoming, received)
+            wait(number - 2)
 
         @pl.loop(0, tiles.entries)
         def _(k):
@@ -247,17 +204,9 @@ def _kernel(
                     columns = pl.ds(line_block * block, block)
                     total = sums_ref[c, chunk * tiles.entries + k, rows, columns]
                     total = total.T if transposed else total
-                    if accumulates:
-                        total = total + incoming[buffer, p]
                     outgoing[buffer, p] = total.astype(outgoing.dtype)
 
         send(number)
-
-    if accumulates:
-
-        @pl.when(last)
-        def receive_first():
-            receive(0)
 
     def columns_of(c):
         return pl.ds(pl.multiple_of(c * tile, tile), tile)
@@ -309,4 +258,4 @@ def _kernel(
     @pl.when(last)
     def _():
         for number in range(max(0, total_chunks - 2), total_chunks):
-            wait(number, outgoing, sent)
+            wait(number)

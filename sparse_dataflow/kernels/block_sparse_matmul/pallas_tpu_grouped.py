@@ -1,4 +1,4 @@
-"""The product of a weight of equal groups on TPUs: all three products, with fused epilogues.
+"""The product of a weight of equal groups on TPUs: all three products.
 
 Each group is one dense product, so the kernels need no index tables and copy no weight: they reach
 the matrix unit's rate where a group's sides are multiples of its width.  Activations are padded,
@@ -30,11 +30,9 @@ class Options(fused.Options):
 
     Attributes:
       sides: columns of x and of y.
-      interpret: as in `pl.pallas_call`.
     """
 
     sides: tuple[Columns, Columns]
-    interpret: object
 
 
 def grouped_matmul(
@@ -43,13 +41,9 @@ def grouped_matmul(
     groups: Groups,
     *,
     block: int,
-    bias: jax.Array | None = None,
-    activation: str | None = None,
-    residual: jax.Array | None = None,
     tuning: GroupedTuning | None = None,
-    interpret=False,
 ) -> jax.Array:
-    """Compute activation(x W + bias) + residual; differentiable in x, weight, bias, residual.
+    """Compute x W; differentiable in x and weight.
 
     Args:
       x: bfloat16 or float32 [tokens, in_features].
@@ -57,32 +51,21 @@ def grouped_matmul(
         columns ascend.
       groups: which blocks of x and y each group has.
       block: features of a block.
-      bias: [out_features], any float dtype.
-      activation: None or "gelu" (tanh form, `kernels.gelu`).
-      residual: [tokens, out_features] in x's dtype.
       tuning: tile sizes; None for `default_tuning`.
-      interpret: as in `pl.pallas_call`; `pltpu.InterpretParams()` runs on a CPU.
 
     Returns:
-      [tokens, out_features] in x's dtype; sums, bias, activation and residual in float32.
+      [tokens, out_features] in x's dtype; sums in float32.
 
     Raises:
-      UserError: if `refusal` gives a reason, shapes disagree, or the activation is unknown.
+      UserError: if `refusal` gives a reason.
     """
-    if reason := refusal(x, weight, groups, block=block, activated=activation is not None):
+    if reason := refusal(x, weight, groups, block=block):
         raise UserError(f"grouped_matmul on TPU: {reason}")
-    if activation not in (None, "gelu"):
-        raise UserError(f"activation {activation!r} is unknown; legal: gelu, or None.")
     sides = sides_of(weight, groups, block)
-    out_features = sides[1].features
-    _check_shape("bias", bias, (out_features,))
-    _check_shape("residual", residual, (len(x), out_features))
     if len(x) == 0:
-        empty = jnp.zeros((0, out_features), x.dtype)
-        return empty if residual is None else empty + residual
-    activated = activation is not None
-    tuning = tuning or default_tuning(x, weight, groups, block=block, activated=activated)
-    return fused_product(Options(activated, tuning, sides, interpret), x, weight, bias, residual)
+        return jnp.zeros((0, sides[1].features), x.dtype)
+    tuning = tuning or default_tuning(x, weight, groups, block=block)
+    return _matmul(Options(False, tuning, sides[1].features, sides), x, weight, None, ())
 
 
 def lane_groups(groups: Groups, weight: Shaped, block: int) -> Groups:
@@ -105,14 +88,7 @@ def products(x: jax.Array, weight: jax.Array, groups: Groups, *, block: int) -> 
     return grouped_matmul(x, weight, lane_groups(groups, weight, block), block=block)
 
 
-def _check_shape(name, array, legal):
-    if array is not None and array.shape != legal:
-        raise UserError(f"{name} has shape {array.shape}; legal: {legal}.")
-
-
-def refusal(
-    x: Shaped, weight: Shaped, groups: Groups, *, block: int, activated: bool = False
-) -> str:
+def refusal(x: Shaped, weight: Shaped, groups: Groups, *, block: int) -> str:
     """Return why the target TPU cannot run these operands; empty if it can."""
     if x.ndim != 2 or weight.ndim != 3:
         legal = "[tokens, in_features] and [groups, inputs of a group, outputs of a group]"
@@ -129,17 +105,17 @@ def refusal(
                 f"a group has {columns.width} {side}put features in runs of {columns.run}; "
                 f"legal: whole runs of a multiple of {LANES}."
             )
-    if len(x) and default_tuning(x, weight, groups, block=block, activated=activated) is None:
+    if len(x) and default_tuning(x, weight, groups, block=block) is None:
         return f"no tile of a group {weight.shape[1:]} fits VMEM; legal: more groups."
     return ""
 
 
 def default_tuning(
-    x: Shaped, weight: Shaped, groups: Groups, *, block: int, activated: bool = False
+    x: Shaped, weight: Shaped, groups: Groups, *, block: int
 ) -> GroupedTuning | None:
     """Return the tile sizes for these shapes on the target TPU; None if no tile fits VMEM."""
     sides = sides_of(weight, groups, block)
-    return tuning_grouped.choose_tuning(padded_tokens(x), sides, x.dtype.itemsize, activated)
+    return tuning_grouped.choose_tuning(padded_tokens(x), sides, x.dtype.itemsize)
 
 
 def sides_of(weight: Shaped, groups: Groups, block: int) -> tuple[Columns, Columns]:
@@ -151,49 +127,36 @@ def sides_of(weight: Shaped, groups: Groups, block: int) -> tuple[Columns, Colum
 
 
 def _gradients(options, x, weight, before, dy, tables):
-    dweight, *derived = _weight_gradient(options, x, dy, preactivation=before)
-    derived, dbias = derived or (dy, None)
-    (dx,) = kernels.product(
-        pad_rows(derived),
+    del before, tables
+    dweight = kernels.gradient(
+        pad_rows(x, LANES),
+        pad_rows(dy, LANES),
+        options.sides,
+        options.tuning.weight_gradient,
+        **limits(options),
+    )
+    dx = kernels.product(
+        pad_rows(dy),
         weight,
         options.sides[::-1],
         options.tuning.input_gradient,
         transposed=True,
         **limits(options),
     )
-    return dx[: len(x)], dweight, derived, dbias
+    return dx[: len(x)], dweight, dy, None
 
 
-def _product(options, x, weight, bias, residual, tables, keep):
-    results = kernels.product(
+def _product(options, x, weight, bias, tables, keep):
+    del bias, tables, keep
+    y = kernels.product(
         pad_rows(x),
         weight,
         options.sides,
         options.tuning.forward,
         transposed=False,
-        bias=None if bias is None else by_group(bias, options.sides[1]),
-        gelu=options.gelu,
-        residual=None if residual is None else pad_rows(residual),
-        with_preactivation=keep,
         **limits(options),
     )
-    return [result[: len(x)] for result in results]
-
-
-def _weight_gradient(options, x, dy, *, preactivation=None):
-    """Compute (dW,), or with `preactivation` (dW, dz, dbias)."""
-    dweight, *derived = kernels.gradient(
-        pad_rows(x, LANES),
-        pad_rows(dy, LANES),
-        options.sides,
-        options.tuning.weight_gradient,
-        preactivation=None if preactivation is None else pad_rows(preactivation, LANES),
-        **limits(options),
-    )
-    if derived:
-        dz, dbias = derived
-        derived = [dz[: len(dy)], from_group(dbias, options.sides[1])]
-    return dweight, *derived
+    return [y[: len(x)]]
 
 
 def padded_tokens(x: Shaped) -> int:
@@ -223,13 +186,7 @@ def limits(options) -> dict:
     return {
         "vmem_bytes": options.tuning.vmem_bytes,
         "cores": options.tuning.cores,
-        "interpret": options.interpret,
     }
 
 
-_differentiable = fused.differentiable(_product, _gradients)
-
-
-def fused_product(options, x, weight, bias, residual):
-    """Compute `grouped_matmul` without its checks."""
-    return _differentiable(options, x, weight, bias, residual, ())
+_matmul = fused.differentiable(_product, _gradients)

@@ -21,13 +21,12 @@ from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped_windows impo
     current_step,
     over_rows,
 )
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_stream import pop_if, precision
+from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_stream import precision
 from sparse_dataflow.kernels.block_sparse_matmul.tuning_grouped import (
     GroupedGradientTiles,
     GroupedProductTiles,
     streams_x,
 )
-from sparse_dataflow.kernels.gelu.api import value_and_derivative
 
 
 def product(
@@ -37,14 +36,9 @@ def product(
     tiles: GroupedProductTiles,
     *,
     transposed: bool,
-    bias: jax.Array | None = None,
-    gelu: bool = False,
-    residual: jax.Array | None = None,
-    with_preactivation: bool = False,
     vmem_bytes: int,
     cores: int,
-    interpret=False,
-) -> tuple[jax.Array, ...]:
+) -> jax.Array:
     """Multiply each group's columns of x by its weight.
 
     Args:
@@ -53,16 +47,11 @@ def product(
       sides: columns of x and of y.
       tiles: the tile sizes.
       transposed: whether to transpose the weight, as dx needs.
-      bias: float32 [groups, 1, N].
-      gelu: whether to apply a GELU after the bias.
-      residual: [tokens, features of the second side], added last.
-      with_preactivation: whether to return the GELU's input too.
       vmem_bytes: VMEM limit of the kernel.
       cores: cores that share the work.
-      interpret: as in `pl.pallas_call`.
 
     Returns:
-      (y,) or (y, pre-activation), each [tokens, features of the second side] in x's dtype.
+      y [tokens, features of the second side] in x's dtype.
     """
     left, right = sides
     grid = Grid(len(x), tiles.tokens, left.groups, right.width // tiles.features, cores)
@@ -71,80 +60,35 @@ def product(
     else:
         weight_spec = unit_spec(grid, (1, left.width, tiles.features), axis=2)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    operands = [
-        (x, anywhere),
-        (weight, weight_spec),
-        (bias, unit_spec(grid, (1, 1, tiles.features), axis=2)),
-        (residual, anywhere),
-    ]
-    operands = [(array, spec) for array, spec in operands if array is not None]
-    results = 1 + with_preactivation
-    wide = results + (residual is not None)
-    scratch = Window.scratch(grid, left.width, x.dtype)
-    for _ in range(wide):
-        scratch += Window.scratch(grid, tiles.features, x.dtype)
     return pl.pallas_call(
         functools.partial(
-            _product_kernel,
-            grid=grid,
-            sides=sides,
-            rows=tiles.rows,
-            transposed=transposed,
-            has_bias=bias is not None,
-            gelu=gelu,
-            has_residual=residual is not None,
-            with_preactivation=with_preactivation,
+            _product_kernel, grid=grid, sides=sides, rows=tiles.rows, transposed=transposed
         ),
         grid=grid.shape,
-        in_specs=[spec for _, spec in operands],
-        out_specs=[anywhere] * results,
-        scratch_shapes=scratch,
-        out_shape=[jax.ShapeDtypeStruct((len(x), right.features), x.dtype)] * results,
+        in_specs=[anywhere, weight_spec],
+        out_specs=anywhere,
+        scratch_shapes=[
+            *Window.scratch(grid, left.width, x.dtype),
+            *Window.scratch(grid, tiles.features, x.dtype),
+        ],
+        out_shape=jax.ShapeDtypeStruct((len(x), right.features), x.dtype),
         compiler_params=parameters(vmem_bytes),
         cost_estimate=pl.CostEstimate(
             flops=2 * len(x) * weight.size,
-            bytes_accessed=(grid.tiles * x.size + wide * len(x) * right.features + weight.size)
+            bytes_accessed=(grid.tiles * x.size + len(x) * right.features + weight.size)
             * x.dtype.itemsize,
-            transcendentals=len(x) * right.features * gelu,
+            transcendentals=0,
         ),
-        interpret=interpret,
         name="grouped_input_gradient" if transposed else "grouped_matmul",
-    )(*(array for array, _ in operands))
+    )(x, weight)
 
 
-def _product_kernel(
-    x_hbm,
-    weight_ref,
-    *optional_refs,
-    grid,
-    sides,
-    rows,
-    transposed,
-    has_bias,
-    gelu,
-    has_residual,
-    with_preactivation,
-):
-    refs = list(optional_refs)
-    bias_ref, residual_hbm = pop_if(has_bias, refs), pop_if(has_residual, refs)
-    y_hbm, preactivation_hbm = refs.pop(0), pop_if(with_preactivation, refs)
+def _product_kernel(x_hbm, weight_ref, y_hbm, *refs, grid, sides, rows, transposed):
     core, step = current_step(grid)
-
-    def window(columns, tiled, hbm):
-        return Window(grid, columns, tiled, core, hbm, refs.pop(0), refs.pop(0))
-
-    x = window(sides[0], False, x_hbm)
-    y = window(sides[1], True, y_hbm)
-    incoming, outgoing = [x], [y]
-    if has_residual:
-        residual = window(sides[1], True, residual_hbm)
-        incoming.append(residual)
-    if with_preactivation:
-        preactivation = window(sides[1], True, preactivation_hbm)
-        outgoing.append(preactivation)
-    start(incoming, step)
-    x_ref = x.at(step)
-    y_ref, *preactivation_ref = (result.reuse(step) for result in outgoing)
+    x = Window(grid, sides[0], False, core, x_hbm, *refs[:2])
+    y = Window(grid, sides[1], True, core, y_hbm, *refs[2:])
+    start([x], step)
+    x_ref, y_ref = x.at(step), y.reuse(step)
     contraction = ((1,), (1 if transposed else 0,))
 
     @over_rows(grid.token_tile, rows)
@@ -156,17 +100,9 @@ def _product_kernel(
             precision=precision(x_ref.dtype),
             preferred_element_type=jnp.float32,
         )
-        if has_bias:
-            total = total + bias_ref[0]
-        if with_preactivation:
-            preactivation_ref[0][at, :] = total.astype(y_ref.dtype)
-        if gelu:
-            total = value_and_derivative(total)[0]
-        if has_residual:
-            total = total + residual.at(step)[at, :].astype(jnp.float32)
         y_ref[at, :] = total.astype(y_ref.dtype)
 
-    finish(outgoing, step)
+    finish([y], step)
 
 
 def start(incoming: list[Window], step: jax.Array) -> None:
@@ -197,11 +133,9 @@ def gradient(
     sides: tuple[Columns, Columns],
     tiles: GroupedGradientTiles,
     *,
-    preactivation: jax.Array | None = None,
     vmem_bytes: int,
     cores: int,
-    interpret=False,
-) -> tuple[jax.Array, ...]:
+) -> jax.Array:
     """Compute dW = xᵀ dy of each group, summed in float32 in VMEM over all tokens.
 
     The narrower side's tile is transposed once per step; the matrix unit streams it.
@@ -211,18 +145,14 @@ def gradient(
       dy: [tokens, features of the second side] in x's dtype.
       sides: columns of x and of dy.
       tiles: the tile sizes.
-      preactivation: [tokens, features of the second side], the input of a GELU that follows.
       vmem_bytes: VMEM limit of the kernel.
       cores: cores that share the work.
-      interpret: as in `pl.pallas_call`.
 
     Returns:
-      (dW [groups, K, N],), or with `preactivation` (dW, dz in dy's dtype, float32 sum of dz over
-      tokens [groups, 1, N]).
+      dW [groups, K, N] in x's dtype.
     """
     left, right = sides
-    activated = preactivation is not None
-    by_column = streams_x(sides, activated)
+    by_column = streams_x(sides)
     narrow, wide = (left, right) if by_column else (right, left)
     grid = Grid(len(x), tiles.tokens, left.groups, wide.width // tiles.features, cores)
     if by_column:
@@ -230,18 +160,6 @@ def gradient(
     else:
         stored = unit_spec(grid, (1, tiles.features, right.width), axis=1)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    operands = [array for array in (x, dy, preactivation) if array is not None]
-    results = [(jax.ShapeDtypeStruct((left.groups, left.width, right.width), x.dtype), stored)]
-    scratch = [
-        pltpu.VMEM((narrow.width, tiles.features), jnp.float32),
-        *TransposedWindow.scratch(grid, narrow.width, x.dtype),
-        *Window.scratch(grid, tiles.features, x.dtype),
-    ]
-    if activated:
-        flat = unit_spec(grid, (1, 1, tiles.features), axis=2)
-        results.append((jax.ShapeDtypeStruct(dy.shape, dy.dtype), anywhere))
-        results.append((jax.ShapeDtypeStruct((left.groups, 1, right.width), jnp.float32), flat))
-        scratch += 2 * Window.scratch(grid, tiles.features, x.dtype)
     return pl.pallas_call(
         functools.partial(
             _gradient_kernel,
@@ -249,50 +167,37 @@ def gradient(
             sides=(narrow, wide),
             chunk=tiles.chunk,
             by_column=by_column,
-            activated=activated,
         ),
         grid=grid.shape,
-        in_specs=[anywhere] * len(operands),
-        out_specs=[spec for _, spec in results],
-        scratch_shapes=scratch,
-        out_shape=[shape for shape, _ in results],
+        in_specs=[anywhere] * 2,
+        out_specs=stored,
+        scratch_shapes=[
+            pltpu.VMEM((narrow.width, tiles.features), jnp.float32),
+            *TransposedWindow.scratch(grid, narrow.width, x.dtype),
+            *Window.scratch(grid, tiles.features, x.dtype),
+        ],
+        out_shape=jax.ShapeDtypeStruct((left.groups, left.width, right.width), x.dtype),
         compiler_params=parameters(vmem_bytes),
         cost_estimate=pl.CostEstimate(
             flops=2 * len(x) * left.features * right.width,
-            bytes_accessed=(x.size + dy.size * (1 + 2 * activated)) * x.dtype.itemsize
-            + left.features * right.width * x.dtype.itemsize,
-            transcendentals=dy.size * activated,
+            bytes_accessed=(x.size + dy.size + left.features * right.width) * x.dtype.itemsize,
+            transcendentals=0,
         ),
-        interpret=interpret,
         name="grouped_weight_gradient",
-    )(*operands)
+    )(x, dy)
 
 
-def _gradient_kernel(x_hbm, dy_hbm, *optional_refs, grid, sides, chunk, by_column, activated):
-    refs = list(optional_refs)
-    preactivation_hbm = pop_if(activated, refs)
-    dweight_ref = refs.pop(0)
-    dz_hbm, dbias_ref = pop_if(activated, refs), pop_if(activated, refs)
-    sum_ref = refs.pop(0)
+def _gradient_kernel(x_hbm, dy_hbm, dweight_ref, sum_ref, *refs, grid, sides, chunk, by_column):
     core, step = current_step(grid)
     i, token_tiles = pl.program_id(2), grid.shape[2]
-
-    def window(columns, tiled, hbm):
-        return Window(grid, columns, tiled, core, hbm, refs.pop(0), refs.pop(0))
-
     narrow_hbm, wide_hbm = (x_hbm, dy_hbm) if by_column else (dy_hbm, x_hbm)
-    narrow = window(sides[0], False, narrow_hbm)
-    narrow = TransposedWindow(narrow, refs.pop(0))
-    wide = window(sides[1], True, wide_hbm)
-    incoming, outgoing = [wide], []
-    if activated:
-        preactivation = window(sides[1], True, preactivation_hbm)
-        dz = window(sides[1], True, dz_hbm)
-        incoming.append(preactivation)
-        outgoing.append(dz)
-        dz_ref = dz.reuse(step)
+    rows, arrived, transposed, *wide_refs = refs
+    narrow = TransposedWindow(
+        Window(grid, sides[0], False, core, narrow_hbm, rows, arrived), transposed
+    )
+    wide = Window(grid, sides[1], True, core, wide_hbm, *wide_refs)
     narrow.advance(step)
-    start(incoming, step)
+    start([wide], step)
     wide_ref = wide.at(step)
     chunks = wide_ref.shape[1] // chunk
 
@@ -300,15 +205,7 @@ def _gradient_kernel(x_hbm, dy_hbm, *optional_refs, grid, sides, chunk, by_colum
     def _(c):
         narrow.transpose_next(step, c, chunks)
         columns = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)
-        if activated:
-            slope = value_and_derivative(preactivation.at(step)[:, columns].astype(jnp.float32))[1]
-            derived = wide_ref[:, columns].astype(jnp.float32) * slope
-            dz_ref[:, columns] = derived.astype(dz_ref.dtype)
-            dbias = jnp.sum(grid.zero_repeated_rows(derived, i), axis=0, keepdims=True)
-            dbias_ref[0, :, columns] = jnp.where(i == 0, dbias, dbias_ref[0, :, columns] + dbias)
-            factor = derived.astype(dz_ref.dtype)
-        else:
-            factor = wide_ref[:, columns]
+        factor = wide_ref[:, columns]
         total = jnp.dot(
             narrow.at(step)[...],
             factor,
@@ -324,8 +221,6 @@ def _gradient_kernel(x_hbm, dy_hbm, *optional_refs, grid, sides, chunk, by_colum
             if not by_column:
                 whole, at = whole.T, (0, columns, slice(None))
             dweight_ref[at] = whole.astype(dweight_ref.dtype)
-
-    finish(outgoing, step)
 
 
 def unit_spec(grid: Grid, shape: tuple[int, ...], axis: int) -> pl.BlockSpec:

@@ -33,11 +33,9 @@ def line_product(
     transposed: bool,
     bias: jax.Array | None = None,
     gelu: bool = False,
-    residual: jax.Array | None = None,
     with_preactivation: bool = False,
     vmem_bytes: int,
     cores: int,
-    interpret=False,
 ) -> tuple[jax.Array, ...]:
     """Multiply x by the stored blocks of each line.
 
@@ -49,11 +47,9 @@ def line_product(
       transposed: whether to transpose the blocks, as dx needs.
       bias: float32 [1, lines * tile], added to the product.
       gelu: whether to apply a GELU after the bias.
-      residual: [tokens, lines * tile], added last.
       with_preactivation: whether to return the GELU's input too.
       vmem_bytes: VMEM limit of the kernel.
       cores: cores to spread the token tiles over.
-      interpret: as in `pl.pallas_call`.
 
     Returns:
       (y,) or (y, pre-activation), each [tokens, lines * tile] in x's dtype.
@@ -70,8 +66,7 @@ def line_product(
     )
     flat = pl.BlockSpec((1, tiles.lines * tile), lambda core, i, step, *_: (0, step))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    operands = [(x, anywhere), (values, anywhere), (bias, flat), (residual, wide)]
-    operands = [(array, spec) for array, spec in operands if array is not None]
+    operands = [(x, anywhere), (values, anywhere), *([] if bias is None else [(bias, flat)])]
     result = jax.ShapeDtypeStruct((len(x), lines * tile), x.dtype)
     kernel = functools.partial(
         _kernel,
@@ -79,7 +74,6 @@ def line_product(
         shape=stream,
         has_bias=bias is not None,
         gelu=gelu,
-        has_residual=residual is not None,
         with_preactivation=with_preactivation,
     )
     return pl.pallas_call(
@@ -108,7 +102,6 @@ def line_product(
             + token_tiles * values.size * values.dtype.itemsize,
             transcendentals=len(x) * lines * tile * gelu,
         ),
-        interpret=interpret,
         name="block_sparse_input_gradient" if transposed else "block_sparse_matmul",
     )(*(table.reshape(-1) for table in tables), *(array for array, _ in operands))
 
@@ -124,12 +117,10 @@ def _kernel(
     shape,
     has_bias,
     gelu,
-    has_residual,
     with_preactivation,
 ):
     refs = list(optional_refs)
-    bias_ref, residual_ref = pop_if(has_bias, refs), pop_if(has_residual, refs)
-    y_ref = refs.pop(0)
+    bias_ref, y_ref = pop_if(has_bias, refs), refs.pop(0)
     preactivation_ref = pop_if(with_preactivation, refs)
     sum_ref, x_buffers, x_arrived, *stream_refs = refs
     core, i, step = (pl.program_id(axis) for axis in range(3))
@@ -159,8 +150,6 @@ def _kernel(
                 preactivation_ref[rows, columns] = total.astype(preactivation_ref.dtype)
             if gelu:
                 total = value_and_derivative(total)[0]
-            if has_residual:
-                total = total + residual_ref[rows, columns].astype(jnp.float32)
             y_ref[rows, columns] = total.astype(y_ref.dtype)
 
         weights.line(i, step * tiles.lines + c, x.at(i), tiles.rows, sum_ref, finish)

@@ -62,7 +62,7 @@ def choose_tuning(
             break
     else:
         return None
-    tiles = tuned.choose_tiles("block_sparse_matmul", spaces)
+    tiles = tuned.choose_tiles(spaces)
     if activated:
         # Only the gradient without an activation is ever measured.
         starts = {case.product: space.start for case, space in spaces.items()}

@@ -15,7 +15,6 @@ is gone, `refusal` says so and `xla` runs.
 float32 stays with `xla`, whose products run on the tensor cores in tf32.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -47,11 +46,6 @@ OLDEST = 8
 """Major compute capability of Ampere, the first with mma of bfloat16."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options(fused.Options):
-    """Static options of the op; it has none of its own."""
-
-
 def block_sparse_matmul(x: jax.Array, values: jax.Array, tables: LayoutTables) -> jax.Array:
     """Compute `x @ W`; differentiable in x and values.
 
@@ -68,10 +62,11 @@ def block_sparse_matmul(x: jax.Array, values: jax.Array, tables: LayoutTables) -
     """
     if reason := refusal(x, values, tables):
         raise UserError(f"block_sparse_matmul in Triton: {reason}")
+    out_features = len(tables.in_index) * values.shape[-1]
     if len(x) == 0:
-        return jnp.zeros((0, len(tables.in_index) * values.shape[-1]), x.dtype)
+        return jnp.zeros((0, out_features), x.dtype)
     arrays = jax.tree.map(jnp.asarray, tables._replace(groups=None))
-    return _matmul(_Options(gelu=False, tuning=None), x, values, None, None, arrays)
+    return _matmul(fused.Options(False, None, out_features), x, values, None, arrays)
 
 
 def refusal(x: Shaped, values: Shaped, tables: LayoutTables) -> str:
@@ -100,8 +95,8 @@ def _too_old():
     return f"this is {device.device_kind}; legal: NVIDIA GPUs of compute capability {OLDEST}.0 on."
 
 
-def _product(options, x, values, bias, residual, tables, keep):
-    del options, bias, residual, keep
+def _product(options, x, values, bias, tables, keep):
+    del options, bias, keep
     return [_line_product(x, values, tables.in_index, tables.in_slot, transposed=False)]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.experimental.pallas import tpu as pltpu
 
-from sparse_dataflow.kernels.tuned import SearchSpace
+from sparse_dataflow.kernels.tuned import ProductTuning, SearchSpace
 
 LANES = 128
 """Lanes of a TPU vector register, the narrowest tile of a matrix unit."""
@@ -66,22 +66,16 @@ class GradientTiles:
 
 
 @dataclasses.dataclass(frozen=True)
-class TuningConfig:
+class TuningConfig(ProductTuning[ProductTiles, GradientTiles]):
     """Tiles of the three products on one device.
 
     Attributes:
-      forward: tiles of y = xW.
-      input_gradient: tiles of dx = dy Wᵀ.
-      weight_gradient: tiles of dW.
       vmem_bytes: VMEM limit of a kernel.
       cores: TensorCores of one device (2 on v4 and v5p).
       fuse_derivative: whether dW's kernel applies the activation's derivative; if VMEM is too small
         for that, XLA applies it first.
     """
 
-    forward: ProductTiles
-    input_gradient: ProductTiles
-    weight_gradient: GradientTiles
     vmem_bytes: int
     cores: int
     fuse_derivative: bool = True

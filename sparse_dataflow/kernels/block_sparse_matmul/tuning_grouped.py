@@ -6,6 +6,7 @@ from typing import Any
 
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped_windows import Columns
 from sparse_dataflow.kernels.block_sparse_matmul.tuning import LANES, budget, device
+from sparse_dataflow.kernels.tuned import ProductTuning
 
 ENOUGH_TOKENS = 256
 """Tokens of a tile below which narrower feature tiles, which read x again, are better."""
@@ -48,26 +49,20 @@ class GroupedGradientTiles:
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupedTuning:
+class GroupedTuning(ProductTuning[GroupedProductTiles, GroupedGradientTiles]):
     """Tiles of the three products on one device.
 
     Attributes:
-      forward: tiles of y = xW.
-      input_gradient: tiles of dx = dy Wᵀ.
-      weight_gradient: tiles of dW.
       vmem_bytes: VMEM limit of a kernel.
       cores: TensorCores of one device (2 on v4 and v5p).
     """
 
-    forward: GroupedProductTiles
-    input_gradient: GroupedProductTiles
-    weight_gradient: GroupedGradientTiles
     vmem_bytes: int
     cores: int
 
 
 def choose_tuning(
-    tokens: int, sides: tuple[Columns, Columns], itemsize: int, activated: bool
+    tokens: int, sides: tuple[Columns, Columns], itemsize: int
 ) -> GroupedTuning | None:
     """Return the tiles of the three products on the target TPU; None if a product has none.
 
@@ -75,12 +70,12 @@ def choose_tuning(
       tokens: rows of x.
       sides: columns of x and of y.
       itemsize: bytes of an element.
-      activated: whether a GELU is fused.
     """
     info = device()
+    # The kept schedules were compiled with room for three arrays; the kernel needs one.
     forward = product_tiles(tokens, *sides, itemsize, wide=3)
     input_gradient = product_tiles(tokens, *sides[::-1], itemsize, wide=1)
-    weight_gradient = gradient_tiles(tokens, sides, itemsize, activated)
+    weight_gradient = gradient_tiles(tokens, sides, itemsize)
     if forward is None or input_gradient is None or weight_gradient is None:
         return None
     return GroupedTuning(
@@ -115,16 +110,16 @@ def product_tiles(
 
 
 def gradient_tiles(
-    tokens: int, sides: tuple[Columns, Columns], itemsize: int, activated: bool
+    tokens: int, sides: tuple[Columns, Columns], itemsize: int
 ) -> GroupedGradientTiles | None:
     """Return the tiles of dW; None if none fits VMEM.  Arguments as in `choose_tuning`."""
-    narrow, wide = sides if streams_x(sides, activated) else sides[::-1]
+    narrow, wide = sides if streams_x(sides) else sides[::-1]
 
     def fitting(tile, features):
         chunk = _chunk(features)
         if tile * chunk * itemsize > LARGEST_DOT:
             return None
-        inputs = 2 * tile * (narrow.width + (3 if activated else 1) * features) * itemsize
+        inputs = 2 * tile * (narrow.width + features) * itemsize
         # Sums, and two outgoing tiles.
         sums = narrow.width * features * 4 * 3
         temporary = narrow.width * (tile * itemsize + 2 * chunk * 4) + 2 * tile * chunk * 4
@@ -141,9 +136,9 @@ def _chunk(features):
     return full[0] if full else max(size for size in sizes if size <= 2048)
 
 
-def streams_x(sides: tuple[Columns, Columns], activated: bool) -> bool:
-    """Return whether dW's kernel transposes x: where it is narrower, or a GELU follows."""
-    return activated or sides[0].width <= sides[1].width
+def streams_x(sides: tuple[Columns, Columns]) -> bool:
+    """Return whether dW's kernel transposes x: where it is the narrower side."""
+    return sides[0].width <= sides[1].width
 
 
 def even(count: int, most: int, multiple: int) -> int:

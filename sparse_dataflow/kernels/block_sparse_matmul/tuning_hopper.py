@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 
-from sparse_dataflow.kernels.tuned import SearchSpace
+from sparse_dataflow.kernels.tuned import ProductTuning, SearchSpace
 
 CONSUMERS = 2
 """Consumer warp groups of each program, which multiply."""
@@ -110,19 +110,13 @@ class GradientTiles:
 
 
 @dataclasses.dataclass(frozen=True)
-class TuningConfig:
+class TuningConfig(ProductTuning[ProductTiles, GradientTiles]):
     """Tiles of the three products on one device.
 
     Attributes:
-      forward: tiles of y = xW.
-      input_gradient: tiles of dx = dy Wᵀ.
-      weight_gradient: tiles of dW.
       multiprocessors: number of multiprocessors, the programs that run concurrently.
     """
 
-    forward: ProductTiles
-    input_gradient: ProductTiles
-    weight_gradient: GradientTiles
     multiprocessors: int
 
 
@@ -131,7 +125,7 @@ def product_bytes(tiles: ProductTiles, elementwise: bool, itemsize: int = 2) -> 
 
     Args:
       tiles: the tile sizes.
-      elementwise: whether a residual or pre-activation is read, which puts all slices of a tile in
+      elementwise: whether a pre-activation is read, which puts all slices of a tile in
         shared memory at once.
       itemsize: bytes of a result element.
     """
@@ -221,18 +215,15 @@ def choose_merged_lines(fans: Mapping[int, int], block: int) -> int:
 
 
 def gradient_tiles(
-    tokens: int, stored: int, block: int, lines: int, accumulate: bool, multiprocessors: int
+    tokens: int, stored: int, block: int, lines: int, multiprocessors: int
 ) -> GradientTiles:
     """Return the tiles of dW; the last wave's tokens are split if that saves time.
-
-    With an accumulator, more and smaller slices are in flight, which hides the time to read it.
 
     Args:
       tokens: rows of both operands.
       stored: number of stored blocks.
       block: side of a block.
       lines: merged columns of a sum; sums of several are not split.
-      accumulate: whether an accumulator is read.
       multiprocessors: number of multiprocessors of the device.
     """
     # More blocks would need more registers for the table than the producer has.
@@ -258,8 +249,6 @@ def gradient_tiles(
         depth=64,
         stages=_MAX_STAGES,
         splits=min(candidates, key=seconds),
-        slices=4 if accumulate else 2,
-        slice_bytes=64 if accumulate else 128,
         lines=lines,
     )
     return _fitted(tiles, functools.partial(gradient_bytes, block=block))

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 from sparse_dataflow.kernels import dispatch, tuned
-from sparse_dataflow.kernels.tuned import Case, SearchSpace
+from sparse_dataflow.kernels.tuned import Case, ProductTuning, SearchSpace
 from sparse_dataflow.sparsity.layout import LayoutTables
 
 GATHERED_BYTES = {"cpu": 4 * 2**20, "gpu": 64 * 2**20, "tpu": 64 * 2**20}
@@ -36,19 +36,7 @@ class TokenTiles:
     tokens: int
 
 
-@dataclasses.dataclass(frozen=True)
-class TuningConfig:
-    """Tiles of the three products on one device.
-
-    Attributes:
-      forward: tiles of y = xW.
-      input_gradient: tiles of dx = dy Wᵀ.
-      weight_gradient: tiles of dW.
-    """
-
-    forward: TokenTiles
-    input_gradient: TokenTiles
-    weight_gradient: TokenTiles
+TuningConfig = ProductTuning[TokenTiles, TokenTiles]
 
 
 def default_tuning(x: jax.Array, values: jax.Array, tables: LayoutTables) -> TuningConfig:
@@ -59,7 +47,7 @@ def default_tuning(x: jax.Array, values: jax.Array, tables: LayoutTables) -> Tun
       values: [nnz, block, block].
       tables: layout tables, concrete or traced.
     """
-    return TuningConfig(**tuned.choose_tiles("block_sparse_matmul", spaces(x, values, tables)))
+    return TuningConfig(**tuned.choose_tiles(spaces(x, values, tables)))
 
 
 def spaces(x: jax.Array, values: jax.Array, tables: LayoutTables) -> dict[Case, SearchSpace]:

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.kernels import tuned
 from sparse_dataflow.kernels.block_sparse_matmul import fused
 from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu as products
 from sparse_dataflow.kernels.block_sparse_matmul import tuning as sizes
@@ -23,14 +22,7 @@ from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_shapes import (
 )
 from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import smem_bytes
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu_kernels as kernels
-from sparse_dataflow.kernels.sparse_mlp.tuning import (
-    MlpShape,
-    MlpTiles,
-    MlpTuning,
-    fused_tuning,
-)
-from sparse_dataflow.kernels.sparse_mlp.tuning import spaces as mlp_spaces
-from sparse_dataflow.kernels.tuned import Case, SearchSpace
+from sparse_dataflow.kernels.sparse_mlp.tuning import MlpShape, MlpTuning, fused_tuning
 from sparse_dataflow.sparsity.layout import LayoutTables
 
 
@@ -40,7 +32,6 @@ class _Options:
 
     tuning: MlpTuning
     out_features: int
-    interpret: object
 
 
 def sparse_mlp(
@@ -52,7 +43,6 @@ def sparse_mlp(
     tables_out: LayoutTables,
     *,
     tuning: MlpTuning | None = None,
-    interpret=False,
 ) -> jax.Array:
     """Compute gelu(x W_in + bias_in) W_out; differentiable in the first four arguments.
 
@@ -64,7 +54,6 @@ def sparse_mlp(
       tables_in: layout of W_in, concrete or traced.
       tables_out: layout of W_out.
       tuning: tile sizes; None for `default_tuning`.
-      interpret: as in `pl.pallas_call`.
 
     Returns:
       [tokens, out_features] in x's dtype; sums, bias and activation in float32.
@@ -78,7 +67,7 @@ def sparse_mlp(
     if len(x) == 0:
         return jnp.zeros((0, out_features), x.dtype)
     tuning = tuning or default_tuning(x, values_in, values_out, tables_in, tables_out)
-    options = _Options(tuning, out_features, interpret)
+    options = _Options(tuning, out_features)
     lines = (
         build_tile_tables(tables_in, values_in.shape[1]),
         build_tile_tables(tables_out, values_out.shape[1]),
@@ -110,12 +99,9 @@ def default_tuning(
 ) -> MlpTuning:
     """Return the tile sizes on the target TPU, and which passes are fused.
 
-    A fused pass with measured tile sizes is always fused.
-
     Raises:
       UserError: if no tile of a single product fits VMEM.
     """
-    operands = x, values_in, values_out, tables_in, tables_out
     lines_in = build_tile_tables(tables_in, values_in.shape[1])
     lines_out = build_tile_tables(tables_out, values_out.shape[1])
     unfused = MlpTuning(
@@ -125,41 +111,12 @@ def default_tuning(
         product_out=require_tuning(x, values_out, lines_out, False),
         gradient_in=require_tuning(x, values_in, lines_in, False).weight_gradient,
     )
-    shape = _shape(*operands)
-    if shape is None:
-        return unfused
-    heuristic = fused_tuning(unfused, shape, sizes.budget())
-    measured = {
-        case.product: tuned.lookup("sparse_mlp", case, MlpTiles, space.legal)
-        for case, space in spaces(*operands).items()
-    }
-    return dataclasses.replace(heuristic, **{k: tiles for k, tiles in measured.items() if tiles})
+    shape = _shape(x, values_in, values_out, lines_in, lines_out)
+    return unfused if shape is None else fused_tuning(unfused, shape, sizes.budget())
 
 
-def spaces(
-    x: jax.Array,
-    values_in: jax.Array,
-    values_out: jax.Array,
-    tables_in: LayoutTables,
-    tables_out: LayoutTables,
-) -> dict[Case, SearchSpace]:
-    """Return the search space of each fused pass; empty if the MLP cannot be fused."""
-    operands = x, values_in, values_out, tables_in, tables_out
-    shape = _shape(*operands)
-    if shape is None:
-        return {}
-    stored = jax.ShapeDtypeStruct(
-        (len(values_in) + len(values_out), *values_in.shape[1:]), values_in.dtype
-    )
-    widths = shape.by_hidden.features, shape.by_result.features
-    spaces_by_pass = mlp_spaces(shape, sizes.budget(), sizes.device().num_cores)
-    return tuned.keyed_by_case("pallas_tpu", x, stored, widths, spaces_by_pass)
-
-
-def _shape(x, values_in, values_out, tables_in, tables_out):
+def _shape(x, values_in, values_out, lines_in, lines_out):
     """Return the MLP's shape; None if its kernels cannot be fused."""
-    lines_in = build_tile_tables(tables_in, values_in.shape[1])
-    lines_out = build_tile_tables(tables_out, values_out.shape[1])
     limit = sizes.device().smem_capacity_bytes * 7 // 8
     same_tile = tile_side(values_in) == tile_side(values_out)
     if not same_tile or sum(map(smem_bytes, (*lines_in, *lines_out))) > limit:
@@ -226,7 +183,7 @@ def _gradients(options, x, values_in, bias_in, values_out, lines_in, lines_out, 
         tuning.backward,
         **_limits(options),
     )
-    gradient = functools.partial(products.stored_weight_gradient, interpret=options.interpret)
+    gradient = products.stored_weight_gradient
     tiles_in = dataclasses.replace(tuning.product_in, weight_gradient=tuning.gradient_in)
     (dvalues_in,) = gradient(tiles_in, wide_x, derived, values_in, lines_in)
     (dvalues_out,) = gradient(tuning.product_out, hidden, wide_dy, values_out, lines_out)
@@ -239,11 +196,11 @@ _mlp.defvjp(_forward, _backward)
 
 def _pair(options, x, values_in, bias_in, values_out, lines_in, lines_out):
     """Compute the MLP as two products, the first with bias and GELU in its epilogue."""
-    tuning, interpret = options.tuning, options.interpret
-    first = products.Options(True, tuning.product_in, len(bias_in), interpret)
-    second = products.Options(False, tuning.product_out, options.out_features, interpret)
-    hidden = products.fused_product(first, x, values_in, bias_in, None, lines_in)
-    return products.fused_product(second, hidden, values_out, None, None, lines_out)
+    tuning = options.tuning
+    first = fused.Options(True, tuning.product_in, len(bias_in))
+    second = fused.Options(False, tuning.product_out, options.out_features)
+    hidden = products.fused_product(first, x, values_in, bias_in, lines_in)
+    return products.fused_product(second, hidden, values_out, None, lines_out)
 
 
 def _rows(lines, values):
@@ -260,5 +217,4 @@ def _limits(options):
     return {
         "vmem_bytes": config.vmem_bytes,
         "cores": config.cores,
-        "interpret": options.interpret,
     }

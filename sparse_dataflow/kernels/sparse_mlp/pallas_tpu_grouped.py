@@ -33,7 +33,6 @@ class _Options:
     tuning: GroupedMlpTuning | None
     columns: tuple[Columns, Columns, Columns]
     activation: str
-    interpret: object
 
 
 def sparse_mlp(
@@ -117,7 +116,6 @@ def grouped_mlp(
     weight_gate: jax.Array | None = None,
     activation: str = "gelu",
     tuning: GroupedMlpTuning | None = None,
-    interpret=False,
 ) -> jax.Array:
     """Compute activation(x W_in + bias_in) W_out; differentiable in the arrays.
 
@@ -134,7 +132,6 @@ def grouped_mlp(
       weight_gate: like weight_in; None for an MLP without a gate.
       activation: key of `pallas_tpu_grouped_kernels.ACTIVATIONS`.
       tuning: tile sizes; None for `default_tuning`.
-      interpret: as in `pl.pallas_call`.
 
     Returns:
       [tokens, out_features] in x's dtype; sums, bias and activation in float32.
@@ -158,7 +155,7 @@ def grouped_mlp(
         return jnp.zeros((0, right.features), x.dtype)
     tuning = tuning or default_tuning(x, weight_in, weight_out, gated)
     assert tuning is not None
-    options = _Options(tuning, (left, hidden, right), activation, interpret)
+    options = _Options(tuning, (left, hidden, right), activation)
     weights_in = (weight_in,) if weight_gate is None else (weight_in, weight_gate)
     return _mlp(options, x, weights_in, bias_in, weight_out)
 

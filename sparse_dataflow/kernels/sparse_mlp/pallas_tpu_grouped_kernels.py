@@ -55,7 +55,6 @@ def forward(
     with_preactivation: bool,
     vmem_bytes: int,
     cores: int,
-    interpret=False,
 ) -> tuple[jax.Array, ...]:
     """Compute activation(x W_in + bias_in) W_out of each group, or with a gate.
 
@@ -70,7 +69,6 @@ def forward(
       with_preactivation: whether to return the products of `weights_in` too.
       vmem_bytes: VMEM limit of the kernel.
       cores: cores that share the groups.
-      interpret: as in `pl.pallas_call`.
 
     Returns:
       (y,) or (y, products [tokens, groups * len(weights_in) * H]) in x's dtype.
@@ -112,7 +110,6 @@ def forward(
             * x.dtype.itemsize,
             transcendentals=len(x) * hidden.features,
         ),
-        interpret=interpret,
         name="grouped_mlp",
     )(x, *operands)
 
@@ -167,7 +164,6 @@ def backward(
     biased: bool,
     vmem_bytes: int,
     cores: int,
-    interpret=False,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array | None, jax.Array]:
     """Compute the gradients of `forward` with respect to x, weights_in, bias_in and weight_out.
 
@@ -183,7 +179,6 @@ def backward(
       biased: whether W_in has a bias.
       vmem_bytes: VMEM limit of the kernel.
       cores: cores that share the groups.
-      interpret: as in `pl.pallas_call`.
 
     Returns:
       (dx, gradients of weights_in, float32 dbias [groups, 1, H] or None, dW_out).
@@ -230,7 +225,6 @@ def backward(
             * x.dtype.itemsize,
             transcendentals=len(x) * left.groups * width,
         ),
-        interpret=interpret,
         name="grouped_mlp_gradient",
     )(x, dy, preactivation, *weights_in, weight_out)
     dbias = dweights.pop() if biased else None

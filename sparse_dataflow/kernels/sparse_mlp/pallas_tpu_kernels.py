@@ -32,7 +32,6 @@ def forward(
     *,
     vmem_bytes: int,
     cores: int,
-    interpret=False,
 ) -> jax.Array:
     """Compute gelu(x W_in + bias_in) W_out.
 
@@ -46,7 +45,6 @@ def forward(
       tiles: the tile sizes.
       vmem_bytes: VMEM limit of the kernel.
       cores: cores to spread the token tiles over.
-      interpret: as in `pl.pallas_call`.
 
     Returns:
       [tokens, result columns * tile] in x's dtype.
@@ -83,7 +81,6 @@ def forward(
             + cores * tiles_per_core * (values_in.size + values_out.size) * x.dtype.itemsize,
             transcendentals=len(x) * bias_in.shape[1],
         ),
-        interpret=interpret,
         name="sparse_mlp",
     )(*_flat(lines_in), *_flat(lines_out), x, values_in, values_out, bias_in.reshape(-1, tile))
 
@@ -138,7 +135,6 @@ def backward(
     *,
     vmem_bytes: int,
     cores: int,
-    interpret=False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Compute (dx, hidden, dz, dbias), where dz is the gradient of the pre-activation.
 
@@ -155,7 +151,6 @@ def backward(
       tiles: the tile sizes.
       vmem_bytes: VMEM limit of the kernel.
       cores: cores to spread the token tiles over.
-      interpret: as in `pl.pallas_call`.
 
     Returns:
       dx [tokens, input rows * tile] and two [tokens, hidden] in x's dtype; float32 [1, hidden].
@@ -224,7 +219,6 @@ def backward(
             * x.dtype.itemsize,
             transcendentals=hidden_shape.size,
         ),
-        interpret=interpret,
         name="sparse_mlp_gradient",
     )(
         *_flat(by_column),

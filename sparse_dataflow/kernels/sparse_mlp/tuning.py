@@ -10,7 +10,6 @@ from sparse_dataflow.kernels.block_sparse_matmul.tuning import (
     StreamTiles,
     TuningConfig,
 )
-from sparse_dataflow.kernels.tuned import SearchSpace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,47 +108,6 @@ def fused_tuning(unfused: MlpTuning, shape: MlpShape, vmem_bytes: int) -> MlpTun
     if backward and backward_traffic(shape, backward) > recomputing_traffic(shape, *single):
         backward = None
     return dataclasses.replace(unfused, forward=forward, backward=backward)
-
-
-def spaces(shape: MlpShape, vmem_bytes: int, cores: int) -> dict[str, SearchSpace]:
-    """Return the search space of each fused pass that fits VMEM."""
-    by_pass = {
-        "forward": (forward_tiles, forward_bytes, (shape.by_hidden, shape.by_result)),
-        "backward": (
-            backward_tiles,
-            backward_bytes,
-            (shape.by_hidden, shape.by_hidden_row, shape.by_input_row),
-        ),
-    }
-    spaces_by_pass = {}
-    for name, (default_tiles, bytes_of, operands) in by_pass.items():
-        if start := default_tiles(shape, vmem_bytes, cores):
-            spaces_by_pass[name] = _space(start, shape, operands, bytes_of, vmem_bytes)
-    return spaces_by_pass
-
-
-def _space(start, shape, operands, bytes_of, vmem_bytes):
-    itemsize = shape.by_hidden.itemsize
-
-    def legal(tiles):
-        streaming = len(tiles.streams) == len(operands) and all(
-            stream.entries > 0 and stream.ahead > 1 for stream in tiles.streams
-        )
-        divides = tiles.rows > 0 and tiles.tokens % tiles.rows == 0
-        aligned = tiles.tokens % products.sublanes(itemsize) == 0 < tiles.tokens
-        positive = tiles.lines > 0 and tiles.buffers in (1, 2)
-        return (
-            streaming and divides and aligned and positive and bytes_of(shape, tiles) <= vmem_bytes
-        )
-
-    choices = {
-        "tokens": tuple(products.token_tiles(shape.tokens, itemsize, 1024)),
-        "buffers": (1, 2),
-        "rows": (128, 256, 512, 1024),
-        "lines": (1, 2, 4, 8),
-        "streams": tuple(dict.fromkeys(zip(*map(products.streams, operands)))),
-    }
-    return SearchSpace(start, choices, legal)
 
 
 def forward_tiles(shape: MlpShape, vmem_bytes: int, cores: int) -> MlpTiles | None:

@@ -168,32 +168,12 @@ class Plan:
         return list({arm.name: arm for curve in self.curves for arm in curve.arms}.values())
 
 
-def run(
-    request: Request,
-    *,
-    budgets: Sequence[float],
-    densities: Sequence[float],
-    optimizers: Sequence[str],
-    equal: Sequence[str],
-    steps: Sequence[int],
-    trials: int,
-    seeds: int,
-    headline_seeds: int,
-    out: str,
-) -> int:
+def run(request: Request, options) -> int:
     """Trains every run of the list, then writes tables and figure; see `experiments.iso_flop`.
 
     Args:
       request: the config that arms change.
-      budgets: FLOPs per token of each curve, relative to the scale's dense model.
-      densities: densities of the arms; the dense model is always one of them.
-      optimizers: values of `training.optimizer`.
-      equal: what the arms of a curve share: "flops", "parameters".
-      steps: lengths of training in optimizer steps, each with curves of its own.
-      trials: trials of the learning rate of each arm.
-      seeds: measured seeds of each arm.
-      headline_seeds: measured seeds of the lowest arm of a curve, and of the dense one.
-      out: folder to make, or to go on in.
+      options: of the experiment.
 
     Returns:
       The exit status.
@@ -203,17 +183,16 @@ def run(
     """
     from sparse_dataflow.runs.studies import iso_flop_report  # Imports matplotlib, which is slow.
 
-    if not optimizers or not equal:
+    if not options.optimizers or not options.equal:
         raise UserError("--optimizers or --equal names nothing, so there is nothing to train.")
-    steps = sorted(set(steps))
-    folder = Path(out)
+    steps = sorted(set(options.steps))
+    folder = Path(options.out)
     folders.refuse_foreign(folder, OWNER)
     base = study.prepare(request, VARIED, {"training.steps": steps[-1]}, tuned=True)
     study.keep_settings(folder, base.config, OWNER, varied=["training.steps"])
-    curves = plan_curves(
-        base.config, base.tokenizer.vocab_size, budgets, densities, optimizers, equal, steps
-    )
-    plan = Plan(curves, trials, seeds, max(seeds, headline_seeds))
+    curves = plan_curves(base.config, base.tokenizer.vocab_size, options)
+    most = max(options.seeds, options.headline_seeds)
+    plan = Plan(curves, options.trials, options.seeds, most)
     for arm in plan.arms:
         models = [variant_of(base, Run(arm, TUNE, 1.0, TUNING_SEED))]
         memory_check.refuse_too_large(base.config, models, base.chip.memory_bytes)
@@ -227,25 +206,13 @@ def run(
     return 0
 
 
-def plan_curves(
-    config: RunConfig,
-    vocab_size: int,
-    budgets: Sequence[float],
-    densities: Sequence[float],
-    optimizers: Sequence[str],
-    equal: Sequence[str],
-    steps: Sequence[int],
-) -> tuple[Curve, ...]:
+def plan_curves(config: RunConfig, vocab_size: int, options) -> tuple[Curve, ...]:
     """Returns the arms of each curve.
 
     Args:
       config: config of the study; its sparsity gives block, pattern and projections.
       vocab_size: number of tokens of the tokenizer.
-      budgets: see `run`.
-      densities: see `run`.
-      optimizers: see `run`.
-      equal: see `run`.
-      steps: see `run`.
+      options: of the experiment.
 
     Raises:
       UserError: no width gives an arm its cost.
@@ -256,15 +223,17 @@ def plan_curves(
     scale_flops = flops(dataclasses.replace(shape, linears={}))
     cost_of: dict[str, Cost] = {"flops": flops, "parameters": stored_parameters}
     curves = []
-    for budget in sorted(budgets):
+    for budget in sorted(options.budgets):
         dense = equal_cost_model(shape, flops, budget * scale_flops)
         to_budget = flops(dense) / (budget * scale_flops) - 1
         models = {
             (name, density): equal_cost_model(shape, cost_of[name], cost_of[name](dense), density)
-            for name in equal
-            for density in sorted(set(densities) - {1.0}, reverse=True)
+            for name in options.equal
+            for density in sorted(set(options.densities) - {1.0}, reverse=True)
         }
-        for length, optimizer, name in itertools.product(sorted(steps), optimizers, equal):
+        lengths = sorted(set(options.steps))
+        chosen = itertools.product(lengths, options.optimizers, options.equal)
+        for length, optimizer, name in chosen:
             arm = functools.partial(Arm, budget=budget, optimizer=optimizer, steps=length)
             arms = [arm(equal="", density=1.0, model=dense, mismatch=to_budget)]
             for (other, density), model in models.items():
