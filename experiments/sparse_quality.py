@@ -66,6 +66,7 @@ ARMS = {
     "rigl": RANDOM | RIGL,
     "rigl_low_rank": RANDOM | RIGL | LOW_RANK,
     "gradual": GRADUAL,
+    "self_guided": MONARCH | {"evolution.method": "self_guided"},
     "sparse_to_dense_half": TO_DENSE_HALF,
     "low_rank_to_dense_half": TO_DENSE_HALF | LOW_RANK,
     "attention_first_half": TO_DENSE_HALF | ATTENTION_FIRST,

@@ -209,6 +209,11 @@ class RunConfig:
                 "evolution.method=shared_to_own begins with one block for all layers, and the "
                 "weights of run.init_from have one for each; legal with them: another method."
             )
+        if self.evolution.method == "self_guided" and self.run.init_from:
+            raise UserError(
+                "evolution.method=self_guided begins with guides that are copies of drawn blocks; "
+                "legal with run.init_from: another method."
+            )
         if self.run.twin == "narrow" and self.run.init_from:
             raise UserError(
                 "run.twin=narrow trains a narrower model, which the weights of run.init_from do "

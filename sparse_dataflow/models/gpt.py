@@ -26,6 +26,7 @@ Parameters are float32.  [V] vocab_size, [D] d_model, [K] head_width:
 | block | experts.PROJECTION.* | [experts, ...], each as above and below | experts, for the MLP |
 | block | experts.shared.PROJECTION.* | as above and below | shared_expert, for the MLP |
 | block | PROJECTION.a_kernel, b_kernel, gate | [in, rank], [rank, out], [] | spec.rank > 0 |
+| block | PROJECTION.guide, guide_share | [in, out], [] | guided, for block-sparse names |
 | head | norm.scale | [D] | all |
 | head | norm.bias | [D] | norm="layernorm" |
 | head | output | [V, D] | not tied_embeddings |
@@ -55,6 +56,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.kernels.cross_entropy import api as cross_entropy
 from sparse_dataflow.kernels.cross_entropy import vocabulary
+from sparse_dataflow.models import guides
 from sparse_dataflow.models.experts import Experts, expert_layout, with_loss
 from sparse_dataflow.models.linear import InputThreshold, Linear, Probe, projection_layout
 from sparse_dataflow.models.mlp import Mlp
@@ -187,7 +189,10 @@ class Head(nnx.Module):
 
 
 def init(config: ModelConfig, key: jax.Array) -> dict:
-    """Draws the parameters in float32; the module docstring shows their structure."""
+    """Draws the parameters in float32; the module docstring shows their structure.
+
+    Guides are zeros, and their shares, which no parameter tree has, are left out.
+    """
     keys = init_keys(config, key)
     blocks = [
         jax.vmap(functools.partial(init_section, group.model, "block"))(
@@ -195,11 +200,12 @@ def init(config: ModelConfig, key: jax.Array) -> dict:
         )
         for group in layer_groups(config)
     ]
-    return {
+    params = {
         "embed": init_section(config, "embed", keys["embed"]),
         "blocks": join_groups(blocks),
         "head": init_section(config, "head", keys["head"]),
     }
+    return guides.without_leaves(params, guides.SHARE) if config.guided else params
 
 
 def init_keys(config: ModelConfig, key: jax.Array) -> dict[str, jax.Array]:

@@ -24,7 +24,7 @@ from sparse_dataflow.optim.loss_spikes import SpikeHistory, is_accepted, refuse_
 from sparse_dataflow.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
-from sparse_dataflow.sparsity.evolution import exchanged_share, new_shares
+from sparse_dataflow.sparsity.evolution import exchanged_share, guide_share, new_shares
 from sparse_dataflow.training.metrics import MetricsWriter, Progress, say, seconds_at
 from sparse_dataflow.training.phases import phase_before, phases, phases_flops, refuse_unfit
 from sparse_dataflow.training.plateau import Plateau, with_next_start
@@ -207,7 +207,13 @@ class Trainer:
         with self._clock.during("step"):
             start = time.perf_counter()
             self.state, self._tables, report = run_step(
-                self._programs[self._phase], self.state, self._tables, batch, rate, limit
+                self._programs[self._phase],
+                self.state,
+                self._tables,
+                batch,
+                rate,
+                limit,
+                guide_share(self.step, self.phases[self._phase].stop),
             )
             report = jax.device_get(report)
             report = report._replace(

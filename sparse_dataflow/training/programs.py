@@ -94,6 +94,7 @@ class Compiled:
         `from_seed`) -> first state of the run; for an executor that stores states itself, else
         None.
       timeline: () -> spans of the last step; None if the executor records none.
+      guided: whether the train step takes `guide_share` by name; see `make_train_step`.
     """
 
     train_step: Callable
@@ -105,6 +106,7 @@ class Compiled:
     parameter_norms: Callable = group_norms
     start_state: Callable | None = None
     timeline: Callable | None = None
+    guided: bool = False
 
 
 def compile_programs(
@@ -169,12 +171,14 @@ def _compile(phase, training, data, executor):
     held_out = executor.put(data.validation[0], data.validation.batch_size)
     windows = held_out["tokens"], held_out["weights"]
     numbers = [np.float32(0)] * (2 if training.skip_spikes else 1)
+    named = _weights(batch) | _guide_share(model.guided, 0.0)
     return Compiled(
-        train_step.lower(shapes, batch["tokens"], *numbers, **_weights(batch)).compile(),
+        train_step.lower(shapes, batch["tokens"], *numbers, **named).compile(),
         eval_step.lower(shapes.weights, runtime_tables, *windows).compile(),
         time.perf_counter() - start,
         tables,
         parameter_norms=parameter_norms.lower(shapes.params).compile(),
+        guided=model.guided,
     )
 
 
@@ -225,7 +229,15 @@ def no_loss_limit(training: TrainingConfig) -> np.float32 | None:
     return np.float32(np.inf) if training.skip_spikes else None
 
 
-def run_step(programs: Compiled, state, tables, batch, learning_rate: float, limit=None):
+def run_step(
+    programs: Compiled,
+    state,
+    tables,
+    batch,
+    learning_rate: float,
+    limit=None,
+    guide_share: float = 0.0,
+):
     """Runs one training step.
 
     Args:
@@ -235,19 +247,26 @@ def run_step(programs: Compiled, state, tables, batch, learning_rate: float, lim
       batch: as put by the executor.
       learning_rate: of this step.
       limit: highest accepted loss; None if the programs were compiled without a limit.
+      guide_share: the guides' share of the products; read by a guided model alone.
 
     Returns:
       (state with its canonical tables, tables for the next step, StepReport).
     """
     scalars = [np.float32(learning_rate)] if limit is None else [np.float32(learning_rate), limit]
     state, before = state._replace(tables=tables), state.tables
-    after, report = programs.train_step(state, batch["tokens"], *scalars, **_weights(batch))
+    named = _weights(batch) | _guide_share(programs.guided, guide_share)
+    after, report = programs.train_step(state, batch["tokens"], *scalars, **named)
     return after._replace(tables=before), after.tables, report
 
 
 def _weights(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the argument of a train step whose targets do not count equally."""
     return {"weights": batch["weights"]} if "weights" in batch else {}
+
+
+def _guide_share(guided: bool, share: float) -> dict[str, Any]:
+    """Returns the argument of a train step whose model has guides."""
+    return {"guide_share": np.float32(share)} if guided else {}
 
 
 def held_out_nats(programs: Compiled, params, tables, batches: Iterable) -> float:

@@ -16,7 +16,7 @@ from sparse_dataflow.training.phases import Phase, phase_before
 from sparse_dataflow.training.plateau import Plateau, with_starts
 from sparse_dataflow.training.step import abstract_state
 
-YOUNGER_FIELDS = (*FAMILY_FIELDS, "mask_documents", "precision", "shared_layers")
+YOUNGER_FIELDS = (*FAMILY_FIELDS, "mask_documents", "precision", "shared_layers", "guided")
 """Fields of `ModelConfig` that are younger than checkpoints."""
 
 ADAPTER_FIELDS = ("adapter_rank", "adapter_alpha")

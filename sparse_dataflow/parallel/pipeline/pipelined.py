@@ -64,6 +64,11 @@ class Pipelined(Sharded):
                 "--evolution=shared_to_own trains one block for all layers, and the stages of a "
                 "pipeline have layers of their own; legal: a mesh without stages."
             )
+        if model.guided:
+            raise UserError(
+                "--evolution=self_guided on a mesh with stages, whose steps take no share of the "
+                "guides; legal: a mesh without stages."
+            )
         if model.density_by_depth:
             raise UserError(
                 "--executor=pipeline needs the same density in every layer, and "
