@@ -56,6 +56,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.kernels.cross_entropy import api as cross_entropy
 from sparse_dataflow.kernels.cross_entropy import vocabulary
+from sparse_dataflow.kernels.cross_entropy.distillation import TeacherOutput, distillation_loss
 from sparse_dataflow.models import guides
 from sparse_dataflow.models.experts import Experts, expert_layout, with_loss
 from sparse_dataflow.models.linear import InputThreshold, Linear, Probe, projection_layout
@@ -411,8 +412,12 @@ def head_loss(
     targets_BxT: jax.Array,
     weights_BxT: jax.Array,
     shard: Shard = WHOLE,
+    teacher: TeacherOutput | None = None,
 ) -> jax.Array:
     """Last section: float32 sum of weights * negative log-likelihood, in nats.
+
+    With a teacher, whose x is [B, T, D of the teacher], it is `distillation_loss`; the shard must
+    then be whole.
 
     The output layer is "output" of the params, else the token embedding.
 
@@ -428,6 +433,11 @@ def head_loss(
         weights_BxT = weights_BxT / shard.equal_rows
     x_NxD = x.reshape(-1, x.shape[-1])
     embedding = params.get("output", embedding_VxD).astype(x.dtype)
+    if teacher is not None:
+        flat = teacher._replace(x=teacher.x.reshape(-1, teacher.x.shape[-1]))
+        return distillation_loss(
+            x_NxD, embedding, targets_BxT.reshape(-1), weights_BxT.reshape(-1), flat
+        )
     return cross_entropy.weighted_loss(
         x_NxD,
         embedding,

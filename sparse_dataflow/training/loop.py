@@ -175,8 +175,16 @@ class Trainer:
 
     @property
     def flops(self) -> float:
-        """Model FLOPs of the whole training, with the phases as planned or changed so far."""
-        return phases_flops(self.phases, self.evolution, self.training)
+        """Model FLOPs of the whole training, with the phases as planned or changed so far, and the
+        forward passes of a teacher."""
+        teacher = self._data.teacher
+        of_teacher = teacher.model if teacher else None
+        return phases_flops(self.phases, self.evolution, self.training, of_teacher)
+
+    @property
+    def teacher_flops(self) -> float:
+        """The part of `flops` in the forward passes of a teacher; 0 without one."""
+        return self.flops - phases_flops(self.phases, self.evolution, self.training)
 
     @property
     def finished(self) -> bool:

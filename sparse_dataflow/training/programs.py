@@ -25,6 +25,7 @@ from sparse_dataflow.training.step import (
     jitted_train_step,
     make_eval_step,
 )
+from sparse_dataflow.training.teacher import Teacher
 from sparse_dataflow.training.transitions import change_model, update_layouts
 
 
@@ -62,6 +63,7 @@ class TrainingData:
       tokenizer_hash: part of a checkpoint's identity.
       mixture: held-out windows of each corpus of a mixture, of which the fields above have the
         first; () for one corpus.
+      teacher: the model that trainings with `training.teacher` distill; None for none.
     """
 
     train: TrainBatches
@@ -71,6 +73,7 @@ class TrainingData:
     final_bytes: int
     tokenizer_hash: str
     mixture: tuple[HeldOut, ...] = ()
+    teacher: Teacher | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +98,7 @@ class Compiled:
         None.
       timeline: () -> spans of the last step; None if the executor records none.
       guided: whether the train step takes `guide_share` by name; see `make_train_step`.
+      teach: tokens -> what the train step takes as `teacher`; None without a teacher.
     """
 
     train_step: Callable
@@ -107,6 +111,7 @@ class Compiled:
     start_state: Callable | None = None
     timeline: Callable | None = None
     guided: bool = False
+    teach: Callable | None = None
 
 
 def compile_programs(
@@ -172,6 +177,11 @@ def _compile(phase, training, data, executor):
     windows = held_out["tokens"], held_out["weights"]
     numbers = [np.float32(0)] * (2 if training.skip_spikes else 1)
     named = _weights(batch) | _guide_share(model.guided, 0.0)
+    teach = None
+    if training.teacher:
+        assert data.teacher is not None
+        teach = data.teacher.program(model, executor, batch["tokens"])
+        named["teacher"] = teach(batch["tokens"])
     return Compiled(
         train_step.lower(shapes, batch["tokens"], *numbers, **named).compile(),
         eval_step.lower(shapes.weights, runtime_tables, *windows).compile(),
@@ -179,6 +189,7 @@ def _compile(phase, training, data, executor):
         tables,
         parameter_norms=parameter_norms.lower(shapes.params).compile(),
         guided=model.guided,
+        teach=teach,
     )
 
 
@@ -255,6 +266,8 @@ def run_step(
     scalars = [np.float32(learning_rate)] if limit is None else [np.float32(learning_rate), limit]
     state, before = state._replace(tables=tables), state.tables
     named = _weights(batch) | _guide_share(programs.guided, guide_share)
+    if programs.teach is not None:
+        named["teacher"] = programs.teach(batch["tokens"])
     after, report = programs.train_step(state, batch["tokens"], *scalars, **named)
     return after._replace(tables=before), after.tables, report
 

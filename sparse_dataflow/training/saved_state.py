@@ -22,6 +22,9 @@ YOUNGER_FIELDS = (*FAMILY_FIELDS, "mask_documents", "precision", "shared_layers"
 ADAPTER_FIELDS = ("adapter_rank", "adapter_alpha")
 """Fields of `TrainingConfig` that are younger than checkpoints, which then have no adapters."""
 
+TEACHER_FIELDS = ("teacher", "teacher_weight")
+"""Fields of `TrainingConfig` that are younger than checkpoints, which then have no teacher."""
+
 
 def identity(
     model: ModelConfig, training: TrainingConfig, evolution: EvolutionConfig, tokenizer_hash: str
@@ -36,6 +39,9 @@ def identity(
     training_fields = training.to_json()
     if not training.adapter_rank:
         for name in ADAPTER_FIELDS:
+            del training_fields[name]
+    if not training.teacher:
+        for name in TEACHER_FIELDS:
             del training_fields[name]
     return {
         "model": {k: value for k, value in model.to_json().items() if k not in left_out},

@@ -11,6 +11,7 @@ import optax
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.kernels.cross_entropy.distillation import TeacherOutput
 from sparse_dataflow.models import adapters, gpt, guides
 from sparse_dataflow.optim.optimizers import make_optimizer
 from sparse_dataflow.optim.train_state import StepReport, TrainState, group_norms
@@ -82,7 +83,8 @@ def make_train_step(
     targets and add up to 1; without them, all targets count equally. With `training.skip_spikes` it
     takes a fourth argument, float32 [], the highest accepted loss: if the loss is higher, or a
     gradient is not finite, parameters and moments do not change.  The step of a guided model takes
-    `guide_share` by name, float32 [], the guides' share of the products.
+    `guide_share` by name, float32 [], the guides' share of the products; with `training.teacher`
+    the step takes `teacher` by name, see `training.teacher.Teacher`.
 
     Args:
       model: config of the model.
@@ -101,6 +103,7 @@ def make_train_step(
         *limit: jax.Array,
         weights: jax.Array | None = None,
         guide_share: jax.Array | None = None,
+        teacher: tuple[jax.Array, jax.Array] | None = None,
     ):
         frozen = state.frozen
         if guide_share is not None:
@@ -116,6 +119,7 @@ def make_train_step(
                 training.state_dtype,
                 frozen,
                 weights,
+                TeacherOutput(*teacher, jnp.float32(training.teacher_weight)) if teacher else None,
             )
             gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.params)
         with jax.named_scope("optimizer"):

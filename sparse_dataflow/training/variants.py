@@ -94,6 +94,10 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
         seed=config.training.seed,
     )
     rank = config.training.adapter_rank
+    if name != "sparse" and config.sparsity.projections:
+        # A twin is the plain training to compare with.
+        plain = dataclasses.replace(config.training, teacher="")
+        config = dataclasses.replace(config, training=plain)
     if name == "dense":
         model = adapters.with_adapters(dense, rank)
         # A dense twin is the plain training to compare with.

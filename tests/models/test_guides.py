@@ -23,7 +23,6 @@ from sparse_dataflow.parallel.pipeline.pipelined import Pipelined
 from sparse_dataflow.parallel.pipeline.stages import divide
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.planning import cost, memory
-from sparse_dataflow.runs.train import train
 from sparse_dataflow.sparsity.evolution import guide_share, phase_specs
 from sparse_dataflow.training.phases import mean_flops_per_token
 from sparse_dataflow.training.step import initial_state, make_eval_step
@@ -125,29 +124,11 @@ def test_guides_count_as_dense_weights(optimizer):
         assert rates[guides.GUIDE] == pytest.approx(expected["kernel"])
 
 
-def test_a_run_leaves_a_plain_sparse_model_at_every_checkpoint(tmp_path):
-    config = preset("pico").change(
-        sparsity__block=16,
-        run__twin="no",
-        run__out=str(tmp_path / "run"),
-        run__eval_every=2,
-        run__checkpoint_every=2,
-        training__steps=4,
-        evolution__method="self_guided",
-    )
-    texts = [f"Document {number} has a few words. " * 60 for number in range(40)]
-    run = train(config, texts=texts)
-    [variant] = variants(config, run.model().tokenizer.vocab_size)
-    guided, plain = variant.phases
-    assert guided.model.guided and plain.model == variant.model
-    expected = jax.eval_shape(lambda: initial_state(plain.model, variant.training).params)
-    for step in (2, 4):
-        model = run.model(checkpoint=str(step))
-        assert model.model == plain.model
-        assert jax.tree.map(jnp.shape, model.params) == jax.tree.map(jnp.shape, expected)
-    flops = mean_flops_per_token(variant.model, variant.evolution, variant.training.sequence)
-    both = [cost.flops_per_token(p.model, variant.training.sequence).total for p in variant.phases]
-    assert flops == pytest.approx(sum(both) / 2)
+def test_flops_of_a_run_count_the_guides_while_they_last():
+    evolution = EvolutionConfig("self_guided", at=0.25)
+    plain, guided = (cost.flops_per_token(model, 8).total for model in (PLAIN, GUIDED))
+    expected = 0.25 * guided + 0.75 * plain
+    assert mean_flops_per_token(PLAIN, evolution, 8) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
