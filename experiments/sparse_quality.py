@@ -66,6 +66,8 @@ ARMS = {
     "rigl": RANDOM | RIGL,
     "rigl_low_rank": RANDOM | RIGL | LOW_RANK,
     "gradual": GRADUAL,
+    "self_guided": MONARCH | {"evolution.method": "self_guided"},
+    "distilled": MONARCH | {"training.teacher": "dense"},
     "sparse_to_dense_half": TO_DENSE_HALF,
     "low_rank_to_dense_half": TO_DENSE_HALF | LOW_RANK,
     "attention_first_half": TO_DENSE_HALF | ATTENTION_FIRST,
@@ -80,7 +82,7 @@ ARMS = {
     "monarch_to_dense_90": MONARCH | TO_DENSE | {"evolution.at": 0.9},
 }
 """Changes of the config by path; None is the dense model.  `runs.studies.quality.Changes` says how
-rank, hadamard, d_ff, training_flops and flops_a_token are relative."""
+rank, hadamard, d_ff, teacher, training_flops and flops_a_token are relative."""
 COMPARED = (
     "dense",
     *("static_pixelfly", "static_cyclic", "static_random", "static_monarch"),

@@ -22,8 +22,8 @@ class EvolutionConfig:
       method: a name in `sparsity.evolution`.
       every: steps between two updates (set, rigl).
       at: fraction of the steps after which the last update is made (set, rigl), the cubic schedule
-        ends (gradual) or the last phase begins (sparse_to_dense, low_rank_tail, shared_to_own); 0
-        is the method's own.
+        ends (gradual) or the last phase begins (sparse_to_dense, low_rank_tail, self_guided,
+        shared_to_own); 0 is the method's own.
       share: stored blocks that the first update exchanges, as a fraction; it falls to 0 along a
         cosine (arXiv 1911.11134, section 3).
       max_fan_out: most output blocks that an input block may feed after an update, as a multiple of
@@ -47,8 +47,9 @@ class EvolutionConfig:
         "static",
         "set and rigl exchange blocks, at random or by their gradient; gradual prunes a dense "
         "model in halvings; sparse_to_dense ends dense; low_rank_tail adds sparsity.rank at the "
-        "end; shared_to_own trains one block for all layers, then copies it. Options follow a "
-        "colon: rigl:every=100,share=0.05.",
+        "end; self_guided mixes a dense product in, whose share falls to 0; shared_to_own trains "
+        "one block for all layers, then copies it. Options follow a colon: "
+        "rigl:every=100,share=0.05.",
         choices=METHOD_NAMES,
     )
     every: int = setting(
@@ -57,8 +58,9 @@ class EvolutionConfig:
     at: float = setting(
         0.0,
         "Fraction of the steps at which set and rigl stop (0.75), gradual's cubic schedule ends "
-        "(0.5), sparse_to_dense turns dense (0.7), low_rank_tail adds its term (0.99) or "
-        "shared_to_own copies its block (0.3); 0 is the number in brackets.",
+        "(0.5), sparse_to_dense turns dense (0.7), low_rank_tail adds its term (0.99), self_guided "
+        "drops its dense product (0.5) or shared_to_own copies its block (0.3); 0 is the number in "
+        "brackets.",
         legal=("in [0, 1)", lambda fraction: 0 <= fraction < 1),
     )
     share: float = setting(

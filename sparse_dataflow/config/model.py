@@ -235,6 +235,8 @@ class ModelConfig:
       mask_documents: whether attention in training and held-out losses stays within a document.
       shared_layers: whether all layers apply one block, whose parameters exist once.  A phase of
         the evolution method shared_to_own; no setting.
+      guided: whether each block-sparse projection has a dense guide (`models.guides`).  A phase of
+        the evolution method self_guided; no setting.
       seed: offset of the patterns, and so the seed of random ones.
 
     Examples:
@@ -339,6 +341,7 @@ class ModelConfig:
         False, "Attention in training stays within a document; else windows are seen whole."
     )
     shared_layers: bool = False
+    guided: bool = False
     seed: int = 0
 
     def __post_init__(self):
@@ -543,6 +546,10 @@ class ModelConfig:
     def stored_copies(self, projection: str) -> int:
         """Returns how many weights of a projection a layer stores: one, or one for each expert."""
         return self.experts + self.shared_expert if self.experts and projection in MLP else 1
+
+    def has_guide(self, projection: str) -> bool:
+        """Returns whether a projection has a dense guide (`guided`)."""
+        return self.guided and self.linear(projection).kind == "block_sparse"
 
     def refuse_experts(self, feature: str, legal: str) -> None:
         """Refuses a model with experts where a feature does not have them.

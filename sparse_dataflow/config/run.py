@@ -209,6 +209,11 @@ class RunConfig:
                 "evolution.method=shared_to_own begins with one block for all layers, and the "
                 "weights of run.init_from have one for each; legal with them: another method."
             )
+        if self.evolution.method == "self_guided" and self.run.init_from:
+            raise UserError(
+                "evolution.method=self_guided begins with guides that are copies of drawn blocks; "
+                "legal with run.init_from: another method."
+            )
         if self.run.twin == "narrow" and self.run.init_from:
             raise UserError(
                 "run.twin=narrow trains a narrower model, which the weights of run.init_from do "
@@ -223,8 +228,27 @@ class RunConfig:
             self._check_answers()
         if self.training.adapter_rank:
             self._check_adapters()
+        if self.training.teacher:
+            self._check_teacher()
         if self.parallel.executor == "relay":
             self._check_relay()
+
+    def _check_teacher(self):
+        for path, value, legal in (
+            ("parallel.executor", self.parallel.executor, ("whole", "auto")),
+            ("data.loss", self.data.loss, ("all",)),
+            ("training.adapter_rank", self.training.adapter_rank, (0,)),
+        ):
+            if value not in legal:
+                raise UserError(
+                    f"training.teacher with {path}={value}; legal with it: "
+                    f"{', '.join(map(str, legal))}."
+                )
+        if self.evolution.method == "rigl":
+            raise UserError(
+                "evolution.method=rigl measures gradients of the next tokens' loss, and "
+                "training.teacher trains another; legal with it: every other method."
+            )
 
     def _check_low_rank(self):
         """Refuses what needs stored blocks, and given weights, as factors are drawn."""

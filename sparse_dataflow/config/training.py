@@ -46,6 +46,10 @@ class TrainingConfig:
       adapter_rank: rank of low-rank adapters that are trained on frozen weights; see
         `models.adapters`.  0 trains all weights.
       adapter_alpha: an adapter's output is multiplied by adapter_alpha / adapter_rank.
+      teacher: run folder or Hugging Face directory whose model is distilled: the loss is
+        (1 - teacher_weight) times that of the next tokens, plus teacher_weight times KL(teacher ||
+        model) of their distributions (arXiv 1503.02531, at temperature 1).  Empty for none.
+      teacher_weight: weight of the divergence.
       seed: draws parameters, data order and patterns.
     """
 
@@ -110,6 +114,17 @@ class TrainingConfig:
     )
     adapter_alpha: float = setting(
         16.0, "Adapters are multiplied by this over their rank.", legal=positive(10**6)
+    )
+    teacher: str = setting(
+        "",
+        "Run folder, or Hugging Face directory, with the same tokenizer, whose distribution of the "
+        "next token the model learns too; empty is none.",
+        path=True,
+    )
+    teacher_weight: float = setting(
+        0.5,
+        "Weight of the divergence from training.teacher; next tokens have the rest.",
+        legal=("in (0, 1]", lambda weight: 0 < weight <= 1),
     )
     seed: int = setting(
         0, "Draws the weights, data order and patterns.", legal=between(0, 2**32 - 1)

@@ -15,6 +15,7 @@ from sparse_dataflow.config.model import PRECISIONS, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.models import guides
 from sparse_dataflow.training.phases import phase_before, phases
 from sparse_dataflow.training.run_files import (
     RunRecord,
@@ -132,8 +133,8 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
 
     Does not change the folder; the run may still be in progress.  The model multiplies in its
     compute dtype, whatever the precision of its training was.  Layers that share a block in the
-    checkpoint's phase have copies of it.  A run of adapters has these alone;
-    `interchange.starting_point.load_run` adds the weights that they are for.
+    checkpoint's phase have copies of it.  Dense guides are left out.  A run of adapters has these
+    alone; `interchange.starting_point.load_run` adds the weights that they are for.
 
     Args:
       run_folder: run folder.
@@ -176,6 +177,9 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
     if shape.shared_layers:
         params = {**params, "blocks": copied_blocks(params["blocks"], shape.num_layers)}
         shape = dataclasses.replace(shape, shared_layers=False)
+    if shape.guided:
+        params = guides.without_leaves(params, guides.GUIDE)
+        shape = guides.without_guides(shape)
     return Model(
         folder,
         variant,

@@ -190,7 +190,20 @@ def read_base(record: RunRecord, folder: str | Path) -> StartingPoint:
     Raises:
       UserError: the base is missing or damaged, or has changed since the run began.
     """
-    source = record.init_from or {}
+    return read_again(record.init_from or {}, folder, "train adapters of")
+
+
+def read_again(source: Mapping[str, Any], folder: str | Path, verb: str) -> StartingPoint:
+    """Reads the weights that a run began to use.
+
+    Args:
+      source: their `provenance` in the run's record.
+      folder: of the run, for errors.
+      verb: what the run does with them, for errors.
+
+    Raises:
+      UserError: they are missing or damaged, or have changed since the run began.
+    """
     try:
         path, variant, step = str(source["path"]), source.get("variant"), source.get("step")
         if variant is None:
@@ -199,12 +212,12 @@ def read_base(record: RunRecord, folder: str | Path) -> StartingPoint:
             base = _of_run(path, str(variant), str(step))
     except (KeyError, UserError) as error:
         raise UserError(
-            f"{folder} trains adapters of weights that cannot be read: {error} Put those weights "
-            "back as they were."
+            f"{folder} began to {verb} weights that cannot be read: {error} Put those weights back "
+            "as they were."
         ) from None
     if base.provenance["weights"] != source.get("weights"):
         raise UserError(
-            f"The weights in {path} have changed since {folder} began to train adapters of them "
+            f"The weights in {path} have changed since {folder} began to {verb} them "
             f"(sha256 {base.provenance['weights'][:12]} there, {str(source.get('weights'))[:12]} "
             "in its run.json). Put them back as they were, or start a new run."
         )

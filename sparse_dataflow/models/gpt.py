@@ -26,6 +26,7 @@ Parameters are float32.  [V] vocab_size, [D] d_model, [K] head_width:
 | block | experts.PROJECTION.* | [experts, ...], each as above and below | experts, for the MLP |
 | block | experts.shared.PROJECTION.* | as above and below | shared_expert, for the MLP |
 | block | PROJECTION.a_kernel, b_kernel, gate | [in, rank], [rank, out], [] | spec.rank > 0 |
+| block | PROJECTION.guide, guide_share | [in, out], [] | guided, for block-sparse names |
 | head | norm.scale | [D] | all |
 | head | norm.bias | [D] | norm="layernorm" |
 | head | output | [V, D] | not tied_embeddings |
@@ -55,6 +56,8 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.kernels.cross_entropy import api as cross_entropy
 from sparse_dataflow.kernels.cross_entropy import vocabulary
+from sparse_dataflow.kernels.cross_entropy.distillation import TeacherOutput, distillation_loss
+from sparse_dataflow.models import guides
 from sparse_dataflow.models.experts import Experts, expert_layout, with_loss
 from sparse_dataflow.models.linear import InputThreshold, Linear, Probe, projection_layout
 from sparse_dataflow.models.mlp import Mlp
@@ -191,7 +194,10 @@ class Head(nnx.Module):
 
 
 def init(config: ModelConfig, key: jax.Array) -> dict:
-    """Draws the parameters in float32; the module docstring shows their structure."""
+    """Draws the parameters in float32; the module docstring shows their structure.
+
+    Guides are zeros, and their shares, which no parameter tree has, are left out.
+    """
     keys = init_keys(config, key)
     blocks = [
         jax.vmap(functools.partial(init_section, group.model, "block"))(
@@ -199,11 +205,12 @@ def init(config: ModelConfig, key: jax.Array) -> dict:
         )
         for group in layer_groups(config)
     ]
-    return {
+    params = {
         "embed": init_section(config, "embed", keys["embed"]),
         "blocks": join_groups(blocks),
         "head": init_section(config, "head", keys["head"]),
     }
+    return guides.without_leaves(params, guides.SHARE) if config.guided else params
 
 
 def init_keys(config: ModelConfig, key: jax.Array) -> dict[str, jax.Array]:
@@ -409,8 +416,12 @@ def head_loss(
     targets_BxT: jax.Array,
     weights_BxT: jax.Array,
     shard: Shard = WHOLE,
+    teacher: TeacherOutput | None = None,
 ) -> jax.Array:
     """Last section: float32 sum of weights * negative log-likelihood, in nats.
+
+    With a teacher, whose x is [B, T, D of the teacher], it is `distillation_loss`; the shard must
+    then be whole.
 
     The output layer is "output" of the params, else the token embedding.
 
@@ -426,6 +437,11 @@ def head_loss(
         weights_BxT = weights_BxT / shard.equal_rows
     x_NxD = x.reshape(-1, x.shape[-1])
     embedding = params.get("output", embedding_VxD).astype(x.dtype)
+    if teacher is not None:
+        flat = teacher._replace(x=teacher.x.reshape(-1, teacher.x.shape[-1]))
+        return distillation_loss(
+            x_NxD, embedding, targets_BxT.reshape(-1), weights_BxT.reshape(-1), flat
+        )
     return cross_entropy.weighted_loss(
         x_NxD,
         embedding,

@@ -137,7 +137,8 @@ class Linear(nnx.Module):
       a_factor [in, r] and b_factor [r, out] (low_rank), whose product is W;
       bias [out], if the config's `biases` name it; and, with rank r > 0, a_kernel [in, r],
       b_kernel [r, out] and gate [] of the gated low-rank term (arXiv 2112.00029, section 3.3).  The
-      gate starts at 1, b_kernel at 0.
+      gate starts at 1, b_kernel at 0; and, with a guide, guide [in, out] and guide_share []: y is
+      the block-sparse product times 1 - guide_share, plus x guide times guide_share.
 
     With `hadamard`, the stored blocks multiply the Walsh-Hadamard transform of x; the low-rank term
     multiplies x itself, in the dtype of x.  The config's `precision` says how the other product is
@@ -174,7 +175,10 @@ class Linear(nnx.Module):
         if projection in config.biases:
             self.bias = nnx.Param(jnp.zeros(out_features))
         self.rank, self.hadamard = spec.rank, spec.hadamard
-        self.precision = config.precision
+        self.precision, self.guided = config.precision, config.has_guide(projection)
+        if self.guided:
+            self.guide = nnx.Param(jnp.zeros((in_features, out_features)))
+            self.guide_share = nnx.Param(jnp.ones(()))
         if spec.rank:
             self.a_kernel = nnx.Param(
                 normal(rngs, (in_features, spec.rank), 1 / math.sqrt(in_features))
@@ -210,6 +214,10 @@ class Linear(nnx.Module):
             y = _matmul(product(mixed, params["a_factor"]), params["b_factor"])
         else:
             y = product(mixed, params["kernel"], self.precision)
+        if self.guided:
+            share = self.guide_share[...]
+            guide = _matmul(mixed, params["guide"], self.precision)
+            y = (1 - share).astype(x.dtype) * y + share.astype(x.dtype) * guide
         if self.rank:
             y += params["gate"] * _matmul(_matmul(x, params["a_kernel"]), params["b_kernel"])
         return self.with_bias(reduce(y))
@@ -222,8 +230,8 @@ class Linear(nnx.Module):
 
     @property
     def plain_sparse(self) -> bool:
-        """Whether the weight is block-sparse without a low-rank term or Hadamard transform."""
-        return self.sparse and not self.rank and not self.hadamard
+        """Whether the weight is block-sparse without low-rank term, Hadamard transform or guide."""
+        return self.sparse and not (self.rank or self.hadamard or self.guided)
 
     def cast(self, dtype: jnp.dtype) -> dict[str, jax.Array]:
         """Returns the parameters by name, cast to `dtype`."""

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from sparse_dataflow.config.layer_groups import group_index_of_path, layer_groups, split_groups
 from sparse_dataflow.config.model import SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.models.guides import GUIDE
 from sparse_dataflow.optim import muon
 from sparse_dataflow.sparsity.layout import LayoutTables
 
@@ -28,7 +29,7 @@ second moment stops within 8.5% of its float32 limit, the first within 4.1%, and
 without gradients.  With B2 = 0.999 neither holds.
 """
 
-LINEAR_MATRICES = ("kernel", "values", "a_kernel", "b_kernel", *muon.FACTORS, "router")
+LINEAR_MATRICES = ("kernel", "values", GUIDE, "a_kernel", "b_kernel", *muon.FACTORS, "router")
 """Leaves that multiply activations; each but the router belongs to a projection."""
 
 SPARSE_RATE_DENSITY = 1 / 8
@@ -206,8 +207,8 @@ def learning_rate_multipliers(
 
     Matrices of a projection, with its low-rank term, and of routers, which are dense:
     `training.sparse_rate` to the power log(density) / log(SPARSE_RATE_DENSITY), so 1 for a dense
-    weight; a weight that turned dense has TURNED_DENSE_RATE as well.  Everything else (norms,
-    biases, gates, embeddings): `training.vector_rate`.
+    weight and a guide; a weight that turned dense has TURNED_DENSE_RATE as well.  Everything else
+    (norms, biases, gates, embeddings): `training.vector_rate`.
 
     SuPar (arXiv 2405.15743, table 1) adds a factor SUPAR_WIDTH / (d_model x density): an Adam step
     moves every weight equally, so the change of an output grows with the inputs that it sums.  The
@@ -236,14 +237,14 @@ def learning_rate_multipliers(
             return training.vector_rate
         projection = path[-2].key
         spec = layer_groups(model)[group_index_of_path(path)].model.linear(projection)
-        density = spec.density if spec.kind == "block_sparse" else 1.0
+        density = spec.density if spec.kind == "block_sparse" and name != GUIDE else 1.0
         has_muon = training.optimizer == "muon" and muon.is_matrix(path)
         if name == "b_factor" and not has_muon:
             density = model.factor_rank(projection) / model.projection_shape(projection)[0]
         rate = training.sparse_rate ** (math.log(density) / math.log(SPARSE_RATE_DENSITY))
         if spec.turned_dense:
             rate *= TURNED_DENSE_RATE
-        read = dict.fromkeys(("kernel", "values", *muon.FACTORS), density)
+        read = dict.fromkeys(("kernel", "values", GUIDE, *muon.FACTORS), density)
         read |= {"a_kernel": 1.0, "router": 1.0}
         if model.supar and name in read:
             rate *= SUPAR_WIDTH / (model.d_model * read[name])

@@ -2,12 +2,14 @@
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
 from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.kernels.cross_entropy.distillation import TeacherOutput
 from sparse_dataflow.optim.optimizers import adam_state
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.parallel.block_gradients import block_gradient_norms
@@ -58,6 +60,7 @@ class Executor:
         dtype: str = "float32",
         frozen: Any = (),
         weights: jax.Array | None = None,
+        teacher: TeacherOutput | None = None,
     ) -> tuple[jax.Array, dict]:
         """Returns `whole.loss_and_gradients` of the whole batch, accumulated in float32."""
         return whole.loss_and_gradients(
@@ -69,7 +72,15 @@ class Executor:
             dtype=dtype,
             frozen=frozen,
             weights=weights,
+            teacher=teacher,
         )
+
+    def over_rows(self, function: Callable) -> Callable:
+        """Returns (parameters, rows) -> rows of a function, on the devices that have the rows.
+
+        Parameters are replicated.
+        """
+        return function
 
     def block_gradient_norms(
         self, model: ModelConfig, params: dict, tables: Any, tokens: jax.Array

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +78,11 @@ class Sharded(Executor):
                 f"a micro-batch on a device; legal: {legal}."
             )
         residual.refuse(self.mesh, model)
+        if training.teacher and self.mesh.size > meshes.batch_shards(self.mesh):
+            raise UserError(
+                f"training.teacher on --mesh={meshes.describe(self.mesh)}, which cuts the model; "
+                "legal with it: the axes data and fsdp."
+            )
         for group in split_groups(gpt.layout_tables(gpt.layouts(model))):
             sharded = cuts.cut(group, self.tensor_shards, False, self._kv_copies(model))
             for name in set(sharded) & set(MLP) if model.experts else ():
@@ -126,11 +132,12 @@ class Sharded(Executor):
         dtype="float32",
         frozen=(),
         weights=None,
+        teacher=None,
     ):
         """See `Executor`."""
         member, specs, gradient_specs, frozen_specs = self._member(model, params, frozen)
 
-        def local(params, tables, tokens, frozen, weights):
+        def local(params, tables, tokens, frozen, weights, teacher):
             share, gradients = whole.loss_and_gradients(
                 model,
                 params,
@@ -141,15 +148,26 @@ class Sharded(Executor):
                 dtype,
                 frozen,
                 weights,
+                teacher,
             )
             all_reduce = functools.partial(sharding.all_reduce, mesh=self.mesh)
             gradients = jax.tree.map(all_reduce, gradients, gradient_specs)
             return lax.psum(share, self.mesh.axis_names), gradients
 
         rows = P(BATCH_AXES)
-        in_specs = (specs, rows, frozen_specs, None if weights is None else rows)
+        taught: Any = (
+            None if teacher is None else teacher._replace(x=rows, embedding=P(), weight=P())
+        )
+        in_specs = (specs, rows, frozen_specs, None if weights is None else rows, taught)
         run = self._over_mesh(local, tables, in_specs, (P(), gradient_specs))
-        return run(params, tokens, frozen, weights)
+        return run(params, tokens, frozen, weights, teacher)
+
+    def over_rows(self, function):
+        """See `Executor`."""
+        rows = P(BATCH_AXES)
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=(P(), rows), out_specs=rows, check_vma=False
+        )
 
     def block_gradient_norms(self, model, params, tables, tokens):
         """See `Executor`."""

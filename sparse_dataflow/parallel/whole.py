@@ -18,6 +18,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.kernels.attention.documents import document_attention, document_numbers
+from sparse_dataflow.kernels.cross_entropy.distillation import TeacherOutput
 from sparse_dataflow.models import adapters, gpt
 from sparse_dataflow.models.linear import PROJECTION_OUTPUT
 from sparse_dataflow.models.shard import WHOLE, Shard
@@ -304,20 +305,34 @@ def routed_loss(
     tokens: jax.Array,
     weights: jax.Array,
     member: Member = ALONE,
+    teacher: TeacherOutput | None = None,
 ) -> RoutedLoss:
-    """Returns `loss` with the member's routing."""
+    """Returns `loss` with the member's routing; with a teacher, that of `gpt.head_loss`."""
     embed, head = (member.section(params, name) for name in ("embed", "head"))
+    x, routing = _residual(config, embed, params["blocks"], tables, tokens, member)
+    targets = tokens[:, 1:]
+    with jax.named_scope("head"):
+        total = gpt.head_loss(
+            config, head, embed["tokens"], x, targets, weights, member.shard, teacher
+        )
+    return RoutedLoss(total, routing)
+
+
+def _residual(config, embed, blocks, tables, tokens, member):
+    """Returns the residual stream [B, T, D] after all blocks, and the routing."""
     with jax.named_scope("embed"):
         x = gpt.embed(config, embed, tokens[:, :-1], member.shard)
     documents = None
     if config.mask_documents:
         documents = document_numbers(tokens[:, :-1], config.vocab_size - 1)
     with jax.named_scope("blocks"):
-        x, routing = apply_blocks(config, params["blocks"], tables, x, member, documents)
-    targets = tokens[:, 1:]
-    with jax.named_scope("head"):
-        total = gpt.head_loss(config, head, embed["tokens"], x, targets, weights, member.shard)
-    return RoutedLoss(total, routing)
+        return apply_blocks(config, blocks, tables, x, member, documents)
+
+
+def hidden_states(config: ModelConfig, params: dict, tables: dict, tokens: jax.Array) -> jax.Array:
+    """Returns the normalised hidden states [B, T, D] of int32 [B, T + 1] tokens but the last."""
+    x, _ = _residual(config, params["embed"], params["blocks"], tables, tokens, ALONE)
+    return gpt.head(config, params["head"], x)
 
 
 def token_scores(
@@ -367,6 +382,7 @@ def loss_and_gradients(
     dtype: str = "float32",
     frozen: Any = (),
     weights: jax.Array | None = None,
+    teacher: TeacherOutput | None = None,
 ):
     """Returns the mean next-token loss of int32 [B, T + 1] tokens and its gradient in params.
 
@@ -374,7 +390,8 @@ def loss_and_gradients(
     member gets its share of loss and gradients, the latter as returned by `member.collect`.
 
     With `weights`, float32 [B, T], the loss is the weighted sum over the targets instead. `frozen`
-    is the rest of the parameters, in which there is no gradient; see `adapters`.
+    is the rest of the parameters, in which there is no gradient; see `adapters`.  With a teacher,
+    whose x is [B, T, D of the teacher], losses are those of `gpt.head_loss`.
 
     For a model with experts, the loss is a `RoutedLoss`, and the gradient is that of its loss plus
     the auxiliary losses (see `Routing`), which micro-batches have in proportion to their weights.
@@ -384,10 +401,11 @@ def loss_and_gradients(
         mean = 1 / (targets.size * member.batch_shards)
         weights = jnp.full(targets.shape, mean, jnp.float32)
 
-    def micro_batch(params, tokens, weight):
+    def micro_batch(params, tokens, weight, *hidden):
         def share(gradients):
             traced = adapters.merged(jax.tree.map(Traced, params, gradients), frozen)
-            value, routing = routed_loss(config, traced, tables, tokens, weight, member)
+            taught = teacher._replace(x=hidden[0]) if teacher else None
+            value, routing = routed_loss(config, traced, tables, tokens, weight, member, taught)
             if not config.experts:
                 return value, value
             part = weight.sum() / member.shard.devices
@@ -398,10 +416,11 @@ def loss_and_gradients(
         (_, value), gradients = jax.value_and_grad(share, has_aux=True)(zeros)
         return value, member.collect(gradients)
 
+    arrays = (tokens, weights, *((teacher.x,) if teacher else ()))
     if micro_batches == 1:
-        return micro_batch(params, tokens, weights)
+        return micro_batch(params, *arrays)
     split = lambda a: a.reshape(micro_batches, -1, *a.shape[1:])  # noqa: E731
-    batches = split(tokens), split(weights)
+    batches = tuple(map(split, arrays))
 
     def accumulate(total, batch):
         return jax.tree.map(jnp.add, total, micro_batch(params, *batch)), None

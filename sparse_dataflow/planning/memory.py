@@ -43,8 +43,8 @@ def parameter_count(config: ModelConfig) -> int:
     The sum of: embeddings (vocab_size d_model, again for an output layer of its own, and max_len
     d_model for learned positions); per block two norms (scale, and bias for layernorm), those of
     queries and keys, and for each projection its stored weights (blocks or factors), bias and
-    low-rank term (rank (in + out), and a gate), for every expert; a router (d_model experts); and
-    the final norm.  A block that all layers share counts once.
+    low-rank term (rank (in + out), and a gate), for every expert; a router (d_model experts); a
+    dense guide (in out); and the final norm.  A block that all layers share counts once.
 
     Args:
       config: the model.
@@ -62,6 +62,7 @@ def parameter_count(config: ModelConfig) -> int:
         rank = config.linear(name).rank
         copies = config.stored_copies(name)
         stored += round(config.stored_layers * fan_in * fan_out * fractions[name]) * copies
+        block += fan_in * fan_out * config.has_guide(name)
         block += fan_out * copies if name in config.biases else 0
         block += rank * (fan_in + fan_out) + 1 if rank else 0
     block += config.d_model * config.experts
@@ -79,7 +80,8 @@ def matrix_count(config: ModelConfig, projections: Sequence[str] = PROJECTIONS) 
     """Counts the stored weights of projections, which Muon updates; see `parameter_count`."""
     fractions = stored_fractions(config)
     sizes = (
-        math.prod(config.projection_shape(name)) * fractions[name] * config.stored_copies(name)
+        math.prod(config.projection_shape(name))
+        * (fractions[name] * config.stored_copies(name) + config.has_guide(name))
         for name in config.projections
         if name in projections
     )

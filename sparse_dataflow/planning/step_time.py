@@ -361,7 +361,7 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
         rows, stored = tokens, 1
         if config.experts and name in MLP:
             rows, stored = experts.computed_rows(config, tokens, plan)
-        density, rank = fractions[name], spec.rank
+        density, rank = fractions[name] + config.has_guide(name), spec.rank
         if config.factor_rank(name):
             density, rank = 0.0, config.factor_rank(name)
         sections[name] = product(

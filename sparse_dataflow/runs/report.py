@@ -189,6 +189,15 @@ def _evolution_notes(folder, trainers):
     return notes
 
 
+def _teacher_notes(trainers):
+    return [
+        f"{t.name} learned from {t.training.teacher}, with weight {t.training.teacher_weight:g}: "
+        f"forward passes of the teacher are {t.teacher_flops / t.flops:.0%} of its FLOPs."
+        for t in trainers
+        if t.training.teacher
+    ]
+
+
 def _notes(folder, trainers, timed):
     return [
         f"{t.name}: {t.model.num_layers} layers of width {t.model.d_model}, sequences of "
@@ -200,6 +209,7 @@ def _notes(folder, trainers, timed):
     ] + [
         *_evolution_notes(folder, trainers),
         *_mixture_notes(folder, trainers),
+        *_teacher_notes(trainers),
         "Held-out documents are whole files, chosen by a hash of their name: about one in twenty.",
         _about_sections(trainers[0].executor, timed),
     ]

@@ -38,6 +38,7 @@ from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.runs import (
     devices,
+    distillation,
     memory_check,
     relay_plan,
     remat_plan,
@@ -230,6 +231,9 @@ class _Job:
         for v in models:
             _say_allocation(v)
         data = training_data(config, models[0], corpus, tokenizer, self.executor)
+        if config.training.teacher:
+            teacher = distillation.teacher_of(config, tokenizer, record, folder)
+            data = dataclasses.replace(data, teacher=teacher)
         if config.training.steps:
             _refuse_unfit_steps(models)
         if config.training.adapter_rank:
@@ -243,7 +247,7 @@ class _Job:
         self._check_folder()
         if not record:
             models = self._planned(models, programs, data)
-            record = self._new_record(models, corpus, tokenizer)
+            record = self._new_record(models, corpus, tokenizer, data)
             run_folder.start(folder, config, record, tokenizer)
         self.mirror = run_folder.mirrored(folder, config.run.mirror)
 
@@ -332,7 +336,7 @@ class _Job:
         _refuse_unfit_steps(models)
         return models
 
-    def _new_record(self, models, corpus, tokenizer) -> RunRecord:
+    def _new_record(self, models, corpus, tokenizer, data) -> RunRecord:
         start = self.config.run.init_from
         record = RunRecord(
             experiment=self.experiment,
@@ -346,6 +350,7 @@ class _Job:
             vocab_size=tokenizer.vocab_size,
             steps={v.name: v.training.steps for v in models},
             init_from=starting_point.read(start).provenance if start else None,
+            teacher=dict(data.teacher.source) if data.teacher else None,
         )
         return RunRecord(**record.to_json())  # The report shows it, without secrets.
 

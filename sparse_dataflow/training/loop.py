@@ -24,7 +24,7 @@ from sparse_dataflow.optim.loss_spikes import SpikeHistory, is_accepted, refuse_
 from sparse_dataflow.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
-from sparse_dataflow.sparsity.evolution import exchanged_share, new_shares
+from sparse_dataflow.sparsity.evolution import exchanged_share, guide_share, new_shares
 from sparse_dataflow.training.metrics import MetricsWriter, Progress, say, seconds_at
 from sparse_dataflow.training.phases import phase_before, phases, phases_flops, refuse_unfit
 from sparse_dataflow.training.plateau import Plateau, with_next_start
@@ -175,8 +175,16 @@ class Trainer:
 
     @property
     def flops(self) -> float:
-        """Model FLOPs of the whole training, with the phases as planned or changed so far."""
-        return phases_flops(self.phases, self.evolution, self.training)
+        """Model FLOPs of the whole training, with the phases as planned or changed so far, and the
+        forward passes of a teacher."""
+        teacher = self._data.teacher
+        of_teacher = teacher.model if teacher else None
+        return phases_flops(self.phases, self.evolution, self.training, of_teacher)
+
+    @property
+    def teacher_flops(self) -> float:
+        """The part of `flops` in the forward passes of a teacher; 0 without one."""
+        return self.flops - phases_flops(self.phases, self.evolution, self.training)
 
     @property
     def finished(self) -> bool:
@@ -207,7 +215,13 @@ class Trainer:
         with self._clock.during("step"):
             start = time.perf_counter()
             self.state, self._tables, report = run_step(
-                self._programs[self._phase], self.state, self._tables, batch, rate, limit
+                self._programs[self._phase],
+                self.state,
+                self._tables,
+                batch,
+                rate,
+                limit,
+                guide_share(self.step, self.phases[self._phase].stop),
             )
             report = jax.device_get(report)
             report = report._replace(

@@ -86,15 +86,26 @@ def update_steps(evolution: EvolutionConfig, steps: int) -> list[int]:
     return [step for step in due if exchanged_share(evolution, step, steps) > 0]
 
 
-def run_flops(model: ModelConfig, evolution: EvolutionConfig, training: TrainingConfig) -> float:
-    """Returns the model FLOPs of a training as planned, with its layout updates."""
-    return phases_flops(phases(model, evolution, training.steps), evolution, training)
+def run_flops(
+    model: ModelConfig,
+    evolution: EvolutionConfig,
+    training: TrainingConfig,
+    teacher: ModelConfig | None = None,
+) -> float:
+    """Returns the model FLOPs of a training as planned, with its layout updates and teacher."""
+    return phases_flops(phases(model, evolution, training.steps), evolution, training, teacher)
 
 
 def phases_flops(
-    run_phases: tuple[Phase, ...], evolution: EvolutionConfig, training: TrainingConfig
+    run_phases: tuple[Phase, ...],
+    evolution: EvolutionConfig,
+    training: TrainingConfig,
+    teacher: ModelConfig | None = None,
 ) -> float:
-    """Returns the model FLOPs of a training in these phases, with its layout updates."""
+    """Returns the model FLOPs of a training in these phases, with its layout updates.
+
+    The forward pass of a teacher counts; the training of the teacher does not.
+    """
     tokens = training.batch * training.sequence
     tokens_by_model = [(phase.model, phase.steps * tokens) for phase in run_phases]
     adapters = bool(training.adapter_rank)
@@ -104,6 +115,9 @@ def phases_flops(
         measured = rows * calls * training.sequence
         norms = cost.gradient_norms_flops(run_phases[0].model, measured, training.sequence)
         total += len(update_steps(evolution, training.steps)) * norms
+    if training.teacher and teacher is not None:
+        forward = cost.flops_per_token(teacher, training.sequence, training=False).total
+        total += training.steps * tokens * forward
     return total
 
 

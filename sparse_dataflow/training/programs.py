@@ -25,6 +25,7 @@ from sparse_dataflow.training.step import (
     jitted_train_step,
     make_eval_step,
 )
+from sparse_dataflow.training.teacher import Teacher
 from sparse_dataflow.training.transitions import change_model, update_layouts
 
 
@@ -62,6 +63,7 @@ class TrainingData:
       tokenizer_hash: part of a checkpoint's identity.
       mixture: held-out windows of each corpus of a mixture, of which the fields above have the
         first; () for one corpus.
+      teacher: the model that trainings with `training.teacher` distill; None for none.
     """
 
     train: TrainBatches
@@ -71,6 +73,7 @@ class TrainingData:
     final_bytes: int
     tokenizer_hash: str
     mixture: tuple[HeldOut, ...] = ()
+    teacher: Teacher | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +97,8 @@ class Compiled:
         `from_seed`) -> first state of the run; for an executor that stores states itself, else
         None.
       timeline: () -> spans of the last step; None if the executor records none.
+      guided: whether the train step takes `guide_share` by name; see `make_train_step`.
+      teach: tokens -> what the train step takes as `teacher`; None without a teacher.
     """
 
     train_step: Callable
@@ -105,6 +110,8 @@ class Compiled:
     parameter_norms: Callable = group_norms
     start_state: Callable | None = None
     timeline: Callable | None = None
+    guided: bool = False
+    teach: Callable | None = None
 
 
 def compile_programs(
@@ -169,12 +176,20 @@ def _compile(phase, training, data, executor):
     held_out = executor.put(data.validation[0], data.validation.batch_size)
     windows = held_out["tokens"], held_out["weights"]
     numbers = [np.float32(0)] * (2 if training.skip_spikes else 1)
+    named = _weights(batch) | _guide_share(model.guided, 0.0)
+    teach = None
+    if training.teacher:
+        assert data.teacher is not None
+        teach = data.teacher.program(model, executor, batch["tokens"])
+        named["teacher"] = teach(batch["tokens"])
     return Compiled(
-        train_step.lower(shapes, batch["tokens"], *numbers, **_weights(batch)).compile(),
+        train_step.lower(shapes, batch["tokens"], *numbers, **named).compile(),
         eval_step.lower(shapes.weights, runtime_tables, *windows).compile(),
         time.perf_counter() - start,
         tables,
         parameter_norms=parameter_norms.lower(shapes.params).compile(),
+        guided=model.guided,
+        teach=teach,
     )
 
 
@@ -225,7 +240,15 @@ def no_loss_limit(training: TrainingConfig) -> np.float32 | None:
     return np.float32(np.inf) if training.skip_spikes else None
 
 
-def run_step(programs: Compiled, state, tables, batch, learning_rate: float, limit=None):
+def run_step(
+    programs: Compiled,
+    state,
+    tables,
+    batch,
+    learning_rate: float,
+    limit=None,
+    guide_share: float = 0.0,
+):
     """Runs one training step.
 
     Args:
@@ -235,19 +258,28 @@ def run_step(programs: Compiled, state, tables, batch, learning_rate: float, lim
       batch: as put by the executor.
       learning_rate: of this step.
       limit: highest accepted loss; None if the programs were compiled without a limit.
+      guide_share: the guides' share of the products; read by a guided model alone.
 
     Returns:
       (state with its canonical tables, tables for the next step, StepReport).
     """
     scalars = [np.float32(learning_rate)] if limit is None else [np.float32(learning_rate), limit]
     state, before = state._replace(tables=tables), state.tables
-    after, report = programs.train_step(state, batch["tokens"], *scalars, **_weights(batch))
+    named = _weights(batch) | _guide_share(programs.guided, guide_share)
+    if programs.teach is not None:
+        named["teacher"] = programs.teach(batch["tokens"])
+    after, report = programs.train_step(state, batch["tokens"], *scalars, **named)
     return after._replace(tables=before), after.tables, report
 
 
 def _weights(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the argument of a train step whose targets do not count equally."""
     return {"weights": batch["weights"]} if "weights" in batch else {}
+
+
+def _guide_share(guided: bool, share: float) -> dict[str, Any]:
+    """Returns the argument of a train step whose model has guides."""
+    return {"guide_share": np.float32(share)} if guided else {}
 
 
 def held_out_nats(programs: Compiled, params, tables, batches: Iterable) -> float:

@@ -35,6 +35,7 @@ class RunRecord:
       vocab_size: number of tokens of the tokenizer.
       steps: variant -> number of optimizer steps.
       init_from: source of the initial weights; None if they were drawn from the seed.
+      teacher: source of the teacher's weights; None without a teacher.
     """
 
     experiment: str
@@ -48,6 +49,7 @@ class RunRecord:
     vocab_size: int
     steps: Mapping[str, int]
     init_from: Mapping[str, Any] | None = None
+    teacher: Mapping[str, Any] | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "command", tuple(self.command))

@@ -16,11 +16,14 @@ from sparse_dataflow.training.phases import Phase, phase_before
 from sparse_dataflow.training.plateau import Plateau, with_starts
 from sparse_dataflow.training.step import abstract_state
 
-YOUNGER_FIELDS = (*FAMILY_FIELDS, "mask_documents", "precision", "shared_layers")
+YOUNGER_FIELDS = (*FAMILY_FIELDS, "mask_documents", "precision", "shared_layers", "guided")
 """Fields of `ModelConfig` that are younger than checkpoints."""
 
 ADAPTER_FIELDS = ("adapter_rank", "adapter_alpha")
 """Fields of `TrainingConfig` that are younger than checkpoints, which then have no adapters."""
+
+TEACHER_FIELDS = ("teacher", "teacher_weight")
+"""Fields of `TrainingConfig` that are younger than checkpoints, which then have no teacher."""
 
 
 def identity(
@@ -36,6 +39,9 @@ def identity(
     training_fields = training.to_json()
     if not training.adapter_rank:
         for name in ADAPTER_FIELDS:
+            del training_fields[name]
+    if not training.teacher:
+        for name in TEACHER_FIELDS:
             del training_fields[name]
     return {
         "model": {k: value for k, value in model.to_json().items() if k not in left_out},

@@ -11,10 +11,12 @@ import optax
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.models import adapters, gpt
+from sparse_dataflow.kernels.cross_entropy.distillation import TeacherOutput
+from sparse_dataflow.models import adapters, gpt, guides
 from sparse_dataflow.optim.optimizers import make_optimizer
 from sparse_dataflow.optim.train_state import StepReport, TrainState, group_norms
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
+from sparse_dataflow.training.transitions import with_copied_guides
 
 
 def initial_state(
@@ -22,14 +24,15 @@ def initial_state(
 ) -> TrainState:
     """Returns parameters drawn from the training seed, zero moments and the model's layouts.
 
-    The values are the same on every executor; the executor places them.
+    The values are the same on every executor; the executor places them.  Guides are copies of the
+    stored blocks.
     """
     if isinstance(executor, MultiProgramExecutor):
         return executor.initial_state(model, training)
     tables = gpt.layout_tables(gpt.layouts(model))
     # The number of steps does not change the draw; without it, `_draw` is cached across runs.
     state = _draw(model, dataclasses.replace(training, steps=1), executor)()
-    return executor.place(state._replace(tables=tables), model)
+    return executor.place(with_copied_guides(state._replace(tables=tables), model), model)
 
 
 def abstract_state(
@@ -79,7 +82,9 @@ def make_train_step(
     The step takes `weights` by name, float32 [batch, sequence], which multiply the losses of the
     targets and add up to 1; without them, all targets count equally. With `training.skip_spikes` it
     takes a fourth argument, float32 [], the highest accepted loss: if the loss is higher, or a
-    gradient is not finite, parameters and moments do not change.
+    gradient is not finite, parameters and moments do not change.  The step of a guided model takes
+    `guide_share` by name, float32 [], the guides' share of the products; with `training.teacher`
+    the step takes `teacher` by name, see `training.teacher.Teacher`.
 
     Args:
       model: config of the model.
@@ -97,7 +102,12 @@ def make_train_step(
         learning_rate: jax.Array,
         *limit: jax.Array,
         weights: jax.Array | None = None,
+        guide_share: jax.Array | None = None,
+        teacher: tuple[jax.Array, jax.Array] | None = None,
     ):
+        frozen = state.frozen
+        if guide_share is not None:
+            frozen = guides.shares(state.params, guide_share)
         tables = state.tables if fixed is None else fixed
         with jax.named_scope("loss_and_gradients"):
             loss, gradients = executor.loss_and_gradients(
@@ -107,8 +117,9 @@ def make_train_step(
                 tokens,
                 training.micro_batches,
                 training.state_dtype,
-                state.frozen,
+                frozen,
                 weights,
+                TeacherOutput(*teacher, jnp.float32(training.teacher_weight)) if teacher else None,
             )
             gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.params)
         with jax.named_scope("optimizer"):
@@ -159,14 +170,19 @@ def make_eval_step(
 ) -> Callable:
     """Returns (params, tables, tokens, weights) -> float32 [] sum of weighted losses in nats.
 
+    A guided model is evaluated without its guides.
+
     Args:
       model: config of the model.
       tables: see `make_train_step`.
       executor: computes the loss.
     """
-    fixed, model = tables, model.dropless()
+    fixed, guided = tables, model.guided
+    model = guides.without_guides(model.dropless())
 
     def eval_step(params: dict, tables, tokens: jax.Array, weights: jax.Array) -> jax.Array:
+        if guided:
+            params = guides.without_leaves(params, guides.GUIDE)
         return executor.loss(model, params, tables if fixed is None else fixed, tokens, weights)
 
     return eval_step

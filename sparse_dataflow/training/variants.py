@@ -94,6 +94,10 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
         seed=config.training.seed,
     )
     rank = config.training.adapter_rank
+    if name != "sparse" and config.sparsity.projections:
+        # A twin is the plain training to compare with.
+        plain = dataclasses.replace(config.training, teacher="")
+        config = dataclasses.replace(config, training=plain)
     if name == "dense":
         model = adapters.with_adapters(dense, rank)
         # A dense twin is the plain training to compare with.
@@ -140,7 +144,7 @@ def _refuse_unequal_groups(spec):
         raise UserError(
             f"{head} that are known before training, which run.init_from and methods of "
             "evolution that choose blocks do not have; legal: --evolution=static, sparse_to_dense, "
-            "low_rank_tail or shared_to_own with drawn weights, or "
+            "low_rank_tail, self_guided or shared_to_own with drawn weights, or "
             f"model.precision={PRECISIONS[0]}."
         )
     for group in layer_groups(spec.model):

@@ -181,6 +181,7 @@ def test_every_mesh_and_zero_trains_like_a_single_device(model, zero):
                 "sparse_to_dense",
                 "sparse_to_dense+depth",
                 "low_rank_tail",
+                "self_guided",
             )
         ),
     ],

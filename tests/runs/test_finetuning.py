@@ -169,7 +169,9 @@ def test_a_base_that_has_changed_or_gone_is_named(run, place):
     (place / "base").rename(other)
     try:
         starting_point.read.cache_clear()
-        with pytest.raises(UserError, match=r"trains adapters of weights that cannot be read: .*"):
+        with pytest.raises(
+            UserError, match=r"began to train adapters of weights that cannot be read: .*"
+        ):
             sd.load(run.folder)
         shutil.copytree(other, place / "base")
         path = place / "base" / "model.safetensors"

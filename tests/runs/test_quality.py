@@ -111,3 +111,12 @@ def test_a_share_of_flops_that_no_switch_leaves_is_refused(density, first, share
     sparse = Variant("sparse", model, training, EvolutionConfig("sparse_to_dense", first=first))
     with pytest.raises(UserError, match=f"spends {share:.0%} .*; legal: above .* and below"):
         quality.switch_at(Variant("dense", size, training), sparse, share)
+
+
+def test_an_arm_that_learns_from_another_needs_it_and_counts_its_forward_passes(arms):
+    options = sparse_quality.Options(arms=("distilled",), out="nowhere")
+    with pytest.raises(UserError, match="learns from dense; name that one as well"):
+        quality.run(None, sparse_quality.ARMS, options)
+    student, plain, dense = (arms[name] for name in ("distilled", "static_monarch", "dense"))
+    alone, taught = quality._flops_a_step(plain, None), quality._flops_a_step(student, dense)
+    assert taught - alone == pytest.approx(quality._flops_a_step(dense, None) / 3)

@@ -6,6 +6,8 @@ cross-entropy, arXiv 2410.10989).
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,13 +45,13 @@ def token_scores(
     """
 
     def chunk(x, targets):
-        logits = vocabulary.mask_padding(_logits(x, embedding), size, axis)
+        logits = vocabulary.mask_padding(logits_of(x, embedding), size, axis)
         rows = vocabulary.local_rows(targets, len(embedding), axis)
         target = vocabulary.at(logits, rows, axis)
         largest = vocabulary.largest(logits, axis)
         return vocabulary.logsumexp(logits, axis) - target, target >= largest
 
-    _, results = _over_chunks(
+    _, results = over_chunks(
         lambda carry, chunk_arrays: (carry, chunk(*chunk_arrays)), (), (x, targets)
     )
     return results
@@ -92,7 +94,7 @@ def _forward(x, embedding, targets, weights, axis, size):
     def chunk(total, chunk_arrays):
         loss, dembedding = total
         xc, tc, wc = chunk_arrays
-        logits = vocabulary.mask_padding(_logits(xc, embedding), size, axis)
+        logits = vocabulary.mask_padding(logits_of(xc, embedding), size, axis)
         lse = vocabulary.logsumexp(logits, axis)
         rows = vocabulary.local_rows(tc, len(embedding), axis)
         loss += jnp.sum((lse - vocabulary.at(logits, rows, axis)) * wc)
@@ -100,13 +102,16 @@ def _forward(x, embedding, targets, weights, axis, size):
         dlogits = ((jnp.exp(logits - lse[:, None]) - hit) * wc[:, None]).astype(x.dtype)
         dx = jnp.matmul(dlogits, embedding)
         dembedding += lax.dot_general(
-            dlogits, xc, (((0,), (0,)), ((), ())), preferred_element_type=_wide(x.dtype)
+            dlogits, xc, (((0,), (0,)), ((), ())), preferred_element_type=wide(x.dtype)
         )
         return (loss, dembedding), dx
 
-    wide = _wide(x.dtype)
-    total = jnp.zeros((), jnp.promote_types(wide, weights.dtype)), jnp.zeros(embedding.shape, wide)
-    (loss, dembedding), dx = _over_chunks(chunk, total, (x, targets, weights))
+    dtype = wide(x.dtype)
+    total = (
+        jnp.zeros((), jnp.promote_types(dtype, weights.dtype)),
+        jnp.zeros(embedding.shape, dtype),
+    )
+    (loss, dembedding), dx = over_chunks(chunk, total, (x, targets, weights))
     return _share(loss, axis), (dx, dembedding.astype(embedding.dtype))
 
 
@@ -123,17 +128,19 @@ def _backward(axis, size, saved, cotangent):
 weighted_loss.defvjp(_forward, _backward)
 
 
-def _wide(dtype):
+def wide(dtype: jnp.dtype) -> jnp.dtype:
+    """Return the dtype of logits, losses and sums: float32 or wider."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _logits(x, embedding):
+def logits_of(x: jax.Array, embedding: jax.Array) -> jax.Array:
+    """Return the logits x Eᵀ: [tokens, d_model], [vocab, d_model] -> [tokens, vocab]."""
     return lax.dot_general(
-        x, embedding, (((1,), (1,)), ((), ())), preferred_element_type=_wide(x.dtype)
+        x, embedding, (((1,), (1,)), ((), ())), preferred_element_type=wide(x.dtype)
     )
 
 
-def _over_chunks(step, carry, arrays):
+def over_chunks(step: Callable, carry: Any, arrays: tuple[jax.Array, ...]) -> tuple[Any, Any]:
     """Scan `step(carry, chunk's arrays)` over chunks; return (carry, results of all tokens).
 
     Only a CPU unrolls (few) chunks: unrolled chunks may run concurrently, and a GPU's compiler then

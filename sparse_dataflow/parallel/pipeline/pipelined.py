@@ -59,10 +59,19 @@ class Pipelined(Sharded):
                 f"training.adapter_rank={training.adapter_rank} on a mesh with stages; legal with "
                 "it: the axes data, fsdp and tensor."
             )
+        if training.teacher:
+            raise UserError(
+                "training.teacher on a mesh with stages; legal with it: the axes data and fsdp."
+            )
         if model.shared_layers:
             raise UserError(
                 "--evolution=shared_to_own trains one block for all layers, and the stages of a "
                 "pipeline have layers of their own; legal: a mesh without stages."
+            )
+        if model.guided:
+            raise UserError(
+                "--evolution=self_guided on a mesh with stages, whose steps take no share of the "
+                "guides; legal: a mesh without stages."
             )
         if model.density_by_depth:
             raise UserError(
@@ -111,14 +120,15 @@ class Pipelined(Sharded):
         dtype="float32",
         frozen=(),
         weights=None,
+        teacher=None,
     ):
         """See `Executor`; a stage accumulates all gradients in float32, whatever the dtype.
 
         The loss of a model with experts has no routing.
 
-        `check` and `runs.devices` refuse frozen parameters and weights.
+        `check` and `runs.devices` refuse frozen parameters, weights and a teacher.
         """
-        assert not frozen and weights is None
+        assert not frozen and weights is None and teacher is None
         plan = self._plan(model, micro_batches)
         member, specs, gradient_specs, _ = self._member(model, params)
 

@@ -65,6 +65,11 @@ class RelayExecutor(MultiProgramExecutor):
                 "--evolution=shared_to_own trains one block for all layers, of which "
                 "parallel.depth_schedule leaves some out; legal with it: constant."
             )
+        if model.guided:
+            raise UserError(
+                "--evolution=self_guided with --executor=relay, whose steps take no share of the "
+                "guides; legal with it: whole, auto."
+            )
         relay_programs.refuse_unsupported(training, self.devices)
 
     def refuse_unusable_files(self, needs: Mapping[str, int]) -> None:

@@ -1,5 +1,6 @@
 """The trainings of sparse_quality: planned to one budget, resumed, and put into tables."""
 
+import dataclasses
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,17 @@ from sparse_dataflow.runs.studies.study import Study
 from sparse_dataflow.runs.train import stopped_status
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.phases import refuse_unfit, run_flops
+from sparse_dataflow.training.step import initial_state
+from sparse_dataflow.training.teacher import Teacher
 from sparse_dataflow.training.variants import Variant
 
 OWNER = "sparse_quality"
 BASELINE = "dense"
 FLOOR = "static_random"
+TEACHER = "training.teacher"
 VARIED = (
     *("sparsity.pattern", "sparsity.rank", "sparsity.hadamard", "evolution."),
-    *("model.experts", "model.top_k"),
+    *("model.experts", "model.top_k", TEACHER),
 )
 """What arms set, as `study.prepare` takes it."""
 
@@ -42,7 +46,8 @@ Changes = Mapping[str, Any] | None
 power of 2 that divides the width.  "training_flops" is the share of the dense training's FLOPs that
 the arm spends in all, by the step at which it turns dense.  `model.d_ff` is a fraction of the
 model's.  Without `sparsity.projections` the arm's weights are dense.  With "flops_a_token" the arm
-has the width at which a token costs what it costs in that arm without experts."""
+has the width at which a token costs what it costs in that arm without experts.
+`training.teacher` is the arm whose training of the same budget and seed the arm learns from."""
 
 
 def run(request: Request, all_arms: Mapping[str, Changes], options) -> int:
@@ -60,6 +65,13 @@ def run(request: Request, all_arms: Mapping[str, Changes], options) -> int:
       UserError: before the first step where it can be known then.
     """
     arms, equal, steps = options.arms, options.equal, options.steps
+    teachers = {arm: _teacher(all_arms[arm]) for arm in arms}
+    # Teachers are trained first.
+    arms = tuple(sorted(arms, key=lambda arm: teachers[arm] is not None))
+    if missing := set(filter(None, teachers.values())) - set(arms):
+        raise UserError(
+            f"--arms has an arm that learns from {', '.join(missing)}; name that one as well."
+        )
     if not arms or not equal:
         raise UserError("--arms or --equal names nothing, so there is nothing to train; name some.")
     folder = Path(options.out)
@@ -83,6 +95,15 @@ def run(request: Request, all_arms: Mapping[str, Changes], options) -> int:
                         variant = _variant(base, all_arms[arm], seed)
                         variant = variant.with_steps(planned[budget][arm])
                         data = base.data(variant)
+                        if teacher := teachers[arm]:
+                            data = dataclasses.replace(
+                                data,
+                                teacher=study.trained(
+                                    _variant(base, all_arms[teacher], seed),
+                                    data.tokenizer_hash,
+                                    folder / f"equal_{budget}" / teacher / f"seed_{seed}",
+                                ),
+                            )
                         result = study.train(f"{arm}, seed {seed}", variant, data, where, stop)
                     if result is None:
                         say("stopped; the same command goes on")
@@ -147,16 +168,29 @@ def switch_at(dense: Variant, sparse: Variant, share: float) -> float:
     return (after - share * of_dense) / (after - first)
 
 
+def _teacher(changes):
+    """The arm that an arm learns from; None for none."""
+    return (changes or {}).get(TEACHER)
+
+
 def _steps(base, all_arms, arms, equal, seed):
     """{budget: {arm: steps}}; the budgets are those of the dense model's steps."""
     steps = base.config.training.steps
     names = list(dict.fromkeys((BASELINE, *arms)))
     variants = {arm: _variant(base, all_arms[arm], seed) for arm in names}
     planned = {"tokens": dict.fromkeys(names, steps)}
-    flops = {arm: _flops_a_step(v.with_steps(steps)) for arm, v in variants.items()}
+    teachers = {arm: variants[name] for arm in names if (name := _teacher(all_arms[arm]))}
+    flops = {
+        arm: _flops_a_step(v.with_steps(steps), teachers.get(arm)) for arm, v in variants.items()
+    }
     planned["flops"] = _as_many(steps, flops, names)
     if "seconds" in equal:
         data = base.data(variants[BASELINE])
+        for of_arm in teachers.values():  # Any weights take the time of trained ones.
+            state = initial_state(of_arm.model, of_arm.training)
+            data = dataclasses.replace(
+                data, teacher=Teacher(of_arm.model, state.params, state.tables)
+            )
         planned["seconds"] = _as_many(steps, step_plan.step_seconds(variants, data, steps), names)
     return planned
 
@@ -167,8 +201,9 @@ def _as_many(steps, cost_of_step, names):
     return {arm: max(1, round(budget / cost_of_step[arm])) for arm in names}
 
 
-def _flops_a_step(variant):
-    total = run_flops(variant.model, variant.evolution, variant.training)
+def _flops_a_step(variant, teacher):
+    of_teacher = teacher.model if teacher else None
+    total = run_flops(variant.model, variant.evolution, variant.training, of_teacher)
     return total / variant.training.steps
 
 

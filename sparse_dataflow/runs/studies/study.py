@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from sparse_dataflow.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.batches import EvalBatches
@@ -33,6 +34,8 @@ from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics, say
 from sparse_dataflow.training.phases import refuse_unfit
 from sparse_dataflow.training.programs import TrainingData, compile_programs
+from sparse_dataflow.training.saved_state import abstract_saved_state, identity
+from sparse_dataflow.training.teacher import Teacher
 from sparse_dataflow.training.turns import advance_side_by_side
 from sparse_dataflow.training.variants import Variant
 
@@ -221,6 +224,29 @@ def train(
     if not keep_weights:
         shutil.rmtree(where / "checkpoints", ignore_errors=True)
     return result
+
+
+def trained(variant: Variant, tokenizer_hash: str, where: Path) -> Teacher:
+    """Returns the model that `train` left in a folder, to learn from.
+
+    Args:
+      variant: that was trained there.
+      tokenizer_hash: see `TrainingData`.
+      where: the folder.
+
+    Raises:
+      UserError: it has no checkpoint of the variant.
+    """
+    variant = variant.with_steps(_saved_steps(where) or variant.training.steps)
+    config = identity(variant.model, variant.training, variant.evolution, tokenizer_hash)
+    checkpoints = Checkpoints(where / "checkpoints", config=config, read_only=True)
+    restored = checkpoints.restore(
+        lambda step, extra: abstract_saved_state(variant.phases, variant.training, step)
+    )
+    if restored is None:
+        raise UserError(f"{where} has no checkpoint to learn from; remove it to train it anew.")
+    state = restored[0]
+    return Teacher(variant.phases[-1].model, jax.device_get(state.params), state.tables)
 
 
 def keep_result(where: Path, result: dict) -> None:

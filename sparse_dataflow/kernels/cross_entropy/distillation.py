@@ -1,0 +1,86 @@
+"""Cross-entropy mixed with the divergence from a teacher, one chunk of tokens at a time.
+
+As in `api`, the forward pass computes the gradients, and no pass stores the full logits.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparse_dataflow.kernels.cross_entropy.api import logits_of, over_chunks, wide
+
+
+class TeacherOutput(NamedTuple):
+    """What a student learns from its teacher; constant in the differentiation.
+
+    Attributes:
+      x: float [..., teacher's d_model], its normalised hidden states of the student's tokens.
+      embedding: float [vocab, teacher's d_model], its output layer.
+      weight: float32 [], of the divergence, in [0, 1].
+    """
+
+    x: jax.Array
+    embedding: jax.Array
+    weight: jax.Array
+
+
+@jax.custom_vjp
+def distillation_loss(
+    x: jax.Array,
+    embedding: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    teacher: TeacherOutput,
+) -> jax.Array:
+    """Return the sum over tokens of weights * ((1 - w) * loss + w * divergence), w of the teacher.
+
+    `loss` is `api.token_losses`; the divergence is KL(teacher || student) of the next token's
+    distribution, in nats, at temperature 1 (arXiv 1503.02531).  Differentiable in x and embedding.
+
+    Args:
+      x: float [tokens, d_model], normalised hidden states.
+      embedding: float [vocab, d_model], the output layer.
+      targets: int32 [tokens].
+      weights: float32 [tokens].
+      teacher: of the same tokens and vocabulary; x is [tokens, teacher's d_model].
+
+    Returns:
+      A float32 scalar.
+    """
+    return _forward(x, embedding, targets, weights, teacher)[0]
+
+
+def _forward(x, embedding, targets, weights, teacher):
+    def chunk(total, chunk_arrays):
+        loss, dembedding = total
+        xc, tc, wc, teacher_x = chunk_arrays
+        log_student = jax.nn.log_softmax(logits_of(xc, embedding))
+        log_teacher = jax.nn.log_softmax(logits_of(teacher_x, teacher.embedding))
+        soft = teacher.weight * jnp.exp(log_teacher)
+        wanted = (1 - teacher.weight) * jax.nn.one_hot(tc, len(embedding), dtype=soft.dtype) + soft
+        each = jnp.sum(soft * log_teacher - wanted * log_student, axis=1)
+        # The wanted probabilities add up to 1.
+        dlogits = ((jnp.exp(log_student) - wanted) * wc[:, None]).astype(x.dtype)
+        dembedding += lax.dot_general(
+            dlogits, xc, (((0,), (0,)), ((), ())), preferred_element_type=wide(x.dtype)
+        )
+        return (loss + jnp.sum(each * wc), dembedding), jnp.matmul(dlogits, embedding)
+
+    dtype = wide(x.dtype)
+    total = (
+        jnp.zeros((), jnp.promote_types(dtype, weights.dtype)),
+        jnp.zeros(embedding.shape, dtype),
+    )
+    (loss, dembedding), dx = over_chunks(chunk, total, (x, targets, weights, teacher.x))
+    return loss, (dx, dembedding.astype(embedding.dtype))
+
+
+def _backward(saved, cotangent):
+    dx, dembedding = saved
+    scaled = (dx * cotangent.astype(dx.dtype), dembedding * cotangent.astype(dembedding.dtype))
+    return (*scaled, None, None, None)
+
+
+distillation_loss.defvjp(_forward, _backward)

@@ -1,0 +1,58 @@
+"""The teacher of a distillation: a trained model whose hidden states each training step reads."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.parallel import whole
+from sparse_dataflow.parallel.executor import Executor
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """A model that trainings learn from.
+
+    Attributes:
+      model: its config.
+      params: its parameters, on the host; see `models.gpt`.
+      tables: its layout tables in numpy.
+      source: where the weights are and their hash, as JSON values.
+    """
+
+    model: ModelConfig
+    params: Any
+    tables: Any
+    source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    _placed: dict[Executor, Any] = dataclasses.field(default_factory=dict, repr=False)
+
+    def program(self, student: ModelConfig, executor: Executor, tokens: jax.Array) -> Callable:
+        """Returns the compiled (int32 [B, T + 1] tokens) -> (hidden states [B, T, D], embedding).
+
+        Hidden states are normalised and lie where the rows of the tokens do; the embedding is the
+        teacher's output layer [V, D].  Both have the student's compute dtype.  Every device holds
+        all of the teacher.
+
+        Args:
+          student: gives the compute dtype, and whether attention stays within a document.
+          executor: of the student.
+          tokens: a batch as the executor puts it.
+        """
+        config = dataclasses.replace(
+            self.model.dropless(),
+            compute_dtype=student.compute_dtype,
+            mask_documents=student.mask_documents,
+        )
+
+        def hidden(params, tokens):
+            return whole.hidden_states(config, params, self.tables, tokens)
+
+        if executor not in self._placed:  # All phases of a training share one copy.
+            self._placed[executor] = jax.device_put(self.params, executor.replicated())
+        params = self._placed[executor]
+        output = params["head"].get("output", params["embed"]["tokens"])
+        embedding = output.astype(student.compute_dtype)
+        program = jax.jit(executor.over_rows(hidden)).lower(params, tokens).compile()
+        return lambda tokens: (program(params, tokens), embedding)
