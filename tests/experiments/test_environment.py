@@ -171,7 +171,9 @@ def test_few_file_descriptors(job, tmp_path, descriptors):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gone", ["full", "reader left", "closed"])
+@pytest.mark.parametrize(
+    "gone", ["full", "reader left", pytest.param("closed", marks=pytest.mark.nightly)]
+)
 def test_a_log_that_cannot_be_written_ends_nothing(job, tmp_path, gone):
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "experiments.gpt13b_sparse", *plan(job, folder)]
@@ -193,7 +195,9 @@ def test_a_log_that_cannot_be_written_ends_nothing(job, tmp_path, gone):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["metrics.jsonl", "goodput.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", pytest.param("goodput.jsonl", marks=pytest.mark.nightly)]
+)
 def test_a_named_pipe_or_a_folder_in_a_run_is_not_waited_for(job, copy, name, tmp_path):
     path = copy / ("sparse/" + name if "metrics" in name else name)
     path.unlink()

@@ -11,6 +11,9 @@ from mesh_trainings import (
 
 from sparse_dataflow.planning import collectives
 
+_NIGHTLY = pytest.mark.nightly
+"""Of cases whose model, axes and method are each in another case that is not nightly."""
+
 SHAPES = [
     (data, fsdp, tensor)
     for data in (1, 2, 4, 8)
@@ -36,29 +39,22 @@ def mesh_text(shape, zero=3, micro_batches=1):
         ("shared", ["data:2,fsdp:2,tensor:2/3/2"]),
         ("low_rank+muon", ["data:2,fsdp:2,tensor:2/3/2", "stage:2,fsdp:2,tensor:2/3/2/1f1b/1"]),
         # Also axes longer than there are key/value heads: 2, 2 and 1.
-        (
-            "llama",
-            [
-                "data:2,fsdp:2,tensor:2/3/2",
-                "stage:2,fsdp:2,tensor:2/3/2/1f1b/1",
-                "data:2,tensor:4/0/1",
-                "stage:2,tensor:4/3/2/1f1b/1",
-            ],
-        ),
-        (
-            "qwen3",
-            [
-                "data:4,tensor:2/0/1",
-                "stage:2,data:2,tensor:2/1/2/zero_bubble/1",
-                "fsdp:2,tensor:4/3/2",
-                "stage:2,tensor:4/1/2/zero_bubble/1",
-            ],
-        ),
-        ("multi_query", ["data:2,tensor:4/0/1", "data:2,fsdp:2,tensor:2/3/2"]),
+        ("llama", ["stage:2,fsdp:2,tensor:2/3/2/1f1b/1", "data:2,tensor:4/0/1"]),
+        ("qwen3", ["stage:2,data:2,tensor:2/1/2/zero_bubble/1", "fsdp:2,tensor:4/3/2"]),
+        ("multi_query", ["data:2,tensor:4/0/1"]),
         # Micro-batches of a mesh have other rows, and the load-balance loss is theirs.
         ("experts", ["data:2,tensor:4/0/1", "stage:2,fsdp:2,tensor:2/3/1/1f1b/1"]),
-        ("experts_sparse", ["data:2,fsdp:4/3/1", "stage:2,fsdp:4/2/1/1f1b/1"]),
-        ("experts_sparse", ["data:2,tensor:4/0/1", "fsdp:2,stage:2,tensor:2/3/1/1f1b/1"]),
+        ("experts_sparse", ["data:2,fsdp:4/3/1", "fsdp:2,stage:2,tensor:2/3/1/1f1b/1"]),
+        # Each axis, schedule and model of these is in a case above.
+        *(
+            pytest.param(model, texts, marks=_NIGHTLY)
+            for model, texts in (
+                ("llama", ["data:2,fsdp:2,tensor:2/3/2", "stage:2,tensor:4/3/2/1f1b/1"]),
+                ("qwen3", ["data:4,tensor:2/0/1", "stage:2,tensor:4/1/2/zero_bubble/1"]),
+                ("multi_query", ["data:2,fsdp:2,tensor:2/3/2"]),
+                ("experts_sparse", ["stage:2,fsdp:4/2/1/1f1b/1", "data:2,tensor:4/0/1"]),
+            )
+        ),
     ],
 )
 def test_eight_devices_train_like_a_single_one(model, texts):
@@ -111,7 +107,7 @@ def test_a_checkpoint_moves_between_meshes_with_and_without_travelling_tokens():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["llama", "sparse_depth"])
+@pytest.mark.parametrize("model", ["llama", pytest.param("sparse_depth", marks=_NIGHTLY)])
 def test_adapters_train_over_a_mesh_as_on_a_single_device(model):
     texts = ["data:2,fsdp:2,tensor:2/3/2", "data:2,tensor:4/0/1", "fsdp:8/2/1"]
     assert_like_single_device(mesh_training("compare", f"{model}+adapters", *texts))
@@ -122,7 +118,7 @@ GROUP_SHAPES = {"16x48", "16x16", "16x32", "32x16"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize("precision", ["int8", pytest.param("fp8", marks=_NIGHTLY)])
 def test_quantised_products_over_a_mesh_equal_one_device_to_the_rounding_of_8_bits(precision):
     """A shard scales what it holds, so it rounds otherwise."""
     pytest.importorskip("qwix", reason="quantised products need the extra quantized")
@@ -133,7 +129,7 @@ def test_quantised_products_over_a_mesh_equal_one_device_to_the_rounding_of_8_bi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["dense", "sparse", "sparse_rank"])
+@pytest.mark.parametrize("model", ["dense", "sparse", pytest.param("sparse_rank", marks=_NIGHTLY)])
 def test_muon_trains_over_a_mesh_as_on_a_single_device(model):
     """A dense kernel and a group are one matrix on all devices; single blocks stay in place."""
     texts = ["data:2,fsdp:2,tensor:2/3/2", "stage:2,fsdp:2,tensor:2/2/2/1f1b/1"]
@@ -171,10 +167,10 @@ def test_every_mesh_and_zero_trains_like_a_single_device(model, zero):
     "method",
     [
         "rigl+depth",
-        "rigl+llama",
         *(
-            pytest.param(method, marks=pytest.mark.nightly)
+            pytest.param(method, marks=_NIGHTLY)
             for method in (
+                "rigl+llama",
                 "rigl",
                 "set",
                 "gradual",

@@ -142,7 +142,10 @@ def test_layouts_change_and_keep_their_fan_in(tmp_path, method):
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param(name, marks=pytest.mark.nightly) if name == "gradual_by_depth" else name
+        # Other cases of this list cover these mostly.
+        pytest.param(name, marks=pytest.mark.nightly)
+        if name in ("mlp_dense_first", "dense_by_depth", "gradual_by_depth")
+        else name
         for name in EVOLUTIONS
     ],
 )

@@ -28,7 +28,7 @@ from sparse_dataflow.parallel.pipeline import pipeline, schedules, stages
         pytest.param(
             "sparse_deep",
             ["stage:4,tensor:2/3/4/zero_bubble/1"],
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             "sparse_deep_full",

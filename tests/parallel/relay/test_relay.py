@@ -103,8 +103,10 @@ def assert_same_reports(mine, theirs, rtol):
 @pytest.mark.parametrize(
     "name",
     [
-        *("dense", "llama", "qwen3", "shared"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("sparse", "mixed", "by_depth")),
+        *("dense", "llama", "shared"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixed", "by_depth")),
+        # Their layers are in the models above.
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("sparse", "qwen3")),
     ],
 )
 def test_losses_equal_those_of_the_whole_executor(name, stash):
@@ -134,8 +136,7 @@ def test_experts_train_as_in_the_whole_executor():
     "name",
     [
         "mixed",
-        pytest.param("by_depth", marks=pytest.mark.slow),
-        pytest.param("shared", marks=pytest.mark.nightly),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("by_depth", "shared")),
     ],
 )
 def test_muon_trains_as_in_the_whole_executor(name):
@@ -145,7 +146,7 @@ def test_muon_trains_as_in_the_whole_executor(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize("precision", ["int8", pytest.param("fp8", marks=pytest.mark.nightly)])
 def test_quantised_products_equal_those_of_the_whole_executor_to_the_rounding_of_8_bits(precision):
     pytest.importorskip("qwix", reason="quantised products need the extra quantized")
     spec = LinearSpec("block_sparse", "monarch", density=0.5, block=8)
