@@ -23,8 +23,9 @@ come from about 1,000 training tokens of the run.  One text on a CPU then reads 
 weights; block-sparse weights, several texts, GPUs and TPUs gain nothing.
 
 --expert_slots leaves the experts of a mixture in host memory, and fetches those that the router
-picks.  Each layer has so many of them on the device.  The texts are the same.  Afterwards it prints
-the bytes on the device, the bytes fetched for a token, and the share of fetches that came ahead.
+picks.  The device holds that number of experts of each layer.  The texts are the same.  Afterwards
+it prints the bytes on the device, the bytes fetched for a token, and the share of fetches that came
+ahead.
 """
 
 import dataclasses

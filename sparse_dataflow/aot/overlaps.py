@@ -60,9 +60,9 @@ def scheduled_collectives(text: str) -> list[ScheduledCollective]:
             elif _STEP not in instruction.rest:
                 for kind, group, size in _collectives(instruction, name, around, computations):
                     if group > 1:
-                        found = ScheduledCollective(kind, group, size, times[name], name)
-                        running |= {label: found} if starts else {}
-                        result += [] if starts else [found]
+                        started = ScheduledCollective(kind, group, size, times[name], name)
+                        running |= {label: started} if starts else {}
+                        result += [] if starts else [started]
     return result
 
 

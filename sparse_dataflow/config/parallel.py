@@ -87,7 +87,8 @@ class ParallelConfig:
     sub_batches: int = setting(
         1,
         "Parts of a micro-batch that pass through each block side by side, so that collectives of "
-        "one can overlap with products of another. Refused with stages, the relay and experts.",
+        "one can overlap with products of another. Refused with stages, the relay and experts; one "
+        "device has none to overlap.",
         legal=between(1, MOST_SUB_BATCHES),
         resumed=FRESH,
     )

@@ -238,6 +238,8 @@ class RunConfig:
             ("parallel.executor", self.parallel.executor, ("whole", "auto")),
             ("data.loss", self.data.loss, ("all",)),
             ("training.adapter_rank", self.training.adapter_rank, (0,)),
+            # The forward passes of the teacher would be in the FLOPs that a narrow model gets.
+            ("run.twin", self.run.twin, ("no", "yes")),
         ):
             if value not in legal:
                 raise UserError(

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.config.layer_groups import group_index_of_path, join_groups, split_groups
 from sparse_dataflow.config.model import KEY_VALUE, MLP
+from sparse_dataflow.config.parallel import MOST_SUB_BATCHES
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import adapters, gpt
 from sparse_dataflow.models.shard import Shard
@@ -72,7 +73,8 @@ class Sharded(Executor):
             )
         rows = training.batch // training.micro_batches // meshes.batch_shards(self.mesh)
         if rows % self.sub_batches:
-            legal = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
+            most = min(rows, MOST_SUB_BATCHES)
+            legal = ", ".join(str(n) for n in range(1, most + 1) if rows % n == 0)
             raise UserError(
                 f"parallel.sub_batches={self.sub_batches} does not divide the {rows} sequences of "
                 f"a micro-batch on a device; legal: {legal}."
@@ -172,6 +174,8 @@ class Sharded(Executor):
     def block_gradient_norms(self, model, params, tables, tokens):
         """See `Executor`."""
         member, specs, *_ = self._member(model, params)
+        # A norm of the whole rows is not the sum of norms of their parts.
+        member = dataclasses.replace(member, sub_batches=1)
         # Every device measures the same rows if they are too few to shard.
         axes = () if len(tokens) % meshes.batch_shards(self.mesh) else BATCH_AXES
 

@@ -307,7 +307,7 @@ def routed_loss(
     member: Member = ALONE,
     teacher: TeacherOutput | None = None,
 ) -> RoutedLoss:
-    """Returns `loss` with the member's routing; with a teacher, that of `gpt.head_loss`."""
+    """Returns `loss` with the member's routing; a teacher changes it as in `gpt.head_loss`."""
     embed, head = (member.section(params, name) for name in ("embed", "head"))
     x, routing = _residual(config, embed, params["blocks"], tables, tokens, member)
     targets = tokens[:, 1:]

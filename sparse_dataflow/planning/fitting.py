@@ -100,7 +100,7 @@ def fit(
         return ((np.array(others) - here) / _steps(point)[:, None]).T
 
     solution = optimize.least_squares(
-        lambda point: around(*point)[0], centre, jacobian, loss="soft_l1"
+        lambda point: around(*point)[0].copy(), centre, jacobian, loss="soft_l1"
     ).x
     return _at(prior, names, solution, low, high)
 

@@ -370,6 +370,11 @@ class _Job:
                 return None  # The FLOPs of a step change with its depth.
             adapters = bool(v.training.adapter_rank)
             flops = cost.flops_per_token(model, v.training.sequence, adapters=adapters).total
+            if v.training.teacher and data.teacher:
+                taught = cost.flops_per_token(
+                    data.teacher.model, v.training.sequence, training=False
+                )
+                flops += taught.total
             return cost.mfu(flops, speed / executor.devices, self.chip, model.compute_dtype)
 
         return Trainer(

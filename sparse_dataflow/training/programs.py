@@ -144,7 +144,7 @@ def compile_programs(
     programs = []
     for phase in phase_specs:
         shape = dataclasses.replace(training, steps=1, learning_rate=1.0, warmup=0.0, seed=0)
-        key = phase.model, phase.runtime_layouts, shape, executor
+        key = phase.model, phase.runtime_layouts, shape, executor, id(data.teacher)
         if key not in cache:
             cache[key] = _compile(phase, training, data, executor)
         programs.append(cache[key])
@@ -179,8 +179,12 @@ def _compile(phase, training, data, executor):
     named = _weights(batch) | _guide_share(model.guided, 0.0)
     teach = None
     if training.teacher:
-        assert data.teacher is not None
-        teach = data.teacher.program(model, executor, batch["tokens"])
+        if data.teacher is None:
+            raise UserError(
+                f"training.teacher={training.teacher}: only the main job reads a teacher; leave it "
+                "out."
+            )
+        teach = data.teacher.program(model, executor, batch["tokens"], training.micro_batches)
         named["teacher"] = teach(batch["tokens"])
     return Compiled(
         train_step.lower(shapes, batch["tokens"], *numbers, **named).compile(),

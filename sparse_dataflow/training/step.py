@@ -105,6 +105,8 @@ def make_train_step(
         guide_share: jax.Array | None = None,
         teacher: tuple[jax.Array, jax.Array] | None = None,
     ):
+        if training.teacher and teacher is None:
+            raise TypeError("a step with `training.teacher` takes `teacher` by name")
         frozen = state.frozen
         if guide_share is not None:
             frozen = guides.shares(state.params, guide_share)

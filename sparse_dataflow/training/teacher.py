@@ -5,10 +5,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax import lax
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.parallel.executor import Executor
+from sparse_dataflow.parallel.sharded import put_global
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,9 @@ class Teacher:
     source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     _placed: dict[Executor, Any] = dataclasses.field(default_factory=dict, repr=False)
 
-    def program(self, student: ModelConfig, executor: Executor, tokens: jax.Array) -> Callable:
+    def program(
+        self, student: ModelConfig, executor: Executor, tokens: jax.Array, micro_batches: int
+    ) -> Callable:
         """Returns the compiled (int32 [B, T + 1] tokens) -> (hidden states [B, T, D], embedding).
 
         Hidden states are normalised and lie where the rows of the tokens do; the embedding is the
@@ -39,6 +43,7 @@ class Teacher:
           student: gives the compute dtype, and whether attention stays within a document.
           executor: of the student.
           tokens: a batch as the executor puts it.
+          micro_batches: parts of the rows that run one after the other.
         """
         config = dataclasses.replace(
             self.model.dropless(),
@@ -47,10 +52,19 @@ class Teacher:
         )
 
         def hidden(params, tokens):
-            return whole.hidden_states(config, params, self.tables, tokens)
+            parts = tokens.reshape(micro_batches, -1, tokens.shape[1])
+            states = lax.map(
+                lambda rows: whole.hidden_states(config, params, self.tables, rows), parts
+            )
+            return states.reshape(len(tokens), *states.shape[2:])
 
         if executor not in self._placed:  # All phases of a training share one copy.
-            self._placed[executor] = jax.device_put(self.params, executor.replicated())
+            target = executor.replicated()
+            self._placed[executor] = (
+                jax.device_put(self.params)
+                if target is None
+                else jax.tree.map(lambda leaf: put_global(leaf, target), self.params)
+            )
         params = self._placed[executor]
         output = params["head"].get("output", params["embed"]["tokens"])
         embedding = output.astype(student.compute_dtype)

@@ -95,12 +95,11 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
     )
     rank = config.training.adapter_rank
     if name != "sparse" and config.sparsity.projections:
-        # A twin is the plain training to compare with.
+        # A twin is the plain training to compare with: no teacher, and dense from the start.
         plain = dataclasses.replace(config.training, teacher="")
         config = dataclasses.replace(config, training=plain)
     if name == "dense":
         model = adapters.with_adapters(dense, rank)
-        # A dense twin is the plain training to compare with.
         shared = config.evolution.method == "shared_to_own" and not config.sparsity.projections
         evolution = config.evolution if shared else EvolutionConfig()
         return Variant(name, model, config.training, evolution)

@@ -86,7 +86,6 @@ def test_any_layout_runs_fused_in_one_program():
         with simulated_hopper():
             actual = program(*operands, pad_tables(layout.tables(), in_blocks, out_blocks))
         assert_all_close(actual, exact(layout, *operands), jnp.bfloat16)
-        np.testing.assert_array_equal(actual[4], operands[2])
 
     check()  # The first program of a process is traced twice.
     programs.clear()

@@ -45,6 +45,7 @@ from sparse_dataflow.training.step import (
     make_eval_step,
     make_train_step,
 )
+from sparse_dataflow.training.teacher import Teacher
 
 STEPS, BATCH, SEQUENCE = 3, 16, 8
 DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=48, max_len=8)
@@ -114,6 +115,7 @@ OPTIONS = {
     "bfloat16": {"state_dtype": "bfloat16"},
     "muon": {"optimizer": "muon"},
     "adapters": {"adapter_rank": 4},
+    "teacher": {"teacher": "folder"},
 }
 """What follows "+" in the name of a model -> changes of its training."""
 
@@ -141,10 +143,16 @@ def train(model, executor, micro_batches, start=None, **changes):
     counted = {}
     if training.adapter_rank:
         counted = executor.put({"weights": weights / weights.sum()}, BATCH)
+    teach = lambda batch: {}  # noqa: E731
+    if training.teacher:
+        teacher = Teacher(DENSE, gpt.init(DENSE, jax.random.key(1)), {})
+        forward = teacher.program(model, executor, batches[0], micro_batches)
+        teach = lambda batch: {"teacher": forward(batch)}  # noqa: E731
+    counted |= teach(batches[0])
     program = compiled_step(model, training, executor, state, batches[0], **counted)
     reports, first = [], None
     for batch in batches:
-        state, report = program(state, batch, np.float32(1e-3), **counted)
+        state, report = program(state, batch, np.float32(1e-3), **counted | teach(batch))
         reports.append(jax.tree.map(float, report._replace(routing=())))
         if first is None:
             first = canonical(executor, state, tables, model)["moments"]

@@ -96,6 +96,7 @@ def test_other_tokenizers_and_missing_folders_are_refused_before_the_first_step(
             {"training__adapter_rank": 2, "run__init_from": "folder", "run__twin": "no"},
             "training.adapter_rank=2; legal with it: 0",
         ),
+        ({"run__twin": "narrow"}, "run.twin=narrow; legal with it: no, yes"),
         ({"data__loss": "answers", "run__init_from": "folder"}, "data.loss=answers; legal .* all"),
         ({"training__teacher_weight": 0.0}, r"in \(0, 1\]"),
     ],
@@ -119,14 +120,14 @@ def test_a_twin_has_no_teacher():
     assert [v.training.teacher for v in variants(config)] == ["folder", ""]
 
 
-def test_a_student_of_itself_has_no_divergence_on_a_device_and_on_a_mesh():
+def test_a_student_of_itself_has_no_divergence():
     """The loss is then (1 - weight) times that of the next tokens, whatever the micro-batches."""
     params = gpt.init(MODEL, jax.random.key(0))
     plain = float(whole.loss(MODEL, params, {}, TOKENS, np.full((4, 8), 1 / 32, np.float32)))
     mesh = meshes.make(meshes.parse("fsdp:1", 1), jax.devices()[:1])
     gradients = []
     for executor, micro_batches in ((SINGLE_DEVICE, 2), (Sharded(mesh), 1)):
-        program = Teacher(MODEL, params, {}).program(MODEL, executor, TOKENS)
+        program = Teacher(MODEL, params, {}).program(MODEL, executor, TOKENS, micro_batches)
         output = TeacherOutput(*program(TOKENS), jnp.float32(0.25))
         loss, gradient = jax.jit(executor.loss_and_gradients, static_argnums=(0, 4))(
             MODEL, params, {}, TOKENS, micro_batches, teacher=output

@@ -158,6 +158,22 @@ def test_a_run_that_diverged_is_never_the_best(plan):
     assert "diverged" in iso_flop_report.curve_table(summary)
 
 
+def test_a_dense_model_that_diverged_leaves_the_tables_of_the_others(plan, tmp_path):
+    results = all_results(plan)
+    for run in iso_flop.run_list(plan, results):
+        if run.arm.steps == 80 and run.arm.density == 1 and run.role == MEASURE:
+            results[run.name] = {**results[run.name], "bits_per_byte": None}
+            del results[run.name]["curve"]
+    for run in iso_flop.run_list(plan, results):
+        results.setdefault(run.name, fake_result(run))
+    curves = [iso_flop_report.summary(plan, curve, results) for curve in plan.curves]
+    for curve in curves:
+        differences = [arm["to_dense"] for arm in curve["arms"][1:]]
+        assert all(differences) if curve["steps"] == 20 else not any(differences)
+    iso_flop_report.draw_lengths(curves, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").exists()
+
+
 def test_tables_and_figure_show_every_arm(plan, tmp_path):
     results = all_results(plan)
     curves = [iso_flop_report.summary(plan, curve, results) for curve in plan.curves]

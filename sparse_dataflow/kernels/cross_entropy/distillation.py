@@ -59,10 +59,11 @@ def _forward(x, embedding, targets, weights, teacher):
         log_student = jax.nn.log_softmax(logits_of(xc, embedding))
         log_teacher = jax.nn.log_softmax(logits_of(teacher_x, teacher.embedding))
         soft = teacher.weight * jnp.exp(log_teacher)
-        wanted = (1 - teacher.weight) * jax.nn.one_hot(tc, len(embedding), dtype=soft.dtype) + soft
-        each = jnp.sum(soft * log_teacher - wanted * log_student, axis=1)
-        # The wanted probabilities add up to 1.
-        dlogits = ((jnp.exp(log_student) - wanted) * wc[:, None]).astype(x.dtype)
+        hard = jax.nn.one_hot(tc, len(embedding), dtype=soft.dtype)
+        probabilities = (1 - teacher.weight) * hard + soft
+        each = jnp.sum(soft * log_teacher - probabilities * log_student, axis=1)
+        # The probabilities of a token add up to 1.
+        dlogits = ((jnp.exp(log_student) - probabilities) * wc[:, None]).astype(x.dtype)
         dembedding += lax.dot_general(
             dlogits, xc, (((0,), (0,)), ((), ())), preferred_element_type=wide(x.dtype)
         )

@@ -433,7 +433,8 @@ def read_lines(path, tokens):
                 line["name"] = f"steps_{line['steps']}/{line['name']}"
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
-            f"{path} is damaged ({error!r}); remove it to make it anew from the runs' folders."
+            f"{path} is damaged ({error!r}); remove it to make it anew from the runs' folders, of "
+            "which those without steps_N are not read."
         ) from None
     return lines
 

@@ -132,7 +132,8 @@ def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, 
         bits = {seed: iso_flop.bits_per_byte(result) for seed, result in measured.items()}
         seeds = [seed for seed in bits if seed in of_dense]
         difference = None
-        if arm != dense and all(math.isfinite(bits[seed]) for seed in seeds):
+        sums = [bits[seed] + iso_flop.bits_per_byte(of_dense[seed]) for seed in seeds]
+        if arm != dense and all(map(math.isfinite, sums)):
             pairs = [[bits[s], of_dense[s]["bits_per_byte"]] for s in seeds]
             first, second = np.transpose(pairs)
             difference = dataclasses.asdict(paired_difference(first, second, seeds))
@@ -279,6 +280,8 @@ def draw_lengths(curves: list[dict[str, Any]], path: Path) -> None:
                     if value := values(chosen, each, arm):
                         row = each["tokens"], *value
                         rows.setdefault(f"{name}, {each['optimizer']}", []).append(row)
+            if not rows:
+                continue
             lines = {name: np.transpose(sorted(points)) for name, points in rows.items()}
             drawn.append(
                 panels.Panel(
@@ -293,7 +296,8 @@ def draw_lengths(curves: list[dict[str, Any]], path: Path) -> None:
                     ticks=sorted({each["tokens"] for each in chosen}),
                 )
             )
-    panels.save_panels(path, drawn)
+    if drawn:
+        panels.save_panels(path, drawn)
 
 
 def relative_difference(

@@ -40,7 +40,7 @@ from sparse_dataflow.training.turns import advance_side_by_side
 from sparse_dataflow.training.variants import Variant
 
 _NO_CHANGES: Mapping[str, Any] = {}
-_UNUSED = ("training.seed", "run.", "parallel.")
+_UNUSED = ("training.seed", "training.teacher", "training.teacher_weight", "run.", "parallel.")
 """Settings, and parts with a dot, that no study reads."""
 _DIFFERENCES_SHOWN = 4
 
