@@ -278,7 +278,7 @@ def draw_lengths(curves: list[dict[str, Any]], path: Path) -> None:
                 for arm in each["arms"]:
                     name = "dense" if arm["density"] == 1 else f"density {arm['density']:g}"
                     if value := values(chosen, each, arm):
-                        row = each["tokens"], *value
+                        row = each["tokens"] / 1e6, *value
                         rows.setdefault(f"{name}, {each['optimizer']}", []).append(row)
             if not rows:
                 continue
@@ -286,14 +286,14 @@ def draw_lengths(curves: list[dict[str, Any]], path: Path) -> None:
             drawn.append(
                 panels.Panel(
                     words,
-                    "training tokens",
+                    "training tokens, millions",
                     label,
                     {
                         name: panels.Curve(x, y, low, high, bars=True)
                         for name, (x, y, low, high) in lines.items()
                     },
                     log_x=2,
-                    ticks=sorted({each["tokens"] for each in chosen}),
+                    ticks=sorted({each["tokens"] / 1e6 for each in chosen}),
                 )
             )
     if drawn:
