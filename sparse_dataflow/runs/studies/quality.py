@@ -31,7 +31,7 @@ FLOOR = "static_random"
 TEACHER = "training.teacher"
 VARIED = (
     *("sparsity.pattern", "sparsity.rank", "sparsity.hadamard", "evolution."),
-    *("model.experts", "model.top_k", TEACHER),
+    *("model.experts", "model.top_k"),
 )
 """What arms set, as `study.prepare` takes it."""
 

@@ -40,8 +40,8 @@ from sparse_dataflow.training.turns import advance_side_by_side
 from sparse_dataflow.training.variants import Variant
 
 _NO_CHANGES: Mapping[str, Any] = {}
-_UNUSED = ("training.seed", "training.teacher", "training.teacher_weight", "run.", "parallel.")
-"""Settings, and parts with a dot, that no study reads."""
+_UNUSED = ("training.seed", "training.teacher", "run.", "parallel.")
+"""Settings, and parts with a dot, that no study takes from its command line."""
 _DIFFERENCES_SHOWN = 4
 
 TUNING, HELD_OUT = "tuning", "held_out"
