@@ -5,7 +5,8 @@ sparser a model, the wider it is.  The width of a head and d_ff / d_model stay. 
 same tokens, the same number of trials of its learning rate on tuning documents, and the same seeds.
 Bits per byte are measured on other, held-out documents.  Differences to the dense model are paired
 by seed, with intervals of Student's t.  Time to quality is what an arm needs to reach the final
-loss of the best-tuned dense model of its budget and length.
+loss of the best-tuned dense model of its budget and length: the tokens of a training that ends
+there, between the lengths that were trained.  `--equal=shape` compares models of one width.
 
     python -m experiments.iso_flop --pattern=monarch --block=4 --budgets=0.27 --equal=flops
         one core: about 6 hours
@@ -13,6 +14,8 @@ loss of the best-tuned dense model of its budget and length.
         one core: days
     python -m experiments.iso_flop --set model.num_layers=6 --set model.num_heads=16 ...
         a deeper shape with narrower heads
+    python -m experiments.iso_flop --equal=shape --steps=500,1000,2000 --sparse_steps=4000 ...
+        how long a sparse model trains to be as good as the dense one of its shape
     python -m experiments.iso_flop --scale=125m --block=32 --budgets=1,4 --steps=20000 --corpus=...
         a GPU
 
@@ -35,7 +38,7 @@ SHARED = ("scale", "corpus", "batch", "learning_rate", "pattern", "block", "evol
 DEFAULTS = {"scale": "3m", "block": 8, "pattern": "random"}
 """Small blocks, so that an output reads several blocks at every density, as in the 13B."""
 
-EQUAL = ("flops", "parameters")
+EQUAL = ("flops", "parameters", "shape")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +59,15 @@ class Options:
         OPTIMIZERS, "Optimizers, each tuned by itself.", choices=OPTIMIZERS
     )
     equal: tuple[str, ...] = setting(
-        EQUAL, "What the arms have in common with the dense model.", choices=EQUAL
+        ("flops", "parameters"), "What the arms have in common with the dense model.", choices=EQUAL
     )
     steps: tuple[int, ...] = setting(
         (1000,), "Lengths of training, in optimizer steps.", legal=AT_LEAST_ONE
+    )
+    sparse_steps: tuple[int, ...] = setting(
+        (),
+        "More lengths, of the sparse arms alone: how long until the dense loss?",
+        legal=AT_LEAST_ONE,
     )
     trials: int = setting(4, "Trials of the learning rate of each arm.", legal=AT_LEAST_ONE)
     seeds: int = setting(3, "Measured seeds of each arm.", legal=AT_LEAST_ONE)

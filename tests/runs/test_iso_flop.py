@@ -1,5 +1,7 @@
 """The list of runs of the iso-FLOP study, and its statistics."""
 
+import dataclasses
+import functools
 import json
 import math
 
@@ -28,7 +30,7 @@ def one_curve(*densities, steps=20):
 @pytest.fixture(scope="module")
 def plan():
     curves = iso_flop.plan_curves(CONFIG, 1024, OPTIONS)
-    return Plan(curves, trials=3, seeds=3, headline_seeds=5)
+    return Plan(curves, longer=(), trials=3, seeds=3, headline_seeds=5)
 
 
 def fake_result(run, shift=0.0):
@@ -69,6 +71,38 @@ def test_arms_of_a_curve_have_the_dense_models_cost(plan):
             if curve.equal == "flops":
                 flops = [cost.flops_per_token(m, 128).total for m in (each.model, dense.model)]
                 assert flops[0] == pytest.approx(flops[1], rel=0.03)
+
+
+def test_arms_of_equal_shape_have_the_dense_models_width():
+    options = experiment.Options((1,), (1, 0.5, 0.125), ("muon",), ("shape",), (20,))
+    (curve,) = iso_flop.plan_curves(CONFIG, 1024, options)
+    dense = curve.arms[0].model
+    for arm in curve.arms[1:]:
+        assert arm.mismatch == 0 and arm.stored_density == arm.density
+        assert dataclasses.replace(arm.model, linears={}) == dense
+
+
+def test_sparse_arms_of_more_lengths_are_tuned_alike_and_show_what_reaches_the_dense_loss():
+    """A loss that falls with length as if a sparse model needed eight times the steps."""
+    options = experiment.Options((1,), (1, 0.125), ("muon",), ("shape",), (20, 40))
+    curves = iso_flop.plan_curves(CONFIG, 1024, options)
+    longer = iso_flop.longer_arms(curves, (40, 80, 320))
+    assert [(arm.density, arm.steps) for arm in longer] == [(0.125, 80), (0.125, 320)]
+    plan = Plan(curves, longer, trials=3, seeds=2, headline_seeds=2)
+    results = {}
+    while missing := [r for r in iso_flop.run_list(plan, results) if r.name not in results]:
+        run = missing[0]
+        bits = 3 - math.log2(run.arm.steps * (1 if run.arm.density == 1 else 1 / 8)) / 10
+        curve = [[run.arm.steps, 9.0], [10 * run.arm.steps, bits]]
+        results[run.name] = {**fake_result(run), "bits_per_byte": bits, "curve": curve}
+    for arm in longer:
+        roles = [run.role for run in iso_flop.run_list(plan, results) if run.arm == arm]
+        assert roles == [TUNE] * 3 + [MEASURE] * 2
+    summaries = [iso_flop_report.summary(plan, curve, results) for curve in curves]
+    for summary in summaries:
+        dense, sparse = [arm["time_to_quality"] for arm in summary["arms"]]
+        assert dense["tokens"] == pytest.approx(10 * summary["steps"])
+        assert sparse["tokens"] == pytest.approx(80 * summary["steps"])
 
 
 def test_arms_keep_head_width_and_the_ratio_of_d_ff_that_a_user_sets():
@@ -202,9 +236,11 @@ def test_figures_of_lengths_have_the_relative_numbers(plan):
             100 * (half["to_dense"]["difference"] / dense["bits_per_byte"])
         )
         assert low < value < high < 0
-        assert iso_flop_report.relative_flops(chosen, curve, dense)[0] == pytest.approx(1)
-        assert 0.5 < iso_flop_report.relative_flops(chosen, curve, half)[0] < 1
-        assert iso_flop_report.relative_flops(chosen, curve, eighth) is None
+        for cost_of in ("flops", "seconds"):
+            ratio = functools.partial(iso_flop_report.relative_effort, cost_of, chosen, curve)
+            assert ratio(dense)[0] == pytest.approx(1)
+            assert 0.5 < ratio(half)[0] < 1
+            assert ratio(eighth) is None
 
 
 def test_lines_of_a_study_of_one_length_are_read(plan, tmp_path):

@@ -31,13 +31,47 @@ def test_a_falling_curve_crosses_where_interpolation_gives_the_target(losses, sh
     assert np.interp(at, tokens, bits) == pytest.approx(target, rel=1e-6)
 
 
-def test_an_effort_is_the_mean_over_seeds_at_the_speed_of_the_median_step():
-    half = {"steps": 40, "tokens": 400, "flops": 4e6}
-    results = [
-        {**half, "curve": CURVE + np.array([0, shift]), "step_seconds": seconds}
-        for shift, seconds in ((-0.25, 2.0), (0.25, 3.0), (0, 2.5))
+def trainings(steps, curve, shifts=(0,), seconds=(2.0,)):
+    """Returns results of a length, of 10 tokens and 1e5 FLOPs a step."""
+    half = {"steps": steps, "tokens": 10 * steps, "flops": 1e5 * steps}
+    return [
+        {**half, "curve": curve + np.array([0, shift]), "step_seconds": each}
+        for shift, each in zip(shifts, seconds, strict=True)
     ]
+
+
+def test_an_effort_is_the_mean_over_seeds_at_the_speed_of_the_median_step():
+    results = {40: trainings(40, CURVE, (-0.25, 0.25, 0), (2.0, 3.0, 2.5))}
     needed = effort(results, 3.5)
     assert needed.tokens == pytest.approx(150)
     assert needed.flops == pytest.approx(1.5e6) and needed.seconds == pytest.approx(15 * 2.5)
     assert effort(results, 1.0) is None
+
+
+def test_between_two_lengths_the_tokens_of_a_training_of_its_own_are_interpolated():
+    """Losses that fall by a power law of the tokens are met exactly, whatever the curves inside."""
+    law = lambda tokens: 3 - 0.5 * np.log2(tokens / 100)  # noqa: E731
+    lengths = {
+        steps: trainings(steps, np.array([[5 * steps, 9.0], [10 * steps, law(10 * steps)]]))
+        for steps in (10, 40, 160)
+    }
+    for steps in (10, 20, 40, 57, 160):
+        needed = effort(lengths, law(10 * steps))
+        assert needed.tokens == pytest.approx(10 * steps)
+        assert needed.flops == pytest.approx(1e5 * steps)
+        assert needed.seconds == pytest.approx(2.0 * steps)
+    assert effort(lengths, law(1601)) is None
+    assert effort(lengths, 4.0).tokens < 100
+
+
+@given(st.lists(st.floats(0.5, 5), min_size=2, max_size=6, unique=True), st.floats(0, 1))
+def test_an_effort_lies_between_the_lengths_whose_losses_enclose_the_target(losses, share):
+    lengths = {
+        10 * 2**i: trainings(10 * 2**i, np.array([[1, 9.0], [100 * 2**i, bits]]))
+        for i, bits in enumerate(losses)
+    }
+    target = losses[0] + share * (min(losses) - losses[0])
+    needed = effort(lengths, target)
+    first = next(i for i, bits in enumerate(losses) if bits <= target)
+    assert needed.tokens <= 100 * 2**first * (1 + 1e-9)
+    assert first == 0 or needed.tokens >= 100 * 2 ** (first - 1) * (1 - 1e-9)

@@ -57,8 +57,8 @@ class Arm:
     """A model of the comparison.
 
     Attributes:
-      equal: "flops" or "parameters", which the model shares with the dense one; "" for the dense
-        model, which belongs to both.
+      equal: "flops", "parameters" or "shape", which the model shares with the dense one; "" for the
+        dense model, which belongs to all.
       budget: FLOPs per token of the dense model, relative to the scale's dense model.
       optimizer: value of `training.optimizer`.
       steps: optimizer steps of each of its trainings.
@@ -152,12 +152,14 @@ class Plan:
 
     Attributes:
       curves: the arms.
+      longer: sparse arms of lengths that no curve has.
       trials: trials of the learning rate of each arm.
       seeds: measured seeds of each arm.
       headline_seeds: measured seeds of the lowest arm of a curve, and of the dense one.
     """
 
     curves: tuple[Curve, ...]
+    longer: tuple[Arm, ...]
     trials: int
     seeds: int
     headline_seeds: int
@@ -165,7 +167,8 @@ class Plan:
     @property
     def arms(self) -> list[Arm]:
         """All arms, each once."""
-        return list({arm.name: arm for curve in self.curves for arm in curve.arms}.values())
+        of_curves = {arm.name: arm for curve in self.curves for arm in curve.arms}
+        return [*of_curves.values(), *self.longer]
 
 
 def run(request: Request, options) -> int:
@@ -183,16 +186,18 @@ def run(request: Request, options) -> int:
     """
     from sparse_dataflow.runs.studies import iso_flop_report  # Imports matplotlib, which is slow.
 
-    if not options.optimizers or not options.equal:
-        raise UserError("--optimizers or --equal names nothing, so there is nothing to train.")
-    steps = sorted(set(options.steps))
+    for name in ("optimizers", "equal", "budgets", "steps"):
+        if not getattr(options, name):
+            raise UserError(f"--{name} names nothing, so there is nothing to train.")
+    longest = max((*options.steps, *options.sparse_steps))
     folder = Path(options.out)
     folders.refuse_foreign(folder, OWNER)
-    base = study.prepare(request, VARIED, {"training.steps": steps[-1]}, tuned=True)
+    base = study.prepare(request, VARIED, {"training.steps": longest}, tuned=True)
     study.keep_settings(folder, base.config, OWNER, varied=["training.steps"])
     curves = plan_curves(base.config, base.tokenizer.vocab_size, options)
     most = max(options.seeds, options.headline_seeds)
-    plan = Plan(curves, options.trials, options.seeds, most)
+    longer = longer_arms(curves, options.sparse_steps)
+    plan = Plan(curves, longer, options.trials, options.seeds, most)
     for arm in plan.arms:
         models = [variant_of(base, Run(arm, TUNE, 1.0, TUNING_SEED))]
         memory_check.refuse_too_large(base.config, models, base.chip.memory_bytes)
@@ -221,7 +226,11 @@ def plan_curves(config: RunConfig, vocab_size: int, options) -> tuple[Curve, ...
     shape = dataclasses.replace(shape, linears=config.sparsity.linears(config.model))
     flops = functools.partial(flops_per_token, config)
     scale_flops = flops(dataclasses.replace(shape, linears={}))
-    cost_of: dict[str, Cost] = {"flops": flops, "parameters": stored_parameters}
+    cost_of: dict[str, Cost] = {
+        "flops": flops,
+        "parameters": stored_parameters,
+        "shape": lambda model: model.d_model,
+    }
     curves = []
     for budget in sorted(options.budgets):
         dense = equal_cost_model(shape, flops, budget * scale_flops)
@@ -242,6 +251,17 @@ def plan_curves(config: RunConfig, vocab_size: int, options) -> tuple[Curve, ...
                     arms.append(arm(equal=name, density=density, model=model, mismatch=relative))
             curves.append(Curve(name, budget, optimizer, length, tuple(arms)))
     return tuple(curves)
+
+
+def longer_arms(curves: Sequence[Curve], lengths: Sequence[int]) -> tuple[Arm, ...]:
+    """Returns the sparse arms of the curves at the lengths that the curves do not have."""
+    new = sorted(set(lengths) - {curve.steps for curve in curves})
+    first = [curve for curve in curves if curve.steps == curves[0].steps]
+    return tuple(
+        dataclasses.replace(arm, steps=steps)
+        for steps, curve in itertools.product(new, first)
+        for arm in curve.arms[1:]
+    )
 
 
 def flops_per_token(config: RunConfig, model: ModelConfig) -> float:
@@ -279,6 +299,9 @@ def run_list(plan: Plan, results: Mapping[str, dict]) -> list[Run]:
             dense, best = headline_arms(plan, curve, results)
             for arm in (dense, best):
                 add(_measured(plan, arm, plan.headline_seeds, results))
+    for arm in plan.longer:
+        if add(trials_of(arm, plan.trials, results)):
+            add(_measured(plan, arm, plan.seeds, results))
     return list(runs.values())
 
 

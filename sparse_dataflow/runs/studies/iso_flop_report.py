@@ -1,8 +1,9 @@
 """Tables, result file and figure of iso_flop."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +120,9 @@ def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, 
 
     Bits per byte are means over the seeds that all arms have.  Differences to the dense arm are
     paired by seed, over all seeds that both have, as a seed draws the same order of the data in
-    every arm; intervals are Student's t at 95%.  Time to quality is what an arm needs to reach the
-    final loss of the best-tuned dense arm of the budget and length, over optimizers, by the seeds
-    that all arms have.
+    every arm; intervals are Student's t at 95%.  Time to quality is what an arm, at any length,
+    needs to reach the final loss of the best-tuned dense arm of the budget and length, over
+    optimizers, by the seeds that all arms have.
     """
     dense = curve.arms[0]
     of_dense = iso_flop.measured_results(plan, dense, results)
@@ -138,10 +139,9 @@ def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, 
             first, second = np.transpose(pairs)
             difference = dataclasses.asdict(paired_difference(first, second, seeds))
         losses = iso_flop.trial_losses(plan, arm, results)
-        curves = [r for s, r in measured.items() if s < plan.seeds]
         reached = None
-        if target is not None and all("curve" in result for result in curves):
-            reached = effort(curves, target)
+        if target is not None:
+            reached = effort(_by_length(plan, arm, results), target)
         common = iso_flop.mean_bits(plan, arm, results)
         arms.append(
             {
@@ -175,6 +175,23 @@ def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, 
     }
 
 
+def _by_length(plan, arm, results):
+    """Returns optimizer steps -> results of the common seeds of an arm at each finite length."""
+    same = [
+        a
+        for a in plan.arms
+        if (a.equal, a.budget, a.optimizer, a.density)
+        == (arm.equal, arm.budget, arm.optimizer, arm.density)
+    ]
+    by_length = {}
+    for each in same:
+        measured = iso_flop.measured_results(plan, each, results)
+        common = [result for seed, result in measured.items() if seed < plan.seeds]
+        if all("curve" in result for result in common):
+            by_length[each.steps] = common
+    return by_length
+
+
 def _is_below(difference):
     """Returns whether the whole interval is below zero."""
     return bool(difference) and difference["high"] is not None and difference["high"] < 0
@@ -194,9 +211,12 @@ def quality_target(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> flo
     return min(finals, default=None)
 
 
+def _equal(curve):
+    return "FLOPs" if curve["equal"] == "flops" else curve["equal"]
+
+
 def _title(curve):
-    equal = "FLOPs" if curve["equal"] == "flops" else curve["equal"]
-    return f"Equal {equal}, budget {curve['budget']:g}, {curve['steps']:,} steps"
+    return f"Equal {_equal(curve)}, budget {curve['budget']:g}, {curve['steps']:,} steps"
 
 
 def curve_table(curve: Mapping[str, Any]) -> str:
@@ -266,12 +286,12 @@ def draw(curves: list[dict[str, Any]], path: Path) -> None:
 
 
 def draw_lengths(curves: list[dict[str, Any]], path: Path) -> None:
-    """Draws `relative_difference` and `relative_flops` over the tokens of a training: two panels
+    """Draws `relative_difference` and `relative_effort` over the tokens of a training: three panels
     for each equal cost and budget, a curve for each density and optimizer."""
     drawn = []
     for equal, budget in dict.fromkeys((c["equal"], c["budget"]) for c in curves):
         chosen = [c for c in curves if (c["equal"], c["budget"]) == (equal, budget)]
-        words = f"Equal {'FLOPs' if equal == 'flops' else equal}, budget {budget:g}"
+        words = f"Equal {_equal(chosen[0])}, budget {budget:g}"
         for label, values in _BY_LENGTH.items():
             rows: dict[str, list] = {}
             for each in chosen:
@@ -310,19 +330,21 @@ def relative_difference(
     return [100 * difference[name] / dense for name in ("difference", "low", "high")]
 
 
-def relative_flops(chosen: Sequence[Mapping], curve: Mapping, arm: Mapping) -> list[float] | None:
-    """Returns three times the FLOPs to the best dense model's final loss, relative to that model's;
-    None if the arm does not reach it."""
+def relative_effort(
+    name: str, chosen: Sequence[Mapping], curve: Mapping, arm: Mapping
+) -> list[float] | None:
+    """Returns three times the FLOPs or seconds (`name`) to the best dense model's final loss,
+    relative to that model's; None if the arm does not reach it."""
     same = [c["arms"][0]["time_to_quality"] for c in chosen if c["steps"] == curve["steps"]]
     if not arm["time_to_quality"]:
         return None
-    ratio = arm["time_to_quality"]["flops"] / min(each["flops"] for each in same if each)
-    return [ratio] * 3
+    return [arm["time_to_quality"][name] / min(each[name] for each in same if each)] * 3
 
 
-_BY_LENGTH = {
+_BY_LENGTH: Mapping[str, Callable[..., list[float] | None]] = {
     "bits per byte to dense, %": relative_difference,
-    "FLOPs to the dense loss, relative to dense": relative_flops,
+    "FLOPs to the dense loss, relative to dense": functools.partial(relative_effort, "flops"),
+    "seconds to the dense loss, relative to dense": functools.partial(relative_effort, "seconds"),
 }
 
 

@@ -1,7 +1,7 @@
 """Time to quality: what a training needs to reach the final loss of the best-tuned dense model."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -51,15 +51,31 @@ def crossing(curve: np.ndarray, target: float) -> float | None:
     return float(tokens[first - 1] + share * (tokens[first] - tokens[first - 1]))
 
 
-def effort(results: Sequence[dict], target: float) -> Effort | None:
-    """Returns what trainings of several seeds need on average; None if they miss the target.
+def effort(trainings: Mapping[int, Sequence[dict]], target: float) -> Effort | None:
+    """Returns what an arm needs on average to reach `target`; None if it misses it at every length.
 
-    The FLOPs of a token are the mean over the training, so they suit models of constant shape.
+    The shortest length that ends at or below the target reaches it.  Between its end and that of
+    the next shorter length the tokens are interpolated on a logarithmic scale: a training of that
+    many tokens would end at the target, with a schedule of its own.  If no shorter length is known,
+    the mean evaluation curve gives the tokens; there the learning rate has not fallen yet.
+
+    Args:
+      trainings: optimizer steps -> results of the seeds of that length.  The FLOPs of a token are
+        the mean over a training, so they suit models of constant shape.
+      target: bits per byte of the periodic evaluation.
     """
-    tokens = crossing(mean_curve(results), target)
-    if tokens is None:
+    ends = {steps: float(mean_curve(trainings[steps])[-1, 1]) for steps in sorted(trainings)}
+    steps = next((steps for steps, bits in ends.items() if bits <= target), None)
+    if steps is None:
         return None
+    results = trainings[steps]
     first = results[0]
+    shorter = max((each for each in ends if each < steps), default=None)
+    if shorter is None:
+        tokens = crossing(mean_curve(results), target) or first["tokens"]
+    else:
+        share = (ends[shorter] - target) / (ends[shorter] - ends[steps])
+        tokens = first["tokens"] * (shorter / steps) ** (1 - share)
     step_seconds = float(np.median([result["step_seconds"] for result in results]))
-    steps = tokens * first["steps"] / first["tokens"]
-    return Effort(tokens, tokens * first["flops"] / first["tokens"], steps * step_seconds)
+    seconds = tokens / first["tokens"] * first["steps"] * step_seconds
+    return Effort(tokens, tokens / first["tokens"] * first["flops"], seconds)
