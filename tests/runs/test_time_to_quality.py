@@ -34,18 +34,25 @@ def test_a_falling_curve_crosses_where_interpolation_gives_the_target(losses, sh
 def trainings(steps, curve, shifts=(0,), seconds=(2.0,)):
     """Returns results of a length, of 10 tokens and 1e5 FLOPs a step."""
     half = {"steps": steps, "tokens": 10 * steps, "flops": 1e5 * steps}
+    curves = [curve + np.array([0, shift]) for shift in shifts]
     return [
-        {**half, "curve": curve + np.array([0, shift]), "step_seconds": each}
-        for shift, each in zip(shifts, seconds, strict=True)
+        {**half, "curve": curve, "bits_per_byte": curve[-1, 1], "step_seconds": each}
+        for curve, each in zip(curves, seconds, strict=True)
     ]
 
 
-def test_an_effort_is_the_mean_over_seeds_at_the_speed_of_the_median_step():
+def test_an_effort_is_the_mean_over_seeds_at_the_speed_of_the_fastest():
     results = {40: trainings(40, CURVE, (-0.25, 0.25, 0), (2.0, 3.0, 2.5))}
     needed = effort(results, 3.5)
     assert needed.tokens == pytest.approx(150)
-    assert needed.flops == pytest.approx(1.5e6) and needed.seconds == pytest.approx(15 * 2.5)
+    assert needed.flops == pytest.approx(1.5e6) and needed.seconds == pytest.approx(15 * 2.0)
     assert effort(results, 1.0) is None
+
+
+def test_curves_of_a_part_of_the_split_end_at_the_results_of_all_of_it():
+    results = trainings(40, CURVE)
+    moved = [{**result, "bits_per_byte": result["bits_per_byte"] - 0.5} for result in results]
+    assert effort({40: moved}, 3.0).tokens == pytest.approx(effort({40: results}, 3.5).tokens)
 
 
 def test_between_two_lengths_the_tokens_of_a_training_of_its_own_are_interpolated():

@@ -18,7 +18,7 @@ from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.studies import iso_flop, rate_search
 from sparse_dataflow.runs.studies.iso_flop import Arm, Curve, Plan
 from sparse_dataflow.runs.studies.study import HELD_OUT, TUNING, Study
-from sparse_dataflow.runs.studies.time_to_quality import effort, mean_curve
+from sparse_dataflow.runs.studies.time_to_quality import effort
 from sparse_dataflow.training.metrics import say
 
 NONE = "-"
@@ -154,9 +154,7 @@ def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, 
                 "trials": {f"{m:.4g}": b if math.isfinite(b) else None for m, b in losses.items()},
                 "multiplier": rate_search.best_multiplier(losses),
                 "bracketed": rate_search.is_bracketed(losses),
-                "step_seconds": float(
-                    np.median([r.get("step_seconds", math.nan) for r in measured.values()])
-                ),
+                "step_seconds": min(r.get("step_seconds", math.nan) for r in measured.values()),
                 "time_to_quality": dataclasses.asdict(reached) if reached else None,
             }
         )
@@ -198,17 +196,11 @@ def _is_below(difference):
 
 
 def quality_target(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> float | None:
-    """Returns the final loss, in bits per byte of the periodic evaluation, of the best-tuned dense
-    model of a budget and length over all optimizers; None where every one diverged."""
+    """Returns the bits per byte of the best-tuned dense model of a budget and length over all
+    optimizers; None where every one diverged."""
     same = [c for c in plan.curves if (c.budget, c.steps) == (curve.budget, curve.steps)]
-    dense = {c.arms[0].name: c.arms[0] for c in same}
-    finals = []
-    for arm in dense.values():
-        measured = iso_flop.measured_results(plan, arm, results)
-        common = [result for seed, result in measured.items() if seed < plan.seeds]
-        if common and all("curve" in result for result in common):
-            finals.append(float(mean_curve(common)[-1, 1]))
-    return min(finals, default=None)
+    target = min(iso_flop.mean_bits(plan, each.arms[0], results) for each in same)
+    return target if math.isfinite(target) else None
 
 
 def _equal(curve):

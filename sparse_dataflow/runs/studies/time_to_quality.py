@@ -13,7 +13,8 @@ class Effort:
     Attributes:
       tokens: training tokens.
       flops: training FLOPs.
-      seconds: training time, by the median time of a step.
+      seconds: training time, by the median step of the arm's fastest training, as other work on the
+        machine only slows a step.
     """
 
     tokens: float
@@ -21,13 +22,24 @@ class Effort:
     seconds: float
 
 
+def mean_bits(results: Sequence[dict]) -> float:
+    """Returns the held-out bits per byte, the mean over results."""
+    return sum(result["bits_per_byte"] for result in results) / len(results)
+
+
 def mean_curve(results: Sequence[dict]) -> np.ndarray:
     """Returns the mean over seeds of the evaluation curves, float64 [evaluations, 2].
+
+    A periodic evaluation reads a part of the split, the last one all of it.  So each curve is moved
+    by a constant to end at its result.
 
     Args:
       results: results of `study.train` of equal length; a row is (tokens, bits per byte).
     """
-    return np.mean([result["curve"] for result in results], axis=0)
+    curves = np.array([result["curve"] for result in results], np.float64)
+    ends = np.array([result["bits_per_byte"] for result in results])
+    curves[:, :, 1] += (ends - curves[:, -1, 1])[:, None]
+    return curves.mean(0)
 
 
 def crossing(curve: np.ndarray, target: float) -> float | None:
@@ -62,9 +74,9 @@ def effort(trainings: Mapping[int, Sequence[dict]], target: float) -> Effort | N
     Args:
       trainings: optimizer steps -> results of the seeds of that length.  The FLOPs of a token are
         the mean over a training, so they suit models of constant shape.
-      target: bits per byte of the periodic evaluation.
+      target: held-out bits per byte.
     """
-    ends = {steps: float(mean_curve(trainings[steps])[-1, 1]) for steps in sorted(trainings)}
+    ends = {steps: mean_bits(trainings[steps]) for steps in sorted(trainings)}
     steps = next((steps for steps, bits in ends.items() if bits <= target), None)
     if steps is None:
         return None
@@ -72,10 +84,10 @@ def effort(trainings: Mapping[int, Sequence[dict]], target: float) -> Effort | N
     first = results[0]
     shorter = max((each for each in ends if each < steps), default=None)
     if shorter is None:
-        tokens = crossing(mean_curve(results), target) or first["tokens"]
+        tokens = crossing(mean_curve(results), target) or first["tokens"]  # Its end, rounded.
     else:
         share = (ends[shorter] - target) / (ends[shorter] - ends[steps])
         tokens = first["tokens"] * (shorter / steps) ** (1 - share)
-    step_seconds = float(np.median([result["step_seconds"] for result in results]))
+    step_seconds = min(r["step_seconds"] for each in trainings.values() for r in each)
     seconds = tokens / first["tokens"] * first["steps"] * step_seconds
     return Effort(tokens, tokens / first["tokens"] * first["flops"], seconds)
