@@ -1,7 +1,8 @@
 """Settings: fields of a config that carry their help and their legal values.
 
 Everything that is generated from the configs (flags, help pages, JSON, checks) reads the fields
-through this module and knows nothing else about them.
+through this module and knows nothing else about them.  A setting is explained once, in its help;
+"Attributes" of a config adds what a help page has no room for.
 """
 
 import dataclasses
