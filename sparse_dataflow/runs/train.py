@@ -371,10 +371,7 @@ class _Job:
             adapters = bool(v.training.adapter_rank)
             flops = cost.flops_per_token(model, v.training.sequence, adapters=adapters).total
             if v.training.teacher and data.teacher:
-                taught = cost.flops_per_token(
-                    data.teacher.model, v.training.sequence, training=False
-                )
-                flops += taught.total
+                flops += data.teacher.flops_per_token(v.training.sequence)
             return cost.mfu(flops, speed / executor.devices, self.chip, model.compute_dtype)
 
         return Trainer(
