@@ -437,10 +437,9 @@ class _Job:
 
         def initial():
             run, calibration = self.config.run, None
+            start = starting_point.read(run.init_from)
             if v.training.adapter_rank:
-                return starting_point.adapter_state_from(
-                    starting_point.read(run.init_from), v.model, v.training, self.executor
-                )
+                return starting_point.adapter_state_from(start, v.model, v.training, self.executor)
             if run.prune_by == "activations" and v.model.sparse_projections:
                 calibration = [
                     rows
@@ -450,12 +449,9 @@ class _Job:
                     )
                     if len(rows)
                 ]
+            model = v.phases[0].model
             return starting_point.initial_state_from(
-                starting_point.read(run.init_from),
-                v.phases[0].model,
-                v.training,
-                self.executor,
-                calibration,
+                start, model, v.training, self.executor, calibration
             )
 
         return initial
