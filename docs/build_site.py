@@ -1,7 +1,7 @@
 """Builds the documentation site: python docs/build_site.py FOLDER.
 
 The pages are README.md, BUILD.md, CHANGELOG.md, docs/ and launch/. The API reference is read from
-docstrings, without importing the package. The site needs no server and no network. mkdocs loads
+docstrings, and from the help of settings. The site needs no server and no network. mkdocs loads
 this file as a hook, for the pages that are not in docs/.
 """
 
@@ -19,8 +19,11 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import sparse_dataflow
+from sparse_dataflow.config import settings
+from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.request import shown_default
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = sparse_dataflow.__name__
@@ -42,6 +45,7 @@ REFERENCE = {
     "Counts and errors": ["flops_per_token", "parameter_count", "UserError"],
 }
 """Page -> the public names on it."""
+SETTINGS = "reference/settings.md"
 IMPORTS = """import os
 import tempfile
 
@@ -114,6 +118,16 @@ def reference_page(page: str) -> str:
     return "\n".join(text)
 
 
+def settings_page() -> str:
+    """The page of the settings of a `RunConfig`: default, help and legal values."""
+    text = ["# Settings", "", "`--set PATH=VALUE`, or `config.change(PART__NAME=VALUE)`.", ""]
+    text += ["| path | default | what it is | legal |", "|---|---|---|---|"]
+    for path, s in settings.by_path(RunConfig).items():
+        legal = s.legal[0] if s.legal else ", ".join(s.choices)
+        text.append(f"| `{path}` | {shown_default(path, s)} | {s.help} | {legal} |")
+    return "\n".join(text) + "\n"
+
+
 def room_page(room: str) -> str:
     """The page of a room's modules."""
     blocks = "\n".join(f"::: {name}\n" for name in modules(room))
@@ -123,6 +137,7 @@ def room_page(room: str) -> str:
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Adds the API reference to the navigation."""
     public = [{page: reference_path(page)} for page in REFERENCE]
+    public.append({"Settings": SETTINGS})
     reference = ["api/index.md", *public, {"Rooms": [f"api/{room}.md" for room in rooms()]}]
     config.nav = [*(config.nav or []), {"API": reference}]
     return config
@@ -139,6 +154,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for page in REFERENCE:
         content = reference_page(page)
         files.append(File.generated(config, reference_path(page), content=content))
+    files.append(File.generated(config, SETTINGS, content=settings_page()))
     for room in rooms():
         files.append(File.generated(config, f"api/{room}.md", content=room_page(room)))
     return files

@@ -15,10 +15,8 @@ class DataConfig:
     """The corpus and its tokenizer.
 
     Attributes:
-      corpus: where the text comes from.
-      tokenizer: "bpe" learns `model.vocab_size` tokens from the corpus; "gpt2" is GPT-2's own.
-      loss: the tokens that count in training and held-out losses: "all", or "answers" of a corpus
-        of prompts with answers; see `data.examples`.
+      tokenizer: "bpe" learns `model.vocab_size` tokens from the corpus.
+      loss: the tokens count in training and in held-out losses; see `data.examples`.
     """
 
     NAME: ClassVar[str] = "data"
@@ -32,7 +30,6 @@ class DataConfig:
     tokenizer: str = setting(
         "bpe", "bpe is trained on the corpus; gpt2 is GPT-2's own.", choices=TOKENIZERS
     )
-
     loss: str = setting(
         "all",
         'Tokens that the loss counts; answers: those of a .jsonl corpus of "prompt" and "answer", '

@@ -20,24 +20,13 @@ class EvolutionConfig:
 
     Attributes:
       method: a name in `sparsity.evolution`.
-      every: steps between two updates (set, rigl).
-      at: fraction of the steps after which the last update is made (set, rigl), the cubic schedule
-        ends (gradual) or the last phase begins (sparse_to_dense, low_rank_tail, self_guided,
-        shared_to_own); 0 is the method's own.
-      share: stored blocks that the first update exchanges, as a fraction; it falls to 0 along a
-        cosine (arXiv 1911.11134, section 3).
-      max_fan_out: most output blocks that an input block may feed after an update, as a multiple of
-        the mean.  Tables by input block have this width, so the gradient of the inputs costs up to
+      share: it falls to 0 along a cosine (arXiv 1911.11134, section 3).
+      max_fan_out: tables by input block have this width, so the gradient of the inputs costs up to
         this multiple of the stored blocks in plain XLA; the TPU and Hopper kernels skip padding.
-      sequences: sequences over which rigl measures gradients before an update, rounded up to whole
-        micro-batches.  A sequence costs a forward and a backward pass with dense weight gradients.
-      row_shards: ranges of the input blocks of row-parallel projections, between which updates move
-        no block, so that the shards of a tensor-parallel mesh store equally many.  A multiple of
-        the mesh's tensor axis.  Results depend on it and not on the mesh.
-      first: projections that sparse_to_dense makes dense at `at`, the others halfway from there to
-        the end; none for all at once.
-      plateau: evaluations without progress after which the next phase of sparse_to_dense begins
-        early; 0 for never.
+      sequences: rounded up to whole micro-batches.  A sequence costs a forward and a backward pass
+        with dense weight gradients.
+      row_shards: shards of a tensor-parallel mesh then store equally many blocks.  Results depend
+        on it and not on the mesh.
       given_layouts: whether the first layouts come with imported weights, and so are data.
     """
 

@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparse_dataflow.config import remat
-from sparse_dataflow.config.settings import ADOPTED, between, positive, setting, validate
+from sparse_dataflow.config.settings import (
+    A_FRACTION,
+    ADOPTED,
+    AT_LEAST_ONE,
+    MOST_INTEGER,
+    between,
+    positive,
+    setting,
+    validate,
+)
 from sparse_dataflow.files.errors import UserError
 
 PROJECTIONS = ("qkv", "q", "k", "v", "attn_out", "mlp_gate", "mlp_in", "mlp_out")
@@ -118,28 +127,19 @@ class LinearSpec:
         0.25
     """
 
-    kind: str = "dense"
-    pattern: str = "monarch"
-    density: float = 1.0
-    block: int = 64
-    rank: int = 0
-    hadamard: int = 0
-    turned_dense: bool = False
-    max_fan_out: float = 1.0
+    kind: str = setting("dense", choices=("dense", "block_sparse", LOW_RANK))
+    pattern: str = setting("monarch")
+    density: float = setting(1.0, legal=A_FRACTION)
+    block: int = setting(64, legal=between(1, MOST))
+    rank: int = setting(0, legal=between(0, MOST))
+    hadamard: int = setting(0, legal=between(0, MOST))
+    turned_dense: bool = setting(False)
+    max_fan_out: float = setting(1.0, legal=AT_LEAST_ONE)
 
     def __post_init__(self):
-        _choice("linear kind", self.kind, ("dense", "block_sparse", LOW_RANK))
-        if not 0 < self.density <= 1:
-            raise UserError(f"density {self.density} is not in (0, 1].")
+        validate(self, "LinearSpec")
         if self.turned_dense and self.kind != "dense":
             raise UserError(f"turned_dense needs kind 'dense', not {self.kind!r}.")
-        if not self.max_fan_out >= 1:
-            raise UserError(f"max_fan_out is {self.max_fan_out}; legal: 1 or more.")
-        if not isinstance(self.pattern, str):
-            raise UserError(f"pattern {self.pattern!r} must be a name.")
-        _whole("block", self.block, 1)
-        _whole("rank", self.rank, 0)
-        _whole("hadamard", self.hadamard, 0)
         if self.rank and self.kind == LOW_RANK:
             raise UserError(
                 f"rank {self.rank} is not legal for a low_rank weight, which has no other term; "
@@ -174,65 +174,40 @@ class ModelConfig:
     which other families differ; `models.gpt` lists the parameters.
 
     Attributes:
-      num_layers: number of equal `block` sections.
-      d_model: residual width.
-      num_heads: attention heads; divides d_model unless head_dim is given.
-      d_ff: MLP width (4 d_model in GPT-3).
-      vocab_size: rows of the embedding.
-      max_len: longest sequence, in tokens (the number of learned positions).
       norm: normalisation before each half of a block, and of queries and keys with qk_norm.  A
         layernorm has biases, an rmsnorm has none.
-      positions: position encoding.
-      activation: of the MLP; "gelu" is its tanh form, as in GPT-2, "gelu_exact" uses erf, "relu"
-        is OPT's, "silu" Llama's.
-      remat: activation checkpointing of a block: "none", "dots" (keep matmul outputs), "full" or
-        "offload" (matmul outputs to host memory); or counts of blocks, see `config.remat`.
-      compute_dtype: dtype of activations and of weights in products; master weights are float32.
-      precision: operands of the projections' products: "compute_dtype"; or 8-bit numbers with a
-        scale for each row that a product sums (`kernels.quantized`), "fp8" (e4m3, gradients e5m2)
-        or "int8".  Low-rank terms, attention and the output layer keep compute_dtype.
-      parametrization: "standard", or "supar" (arXiv 2405.15743), which keeps the scale of
-        activations and of their updates constant over width and density.
-      num_kv_heads: heads of keys and values (grouped-query attention, arXiv 2305.13245); query head
-        h reads key/value head h // (num_heads / num_kv_heads).  0 means num_heads; `kv_heads` is
-        the resolved number.
-      head_dim: width of a head.  0 means d_model / num_heads; `head_width` is the resolved width.
-      fused_qkv: one projection `qkv`, or three: `q`, `k` and `v`.
+      activation: "gelu" is its tanh form, as in GPT-2, "gelu_exact" uses erf, "relu" is OPT's,
+        "silu" Llama's.
+      remat: a kind for all blocks, or counts of blocks; see `config.remat`.
+      precision: 8-bit numbers have a scale for each row that a product sums (`kernels.quantized`):
+        "fp8" (e4m3, gradients e5m2) or "int8".  Low-rank terms, attention and the output layer keep
+        compute_dtype.
+      parametrization: "supar" keeps the scale of activations and of their updates constant over
+        width and density.
+      num_kv_heads: grouped-query attention (arXiv 2305.13245): query head h reads key/value head
+        h // (num_heads / num_kv_heads).  `kv_heads` is the resolved number.
+      head_dim: width of a head, 0 for the default; `head_width` is the resolved width.
       gated_mlp: the MLP is mlp_out(activation(mlp_gate(x)) * mlp_in(x)) (arXiv 2002.05202), not
         mlp_out(activation(mlp_in(x))).
-      qk_norm: normalise each query and key over its head width, before rotation.
-      window: each token attends to the last `window` tokens, itself included; 0 means all.
-      tied_embeddings: the output layer is the token embedding; otherwise a matrix of its own.
-      biases: projections with a bias.  PROJECTIONS (the default) means all of the model.
-      norm_epsilon: added to the variance in each norm.
-      rotary_base: base of the rotary frequencies.
       rotary_factor: Llama 3's scaling of the rotary frequencies (`transformers` type "llama3"):
         wavelengths above rotary_length / rotary_low are multiplied by this factor, those below
         rotary_length / rotary_high are unchanged, and between them the frequency is interpolated.
-        1 means no scaling.
-      rotary_low: low_freq_factor of that scaling.
-      rotary_high: high_freq_factor of that scaling.
-      rotary_length: original_max_position_embeddings of that scaling, in tokens.
-      experts: experts of every layer's MLP, each an MLP of d_ff with the storage of `linears`; all
-        experts of a layer have one layout.  0 means one MLP for all tokens.
-      top_k: experts of a token in each group of experts.  Their outputs are summed, times their
-        router probabilities; with top_k above 1 these are divided by their sum (Mixtral, arXiv
-        2401.04088), with 1 they are not (Switch, arXiv 2101.03961).
-      prototypes: equal groups of experts, each with a softmax of its own (M6-T, arXiv 2105.15082).
-        A token has prototypes x top_k experts.
-      shared_expert: whether each token also has an expert that no router chooses.
-      expert_capacity: most rows of an expert in a training step, as a multiple of the mean; later
-        choices are dropped.  0 is dropless.  A device and micro-batch count by themselves;
-        evaluation and generation drop nothing.
-      balance_loss: weight of the load-balance loss in training, which is 1 in each layer where all
-        experts have the same load (arXiv 2101.03961, section 2.2).
-      router_z_loss: weight of the router's z-loss in training (arXiv 2202.08906, section 3.2).
+      experts: each expert is an MLP of d_ff with the storage of `linears`; all experts of a layer
+        have one layout.
+      top_k: outputs are summed, times their router probabilities; with top_k above 1 these are
+        divided by their sum (Mixtral, arXiv 2401.04088), with 1 they are not (Switch, arXiv
+        2101.03961).
+      prototypes: each group of experts has a softmax of its own (M6-T, arXiv 2105.15082).
+      expert_capacity: later choices of an expert that is full are dropped.  A device and
+        micro-batch count by themselves; evaluation and generation drop nothing.
+      balance_loss: the loss is 1 in each layer where all experts have the same load (arXiv
+        2101.03961, section 2.2).
+      router_z_loss: the loss of arXiv 2202.08906, section 3.2.
       linears: (projection name, LinearSpec) pairs or a mapping of them; missing names are dense.
         Empty in a `RunConfig`, whose `sparsity` says what is stored.
       density_by_depth: per-layer multipliers of the density of every block-sparse projection, first
         layer first.  Empty means 1 everywhere.  Equal multipliers are folded into `linears`, which
         leaves it empty.
-      mask_documents: whether attention in training and held-out losses stays within a document.
       shared_layers: whether all layers apply one block, whose parameters exist once.  A phase of
         the evolution method shared_to_own; no setting.
       guided: whether each block-sparse projection has a dense guide (`models.guides`).  A phase of
@@ -250,7 +225,8 @@ class ModelConfig:
     num_layers: int = setting(help="Blocks of the model.", legal=between(1, MOST_LAYERS))
     d_model: int = setting(help="Residual width, in features.", legal=between(1, MOST))
     num_heads: int = setting(
-        help="Attention heads; must divide model.d_model.", legal=between(1, MOST)
+        help="Attention heads; must divide model.d_model, unless model.head_dim is given.",
+        legal=between(1, MOST),
     )
     d_ff: int = setting(help="Width of the MLP, in features.", legal=between(1, MOST))
     vocab_size: int = setting(
@@ -271,7 +247,9 @@ class ModelConfig:
         resumed=ADOPTED,
     )
     compute_dtype: str = setting(
-        "float32", "Dtype of activations; master weights stay float32.", choices=DTYPES
+        "float32",
+        "Dtype of activations, and of weights in products; master weights stay float32.",
+        choices=DTYPES,
     )
     precision: str = setting(
         "compute_dtype",
@@ -292,27 +270,31 @@ class ModelConfig:
     )
     fused_qkv: bool = setting(True, "One projection qkv, or separate q, k and v.")
     gated_mlp: bool = setting(False, "Multiply mlp_in by the activation of a projection mlp_gate.")
-    qk_norm: bool = setting(False, "Normalise queries and keys over the width of a head.")
+    qk_norm: bool = setting(
+        False, "Normalise queries and keys over the width of a head, before rotation."
+    )
     window: int = setting(
-        0, "Last tokens that each token attends to; 0 is all.", legal=between(0, MOST)
+        0,
+        "Last tokens that each token attends to, itself included; 0 is all.",
+        legal=between(0, MOST),
     )
     tied_embeddings: bool = setting(True, "Use the token embedding as the output layer.")
     biases: tuple[str, ...] = setting(
-        PROJECTIONS, "Projections with a bias: all, none or names.", choices=PROJECTIONS
+        PROJECTIONS,
+        "Projections with a bias: all (of the model), none or names.",
+        choices=PROJECTIONS,
     )
-    norm_epsilon: float = setting(1e-5, "Epsilon of each norm.", legal=positive(1))
+    norm_epsilon: float = setting(1e-5, "Added to the variance in each norm.", legal=positive(1))
     rotary_base: float = setting(10_000.0, "Base of the rotary frequencies.", legal=positive(1e12))
     rotary_factor: float = setting(
         1.0,
         "Llama 3's scaling factor of long rotary wavelengths; 1 is none.",
         legal=between(1, MOST),
     )
-    rotary_low: float = setting(1.0, "Low frequency factor of that scaling.", legal=positive(MOST))
-    rotary_high: float = setting(
-        4.0, "High frequency factor of that scaling.", legal=positive(MOST)
-    )
+    rotary_low: float = setting(1.0, "low_freq_factor of that scaling.", legal=positive(MOST))
+    rotary_high: float = setting(4.0, "high_freq_factor of that scaling.", legal=positive(MOST))
     rotary_length: int = setting(
-        8192, "Positions before that scaling, in tokens.", legal=between(1, MOST)
+        8192, "original_max_position_embeddings of that scaling, in tokens.", legal=between(1, MOST)
     )
     experts: int = setting(
         0, "Experts of each MLP; 0 is one MLP for all tokens.", legal=between(0, MOST_EXPERTS)
@@ -325,7 +307,9 @@ class ModelConfig:
         "Equal groups of experts; a token has model.top_k of each group.",
         legal=between(1, MOST_EXPERTS),
     )
-    shared_expert: bool = setting(False, "Add an expert that every token has.")
+    shared_expert: bool = setting(
+        False, "Add an expert that every token has and no router chooses."
+    )
     expert_capacity: float = setting(
         0.0,
         "Most tokens of an expert in training, as a multiple of the mean; 0 drops none.",
@@ -338,7 +322,9 @@ class ModelConfig:
         0.001, "Weight of the z-loss of routers.", legal=between(0, 1000)
     )
     mask_documents: bool = setting(
-        False, "Attention in training stays within a document; else windows are seen whole."
+        False,
+        "Attention in training and held-out losses stays within a document; else windows are "
+        "seen whole.",
     )
     shared_layers: bool = False
     guided: bool = False
@@ -347,12 +333,16 @@ class ModelConfig:
     def __post_init__(self):
         validate(self, "model")
         remat.terms(self.remat)  # Refuses an illegal text.
-        _whole("seed", self.seed, 0, 2**63)
+        if not isinstance(self.seed, int) or not 0 <= self.seed <= MOST_INTEGER:
+            raise UserError(f"seed {self.seed} is not legal; legal: 0 to {MOST_INTEGER}.")
         self._check_attention()
         self.selected(self.biases, "model.biases")
         linears = tuple(sorted(dict(self.linears).items()))
         for name, _ in linears:
-            _choice("projection", name, self.projections)
+            if name not in self.projections:
+                raise UserError(
+                    f"projection {name!r} is unknown; legal: {', '.join(self.projections)}."
+                )
         object.__setattr__(self, "linears", linears)
         self._settle_depth()
         self._check_experts()
@@ -404,9 +394,8 @@ class ModelConfig:
     def _check_experts(self):
         """Checks the groups of experts, and that experts have the storage that a mixture can."""
         if not self.experts:
-            given = [n for n in ("top_k", "prototypes", "expert_capacity") if _differs(self, n)]
-            given += ["shared_expert"] if self.shared_expert else []
-            if given:
+            names = ("top_k", "prototypes", "expert_capacity", "shared_expert")
+            if given := [name for name in names if name in self.family_fields()]:
                 raise UserError(
                     f"model.{given[0]}={getattr(self, given[0])} needs experts; legal with it: "
                     f"model.experts of 1 to {MOST_EXPERTS}."
@@ -625,22 +614,5 @@ class ModelConfig:
         return cls(**{**fields, "linears": linears, "biases": biases})
 
 
-def _differs(config, name):
-    return getattr(config, name) != type(config).__dataclass_fields__[name].default
-
-
 def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
-
-
-def _whole(name: str, value: int, least: int, most: int = MOST) -> None:
-    whole = not isinstance(value, bool) and isinstance(value, numbers.Integral)
-    if not whole or not least <= value <= most:
-        raise UserError(
-            f"{name} {str(value)[:40]} is not legal; legal: whole numbers from {least} to {most}."
-        )
-
-
-def _choice(name: str, value: str, legal: tuple[str, ...]) -> None:
-    if value not in legal:
-        raise UserError(f"{name} {value!r} is unknown; legal: {', '.join(legal)}.")

@@ -32,26 +32,10 @@ class ParallelConfig:
     """The parallel plan of a run; it does not change the results.
 
     Attributes:
-      executor: how sections flow over devices and time; "auto" is the pipeline where the mesh has
-        stages, else whole.
-      mesh: devices along each axis; "auto" is fsdp over all devices.
-      zero: what the axis fsdp shards.
-      experts: what travels over the axis fsdp for the experts that it shards: their weights, or
-        the tokens.
-      sub_batches: parts of a micro-batch that pass through each block side by side, so that
-        collectives of one can overlap with products of another (arXiv 2305.13525).
-      schedule: order of actions of a pipeline's stages; see `parallel.pipeline.schedules`.
-      memory_limit: bytes of a device that training may use by the planner's estimate, as in
-        "16GiB" or "16e9"; the planner chooses `model.remat` under it.  Empty chooses nothing.
-      stash: where the relay stores block inputs until the backward pass.
-      clipping: how the relay clips gradients.
-      server_dir: folder of the relay's mapped files; empty for host memory.
-      depth_schedule: blocks in a step of the relay; see `parallel.relay.depth_schedule`.
-      coordinator: host:port of process 0; empty reads JAX_COORDINATOR_ADDRESS.
-      processes: number of processes; 0 reads JAX_NUM_PROCESSES, else 1.
-      process: number of this process; -1 reads JAX_PROCESS_ID.
-      join_timeout: seconds that processes wait for the last one.
-      heartbeat: seconds of silence after which a process is named.
+      sub_batches: the overlap of arXiv 2305.13525.
+      schedule: a name in `parallel.pipeline.schedules`.
+      memory_limit: compared with the planner's estimate.
+      depth_schedule: a name in `parallel.relay.depth_schedule`.
     """
 
     NAME: ClassVar[str] = "parallel"

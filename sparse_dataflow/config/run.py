@@ -32,28 +32,12 @@ class RunSettings:
     """How long a run takes, what it begins with and where it is kept.
 
     Attributes:
-      scale: the preset that the config began as.
-      minutes: training time of each model where `training.steps` is 0; compiling and evaluating are
-        not counted.
-      twin: dense models that are trained beside a sparse one, for the same time: "no"; "yes", the
-        dense twin of the same shape; "narrow", that twin and a narrower dense model whose tokens
-        cost the FLOPs of the sparse model's.  True and False are "yes" and "no".
-      init_from: run folder or Hugging Face directory whose weights, shape and tokenizer the run
-        begins with; empty draws weights.
-      prune_by: what a block of initial weights scores by where it may be dropped: "weights", its
-        norm; "activations", its norm with each input feature multiplied by the norm of its
-        activations in `prune_batches` training batches (arXiv 2306.11695).
-      prune_batches: number of these batches.
-      out: run folder to make; empty for runs/EXPERIMENT-DATE.
-      mirror: folder of a second copy of the run's checkpoints; empty for none.
-      eval_every: steps between evaluations; 0 for eight a run.
-      trackers: names of the trackers of metrics and alerts, see `training.trackers`. A resumed run
-        imports no tracker that only its folder names.
-      profile: START:STEPS of a trace of `jax.profiler` in the run folder; empty for none.
-      profile_server: port on loopback where a POST to /trace?seconds=5 traces the running job; 0
-        for none.
-      stall_alert: seconds without progress after which trackers get an alert; 0 for none.
-      checkpoint_every: steps between checkpoints; 0 for every other evaluation.
+      minutes: training time where `training.steps` is 0.
+      twin: True and False are "yes" and "no".
+      prune_by: "activations" multiplies each input feature by the norm of its activations in
+        `prune_batches` training batches (arXiv 2306.11695).
+      trackers: names in `training.trackers`.  A resumed run imports no tracker that only its folder
+        names.
     """
 
     NAME: ClassVar[str] = "run"
@@ -107,7 +91,6 @@ class RunSettings:
         legal=between(0, MOST_STEPS),
         resumed=ADOPTED,
     )
-
     trackers: str = setting(
         "tensorboard",
         "Comma list of what gets metrics and alerts: tensorboard, wandb, mlflow, MODULE:ATTRIBUTE; "

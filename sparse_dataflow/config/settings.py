@@ -1,7 +1,8 @@
 """Settings: fields of a config that carry their help and their legal values.
 
 Everything that is generated from the configs (flags, help pages, JSON, checks) reads the fields
-through this module and knows nothing else about them.
+through this module and knows nothing else about them.  A setting is explained once, in its help;
+"Attributes" of a config adds what a help page has no room for.
 """
 
 import dataclasses
@@ -221,7 +222,7 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
     members: dict[str, dict[str, Any]] = {}
     for path, value in changes.items():
         if path not in legal:
-            raise UserError(f"There is no setting {shown(path)}; {hint(path, legal)}.")
+            raise UserError(f"There is no setting {shown(path)}; {hint(path, legal)}")
         if isinstance(value, str) and legal[path].type is not str:
             value = parsed(legal[path], value)
         member, _, name = path.partition(".")
@@ -390,7 +391,9 @@ def did_you_mean(text: str, legal: Iterable[str], prefix: str = "") -> str:
 
 
 def hint(name: str, legal: Iterable[str]) -> str:
-    """`did_you_mean`, by a path or by its last word alone; else how to list the legal names."""
+    """`did_you_mean`, by a path or by its last word alone; else how to list the legal names.
+
+    It ends a sentence."""
     legal = list(legal)
     last = {path.rpartition(".")[2]: path for path in legal}
     word = name.rpartition(".")[2].lower()
@@ -400,4 +403,4 @@ def hint(name: str, legal: Iterable[str]) -> str:
     if not near:
         close = difflib.get_close_matches(word, last, n=1, cutoff=0.6)
         near = f"did you mean {last[close[0]]}?" if close else ""
-    return near or "--help=all lists them"
+    return near or "--help=all lists them."

@@ -19,16 +19,10 @@ class SparsityConfig:
     """Which projections are block-sparse, and which of their blocks are stored.
 
     Attributes:
-      projections: the block-sparse projections; the others are dense.  PROJECTIONS (the default)
-        means all of the model.
-      pattern: the rule that chooses the stored blocks, a name in `sparsity.patterns`; LOW_RANK
-        stores two factors in their place, whose product is the weight.
-      density: fraction of the blocks stored, in (0, 1]; with LOW_RANK, stored weights of the
-        factors over those of the dense weight.
-      budget: how the density is shared out over projections and depth; see `sparsity.allocation`.
-      block: side of a square block, in features.
-      rank: width of an added gated low-rank term; 0 for none.
-      hadamard: neighbouring features mixed before each block-sparse product; 0 for none.
+      projections: PROJECTIONS (the default) means all of the model.
+      pattern: a name in `sparsity.patterns`, or LOW_RANK, whose factors' product is the weight.
+      density: with LOW_RANK, stored weights of the factors over those of the dense weight.
+      budget: shares of the density, computed in `sparsity.allocation`.
     """
 
     NAME: ClassVar[str] = "sparsity"

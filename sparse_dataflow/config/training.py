@@ -23,34 +23,16 @@ class TrainingConfig:
     """How a model is trained.
 
     Attributes:
-      steps: optimizer steps of the whole run; 0 only in a `RunConfig`, for as many as
-        `run.minutes` allows.
-      batch: sequences in an optimizer step.
-      sequence: tokens in a sequence.
-      micro_batches: equal parts over which the gradient of a batch is accumulated.
-      optimizer: "adamw", or "muon" for the matrices of projections (see `optim.muon`) and AdamW for
-        everything else.
-      learning_rate: peak of the schedule, at which dense weights learn.
-      sparse_rate: learning-rate multiplier of block-sparse weights, and of their low-rank terms, at
-        density 1/8; scales with a power of the density, so that 1 is 1 at every density.
-      vector_rate: learning-rate multiplier of embeddings, biases, norms and gates.
-      warmup: fraction of the steps spent in linear warm-up, in [0, 1).
-      final_rate: end of the cosine schedule as a fraction of its peak, in [0, 1]; 0.1 as in GPT-3
-        (arXiv 2005.14165, appendix B); 0 is lower for a fixed token budget (arXiv 2502.15938).
-      weight_decay: decoupled decay of matrices (biases, norms and gates have none).
-      clip: largest global gradient norm.
-      state_dtype: dtype of the moments and of a micro-batch's gradients; masters, sums over
-        micro-batches and all arithmetic are float32.
-      skip_spikes: a step is skipped where its loss is this many standard deviations above the mean
-        of the last losses (see `spikes`); 0 skips none.
-      adapter_rank: rank of low-rank adapters that are trained on frozen weights; see
-        `models.adapters`.  0 trains all weights.
-      adapter_alpha: an adapter's output is multiplied by adapter_alpha / adapter_rank.
-      teacher: run folder or Hugging Face directory whose model is distilled: the loss is
-        (1 - teacher_weight) times that of the next tokens, plus teacher_weight times KL(teacher ||
-        model) of their distributions (arXiv 1503.02531, at temperature 1).  Empty for none.
-      teacher_weight: weight of the divergence.
-      seed: draws parameters, data order and patterns.
+      optimizer: Muon is explained in `optim.muon`.
+      sparse_rate: the multiplier is a power of the density, so that 1 is 1 at every density.  The
+        low-rank term of a weight has it too.
+      final_rate: 0.1 is GPT-3's (arXiv 2005.14165, appendix B); 0 is lower for a fixed token
+        budget (arXiv 2502.15938).
+      state_dtype: masters, sums over micro-batches and all arithmetic are float32.
+      skip_spikes: spikes are explained in `optim.loss_spikes`.
+      adapter_rank: adapters are explained in `models.adapters`.
+      teacher: the loss is (1 - teacher_weight) times that of the next tokens, plus teacher_weight
+        times KL(teacher || model) of their distributions (arXiv 1503.02531, at temperature 1).
     """
 
     NAME: ClassVar[str] = "training"
@@ -80,7 +62,9 @@ class TrainingConfig:
         legal=positive(1000),
     )
     vector_rate: float = setting(
-        1.0, "Learning-rate multiplier of embeddings, biases and norms.", legal=positive(1000)
+        1.0,
+        "Learning-rate multiplier of embeddings, biases, norms and gates.",
+        legal=positive(1000),
     )
     warmup: float = setting(
         0.1,
@@ -92,7 +76,11 @@ class TrainingConfig:
         "End of the cosine schedule, as a fraction of its peak.",
         legal=("in [0, 1]", lambda fraction: 0 <= fraction <= 1),
     )
-    weight_decay: float = setting(0.1, "Decoupled decay of matrices.", legal=between(0, 100))
+    weight_decay: float = setting(
+        0.1,
+        "Decoupled decay of matrices; biases, norms and gates have none.",
+        legal=between(0, 100),
+    )
     clip: float = setting(1.0, "Largest global gradient norm.", legal=positive(10**12))
     state_dtype: str = setting(
         "float32",

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from sparse_dataflow.data.batches import Batch, EvalBatches, TrainBatches
+from sparse_dataflow.data.batches import Batch, EvalBatches, TrainBatches, local_rows
 from sparse_dataflow.data.examples import EncodedExamples
 from sparse_dataflow.files.errors import UserError
 
@@ -96,11 +96,7 @@ class AnswerBatches(TrainBatches):
     tokens: AnswerRows  # type: ignore[assignment]
 
     def __post_init__(self):
-        if not len(self.tokens):
-            raise UserError(
-                "The train split has no example with an answer within training.sequence="
-                f"{self.sequence_length} tokens; add examples or lengthen the sequence."
-            )
+        _refuse_empty(self, "The train split has no example with an answer")
 
     @property
     def _sources(self):
@@ -112,10 +108,9 @@ class AnswerBatches(TrainBatches):
         first = step * self.batch_size
         rows = [self._shuffled[first + row] for row in range(self.batch_size)]
         total = sum(row["weights"].sum() for row in rows)
-        local = range(self.batch_size) if self.rows is None else self.rows
         return {
-            "tokens": np.stack([rows[row]["tokens"] for row in local]),
-            "weights": np.stack([rows[row]["weights"] / total for row in local]),
+            "tokens": np.stack([rows[row]["tokens"] for row in local_rows(self)]),
+            "weights": np.stack([rows[row]["weights"] / total for row in local_rows(self)]),
         }
 
 
@@ -129,11 +124,7 @@ class AnswerEvalBatches(EvalBatches):
     tokens: AnswerRows  # type: ignore[assignment]
 
     def __post_init__(self):
-        if not len(self.tokens):
-            raise UserError(
-                "No held-out example has an answer within training.sequence="
-                f"{self.sequence_length} tokens; add examples or lengthen the sequence."
-            )
+        _refuse_empty(self, "No held-out example has an answer")
 
     @property
     def windows(self) -> int:
@@ -156,9 +147,16 @@ class AnswerEvalBatches(EvalBatches):
     def __getitem__(self, index: int) -> Batch:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        local = range(self.batch_size) if self.rows is None else self.rows
-        numbers = [index * self.batch_size + row for row in local]
+        numbers = [index * self.batch_size + row for row in local_rows(self)]
         rows = [self.tokens[min(number, self.windows - 1)] for number in numbers]
         batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
         batch["weights"][np.array(numbers) >= self.windows] = 0
         return batch
+
+
+def _refuse_empty(batches, words):
+    if not len(batches.tokens):
+        raise UserError(
+            f"{words} within training.sequence={batches.sequence_length} tokens; add examples or "
+            "lengthen the sequence."
+        )

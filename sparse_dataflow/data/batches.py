@@ -10,7 +10,7 @@ loads its rows of the batch.
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,11 +88,6 @@ class TrainBatches:
             )
 
     @property
-    def windows_per_epoch(self) -> int:
-        """Number of windows in one pass over the split."""
-        return sum(map(len, self._sources))
-
-    @property
     def _sources(self) -> list[_Windows]:
         tokens = self.tokens
         sources = tokens.sources if isinstance(tokens, TokenMixture) else (tokens,)
@@ -113,7 +108,7 @@ class TrainBatches:
     def __getitem__(self, step: int) -> Batch:
         if step < 0:
             raise IndexError(step)
-        first, rows = step * self.batch_size, _rows(self)
+        first, rows = step * self.batch_size, local_rows(self)
         return {"tokens": np.stack([self._shuffled[first + row] for row in rows])}
 
     def iterate(self, start_step: int = 0, threads: int = 2) -> Iterator[Batch]:
@@ -184,7 +179,7 @@ class EvalBatches:
     def __getitem__(self, index: int) -> Batch:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        rows, length = _rows(self), self.sequence_length
+        rows, length = local_rows(self), self.sequence_length
         tokens = np.zeros((len(rows), length + 1), np.int32)
         weights = np.zeros((len(rows), length), np.float32)
         for local_row, row in enumerate(rows):
@@ -208,7 +203,8 @@ def bits_per_byte(total_nll_nats: float, total_bytes: float) -> float:
     return total_nll_nats / (math.log(2) * total_bytes)
 
 
-def _rows(batches):
+def local_rows(batches: TrainBatches | EvalBatches) -> Sequence[int]:
+    """Returns the indices of the rows of a batch that this process loads."""
     return range(batches.batch_size) if batches.rows is None else batches.rows
 
 

@@ -115,14 +115,12 @@ def claim(
 
 
 @contextlib.contextmanager
-def claimed(
-    folder: Path, owner: str, flag: str = "--out", names: Collection[str] | None = None
-) -> Iterator[Path]:
+def claimed(folder: Path, owner: str) -> Iterator[Path]:
     """Claims the folder for a block; a block that fails before it writes leaves no trace.
 
-    Takes the arguments of `refuse_foreign`, yields the folder, and raises as `claim`.
+    Yields the folder, and raises as `claim`.
     """
-    undo = claim(folder, owner, flag, names)
+    undo = claim(folder, owner)
     try:
         yield folder
     except BaseException:

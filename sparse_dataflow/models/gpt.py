@@ -429,27 +429,18 @@ def head_loss(
     device's share of the sum.
     """
     x = head(config, params, x_BxTxD, shard)
-    axes = shard.vocabulary_axes
     if shard.vocabulary:
         x = shard.gather(x)
     else:
         targets_BxT, weights_BxT = (shard.slice(a, axis=1) for a in (targets_BxT, weights_BxT))
         weights_BxT = weights_BxT / shard.equal_rows
-    x_NxD = x.reshape(-1, x.shape[-1])
+    x_NxD, targets, weights = _rows(x), targets_BxT.reshape(-1), weights_BxT.reshape(-1)
     embedding = params.get("output", embedding_VxD).astype(x.dtype)
     if teacher is not None:
-        flat = teacher._replace(x=teacher.x.reshape(-1, teacher.x.shape[-1]))
-        return distillation_loss(
-            x_NxD, embedding, targets_BxT.reshape(-1), weights_BxT.reshape(-1), flat
-        )
-    return cross_entropy.weighted_loss(
-        x_NxD,
-        embedding,
-        targets_BxT.reshape(-1),
-        weights_BxT.reshape(-1),
-        axes,
-        config.vocab_size,
-    )
+        teacher = teacher._replace(x=_rows(teacher.x))
+        return distillation_loss(x_NxD, embedding, targets, weights, teacher)
+    axes, size = shard.vocabulary_axes, config.vocab_size
+    return cross_entropy.weighted_loss(x_NxD, embedding, targets, weights, axes, size)
 
 
 def head_scores(
@@ -482,7 +473,7 @@ def head_scores(
     """
     x = shard.gather(x_BxTxD)
     local = places_S if shard.vocabulary else shard.slice(places_S, axis=0)
-    x_SxD = head(config, params, x.reshape(-1, x.shape[-1])[local], shard)
+    x_SxD = head(config, params, _rows(x)[local], shard)
     losses, largest = cross_entropy.token_scores(
         x_SxD,
         params.get("output", embedding_VxD).astype(x.dtype),
@@ -500,6 +491,10 @@ def logits(config: ModelConfig, params: dict, x_BxTxD: jax.Array) -> jax.Array:
     x = head(config, params["head"], x_BxTxD)
     embedding = params["head"].get("output", params["embed"]["tokens"]).astype(x.dtype)
     return jnp.einsum("btd,vd->btv", x, embedding, preferred_element_type=jnp.float32)
+
+
+def _rows(x_BxTxD):
+    return x_BxTxD.reshape(-1, x_BxTxD.shape[-1])
 
 
 def _apply(section, config, params):

@@ -6,7 +6,6 @@ from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import starting_point
-from sparse_dataflow.planning import cost
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.run_files import RunRecord
 from sparse_dataflow.training.teacher import Teacher
@@ -43,6 +42,7 @@ def teacher_of(
             f"training.sequence={sequence} is longer than the {start.model.max_len} positions of "
             f"training.teacher={path}; legal: 1 to {start.model.max_len}."
         )
-    flops = cost.flops_per_token(start.model, sequence, training=False).total
+    teacher = Teacher(start.model, start.params, start.tables, start.provenance)
+    flops = teacher.flops_per_token(sequence)
     say(f"teacher: {path}, {flops:.3g} FLOPs a token, which count in each step")
-    return Teacher(start.model, start.params, start.tables, start.provenance)
+    return teacher

@@ -13,11 +13,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ActivationOptions:
-    """The flag of activation sparsity; a base of the options of experiments that apply a model.
-
-    Attributes:
-      activation_sparsity: see `evaluation.activation_sparsity`.
-    """
+    """The flag of `evaluation.activation_sparsity`; a base of the options of experiments that apply
+    a model."""
 
     activation_sparsity: float = setting(
         0.0,
@@ -29,13 +26,7 @@ class ActivationOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
-    """Flags that name a trained model; a base of the options of experiments that load one.
-
-    Attributes:
-      run: run folder, or Hugging Face directory.
-      variant: "sparse" or "dense"; empty for the first that the run has.
-      checkpoint: of a run: "newest", "best" or a step.
-    """
+    """Flags that name a trained model; a base of the options of experiments that load one."""
 
     run: str = setting("", "Run folder, or Hugging Face directory.", path=True)
     variant: str = setting("", "Model of the run; empty is sparse where it has one.")

@@ -260,7 +260,7 @@ def _add(changes, spelled, legal, path, text, before, show_path=True):
     """Parses one setting into `changes`; raises UserError if it is illegal or set twice."""
     path = OLD_FLAGS.get(path, path)
     if path not in legal:
-        raise UserError(f"{before}{path} is no setting; {settings.hint(path, legal)}.")
+        raise UserError(f"{before}{path} is no setting; {settings.hint(path, legal)}")
     last = path if show_path else path.partition(".")[2]
     words = before.removesuffix("=") if path == EVOLUTION and not show_path else f"{before}{last}"
     value = settings.parsed(legal[path], text, words)

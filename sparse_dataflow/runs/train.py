@@ -371,10 +371,7 @@ class _Job:
             adapters = bool(v.training.adapter_rank)
             flops = cost.flops_per_token(model, v.training.sequence, adapters=adapters).total
             if v.training.teacher and data.teacher:
-                taught = cost.flops_per_token(
-                    data.teacher.model, v.training.sequence, training=False
-                )
-                flops += taught.total
+                flops += data.teacher.flops_per_token(v.training.sequence)
             return cost.mfu(flops, speed / executor.devices, self.chip, model.compute_dtype)
 
         return Trainer(
@@ -440,10 +437,9 @@ class _Job:
 
         def initial():
             run, calibration = self.config.run, None
+            start = starting_point.read(run.init_from)
             if v.training.adapter_rank:
-                return starting_point.adapter_state_from(
-                    starting_point.read(run.init_from), v.model, v.training, self.executor
-                )
+                return starting_point.adapter_state_from(start, v.model, v.training, self.executor)
             if run.prune_by == "activations" and v.model.sparse_projections:
                 calibration = [
                     rows
@@ -453,12 +449,9 @@ class _Job:
                     )
                     if len(rows)
                 ]
+            model = v.phases[0].model
             return starting_point.initial_state_from(
-                starting_point.read(run.init_from),
-                v.phases[0].model,
-                v.training,
-                self.executor,
-                calibration,
+                start, model, v.training, self.executor, calibration
             )
 
         return initial

@@ -177,9 +177,7 @@ class Trainer:
     def flops(self) -> float:
         """Model FLOPs of the whole training, with the phases as planned or changed so far, and the
         forward passes of a teacher."""
-        teacher = self._data.teacher
-        of_teacher = teacher.model if teacher else None
-        return phases_flops(self.phases, self.evolution, self.training, of_teacher)
+        return phases_flops(self.phases, self.evolution, self.training, self._data.teacher)
 
     @property
     def teacher_flops(self) -> float:

@@ -10,6 +10,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.parallel.block_gradients import portions
 from sparse_dataflow.planning import cost
 from sparse_dataflow.sparsity.evolution import METHODS, exchanged_share, phase_specs, until
+from sparse_dataflow.training.teacher import Teacher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,7 @@ def run_flops(
     model: ModelConfig,
     evolution: EvolutionConfig,
     training: TrainingConfig,
-    teacher: ModelConfig | None = None,
+    teacher: Teacher | None = None,
 ) -> float:
     """Returns the model FLOPs of a training as planned, with its layout updates and teacher."""
     return phases_flops(phases(model, evolution, training.steps), evolution, training, teacher)
@@ -100,7 +101,7 @@ def phases_flops(
     run_phases: tuple[Phase, ...],
     evolution: EvolutionConfig,
     training: TrainingConfig,
-    teacher: ModelConfig | None = None,
+    teacher: Teacher | None = None,
 ) -> float:
     """Returns the model FLOPs of a training in these phases, with its layout updates.
 
@@ -116,8 +117,7 @@ def phases_flops(
         norms = cost.gradient_norms_flops(run_phases[0].model, measured, training.sequence)
         total += len(update_steps(evolution, training.steps)) * norms
     if training.teacher and teacher is not None:
-        forward = cost.flops_per_token(teacher, training.sequence, training=False).total
-        total += training.steps * tokens * forward
+        total += training.steps * tokens * teacher.flops_per_token(training.sequence)
     return total
 
 

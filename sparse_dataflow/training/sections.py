@@ -146,11 +146,11 @@ def _optimizer_seconds(model, training, state):
     return _median(lambda: update(state.params, state.moments, state.params))
 
 
-def _median(run, repeats=5):
+def _median(run):
     def seconds():
         start = time.perf_counter()
         jax.block_until_ready(run())
         return time.perf_counter() - start
 
     warm_up(seconds)
-    return float(np.median([seconds() for _ in range(repeats)]))
+    return float(np.median([seconds() for _ in range(5)]))

@@ -11,6 +11,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.parallel.executor import Executor
 from sparse_dataflow.parallel.sharded import put_global
+from sparse_dataflow.planning import cost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,10 @@ class Teacher:
     tables: Any
     source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     _placed: dict[Executor, Any] = dataclasses.field(default_factory=dict, repr=False)
+
+    def flops_per_token(self, sequence: int) -> float:
+        """Returns the FLOPs of the forward pass for one token of a sequence of this length."""
+        return cost.flops_per_token(self.model, sequence, training=False).total
 
     def program(
         self, student: ModelConfig, executor: Executor, tokens: jax.Array, micro_batches: int

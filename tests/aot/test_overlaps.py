@@ -3,9 +3,10 @@
 import importlib.util
 
 import jax
+import overlaps
 import pytest
 
-from sparse_dataflow.aot import compile, overlaps, topologies
+from sparse_dataflow.aot import compile, topologies
 from sparse_dataflow.aot.hlo import collectives
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig

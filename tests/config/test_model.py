@@ -164,14 +164,17 @@ def test_an_illegal_config_is_refused(change, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"kind": "sparse"}, "linear kind 'sparse' is unknown; legal: dense, block_sparse"),
-        ({"density": 0.0}, r"density 0.0 is not in \(0, 1\]"),
-        ({"density": 1.5}, r"density 1.5 is not in \(0, 1\]"),
-        ({"density": float("nan")}, r"density nan is not in \(0, 1\]"),
-        ({"block": 0}, "block 0 is not legal; legal: whole numbers from 1 to"),
+        ({"kind": "sparse"}, "LinearSpec.kind=sparse is unknown. Legal: dense, block_sparse"),
+        ({"density": 0.0}, r"LinearSpec.density=0.0 is not legal: it must be in \(0, 1\]"),
+        ({"density": 1.5}, r"LinearSpec.density=1.5 is not legal: it must be in \(0, 1\]"),
+        (
+            {"density": float("nan")},
+            "LinearSpec.density=nan is not legal: it must be a finite number",
+        ),
+        ({"block": 0}, "LinearSpec.block=0 is not legal: it must be from 1 to"),
         ({"hadamard": 8}, "hadamard 8 is not legal for a dense weight; legal: a power of 2"),
         ({"kind": "block_sparse", "hadamard": 24}, "hadamard 24 .* legal: a power of 2"),
-        ({"rank": -1}, "rank -1 is not legal; legal: whole numbers from 0 to"),
+        ({"rank": -1}, "LinearSpec.rank=-1 is not legal: it must be from 0 to"),
     ],
 )
 def test_an_illegal_linear_is_refused(fields, message):

@@ -136,7 +136,7 @@ def test_a_preset_is_made_of_settings_alone():
         ({"batchh": 1}, "There is no setting batchh; did you mean training.batch?"),
         ({"warmup": 0.1}, "did you mean training.warmup?"),
         ({"trainig.batch": 1}, "did you mean training.batch?"),
-        ({"zzz": 1}, "--help=all lists them"),
+        ({"zzz": 1}, "There is no setting zzz; --help=all lists them."),
         ({"training.batch": "7x"}, "training.batch=7x is not a whole number."),
         ({"training.batch": True}, "training.batch=yes is not legal: it must be a whole number."),
         ({"training.batch": 0}, "training.batch=0 is not legal: it must be from 1 to 4,194,304."),

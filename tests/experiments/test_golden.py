@@ -34,8 +34,8 @@ def settled(name, *more):
 
 
 def resolved(name) -> str:
-    """The settings that differ from their defaults, which tests/runs/help_all.txt lists, and the
-    specs of each model's projections."""
+    """The settings that differ from their defaults, which --help=all lists, and the specs of each
+    model's projections."""
     config = settled(name)
     defaults = {path: s.default for path, s in settings.by_path(RunConfig).items()}
     changes = {

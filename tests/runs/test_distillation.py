@@ -60,7 +60,7 @@ def test_a_student_with_guides_leaves_plain_checkpoints_and_counts_its_teacher(t
     dense = dataclasses.replace(variant.model, linears={})
     forward = cost.flops_per_token(dense, 16, training=False).total
     plan = variant.model, variant.evolution, variant.training
-    flops = [run_flops(*plan), run_flops(*plan, dense)]
+    flops = [run_flops(*plan), run_flops(*plan, Teacher(dense, {}, ()))]
     assert flops[1] - flops[0] == pytest.approx(4 * 4 * 16 * forward)
     assert "forward passes of the teacher are" in (run.folder / "report.html").read_text()
     record = read_record(run.folder, config)

@@ -112,12 +112,7 @@ def value_and_preactivation(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute (gelu(z), z) with z = x W + bias in one kernel; not differentiable.
 
-    Args:
-      x: bfloat16 or float32 [tokens, in_features].
-      values: [nnz, block, block] in x's dtype.
-      tables: `BlockLayout.tables()`.
-      bias: [out_features], any float dtype.
-      tuning: tile sizes; None for `default_tuning`.
+    Takes the arguments of `block_sparse_matmul`.
 
     Returns:
       Two arrays [tokens, out_features] in x's dtype.
@@ -149,10 +144,8 @@ def input_gradient(
 
     Args:
       dy: [tokens, out_features] in x's dtype.
-      values: [nnz, block, block] in x's dtype.
-      tables: `BlockLayout.tables()`.
+      values: see `block_sparse_matmul`, also for `tables` and `tuning`.
       preactivation: [tokens, in_features] in dy's dtype; if passed, the result is its gradient.
-      tuning: tile sizes; None for `default_tuning`.
 
     Returns:
       [tokens, in_features] in dy's dtype.
@@ -182,11 +175,9 @@ def weight_gradient(
     """Compute xᵀ dy at the stored blocks.
 
     Args:
-      x: bfloat16 or float32 [tokens, in_features].
+      x: see `block_sparse_matmul`, also for `tables` and `tuning`.
       dy: [tokens, out_features] in x's dtype.
-      tables: `BlockLayout.tables()`.
       values: shape and dtype of the gradient.
-      tuning: tile sizes; None for `default_tuning`.
 
     Returns:
       [nnz, block, block] in the values' dtype.

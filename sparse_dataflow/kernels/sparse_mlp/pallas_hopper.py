@@ -25,15 +25,7 @@ def sparse_mlp(
     tables_in: LayoutTables,
     tables_out: LayoutTables,
 ) -> jax.Array:
-    """Compute gelu(x W_in + bias_in) W_out; differentiable in the first four arguments.
-
-    Args:
-      x: bfloat16 or float32 [tokens, in_features].
-      values_in: [nnz, block, block] in x's dtype.
-      bias_in: [hidden_features], any float dtype.
-      values_out: [nnz, block, block] in x's dtype.
-      tables_in: layout of W_in, concrete or traced.
-      tables_out: layout of W_out.
+    """Compute `api.sparse_mlp` of bfloat16 or float32 [tokens, in_features].
 
     Returns:
       [tokens, out_features] in x's dtype; sums, bias and activation in float32.

@@ -44,16 +44,9 @@ def sparse_mlp(
     *,
     tuning: MlpTuning | None = None,
 ) -> jax.Array:
-    """Compute gelu(x W_in + bias_in) W_out; differentiable in the first four arguments.
+    """Compute `api.sparse_mlp` of bfloat16 or float32 [tokens, in_features].
 
-    Args:
-      x: bfloat16 or float32 [tokens, in_features].
-      values_in: [nnz, block, block] in x's dtype.
-      bias_in: [hidden_features], any float dtype.
-      values_out: [nnz, block, block] in x's dtype.
-      tables_in: layout of W_in, concrete or traced.
-      tables_out: layout of W_out.
-      tuning: tile sizes; None for `default_tuning`.
+    Takes its other arguments too, and `tuning`, the tile sizes; None for `default_tuning`.
 
     Returns:
       [tokens, out_features] in x's dtype; sums, bias and activation in float32.

@@ -146,20 +146,19 @@ def rows(plan: Plan) -> np.ndarray:
     return np.stack(columns, axis=2).astype(np.int32)
 
 
-def run_stage(plan: Plan, table: jax.Array, work: Work, axis: str = "stage"):
-    """Runs one stage, inside a `shard_map` over the stages.
+def run_stage(plan: Plan, table: jax.Array, work: Work):
+    """Runs one stage, inside a `shard_map` over the axis "stage".
 
     Args:
       plan: assignment of work to stages and ticks.
       table: int32 [ticks, fields of `Row`], this stage's shard of `rows`.
       work: model functions, params and batch of this stage.
-      axis: mesh axis of the stages.
 
     Returns:
       (loss, gradients in work.params), float32, this stage's share of both. Gradients are zeros if
       the schedule has no backward actions.
     """
-    stage = _Stage(plan, work, axis)
+    stage = _Stage(plan, work)
     run = {
         FORWARD: stage.forward,
         RECOMPUTE: stage.recompute,
@@ -186,9 +185,8 @@ class _Stage:
     loop never copies its buffers.
     """
 
-    def __init__(self, plan, work, axis):
-        self.plan, self.work, self.axis = plan, work, axis
-        self.stage = lax.axis_index(axis)
+    def __init__(self, plan, work):
+        self.plan, self.work, self.stage = plan, work, lax.axis_index("stage")
         self.layers = jnp.asarray(plan.division.chunk_layers)[self.stage]
         self.trains = BACKWARD in plan.schedule.actions
         self.blocks = work.params["blocks"], work.constants
@@ -238,7 +236,7 @@ class _Stage:
             if not (getattr(slots, name + "_arrives") >= 0).any():
                 return buffer
             ring = [(stage, (stage + step) % stages) for stage in range(stages)]
-            move = lambda: lax.ppermute(sent, self.axis, ring)  # noqa: E731
+            move = lambda: lax.ppermute(sent, "stage", ring)  # noqa: E731
             with jax.named_scope(f"send_{name}"):
                 arrived = lax.cond(getattr(row, f"any_{name}_arrives") > 0, move, lambda: sent)
             return _write(buffer, jnp.where(slot < 0, _read(buffer, slot), arrived), slot)

@@ -117,13 +117,7 @@ def update_matrices(
 ) -> None:
     """Runs one step of Muon on some units of a weight; see `muon.Matrices`.
 
-    Args:
-      before: 1-D views of the old values.
-      gradient: float32 or bfloat16, of the same length.
-      rates: scalars of this step.
-      after: 1-D views for the results; may be `before`.
-      copy: also receives the parameter, rounded to its dtype, float32 or bfloat16.
-      matrices: the matrices of the weight.
+    Takes the arguments of `update`, and `matrices`, those of the weight.
     """
     for where in pieces(gradient.size, gradient.size, math.prod(matrices.unit)):
         g = widen(gradient[where]) * np.float32(rates.clip)

@@ -55,13 +55,9 @@ def run(options) -> None:
             f"{entry['chip']:>5} {entry['implementation']:>14} block {entry['block']:>3}: "
             f"{entry['traffic']:5.2f} {entry['ratio']:5.2f}x"
         )
-    result = {"limits": LIMITS, schedules.CUDA[0]: plugin, "tokens": options.tokens}
-    measurement.keep(
-        options.keep,
-        "schedule_bench_gpu",
-        "described GPUs",
-        [{**result, "summary": summary, "rows": rows}],
-    )
+    facts = {"limits": LIMITS, schedules.CUDA[0]: plugin, "tokens": options.tokens}
+    result = {**facts, "summary": summary, "rows": rows}
+    measurement.keep(options.keep, "schedule_bench_gpu", "described GPUs", [result])
 
 
 def cases_of(options) -> Iterator[tuple[str, Case]]:
@@ -99,13 +95,7 @@ def row_of(
     flops = 2 * case.tokens * case.in_features * case.out_features * case.density
     product_seconds = max(flops / (target.tflops * 1e12), count["product_bytes"] / bandwidth)
     row: dict[str, Any] = {
-        "chip": case.chip,
-        "implementation": case.implementation,
-        "projection": projection,
-        "product": product,
-        "block": case.block,
-        "pattern": case.pattern,
-        "density": case.density,
+        **schedules.of_case(projection, case, product),
         "dtype": DTYPES.get(case.chip, "bfloat16"),
         **count,
         "traffic": (count["product_bytes"] + count["other_bytes"]) / count["needed_bytes"],
@@ -120,13 +110,11 @@ def row_of(
 
 def summaries(rows: list[dict]) -> Iterator[dict]:
     """Yields traffic and ratio of all products together, per GPU, implementation and block."""
-    keys = ("chip", "implementation", "block")
-    for key in dict.fromkeys(tuple(row[k] for k in keys) for row in rows):
-        own = [row for row in rows if tuple(row[k] for k in keys) == key]
+    for group, own in schedules.grouped(rows, "chip", "implementation", "block"):
         needed = sum(row["needed_bytes"] for row in own)
         bound = sum(row["bound_ms"] for row in own)
         yield {
-            **dict(zip(keys, key, strict=True)),
+            **group,
             "traffic": sum(row["traffic"] * row["needed_bytes"] for row in own) / needed,
             "ratio": sum(row["ratio"] * row["bound_ms"] for row in own) / bound,
             "temporary_bytes": max(row["temporary_bytes"] for row in own),

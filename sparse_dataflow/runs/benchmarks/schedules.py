@@ -72,13 +72,9 @@ def run(options) -> None:
             f"{entry['chip']:>4} {entry['implementation']:>18} block {entry['block']:>3} density "
             f"{entry['density']:<6g}: {entry['ratio']:5.2f}x"
         )
-    result = {"limits": LIMITS, "libtpu": version_of("libtpu"), "tokens": options.tokens}
-    measurement.keep(
-        options.keep,
-        "schedule_bench",
-        "described TPUs",
-        [{**result, "summary": summary, "rows": rows}],
-    )
+    facts = {"limits": LIMITS, "libtpu": version_of("libtpu"), "tokens": options.tokens}
+    result = {**facts, "summary": summary, "rows": rows}
+    measurement.keep(options.keep, "schedule_bench", "described TPUs", [result])
 
 
 def table(
@@ -231,13 +227,7 @@ def row_of(
     seconds = max(cycles / CLOCKS[case.chip], hbm)
     products = 3 * len(MLP) if case.implementation == FUSED else 1
     stored = 2 * case.tokens * case.in_features * case.out_features * case.density * products
-    row: dict[str, Any] = {
-        "chip": case.chip,
-        "implementation": case.implementation,
-        "projection": projection,
-    }
-    row |= {"product": product, "block": case.block, "pattern": case.pattern}
-    row |= {"density": case.density, **count, "ms": 1e3 * seconds}
+    row = {**of_case(projection, case, product), **count, "ms": 1e3 * seconds}
     dense = [r["ms"] for r in earlier if _same_product(r, row) and r["density"] == 1]
     return {
         **row,
@@ -247,16 +237,33 @@ def row_of(
     }
 
 
+def of_case(projection: str, case: Case, product: str) -> dict[str, Any]:
+    """Returns the part of a row that says what was compiled."""
+    return {
+        "chip": case.chip,
+        "implementation": case.implementation,
+        "projection": projection,
+        "product": product,
+        "block": case.block,
+        "pattern": case.pattern,
+        "density": case.density,
+    }
+
+
+def grouped(rows: list[dict], *keys: str) -> Iterator[tuple[dict, list[dict]]]:
+    """Yields (values of the keys, the rows that have them), in order."""
+    values_of = lambda row: tuple(row[key] for key in keys)  # noqa: E731
+    for values in dict.fromkeys(map(values_of, rows)):
+        yield dict(zip(keys, values)), [row for row in rows if values_of(row) == values]
+
+
 def summaries(rows: list[dict]) -> Iterator[dict]:
     """Yields the ratio over dense of all products together, per chip, implementation and block."""
-    keys = ("chip", "implementation", "block", "density")
-    for key in dict.fromkeys(tuple(row[k] for k in keys) for row in rows):
-        if key[1] == DENSE:
-            continue
-        own = [row for row in rows if tuple(row[k] for k in keys) == key]
+    compiled = [row for row in rows if row["implementation"] != DENSE]
+    for group, own in grouped(compiled, "chip", "implementation", "block", "density"):
         time = sum(row["ms"] for row in own)
         yield {
-            **dict(zip(keys, key, strict=True)),
+            **group,
             "ratio": sum(row["ms"] * row["ratio"] for row in own) / time,
             **{
                 product: [row["mxu"] for row in own if row["product"] == product]

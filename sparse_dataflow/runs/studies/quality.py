@@ -202,8 +202,7 @@ def _as_many(steps, cost_of_step, names):
 
 
 def _flops_a_step(variant, teacher):
-    of_teacher = teacher.model if teacher else None
-    total = run_flops(variant.model, variant.evolution, variant.training, of_teacher)
+    total = run_flops(variant.model, variant.evolution, variant.training, teacher)
     return total / variant.training.steps
 
 

@@ -2,8 +2,7 @@
 
 XLA splits an asynchronous collective into a start and a done instruction; what it schedules between
 them runs at the same time.  The TPU compiler has fusions instead, "async-collective-start" and
-"-done".  The text says what may overlap, not how much time that saves.  Importing this module loads
-no jax.
+"-done".  The text says what may overlap, not how much time that saves.
 """
 
 import dataclasses
