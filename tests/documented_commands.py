@@ -3,7 +3,7 @@
 E = "tests/experiments/"
 RUN = {
     "experiments.block_bench": E + "test_benches.py::test_block_bench",
-    "experiments.chip_report": "tests/runs/test_chip_report.py::test_this_cpu_is_measured",
+    "experiments.chip_report": E + "test_benches.py::test_this_cpu_is_measured",
     "experiments.compile_plan": "tests/aot/test_plans_compile.py::test_a_shipped_plan",
     "experiments.coordinate_check": E + "test_small_studies.py::test_coordinate_check",
     "experiments.decode_bench": E + "test_benches.py::test_decode_bench",
@@ -48,7 +48,7 @@ RUN = {
     "make bench-schedule": "tests/runs/benchmarks/test_schedules_compile.py::test_cycles",
     "make bench-schedule-gpu": "tests/runs/benchmarks/test_gpu_schedules_compile.py::test_kernels",
     "make bench": E + "test_benches.py::test_step_bench",
-    "make chip-report": "tests/runs/test_chip_report.py::test_this_cpu_is_measured",
+    "make chip-report": E + "test_benches.py::test_this_cpu_is_measured",
     "make docs": "tests/test_documentation.py::test_the_site_is_whole",
     "make faults": E + "test_faults.py::test_kills",
 }

@@ -35,7 +35,7 @@ def relayed(job, tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # Every day one run does its first steps in each executor, below.
 def test_the_relay_is_the_whole_executor_to_rounding(job, relayed, tmp_path):
     folder = tmp_path / "run"
     done(job.new(folder, "--twin=no", "--evolution=rigl", "--set=evolution.every=4"))

@@ -1,5 +1,6 @@
 """SIGINT and SIGTERM: a run saves, says how to go on, and loses nothing."""
 
+import itertools
 import re
 import shlex
 
@@ -67,9 +68,23 @@ MOMENTS = {
 }
 
 
+DAILY = [
+    ("reading the corpus", "SIGTERM"),
+    ("compiling", "SIGHUP"),
+    ("the final evaluation", "SIGTERM"),
+    ("the report", "SIGHUP"),
+]
+"""Each moment and each signal; the other pairs are nightly."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    ("moment", "name"),
+    [
+        pytest.param(*pair, marks=() if pair in DAILY else pytest.mark.nightly)
+        for pair in itertools.product(MOMENTS, ["SIGTERM", "SIGHUP"])
+    ],
+)
 def test_a_signal_outside_training_ends_with_75(job, tmp_path, moment, name):
     """Nothing is lost, and the same command or --resume goes on."""
     happening = {

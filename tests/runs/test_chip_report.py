@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 import json
-import os
 import pathlib
 import signal
 import subprocess
@@ -247,24 +246,3 @@ def test_the_step_is_of_the_largest_scale_that_fits():
 
     larger = list(SIZES)[list(SIZES).index(name) + 1]
     assert need(name, batch) <= 0.9 * gpu.memory_bytes < min(need(larger, 1), need(name, 2 * batch))
-
-
-@pytest.mark.slow
-def test_this_cpu_is_measured(tmp_path):
-    flags = ("--scale=pico", "--minutes=60", f"--out={tmp_path / 'out'}")
-    command = [sys.executable, "-m", "experiments.chip_report", *flags]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-
-    def run():
-        done = subprocess.run(
-            command, env=environment, cwd=tmp_path, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    assert "On this chip a pico block at 1/8 trains " in run()
-    report = chip_data.read(tmp_path / "out" / "report.json")
-    assert {r.name: r.output for r in report.rows if r.status != "done"} == {}
-    assert {"block", "products_grouped", "step", "decode", "relay"} <= {r.name for r in report.rows}
-    assert report.answer in (tmp_path / "out" / "report.html").read_text()
-    assert run().count("done before") == len(report.rows)

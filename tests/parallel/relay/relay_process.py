@@ -1,4 +1,4 @@
-"""Prints the relay's losses over a mesh of all devices, as one of several processes.
+"""Prints the number of all devices and the relay's losses over them, as one of several processes.
 
 python relay_process.py PROCESSES NUMBER PORT
 """
@@ -20,7 +20,7 @@ MODEL = ModelConfig(
     num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12
 ).with_linears(LinearSpec("block_sparse", "butterfly", density=0.25, block=4))
 TRAINING = TrainingConfig(
-    steps=20, batch=8, sequence=11, micro_batches=2, learning_rate=5e-3, clip=0.7
+    steps=8, batch=8, sequence=11, micro_batches=2, learning_rate=5e-3, clip=0.7
 )
 
 
@@ -48,6 +48,8 @@ if __name__ == "__main__":
 
     if processes > 1:
         jax.distributed.initialize(f"localhost:{port}", processes, number)
-    print(json.dumps(losses(Mesh(np.array(jax.devices()), ("data",)), meet)), flush=True)
+    devices = jax.devices()
+    result = len(devices), losses(Mesh(np.array(devices), ("data",)), meet)
+    print(json.dumps(result), flush=True)
     for each in group:
         each.leave()

@@ -2,9 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,26 +11,25 @@ from ports import free_port
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.parallel.relay import programs
 
-ROOT = Path(__file__).parents[3]
-
 pytestmark = pytest.mark.slow
 
 
-def start(processes, number, ports, devices):
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    return subprocess.Popen(
-        [sys.executable, relay_process.__file__, *map(str, (processes, number, *ports))],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture
+def start(forks):
+    def start(processes, number, ports, devices):
+        count = f"--xla_force_host_platform_device_count={devices}"
+        environment = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {count}"}
+        arguments = processes, number, *ports
+        return forks.start(relay_process.__file__, *arguments, environment=environment)
+
+    return start
 
 
 def printed(process):
-    out, err = process.communicate(timeout=600)
-    assert process.returncode == 0, err
-    return json.loads(out.splitlines()[-1])
+    assert process.wait() == 0, process.stderr
+    devices, losses = json.loads(process.stdout.splitlines()[-1])
+    assert devices == 2
+    return losses
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +38,12 @@ def alone():
 
 
 @pytest.mark.slow
-def test_several_devices_share_each_micro_batch(alone):
+def test_several_devices_share_each_micro_batch(start, alone):
     np.testing.assert_allclose(printed(start(1, 0, (0, 0), devices=2)), alone, rtol=2e-6)
 
 
 @pytest.mark.slow
-def test_several_processes_train_one_model(alone):
+def test_several_processes_train_one_model(start, alone):
     ports = free_port(), free_port()
     both = [start(2, number, ports, devices=1) for number in range(2)]
     losses = [printed(process) for process in both]

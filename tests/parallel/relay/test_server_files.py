@@ -1,6 +1,5 @@
 """The server's files: a step is complete, or rolled back."""
 
-import os
 import shutil
 import signal
 from pathlib import Path
@@ -9,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 import server_process
-from forks import Forks
 from server_process import IDENTITY, MODEL, TRAINING, advance, first_state, key, open_files
 
 from sparse_dataflow.distributed import processes
@@ -18,11 +16,6 @@ from sparse_dataflow.parallel.relay import executor, host_state, server_files
 from sparse_dataflow.parallel.relay.parameter_server import InMemory
 from sparse_dataflow.parallel.relay.server_files import MappedFiles
 
-ROOT = Path(__file__).parents[3]
-IMPORTED = (
-    "sparse_dataflow.parallel.relay.server_files",
-    "sparse_dataflow.parallel.relay.parameter_server",
-)
 # Pieces per step: one per leaf.
 PIECES = 3 * 16 + 4
 
@@ -42,18 +35,15 @@ def assert_same_bits(mine, theirs):
 
 
 @pytest.fixture
-def process(tmp_path_factory):
+def process(forks):
     """Function (folder, steps, where, count) -> (exit status, restored step)."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    forks = Forks(environment, tmp_path_factory.mktemp("forks"), IMPORTED)
 
     def process(folder, steps, where="never", count=0):
         run = forks.start(server_process.__file__, folder, steps, where, count)
         assert run.wait() in (0, -signal.SIGKILL), run.stderr
         return run.returncode, int(run.stdout)
 
-    yield process
-    forks.close()
+    return process
 
 
 @pytest.mark.slow
