@@ -25,6 +25,7 @@ import os
 import shutil
 import threading
 import time
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ class Checkpoints:
         keep: int = 3,
         *,
         config: Mapping[str, Any],
+        defaults: Mapping[str, Any] = types.MappingProxyType({}),
         read_only: bool = False,
         mirror: Path | None = None,
     ):
@@ -68,6 +70,7 @@ class Checkpoints:
           keep: number of newest checkpoints to keep, in addition to the best one.
           config: JSON-able settings that must match for a checkpoint to fit, such as the resolved
             model and optimizer.  Stored in each checkpoint and compared on restore.
+          defaults: part of the config -> values of the settings that an older checkpoint lacks.
           read_only: change nothing in the folder, for a reader during or after the run.
           mirror: a second folder, into which each checkpoint is copied in the background and from
             which lost and damaged ones are restored; None for none.
@@ -80,6 +83,7 @@ class Checkpoints:
         self._folder = Path(folder).absolute()
         self._keep = keep
         self._config = json.loads(json.dumps(config))
+        self._defaults = json.loads(json.dumps(dict(defaults)))
         self._read_only = read_only
         self._worker: threading.Thread | None = None
         self._outcome = SaveOutcome()
@@ -253,7 +257,7 @@ class Checkpoints:
             return None
         step, extra, arrays = newest
         path = self._folder / str(step)
-        refuse_difference(path, "was made under another config", extra["config"], self._config)
+        self._refuse_other_config(path, extra["config"])
         tree = abstract_state(step, extra) if callable(abstract_state) else abstract_state
         expected = named_arrays.describe(named_arrays.flatten(tree))
         refuse_difference(path, "holds other arrays", arrays, expected)
@@ -404,11 +408,16 @@ class Checkpoints:
             content = self._verify_or_set_aside(step)
             if content is None:
                 return False
-            refuse_difference(
-                path, "was made under another config", content[0]["config"], self._config
-            )
+            self._refuse_other_config(path, content[0]["config"])
             self._verified_steps.add(step)
         return True
+
+    def _refuse_other_config(self, path: Path, saved: dict[str, Any]) -> None:
+        filled = {
+            part: {**self._defaults.get(part, {}), **value} if isinstance(value, dict) else value
+            for part, value in saved.items()
+        }
+        refuse_difference(path, "was made under another config", filled, self._config)
 
     def _set_aside(self, path: Path, reason: str) -> None:
         self._verified_steps.discard(int(path.name))

@@ -171,7 +171,8 @@ class ModelConfig:
     """A decoder-only transformer: pre-norm blocks of attention and an MLP.
 
     The defaults are GPT-3 (arXiv 2005.14165, section 2.1).  `families.FAMILIES` has the fields in
-    which other families differ; `models.gpt` lists the parameters.
+    which other families differ; `models.gpt` lists the parameters.  The help of each setting, which
+    `--help=all` and the page of settings list, explains it; attributes have what help leaves out.
 
     Attributes:
       norm: normalisation before each half of a block, and of queries and keys with qk_norm.  A

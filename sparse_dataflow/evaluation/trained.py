@@ -24,7 +24,12 @@ from sparse_dataflow.training.run_files import (
     read_tokenizer,
     read_variants,
 )
-from sparse_dataflow.training.saved_state import SavedProgress, abstract_saved_state, identity
+from sparse_dataflow.training.saved_state import (
+    IDENTITY_DEFAULTS,
+    SavedProgress,
+    abstract_saved_state,
+    identity,
+)
 from sparse_dataflow.training.transitions import copied_blocks
 
 NEWEST, BEST = "newest", "best"
@@ -157,7 +162,9 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
     model, training, evolution = chosen.model, chosen.training, chosen.evolution
     config_identity = identity(model, training, evolution, tokenizer.content_hash)
     path = folder / variant / "checkpoints"
-    checkpoints = Checkpoints(path, config=config_identity, read_only=True)
+    checkpoints = Checkpoints(
+        path, config=config_identity, defaults=IDENTITY_DEFAULTS, read_only=True
+    )
     model_phases = phases(model, evolution, training.steps)
 
     def template(step, extra):

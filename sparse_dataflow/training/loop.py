@@ -38,6 +38,7 @@ from sparse_dataflow.training.programs import (
 )
 from sparse_dataflow.training.routing import non_finite_routers, routing_numbers
 from sparse_dataflow.training.saved_state import (
+    IDENTITY_DEFAULTS,
     FrozenBase,
     SavedProgress,
     abstract_saved_state,
@@ -123,7 +124,11 @@ class Trainer:
         saved_config = identity(model, training, self.evolution, data.tokenizer_hash)
         second = mirror / "checkpoints" if mirror else None
         self._checkpoints = Checkpoints(
-            folder / "checkpoints", keep, config=saved_config, mirror=second
+            folder / "checkpoints",
+            keep,
+            config=saved_config,
+            defaults=IDENTITY_DEFAULTS,
+            mirror=second,
         )
         self.seconds, self._plateau, self._spikes = 0.0, Plateau(), SpikeHistory()
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sparse_dataflow.config.evolution import EvolutionConfig
-from sparse_dataflow.config.model import FAMILY_FIELDS, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
@@ -16,36 +16,30 @@ from sparse_dataflow.training.phases import Phase, phase_before
 from sparse_dataflow.training.plateau import Plateau, with_starts
 from sparse_dataflow.training.step import abstract_state
 
-YOUNGER_FIELDS = (*FAMILY_FIELDS, "mask_documents", "precision", "shared_layers", "guided")
-"""Fields of `ModelConfig` that are younger than checkpoints."""
-
-ADAPTER_FIELDS = ("adapter_rank", "adapter_alpha")
-"""Fields of `TrainingConfig` that are younger than checkpoints, which then have no adapters."""
-
-TEACHER_FIELDS = ("teacher", "teacher_weight")
-"""Fields of `TrainingConfig` that are younger than checkpoints, which then have no teacher."""
+IDENTITY_DEFAULTS: dict[str, dict[str, Any]] = {
+    part: {
+        field.name: field.default
+        for field in dataclasses.fields(config)
+        if field.default is not dataclasses.MISSING and field.name != "remat"
+    }
+    for part, config in (
+        ("model", ModelConfig),
+        ("training", TrainingConfig),
+        ("evolution", EvolutionConfig),
+    )
+}
+"""Defaults of the fields of `identity`: the values of a checkpoint that is older than a field."""
 
 
 def identity(
     model: ModelConfig, training: TrainingConfig, evolution: EvolutionConfig, tokenizer_hash: str
 ) -> dict[str, Any]:
-    """Returns the config that a checkpoint stores and that restoring compares, JSON-able.
-
-    Fields that are younger than checkpoints are left out at their default, so that those still fit.
-    """
-    defaults = {field.name: field.default for field in dataclasses.fields(model)}
-    left_out = {name for name in YOUNGER_FIELDS if getattr(model, name) == defaults[name]}
-    left_out.add("remat")  # It does not change results.
-    training_fields = training.to_json()
-    if not training.adapter_rank:
-        for name in ADAPTER_FIELDS:
-            del training_fields[name]
-    if not training.teacher:
-        for name in TEACHER_FIELDS:
-            del training_fields[name]
+    """Returns the config that a checkpoint stores and that restoring compares, JSON-able."""
+    model_fields = model.to_json()
+    del model_fields["remat"]  # It does not change results.
     return {
-        "model": {k: value for k, value in model.to_json().items() if k not in left_out},
-        "training": training_fields,
+        "model": model_fields,
+        "training": training.to_json(),
         "evolution": dataclasses.asdict(evolution),
         "tokenizer": tokenizer_hash,
     }
