@@ -80,7 +80,9 @@ def test_a_plateau_starts_the_dense_phase_early_also_after_a_resume(tmp_path, st
     assert cut.phases == whole.phases and bits(cut.state) == bits(whole.state)
 
 
-@pytest.mark.parametrize("method", ["set", "rigl", "rigl_by_depth"])
+@pytest.mark.parametrize(
+    "method", ["set", "rigl_by_depth", pytest.param("rigl", marks=pytest.mark.nightly)]
+)
 def test_layouts_change_and_keep_their_fan_in(tmp_path, method):
     t, model = train(trainer(tmp_path, method)), MODELS[method]
     first, last = gpt.layouts(model), gpt.layouts_from_tables(model, t.state.tables)
@@ -95,7 +97,7 @@ def test_layouts_change_and_keep_their_fan_in(tmp_path, method):
     [
         # Other cases of this list cover these mostly.
         pytest.param(name, marks=pytest.mark.nightly)
-        if name in ("mlp_dense_first", "dense_by_depth", "gradual_by_depth")
+        if name in ("rigl", "mlp_dense_first", "dense_by_depth", "gradual_by_depth")
         else name
         for name in EVOLUTIONS
     ],
