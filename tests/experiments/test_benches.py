@@ -84,7 +84,7 @@ def check_ratio(found):
 @pytest.mark.slow
 def test_kernel_bench(job, tmp_path):
     folder = tmp_path / "kept"
-    flags = ("--shapes=64x128,128x64", *KERNEL, "--peers", f"--keep={folder}")
+    flags = ("--shapes=64x128", *KERNEL, "--peers", f"--keep={folder}")
     done = job.run(*flags, experiment="kernel_bench")
     rows = kept(done, folder)["rows"]
     names = ("shape", "pattern", "product", "implementation")
@@ -92,7 +92,7 @@ def test_kernel_bench(job, tmp_path):
     ours = {m for m in measured if m[3] in IMPLEMENTATIONS["cpu"]}
     # Layouts at random have no equal groups.
     assert {m[1] for m in ours if m[3] == "grouped"} == {"monarch", "pixelfly"}
-    assert len(ours) == 2 * (2 * 3 + 2) * 4
+    assert len(ours) == (2 * 3 + 2) * 4
     peers = measured - ours
     assert {m[2] for m in peers} == {"forward"} and "jax_bcsr" in {m[3] for m in peers}
     assert len(measured) == len(rows)

@@ -45,7 +45,7 @@ def configs(draw):
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(configs(), st.integers(0, 9))
 def test_logits_are_those_of_plain_numpy(config, seed):
     params, tokens = arbitrary_params(config, seed), tokens_of(config, 1, 9, seed)

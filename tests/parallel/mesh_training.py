@@ -78,7 +78,7 @@ MODELS = {
     ).with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8)),
     "qwen3": dataclasses.replace(DENSE, **FAMILIES["qwen3"], num_kv_heads=2, head_dim=12),
     "multi_query": dataclasses.replace(
-        DENSE, **FAMILIES["llama"] | {"biases": ("q", "k", "v")}, num_kv_heads=1
+        DENSE, **FAMILIES["llama"] | {"biases": ("q", "k", "v")}, num_kv_heads=1, remat="dots"
     ).with_linears(LinearSpec("block_sparse", "random", 0.5, 4, rank=4, hadamard=8)),
     **{
         precision: dataclasses.replace(DENSE, precision=precision).with_linears(

@@ -25,9 +25,9 @@ def norms(text):
     training = TrainingConfig(10, BATCH, SEQUENCE)
     shape = (BATCH, SEQUENCE + 1)
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, shape, np.int32)
-    results = []
+    start, results = initial_state(model, training), []
     for runs in (executor(text, model)[0], SINGLE_DEVICE):
-        state = initial_state(model, training, runs)
+        state = runs.place(start, model)
         tables = runs.tables(state.tables, model, changing=True)
         rows = runs.put({"tokens": tokens}, BATCH)["tokens"]
         program = jax.jit(lambda p, t, x, runs=runs: runs.block_gradient_norms(model, p, t, x))

@@ -20,6 +20,7 @@ SPARSE = LinearSpec("block_sparse", "cyclic", density=0.25, block=8)
 MODEL = ModelConfig(2, 64, 4, 128, vocab_size=40, max_len=8).with_linears(SPARSE)
 RANKED = MODEL.with_linears(dataclasses.replace(SPARSE, rank=2), ["mlp_in"])
 MIXED = ModelConfig(2, 64, 4, 128, 40, 8).with_linears(SPARSE, ["attn_out", "mlp_out"])
+RANKED_MIXED = MIXED.with_linears(dataclasses.replace(SPARSE, rank=2), ["mlp_out"])
 
 
 @functools.cache
@@ -53,8 +54,9 @@ def dense_twin(model, params):
     ("model", "remat"),
     [
         pytest.param(MODEL, "full", id="all-full"),
-        pytest.param(RANKED, "none", id="ranked-none"),
-        pytest.param(MIXED, "none", id="some-none"),
+        pytest.param(RANKED_MIXED, "none", id="some-ranked-none"),
+        pytest.param(RANKED, "none", id="ranked-none", marks=pytest.mark.nightly),
+        pytest.param(MIXED, "none", id="some-none", marks=pytest.mark.nightly),
         pytest.param(MODEL, "none", id="all-none", marks=pytest.mark.nightly),
         pytest.param(RANKED, "full", id="ranked-full", marks=pytest.mark.nightly),
         pytest.param(MIXED, "full", id="some-full", marks=pytest.mark.nightly),

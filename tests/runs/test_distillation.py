@@ -26,6 +26,8 @@ from sparse_dataflow.training.step import initial_state
 from sparse_dataflow.training.teacher import Teacher
 from sparse_dataflow.training.variants import variants
 
+pytestmark = pytest.mark.usefixtures("reports_without_continuations")
+
 TEXTS = [f"Document {number} has a few words. " * 60 for number in range(40)]
 SMALL = preset("pico").change(
     model__num_layers=1, model__d_model=32, model__num_heads=2, model__d_ff=64,
@@ -37,7 +39,7 @@ TOKENS = np.random.default_rng(0).integers(0, 24, (4, 9), np.int32)
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory):
+def teacher(reports_without_continuations, tmp_path_factory):
     out = str(tmp_path_factory.mktemp("teacher") / "run")
     return train(SMALL.dense().change(run__out=out, training__steps=1), texts=TEXTS).folder
 

@@ -1,73 +1,25 @@
 """Trainings whose layouts or model change: resumed bit by bit, compiled before they start."""
 
 import dataclasses
-import functools
 import itertools
 
 import jax
 import numpy as np
 import pytest
+from evolving import EVOLUTIONS, MODEL, MODELS, TRAINING, train, trainer
 
 from sparse_dataflow.config.evolution import EvolutionConfig
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.parallel.block_gradients import Portions, mean_norms, portions
 from sparse_dataflow.planning import cost
-from sparse_dataflow.sparsity.evolution import phase_specs
 from sparse_dataflow.training import plateau
-from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics
 from sparse_dataflow.training.phases import phases, refuse_unfit, run_flops, update_steps
-from sparse_dataflow.training.programs import TrainingData, compile_programs
-from sparse_dataflow.training.turns import advance_side_by_side
 
-SPARSE = LinearSpec("block_sparse", "monarch", density=0.25, block=4, rank=2, hadamard=8)
-MODEL = ModelConfig(2, 32, 2, 64, vocab_size=40, max_len=8).with_linears(SPARSE)
-TRAINING = TrainingConfig(steps=10, batch=4, sequence=8, learning_rate=3e-2)
-TOKENS = (np.arange(400) * 7 % 40).astype(np.uint16)
-WINDOWS = EvalBatches(TOKENS[:100], 4, 8, 4)
-DATA = TrainingData(TrainBatches(TOKENS, 4, 8), WINDOWS, 99, WINDOWS, 99, "hash")
-EVOLUTIONS = {
-    "set": EvolutionConfig("set", every=2, share=0.3),
-    "rigl": EvolutionConfig("rigl", every=3, at=0.9, share=0.5),
-    "gradual": EvolutionConfig("gradual", at=0.6),
-    "sparse_to_dense": EvolutionConfig("sparse_to_dense", at=0.5),
-    "mlp_dense_first": EvolutionConfig("sparse_to_dense", at=0.4, first=("mlp_in", "mlp_out")),
-    "low_rank_tail": EvolutionConfig("low_rank_tail", at=0.7),
-    "self_guided": EvolutionConfig("self_guided", at=0.5),
-    "shared_to_own": EvolutionConfig("shared_to_own", at=0.5),
-    "rigl_by_depth": EvolutionConfig("rigl", every=3, at=0.9, share=0.5),
-    "dense_by_depth": EvolutionConfig("sparse_to_dense", at=0.5),
-    "gradual_by_depth": EvolutionConfig("gradual", at=0.6),
-}
-BY_DEPTH = dataclasses.replace(MODEL, density_by_depth=(2.0, 1.0))
-MODELS = {name: BY_DEPTH if "by_depth" in name else MODEL for name in EVOLUTIONS}
-
-
-@functools.cache
-def programs_of(method):
-    evolution = EVOLUTIONS[method]
-    return compile_programs(phase_specs(MODELS[method], evolution), TRAINING, DATA, evolution)
-
-
-def trainer(folder, method, evolution=None, **options):
-    every = {"eval_every": 5, "checkpoint_every": 20} | options
-    evolution = evolution or EVOLUTIONS[method]
-    model, programs = MODELS[method], programs_of(method)
-    return Trainer("sparse", folder, model, TRAINING, DATA, programs, evolution=evolution, **every)
-
-
-def train(t, until=10):
-    try:
-        for _ in advance_side_by_side([t], lambda: t.step >= until):
-            pass
-    finally:
-        t.close()
-    return t
+DAILY = "low_rank_tail", "self_guided", "shared_to_own", "rigl_by_depth"
 
 
 def bits(state):
@@ -88,10 +40,9 @@ def untimed(path):
 @pytest.mark.parametrize(
     "method",
     [
-        # Other cases of this list cover these mostly.
-        pytest.param(name, marks=pytest.mark.nightly)
-        if name in ("mlp_dense_first", "set", "rigl", "dense_by_depth", "gradual_by_depth")
-        else name
+        # Other cases of this list cover these mostly; test_evolution_runs.py kills a run of
+        # sparse_to_dense, and test_saved_layouts.py trains with gradual.
+        pytest.param(name, marks=() if name in DAILY else pytest.mark.nightly)
         for name in EVOLUTIONS
     ],
 )
@@ -129,7 +80,9 @@ def test_a_plateau_starts_the_dense_phase_early_also_after_a_resume(tmp_path, st
     assert cut.phases == whole.phases and bits(cut.state) == bits(whole.state)
 
 
-@pytest.mark.parametrize("method", ["set", "rigl", "rigl_by_depth"])
+@pytest.mark.parametrize(
+    "method", ["set", "rigl_by_depth", pytest.param("rigl", marks=pytest.mark.nightly)]
+)
 def test_layouts_change_and_keep_their_fan_in(tmp_path, method):
     t, model = train(trainer(tmp_path, method)), MODELS[method]
     first, last = gpt.layouts(model), gpt.layouts_from_tables(model, t.state.tables)
@@ -144,7 +97,7 @@ def test_layouts_change_and_keep_their_fan_in(tmp_path, method):
     [
         # Other cases of this list cover these mostly.
         pytest.param(name, marks=pytest.mark.nightly)
-        if name in ("mlp_dense_first", "dense_by_depth", "gradual_by_depth")
+        if name in ("rigl", "mlp_dense_first", "dense_by_depth", "gradual_by_depth")
         else name
         for name in EVOLUTIONS
     ],

@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from test_evolving import EVOLUTIONS, MODELS, TRAINING, train, trainer
+from evolving import EVOLUTIONS, MODELS, TRAINING, train, trainer
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt

@@ -99,14 +99,20 @@ def assert_same_reports(mine, theirs, rtol):
             np.testing.assert_allclose(norms[group], others[group], rtol=100 * rtol, err_msg=group)
 
 
-@pytest.mark.parametrize("stash", ["device", "host"])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "stash"),
     [
-        *("dense", "llama", "shared"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixed", "by_depth")),
-        # Their layers are in the models above.
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("sparse", "qwen3")),
+        *itertools.product(("dense", "llama"), ("device", "host")),
+        ("shared", "device"),
+        *(pytest.param(name, "device", marks=pytest.mark.slow) for name in ("mixed", "by_depth")),
+        # Their layers are in the models above, and so is the stash in host memory.
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                *itertools.product(("sparse", "qwen3"), ("device", "host")),
+                *((name, "host") for name in ("shared", "mixed", "by_depth")),
+            )
+        ),
     ],
 )
 def test_losses_equal_those_of_the_whole_executor(name, stash):
