@@ -296,6 +296,33 @@ def test_errors_on_confirmation_rows_are_as_documented():
     assert 0.9 < np.mean(inside) < 0.95
 
 
+def test_errors_on_the_second_confirmation_are_as_documented():
+    known, unknown = (fitting.errors(source, EFFICIENCIES) for source in SECOND_CONFIRM)
+    median, worst = fitting.summary(known)
+    assert len(known) == 12 and 0.06 < median < 0.075 and 0.24 < worst < 0.27
+    outside = [
+        error.row.name
+        for error in known
+        if abs(np.log(error.seconds / error.row.seconds))
+        > bands.BANDS[error.row.key, "large"].error
+    ]
+    assert outside == ["Llama 3 8B TP 2 on 440"]
+    near, far = (
+        [e for e in unknown if (e.row.plan.tensor <= e.row.plan.island) == inside]
+        for inside in (True, False)
+    )
+    assert len(near) == 73 and 0.5 < fitting.summary(near)[0] < 0.55
+    assert len(far) == 77 and 3 < fitting.summary(far)[0] < 3.3
+    sizes = np.abs(np.log([e.seconds / e.row.seconds for e in unknown]))
+    assert 0.2 < np.mean(sizes <= bands.OTHER_SOFTWARE) < 0.3
+    losses = []
+    for group in {(e.row.config, e.row.plan.chips) for e in unknown}:
+        plans = [e for e in unknown if (e.row.config, e.row.plan.chips) == group]
+        fastest = min(e.row.seconds for e in plans)
+        losses.append(1 - fastest / min(plans, key=lambda e: e.seconds).row.seconds)
+    assert len(losses) == 12 and np.median(losses) < 0.04 and losses.count(0) == 6
+
+
 @pytest.mark.parametrize("name", ["Llama 3.1 8B", "Llama 3 8B"])
 def test_a_row_is_the_model_of_its_preset(name):
     preset, rows = SIZES["llama3-8b"], [row for row in EVERY if name in row.name]
