@@ -82,6 +82,7 @@ STACKS = {
     "paddle": "PaddlePaddle",
     "sail": "Sea AI Lab's forks of Megatron-LM with pipelines of their own",
     "pipelining": "PyTorch's pipelines and tensor parallelism, not compiled: KempnerForge",
+    "nanotron": "Hugging Face's nanotron",
 }
 """Software of published runs -> its frameworks."""
 

@@ -43,6 +43,13 @@ Confirmation rows, chosen and entered after all of these and before any predicti
 | paddlenlp_a100.csv | PaddlePaddle/PaddleNLP, llm/docs/pretrain.md: every run but Baichuan 13B, whose attention is not that of this format.  Of repeated runs, the last |
 | mosaicgpt_a100.csv | mosaicml/llm-foundry, scripts/train/benchmarking/README.md at 300cc5c58: every bfloat16 row whose plan is not one of mpt_a100.csv |
 
+A second confirmation, entered in the same way after the first (SECOND_CONFIRMATION):
+
+| file | source |
+| --- | --- |
+| known_software.csv | the files that each row names, of publishers whose software the fit knows: every bfloat16 run of 7B and more whose plan is not one of the rows above |
+| nanotron_h100.csv | Hugging Face's Ultra-Scale Playbook, as stored by vinjn/nanotron-ultrascale-playbook at 924e4d0: fragments/benchmarks_interactive.html, runs of 7B and more without a pipeline, because its stages share layers by cost (huggingface/nanotron, src/nanotron/models/base.py).  Models of scripts/scaling_benchmarks.py there, whose 131,072 tokens of vocabulary and keys of their own follow from parameters and MFU.  Two runs of one plan, and two runs whose plan is not that of their batch, are left out |
+
 Columns: the model, its plan as in `parallel_plan.ParallelPlan` (island: chips joined by fast
 links, a node or a slice), the figure and its unit, and their status:
 
@@ -146,6 +153,8 @@ SOURCES = (
 )
 CONFIRMATION = ("vocabulary_a100", "paddlenlp_a100", "mosaicgpt_a100")
 """Files of rows that no fit and no choice of terms has seen."""
+SECOND_CONFIRMATION = ("known_software", "nanotron_h100")
+"""Files of more such rows, most of them on H100; the fit does not know nanotron."""
 _COUNTS = (
     *("data", "stage", "fsdp", "tensor", "island", "chunks", "zero"),
     *("accumulation", "gradient_bytes"),
@@ -253,7 +262,7 @@ def with_kernel(row: Row, efficiency: Efficiency) -> Efficiency:
 
 
 def rows(source: str) -> list[Row]:
-    """Returns the rows of one of SOURCES or CONFIRMATION, in the order of the source."""
+    """Returns the rows of a file of SOURCES or of a confirmation, in the order of the source."""
     return [_row({"source": source, **fields}) for fields in _table(source)]
 
 

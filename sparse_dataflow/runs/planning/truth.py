@@ -17,6 +17,11 @@ from sparse_dataflow.runs.planning.options import named_model
 Constants = Mapping[str, Efficiency]
 """Chip family -> its constants."""
 
+_CONFIRMATION_COLUMNS = (
+    '"inside": of the runs whose kind has a band, the share in it; "other": share in that of '
+    'other\nsoftware; "plans": what nine of ten errors are from the median of their model, '
+    "chips and source"
+)
 _LABELS = {"confirm": "confirmation", "test": "held out", "fit": "fitted"}
 
 
@@ -36,15 +41,20 @@ def run(fit: bool, out: str) -> None:
     folders.refuse_foreign(folder, "planner_truth")
     constants = _fitted_constants() if fit else EFFICIENCIES
     errors = {source: fitting.errors(source, constants) for source in published.SOURCES}
-    confirmation = {source: fitting.errors(source, constants) for source in published.CONFIRMATION}
+    confirmations = [
+        {source: fitting.errors(source, constants) for source in sources}
+        for sources in (published.CONFIRMATION, published.SECOND_CONFIRMATION)
+    ]
     for source in errors:
         _print_source(source, errors[source])
     print()
     everything = [error for source in errors.values() for error in source]
     _print_summary(everything)
     _print_domains(everything)
-    _print_confirmation(confirmation)
-    errors |= confirmation
+    for number, confirmation in enumerate(confirmations, 1):
+        _print_confirmation(f"confirmation {number}", confirmation)
+        errors |= confirmation
+    print(_CONFIRMATION_COLUMNS)
     everything = [error for source in errors.values() for error in source]
     _print_memory(everything)
     _print_scalings(constants)
@@ -136,7 +146,7 @@ def _print_domains(errors: list[Error]) -> None:
     print(f"{np.mean(inside):.0%} of {len(inside)} held-out runs are inside their band")
 
 
-def _print_confirmation(errors: Mapping[str, list[Error]]) -> None:
+def _print_confirmation(title: str, errors: Mapping[str, list[Error]]) -> None:
     """Prints the errors of rows that no fit and no choice of terms has seen."""
     everything = [error for source in errors.values() for error in source]
     groups = {
@@ -144,7 +154,7 @@ def _print_confirmation(errors: Mapping[str, list[Error]]) -> None:
         "7B+ to 8k tokens": [e for e in everything if _regime(e) == "large"],
         **errors,
     }
-    head = f"{'confirmation':<22}{'runs':>5}{'median':>8}{'worst':>8}"
+    head = f"{title:<22}{'runs':>5}{'median':>8}{'worst':>8}"
     print(f"\n{head}{'inside':>8}{'other':>8}{'plans':>8}")
     for label, rows in groups.items():
         median, worst = fitting.summary(rows)
@@ -155,11 +165,6 @@ def _print_confirmation(errors: Mapping[str, list[Error]]) -> None:
         other = f"{np.mean(sizes <= bands.OTHER_SOFTWARE):.0%}"
         columns = f"{share:>8}{other:>8}{_between_plans(rows):>8}"
         print(f"{label:<22}{len(rows):>5}{median:>8.1%}{worst:>8.1%}{columns}")
-    print(
-        '"inside": of the runs whose kind has a band, the share in it; "other": share in that of '
-        'other\nsoftware; "plans": what nine of ten errors are from the median of their model, '
-        "chips and source"
-    )
 
 
 def _between_plans(errors: Iterable[Error]) -> str:
