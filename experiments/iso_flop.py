@@ -1,12 +1,12 @@
 """Is block sparsity better than a narrower dense model of the same FLOPs?
 
-Trains GPTs of equal FLOPs per token, or of equal stored parameters, at several densities: the
-sparser a model, the wider it is.  The width of a head and d_ff / d_model stay.  Every arm has the
-same tokens, the same number of trials of its learning rate on tuning documents, and the same seeds.
-Bits per byte are measured on other, held-out documents.  Differences to the dense model are paired
-by seed, with intervals of Student's t.  Time to quality is what an arm needs to reach the final
-loss of the best-tuned dense model of its budget and length: the tokens of a training that ends
-there, between the lengths that were trained.  `--equal=shape` compares models of one width.
+Trains GPTs of equal FLOPs per token, of equal stored parameters or of equal shape, at several
+densities.  Where the cost is equal, a sparser model is wider.  The width of a head and d_ff /
+d_model stay.  Every arm has the same tokens, the same number of trials of its learning rate on
+tuning documents, and the same seeds.  Bits per byte are measured on other, held-out documents.
+Differences to the dense model are paired by seed, with intervals of Student's t.  Time to quality
+is what an arm needs to reach the final loss of the best-tuned dense model of its budget and length:
+the tokens of a training that ends there, between the lengths that were trained.
 
     python -m experiments.iso_flop --pattern=monarch --block=4 --budgets=0.27 --equal=flops
         one core: about 6 hours
@@ -66,7 +66,7 @@ class Options:
     )
     sparse_steps: tuple[int, ...] = setting(
         (),
-        "More lengths, of the sparse arms alone: how long until the dense loss?",
+        "More lengths for the sparse arms alone, to see when they reach a dense loss.",
         legal=AT_LEAST_ONE,
     )
     trials: int = setting(4, "Trials of the learning rate of each arm.", legal=AT_LEAST_ONE)

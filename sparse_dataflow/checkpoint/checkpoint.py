@@ -25,8 +25,7 @@ import os
 import shutil
 import threading
 import time
-import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ class Checkpoints:
         keep: int = 3,
         *,
         config: Mapping[str, Any],
-        defaults: Mapping[str, Any] = types.MappingProxyType({}),
+        completed: Callable[[dict[str, Any]], dict[str, Any]] = lambda saved: saved,
         read_only: bool = False,
         mirror: Path | None = None,
     ):
@@ -70,7 +69,7 @@ class Checkpoints:
           keep: number of newest checkpoints to keep, in addition to the best one.
           config: JSON-able settings that must match for a checkpoint to fit, such as the resolved
             model and optimizer.  Stored in each checkpoint and compared on restore.
-          defaults: part of the config -> values of the settings that an older checkpoint lacks.
+          completed: a checkpoint's config -> the same with the settings that are younger than it.
           read_only: change nothing in the folder, for a reader during or after the run.
           mirror: a second folder, into which each checkpoint is copied in the background and from
             which lost and damaged ones are restored; None for none.
@@ -83,7 +82,7 @@ class Checkpoints:
         self._folder = Path(folder).absolute()
         self._keep = keep
         self._config = json.loads(json.dumps(config))
-        self._defaults = json.loads(json.dumps(dict(defaults)))
+        self._completed = completed
         self._read_only = read_only
         self._worker: threading.Thread | None = None
         self._outcome = SaveOutcome()
@@ -413,11 +412,8 @@ class Checkpoints:
         return True
 
     def _refuse_other_config(self, path: Path, saved: dict[str, Any]) -> None:
-        filled = {
-            part: {**self._defaults.get(part, {}), **value} if isinstance(value, dict) else value
-            for part, value in saved.items()
-        }
-        refuse_difference(path, "was made under another config", filled, self._config)
+        whole = json.loads(json.dumps(self._completed(saved)))
+        refuse_difference(path, "was made under another config", whole, self._config)
 
     def _set_aside(self, path: Path, reason: str) -> None:
         self._verified_steps.discard(int(path.name))

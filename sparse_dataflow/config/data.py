@@ -16,7 +16,7 @@ class DataConfig:
 
     Attributes:
       tokenizer: "bpe" learns `model.vocab_size` tokens from the corpus.
-      loss: the tokens count in training and in held-out losses; see `data.examples`.
+      loss: the tokens that count in training and in held-out losses; see `data.examples`.
     """
 
     NAME: ClassVar[str] = "data"

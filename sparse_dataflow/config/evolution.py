@@ -21,8 +21,9 @@ class EvolutionConfig:
     Attributes:
       method: a name in `sparsity.evolution`.
       share: it falls to 0 along a cosine (arXiv 1911.11134, section 3).
-      max_fan_out: tables by input block have this width, so the gradient of the inputs costs up to
-        this multiple of the stored blocks in plain XLA; the TPU and Hopper kernels skip padding.
+      max_fan_out: counts the output blocks of an input block.  Tables by input block have this
+        width, so the gradient of the inputs costs up to this multiple of the stored blocks in plain
+        XLA; the TPU and Hopper kernels skip padding.
       sequences: rounded up to whole micro-batches.  A sequence costs a forward and a backward pass
         with dense weight gradients.
       row_shards: shards of a tensor-parallel mesh then store equally many blocks.  Results depend

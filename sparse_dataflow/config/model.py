@@ -166,13 +166,17 @@ class LinearSpec:
         return dataclasses.replace(self, density=min(1.0, density))
 
 
+DENSE = LinearSpec()
+"""Spec of a dense projection."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer: pre-norm blocks of attention and an MLP.
 
     The defaults are GPT-3 (arXiv 2005.14165, section 2.1).  `families.FAMILIES` has the fields in
     which other families differ; `models.gpt` lists the parameters.  The help of each setting, which
-    `--help=all` and the page of settings list, explains it; attributes have what help leaves out.
+    `--help=all` and the page of settings list, explains it; "Attributes" has what that leaves out.
 
     Attributes:
       norm: normalisation before each half of a block, and of queries and keys with qk_norm.  A
@@ -334,8 +338,11 @@ class ModelConfig:
     def __post_init__(self):
         validate(self, "model")
         remat.terms(self.remat)  # Refuses an illegal text.
-        if not isinstance(self.seed, int) or not 0 <= self.seed <= MOST_INTEGER:
-            raise UserError(f"seed {self.seed} is not legal; legal: 0 to {MOST_INTEGER}.")
+        whole = isinstance(self.seed, numbers.Integral) and not isinstance(self.seed, bool)
+        if not whole or not 0 <= self.seed <= MOST_INTEGER:
+            raise UserError(
+                f"seed {self.seed} is not legal; legal: whole numbers from 0 to {MOST_INTEGER}."
+            )
         self._check_attention()
         self.selected(self.biases, "model.biases")
         linears = tuple(sorted(dict(self.linears).items()))
@@ -481,7 +488,7 @@ class ModelConfig:
 
     def linear(self, projection: str) -> LinearSpec:
         """Returns the spec of one projection before `density_by_depth`; dense if unset."""
-        return dict(self.linears).get(projection, LinearSpec())
+        return dict(self.linears).get(projection, DENSE)
 
     def projection_shape(self, projection: str) -> tuple[int, int]:
         """Returns (input features, output features) of one projection."""

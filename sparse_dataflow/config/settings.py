@@ -8,6 +8,7 @@ through this module and knows nothing else about them.  A setting is explained o
 import dataclasses
 import difflib
 import math
+import numbers
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_origin
@@ -122,6 +123,8 @@ class Setting:
     def _numbers(self, text: str) -> tuple[int | float, ...]:
         """The numbers of a comma list, in order, each once."""
         kind = _NUMBER_LISTS[self.type]
+        if self.default == () and text.lower() == "none":
+            return ()
         try:
             return tuple(dict.fromkeys(kind(part) for part in text.split(",")))
         except ValueError:
@@ -130,7 +133,8 @@ class Setting:
     def _no_numbers(self) -> str:
         whole = "whole " if _NUMBER_LISTS[self.type] is int else ""
         each = f", each {self.legal[0]}" if self.legal else ""
-        return f"is not legal: it must be a comma list of {whole}numbers{each}."
+        none = " or none" if self.default == () else ""
+        return f"is not legal: it must be a comma list of {whole}numbers{each}{none}."
 
     def refusal(self, value: Any) -> str:
         """Why a value is not legal, completing "NAME=VALUE "; empty where it is."""
@@ -143,13 +147,12 @@ class Setting:
             return f"is unknown. Legal: {', '.join(self.choices)}." if unknown else ""
         if self.type in _NUMBER_LISTS:
             element = dataclasses.replace(self, type=_NUMBER_LISTS[self.type])
-            legal = isinstance(value, tuple) and value and not any(map(element.refusal, value))
-            return "" if legal else self._no_numbers()
+            legal = isinstance(value, tuple) and not any(map(element.refusal, value))
+            return "" if legal and (value or self.default == ()) else self._no_numbers()
         if self.type in (int, float):
-            number = isinstance(value, int) and not isinstance(value, bool)
-            if self.type is float:
-                number = number or isinstance(value, float)
-            if number and isinstance(value, int) and abs(value) > MOST_INTEGER:
+            kinds = numbers.Integral if self.type is int else numbers.Real
+            number = isinstance(value, kinds) and not isinstance(value, bool)
+            if number and isinstance(value, numbers.Integral) and abs(int(value)) > MOST_INTEGER:
                 return f"is not legal: it must be {self.legal[0] if self.legal else 'smaller'}."
             if not number or not math.isfinite(value):
                 kind = "a whole number" if self.type is int else "a finite number"
@@ -196,7 +199,7 @@ def by_path(config: Any) -> dict[str, Setting]:
 
 
 def validate(config: Any, member: str = "") -> None:
-    """Checks every setting of a config by itself.
+    """Checks every setting of a config by itself; numbers of numpy become Python's.
 
     Raises:
       UserError: naming the setting and its legal values.
@@ -206,6 +209,8 @@ def validate(config: Any, member: str = "") -> None:
         if reason := s.refusal(value):
             name = f"{member}.{s.name}" if member else s.name
             raise UserError(f"{name}={shown(value)} {reason}")
+        if s.type in (int, float) and type(value) not in (int, float, type(None)):
+            object.__setattr__(config, s.name, s.type(value))
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:

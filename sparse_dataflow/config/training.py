@@ -26,6 +26,7 @@ class TrainingConfig:
       optimizer: Muon is explained in `optim.muon`.
       sparse_rate: the multiplier is a power of the density, so that 1 is 1 at every density.  The
         low-rank term of a weight has it too.
+      warmup: of linear warm-up.
       final_rate: 0.1 is GPT-3's (arXiv 2005.14165, appendix B); 0 is lower for a fixed token
         budget (arXiv 2502.15938).
       state_dtype: masters, sums over micro-batches and all arithmetic are float32.

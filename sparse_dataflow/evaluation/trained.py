@@ -25,9 +25,9 @@ from sparse_dataflow.training.run_files import (
     read_variants,
 )
 from sparse_dataflow.training.saved_state import (
-    IDENTITY_DEFAULTS,
     SavedProgress,
     abstract_saved_state,
+    completed,
     identity,
 )
 from sparse_dataflow.training.transitions import copied_blocks
@@ -162,9 +162,7 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
     model, training, evolution = chosen.model, chosen.training, chosen.evolution
     config_identity = identity(model, training, evolution, tokenizer.content_hash)
     path = folder / variant / "checkpoints"
-    checkpoints = Checkpoints(
-        path, config=config_identity, defaults=IDENTITY_DEFAULTS, read_only=True
-    )
+    checkpoints = Checkpoints(path, config=config_identity, completed=completed, read_only=True)
     model_phases = phases(model, evolution, training.steps)
 
     def template(step, extra):

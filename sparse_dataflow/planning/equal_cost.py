@@ -52,7 +52,7 @@ def mismatch(model: ModelConfig, cost_of: Cost, target: float) -> float:
 
 
 def equal_cost_model(
-    model: ModelConfig, cost_of: Cost, target: float, density: float = 1.0
+    model: ModelConfig, cost_of: Cost, target: float, density: float = 1.0, multiple: int = 2
 ) -> ModelConfig:
     """Returns `model` at the width and density at which it costs `target`.
 
@@ -64,6 +64,7 @@ def equal_cost_model(
       cost_of: a cost that grows with the width, such as FLOPs per token.
       target: the cost to reach.
       density: requested fraction of the blocks stored; 1 gives a dense model.
+      multiple: what the width of a dense model is a multiple of.
 
     Raises:
       UserError: no width within TOLERANCE has a balanced layout and legal heads.
@@ -74,7 +75,7 @@ def equal_cost_model(
             "a pattern of blocks."
         )
     matches = []
-    for candidate in _candidates(model, cost_of, target, density):
+    for candidate in _candidates(model, cost_of, target, density, multiple):
         error = abs(mismatch(candidate, cost_of, target))
         if error <= TOLERANCE:
             width = candidate.d_model
@@ -93,6 +94,27 @@ def equal_cost_model(
         f"No width gives a model of density {density:g} with {target:.4g} FLOPs or parameters "
         f"(within {TOLERANCE:.1%}{blocks}); legal: a larger budget or another density{smaller}."
     )
+
+
+def equal_shape_model(model: ModelConfig, width: int, density: float) -> ModelConfig:
+    """Returns `model` at a width, with the blocks of a density.
+
+    Raises:
+      UserError: the width has no heads, or no layout of that density; names the legal densities.
+    """
+    sized = resized(model, width, density)
+    if sized is None:
+        raise UserError(
+            f"Width {width} has no whole heads or blocks as the model has them; legal where shapes "
+            "are equal: another budget, or a smaller --block."
+        )
+    _make_layouts(sized)
+    return sized
+
+
+def whole_blocks(model: ModelConfig) -> int:
+    """Returns what a width must be a multiple of, so that block-sparse projections fit."""
+    return math.lcm(*(model.linear(name).block for name in model.sparse_projections))
 
 
 def resized(model: ModelConfig, width: int, density: float) -> ModelConfig | None:
@@ -121,11 +143,9 @@ def resized(model: ModelConfig, width: int, density: float) -> ModelConfig | Non
         return None
 
 
-def _candidates(model, cost_of, target, density) -> Iterator[ModelConfig]:
+def _candidates(model, cost_of, target, density, multiple) -> Iterator[ModelConfig]:
     """Yields the models to choose from, up to those that are too large."""
-    step = 2
-    if density < 1:
-        step = math.lcm(*(model.linear(name).block for name in model.sparse_projections))
+    step = whole_blocks(model) if density < 1 else multiple
     for width in range(step, _WIDEST * model.d_model, step):
         sized = [resized(model, width, each) for each in _densities(density, width // step)]
         legal = [each for each in sized if each]
@@ -169,10 +189,14 @@ def _density_error(model, density):
 
 def _has_layouts(model):
     try:
-        for name in model.sparse_projections:
-            spec = model.linear(name)
-            rows, columns = model.projection_shape(name)
-            make_layout(spec.pattern, rows, columns, spec.block, spec.density)
+        _make_layouts(model)
     except UserError:
         return False
     return True
+
+
+def _make_layouts(model):
+    for name in model.sparse_projections:
+        spec = model.linear(name)
+        rows, columns = model.projection_shape(name)
+        make_layout(spec.pattern, rows, columns, spec.block, spec.density)

@@ -38,10 +38,10 @@ from sparse_dataflow.training.programs import (
 )
 from sparse_dataflow.training.routing import non_finite_routers, routing_numbers
 from sparse_dataflow.training.saved_state import (
-    IDENTITY_DEFAULTS,
     FrozenBase,
     SavedProgress,
     abstract_saved_state,
+    completed,
     identity,
     refuse_other_layouts,
 )
@@ -127,7 +127,7 @@ class Trainer:
             folder / "checkpoints",
             keep,
             config=saved_config,
-            defaults=IDENTITY_DEFAULTS,
+            completed=completed,
             mirror=second,
         )
         self.seconds, self._plateau, self._spikes = 0.0, Plateau(), SpikeHistory()

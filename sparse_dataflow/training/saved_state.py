@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sparse_dataflow.config.evolution import EvolutionConfig
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
@@ -16,7 +16,7 @@ from sparse_dataflow.training.phases import Phase, phase_before
 from sparse_dataflow.training.plateau import Plateau, with_starts
 from sparse_dataflow.training.step import abstract_state
 
-IDENTITY_DEFAULTS: dict[str, dict[str, Any]] = {
+_DEFAULTS: dict[str, dict[str, Any]] = {
     part: {
         field.name: field.default
         for field in dataclasses.fields(config)
@@ -28,21 +28,46 @@ IDENTITY_DEFAULTS: dict[str, dict[str, Any]] = {
         ("evolution", EvolutionConfig),
     )
 }
-"""Defaults of the fields of `identity`: the values of a checkpoint that is older than a field."""
+_READ_WITH = {"teacher_weight": "teacher", "adapter_alpha": "adapter_rank"}
+"""Settings of `TrainingConfig` that nothing reads where another setting is empty or 0."""
 
 
 def identity(
     model: ModelConfig, training: TrainingConfig, evolution: EvolutionConfig, tokenizer_hash: str
 ) -> dict[str, Any]:
-    """Returns the config that a checkpoint stores and that restoring compares, JSON-able."""
-    model_fields = model.to_json()
-    del model_fields["remat"]  # It does not change results.
+    """Returns the config that a checkpoint stores and that restoring compares, JSON-able.
+
+    It has no setting that does not change results: remat, and defaults for those of _READ_WITH.
+    """
+    model_fields, training_fields = model.to_json(), training.to_json()
+    del model_fields["remat"]
+    for name, reader in _READ_WITH.items():
+        if not training_fields[reader]:
+            training_fields[name] = _DEFAULTS["training"][name]
     return {
         "model": model_fields,
-        "training": training.to_json(),
+        "training": training_fields,
         "evolution": dataclasses.asdict(evolution),
         "tokenizer": tokenizer_hash,
     }
+
+
+def completed(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the `identity` of a checkpoint, with defaults for settings that are younger than it.
+
+    Args:
+      saved: JSON values, which are not trusted.
+    """
+    whole = {part: _filled(value, _DEFAULTS.get(part, {})) for part, value in saved.items()}
+    model = whole.get("model")
+    if isinstance(model, dict) and isinstance(model["linears"], dict):
+        spec = dataclasses.asdict(LinearSpec())
+        model["linears"] = {name: _filled(v, spec) for name, v in model["linears"].items()}
+    return whole
+
+
+def _filled(value, defaults):
+    return {**defaults, **value} if isinstance(value, dict) else value
 
 
 @dataclasses.dataclass(frozen=True)

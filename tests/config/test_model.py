@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -180,6 +181,16 @@ def test_an_illegal_config_is_refused(change, message):
 def test_an_illegal_linear_is_refused(fields, message):
     with pytest.raises(UserError, match=message):
         LinearSpec(**fields)
+
+
+def test_numbers_of_numpy_become_those_of_python():
+    spec = LinearSpec("block_sparse", density=np.float32(0.5), block=np.int64(16), rank=np.int32(2))
+    assert spec == LinearSpec("block_sparse", density=0.5, block=16, rank=2)
+    assert [type(value) for value in (spec.density, spec.block, spec.rank)] == [float, int, int]
+    assert dataclasses.replace(TINY, seed=np.int64(3)).seed == 3
+    for seed in (True, 1.0, -1):
+        with pytest.raises(UserError, match="legal: whole numbers from 0 to"):
+            dataclasses.replace(TINY, seed=seed)
 
 
 @pytest.mark.parametrize("scale", SIZES)

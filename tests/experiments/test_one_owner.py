@@ -35,6 +35,7 @@ def test_a_running_run_is_neither_resumed_nor_begun_again(job, tmp_path):
     assert "holds a run already" in complaint(job.new(folder))
     assert contents(folder) == before
     run.signal(signal.SIGKILL)
+    run.wait()
     done = job.resume(folder)
     assert done.returncode == 0 and "resumes after step" in done.stderr, done.stderr
     assert not (folder / ".lock").exists()

@@ -60,6 +60,9 @@ MODELS = {
     "dense": DENSE,
     "dense_odd": dataclasses.replace(DENSE, vocab_size=45, norm="rmsnorm", remat="full"),
     "sparse": sparse("monarch"),
+    "sparse_mlp": DENSE.with_linears(
+        LinearSpec("block_sparse", "monarch", 0.5, 8), ["mlp_in", "mlp_out"]
+    ),
     "sparse_rank": sparse("random", rank=4, hadamard=8, positions="rotary", remat="dots"),
     "sparse_depth": sparse(
         "shuffle",

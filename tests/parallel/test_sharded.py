@@ -144,8 +144,7 @@ def test_quantised_products_over_a_mesh_equal_one_device_to_the_rounding_of_8_bi
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
-    # Low-rank factors, which are dense kernels too, are in a case of the first test.
-    ["sparse", *(pytest.param(model, marks=_NIGHTLY) for model in ("dense", "sparse_rank"))],
+    ["sparse_mlp", *(pytest.param(m, marks=_NIGHTLY) for m in ("sparse", "dense", "sparse_rank"))],
 )
 def test_muon_trains_over_a_mesh_as_on_a_single_device(model):
     """A dense kernel and a group are one matrix on all devices; single blocks stay in place."""
@@ -157,7 +156,12 @@ def test_muon_trains_over_a_mesh_as_on_a_single_device(model):
         for text in texts:
             more = set(results[text]["gathered"]) - set(adamw[text])
             matrices = {"x".join(shape.split("x")[-2:]) for shape in more}
-            assert matrices <= (GROUP_SHAPES if model == "sparse" else set()), more
+            if (
+                model == "sparse_mlp"
+            ):  # The compiler chooses which parts of dense kernels it gathers.
+                assert "8x8" not in matrices
+            else:
+                assert matrices <= (GROUP_SHAPES if model == "sparse" else set()), more
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from scipy import stats
 
 from experiments import iso_flop as experiment
 from sparse_dataflow.config.presets import preset
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planning import cost
 from sparse_dataflow.runs.studies import iso_flop, iso_flop_report
 from sparse_dataflow.runs.studies.iso_flop import MEASURE, TUNE, Plan
@@ -73,13 +74,22 @@ def test_arms_of_a_curve_have_the_dense_models_cost(plan):
                 assert flops[0] == pytest.approx(flops[1], rel=0.03)
 
 
-def test_arms_of_equal_shape_have_the_dense_models_width():
-    options = experiment.Options((1,), (1, 0.5, 0.125), ("muon",), ("shape",), (20,))
-    (curve,) = iso_flop.plan_curves(CONFIG, 1024, options)
+@pytest.mark.parametrize("budget", [0.41, 1])
+def test_arms_of_equal_shape_have_the_dense_models_width(budget):
+    options = experiment.Options((budget,), (1, 0.5, 0.25), ("muon",), ("shape",), (20,))
+    config = CONFIG.change(sparsity__block=4)
+    (curve,) = iso_flop.plan_curves(config, 1024, options)
+    assert curve.arms[0].model.d_model % 4 == 0
     dense = curve.arms[0].model
     for arm in curve.arms[1:]:
         assert arm.mismatch == 0 and arm.stored_density == arm.density
         assert dataclasses.replace(arm.model, linears={}) == dense
+
+
+def test_a_shape_without_a_layout_of_a_density_is_refused_with_what_is_legal():
+    options = experiment.Options((0.3,), (1, 0.125), ("muon",), ("shape",), (20,))
+    with pytest.raises(UserError, match=r"legal"):
+        iso_flop.plan_curves(CONFIG.change(sparsity__block=64), 1024, options)
 
 
 def test_sparse_arms_of_more_lengths_are_tuned_alike_and_show_what_reaches_the_dense_loss():
@@ -98,6 +108,10 @@ def test_sparse_arms_of_more_lengths_are_tuned_alike_and_show_what_reaches_the_d
     for arm in longer:
         roles = [run.role for run in iso_flop.run_list(plan, results) if run.arm == arm]
         assert roles == [TUNE] * 3 + [MEASURE] * 2
+    table = iso_flop_report.longer_table(
+        [iso_flop_report.arm_summary(plan, arm, results) for arm in longer]
+    )
+    assert "| steps_320/budget_1/muon/shape_density_0.125 | 2.4678 | 2 | " in table
     summaries = [iso_flop_report.summary(plan, curve, results) for curve in curves]
     for summary in summaries:
         dense, sparse = [arm["time_to_quality"] for arm in summary["arms"]]

@@ -7,10 +7,10 @@ import pytest
 
 from sparse_dataflow.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.config.evolution import EvolutionConfig
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.training.saved_state import IDENTITY_DEFAULTS, identity
+from sparse_dataflow.training.saved_state import completed, identity
 
 PARTS = {
     "model": ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=16),
@@ -21,7 +21,7 @@ STATE = {"weight": np.arange(3.0, dtype=np.float32)}
 
 
 def checkpoints(folder, config):
-    return Checkpoints(folder, config=config, defaults=IDENTITY_DEFAULTS)
+    return Checkpoints(folder, config=config, completed=completed)
 
 
 @pytest.mark.parametrize(
@@ -30,8 +30,7 @@ def checkpoints(folder, config):
         ("model", "window", 3),
         ("model", "biases", ("qkv",)),
         ("model", "guided", True),
-        ("training", "adapter_alpha", 8.0),
-        ("training", "teacher_weight", 0.25),
+        ("training", "final_rate", 0.0),
         ("evolution", "plateau", 2),
     ],
 )
@@ -46,6 +45,51 @@ def test_a_checkpoint_older_than_a_setting_fits_its_default_alone(part, name, ot
     with checkpoints(tmp_path, identity(**PARTS | changed, tokenizer_hash="")) as folder:
         with pytest.raises(UserError, match=f"was made under another config: {part}.{name} is"):
             folder.restore(STATE)
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "reader"),
+    [("adapter_alpha", 8.0, {"adapter_rank": 4}), ("teacher_weight", 0.25, {"teacher": "runs/a"})],
+)
+def test_a_setting_that_nothing_reads_may_be_another(name, other, reader, tmp_path):
+    """As that of a dense twin, which has no teacher."""
+    whole = lambda **changes: identity(  # noqa: E731
+        **PARTS | {"training": dataclasses.replace(TrainingConfig(), **changes)}, tokenizer_hash=""
+    )
+    assert whole(**{name: other}) == whole()
+    assert whole(**{name: other}, **reader) != whole(**reader)
+    older = whole()
+    del older["training"][name]
+    with checkpoints(tmp_path, older) as folder:
+        folder.save(1, STATE, {})
+    with checkpoints(tmp_path, whole(**{name: other})) as folder:
+        assert folder.restore(STATE) is not None
+
+
+def test_a_checkpoint_older_than_a_field_of_its_linears_fits_its_default_alone(tmp_path):
+    linears = {"mlp_in": LinearSpec("block_sparse", density=0.5, block=8)}
+    parts = PARTS | {"model": dataclasses.replace(PARTS["model"], linears=linears)}
+    older = identity(**parts, tokenizer_hash="")
+    del older["model"]["linears"]["mlp_in"]["hadamard"]
+    with checkpoints(tmp_path, older) as folder:
+        folder.save(1, STATE, {})
+    with checkpoints(tmp_path, identity(**parts, tokenizer_hash="")) as folder:
+        assert folder.restore(STATE) is not None
+    mixed = {"mlp_in": dataclasses.replace(linears["mlp_in"], hadamard=8)}
+    parts = PARTS | {"model": dataclasses.replace(PARTS["model"], linears=mixed)}
+    with checkpoints(tmp_path, identity(**parts, tokenizer_hash="")) as folder:
+        with pytest.raises(UserError, match=r"model.linears.mlp_in.hadamard is 0 there and 8 here"):
+            folder.restore(STATE)
+
+
+def test_a_whole_number_equals_the_same_number_as_a_float(tmp_path):
+    whole = dataclasses.replace(PARTS["model"], rotary_base=10000)
+    older = identity(**PARTS, tokenizer_hash="")
+    del older["model"]["rotary_base"]
+    with checkpoints(tmp_path, older) as folder:
+        folder.save(1, STATE, {})
+    with checkpoints(tmp_path, identity(**PARTS | {"model": whole}, tokenizer_hash="")) as folder:
+        assert folder.restore(STATE) is not None
 
 
 def test_the_remat_of_a_checkpoint_may_be_another():

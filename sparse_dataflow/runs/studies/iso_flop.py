@@ -17,7 +17,13 @@ from sparse_dataflow.distributed.stopping import stop_on_signals
 from sparse_dataflow.files import folders, storage
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.folder_lock import FolderLock
-from sparse_dataflow.planning.equal_cost import Cost, equal_cost_model, stored_parameters
+from sparse_dataflow.planning.equal_cost import (
+    Cost,
+    equal_cost_model,
+    equal_shape_model,
+    stored_parameters,
+    whole_blocks,
+)
 from sparse_dataflow.runs import memory_check
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.runs.studies import rate_search, study
@@ -35,6 +41,9 @@ VARIED = (
 )
 """What the arms set, as `study.prepare` takes it.  Heads and d_ff only give the ratios that every
 arm keeps: the width of a head, query heads to a key/value head, and d_ff / d_model."""
+
+SHAPE = "shape"
+"""Value of --equal whose arms have the dense model's width; the others are as wide as they must."""
 
 TUNE, MEASURE = "tune", "measure"
 """Roles of a run: a trial of a learning rate on the tuning split; a result on the held-out one."""
@@ -229,14 +238,17 @@ def plan_curves(config: RunConfig, vocab_size: int, options) -> tuple[Curve, ...
     cost_of: dict[str, Cost] = {
         "flops": flops,
         "parameters": stored_parameters,
-        "shape": lambda model: model.d_model,
+        SHAPE: lambda model: model.d_model,
     }
+    multiple = math.lcm(2, whole_blocks(shape)) if SHAPE in options.equal else 2
     curves = []
     for budget in sorted(options.budgets):
-        dense = equal_cost_model(shape, flops, budget * scale_flops)
+        dense = equal_cost_model(shape, flops, budget * scale_flops, multiple=multiple)
         to_budget = flops(dense) / (budget * scale_flops) - 1
         models = {
-            (name, density): equal_cost_model(shape, cost_of[name], cost_of[name](dense), density)
+            (name, density): equal_shape_model(shape, dense.d_model, density)
+            if name == SHAPE
+            else equal_cost_model(shape, cost_of[name], cost_of[name](dense), density)
             for name in options.equal
             for density in sorted(set(options.densities) - {1.0}, reverse=True)
         }

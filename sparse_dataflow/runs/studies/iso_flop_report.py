@@ -36,6 +36,7 @@ def write(base: Study, plan: Plan, results: Mapping[str, dict], folder: Path) ->
     """
     splits = _splits(base, plan)
     curves = [summary(plan, curve, results) for curve in plan.curves]
+    longer = [arm_summary(plan, arm, results) for arm in plan.longer]
     arms = [_shape(arm, base.config) for arm in plan.arms]
     options = {name: getattr(plan, name) for name in ("trials", "seeds", "headline_seeds")}
     result = {
@@ -44,6 +45,7 @@ def write(base: Study, plan: Plan, results: Mapping[str, dict], folder: Path) ->
         "splits": splits,
         "arms": arms,
         "curves": curves,
+        "longer": longer,
     }
     measurement.keep(str(folder), "iso_flop", base.chip.name, [result])
     sizes = ", ".join(
@@ -54,6 +56,7 @@ def write(base: Study, plan: Plan, results: Mapping[str, dict], folder: Path) ->
             arms_table(plan, base.config),
             f"Evaluated on {sizes.replace('_', ' ')}.\n",
             *(curve_table(curve) for curve in curves),
+            *([longer_table(longer)] if longer else []),
         ]
     )
     (folder / "iso_flop.md").write_text(text)
@@ -138,23 +141,13 @@ def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, 
             pairs = [[bits[s], of_dense[s]["bits_per_byte"]] for s in seeds]
             first, second = np.transpose(pairs)
             difference = dataclasses.asdict(paired_difference(first, second, seeds))
-        losses = iso_flop.trial_losses(plan, arm, results)
         reached = None
         if target is not None:
             reached = effort(_by_length(plan, arm, results), target)
-        common = iso_flop.mean_bits(plan, arm, results)
         arms.append(
             {
-                "name": arm.name,
-                "density": arm.density,
-                "stored_density": arm.stored_density,
-                "bits_per_byte": common if math.isfinite(common) else None,
-                "by_seed": {str(seed): measured[seed]["bits_per_byte"] for seed in bits},
+                **arm_summary(plan, arm, results),
                 "to_dense": difference,
-                "trials": {f"{m:.4g}": b if math.isfinite(b) else None for m, b in losses.items()},
-                "multiplier": rate_search.best_multiplier(losses),
-                "bracketed": rate_search.is_bracketed(losses),
-                "step_seconds": min(r.get("step_seconds", math.nan) for r in measured.values()),
                 "time_to_quality": dataclasses.asdict(reached) if reached else None,
             }
         )
@@ -170,6 +163,25 @@ def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, 
         "minimum": lowest["name"] if lowest else None,
         "significant": bool(lowest and _is_below(lowest["to_dense"])),
         "arms": arms,
+    }
+
+
+def arm_summary(plan: Plan, arm: Arm, results: Mapping[str, dict]) -> dict[str, Any]:
+    """Returns what an arm was, its rate and its losses, by itself."""
+    measured = iso_flop.measured_results(plan, arm, results)
+    losses = iso_flop.trial_losses(plan, arm, results)
+    common = iso_flop.mean_bits(plan, arm, results)
+    seconds = [r["step_seconds"] for r in measured.values() if "step_seconds" in r]
+    return {
+        "name": arm.name,
+        "density": arm.density,
+        "stored_density": arm.stored_density,
+        "bits_per_byte": common if math.isfinite(common) else None,
+        "by_seed": {str(seed): result["bits_per_byte"] for seed, result in measured.items()},
+        "trials": {f"{m:.4g}": b if math.isfinite(b) else None for m, b in losses.items()},
+        "multiplier": rate_search.best_multiplier(losses),
+        "bracketed": rate_search.is_bracketed(losses),
+        "step_seconds": min(seconds, default=None),
     }
 
 
@@ -220,18 +232,43 @@ def curve_table(curve: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for arm in curve["arms"]:
-        bits = arm["bits_per_byte"]
         reached = arm["time_to_quality"]
         effort_cells = ["not reached"] + [NONE] * 2
         if reached:
             effort_cells = [f"{reached[name]:.3g}" for name in ("tokens", "flops", "seconds")]
-        edge = "" if arm["bracketed"] else " (edge)"
         lines.append(
-            f"| {arm['density']:g} | {'diverged' if bits is None else f'{bits:.4f}'} | "
-            f"{len(arm['by_seed'])} | {_difference(curve, arm)} | {arm['multiplier']:.3g}x{edge} | "
-            f"{arm['step_seconds']:.3f} | {' | '.join(effort_cells)} |"
+            f"| {arm['density']:g} | {_bits(arm)} | "
+            f"{len(arm['by_seed'])} | {_difference(curve, arm)} | {_rate(arm)} | "
+            f"{_seconds(arm)} | {' | '.join(effort_cells)} |"
         )
     return "\n".join(lines) + f"\n\n{_verdict(curve)}\n"
+
+
+def longer_table(longer: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a Markdown table of the sparse arms that were trained for more lengths."""
+    lines = [
+        "## More lengths of the sparse arms\n",
+        "| arm | bits per byte | seeds | rate | seconds a step |",
+        "|---|---|---|---|---|",
+    ]
+    for arm in longer:
+        lines.append(
+            f"| {arm['name']} | {_bits(arm)} | {len(arm['by_seed'])} | {_rate(arm)} | "
+            f"{_seconds(arm)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _bits(arm):
+    return "diverged" if arm["bits_per_byte"] is None else f"{arm['bits_per_byte']:.4f}"
+
+
+def _seconds(arm):
+    return NONE if arm["step_seconds"] is None else f"{arm['step_seconds']:.3f}"
+
+
+def _rate(arm):
+    return f"{arm['multiplier']:.3g}x{'' if arm['bracketed'] else ' (edge)'}"
 
 
 def _difference(curve, arm):

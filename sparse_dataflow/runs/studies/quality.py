@@ -202,7 +202,8 @@ def _as_many(steps, cost_of_step, names):
 
 
 def _flops_a_step(variant, teacher):
-    total = run_flops(variant.model, variant.evolution, variant.training, teacher)
+    of_teacher = Teacher(teacher.model, {}, ()) if teacher else None
+    total = run_flops(variant.model, variant.evolution, variant.training, of_teacher)
     return total / variant.training.steps
 
 

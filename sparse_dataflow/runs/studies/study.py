@@ -34,7 +34,7 @@ from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics, say
 from sparse_dataflow.training.phases import refuse_unfit
 from sparse_dataflow.training.programs import TrainingData, compile_programs
-from sparse_dataflow.training.saved_state import IDENTITY_DEFAULTS, abstract_saved_state, identity
+from sparse_dataflow.training.saved_state import abstract_saved_state, completed, identity
 from sparse_dataflow.training.teacher import Teacher
 from sparse_dataflow.training.turns import advance_side_by_side
 from sparse_dataflow.training.variants import Variant
@@ -240,7 +240,7 @@ def trained(variant: Variant, tokenizer_hash: str, where: Path) -> Teacher:
     variant = variant.with_steps(_saved_steps(where) or variant.training.steps)
     config = identity(variant.model, variant.training, variant.evolution, tokenizer_hash)
     checkpoints = Checkpoints(
-        where / "checkpoints", config=config, defaults=IDENTITY_DEFAULTS, read_only=True
+        where / "checkpoints", config=config, completed=completed, read_only=True
     )
     restored = checkpoints.restore(
         lambda step, extra: abstract_saved_state(variant.phases, variant.training, step)
