@@ -123,7 +123,8 @@ def settings_page() -> str:
     text = ["# Settings", "", "`--set PATH=VALUE`, or `config.change(PART__NAME=VALUE)`.", ""]
     text += ["| path | default | what it is | legal |", "|---|---|---|---|"]
     for path, s in settings.by_path(RunConfig).items():
-        legal = s.legal[0] if s.legal else ", ".join(s.choices)
+        several = ("all", "none") if s.type == tuple[str, ...] else ()
+        legal = s.legal[0] if s.legal else ", ".join((*several, *s.choices))
         text.append(f"| `{path}` | {shown_default(path, s)} | {s.help} | {legal} |")
     return "\n".join(text) + "\n"
 

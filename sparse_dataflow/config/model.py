@@ -296,10 +296,16 @@ class ModelConfig:
         "Llama 3's scaling factor of long rotary wavelengths; 1 is none.",
         legal=between(1, MOST),
     )
-    rotary_low: float = setting(1.0, "low_freq_factor of that scaling.", legal=positive(MOST))
-    rotary_high: float = setting(4.0, "high_freq_factor of that scaling.", legal=positive(MOST))
+    rotary_low: float = setting(
+        1.0, "low_freq_factor of Llama 3's rotary scaling.", legal=positive(MOST)
+    )
+    rotary_high: float = setting(
+        4.0, "high_freq_factor of Llama 3's rotary scaling.", legal=positive(MOST)
+    )
     rotary_length: int = setting(
-        8192, "original_max_position_embeddings of that scaling, in tokens.", legal=between(1, MOST)
+        8192,
+        "original_max_position_embeddings of Llama 3's scaling, in tokens.",
+        legal=between(1, MOST),
     )
     experts: int = setting(
         0, "Experts of each MLP; 0 is one MLP for all tokens.", legal=between(0, MOST_EXPERTS)
