@@ -26,8 +26,9 @@ from sparse_dataflow.planning.equal_cost import (
 )
 from sparse_dataflow.runs import memory_check
 from sparse_dataflow.runs.request import Request
-from sparse_dataflow.runs.studies import rate_search, study
+from sparse_dataflow.runs.studies import rate_search, study, time_to_quality
 from sparse_dataflow.runs.studies.study import HELD_OUT, TUNING, Study
+from sparse_dataflow.runs.studies.time_to_quality import bits_per_byte
 from sparse_dataflow.runs.train import stopped_status
 from sparse_dataflow.training.loop import DivergedError
 from sparse_dataflow.training.metrics import say
@@ -355,13 +356,7 @@ def headline_arms(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> tupl
 def mean_bits(plan: Plan, arm: Arm, results: Mapping[str, dict]) -> float:
     """Returns held-out bits per byte, the mean over the seeds that all arms have."""
     measured = measured_results(plan, arm, results)
-    return sum(bits_per_byte(measured[seed]) for seed in range(plan.seeds)) / plan.seeds
-
-
-def bits_per_byte(result: dict) -> float:
-    """Returns the bits per byte of a result; infinite for a training that diverged."""
-    bits = result["bits_per_byte"]
-    return math.inf if bits is None else bits
+    return time_to_quality.mean_bits([measured[seed] for seed in range(plan.seeds)])
 
 
 def variant_of(base: Study, each: Run) -> Variant:

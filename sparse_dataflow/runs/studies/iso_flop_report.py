@@ -18,7 +18,7 @@ from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.studies import iso_flop, rate_search
 from sparse_dataflow.runs.studies.iso_flop import Arm, Curve, Plan
 from sparse_dataflow.runs.studies.study import HELD_OUT, TUNING, Study
-from sparse_dataflow.runs.studies.time_to_quality import effort
+from sparse_dataflow.runs.studies.time_to_quality import bits_per_byte, effort
 from sparse_dataflow.training.metrics import say
 
 NONE = "-"
@@ -133,10 +133,10 @@ def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, 
     arms: list[dict[str, Any]] = []
     for arm in curve.arms:
         measured = iso_flop.measured_results(plan, arm, results)
-        bits = {seed: iso_flop.bits_per_byte(result) for seed, result in measured.items()}
+        bits = {seed: bits_per_byte(result) for seed, result in measured.items()}
         seeds = [seed for seed in bits if seed in of_dense]
         difference = None
-        sums = [bits[seed] + iso_flop.bits_per_byte(of_dense[seed]) for seed in seeds]
+        sums = [bits[seed] + bits_per_byte(of_dense[seed]) for seed in seeds]
         if arm != dense and all(map(math.isfinite, sums)):
             pairs = [[bits[s], of_dense[s]["bits_per_byte"]] for s in seeds]
             first, second = np.transpose(pairs)
@@ -187,14 +187,10 @@ def arm_summary(plan: Plan, arm: Arm, results: Mapping[str, dict]) -> dict[str, 
 
 def _by_length(plan, arm, results):
     """Returns optimizer steps -> results of the common seeds of an arm at each finite length."""
-    same = [
-        a
-        for a in plan.arms
-        if (a.equal, a.budget, a.optimizer, a.density)
-        == (arm.equal, arm.budget, arm.optimizer, arm.density)
-    ]
     by_length = {}
-    for each in same:
+    for each in plan.arms:
+        if dataclasses.replace(each, steps=arm.steps) != arm:
+            continue
         measured = iso_flop.measured_results(plan, each, results)
         common = [result for seed, result in measured.items() if seed < plan.seeds]
         if all("curve" in result for result in common):

@@ -1,6 +1,7 @@
 """Time to quality: what a training needs to reach the final loss of the best-tuned dense model."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -23,8 +24,14 @@ class Effort:
 
 
 def mean_bits(results: Sequence[dict]) -> float:
-    """Returns the held-out bits per byte, the mean over results."""
-    return sum(result["bits_per_byte"] for result in results) / len(results)
+    """Returns the held-out bits per byte, the mean over results; infinite if one diverged."""
+    return sum(bits_per_byte(result) for result in results) / len(results)
+
+
+def bits_per_byte(result: dict) -> float:
+    """Returns the bits per byte of a result; infinite for a training that diverged."""
+    bits = result["bits_per_byte"]
+    return math.inf if bits is None else bits
 
 
 def mean_curve(results: Sequence[dict]) -> np.ndarray:
