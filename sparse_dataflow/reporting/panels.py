@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ Values = Sequence[float] | np.ndarray
 
 _COLUMNS = 4
 _INCHES = 3.3
+_TITLE_CHARACTERS = 40
 _PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 
 
@@ -107,7 +109,8 @@ def _draw(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
             axes.vlines(curve.x, curve.low, curve.high, color=colour, linewidth=1.2)
         elif len(curve.low):
             axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
-    axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
+    title = textwrap.fill(panel.title, _TITLE_CHARACTERS)
+    axes.set(title=title, xlabel=panel.x_label, ylabel=panel.y_label)
     if panel.log_x:
         axes.set_xscale("log", base=panel.log_x)
     if panel.log_y:

@@ -16,7 +16,7 @@ STYLE: Style = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": "#888888",
-    "axes.titlesize": 10,
+    "axes.titlesize": 9,
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": "#e4e4e4",
