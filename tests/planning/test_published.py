@@ -24,7 +24,13 @@ SECOND = _LATER[: -len(THIRD)]
 FIRST = [row for source in published.SOURCES if source not in _LATER for row in ROWS[source]]
 CONFIRM = {source: published.rows(source) for source in published.CONFIRMATION}
 SECOND_CONFIRM = {source: published.rows(source) for source in published.SECOND_CONFIRMATION}
-FRESH = [row for rows in (*CONFIRM.values(), *SECOND_CONFIRM.values()) for row in rows]
+THIRD_CONFIRM = {source: published.rows(source) for source in published.THIRD_CONFIRMATION}
+FRESH = [
+    row
+    for confirmation in (CONFIRM, SECOND_CONFIRM, THIRD_CONFIRM)
+    for rows in confirmation.values()
+    for row in rows
+]
 
 # What the errors are, plus a little: a test of the constants and of the model, not a wish.
 BOUNDS = {
@@ -74,6 +80,9 @@ def test_the_number_of_rows():
         "known_software": 12,
         "nanotron_h100": 150,
     }
+    assert {source: len(rows) for source, rows in THIRD_CONFIRM.items()} == {
+        "known_software_more": 31
+    }
 
 
 def test_confirmation_rows_are_never_fitted_and_are_other_runs():
@@ -99,7 +108,7 @@ def test_of_a_third_source_the_half_with_the_smaller_hashes_is_fitted(source):
     assert fitted == set(order[: len(names) // 2])
 
 
-@pytest.mark.parametrize("source", (*SECOND, *THIRD, *CONFIRM, *SECOND_CONFIRM))
+@pytest.mark.parametrize("source", (*SECOND, *THIRD, *CONFIRM, *SECOND_CONFIRM, *THIRD_CONFIRM))
 def test_rows_of_a_later_source_are_consistent(source):
     for row in published.rows(source):
         assert row.number == row.plan_status == "verified"

@@ -50,6 +50,12 @@ A second confirmation, entered in the same way after the first (SECOND_CONFIRMAT
 | known_software.csv | the files that each row names, of publishers whose software the fit knows: every bfloat16 run of 7B and more whose plan is not one of the rows above |
 | nanotron_h100.csv | Hugging Face's Ultra-Scale Playbook, as stored by vinjn/nanotron-ultrascale-playbook at 924e4d0: fragments/benchmarks_interactive.html, runs of 7B and more without a pipeline, because its stages share layers by cost (huggingface/nanotron, src/nanotron/models/base.py).  Models of scripts/scaling_benchmarks.py there, whose 131,072 tokens of vocabulary and keys of their own follow from parameters and MFU.  Two runs of one plan, and two runs whose plan is not that of their batch, are left out |
 
+A third one, entered in the same way after the second (THIRD_CONFIRMATION):
+
+| file | source |
+| --- | --- |
+| known_software_more.csv | the files that each row names, of publishers whose software the fit knows: every run of 7B and more in 16 bits whose plan is not one of the rows above.  NeMo's plans are the configuration of the same commit, Megatron-LLaMA's that of its launch script |
+
 Columns: the model, its plan as in `parallel_plan.ParallelPlan` (island: chips joined by fast
 links, a node or a slice), the figure and its unit, and their status:
 
@@ -155,6 +161,8 @@ CONFIRMATION = ("vocabulary_a100", "paddlenlp_a100", "mosaicgpt_a100")
 """Files of rows that no fit and no choice of terms has seen."""
 SECOND_CONFIRMATION = ("known_software", "nanotron_h100")
 """Files of more such rows, most of them on H100; the fit does not know nanotron."""
+THIRD_CONFIRMATION = ("known_software_more",)
+"""A file of more such rows, of software that the fit knows; all but one are on A100."""
 _COUNTS = (
     *("data", "stage", "fsdp", "tensor", "island", "chunks", "zero"),
     *("accumulation", "gradient_bytes"),
