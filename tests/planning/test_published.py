@@ -332,6 +332,19 @@ def test_errors_on_the_second_confirmation_are_as_documented():
     assert len(losses) == 12 and np.median(losses) < 0.04 and losses.count(0) == 6
 
 
+def test_errors_on_the_third_confirmation_are_as_documented():
+    [errors] = [fitting.errors(source, EFFICIENCIES) for source in THIRD_CONFIRM]
+    median, worst = fitting.summary(errors)
+    assert len(errors) == 31 and 0.08 < median < 0.095 and 0.5 < worst < 0.53
+    large = [error.row.name for error in errors if abs(error.relative) > 0.2]
+    assert len(large) == 8 and all("NeMo 22.08" in name or "Optimizer" in name for name in large)
+    inside = [
+        abs(np.log(e.seconds / e.row.seconds)) <= bands.BANDS[e.row.key, "large"].error
+        for e in errors
+    ]
+    assert 0.55 < np.mean(inside) < 0.7
+
+
 @pytest.mark.parametrize("name", ["Llama 3.1 8B", "Llama 3 8B"])
 def test_a_row_is_the_model_of_its_preset(name):
     preset, rows = SIZES["llama3-8b"], [row for row in EVERY if name in row.name]

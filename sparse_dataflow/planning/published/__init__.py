@@ -112,6 +112,10 @@ configuration files there say 1).  The lack of that kernel had been suspected of
 KempnerForge's nodes have four H200; that no switch joins them is assumed.  Constants and bands were
 committed before any test row or row of CONFIRMATION was looked at.
 
+Whether the software overlaps sums of gradients was tried as one more field, by code and scripts of
+every source.  The residuals of "fit" rows did not become smaller, so it is not there.  It was decided
+before the look at THIRD_CONFIRMATION.
+
 Context parallelism is described as replicas with a part of a sequence: its exchange of keys is not
 priced.
 """  # noqa: E501
