@@ -33,6 +33,7 @@ PIXELFLY = {"sparsity.pattern": "pixelfly"}
 CYCLIC = {"sparsity.pattern": "cyclic"}
 RANDOM = {"sparsity.pattern": "random"}
 MONARCH = {"sparsity.pattern": "monarch"}
+SHUFFLE = {"sparsity.pattern": "shuffle"}
 LOW_RANK = {"sparsity.rank": 1 / 16}
 HADAMARD = {"sparsity.hadamard": 1}
 SET = {"evolution.method": "set"}
@@ -53,7 +54,7 @@ ARMS = {
     "static_cyclic": CYCLIC,
     "static_random": RANDOM,
     "static_monarch": MONARCH,
-    "static_shuffle": {"sparsity.pattern": "shuffle"},
+    "static_shuffle": SHUFFLE,
     "allocated": RANDOM | TO_MLP_IN,
     "depth_rising": RANDOM | RISING,
     "depth_falling": RANDOM | FALLING,
@@ -71,6 +72,7 @@ ARMS = {
     "sparse_to_dense_half": TO_DENSE_HALF,
     "low_rank_to_dense_half": TO_DENSE_HALF | LOW_RANK,
     "attention_first_half": TO_DENSE_HALF | ATTENTION_FIRST,
+    "shuffle_attention_first_half": TO_DENSE_HALF | SHUFFLE | ATTENTION_FIRST,
     "low_rank_attention_first_half": TO_DENSE_HALF | ATTENTION_FIRST | LOW_RANK,
     "sparse_to_dense_50": RANDOM | TO_DENSE | {"evolution.at": 0.5},
     "sparse_to_dense_70": RANDOM | TO_DENSE | {"evolution.at": 0.7},

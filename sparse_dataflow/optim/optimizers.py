@@ -35,8 +35,9 @@ LINEAR_MATRICES = ("kernel", "values", GUIDE, "a_kernel", "b_kernel", *muon.FACT
 SPARSE_RATE_DENSITY = 1 / 8
 """Density at which `TrainingConfig.sparse_rate` is the full learning-rate multiplier."""
 
-TURNED_DENSE_RATE = 2.0
-"""Learning-rate multiplier of a dense weight that was block-sparse in an earlier phase."""
+TURNED_DENSE_RATE = {"adamw": 2.0, "muon": 4.0}
+"""Learning-rate multiplier of a dense weight that was block-sparse in an earlier phase, by
+optimizer: the best of 0.5 to 4 with AdamW and of 1 to 16 with Muon (docs/quality.md)."""
 
 
 @functools.cache
@@ -243,7 +244,7 @@ def learning_rate_multipliers(
             density = model.factor_rank(projection) / model.projection_shape(projection)[0]
         rate = training.sparse_rate ** (math.log(density) / math.log(SPARSE_RATE_DENSITY))
         if spec.turned_dense:
-            rate *= TURNED_DENSE_RATE
+            rate *= TURNED_DENSE_RATE[training.optimizer]
         read = dict.fromkeys(("kernel", "values", GUIDE, *muon.FACTORS), density)
         read |= {"a_kernel": 1.0, "router": 1.0}
         if model.supar and name in read:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.model import SUPAR_HEAD, SUPAR_WIDTH, LinearSpec, ModelConfig
-from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.config.training import OPTIMIZERS, TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.optim.optimizers import (
@@ -136,9 +136,16 @@ def test_each_kind_of_parameter_has_its_rate(sparse_rate, vector_rate, model):
         assert set(plain.values()) == {1.0}
 
 
-@given(st.floats(1.5, 10.0), st.sampled_from([MODEL, SUPAR]), st.sampled_from([(), ("qkv",)]))
-def test_weights_that_turned_dense_learn_faster_than_dense_ones(sparse_rate, model, first):
-    training = dataclasses.replace(TRAINING, sparse_rate=sparse_rate)
+@given(
+    st.floats(1.5, 10.0),
+    st.sampled_from([MODEL, SUPAR]),
+    st.sampled_from([(), ("qkv",)]),
+    st.sampled_from(OPTIMIZERS),
+)
+def test_weights_that_turned_dense_learn_faster_than_dense_ones(
+    sparse_rate, model, first, optimizer
+):
+    training = dataclasses.replace(TRAINING, sparse_rate=sparse_rate, optimizer=optimizer)
     model = model.with_linears(MODEL.linear("mlp_out"), ["mlp_in"])
     sparse = weight_multipliers(model, training)
     dense = weight_multipliers(dataclasses.replace(model, linears=()), training)
@@ -148,7 +155,7 @@ def test_weights_that_turned_dense_learn_faster_than_dense_ones(sparse_rate, mod
             if name in phase.model.sparse_projections:
                 assert rate == sparse[name] != dense[name]
             elif name in model.sparse_projections:
-                assert rate == TURNED_DENSE_RATE * dense[name] != dense[name]
+                assert rate == TURNED_DENSE_RATE[optimizer] * dense[name] != dense[name]
             else:
                 assert rate == dense[name]
     assert not later[-1].model.sparse_projections
