@@ -7,7 +7,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper import NEEDED_JAX
+from sparse_dataflow.kernels.block_sparse_matmul.hopper.api import NEEDED_JAX
 
 
 @contextlib.contextmanager

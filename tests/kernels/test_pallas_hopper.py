@@ -16,10 +16,11 @@ from simulated_hopper import simulated_hopper, targeted_gpu
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels import dispatch
-from sparse_dataflow.kernels.block_sparse_matmul import api, pallas_hopper
-from sparse_dataflow.kernels.block_sparse_matmul import tuning_hopper as tuning
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_plan import count_stored
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_tables import (
+from sparse_dataflow.kernels.block_sparse_matmul import api
+from sparse_dataflow.kernels.block_sparse_matmul.hopper import api as pallas_hopper
+from sparse_dataflow.kernels.block_sparse_matmul.hopper import tuning
+from sparse_dataflow.kernels.block_sparse_matmul.hopper.plan import count_stored
+from sparse_dataflow.kernels.block_sparse_matmul.hopper.tables import (
     merge_lines,
     split_float32,
 )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from simulated_hopper import targeted_gpu
 
-from sparse_dataflow.kernels.block_sparse_matmul import pallas_hopper
+from sparse_dataflow.kernels.block_sparse_matmul.hopper import api as pallas_hopper
 from sparse_dataflow.kernels.sparse_mlp import pallas_hopper as hopper_mlp
 from sparse_dataflow.sparsity.patterns import make_layout
 

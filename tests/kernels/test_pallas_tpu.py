@@ -13,8 +13,10 @@ from hypothesis.extra import numpy as hnp
 from simulated import simulated_tpu, targeted_tpu
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.kernels.block_sparse_matmul import api, pallas_tpu, tuning
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import tile_tables
+from sparse_dataflow.kernels.block_sparse_matmul import api
+from sparse_dataflow.kernels.block_sparse_matmul.tpu import api as pallas_tpu
+from sparse_dataflow.kernels.block_sparse_matmul.tpu import tuning
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.tables import tile_tables
 from sparse_dataflow.sparsity.layout import BlockLayout, pad_tables
 from sparse_dataflow.sparsity.patterns import make_layout
 

@@ -10,7 +10,7 @@ import pytest
 from described_tpus import TOPOLOGIES, compiled, described, nightly
 from simulated import targeted_tpu
 
-from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu
+from sparse_dataflow.kernels.block_sparse_matmul.tpu import api as pallas_tpu
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu as mlp
 from sparse_dataflow.sparsity.patterns import make_layout
 

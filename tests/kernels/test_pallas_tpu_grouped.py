@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from simulated import simulated_tpu, targeted_tpu
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_grouped as kernels
-from sparse_dataflow.kernels.block_sparse_matmul import tuning, tuning_grouped
 from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
+from sparse_dataflow.kernels.block_sparse_matmul.tpu import tuning
+from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped import api as kernels
+from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped import tuning as tuning_grouped
 from sparse_dataflow.sparsity.layout import Groups
 from sparse_dataflow.sparsity.patterns import make_layout
 

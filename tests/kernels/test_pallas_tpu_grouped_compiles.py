@@ -6,7 +6,7 @@ import pytest
 from described_tpus import TOPOLOGIES, compiled, described, nightly
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_grouped as kernels
+from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped import api as kernels
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu_grouped as mlp
 from sparse_dataflow.sparsity.layout import Groups
 from sparse_dataflow.sparsity.patterns import make_layout

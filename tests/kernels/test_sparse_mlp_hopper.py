@@ -7,7 +7,7 @@ import pytest
 from simulated_hopper import simulated_hopper, targeted_gpu
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper import NEEDED_JAX
+from sparse_dataflow.kernels.block_sparse_matmul.hopper.api import NEEDED_JAX
 from sparse_dataflow.kernels.gelu.api import value_and_derivative
 from sparse_dataflow.kernels.sparse_mlp import pallas_hopper
 from sparse_dataflow.sparsity.layout import BlockLayout

@@ -14,14 +14,11 @@ from simulated_hopper import targeted_gpu
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels import tuned
-from sparse_dataflow.kernels.block_sparse_matmul import (
-    pallas_hopper,
-    pallas_tpu,
-    tuning,
-    tuning_hopper,
-    tuning_xla,
-    xla,
-)
+from sparse_dataflow.kernels.block_sparse_matmul import tuning_xla, xla
+from sparse_dataflow.kernels.block_sparse_matmul.hopper import api as pallas_hopper
+from sparse_dataflow.kernels.block_sparse_matmul.hopper import tuning as tuning_hopper
+from sparse_dataflow.kernels.block_sparse_matmul.tpu import api as pallas_tpu
+from sparse_dataflow.kernels.block_sparse_matmul.tpu import tuning
 from sparse_dataflow.sparsity.patterns import make_layout
 
 PROJECTIONS = [(5120, 15360), (5120, 5120), (5120, 20480), (20480, 5120)]

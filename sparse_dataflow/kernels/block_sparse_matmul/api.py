@@ -25,8 +25,16 @@ _KERNELS = {
     "pallas_hopper": "gpu",
     "pallas_triton": "gpu",
 }
-"""Module of each Pallas implementation -> the platform that it runs on.  Of several, the first that
-does not refuse runs."""
+"""Pallas implementation -> the platform that it runs on.  Of several, the first that does not
+refuse runs."""
+
+_MODULES = {
+    "pallas_tpu_grouped": "tpu_grouped.api",
+    "pallas_tpu": "tpu.api",
+    "pallas_hopper": "hopper.api",
+    "pallas_triton": "pallas_triton",
+}
+"""Pallas implementation -> its module."""
 
 _GROUPED = ("grouped", "pallas_tpu_grouped")
 """Implementations of layouts of equal groups."""
@@ -208,4 +216,4 @@ def _refusal(name, x, values, tables, groups):
 
 def _import_kernels(name):
     """Import lazily: the Mosaic compilers take half a second to import."""
-    return importlib.import_module(f"{__package__}.{name}")
+    return importlib.import_module(f"{__package__}.{_MODULES[name]}")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import fused
-from sparse_dataflow.kernels.block_sparse_matmul import pallas_hopper as products
+from sparse_dataflow.kernels.block_sparse_matmul.hopper import api as products
 from sparse_dataflow.kernels.gelu.api import value_and_derivative
 from sparse_dataflow.sparsity.layout import LayoutTables
 

@@ -11,16 +11,16 @@ import jax.numpy as jnp
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import fused
-from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu as products
-from sparse_dataflow.kernels.block_sparse_matmul import tuning as sizes
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_shapes import (
+from sparse_dataflow.kernels.block_sparse_matmul.tpu import api as products
+from sparse_dataflow.kernels.block_sparse_matmul.tpu import tuning as sizes
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.shapes import (
     build_tile_tables,
     pad_to,
     product_operand,
     require_tuning,
     tile_side,
 )
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import smem_bytes
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.tables import smem_bytes
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu_kernels as kernels
 from sparse_dataflow.kernels.sparse_mlp.tuning import MlpShape, MlpTuning, fused_tuning
 from sparse_dataflow.sparsity.layout import LayoutTables

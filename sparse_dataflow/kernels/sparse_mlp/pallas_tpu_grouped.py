@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import fused, grouped
-from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_grouped as products
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped_windows import Columns
-from sparse_dataflow.kernels.block_sparse_matmul.tuning import LANES
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.tuning import LANES
+from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped import api as products
+from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped.windows import Columns
 from sparse_dataflow.kernels.dispatch import Shaped
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu_grouped_kernels as kernels
 from sparse_dataflow.kernels.sparse_mlp import tuning_grouped

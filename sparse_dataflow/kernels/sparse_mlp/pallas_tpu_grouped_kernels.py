@@ -18,13 +18,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped_kernels import (
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.stream import pop_if, precision
+from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped.kernels import (
     finish,
     parameters,
     start,
     unit_spec,
 )
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped_windows import (
+from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped.windows import (
     Columns,
     Grid,
     TransposedWindow,
@@ -32,7 +33,6 @@ from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped_windows impo
     current_step,
     over_rows,
 )
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_stream import pop_if, precision
 from sparse_dataflow.kernels.gelu.api import silu_value_and_derivative, value_and_derivative
 from sparse_dataflow.kernels.sparse_mlp.tuning_grouped import MlpBackwardTiles, MlpForwardTiles
 

@@ -13,8 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_stream import Rows, Stream, stream_shape
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import TileTables
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.stream import Rows, Stream, stream_shape
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.tables import TileTables
 from sparse_dataflow.kernels.gelu.api import value_and_derivative
 from sparse_dataflow.kernels.sparse_mlp.tuning import MlpTiles
 

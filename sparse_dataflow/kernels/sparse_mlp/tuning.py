@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from sparse_dataflow.kernels.block_sparse_matmul import tuning as products
-from sparse_dataflow.kernels.block_sparse_matmul.tuning import (
+from sparse_dataflow.kernels.block_sparse_matmul.tpu import tuning as products
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.tuning import (
     GradientTiles,
     Operand,
     ProductTiles,

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from sparse_dataflow.kernels.block_sparse_matmul.tuning import LANES, budget, device
-from sparse_dataflow.kernels.block_sparse_matmul.tuning_grouped import (
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.tuning import LANES, budget, device
+from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped.tuning import (
     ROWS,
     divisors,
     even,

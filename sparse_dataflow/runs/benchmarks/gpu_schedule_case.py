@@ -103,17 +103,17 @@ SOURCES = {
 """Part of a product's target -> what compiles it."""
 
 
-def _table_product(name, case):
+def _table_product(module, case):
     from importlib import import_module
 
-    module = import_module(f"sparse_dataflow.kernels.block_sparse_matmul.{name}")
+    module = import_module(f"sparse_dataflow.kernels.block_sparse_matmul.{module}")
     layout = schedule_case.layout_of(case)
     weight = layout.nnz, case.block, case.block
     return schedule_case.three_products(module.block_sparse_matmul), weight, layout.tables()
 
 
 def _hopper_tiles(operands, tables):
-    from sparse_dataflow.kernels.block_sparse_matmul import pallas_hopper
+    from sparse_dataflow.kernels.block_sparse_matmul.hopper import api as pallas_hopper
 
     x, values, _ = operands
     return pallas_hopper.default_tuning(x, values, tables)
@@ -133,10 +133,9 @@ def _grouped_product(case):
 _BUILDERS: dict[str, Callable] = {
     DENSE: schedule_case.dense_product,
     "grouped": _grouped_product,
-    **{
-        name: functools.partial(_table_product, name)
-        for name in ("xla", "pallas_hopper", "pallas_triton")
-    },
+    "xla": functools.partial(_table_product, "xla"),
+    "pallas_hopper": functools.partial(_table_product, "hopper.api"),
+    "pallas_triton": functools.partial(_table_product, "pallas_triton"),
 }
 
 

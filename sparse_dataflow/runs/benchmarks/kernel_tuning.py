@@ -13,7 +13,9 @@ import numpy as np
 
 from sparse_dataflow.files.errors import UserError, first_line
 from sparse_dataflow.kernels import tuned
-from sparse_dataflow.kernels.block_sparse_matmul import pallas_hopper, pallas_tpu, tuning_xla, xla
+from sparse_dataflow.kernels.block_sparse_matmul import tuning_xla, xla
+from sparse_dataflow.kernels.block_sparse_matmul.hopper import api as pallas_hopper
+from sparse_dataflow.kernels.block_sparse_matmul.tpu import api as pallas_tpu
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks import kernel_programs
 from sparse_dataflow.runs.benchmarks.benchmark import ENOUGH_SECONDS, Program

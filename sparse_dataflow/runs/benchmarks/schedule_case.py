@@ -132,7 +132,7 @@ def layout_of(case: Case):
 
 
 def _table_product(case):
-    from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu
+    from sparse_dataflow.kernels.block_sparse_matmul.tpu import api as pallas_tpu
 
     layout = layout_of(case)
     products = three_products(pallas_tpu.block_sparse_matmul)
@@ -140,7 +140,7 @@ def _table_product(case):
 
 
 def _grouped_product(case):
-    from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped import products
+    from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped.api import products
 
     groups = layout_of(case).groups
     forward = lambda x, weight, _: products(x, weight, groups, block=case.block)  # noqa: E731

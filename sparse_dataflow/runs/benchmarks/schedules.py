@@ -187,9 +187,9 @@ def digest(case: Case) -> str:
 def _sources():
     root = Path(__file__).parents[2]
     folders = ("aot/schedule.py", "runs/benchmarks/*schedule_case.py", "sparsity/*.py")
-    kernels = ("kernels/*.py", "kernels/gelu/*.py", "kernels/*/**/*tpu*", "kernels/*/*grouped*")
-    shared = ("kernels/block_sparse_matmul/tuning.py", "kernels/block_sparse_matmul/fused.py")
-    patterns = (*folders, *kernels, *shared)
+    tpu = ("kernels/*/*tpu*.py", "kernels/*/tpu*/*.py", "kernels/*/tuned/*tpu*")
+    shared = ("kernels/*.py", "kernels/gelu/*.py", "kernels/*/*grouped*.py", "kernels/*/fused.py")
+    patterns = (*folders, *tpu, *shared)
     return sorted({path for pattern in patterns for path in root.glob(pattern)})
 
 

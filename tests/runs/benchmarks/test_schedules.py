@@ -98,7 +98,7 @@ def test_the_cache_depends_on_the_case_and_the_sources(monkeypatch, tmp_path):
 
 def test_sources_have_the_kernels_and_the_reader():
     names = {path.name for path in schedules._sources()}
-    assert {"pallas_tpu_stream.py", "tuning.py", "schedule.py", "patterns.py"} <= names
+    assert {"stream.py", "tuning.py", "schedule.py", "patterns.py"} <= names
 
 
 def test_a_cached_case_is_not_compiled(monkeypatch, tmp_path):

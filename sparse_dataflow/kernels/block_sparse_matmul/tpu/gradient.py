@@ -16,20 +16,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_tables
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_stream import (
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.stream import (
     pop_if,
     precision,
     wait_for,
 )
-from sparse_dataflow.kernels.block_sparse_matmul.tuning import GradientTiles
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.tables import TileTables, chunked
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.tuning import GradientTiles
 from sparse_dataflow.kernels.gelu.api import value_and_derivative
 
 
 def line_gradient(
     gathered: jax.Array,
     lined: jax.Array,
-    tables: pallas_tpu_tables.TileTables,
+    tables: TileTables,
     tiles: GradientTiles,
     *,
     result: jax.ShapeDtypeStruct,
@@ -57,7 +57,7 @@ def line_gradient(
     block = result.shape[1]
     tile = ratio * block
     tokens = len(gathered)
-    tables = pallas_tpu_tables.chunked(tables, tiles.lines, tiles.entries)
+    tables = chunked(tables, tiles.lines, tiles.entries)
     entries, blocks = tables.index.shape[1], tiles.entries * ratio**2
     width = tiles.lines * tile
     wide = pl.BlockSpec((tiles.tokens, width), lambda line_set, i, *_: (i, line_set))

@@ -13,19 +13,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped_windows import (
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.stream import precision
+from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped.tuning import (
+    GroupedGradientTiles,
+    GroupedProductTiles,
+    streams_x,
+)
+from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped.windows import (
     Columns,
     Grid,
     TransposedWindow,
     Window,
     current_step,
     over_rows,
-)
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_stream import precision
-from sparse_dataflow.kernels.block_sparse_matmul.tuning_grouped import (
-    GroupedGradientTiles,
-    GroupedProductTiles,
-    streams_x,
 )
 
 

@@ -11,7 +11,7 @@ other writes.
 The L2 cache bounds the rate.  A tile of t tokens and c columns reads 2 (t + c) bytes for t c
 multiply-adds per feature.  With 256 tokens, at the full rate of the tensor cores, that is 48 bytes
 per cycle and multiprocessor at block 128, as much as a dense 256 x 128 tile, and 80 at block 64.
-Two merged lines of block 64 (`pallas_hopper_tables`) read as much as one line of block 128.  A
+Two merged lines of block 64 (`tables`) read as much as one line of block 128.  A
 cluster of two shares each block by multicast, which leaves 40 and 72 bytes.  Tiles are ordered
 column by column within a set of token tiles whose features fit half the L2 cache, so device memory
 is read about once.
@@ -40,10 +40,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_memory import run_groups, swizzled
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_plan import ProductPlan, count_stored
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_tables import LineTables
-from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import (
+from sparse_dataflow.kernels.block_sparse_matmul.hopper.memory import run_groups, swizzled
+from sparse_dataflow.kernels.block_sparse_matmul.hopper.plan import ProductPlan, count_stored
+from sparse_dataflow.kernels.block_sparse_matmul.hopper.tables import LineTables
+from sparse_dataflow.kernels.block_sparse_matmul.hopper.tuning import (
     CONSUMERS,
     SLICE_ROWS,
     ProductTiles,

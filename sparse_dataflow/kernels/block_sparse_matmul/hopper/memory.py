@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import CONSUMERS
+from sparse_dataflow.kernels.block_sparse_matmul.hopper.tuning import CONSUMERS
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 """Registers per thread: 2 x 128 x 232 + 128 x 40 of a multiprocessor's 65,536."""

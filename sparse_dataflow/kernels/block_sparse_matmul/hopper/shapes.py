@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparse_dataflow.kernels import tuned
-from sparse_dataflow.kernels.block_sparse_matmul import pallas_hopper_tables
-from sparse_dataflow.kernels.block_sparse_matmul import tuning_hopper as sizes
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_tables import (
+from sparse_dataflow.kernels.block_sparse_matmul.hopper import tuning as sizes
+from sparse_dataflow.kernels.block_sparse_matmul.hopper.tables import (
+    COMPONENTS,
+    TERMS,
     LineTables,
     merge_lines,
 )
-from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import TuningConfig
+from sparse_dataflow.kernels.block_sparse_matmul.hopper.tuning import TuningConfig
 from sparse_dataflow.kernels.dispatch import Shaped
 from sparse_dataflow.kernels.tuned import Case, SearchSpace
 from sparse_dataflow.sparsity.layout import LayoutTables
@@ -66,9 +67,7 @@ def search_spaces(
     widths = blocks[0] * block, blocks[1] * block
     programs = sizes.multiprocessors()
     wide = x.dtype == np.float32
-    components, terms = (
-        (pallas_hopper_tables.COMPONENTS, len(pallas_hopper_tables.TERMS)) if wide else (1, 1)
-    )
+    components, terms = (COMPONENTS, len(TERMS)) if wide else (1, 1)
     merged_lines = {
         product: sizes.choose_merged_lines(_fans(merger, block), block)
         for product, merger in _mergers(tables, stored).items()

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels import tuned
-from sparse_dataflow.kernels.block_sparse_matmul import tuning as sizes
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import TileTables, tile_tables
-from sparse_dataflow.kernels.block_sparse_matmul.tuning import Operand, TuningConfig
+from sparse_dataflow.kernels.block_sparse_matmul.tpu import tuning as sizes
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.tables import TileTables, tile_tables
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.tuning import Operand, TuningConfig
 from sparse_dataflow.kernels.dispatch import Shaped
 from sparse_dataflow.kernels.tuned import Case, SearchSpace
 from sparse_dataflow.sparsity.layout import LayoutTables

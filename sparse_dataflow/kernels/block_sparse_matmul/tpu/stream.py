@@ -14,8 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_tables
-from sparse_dataflow.kernels.block_sparse_matmul.tuning import StreamTiles
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.tables import TileTables, chunked
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.tuning import StreamTiles
 
 
 def pop_if(present: bool, refs: list) -> Any:
@@ -87,13 +87,13 @@ class StreamShape(NamedTuple):
 
 def stream_shape(
     values: jax.Array,
-    tables: pallas_tpu_tables.TileTables,
+    tables: TileTables,
     tiles: StreamTiles,
     lines: int,
     transposed: bool,
-) -> tuple[StreamShape, pallas_tpu_tables.TileTables]:
-    """Return a weight's stream shape, and its tables as `pallas_tpu_tables.chunked`."""
-    tables = pallas_tpu_tables.chunked(tables, lines, tiles.entries)
+) -> tuple[StreamShape, TileTables]:
+    """Return a weight's stream shape, and its tables as `tables.chunked`."""
+    tables = chunked(tables, lines, tiles.entries)
     count, entries, ratio, _ = tables.slot.shape
     chunks = entries // tiles.entries
     block = values.shape[1]

@@ -3,7 +3,7 @@
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import SLICE_ROWS
+from sparse_dataflow.kernels.block_sparse_matmul.hopper.tuning import SLICE_ROWS
 
 
 class Results:

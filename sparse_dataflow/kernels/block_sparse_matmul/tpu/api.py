@@ -3,7 +3,7 @@
 Tables are data (scalar prefetch): changing the layout does not recompile.  Only stored blocks are
 read or written.  Blocks of 128 and 256 are tiles of the matrix unit.  Smaller blocks cost more:
 - HBM pads their rows to 128 lanes: block 64 takes twice its bytes, block 32 four times.
-- A tile of 128 is multiplied whole, however few of its blocks are stored (`pallas_tpu_tables`).
+- A tile of 128 is multiplied whole, however few of its blocks are stored (`tables`).
 - Every tile is assembled in VMEM once per token tile, as much work as about 64 (block 64) or 200
   (block 32) tokens.
 Chips with 256-wide matrix units (v6e) run result columns of 128 at half rate, of 256 at full rate.
@@ -17,10 +17,10 @@ import jax.numpy as jnp
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import fused
-from sparse_dataflow.kernels.block_sparse_matmul import tuning as sizes
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_gradient import line_gradient
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_products import line_product
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_shapes import (
+from sparse_dataflow.kernels.block_sparse_matmul.tpu import tuning as sizes
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.gradient import line_gradient
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.products import line_product
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.shapes import (
     WeightTables,
     build_tile_tables,
     choose_tuning,
@@ -30,8 +30,8 @@ from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_shapes import (
     search_spaces,
     tile_side,
 )
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_tables import smem_bytes
-from sparse_dataflow.kernels.block_sparse_matmul.tuning import TuningConfig
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.tables import smem_bytes
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.tuning import TuningConfig
 from sparse_dataflow.kernels.dispatch import Shaped
 from sparse_dataflow.kernels.gelu.api import gelu_backward
 from sparse_dataflow.kernels.tuned import Case, SearchSpace

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import (
+from sparse_dataflow.kernels.block_sparse_matmul.hopper.tuning import (
     CONSUMERS,
     SLICE_ROWS,
     ProductTiles,

@@ -2,7 +2,7 @@
 
 Tables are data in device memory: changing the layout does not recompile.  Only stored blocks are
 read or written.  Blocks of 128 and 256 fill the tensor cores.  For smaller blocks, adjacent lines
-are merged until a tile is 128 wide (`pallas_hopper_tables`).  Merged lines with equal supports, as
+are merged until a tile is 128 wide (`tables`).  Merged lines with equal supports, as
 in monarch, read as much as a block of 128.  If supports differ, missing blocks are multiplied as
 zeros: up to twice (block 64) or four times (block 32) the stored work.  Concrete tables are merged
 only if that is cheaper, traced tables always.  dW of block 32 computes 64 rows and drops 32.
@@ -28,19 +28,19 @@ from jax import lax
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels import tuned
 from sparse_dataflow.kernels.block_sparse_matmul import fused
-from sparse_dataflow.kernels.block_sparse_matmul import tuning_hopper as sizes
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_gradient import line_gradient
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_products import line_product
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_shapes import (
+from sparse_dataflow.kernels.block_sparse_matmul.hopper import tuning as sizes
+from sparse_dataflow.kernels.block_sparse_matmul.hopper.gradient import line_gradient
+from sparse_dataflow.kernels.block_sparse_matmul.hopper.products import line_product
+from sparse_dataflow.kernels.block_sparse_matmul.hopper.shapes import (
     build_line_tables,
     search_spaces,
 )
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_tables import (
+from sparse_dataflow.kernels.block_sparse_matmul.hopper.tables import (
     TERMS,
     expand_terms,
     split_float32,
 )
-from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import TuningConfig
+from sparse_dataflow.kernels.block_sparse_matmul.hopper.tuning import TuningConfig
 from sparse_dataflow.kernels.dispatch import Shaped
 from sparse_dataflow.kernels.gelu.api import gelu_backward, value_and_derivative
 from sparse_dataflow.kernels.tuned import Case, SearchSpace

@@ -13,21 +13,21 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_tables
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_stream import (
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.stream import (
     Rows,
     Stream,
     pop_if,
     stream_shape,
 )
-from sparse_dataflow.kernels.block_sparse_matmul.tuning import ProductTiles
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.tables import TileTables
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.tuning import ProductTiles
 from sparse_dataflow.kernels.gelu.api import value_and_derivative
 
 
 def line_product(
     x: jax.Array,
     values: jax.Array,
-    tables: pallas_tpu_tables.TileTables,
+    tables: TileTables,
     tiles: ProductTiles,
     *,
     transposed: bool,

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.kernels.block_sparse_matmul import fused, grouped, tuning_grouped
-from sparse_dataflow.kernels.block_sparse_matmul import pallas_tpu_grouped_kernels as kernels
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped_windows import Columns
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_shapes import pad_to
-from sparse_dataflow.kernels.block_sparse_matmul.tuning import LANES
-from sparse_dataflow.kernels.block_sparse_matmul.tuning_grouped import GroupedTuning
+from sparse_dataflow.kernels.block_sparse_matmul import fused, grouped
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.shapes import pad_to
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.tuning import LANES
+from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped import kernels
+from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped import tuning as sizes
+from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped.tuning import GroupedTuning
+from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped.windows import Columns
 from sparse_dataflow.kernels.dispatch import Shaped
 from sparse_dataflow.sparsity.layout import Groups
 
@@ -115,7 +116,7 @@ def default_tuning(
 ) -> GroupedTuning | None:
     """Return the tile sizes for these shapes on the target TPU; None if no tile fits VMEM."""
     sides = sides_of(weight, groups, block)
-    return tuning_grouped.choose_tuning(padded_tokens(x), sides, x.dtype.itemsize)
+    return sizes.choose_tuning(padded_tokens(x), sides, x.dtype.itemsize)
 
 
 def sides_of(weight: Shaped, groups: Groups, block: int) -> tuple[Columns, Columns]:
@@ -161,12 +162,12 @@ def _product(options, x, weight, bias, tables, keep):
 
 def padded_tokens(x: Shaped) -> int:
     """Return the rows that `pad_rows` pads x to."""
-    return -(-len(x) // tuning_grouped.ROWS) * tuning_grouped.ROWS
+    return -(-len(x) // sizes.ROWS) * sizes.ROWS
 
 
 def pad_rows(array: jax.Array, least: int = 0) -> jax.Array:
     """Pad [tokens, features] with zero rows to a multiple of ROWS, and to at least `least`."""
-    rows = least if len(array) < least else tuning_grouped.ROWS
+    rows = least if len(array) < least else sizes.ROWS
     return pad_to(array, array.shape[1], rows)
 
 

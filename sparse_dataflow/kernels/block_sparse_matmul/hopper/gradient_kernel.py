@@ -9,10 +9,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_memory import run_groups, swizzled
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_results import Results
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_hopper_tables import LineTables
-from sparse_dataflow.kernels.block_sparse_matmul.tuning_hopper import (
+from sparse_dataflow.kernels.block_sparse_matmul.hopper.memory import run_groups, swizzled
+from sparse_dataflow.kernels.block_sparse_matmul.hopper.results import Results
+from sparse_dataflow.kernels.block_sparse_matmul.hopper.tables import LineTables
+from sparse_dataflow.kernels.block_sparse_matmul.hopper.tuning import (
     CONSUMERS,
     SLICE_ROWS,
     GradientTiles,

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from sparse_dataflow.kernels.block_sparse_matmul.pallas_tpu_grouped_windows import Columns
-from sparse_dataflow.kernels.block_sparse_matmul.tuning import LANES, budget, device
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.tuning import LANES, budget, device
+from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped.windows import Columns
 from sparse_dataflow.kernels.tuned import ProductTuning
 
 ENOUGH_TOKENS = 256

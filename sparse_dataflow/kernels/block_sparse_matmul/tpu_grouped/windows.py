@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from sparse_dataflow.kernels.block_sparse_matmul.tuning import LANES
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.tuning import LANES
 
 
 class Columns(NamedTuple):

@@ -1,0 +1,1 @@
+"""The block-sparse matmul on Hopper GPUs: the implementation "pallas_hopper"."""

@@ -1,0 +1,1 @@
+"""The block-sparse matmul on TPUs, of any layout: the implementation "pallas_tpu"."""
