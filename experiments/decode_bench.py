@@ -25,7 +25,7 @@ import dataclasses
 from sparse_dataflow.config.settings import AT_LEAST_ONE, setting
 from sparse_dataflow.runs import command_line
 from sparse_dataflow.runs.benchmarks.options import BenchOptions
-from sparse_dataflow.runs.load_model import ActivationOptions
+from sparse_dataflow.runs.evaluation.load_model import ActivationOptions
 
 SHARED = ("scale", "batch", "density", "pattern", "block", "seed")
 DEFAULTS = {"scale": "1.3b", "batch": 1}

@@ -27,7 +27,7 @@ import dataclasses
 from sparse_dataflow.config.settings import AT_LEAST_TWO, AT_LEAST_ZERO, setting
 from sparse_dataflow.evaluation import refuse_without_lm_eval
 from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.load_model import ActivationOptions
+from sparse_dataflow.runs.evaluation.load_model import ActivationOptions
 
 VARIANTS = ("sparse", "dense", "narrow")
 COMPARED = VARIANTS[:2]
@@ -77,7 +77,7 @@ class Options(ActivationOptions):
 def main(options):
     """Evaluates, prints a table and writes it to the run; see the module docstring."""
     refuse_without_lm_eval()
-    from sparse_dataflow.runs import evaluate
+    from sparse_dataflow.runs.evaluation import evaluate
 
     evaluate.evaluate(options)
 

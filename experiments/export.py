@@ -16,7 +16,7 @@ import dataclasses
 from sparse_dataflow.config.settings import setting
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.load_model import ModelOptions
+from sparse_dataflow.runs.evaluation.load_model import ModelOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,8 @@ def main(options):
     """Exports; see the module docstring."""
     if not options.to:
         raise UserError("No folder is named; give a new one with --to.")
-    from sparse_dataflow.runs import library, load_model
+    from sparse_dataflow.runs import library
+    from sparse_dataflow.runs.evaluation import load_model
 
     trained = load_model.load(options)
     path = library.save(trained, options.to, options.form, options.architecture)

@@ -25,7 +25,7 @@ from sparse_dataflow.reporting.report_data import (
     ReportData,
     VariantData,
 )
-from sparse_dataflow.runs import evaluation_report
+from sparse_dataflow.runs.evaluation import report as evaluation_report
 from sparse_dataflow.training import profiles
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.metrics import read_metrics, say

@@ -36,16 +36,8 @@ from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.planning import cost, memory
-from sparse_dataflow.runs import (
-    devices,
-    distillation,
-    memory_check,
-    relay_plan,
-    remat_plan,
-    report,
-    run_folder,
-    step_plan,
-)
+from sparse_dataflow.runs import devices, distillation, report, run_folder
+from sparse_dataflow.runs.preflight import memory_check, relay_plan, remat_plan, step_plan
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.runs.training_data import training_data
 from sparse_dataflow.sparsity.allocation import allocation_table

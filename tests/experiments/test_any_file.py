@@ -33,7 +33,8 @@ from sparse_dataflow.hardware import chips
 from sparse_dataflow.interchange import huggingface, sparse_form
 from sparse_dataflow.kernels import tuned
 from sparse_dataflow.reporting import chip_data
-from sparse_dataflow.runs import command_line, evaluation_report
+from sparse_dataflow.runs import command_line
+from sparse_dataflow.runs.evaluation import report as evaluation_report
 from sparse_dataflow.runs.request import NAMED
 from sparse_dataflow.runs.studies import study
 from sparse_dataflow.runs.studies.scaling_law import read_runs

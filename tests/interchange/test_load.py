@@ -15,7 +15,7 @@ from sparse_dataflow.config.model import LinearSpec
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import starting_point
 from sparse_dataflow.interchange.architectures import ARCHITECTURES
-from sparse_dataflow.runs import load_model
+from sparse_dataflow.runs.evaluation import load_model
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.training.variants import variant
 

@@ -19,8 +19,8 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import starting_point
 from sparse_dataflow.models import adapters
 from sparse_dataflow.runs import request
-from sparse_dataflow.runs.evaluate import evaluate
-from sparse_dataflow.runs.generate import encoded_prompts
+from sparse_dataflow.runs.evaluation.evaluate import evaluate
+from sparse_dataflow.runs.evaluation.generate import encoded_prompts
 from sparse_dataflow.runs.run_folder import refuse_other_config
 from sparse_dataflow.training.metrics import read_metrics
 

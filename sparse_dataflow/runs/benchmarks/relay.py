@@ -20,8 +20,9 @@ from sparse_dataflow.parallel.relay import timeline
 from sparse_dataflow.parallel.relay.host_state import fresh_state
 from sparse_dataflow.parallel.relay.relay import Relay, RelayConfig
 from sparse_dataflow.planning import cost, memory
-from sparse_dataflow.runs import measurement, relay_plan
+from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks import benchmark, steps
+from sparse_dataflow.runs.preflight import relay_plan
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.training.variants import variant
 

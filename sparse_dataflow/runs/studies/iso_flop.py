@@ -24,7 +24,7 @@ from sparse_dataflow.planning.equal_cost import (
     stored_parameters,
     whole_blocks,
 )
-from sparse_dataflow.runs import memory_check
+from sparse_dataflow.runs.preflight import memory_check
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.runs.studies import rate_search, study, time_to_quality
 from sparse_dataflow.runs.studies.study import HELD_OUT, TUNING, Study

@@ -13,7 +13,7 @@ from sparse_dataflow.hardware.chips import CHIPS
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.parallel.sharded import Sharded
 from sparse_dataflow.planning import memory, remat
-from sparse_dataflow.runs import remat_plan
+from sparse_dataflow.runs.preflight import remat_plan
 from sparse_dataflow.training.variants import variants
 
 GIB = 2**30

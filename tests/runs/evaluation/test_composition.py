@@ -22,7 +22,8 @@ from sparse_dataflow.evaluation.composition import Composition
 from sparse_dataflow.evaluation.router import Router
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
-from sparse_dataflow.runs import command_line, composition
+from sparse_dataflow.runs import command_line
+from sparse_dataflow.runs.evaluation import composition
 from sparse_dataflow.training.variants import variant
 
 
@@ -153,7 +154,7 @@ def test_the_page_has_the_bytes_of_a_switch_at_the_13b():
         )
         moved[name] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
         tables_bytes = sum(table.nbytes for table in jax.tree.leaves(tables))
-    page = (pathlib.Path(__file__).parents[2] / "docs" / "exchange.md").read_text()
+    page = (pathlib.Path(__file__).parents[3] / "docs" / "exchange.md").read_text()
     [(dense, sparse, ratio, of_tables)] = re.findall(
         r"13B's shape .* moves ([\d.]+) GB .* moves ([\d.]+) GB,\s.*\*\*([\d.]+)\*\*"
         r"[^(]*index tables \(([\d.]+) MB\)",

@@ -16,8 +16,9 @@ from sparse_dataflow.data.tokenizer import gpt2_tokenizer
 from sparse_dataflow.evaluation import generate as generation
 from sparse_dataflow.evaluation.composition import OneModel
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.runs import command_line, load_model
-from sparse_dataflow.runs.generate import read_prompts, write_file
+from sparse_dataflow.runs import command_line
+from sparse_dataflow.runs.evaluation import load_model
+from sparse_dataflow.runs.evaluation.generate import read_prompts, write_file
 
 TOKENIZER = gpt2_tokenizer()
 

@@ -5,7 +5,8 @@ import pytest
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import GIB
 from sparse_dataflow.planning import memory
-from sparse_dataflow.runs import command_line, memory_check
+from sparse_dataflow.runs import command_line
+from sparse_dataflow.runs.preflight import memory_check
 from sparse_dataflow.runs.request import NAMED
 from sparse_dataflow.training.variants import variants
 

@@ -29,7 +29,9 @@ from sparse_dataflow.interchange.huggingface import is_directory
 from sparse_dataflow.interchange.load import load, variants
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.sharded import Sharded
-from sparse_dataflow.runs import evaluation_report, evaluation_tasks, measurement
+from sparse_dataflow.runs import measurement
+from sparse_dataflow.runs.evaluation import report as evaluation_report
+from sparse_dataflow.runs.evaluation import tasks as evaluation_tasks
 from sparse_dataflow.runs.training_data import FINAL_WINDOWS, corpus_tokens, refuse_changed
 from sparse_dataflow.training.metrics import say
 from sparse_dataflow.training.run_files import RunRecord, read_config, read_record

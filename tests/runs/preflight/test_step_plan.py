@@ -7,7 +7,7 @@ from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.model import LinearSpec, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
-from sparse_dataflow.runs.step_plan import step_seconds
+from sparse_dataflow.runs.preflight.step_plan import step_seconds
 from sparse_dataflow.training.programs import TrainingData
 from sparse_dataflow.training.variants import Variant
 

@@ -1,0 +1,1 @@
+"""Trained models: loaded, scored, compared, and continued from prompts."""

@@ -1,0 +1,1 @@
+"""What a training run plans and checks before its first step."""
