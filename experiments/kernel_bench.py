@@ -57,7 +57,7 @@ class Options(BenchOptions):
 
 def main(options):
     """Measures, prints and writes; see the module docstring."""
-    from sparse_dataflow.runs.benchmarks import kernels
+    from sparse_dataflow.runs.benchmarks.kernels import bench as kernels
 
     kernels.run(options)
 

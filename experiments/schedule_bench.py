@@ -70,7 +70,8 @@ class Options:
 
 def main(options):
     """Compiles, prints and writes; see the module docstring."""
-    from sparse_dataflow.runs.benchmarks import gpu_schedules, schedules
+    from sparse_dataflow.runs.benchmarks.schedules import estimates as schedules
+    from sparse_dataflow.runs.benchmarks.schedules import gpu_estimates as gpu_schedules
 
     for family, bench in ((TPUS, schedules), (GPUS, gpu_schedules)):
         if chips := tuple(chip for chip in options.chips if chip in family):

@@ -27,7 +27,7 @@ from sparse_dataflow.optim.optimizers import B1, B2, EPS, decay_mask, learning_r
 from sparse_dataflow.parallel.relay.host_state import fresh_state, view
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks.benchmark import Program
-from sparse_dataflow.runs.benchmarks.kernel_peers import Pending
+from sparse_dataflow.runs.benchmarks.kernels.peers import Pending
 
 NAME = "torch_compile"
 

@@ -9,8 +9,9 @@ import pytest
 from experiments.schedule_bench import GPUS, Options
 from sparse_dataflow.aot import topologies
 from sparse_dataflow.aot.gpu_targets import TARGETS
-from sparse_dataflow.runs.benchmarks import gpu_schedules, schedules
-from sparse_dataflow.runs.benchmarks.schedule_case import DENSE, PRODUCTS
+from sparse_dataflow.runs.benchmarks.schedules import estimates as schedules
+from sparse_dataflow.runs.benchmarks.schedules import gpu_estimates as gpu_schedules
+from sparse_dataflow.runs.benchmarks.schedules.case import DENSE, PRODUCTS
 
 CASES = list(gpu_schedules.cases_of(dataclasses.replace(Options(), chips=GPUS, blocks=(128,))))
 KEPT = json.loads(
@@ -69,7 +70,7 @@ def test_the_cache_depends_on_the_gpu_kernels(monkeypatch, tmp_path):
     case = case_of("pallas_triton")
     digest = schedules.digest(case)
     names = {path.name for path in schedules._gpu_sources()}
-    assert {"pallas_triton.py", "gpu_schedule_case.py", "gpu_targets.py", "ptx.py"} <= names
+    assert {"pallas_triton.py", "gpu_case.py", "gpu_targets.py", "ptx.py"} <= names
     source = tmp_path / "kernel.py"
     source.write_text("another kernel")
     monkeypatch.setattr(schedules, "_gpu_sources", lambda: [source])

@@ -10,7 +10,8 @@ import pathlib
 import pytest
 
 from experiments.schedule_bench import GPUS, Options
-from sparse_dataflow.runs.benchmarks import gpu_schedules, schedules
+from sparse_dataflow.runs.benchmarks.schedules import estimates as schedules
+from sparse_dataflow.runs.benchmarks.schedules import gpu_estimates as gpu_schedules
 
 pytest.importorskip("jax_cuda13_plugin", reason="compiling for a GPU needs make aot-gpu")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]

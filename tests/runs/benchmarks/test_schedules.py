@@ -6,9 +6,10 @@ import dataclasses
 import pytest
 
 from experiments.schedule_bench import GPUS, IMPLEMENTATIONS, TPUS, Options
-from sparse_dataflow.runs.benchmarks import gpu_schedules, schedules
-from sparse_dataflow.runs.benchmarks.mlp_schedule_case import FUSED
-from sparse_dataflow.runs.benchmarks.schedule_case import DENSE, PRODUCTS
+from sparse_dataflow.runs.benchmarks.schedules import estimates as schedules
+from sparse_dataflow.runs.benchmarks.schedules import gpu_estimates as gpu_schedules
+from sparse_dataflow.runs.benchmarks.schedules.case import DENSE, PRODUCTS
+from sparse_dataflow.runs.benchmarks.schedules.mlp_case import FUSED
 from sparse_dataflow.sparsity.patterns import make_layout
 
 SPARSE = schedules.case_of("v6e", "pallas_tpu", "mlp_in", 128, 1 / 8, 2048)

@@ -9,9 +9,9 @@ import pathlib
 
 import pytest
 
-from sparse_dataflow.runs.benchmarks import schedules
-from sparse_dataflow.runs.benchmarks.mlp_schedule_case import FUSED
-from sparse_dataflow.runs.benchmarks.schedule_case import DENSE
+from sparse_dataflow.runs.benchmarks.schedules import estimates as schedules
+from sparse_dataflow.runs.benchmarks.schedules.case import DENSE
+from sparse_dataflow.runs.benchmarks.schedules.mlp_case import FUSED
 
 pytest.importorskip("libtpu", reason="compiling for a TPU needs make aot-tpu")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]

@@ -1,6 +1,6 @@
 """What GPT-13B's products take on described GPUs, from their compiled programs.
 
-For `schedule_bench`.  Every weight is compiled in a process of its own (`gpu_schedule_case`).
+For `schedule_bench`.  Every weight is compiled in a process of its own (`gpu_case`).
 """
 
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ from sparse_dataflow.aot import ptx
 from sparse_dataflow.aot.gpu_targets import TARGETS
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.runs import measurement
-from sparse_dataflow.runs.benchmarks import schedules
-from sparse_dataflow.runs.benchmarks.gpu_schedule_case import DTYPES
-from sparse_dataflow.runs.benchmarks.schedule_case import DENSE, Case
+from sparse_dataflow.runs.benchmarks.schedules import estimates as schedules
+from sparse_dataflow.runs.benchmarks.schedules.case import DENSE, Case
+from sparse_dataflow.runs.benchmarks.schedules.gpu_case import DTYPES
 
 LIMITS = (
     "Read from programs compiled for described GPUs; nothing ran on one. Traffic counts each "
@@ -82,8 +82,8 @@ def row_of(
     Args:
       projection: name of the weight.
       case: the weight and the GPU.
-      product: one of `schedule_case.PRODUCTS`.
-      count: its counts, of `gpu_schedule_case.measure`.
+      product: one of `case.PRODUCTS`.
+      count: its counts, of `gpu_case.measure`.
       earlier: earlier rows, with the dense one.
 
     Returns:

@@ -1,13 +1,13 @@
 """The fused MLP of aligned groups on a described TPU: its schedules as a line of JSON.
 
-Forward and backward pass in one program, for the `schedule_case.Case` of W_in.
+Forward and backward pass in one program, for the `case.Case` of W_in.
 """
 
 import sys
 from pathlib import Path
 
-from sparse_dataflow.runs.benchmarks import schedule_case
-from sparse_dataflow.runs.benchmarks.schedule_case import Case
+from sparse_dataflow.runs.benchmarks.schedules import case as schedule_case
+from sparse_dataflow.runs.benchmarks.schedules.case import Case
 
 FUSED = "fused_mlp"
 """The implementation of these cases, `kernels.sparse_mlp.pallas_tpu_grouped`."""
@@ -17,7 +17,7 @@ PRODUCT = "mlp"
 
 
 def measure(case: Case, folder: Path) -> dict[str, dict[str, int]]:
-    """Return {PRODUCT: counts}, as `schedule_case.measure`."""
+    """Return {PRODUCT: counts}, as `case.measure`."""
     import jax
     import jax.numpy as jnp
 

@@ -17,9 +17,9 @@ from sparse_dataflow.kernels.block_sparse_matmul import tuning_xla, xla
 from sparse_dataflow.kernels.block_sparse_matmul.hopper import api as pallas_hopper
 from sparse_dataflow.kernels.block_sparse_matmul.tpu import api as pallas_tpu
 from sparse_dataflow.runs import measurement
-from sparse_dataflow.runs.benchmarks import kernel_programs
 from sparse_dataflow.runs.benchmarks.benchmark import ENOUGH_SECONDS, Program
-from sparse_dataflow.runs.benchmarks.kernel_programs import Grid, Operands
+from sparse_dataflow.runs.benchmarks.kernels import programs as kernel_programs
+from sparse_dataflow.runs.benchmarks.kernels.programs import Grid, Operands
 from sparse_dataflow.sparsity.layout import BlockLayout
 
 TUNABLE = {

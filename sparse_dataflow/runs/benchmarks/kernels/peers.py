@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.runs.benchmarks.benchmark import Program
-from sparse_dataflow.runs.benchmarks.kernel_programs import Case, Operands
+from sparse_dataflow.runs.benchmarks.kernels.programs import Case, Operands
 
 
 def available(case: Case, operands: Operands) -> Iterator[tuple[str, Callable[[], Program]]]:

@@ -12,9 +12,11 @@ from sparse_dataflow.files.errors import UserError, first_line
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
 from sparse_dataflow.runs import measurement
-from sparse_dataflow.runs.benchmarks import kernel_peers, kernel_programs, kernel_tuning
 from sparse_dataflow.runs.benchmarks.benchmark import ENOUGH_SECONDS, Program
-from sparse_dataflow.runs.benchmarks.kernel_programs import Grid
+from sparse_dataflow.runs.benchmarks.kernels import peers as kernel_peers
+from sparse_dataflow.runs.benchmarks.kernels import programs as kernel_programs
+from sparse_dataflow.runs.benchmarks.kernels import tuning as kernel_tuning
+from sparse_dataflow.runs.benchmarks.kernels.programs import Grid
 from sparse_dataflow.runs.benchmarks.options import IMPLEMENTATIONS
 from sparse_dataflow.sparsity.patterns import make_layout
 

@@ -3,7 +3,7 @@
 `schedules` starts this module in a process of its own, because libtpu reads the flags that make it
 write schedules once, when jax starts it:
 
-    python -m sparse_dataflow.runs.benchmarks.schedule_case '{"chip": "v5e", ...}' FOLDER
+    python -m sparse_dataflow.runs.benchmarks.schedules.case '{"chip": "v5e", ...}' FOLDER
 """
 
 import dataclasses

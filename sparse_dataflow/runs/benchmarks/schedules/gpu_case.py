@@ -3,7 +3,7 @@
 `schedules` starts this module in a process of its own, because XLA reads the flags that make it
 write PTX once:
 
-    python -m sparse_dataflow.runs.benchmarks.gpu_schedule_case '{"chip": "a100", ...}' FOLDER
+    python -m sparse_dataflow.runs.benchmarks.schedules.gpu_case '{"chip": "a100", ...}' FOLDER
 """
 
 import functools
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from sparse_dataflow.aot import hlo, ptx
-from sparse_dataflow.runs.benchmarks import schedule_case
-from sparse_dataflow.runs.benchmarks.schedule_case import DENSE, PRODUCTS, Case
+from sparse_dataflow.runs.benchmarks.schedules import case as schedule_case
+from sparse_dataflow.runs.benchmarks.schedules.case import DENSE, PRODUCTS, Case
 
 DTYPES = {"t4": "float32"}
 """Chip -> dtype; bfloat16 where it is missing.  XLA computes bfloat16 on a T4 as float32, with a

@@ -1,7 +1,7 @@
 """Estimated time of GPT-13B's products on described TPUs, from their compiled schedules.
 
-For `schedule_bench`.  Every weight is compiled in a process of its own (`schedule_case`).  GPUs are
-in `gpu_schedules`.
+For `schedule_bench`.  Every weight is compiled in a process of its own (`case`).  GPUs are
+in `gpu_estimates`.
 """
 
 import concurrent.futures
@@ -24,9 +24,11 @@ from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.runs import measurement
-from sparse_dataflow.runs.benchmarks import gpu_schedule_case, mlp_schedule_case, schedule_case
-from sparse_dataflow.runs.benchmarks.mlp_schedule_case import FUSED
-from sparse_dataflow.runs.benchmarks.schedule_case import DENSE, Case
+from sparse_dataflow.runs.benchmarks.schedules import case as schedule_case
+from sparse_dataflow.runs.benchmarks.schedules import gpu_case as gpu_schedule_case
+from sparse_dataflow.runs.benchmarks.schedules import mlp_case as mlp_schedule_case
+from sparse_dataflow.runs.benchmarks.schedules.case import DENSE, Case
+from sparse_dataflow.runs.benchmarks.schedules.mlp_case import FUSED
 from sparse_dataflow.sparsity.patterns import legal_densities
 
 LIMITS = (
@@ -185,8 +187,8 @@ def digest(case: Case) -> str:
 
 @functools.cache
 def _sources():
-    root = Path(__file__).parents[2]
-    folders = ("aot/schedule.py", "runs/benchmarks/*schedule_case.py", "sparsity/*.py")
+    root = Path(__file__).parents[3]
+    folders = ("aot/schedule.py", "runs/benchmarks/schedules/*case.py", "sparsity/*.py")
     tpu = ("kernels/*/*tpu*.py", "kernels/*/tpu*/*.py", "kernels/*/tuned/*tpu*")
     shared = ("kernels/*.py", "kernels/gelu/*.py", "kernels/*/*grouped*.py", "kernels/*/fused.py")
     patterns = (*folders, *tpu, *shared)
@@ -195,10 +197,10 @@ def _sources():
 
 @functools.cache
 def _gpu_sources():
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     folders = ("aot/hlo.py", "aot/ptx.py", "aot/gpu_targets.py", "sparsity/*.py", "kernels/*.py")
     kernels = ("kernels/gelu/*.py", "kernels/block_sparse_matmul/**/*")
-    cases = ("runs/benchmarks/*schedule_case.py",)
+    cases = ("runs/benchmarks/schedules/*case.py",)
     paths = {path for pattern in (*folders, *kernels, *cases) for path in root.glob(pattern)}
     return sorted(path for path in paths if path.suffix in (".py", ".json"))
 
@@ -211,7 +213,7 @@ def row_of(
     Args:
       projection: name of the weight.
       case: the weight and the chip.
-      product: one of `schedule_case.PRODUCTS`.
+      product: one of `case.PRODUCTS`.
       count: its counts.
       earlier: earlier rows, with the dense one.
 

@@ -1,0 +1,1 @@
+"""Estimates of kernels from their compiled schedules, for `schedule_bench`."""
