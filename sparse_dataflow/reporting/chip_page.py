@@ -3,9 +3,10 @@
 import matplotlib
 from markupsafe import Markup
 
-from sparse_dataflow.reporting import quantities, svg, templates
+from sparse_dataflow.reporting import quantities, templates
 from sparse_dataflow.reporting.chip_data import DONE, ChipReport, Measure
-from sparse_dataflow.reporting.svg import COLOUR, TEXT
+from sparse_dataflow.reporting.figures import svg
+from sparse_dataflow.reporting.figures.svg import COLOUR, TEXT
 
 TARGET = "13b"
 """Scale that the question is about; a report of another scale says so."""

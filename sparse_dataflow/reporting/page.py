@@ -5,8 +5,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparse_dataflow.reporting import figures, quantities, svg
+from sparse_dataflow.reporting import quantities
 from sparse_dataflow.reporting.evaluation_table import evaluation_table
+from sparse_dataflow.reporting.figures import report as figures
+from sparse_dataflow.reporting.figures import svg
+from sparse_dataflow.reporting.figures.timeline import timeline
 from sparse_dataflow.reporting.quantities import MISSING, finite
 from sparse_dataflow.reporting.report_data import (
     LayoutData,
@@ -14,7 +17,6 @@ from sparse_dataflow.reporting.report_data import (
     ReportData,
     VariantData,
 )
-from sparse_dataflow.reporting.timeline_figure import timeline
 
 _EQUAL_TIME_TOLERANCE = 0.05
 _MAX_PICTURES = 12

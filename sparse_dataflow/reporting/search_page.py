@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.planning.step_time import Section
-from sparse_dataflow.reporting import search_figures, templates
+from sparse_dataflow.reporting import templates
+from sparse_dataflow.reporting.figures import search as search_figures
 
 
 @dataclasses.dataclass(frozen=True)

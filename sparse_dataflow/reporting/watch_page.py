@@ -7,7 +7,9 @@ from typing import Any
 from markupsafe import Markup
 
 from sparse_dataflow.config.model import PROJECTIONS
-from sparse_dataflow.reporting import figures, layout_figures, quantities
+from sparse_dataflow.reporting import quantities
+from sparse_dataflow.reporting.figures import layouts as layout_figures
+from sparse_dataflow.reporting.figures import report as figures
 from sparse_dataflow.reporting.templates import html
 from sparse_dataflow.sparsity.evolution import new_shares
 from sparse_dataflow.training.saved_layouts import SavedLayouts

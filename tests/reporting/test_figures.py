@@ -7,7 +7,8 @@ import report_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_dataflow.reporting import figures, svg
+from sparse_dataflow.reporting.figures import report as figures
+from sparse_dataflow.reporting.figures import svg
 
 HISTORIES = {name: report_sample.variant(name).history for name in ("dense", "sparse")}
 

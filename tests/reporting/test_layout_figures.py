@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_figures import paths
 
-from sparse_dataflow.reporting import layout_figures
+from sparse_dataflow.reporting.figures import layouts as layout_figures
 from sparse_dataflow.sparsity.layout import BlockLayout
 
 

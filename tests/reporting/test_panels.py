@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from sparse_dataflow.reporting.panels import Curve, Panel, save_panels, save_strips
+from sparse_dataflow.reporting.figures.panels import Curve, Panel, save_panels, save_strips
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from sparse_dataflow.parallel.pipeline import schedules
-from sparse_dataflow.reporting.schedule_figure import (
+from sparse_dataflow.reporting.figures.schedules import (
     ACTIONS,
     MAX_TICKS,
     schedule_page,

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_dataflow.parallel.relay.timeline import KINDS, Span, hidden_share, seconds
-from sparse_dataflow.reporting.timeline_figure import LANES, timeline
+from sparse_dataflow.reporting.figures.timeline import LANES, timeline
 
 spans = st.lists(
     st.builds(

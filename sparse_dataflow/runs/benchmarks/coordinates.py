@@ -12,7 +12,7 @@ from sparse_dataflow.data import cache
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.tokenizer import load_tokenizer
 from sparse_dataflow.files import folders, tables
-from sparse_dataflow.reporting.panels import Curve, Panel, save_panels
+from sparse_dataflow.reporting.figures.panels import Curve, Panel, save_panels
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks import benchmark
 from sparse_dataflow.runs.request import Request

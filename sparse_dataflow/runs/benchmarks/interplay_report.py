@@ -15,7 +15,7 @@ from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.planning.step_time import step_time, with_passes
-from sparse_dataflow.reporting import planner_figures
+from sparse_dataflow.reporting.figures import planner as planner_figures
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks import interplay_step, prediction
 from sparse_dataflow.runs.benchmarks.benchmark import named_model

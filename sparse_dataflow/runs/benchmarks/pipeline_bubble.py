@@ -17,7 +17,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.parallel.pipeline import pipeline, schedules
 from sparse_dataflow.parallel.pipeline.schedules import Schedule
 from sparse_dataflow.parallel.pipeline.stages import divide
-from sparse_dataflow.reporting.schedule_figure import schedule_page
+from sparse_dataflow.reporting.figures.schedules import schedule_page
 from sparse_dataflow.runs import measurement
 
 WIDTH = 4

@@ -7,7 +7,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.planning import search
-from sparse_dataflow.reporting import planner_figures
+from sparse_dataflow.reporting.figures import planner as planner_figures
 from sparse_dataflow.runs.planning import plan_rows
 from sparse_dataflow.runs.planning.options import CHIP_COUNTS, STUDIES, named_model
 

@@ -7,7 +7,8 @@ from sparse_dataflow.files import folders, tables
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.planning import plan_memory, search, sensitivity, step_time
 from sparse_dataflow.planning.memory import USABLE
-from sparse_dataflow.reporting import planner_figures, search_page
+from sparse_dataflow.reporting import search_page
+from sparse_dataflow.reporting.figures import planner as planner_figures
 from sparse_dataflow.runs.planning import launching, plan_rows, search_table, verify
 
 SCALING = (1 / 4, 1 / 2, 1, 2, 4)

@@ -11,7 +11,7 @@ from sparse_dataflow.planning import bands, fitting, published
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, Efficiency
 from sparse_dataflow.planning.fitting import Error
 from sparse_dataflow.planning.published import run_memory
-from sparse_dataflow.reporting import planner_figures
+from sparse_dataflow.reporting.figures import planner as planner_figures
 from sparse_dataflow.runs.planning.options import named_model
 
 Constants = Mapping[str, Efficiency]

@@ -13,7 +13,7 @@ from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.evaluation.significance import paired_difference
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.equal_cost import stored_parameters
-from sparse_dataflow.reporting import panels
+from sparse_dataflow.reporting.figures import panels
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.studies import iso_flop, rate_search
 from sparse_dataflow.runs.studies.iso_flop import Arm, Curve, Plan

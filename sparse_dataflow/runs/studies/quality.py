@@ -13,7 +13,7 @@ from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.folder_lock import FolderLock
 from sparse_dataflow.files.tables import markdown
-from sparse_dataflow.reporting.panels import save_strips
+from sparse_dataflow.reporting.figures.panels import save_strips
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.preflight import memory_check, step_plan
 from sparse_dataflow.runs.request import Request

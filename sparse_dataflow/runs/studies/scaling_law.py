@@ -14,7 +14,7 @@ from sparse_dataflow.files import folders, json_files, tables
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.folder_lock import FolderLock
 from sparse_dataflow.planning.equal_cost import stored_parameters
-from sparse_dataflow.reporting.panels import Curve, Panel, save_panels
+from sparse_dataflow.reporting.figures.panels import Curve, Panel, save_panels
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.runs.studies import study

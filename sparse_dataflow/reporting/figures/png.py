@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from sparse_dataflow.reporting.svg import Style
+from sparse_dataflow.reporting.figures.svg import Style
 
 STYLE: Style = {
     "font.size": 9,

@@ -12,8 +12,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from sparse_dataflow.hardware.chips import TERA, Chip
 from sparse_dataflow.planning.step_time import GROUPS, Section
-from sparse_dataflow.reporting import svg
-from sparse_dataflow.reporting.svg import COLOUR, TEXT
+from sparse_dataflow.reporting.figures import svg
+from sparse_dataflow.reporting.figures.svg import COLOUR, TEXT
 
 _WIDTH, _HEIGHT, _ROW = 720, 330, 30
 _MARKERS = "osD^v"

@@ -11,8 +11,9 @@ from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from sparse_dataflow.config.model import PROJECTIONS
-from sparse_dataflow.reporting import figures, svg
-from sparse_dataflow.reporting.svg import COLOUR
+from sparse_dataflow.reporting.figures import report as figures
+from sparse_dataflow.reporting.figures import svg
+from sparse_dataflow.reporting.figures.svg import COLOUR
 from sparse_dataflow.sparsity.layout import BlockLayout
 
 MOST_CELLS = 64

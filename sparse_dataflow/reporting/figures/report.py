@@ -15,8 +15,9 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from sparse_dataflow.reporting import quantities, svg
-from sparse_dataflow.reporting.svg import COLOUR, TEXT
+from sparse_dataflow.reporting import quantities
+from sparse_dataflow.reporting.figures import svg
+from sparse_dataflow.reporting.figures.svg import COLOUR, TEXT
 
 WIDTH = 420
 """Width of charts in SVG units, close to a column of the page and to a phone's screen, so text is

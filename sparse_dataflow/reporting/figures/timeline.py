@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from sparse_dataflow.reporting import svg
-from sparse_dataflow.reporting.svg import COLOUR, TEXT
+from sparse_dataflow.reporting.figures import svg
+from sparse_dataflow.reporting.figures.svg import COLOUR, TEXT
 
 WIDTH = 680
 LANES = ("fetch", "compute", "return", "update")

@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentF
 
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.planning.step_time import Section
-from sparse_dataflow.reporting import png
+from sparse_dataflow.reporting.figures import png
 
 # Colour-blind safe (Okabe and Ito 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -15,8 +15,8 @@ from sparse_dataflow.parallel.pipeline.schedules import (
     WEIGHTS,
     Schedule,
 )
-from sparse_dataflow.reporting import svg
-from sparse_dataflow.reporting.svg import COLOUR, TEXT
+from sparse_dataflow.reporting.figures import svg
+from sparse_dataflow.reporting.figures.svg import COLOUR, TEXT
 
 ACTIONS = {
     FORWARD: "forward",

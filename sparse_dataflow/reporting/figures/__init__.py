@@ -1,0 +1,1 @@
+"""Figures as inline SVG for pages, and as PNG files for studies."""
