@@ -36,8 +36,8 @@ class RunSettings:
       twin: True and False are "yes" and "no".
       prune_by: "activations" multiplies each input feature by the norm of its activations in
         `prune_batches` training batches (arXiv 2306.11695).
-      trackers: names in `training.trackers`.  A resumed run imports no tracker that only its folder
-        names.
+      trackers: names in `training.monitoring.trackers`.  A resumed run imports no tracker that only
+        its folder names.
     """
 
     NAME: ClassVar[str] = "run"

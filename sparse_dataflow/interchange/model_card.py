@@ -10,7 +10,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.tables import markdown
 from sparse_dataflow.interchange import numpy_reader
 from sparse_dataflow.planning import cost, memory
-from sparse_dataflow.training.metrics import read_metrics
+from sparse_dataflow.training.monitoring.metrics import read_metrics
 
 EVALUATION = "evaluation.json"
 _NO_TASK = "None was evaluated; `python -m experiments.evaluate` does."

@@ -6,7 +6,7 @@ from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import starting_point
-from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.monitoring.metrics import say
 from sparse_dataflow.training.run_files import RunRecord
 from sparse_dataflow.training.teacher import Teacher
 

@@ -26,9 +26,9 @@ from sparse_dataflow.reporting.report_data import (
     VariantData,
 )
 from sparse_dataflow.runs.evaluation import report as evaluation_report
-from sparse_dataflow.training import profiles
 from sparse_dataflow.training.loop import Trainer
-from sparse_dataflow.training.metrics import read_metrics, say
+from sparse_dataflow.training.monitoring import profiles
+from sparse_dataflow.training.monitoring.metrics import read_metrics, say
 from sparse_dataflow.training.run_files import RunRecord
 from sparse_dataflow.training.sections import section_seconds
 

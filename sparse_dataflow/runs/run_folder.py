@@ -16,7 +16,7 @@ from sparse_dataflow.files import folder_lock, folders, storage
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.folder_lock import FolderLock
 from sparse_dataflow.files.json_difference import differences
-from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.monitoring.metrics import say
 from sparse_dataflow.training.run_files import (
     CONFIG,
     RECORD,

@@ -41,14 +41,15 @@ from sparse_dataflow.runs.preflight import memory_check, relay_plan, remat_plan,
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.runs.training_data import training_data
 from sparse_dataflow.sparsity.allocation import allocation_table
-from sparse_dataflow.training import goodput, profiles, run_files, trackers
+from sparse_dataflow.training import run_files
 from sparse_dataflow.training.loop import Trainer
-from sparse_dataflow.training.metrics import read_metrics, say
+from sparse_dataflow.training.monitoring import goodput, profiles, trackers
+from sparse_dataflow.training.monitoring.metrics import read_metrics, say
+from sparse_dataflow.training.monitoring.stalls import stall_alerts
 from sparse_dataflow.training.phases import refuse_unfit
 from sparse_dataflow.training.programs import Compiled, TrainingData, compile_programs
 from sparse_dataflow.training.run_files import RunRecord
 from sparse_dataflow.training.saved_state import FrozenBase
-from sparse_dataflow.training.stalls import stall_alerts
 from sparse_dataflow.training.turns import advance_side_by_side
 from sparse_dataflow.training.variants import Variant, variants
 

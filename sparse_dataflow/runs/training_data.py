@@ -12,7 +12,7 @@ from sparse_dataflow.data.tokens import prepare_tokens
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
-from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.monitoring.metrics import say
 from sparse_dataflow.training.programs import HeldOut, TrainingData
 from sparse_dataflow.training.variants import Variant
 

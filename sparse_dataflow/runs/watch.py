@@ -17,8 +17,9 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.reporting import watch_page
 from sparse_dataflow.reporting.quantities import finite
 from sparse_dataflow.reporting.watch_page import WatchedRun
-from sparse_dataflow.training import goodput, run_files
-from sparse_dataflow.training.metrics import read_metrics, say
+from sparse_dataflow.training import run_files
+from sparse_dataflow.training.monitoring import goodput
+from sparse_dataflow.training.monitoring.metrics import read_metrics, say
 from sparse_dataflow.training.saved_layouts import LayoutReader, SavedLayouts
 from sparse_dataflow.training.variants import Variant
 

@@ -25,7 +25,8 @@ from sparse_dataflow.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.sparsity.evolution import exchanged_share, guide_share, new_shares
-from sparse_dataflow.training.metrics import MetricsWriter, Progress, say, seconds_at
+from sparse_dataflow.training.monitoring.metrics import MetricsWriter, Progress, say, seconds_at
+from sparse_dataflow.training.monitoring.trackers import TENSORBOARD
 from sparse_dataflow.training.phases import phase_before, phases, phases_flops, refuse_unfit
 from sparse_dataflow.training.plateau import Plateau, with_next_start
 from sparse_dataflow.training.programs import (
@@ -46,7 +47,6 @@ from sparse_dataflow.training.saved_state import (
     refuse_other_layouts,
 )
 from sparse_dataflow.training.step import initial_state
-from sparse_dataflow.training.trackers import TENSORBOARD
 
 
 class DivergedError(UserError):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.training.loop import Trainer
-from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.monitoring.metrics import say
 
 
 def advance_side_by_side(trainers: list[Trainer], stop: Callable[[], bool]) -> Iterator[Trainer]:

@@ -38,8 +38,9 @@ from sparse_dataflow.runs.evaluation import report as evaluation_report
 from sparse_dataflow.runs.request import NAMED
 from sparse_dataflow.runs.studies import study
 from sparse_dataflow.runs.studies.scaling_law import read_runs
-from sparse_dataflow.training import goodput, run_files
-from sparse_dataflow.training.metrics import MetricsWriter, read_metrics
+from sparse_dataflow.training import run_files
+from sparse_dataflow.training.monitoring import goodput
+from sparse_dataflow.training.monitoring.metrics import MetricsWriter, read_metrics
 from sparse_dataflow.training.run_files import RunRecord
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -33,8 +33,9 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.model_card import model_card
 from sparse_dataflow.runs import command_line, devices
 from sparse_dataflow.runs.request import NAMED
-from sparse_dataflow.training import goodput, run_files
-from sparse_dataflow.training.metrics import MetricsWriter
+from sparse_dataflow.training import run_files
+from sparse_dataflow.training.monitoring import goodput
+from sparse_dataflow.training.monitoring.metrics import MetricsWriter
 
 SECONDS = 120
 """An input that takes longer hangs, even on a busy machine."""

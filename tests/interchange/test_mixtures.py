@@ -17,7 +17,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
 from sparse_dataflow.runs.request import Request
-from sparse_dataflow.training.metrics import read_metrics
+from sparse_dataflow.training.monitoring.metrics import read_metrics
 
 MIXTURE = ModelConfig(
     num_layers=2,

@@ -25,7 +25,7 @@ from sparse_dataflow.optim.loss_spikes import (
 )
 from sparse_dataflow.optim.train_state import StepReport
 from sparse_dataflow.training.loop import Trainer
-from sparse_dataflow.training.metrics import read_metrics
+from sparse_dataflow.training.monitoring.metrics import read_metrics
 from sparse_dataflow.training.programs import Compiled, TrainingData
 from sparse_dataflow.training.step import initial_state, make_train_step
 from sparse_dataflow.training.turns import advance_side_by_side

@@ -22,7 +22,7 @@ from sparse_dataflow.runs import request
 from sparse_dataflow.runs.evaluation.evaluate import evaluate
 from sparse_dataflow.runs.evaluation.generate import encoded_prompts
 from sparse_dataflow.runs.run_folder import refuse_other_config
-from sparse_dataflow.training.metrics import read_metrics
+from sparse_dataflow.training.monitoring.metrics import read_metrics
 
 LLAMA = Path(__file__).parents[1] / "interchange" / "llama"
 TEMPLATE = (

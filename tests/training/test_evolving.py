@@ -16,7 +16,7 @@ from sparse_dataflow.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.parallel.block_gradients import Portions, mean_norms, portions
 from sparse_dataflow.planning import cost
 from sparse_dataflow.training import plateau
-from sparse_dataflow.training.metrics import read_metrics
+from sparse_dataflow.training.monitoring.metrics import read_metrics
 from sparse_dataflow.training.phases import phases, refuse_unfit, run_flops, update_steps
 
 DAILY = "gradual", "low_rank_tail", "self_guided", "shared_to_own", "rigl_by_depth"

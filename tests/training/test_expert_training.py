@@ -14,7 +14,7 @@ from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.sparsity.evolution import PhaseSpec
 from sparse_dataflow.training.loop import Trainer
-from sparse_dataflow.training.metrics import read_metrics
+from sparse_dataflow.training.monitoring.metrics import read_metrics
 from sparse_dataflow.training.programs import TrainingData, compile_programs
 from sparse_dataflow.training.step import make_eval_step
 

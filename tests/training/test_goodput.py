@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.distributed.clock import Clock
-from sparse_dataflow.training import goodput
+from sparse_dataflow.training.monitoring import goodput
 
 ACTIVITIES = ("start", "compile", "step", "evolution", "data", "checkpoint", "evaluation")
 SECONDS = st.floats(0, 1e4)

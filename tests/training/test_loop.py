@@ -18,7 +18,7 @@ from sparse_dataflow.models.experts import Routing
 from sparse_dataflow.optim.train_state import StepReport
 from sparse_dataflow.sparsity import patterns
 from sparse_dataflow.training.loop import Trainer
-from sparse_dataflow.training.metrics import read_metrics
+from sparse_dataflow.training.monitoring.metrics import read_metrics
 from sparse_dataflow.training.phases import phases
 from sparse_dataflow.training.programs import Compiled, HeldOut, TrainingData
 from sparse_dataflow.training.saved_state import refuse_other_layouts

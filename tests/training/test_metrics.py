@@ -14,7 +14,7 @@ from storage_faults import failing as failing_operations
 from tensorboardX.proto import event_pb2
 
 from sparse_dataflow.files import storage
-from sparse_dataflow.training.metrics import MetricsWriter, read_metrics
+from sparse_dataflow.training.monitoring.metrics import MetricsWriter, read_metrics
 
 
 def train_row(step, **changed):
@@ -101,7 +101,7 @@ def test_a_full_disk_raises_at_once_and_leaves_earlier_rows_intact(tmp_path):
         """
         import pathlib, resource, sys
         from sparse_dataflow.files.errors import UserError
-        from sparse_dataflow.training.metrics import MetricsWriter, read_metrics
+        from sparse_dataflow.training.monitoring.metrics import MetricsWriter, read_metrics
         row = {"kind": "train", "step": 1} | {f"number_{i}": 1.0 for i in range(40)}
         resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, resource.RLIM_INFINITY))
         writer = MetricsWriter(pathlib.Path(sys.argv[1]))

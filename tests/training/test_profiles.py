@@ -11,7 +11,7 @@ import pytest
 from sparse_dataflow.config.run import RunSettings
 from sparse_dataflow.files import loopback
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.training import profiles
+from sparse_dataflow.training.monitoring import profiles
 
 
 def step():

@@ -10,7 +10,7 @@ from evolving import EVOLUTIONS, MODELS, TRAINING, train, trainer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.sparsity.evolution import new_shares
-from sparse_dataflow.training.metrics import read_metrics
+from sparse_dataflow.training.monitoring.metrics import read_metrics
 from sparse_dataflow.training.saved_layouts import LayoutReader
 from sparse_dataflow.training.variants import Variant
 

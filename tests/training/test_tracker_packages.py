@@ -6,8 +6,8 @@ import pytest
 from test_metrics import eval_row, train_row
 
 from sparse_dataflow.files.links import refuse_outside_links
-from sparse_dataflow.training import trackers
-from sparse_dataflow.training.metrics import MetricsWriter
+from sparse_dataflow.training.monitoring import trackers
+from sparse_dataflow.training.monitoring.metrics import MetricsWriter
 
 CONFIG = {"training": {"batch": 8, "optimizer": "adamw"}, "run": {"trackers": "mlflow"}}
 BLOCK = 2**15

@@ -12,9 +12,9 @@ from test_metrics import eval_row, train_row
 
 from sparse_dataflow.distributed.clock import Clock
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.training import trackers
-from sparse_dataflow.training.metrics import MetricsWriter
-from sparse_dataflow.training.stalls import stall_alerts
+from sparse_dataflow.training.monitoring import trackers
+from sparse_dataflow.training.monitoring.metrics import MetricsWriter
+from sparse_dataflow.training.monitoring.stalls import stall_alerts
 
 
 class Recorder:

@@ -23,7 +23,7 @@ from sparse_dataflow.training.coordinates import (
     fit_exponents,
     with_width,
 )
-from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.monitoring.metrics import say
 from sparse_dataflow.training.variants import Variant, variant
 
 PARAMETRIZATIONS = ("standard", "supar")

@@ -15,7 +15,7 @@ from sparse_dataflow.files.errors import UserError, first_line
 from sparse_dataflow.interchange import load as loading
 from sparse_dataflow.interchange.huggingface import is_directory
 from sparse_dataflow.runs.evaluation.load_model import keep_programs
-from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.monitoring.metrics import say
 from sparse_dataflow.training.run_files import read_config, read_record, read_tokenizer
 
 

@@ -33,7 +33,7 @@ from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.evaluation import report as evaluation_report
 from sparse_dataflow.runs.evaluation import tasks as evaluation_tasks
 from sparse_dataflow.runs.training_data import FINAL_WINDOWS, corpus_tokens, refuse_changed
-from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.monitoring.metrics import say
 from sparse_dataflow.training.run_files import RunRecord, read_config, read_record
 
 BASELINES = ("unigram", "bigram")

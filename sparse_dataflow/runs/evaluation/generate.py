@@ -24,7 +24,7 @@ from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs.evaluation import load_model
 from sparse_dataflow.runs.training_data import corpus_tokens, refuse_changed
-from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.monitoring.metrics import say
 from sparse_dataflow.training.run_files import read_config
 
 

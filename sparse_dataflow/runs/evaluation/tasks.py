@@ -18,7 +18,7 @@ from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation.tasks import builtin, lm_eval_tasks
 from sparse_dataflow.evaluation.tasks.items import Item, read_items
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.monitoring.metrics import say
 
 
 @dataclasses.dataclass(frozen=True)

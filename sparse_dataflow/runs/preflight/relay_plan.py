@@ -16,7 +16,7 @@ from sparse_dataflow.parallel.relay import timeline
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.parallel.relay.relay import RelayConfig
 from sparse_dataflow.planning import memory, relay
-from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.monitoring.metrics import say
 from sparse_dataflow.training.variants import Variant
 
 

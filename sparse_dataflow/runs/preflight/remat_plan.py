@@ -22,7 +22,7 @@ from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, own_key
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.planning.relay import PINNED_GIB, PINNED_SETTING
 from sparse_dataflow.planning.step_time import step_time
-from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.monitoring.metrics import say
 from sparse_dataflow.training.variants import Variant, variants
 
 STEP_TERMS = ("head", "bubble", "sends", "state", "optimizer", "waits")

@@ -8,7 +8,7 @@ import numpy as np
 
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
-from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.monitoring.metrics import say
 from sparse_dataflow.training.phases import update_steps
 from sparse_dataflow.training.programs import (
     Compiled,

@@ -31,7 +31,7 @@ from sparse_dataflow.runs.studies.study import HELD_OUT, TUNING, Study
 from sparse_dataflow.runs.studies.time_to_quality import bits_per_byte
 from sparse_dataflow.runs.train import stopped_status
 from sparse_dataflow.training.loop import DivergedError
-from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.monitoring.metrics import say
 from sparse_dataflow.training.phases import mean_flops_per_token
 from sparse_dataflow.training.variants import Variant, variant
 

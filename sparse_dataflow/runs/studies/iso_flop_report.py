@@ -19,7 +19,7 @@ from sparse_dataflow.runs.studies import iso_flop, rate_search
 from sparse_dataflow.runs.studies.iso_flop import Arm, Curve, Plan
 from sparse_dataflow.runs.studies.study import HELD_OUT, TUNING, Study
 from sparse_dataflow.runs.studies.time_to_quality import bits_per_byte, effort
-from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.monitoring.metrics import say
 
 NONE = "-"
 

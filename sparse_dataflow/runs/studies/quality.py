@@ -20,7 +20,7 @@ from sparse_dataflow.runs.request import Request
 from sparse_dataflow.runs.studies import study
 from sparse_dataflow.runs.studies.study import Study
 from sparse_dataflow.runs.train import stopped_status
-from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.monitoring.metrics import say
 from sparse_dataflow.training.phases import refuse_unfit, run_flops
 from sparse_dataflow.training.step import initial_state
 from sparse_dataflow.training.teacher import Teacher

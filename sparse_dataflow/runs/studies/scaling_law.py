@@ -30,7 +30,7 @@ from sparse_dataflow.sparsity.scaling_law import (
     noise,
 )
 from sparse_dataflow.training.coordinates import with_width
-from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.monitoring.metrics import say
 
 OWNER = "sparse_scaling_law"
 

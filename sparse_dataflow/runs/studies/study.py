@@ -31,7 +31,7 @@ from sparse_dataflow.runs.train import EVALUATIONS_A_RUN, detect_chip
 from sparse_dataflow.runs.training_data import FINAL_WINDOWS, training_data
 from sparse_dataflow.training import variants
 from sparse_dataflow.training.loop import Trainer
-from sparse_dataflow.training.metrics import read_metrics, say
+from sparse_dataflow.training.monitoring.metrics import read_metrics, say
 from sparse_dataflow.training.phases import refuse_unfit
 from sparse_dataflow.training.programs import TrainingData, compile_programs
 from sparse_dataflow.training.saved_state import abstract_saved_state, completed, identity

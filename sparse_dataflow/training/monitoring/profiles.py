@@ -11,7 +11,7 @@ import jax
 
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.files.errors import UserError, first_line
-from sparse_dataflow.training.metrics import say
+from sparse_dataflow.training.monitoring.metrics import say
 
 FOLDER = "profile"
 """Folder of the traces in the run folder; `tensorboard --logdir` takes the run folder."""

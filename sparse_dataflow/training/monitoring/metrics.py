@@ -16,8 +16,8 @@ from sparse_dataflow.distributed import processes
 from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError, advice, first_line
 from sparse_dataflow.files.redaction import redact
-from sparse_dataflow.training import trackers
-from sparse_dataflow.training.trackers import TensorBoard, TrackedRun, Tracker
+from sparse_dataflow.training.monitoring import trackers
+from sparse_dataflow.training.monitoring.trackers import TensorBoard, TrackedRun, Tracker
 
 _REQUIRED = {
     "train": ("tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second"),

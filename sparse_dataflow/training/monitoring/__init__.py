@@ -1,0 +1,1 @@
+"""What a training run shows while it trains: metrics, trackers, goodput, profiles, alerts."""
