@@ -15,7 +15,7 @@ Writes OUT/search.html, OUT/trials.csv, OUT/sensitivity.png and OUT/roofline.png
 
 import dataclasses
 
-from sparse_dataflow.config.model import MOST_EXPERTS
+from sparse_dataflow.config.model_checks import MOST_EXPERTS
 from sparse_dataflow.config.settings import (
     ABOVE_ZERO,
     AT_LEAST_ONE,

@@ -29,7 +29,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparse_dataflow.config.model import LinearSpec, ModelConfig
+    from sparse_dataflow.config.model import ModelConfig
+    from sparse_dataflow.config.projections import LinearSpec
     from sparse_dataflow.config.run import RunConfig
     from sparse_dataflow.data.tokenizer import Tokenizer
     from sparse_dataflow.evaluation.generate import generate
@@ -78,7 +79,7 @@ __all__ = [
 _HOMES = {
     "BlockLayout": "sparsity.layout",
     "BlockSparseLinear": "layers.linear",
-    "LinearSpec": "config.model",
+    "LinearSpec": "config.projections",
     "Model": "evaluation.trained",
     "ModelConfig": "config.model",
     "RunConfig": "config.run",

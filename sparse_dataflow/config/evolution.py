@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from sparse_dataflow.config.model import PROJECTIONS
+from sparse_dataflow.config.projections import PROJECTIONS
 from sparse_dataflow.config.settings import MOST_SEQUENCES, MOST_STEPS, between, setting, validate
 
 METHOD_NAMES: list[str] = []

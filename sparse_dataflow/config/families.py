@@ -4,6 +4,31 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+EXPERT_TRAINING = ("expert_capacity", "balance_loss", "router_z_loss")
+"""Fields of `ModelConfig` that say how experts are trained, not what they compute."""
+
+MIXTURE = ("experts", "top_k", "prototypes", "shared_expert", *EXPERT_TRAINING)
+"""Fields of `ModelConfig` that only a mixture of experts has."""
+
+FAMILY_FIELDS = (
+    "num_kv_heads",
+    "head_dim",
+    "fused_qkv",
+    "gated_mlp",
+    "qk_norm",
+    "window",
+    "tied_embeddings",
+    "biases",
+    "norm_epsilon",
+    "rotary_base",
+    "rotary_factor",
+    "rotary_low",
+    "rotary_high",
+    "rotary_length",
+    *MIXTURE,
+)
+"""Fields of `ModelConfig` in which families differ from GPT-3, whose values are the defaults."""
+
 _LLAMA: dict[str, Any] = {
     "norm": "rmsnorm",
     "positions": "rotary",

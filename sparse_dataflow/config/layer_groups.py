@@ -14,7 +14,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import LinearSpec
 
 
 class LayerGroup(NamedTuple):

@@ -1,4 +1,4 @@
-"""The shape of a decoder-only transformer and how each of its projections is stored."""
+"""The shape of a decoder-only transformer, and the storage of its projections."""
 
 import dataclasses
 import math
@@ -6,11 +6,12 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
-from sparse_dataflow.config import remat
+from sparse_dataflow.config import model_checks, remat
+from sparse_dataflow.config.families import FAMILY_FIELDS
+from sparse_dataflow.config.model_checks import MOST_EXPERTS
+from sparse_dataflow.config.projections import DENSE, LOW_RANK, MLP, MOST, PROJECTIONS, LinearSpec
 from sparse_dataflow.config.settings import (
-    A_FRACTION,
     ADOPTED,
-    AT_LEAST_ONE,
     MOST_INTEGER,
     between,
     positive,
@@ -18,19 +19,6 @@ from sparse_dataflow.config.settings import (
     validate,
 )
 from sparse_dataflow.files.errors import UserError
-
-PROJECTIONS = ("qkv", "q", "k", "v", "attn_out", "mlp_gate", "mlp_in", "mlp_out")
-"""Names of all projections; `ModelConfig.projections` has those of one model."""
-
-ROW_PARALLEL = ("attn_out", "mlp_out")
-"""Projections that write to the residual stream.  Tensor parallelism cuts them by input features,
-all others by output features."""
-
-KEY_VALUE = ("k", "v")
-"""Projections whose output features are key/value heads alone."""
-
-LOW_RANK = "low_rank"
-"""Kind of a weight that is only the product of two factors, and the pattern that asks for it."""
 
 RANK_MULTIPLE = 8
 """Ranks of at least 16 times this are multiples of it, which matrix units prefer.  The stored
@@ -41,40 +29,9 @@ PRECISIONS = ("compute_dtype", "fp8", "int8")
 NORMS = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rotary")
 ACTIVATIONS = ("gelu", "gelu_exact", "relu", "silu")
-EXPERT_TRAINING = ("expert_capacity", "balance_loss", "router_z_loss")
-"""Fields of `ModelConfig` that say how experts are trained, not what they compute."""
-
-MIXTURE = ("experts", "top_k", "prototypes", "shared_expert", *EXPERT_TRAINING)
-"""Fields of `ModelConfig` that only a mixture of experts has."""
-
 GROWN = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff")
 """Fields of `ModelConfig` in which a model may be larger than the one whose weights it begins
 with."""
-
-FAMILY_FIELDS = (
-    "num_kv_heads",
-    "head_dim",
-    "fused_qkv",
-    "gated_mlp",
-    "qk_norm",
-    "window",
-    "tied_embeddings",
-    "biases",
-    "norm_epsilon",
-    "rotary_base",
-    "rotary_factor",
-    "rotary_low",
-    "rotary_high",
-    "rotary_length",
-    *MIXTURE,
-)
-"""Fields of `ModelConfig` in which families differ from GPT-3, whose values are the defaults."""
-
-MLP = ("mlp_gate", "mlp_in", "mlp_out")
-"""Projections of the MLP; in a mixture of experts, those of each expert."""
-
-MOST_EXPERTS = 2**12
-"""Upper bound of the experts of a layer."""
 
 REMATS = ("none", "dots", "full")
 """Kinds of remat that the search of layouts prices, for all blocks alike."""
@@ -90,84 +47,8 @@ Under SuPar, a learning rate tuned at this width holds for every width and densi
 SUPAR_HEAD = 64
 """Head width at which "supar" equals "standard"."""
 
-MOST = 2**22
-"""Upper bound of widths, vocabulary and positions.
-
-It is far above any model, and stops an untrusted config file from exhausting memory.
-"""
-
 MOST_LAYERS = 2**14
 """Upper bound of the number of layers."""
-
-MOST_BLOCKS = 2**28
-"""Upper bound of the stored blocks of one projection, summed over layers."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearSpec:
-    """Storage of one projection.
-
-    Attributes:
-      kind: "dense", "block_sparse", or "low_rank": the product of two factors, [in, r] and
-        [r, out] (`ModelConfig.factor_rank`), and nothing else.
-      pattern: name in `sparsity.patterns.PATTERNS` that chooses the blocks (block_sparse only).
-      density: fraction of the dense weights stored, in (0, 1]: as blocks, or as factors.
-      block: side of a square block, in features (block_sparse only).
-      rank: width of an added gated low-rank term `x A B` (Pixelfly, arXiv 2112.00029); 0 for none.
-      hadamard: width of the Walsh-Hadamard transform of consecutive input features before a
-        block-sparse product (`kernels.hadamard`): a power of 2 that divides them; 0 for none.
-      turned_dense: whether a dense weight was block-sparse before, which raises its learning rate;
-        see `optim.optimizers`.
-      max_fan_out: width of a layout's tables by input block, as a multiple of the mean fan-out;
-        above 1 for a layout that training changes (`sparsity.evolution`).
-
-    Examples:
-        >>> spec = sd.LinearSpec("block_sparse", "monarch", density=0.125, block=64)
-        >>> spec.scaled(2).density
-        0.25
-    """
-
-    kind: str = setting("dense", choices=("dense", "block_sparse", LOW_RANK))
-    pattern: str = setting("monarch")
-    density: float = setting(1.0, legal=A_FRACTION)
-    block: int = setting(64, legal=between(1, MOST))
-    rank: int = setting(0, legal=between(0, MOST))
-    hadamard: int = setting(0, legal=between(0, MOST))
-    turned_dense: bool = setting(False)
-    max_fan_out: float = setting(1.0, legal=AT_LEAST_ONE)
-
-    def __post_init__(self):
-        validate(self, "LinearSpec")
-        if self.turned_dense and self.kind != "dense":
-            raise UserError(f"turned_dense needs kind 'dense', not {self.kind!r}.")
-        if self.rank and self.kind == LOW_RANK:
-            raise UserError(
-                f"rank {self.rank} is not legal for a low_rank weight, which has no other term; "
-                "legal: 0."
-            )
-        if self.hadamard and (self.kind != "block_sparse" or self.hadamard.bit_count() != 1):
-            raise UserError(
-                f"hadamard {self.hadamard} is not legal for a {self.kind} weight; legal: a power "
-                "of 2 for block_sparse, else 0."
-            )
-
-    def scaled(self, multiplier: float) -> "LinearSpec":
-        """Returns this spec with its density times `multiplier`.
-
-        Raises:
-          UserError: the product is above 1.
-        """
-        density = self.density * multiplier
-        if density > 1 + 1e-9:
-            raise UserError(
-                f"density {self.density:g} times {multiplier:g} is above 1; legal: multiples up "
-                f"to {1 / self.density:g}."
-            )
-        return dataclasses.replace(self, density=min(1.0, density))
-
-
-DENSE = LinearSpec()
-"""Spec of a dense projection."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,7 +230,7 @@ class ModelConfig:
             raise UserError(
                 f"seed {self.seed} is not legal; legal: whole numbers from 0 to {MOST_INTEGER}."
             )
-        self._check_attention()
+        model_checks.check_attention(self)
         self.selected(self.biases, "model.biases")
         linears = tuple(sorted(dict(self.linears).items()))
         for name, _ in linears:
@@ -359,95 +240,13 @@ class ModelConfig:
                 )
         object.__setattr__(self, "linears", linears)
         self._settle_depth()
-        self._check_experts()
+        model_checks.check_experts(self)
         if self.quantized and self.low_rank_projections:
             raise UserError(
                 f"model.precision={self.precision} with products of two factors "
                 f"({', '.join(self.low_rank_projections)}); legal with them: {PRECISIONS[0]}."
             )
-        for name in self.sparse_projections:
-            spec, (fan_in, fan_out) = self.linear(name), self.projection_shape(name)
-            if spec.hadamard and fan_in % spec.hadamard:
-                raise UserError(
-                    f"sparsity.hadamard={spec.hadamard} does not divide the {fan_in} input "
-                    "features of "
-                    f"{name}; legal: powers of 2 up to {fan_in & -fan_in}."
-                )
-            layers = sum(self.density_by_depth) or self.num_layers
-            layers *= self.stored_copies(name)
-            if layers * fan_in * fan_out / spec.block**2 * spec.density > MOST_BLOCKS:
-                raise UserError(
-                    f"{name} has more than {MOST_BLOCKS} blocks with --block={spec.block}; legal: "
-                    "larger blocks."
-                )
-
-    def _check_attention(self):
-        """Checks that heads fit the width, the key/value heads and the position encoding."""
-        if not self.head_dim and self.d_model % self.num_heads:
-            raise UserError(
-                f"d_model {self.d_model} is not divisible by num_heads {self.num_heads}; "
-                f"legal head counts: {_divisors(self.d_model)}."
-            )
-        if self.num_heads % self.kv_heads:
-            raise UserError(
-                f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}; "
-                f"legal: {_divisors(self.num_heads)}."
-            )
-        if self.positions == "rotary" and self.head_width % 2:
-            raise UserError(
-                f"rotary positions need an even head width, but d_model {self.d_model} over "
-                f"{self.num_heads} heads is {self.head_width}; legal: fewer heads, an even "
-                "head_dim, or learned positions."
-            )
-        if self.rotary_low >= self.rotary_high:
-            raise UserError(
-                f"rotary_low {self.rotary_low:g} is not below rotary_high {self.rotary_high:g}; "
-                f"legal: above 0, below {self.rotary_high:g}."
-            )
-
-    def _check_experts(self):
-        """Checks the groups of experts, and that experts have the storage that a mixture can."""
-        if not self.experts:
-            names = ("top_k", "prototypes", "expert_capacity", "shared_expert")
-            if given := [name for name in names if name in self.family_fields()]:
-                raise UserError(
-                    f"model.{given[0]}={getattr(self, given[0])} needs experts; legal with it: "
-                    f"model.experts of 1 to {MOST_EXPERTS}."
-                )
-            return
-        if self.experts % self.prototypes:
-            raise UserError(
-                f"model.prototypes={self.prototypes} does not divide model.experts={self.experts}; "
-                f"legal: {_divisors(self.experts)}."
-            )
-        group = self.experts // self.prototypes
-        if self.top_k > group:
-            raise UserError(
-                f"model.top_k={self.top_k} is above the {group} experts of a group; legal: 1 to "
-                f"{group}."
-            )
-        if self.quantized:
-            raise UserError(
-                f"model.precision={self.precision} with model.experts={self.experts}; legal with "
-                "experts: compute_dtype."
-            )
-        specs = {name: self.linear(name) for name in self.projections if name in MLP}
-        for name, spec in specs.items():
-            if spec.kind == LOW_RANK:
-                raise UserError(
-                    f"{name} is a product of two factors, which experts cannot be; legal: another "
-                    "sparsity.pattern, or sparsity.projections of attention alone."
-                )
-            if spec.rank:
-                raise UserError(
-                    f"{name} has a low-rank term of {spec.rank}, and experts can have none; legal: "
-                    "sparsity.rank=0, or sparsity.projections of attention alone."
-                )
-        if self.density_by_depth and any(s.kind == "block_sparse" for s in specs.values()):
-            raise UserError(
-                "The density of experts varies by depth; legal for experts: one density in all "
-                "layers."
-            )
+        model_checks.check_blocks(self)
 
     def selected(self, names: tuple[str, ...], path: str) -> tuple[str, ...]:
         """Returns the projections that a setting names, in the model's order.
@@ -626,7 +425,3 @@ class ModelConfig:
         linears = {k: LinearSpec(**v) for k, v in fields["linears"].items()}
         biases = tuple(fields.get("biases", PROJECTIONS))
         return cls(**{**fields, "linears": linears, "biases": biases})
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 from sparse_dataflow.config import remat, settings
 from sparse_dataflow.config.data import DataConfig
 from sparse_dataflow.config.evolution import EvolutionConfig
-from sparse_dataflow.config.model import LOW_RANK, REMATS, ModelConfig
+from sparse_dataflow.config.model import REMATS, ModelConfig
 from sparse_dataflow.config.parallel import ParallelConfig
+from sparse_dataflow.config.projections import LOW_RANK
 from sparse_dataflow.config.settings import (
     ADOPTED,
     FRESH,

@@ -3,7 +3,8 @@
 import dataclasses
 from typing import ClassVar
 
-from sparse_dataflow.config.model import LOW_RANK, MOST, PROJECTIONS, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import LOW_RANK, MOST, PROJECTIONS, LinearSpec
 from sparse_dataflow.config.settings import A_FRACTION, between, setting, validate
 
 PATTERN_NAMES: list[str] = [LOW_RANK]

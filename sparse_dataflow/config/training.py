@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any, ClassVar
 
-from sparse_dataflow.config.model import DTYPES, MOST
+from sparse_dataflow.config.model import DTYPES
+from sparse_dataflow.config.projections import MOST
 from sparse_dataflow.config.settings import (
     MOST_SEQUENCES,
     MOST_STEPS,

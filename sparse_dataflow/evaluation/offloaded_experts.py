@@ -25,7 +25,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from sparse_dataflow.config.layer_groups import join_groups, split_groups
-from sparse_dataflow.config.model import MLP, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import MLP
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.composition import DEVICE, HOST
 from sparse_dataflow.evaluation.kv_cache import LayerCache, Weights

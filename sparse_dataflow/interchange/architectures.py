@@ -11,7 +11,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sparse_dataflow.config.model import EXPERT_TRAINING, PROJECTIONS, ModelConfig
+from sparse_dataflow.config.families import EXPERT_TRAINING
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import PROJECTIONS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.config_rules import (
     Always,

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.config.model import LOW_RANK, MLP, SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
+from sparse_dataflow.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
+from sparse_dataflow.config.projections import LOW_RANK, MLP
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.experts import expert_layout

@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.config.families import MIXTURE
 from sparse_dataflow.config.layer_groups import split_groups
-from sparse_dataflow.config.model import MIXTURE, MLP, PROJECTIONS, ROW_PARALLEL, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import MLP, PROJECTIONS, ROW_PARALLEL
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.equivalent_forms import dense_module
 from sparse_dataflow.interchange.width import SPREAD, WIDTHS, head_sources, wider

@@ -18,9 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.config.families import EXPERT_TRAINING
 from sparse_dataflow.config.layer_groups import layer_linear
-from sparse_dataflow.config.model import EXPERT_TRAINING, MLP, PROJECTIONS, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.presets import LONGEST_SEQUENCE, SIZES, preset, supar
+from sparse_dataflow.config.projections import MLP, PROJECTIONS
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.sparsity import SparsityConfig
 from sparse_dataflow.config.training import TrainingConfig

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from sparse_dataflow.config.model import GROWN, MLP, PROJECTIONS, ROW_PARALLEL, ModelConfig
+from sparse_dataflow.config.model import GROWN, ModelConfig
+from sparse_dataflow.config.projections import MLP, PROJECTIONS, ROW_PARALLEL
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.equivalent_forms import dense_module
 from sparse_dataflow.models import gpt

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from sparse_dataflow.config.evolution import EvolutionConfig
-from sparse_dataflow.config.model import LinearSpec
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
 from sparse_dataflow.models.linear import with_gradient_norms, with_room

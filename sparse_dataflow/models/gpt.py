@@ -51,7 +51,8 @@ import numpy as np
 from flax import nnx
 
 from sparse_dataflow.config.layer_groups import join_groups, layer_groups, split_groups
-from sparse_dataflow.config.model import MLP, SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
+from sparse_dataflow.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
+from sparse_dataflow.config.projections import MLP
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.kernels.cross_entropy import api as cross_entropy

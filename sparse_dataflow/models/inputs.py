@@ -5,7 +5,8 @@ from typing import Any
 
 import jax
 
-from sparse_dataflow.config.model import MLP, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import MLP
 from sparse_dataflow.models import gpt
 
 Observe = Callable[[str, jax.Array, Any], tuple[jax.Array, Any]]

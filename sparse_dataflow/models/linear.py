@@ -13,13 +13,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.config.layer_groups import layer_linear
-from sparse_dataflow.config.model import (
-    KEY_VALUE,
-    PRECISIONS,
-    ROW_PARALLEL,
-    LinearSpec,
-    ModelConfig,
-)
+from sparse_dataflow.config.model import PRECISIONS, ModelConfig
+from sparse_dataflow.config.projections import KEY_VALUE, ROW_PARALLEL, LinearSpec
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
 from sparse_dataflow.kernels.block_sparse_matmul.strips import in_squares

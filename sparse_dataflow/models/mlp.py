@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 import jax
 from flax import nnx
 
-from sparse_dataflow.config.model import MLP, ROW_PARALLEL, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import MLP, ROW_PARALLEL
 from sparse_dataflow.kernels.gelu.api import gelu, saving_input, silu
 from sparse_dataflow.kernels.sparse_mlp.api import gated_sparse_mlp, sparse_mlp
 from sparse_dataflow.models.linear import InputThreshold, Linear, Probe

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from sparse_dataflow.config.model import KEY_VALUE
+from sparse_dataflow.config.projections import KEY_VALUE
 
 OUTPUT_AXIS = {"values": 0, "kernel": 1, "guide": 1, "b_kernel": 1, "b_factor": 1, "bias": 0}
 """Parameter of a projection -> its axis that output features order.  Stored blocks are sorted by

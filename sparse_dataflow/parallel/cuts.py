@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparse_dataflow.config.model import KEY_VALUE
+from sparse_dataflow.config.projections import KEY_VALUE
 from sparse_dataflow.kernels.block_sparse_matmul.sharded import cut_columns, cut_rows
 from sparse_dataflow.parallel.sharding import COLUMN_PARALLEL
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, stack_tables

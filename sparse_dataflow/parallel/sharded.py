@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.config.layer_groups import group_index_of_path, join_groups, split_groups
-from sparse_dataflow.config.model import KEY_VALUE, MLP
 from sparse_dataflow.config.parallel import MOST_SUB_BATCHES
+from sparse_dataflow.config.projections import KEY_VALUE, MLP
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import adapters, gpt
 from sparse_dataflow.models.shard import Shard

@@ -14,7 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sparse_dataflow.config.model import KEY_VALUE, PROJECTIONS, ROW_PARALLEL, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import KEY_VALUE, PROJECTIONS, ROW_PARALLEL
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.parallel.mesh import BATCH_AXES, MODEL_AXES, AnyMesh, batch_shards
 from sparse_dataflow.parallel.whole import GATHERED

@@ -12,7 +12,8 @@ import math
 import numpy as np
 
 from sparse_dataflow.config.expert_rows import exchanged_rows
-from sparse_dataflow.config.model import ROW_PARALLEL, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import ROW_PARALLEL
 from sparse_dataflow.hardware.chips import Network
 from sparse_dataflow.planning.efficiency import Efficiency
 from sparse_dataflow.planning.memory import DTYPE_BYTES

@@ -24,7 +24,8 @@ import math
 from collections.abc import Iterable, Mapping
 
 from sparse_dataflow.config.layer_groups import mean_multiplier
-from sparse_dataflow.config.model import MLP, PROJECTIONS, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import MLP, PROJECTIONS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import Chip
 from sparse_dataflow.kernels.hadamard import factors

@@ -6,7 +6,8 @@
 
 import dataclasses
 
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.sparsity import GROUPED_PATTERNS
 
 

@@ -8,7 +8,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 
-from sparse_dataflow.config.model import MLP, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import MLP, LinearSpec
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planning import cost
 from sparse_dataflow.sparsity.patterns import make_layout

@@ -5,7 +5,8 @@ All functions broadcast over the counts of a `ParallelPlan`.
 
 import numpy as np
 
-from sparse_dataflow.config.model import MLP, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import MLP
 from sparse_dataflow.planning import collectives
 from sparse_dataflow.planning.memory import matrix_count
 from sparse_dataflow.planning.parallel_plan import ParallelPlan

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from sparse_dataflow.config import remat
 from sparse_dataflow.config.layer_groups import with_densest_layers
-from sparse_dataflow.config.model import PROJECTIONS, REMATS, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import REMATS, ModelConfig
 from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.projections import PROJECTIONS, LinearSpec
 from sparse_dataflow.hardware.detect import GIB
 from sparse_dataflow.planning.cost import stored_fractions
 

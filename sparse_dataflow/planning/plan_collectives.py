@@ -5,7 +5,8 @@ All functions broadcast over the counts of a `ParallelPlan`.
 
 import numpy as np
 
-from sparse_dataflow.config.model import ROW_PARALLEL, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import ROW_PARALLEL
 from sparse_dataflow.hardware.chips import Network
 from sparse_dataflow.planning import collectives
 from sparse_dataflow.planning.efficiency import Efficiency

@@ -13,7 +13,8 @@ import itertools
 import numpy as np
 
 from sparse_dataflow.config.layer_groups import layer_groups, with_densest_layers
-from sparse_dataflow.config.model import KEY_VALUE, MLP, ROW_PARALLEL, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import KEY_VALUE, MLP, ROW_PARALLEL
 from sparse_dataflow.planning import experts, memory
 from sparse_dataflow.planning.cost import stored_fractions
 from sparse_dataflow.planning.memory import MemoryEstimate

@@ -1,6 +1,7 @@
 """What the mesh axis "feature" can cut; loads no jax."""
 
-from sparse_dataflow.config.model import ROW_PARALLEL, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import ROW_PARALLEL
 from sparse_dataflow.planning.parallel_plan import key_value_copies
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from sparse_dataflow.config.model import KEY_VALUE, MLP, REMATS, ROW_PARALLEL, ModelConfig
+from sparse_dataflow.config.model import REMATS, ModelConfig
 from sparse_dataflow.config.parallel import EXPERTS
+from sparse_dataflow.config.projections import KEY_VALUE, MLP, ROW_PARALLEL
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.planning import relay, residual

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from sparse_dataflow.config.layer_groups import with_densest_layers
-from sparse_dataflow.config.model import KEY_VALUE, MLP, PROJECTIONS, ROW_PARALLEL, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import KEY_VALUE, MLP, PROJECTIONS, ROW_PARALLEL
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip, Network
 from sparse_dataflow.planning import experts, plan_collectives

@@ -6,7 +6,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from sparse_dataflow.config.model import PROJECTIONS
+from sparse_dataflow.config.projections import PROJECTIONS
 from sparse_dataflow.reporting import quantities
 from sparse_dataflow.reporting.figures import layouts as layout_figures
 from sparse_dataflow.reporting.figures import report as figures

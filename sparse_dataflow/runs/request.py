@@ -9,9 +9,11 @@ from typing import Any
 import sparse_dataflow.sparsity.evolution
 import sparse_dataflow.sparsity.patterns  # noqa: F401
 from sparse_dataflow.config import presets, settings
-from sparse_dataflow.config.model import FAMILY_FIELDS, GROWN, MIXTURE, PROJECTIONS
+from sparse_dataflow.config.families import FAMILY_FIELDS, MIXTURE
+from sparse_dataflow.config.model import GROWN
 from sparse_dataflow.config.parallel import ONLY_RELAY, ParallelConfig
 from sparse_dataflow.config.presets import GPT2_VOCABULARY, SIZES
+from sparse_dataflow.config.projections import PROJECTIONS
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.settings import FIXED, FRESH, Setting
 from sparse_dataflow.files.errors import UserError

@@ -24,7 +24,8 @@ import numpy as np
 
 from sparse_dataflow.config.evolution import METHOD_NAMES, EvolutionConfig
 from sparse_dataflow.config.layer_groups import layer_groups
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.sparsity.balance import balanced_top
 from sparse_dataflow.sparsity.exchange import exchange

@@ -6,7 +6,8 @@ import pytest
 from shipped_plans import SHIPPED, plan_of, result
 
 from sparse_dataflow.aot import topologies
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.runs.planning import compile_report
 from sparse_dataflow.runs.planning.compile_report import FITS, TOO_LARGE, CompilePlan

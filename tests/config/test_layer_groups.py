@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from sparse_dataflow.aot import traced
 from sparse_dataflow.config.layer_groups import layer_groups, layer_linear, split_groups
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import whole

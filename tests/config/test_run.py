@@ -1,8 +1,8 @@
 import pytest
 
 from sparse_dataflow.config import presets
-from sparse_dataflow.config.model import LinearSpec
 from sparse_dataflow.config.presets import preset
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.files.errors import UserError
 

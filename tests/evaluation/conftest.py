@@ -13,7 +13,8 @@ import pytest
 
 from sparse_dataflow.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.config.evolution import EvolutionConfig
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.run import RunConfig, RunSettings
 from sparse_dataflow.config.sparsity import SparsityConfig
 from sparse_dataflow.config.training import TrainingConfig

@@ -10,7 +10,8 @@ from decoded import CONFIGS, DENSE, SPARSE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import whole

@@ -10,7 +10,7 @@ import pytest
 from decoded import BYTES, DENSE
 
 from sparse_dataflow.config.families import FAMILIES
-from sparse_dataflow.config.model import LinearSpec
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.evaluation import kv_cache, offloaded_experts
 from sparse_dataflow.evaluation.generate import generate_tokens

@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparse_dataflow.checkpoint.checkpoint import Checkpoints
-from sparse_dataflow.config.model import LinearSpec
 from sparse_dataflow.config.presets import SIZES, preset
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.data import tokens
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.tokenizer import Tokenizer, gpt2_tokenizer

@@ -6,7 +6,7 @@ import signal
 import pytest
 from main_job import assert_same_results, checkpoint_steps, rows
 
-from sparse_dataflow.config.model import LinearSpec
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.training.run_files import read_config, read_record, read_variants
 

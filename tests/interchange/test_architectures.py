@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 
 from sparse_dataflow.checkpoint.named_arrays import flatten
 from sparse_dataflow.config.families import FAMILIES
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import architectures, huggingface, tensors
 from sparse_dataflow.interchange.architectures import ARCHITECTURES

@@ -9,7 +9,7 @@ from make_fixture import BYTES
 from models import DENSE, DEPTH, SPARSE, begun, begun_with_equal_logits
 
 from sparse_dataflow.config.families import FAMILIES
-from sparse_dataflow.config.model import LinearSpec
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.runs.request import Request

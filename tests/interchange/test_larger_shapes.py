@@ -11,7 +11,7 @@ from make_fixture import BYTES
 from models import DENSE, DEPTH, SPARSE, TRAINING, begun, begun_with_equal_logits, export
 
 from sparse_dataflow.config.families import FAMILIES
-from sparse_dataflow.config.model import LinearSpec
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.width import head_sources
 from sparse_dataflow.optim.optimizers import adam_state, make_optimizer

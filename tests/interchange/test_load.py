@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 import sparse_dataflow as sd
 from sparse_dataflow.config.families import FAMILIES
-from sparse_dataflow.config.model import LinearSpec
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import starting_point
 from sparse_dataflow.interchange.architectures import ARCHITECTURES

@@ -10,7 +10,8 @@ from make_fixture import BYTES, FOLDERS
 from models import logits, random_model
 
 import sparse_dataflow as sd
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data import cache
 from sparse_dataflow.files.errors import UserError

@@ -11,7 +11,7 @@ from make_fixture import BYTES
 from models import DENSE, DEPTH, LOW_RANK, SPARSE, SUPAR, export, random_model
 
 from sparse_dataflow.config.families import FAMILIES
-from sparse_dataflow.config.model import LinearSpec
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.interchange import huggingface

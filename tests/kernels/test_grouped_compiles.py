@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from sparse_dataflow.aot import hlo
-from sparse_dataflow.config.model import LinearSpec
 from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.models import gpt
 
 pytest.importorskip(

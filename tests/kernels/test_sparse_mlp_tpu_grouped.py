@@ -11,7 +11,8 @@ from mlp_operands import assert_close, draw_gated, draw_operands, exact, exact_g
 from simulated import simulated_tpu, targeted_tpu
 
 from sparse_dataflow.config.families import FAMILIES
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul.sharded import cut_columns, cut_rows
 from sparse_dataflow.kernels.sparse_mlp import api, tuning_grouped

@@ -10,8 +10,8 @@ import pytest
 
 from sparse_dataflow.aot import topologies
 from sparse_dataflow.aot.compile import compile_step
-from sparse_dataflow.config.model import LinearSpec
 from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 

@@ -6,7 +6,8 @@ import functools
 import jax
 import numpy as np
 
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import whole
 

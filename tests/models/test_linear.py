@@ -9,8 +9,9 @@ import pytest
 import scipy.linalg
 from flax import nnx
 
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models.linear import InputThreshold, Linear, projection_layout

@@ -11,8 +11,9 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_dataflow.config.model import LOW_RANK, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.presets import preset
+from sparse_dataflow.config.projections import LOW_RANK, LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_dataflow.config.evolution import EvolutionConfig
-from sparse_dataflow.config.model import SUPAR_HEAD, SUPAR_WIDTH, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import OPTIMIZERS, TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt

@@ -6,7 +6,7 @@ import pytest
 from mesh_training import BATCH, MODELS, SEQUENCE
 from mesh_trainings import assert_like_single_device, mesh_training
 
-from sparse_dataflow.config.model import ROW_PARALLEL
+from sparse_dataflow.config.projections import ROW_PARALLEL
 from sparse_dataflow.planning import collectives
 
 nightly = pytest.mark.nightly

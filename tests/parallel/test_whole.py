@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from small_models import DENSE, MODEL, arbitrary_params, assert_same, tables_of, tokens_of
 
-from sparse_dataflow.config.model import LinearSpec
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import whole
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.config.model import LinearSpec
 from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.sparsity import GROUPED_PATTERNS
 from sparse_dataflow.hardware.chips import CHIPS
 from sparse_dataflow.planning.efficiency import (

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh
 
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.parallel import EXPERTS
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.parallel import mesh as meshes

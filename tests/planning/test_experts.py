@@ -6,7 +6,8 @@ import math
 import jax
 import pytest
 
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.models import gpt
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.planning.equal_cost import stored_parameters

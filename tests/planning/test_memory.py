@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.config.families import FAMILIES
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.sparsity import SparsityConfig
 from sparse_dataflow.models import gpt
 from sparse_dataflow.parallel import whole

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.config.model import ROW_PARALLEL, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.projections import ROW_PARALLEL, LinearSpec
 from sparse_dataflow.config.training import OPTIMIZERS
 from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.planning import memory

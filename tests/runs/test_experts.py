@@ -6,8 +6,9 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from sparse_dataflow.config.evolution import EvolutionConfig
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.parallel import ParallelConfig
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError

@@ -6,8 +6,8 @@ import pytest
 
 from experiments import sparse_quality
 from sparse_dataflow.config.evolution import EvolutionConfig
-from sparse_dataflow.config.model import LinearSpec
 from sparse_dataflow.config.presets import SIZES, preset
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer, gpt2_tokenizer

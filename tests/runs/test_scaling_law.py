@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from sparse_dataflow.config.model import LinearSpec
 from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.runs.studies import scaling_law

@@ -9,8 +9,9 @@ import pytest
 
 from sparse_dataflow.config.evolution import METHOD_NAMES, EvolutionConfig
 from sparse_dataflow.config.layer_groups import layer_linear
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models.linear import projection_layout
 from sparse_dataflow.sparsity import evolution

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_dataflow.config.evolution import EvolutionConfig
-from sparse_dataflow.config.model import LinearSpec
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.models.linear import with_room
 from sparse_dataflow.sparsity.exchange import exchange
 from sparse_dataflow.sparsity.layout import BlockLayout

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_dataflow.config.families import FAMILIES
-from sparse_dataflow.config.model import ROW_PARALLEL, LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import ROW_PARALLEL, LinearSpec
 from sparse_dataflow.config.sparsity import GROUPED_PATTERNS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.sparsity import patterns

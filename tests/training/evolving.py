@@ -6,7 +6,8 @@ import functools
 import numpy as np
 
 from sparse_dataflow.config.evolution import EvolutionConfig
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.sparsity.evolution import phase_specs

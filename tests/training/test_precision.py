@@ -11,7 +11,8 @@ import pytest
 
 import sparse_dataflow as sd
 from sparse_dataflow.checkpoint.checkpoint import Checkpoints
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt

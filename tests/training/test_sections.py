@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from sparse_dataflow.config.model import LinearSpec
 from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.training import sections
 from sparse_dataflow.training.step import initial_state

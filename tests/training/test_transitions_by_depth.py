@@ -11,7 +11,8 @@ from test_transitions import assert_shaped_like, logits_of, trained_state, trees
 
 from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.layer_groups import layer_groups, layer_linear
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.models import gpt
 from sparse_dataflow.optim.optimizers import map_moments
 from sparse_dataflow.sparsity.evolution import METHODS, phase_specs

@@ -15,7 +15,8 @@ from sparse_dataflow.config.layer_groups import (
     layer_groups,
     split_groups,
 )
-from sparse_dataflow.config.model import ROW_PARALLEL, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import ROW_PARALLEL
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models import gpt
 from sparse_dataflow.optim.optimizers import adam_state, make_optimizer

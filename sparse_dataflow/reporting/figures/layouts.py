@@ -10,7 +10,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from sparse_dataflow.config.model import PROJECTIONS
+from sparse_dataflow.config.projections import PROJECTIONS
 from sparse_dataflow.reporting.figures import report as figures
 from sparse_dataflow.reporting.figures import svg
 from sparse_dataflow.reporting.figures.svg import COLOUR

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.presets import SIZES
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files import tables
 from sparse_dataflow.hardware import chips

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.distributed import rendezvous
 from sparse_dataflow.parallel.relay.host_state import fresh_state

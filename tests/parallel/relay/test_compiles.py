@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import Mesh
 
 from sparse_dataflow.aot import topologies
-from sparse_dataflow.config.model import LinearSpec, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.hardware.chips import GIGA
 from sparse_dataflow.parallel.relay import programs as relay_programs
 from sparse_dataflow.planning import relay
