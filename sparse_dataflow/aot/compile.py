@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from sparse_dataflow.aot import hlo, topologies, traced
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import stacks
 from sparse_dataflow.parallel import describe
 from sparse_dataflow.parallel.executor import Executor
 from sparse_dataflow.planning import memory
@@ -109,7 +109,7 @@ def abstract_arguments(
     Returns:
       ((state, tokens, learning rate), static layout tables or None, `Executor.arrays`).
     """
-    tables = gpt.layout_tables(gpt.layouts(model))
+    tables = stacks.layout_tables(stacks.layouts(model))
     shape = (training.batch, training.sequence + 1)
     batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
     arrays = executor.arrays(abstract_state(model, training), tables, model, changing, batch)

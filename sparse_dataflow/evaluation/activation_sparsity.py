@@ -25,7 +25,7 @@ from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.kernels.hadamard.api import hadamard
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.inputs import observed_block
 from sparse_dataflow.models.linear import InputThreshold
 
@@ -54,7 +54,7 @@ def with_thresholds(model: Model, tokens: TokenArray, share: float) -> Model:
       UserError: the model has experts.
     """
     config, tables = model.model, []
-    layers = gpt.layers(model.params["blocks"], model.tables)
+    layers = stacks.layers(model.params["blocks"], model.tables)
     windows = calibration_windows(tokens, model.context)
     levels = input_levels(config, model.params["embed"], layers, windows, share)
     for group, stacked in zip(layer_groups(config), split_groups(model.tables), strict=True):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from sparse_dataflow.config.layer_groups import layer_groups, split_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.kernels.attention.api import causal_attention
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.experts import ROUTER
 
 
@@ -76,7 +76,7 @@ def _layer(stacked, i, dtype):
 
 def random_weights(config: ModelConfig, seed: int) -> Weights:
     """Initialises weights layer by layer, so that at most one layer exists in float32."""
-    tables = gpt.layout_tables(gpt.layouts(config))
+    tables = stacks.layout_tables(stacks.layouts(config))
     layers: list[tuple[dict, dict]] = []
     key = jax.random.key(seed)
     for group, stacked in zip(layer_groups(config), split_groups(tables), strict=True):

@@ -32,7 +32,7 @@ from sparse_dataflow.evaluation.composition import DEVICE, HOST
 from sparse_dataflow.evaluation.kv_cache import LayerCache, Weights
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.expert_rows import collect, dispatch, spread
 from sparse_dataflow.models.shard import WHOLE
 
@@ -123,7 +123,7 @@ class OffloadedExperts:
         self._ends = weights._replace(layers=())
         self._layers: list[_Layer] = []
         dtype = jnp.dtype(config.compute_dtype)
-        layers = gpt.layers(params["blocks"], model.tables)
+        layers = stacks.layers(params["blocks"], model.tables)
         for (resident, tables), (stored, _) in zip(weights.layers, layers, strict=True):
             stacked = _experts(stored)
             experts = [

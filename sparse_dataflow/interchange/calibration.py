@@ -16,7 +16,7 @@ import numpy as np
 from sparse_dataflow.config.layer_groups import layer_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.kernels.hadamard.api import hadamard
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.inputs import observed_block
 
 
@@ -45,7 +45,7 @@ def input_norms(
     for tokens in batches:
         x = gpt.embed(model, jax.tree.map(jnp.asarray, params["embed"]), jnp.asarray(tokens))
         of_batch = []
-        for group, layer in zip(groups, gpt.layers(params["blocks"], tables), strict=True):
+        for group, layer in zip(groups, stacks.layers(params["blocks"], tables), strict=True):
             x, sums = _apply(group.model, widths, *jax.tree.map(jnp.asarray, layer), x)
             of_batch.append(jax.device_get(sums))
         squares = jax.tree.map(np.add, squares, of_batch) if squares else of_batch

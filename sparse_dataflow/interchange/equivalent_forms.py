@@ -10,7 +10,7 @@ import numpy as np
 from sparse_dataflow.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.config.projections import LOW_RANK, MLP
 from sparse_dataflow.kernels.hadamard.api import hadamard
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import stacks
 from sparse_dataflow.models.experts import expert_layout
 from sparse_dataflow.sparsity.layout import BlockLayout
 
@@ -32,10 +32,10 @@ def dense_form(model: ModelConfig, params: dict, tables: dict) -> tuple[ModelCon
     Returns:
       (dense config, dense parameter tree in numpy float32).
     """
-    layouts = gpt.layouts_from_tables(model, tables)
+    layouts = stacks.layouts_from_tables(model, tables)
     dense = dataclasses.replace(model, linears={}, parametrization="standard")
     layers = []
-    for i, (layer_params, _) in enumerate(gpt.layers(params["blocks"], tables)):
+    for i, (layer_params, _) in enumerate(stacks.layers(params["blocks"], tables)):
         layer = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), layer_params)
         for name in model.projections:
             if model.experts and name in MLP:
@@ -45,7 +45,7 @@ def dense_form(model: ModelConfig, params: dict, tables: dict) -> tuple[ModelCon
                 layout = layouts[name][i] if name in layouts else None
                 layer[name] = dense_module(model, name, layer[name], layout)
         layers.append(layer)
-    blocks = gpt.stacked_layers(dense, layers)
+    blocks = stacks.stacked_layers(dense, layers)
     head = params["head"]
     if model.supar:
         blocks = _with_scaled_queries(model, blocks)

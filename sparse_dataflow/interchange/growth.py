@@ -23,7 +23,7 @@ from sparse_dataflow.config.projections import MLP, PROJECTIONS, ROW_PARALLEL
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.equivalent_forms import dense_module
 from sparse_dataflow.interchange.width import SPREAD, WIDTHS, head_sources, wider
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.experts import ROUTER, expert_layout
 
 
@@ -105,14 +105,14 @@ def _deeper(old, params, tables, num_layers, spread, rng):
     """Inserts blocks that add nothing to the residual stream."""
     by_depth = by_layer(old.density_by_depth, num_layers)
     config = dataclasses.replace(old, num_layers=num_layers, density_by_depth=by_depth)
-    trees = list(gpt.layers(params["blocks"], tables))
+    trees = list(stacks.layers(params["blocks"], tables))
     sources = layer_sources(old.num_layers, num_layers)
     is_new = np.diff(sources, prepend=-1) == 0
     layers = [
         _silent(trees[i][0], spread, rng) if new else trees[i][0] for i, new in zip(sources, is_new)
     ]
-    blocks = gpt.stacked_layers(config, layers)
-    tables = gpt.stacked_layers(config, [trees[i][1] for i in sources])
+    blocks = stacks.stacked_layers(config, layers)
+    tables = stacks.stacked_layers(config, [trees[i][1] for i in sources])
     return config, {**params, "blocks": blocks}, tables
 
 
@@ -149,7 +149,7 @@ def _with_experts(old, params, tables, new, key):
             "experts that begin as the MLP of the initial weights have another function; legal: "
             "model.top_k of 2 or more."
         )
-    layouts = gpt.layouts_from_tables(old, tables)
+    layouts = stacks.layouts_from_tables(old, tables)
     names = [name for name in old.projections if name in MLP]
     stored = [name for name in names if new.linear(name).kind == "block_sparse"]
     for name in stored:
@@ -160,7 +160,7 @@ def _with_experts(old, params, tables, new, key):
     share = np.float32(1 / (new.prototypes + new.shared_expert))
     routers = _drawn_routers(config, key)
     layers, layer_tables = [], []
-    for i, (layer, tables_of_layer) in enumerate(gpt.layers(params["blocks"], tables)):
+    for i, (layer, tables_of_layer) in enumerate(stacks.layers(params["blocks"], tables)):
         layer, mlp = dict(layer), {}
         for name in names:
             module = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), layer.pop(name))
@@ -176,7 +176,7 @@ def _with_experts(old, params, tables, new, key):
         layer_tables.append(
             {name: t for name, t in tables_of_layer.items() if name not in names or name in stored}
         )
-    blocks, tables = (gpt.stacked_layers(config, trees) for trees in (layers, layer_tables))
+    blocks, tables = (stacks.stacked_layers(config, trees) for trees in (layers, layer_tables))
     return config, {**params, "blocks": blocks}, tables
 
 

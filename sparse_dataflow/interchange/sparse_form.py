@@ -21,7 +21,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import tensors
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 
 FORMAT = "sparse_dataflow-1"
 CONFIG = "config.json"
@@ -42,7 +42,7 @@ def write(
     (folder / CONFIG).write_text(json.dumps(fields, indent=1) + "\n")
     other_sections = {name: section for name, section in params.items() if name != "blocks"}
     arrays = {name: np.asarray(leaf, np.float32) for name, leaf in flatten(other_sections).items()}
-    for i, (layer_params, layer_tables) in enumerate(gpt.layers(params["blocks"], tables)):
+    for i, (layer_params, layer_tables) in enumerate(stacks.layers(params["blocks"], tables)):
         for name, leaf in flatten(layer_params).items():
             arrays[f"blocks.{i}.{name}"] = np.asarray(leaf, np.float32)
         for name, table in flatten(layer_tables).items():
@@ -64,9 +64,9 @@ def read(folder: str | Path) -> tuple[ModelConfig, dict, dict]:
     model = read_config(folder)
     files = tensors.Tensors(folder)
     shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
-    expected = gpt.layout_tables(gpt.layouts(model))
+    expected = stacks.layout_tables(stacks.layouts(model))
     layer_shapes = jax.eval_shape(
-        lambda *stacked: list(gpt.layers(*stacked)), shapes["blocks"], expected
+        lambda *stacked: list(stacks.layers(*stacked)), shapes["blocks"], expected
     )
     layers = [
         (
@@ -75,10 +75,10 @@ def read(folder: str | Path) -> tuple[ModelConfig, dict, dict]:
         )
         for i, (param_shapes, table_shapes) in enumerate(layer_shapes)
     ]
-    blocks, tables = (gpt.stacked_layers(model, trees) for trees in zip(*layers))
+    blocks, tables = (stacks.stacked_layers(model, trees) for trees in zip(*layers))
     other_sections = {name: section for name, section in shapes.items() if name != "blocks"}
     params = {**_read_tree(files.read, other_sections), "blocks": blocks}
-    gpt.layouts_from_tables(model, tables)  # Raises UserError for tables of no legal layout.
+    stacks.layouts_from_tables(model, tables)  # Raises UserError for tables of no legal layout.
     if json_files.load(folder / CONFIG).get("layout") not in (None, _digest(tables)):
         raise UserError(
             f"{folder} has the tables of another layout than its config.json; restore its files "

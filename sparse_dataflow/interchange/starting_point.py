@@ -33,7 +33,7 @@ from sparse_dataflow.files import manifest
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import growth, huggingface
 from sparse_dataflow.interchange.calibration import input_norms
-from sparse_dataflow.models import adapters, gpt
+from sparse_dataflow.models import adapters, gpt, stacks
 from sparse_dataflow.models.experts import expert_layout
 from sparse_dataflow.optim.optimizers import make_optimizer
 from sparse_dataflow.optim.train_state import TrainState
@@ -258,7 +258,7 @@ def initial_state_from(
     larger = growth.grown(start.model, start.params, start.tables, model, key)
     start = StartingPoint(*larger, start.tokenizer, start.provenance)
     _refuse_mismatch(start.model, model)
-    gpt.check_layouts(model)
+    stacks.check_layouts(model)
     norms = None
     if calibration is not None:
         mixed = {name: model.linear(name).hadamard for name in model.projections}

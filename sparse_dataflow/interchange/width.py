@@ -18,7 +18,7 @@ from sparse_dataflow.config.model import GROWN, ModelConfig
 from sparse_dataflow.config.projections import MLP, PROJECTIONS, ROW_PARALLEL
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.equivalent_forms import dense_module
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import stacks
 from sparse_dataflow.models.experts import ROUTER
 from sparse_dataflow.sparsity.layout import BlockLayout
 
@@ -101,7 +101,7 @@ def wider(
       UserError: `new` stores blocks of a projection that cannot have the old ones.
     """
     sources = Sources.of(old, new)
-    layouts = gpt.layouts_from_tables(old, tables)
+    layouts = stacks.layouts_from_tables(old, tables)
     unstored = [name for name in layouts if not _repeats(sources, name)]
     for name in layouts:
         _refuse_other_blocks(old, new, name, name in unstored)
@@ -111,7 +111,7 @@ def wider(
     wide_layouts: dict[str, list[BlockLayout]] = {}
     layers = []
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params)
-    for i, (layer, _) in enumerate(gpt.layers(params["blocks"], tables)):
+    for i, (layer, _) in enumerate(stacks.layers(params["blocks"], tables)):
         for name in unstored:
             layer[name] = dense_module(old, name, layer[name], layouts[name][i])
         stored = {name: layouts[name][i] for name in linears if name in layouts}
@@ -129,8 +129,9 @@ def wider(
     else:
         output = factor * _shared(params["head"]["output"].T, sources.stream, rng).T
         head = {"norm": {n: leaf[sources.stream] for n, leaf in norm.items()}, "output": output}
-    blocks = gpt.stacked_layers(config, layers)
-    return config, {"embed": embed, "blocks": blocks, "head": head}, gpt.layout_tables(wide_layouts)
+    blocks = stacks.stacked_layers(config, layers)
+    wide_params = {"embed": embed, "blocks": blocks, "head": head}
+    return config, wide_params, stacks.layout_tables(wide_layouts)
 
 
 def _block(tree, sources, layouts, rng):

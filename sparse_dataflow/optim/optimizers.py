@@ -135,7 +135,7 @@ def tables_of_path(tables: Any, path: tuple) -> LayoutTables | None:
     """Returns the stacked tables of the weight at a `jax.tree_util` path; None if it has none.
 
     Args:
-      tables: of all groups of layers, see `gpt.layout_tables`; () or None for none.
+      tables: of all groups of layers, see `stacks.layout_tables`; () or None for none.
       path: of a leaf of the params.
     """
     if not tables or path[-1].key != "values":

@@ -112,7 +112,7 @@ class Executor:
         """Returns the programs' tables; () if the programs are specialised to them.
 
         Args:
-          tables: canonical numpy tables, see `gpt.layout_tables`.
+          tables: canonical numpy tables, see `stacks.layout_tables`.
           model: config of the model.
           changing: whether layouts may change without recompiling.
         """

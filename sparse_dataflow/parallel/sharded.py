@@ -16,7 +16,7 @@ from sparse_dataflow.config.layer_groups import group_index_of_path, join_groups
 from sparse_dataflow.config.parallel import MOST_SUB_BATCHES
 from sparse_dataflow.config.projections import KEY_VALUE, MLP
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import adapters, gpt
+from sparse_dataflow.models import adapters, stacks
 from sparse_dataflow.models.shard import Shard
 from sparse_dataflow.optim.optimizers import adam_state
 from sparse_dataflow.parallel import cuts, residual, sharding, whole
@@ -85,7 +85,7 @@ class Sharded(Executor):
                 f"training.teacher on --mesh={meshes.describe(self.mesh)}, which cuts the model; "
                 "legal with it: the axes data and fsdp."
             )
-        for group in split_groups(gpt.layout_tables(gpt.layouts(model))):
+        for group in split_groups(stacks.layout_tables(stacks.layouts(model))):
             sharded = cuts.cut(group, self.tensor_shards, False, self._kv_copies(model))
             for name in set(sharded) & set(MLP) if model.experts else ():
                 if sharded[name].tables.groups is None:

@@ -19,7 +19,7 @@ from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.kernels.attention.documents import document_attention, document_numbers
 from sparse_dataflow.kernels.cross_entropy.distillation import TeacherOutput
-from sparse_dataflow.models import adapters, gpt
+from sparse_dataflow.models import adapters, gpt, stacks
 from sparse_dataflow.models.linear import PROJECTION_OUTPUT
 from sparse_dataflow.models.shard import WHOLE, Shard
 
@@ -130,7 +130,7 @@ def apply_blocks(
     routing = []
     unrolled = unrolls(config, tables)
     # jax.checkpoint traces concrete tables, whose groups would be lost with them.
-    tables = gpt.with_groups(tables)
+    tables = stacks.with_groups(tables)
     kinds = remat.kinds(config.remat, config.num_layers)
     # An evaluation may have fewer rows than parts.
     parts = math.gcd(member.sub_batches, len(x_BxTxD))

@@ -14,7 +14,7 @@ from sparse_dataflow.distributed.clock import Clock
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.redaction import redact
 from sparse_dataflow.hardware.detect import GIB
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import stacks
 from sparse_dataflow.parallel import describe as tables
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
@@ -145,7 +145,7 @@ def arrays(executor: Executor, variant: Variant) -> list[dict]:
     training, described = variant.training, []
     for phase in variant.phase_specs:
         state = abstract_state(phase.model, training)
-        layout_tables = gpt.layout_tables(gpt.layouts(phase.model))
+        layout_tables = stacks.layout_tables(stacks.layouts(phase.model))
         tokens = jax.ShapeDtypeStruct((training.batch, training.sequence + 1), "int32")
         batch = {"tokens": tokens}
         described.append(

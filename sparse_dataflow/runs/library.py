@@ -15,7 +15,7 @@ from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface, peft, starting_point
 from sparse_dataflow.interchange.model_card import model_card
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.training.variants import variant
 
@@ -79,7 +79,7 @@ def init(config: RunConfig, key: jax.Array, tokenizer: Tokenizer | None = None) 
     tokenizer = tokenizer or byte_tokenizer(config.model.vocab_size)
     chosen = variant(config, config.variants[0], tokenizer.vocab_size)
     params = jax.jit(gpt.init, static_argnums=0)(chosen.model, key)
-    tables = gpt.layout_tables(gpt.layouts(chosen.model))
+    tables = stacks.layout_tables(stacks.layouts(chosen.model))
     return Model(
         folder=Path(),
         variant=chosen.name,

@@ -13,7 +13,7 @@ from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.generate import generate_tokens
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import stacks
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.parallel.relay import timeline
 from sparse_dataflow.planning import cost, memory
@@ -253,9 +253,9 @@ def _about_sections(executor, timed):
 def _layouts(trainers, model):
     """Returns the trained layouts; for a model that ended dense, its last sparse ones."""
     trained = [t for t in trainers if t.model == model]
-    layouts = gpt.layouts(model)
+    layouts = stacks.layouts(model)
     if trained:
-        layouts = gpt.layouts_from_tables(model, trained[0].state.tables)
+        layouts = stacks.layouts_from_tables(model, trained[0].state.tables)
     rows = []
     for projection, layers in layouts.items():
         for number, layout in enumerate(layers):

@@ -14,7 +14,7 @@ import numpy as np
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.training.step import initial_state, make_train_step
 
 ACTIVATIONS = ("embed", "attention branch", "MLP branch", "logits")
@@ -56,7 +56,7 @@ def _activations(model, params, tables, tokens):
     x = gpt.embed(model, params["embed"], tokens)
     activations = {"embed": x}
     branches = []
-    for layer_params, layer_tables in gpt.layers(params["blocks"], tables):
+    for layer_params, layer_tables in stacks.layers(params["blocks"], tables):
         block = gpt.bind_block(model)(layer_params)
         middle, x_after, _ = block.residuals(x, layer_tables)
         branches.append((middle - x, x_after - middle))
@@ -94,5 +94,5 @@ def with_width(model: ModelConfig, d_model: int) -> ModelConfig:
     wide = dataclasses.replace(
         model, d_model=d_model, num_heads=heads, num_kv_heads=kv_heads, d_ff=d_ff
     )
-    gpt.check_layouts(wide)
+    stacks.check_layouts(wide)
     return wide

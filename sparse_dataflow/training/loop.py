@@ -19,7 +19,7 @@ from sparse_dataflow.distributed import processes
 from sparse_dataflow.distributed.clock import Clock
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import stacks
 from sparse_dataflow.optim.loss_spikes import SpikeHistory, is_accepted, refuse_more_rollbacks
 from sparse_dataflow.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.optim.train_state import TrainState
@@ -330,7 +330,7 @@ class Trainer:
             self._phase += 1
         else:
             programs = self._programs[self._phase]
-            layouts = functools.partial(gpt.layouts_from_tables, self.model)
+            layouts = functools.partial(stacks.layouts_from_tables, self.model)
             old = layouts(self.state.tables)
             self.state = evolve_layouts(
                 self.state,

@@ -14,7 +14,7 @@ from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import stacks
 from sparse_dataflow.optim.train_state import group_norms
 from sparse_dataflow.parallel.block_gradients import mean_norms, portions
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
@@ -162,7 +162,7 @@ def _compile(phase, training, data, executor):
     if isinstance(executor, MultiProgramExecutor):
         programs = executor.programs(model, training, data, phase.runtime_layouts)
         return Compiled(**programs, seconds=time.perf_counter() - start)
-    canonical = gpt.layout_tables(gpt.layouts(model))
+    canonical = stacks.layout_tables(stacks.layouts(model))
     tables = functools.partial(executor.tables, model=model, changing=phase.runtime_layouts)
     runtime_tables = tables(canonical)
     fixed = None if runtime_tables else canonical

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparse_dataflow.checkpoint import part
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import stacks
 from sparse_dataflow.sparsity.layout import BlockLayout
 from sparse_dataflow.training.phases import phase_before
 from sparse_dataflow.training.saved_state import SavedProgress
@@ -55,7 +55,7 @@ class LayoutReader:
         """
         evolution = self._variant.evolution
         if self._first is None and not evolution.given_layouts:
-            self._first = 0, gpt.layouts(self._variant.phases[0].model)
+            self._first = 0, stacks.layouts(self._variant.phases[0].model)
         steps = part.steps(self._folder)
         if self._first is None and steps:
             self._first = steps[0], self._read(steps[0])
@@ -72,7 +72,7 @@ class LayoutReader:
         def tables(extra):
             phases = SavedProgress.from_extra(extra, planned).phases
             models.append(phases[phase_before(phases, step)].model)
-            return {"tables": gpt.layout_tables(gpt.layouts(models[0]))}
+            return {"tables": stacks.layout_tables(stacks.layouts(models[0]))}
 
         arrays = part.read_part(self._folder, step, tables)
-        return gpt.layouts_from_tables(models[0], arrays["tables"])
+        return stacks.layouts_from_tables(models[0], arrays["tables"])

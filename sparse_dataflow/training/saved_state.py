@@ -9,7 +9,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import stacks
 from sparse_dataflow.optim.loss_spikes import SpikeHistory
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
@@ -133,8 +133,8 @@ def refuse_other_layouts(tables: Any, phase: Phase) -> None:
     """
     if phase.runtime_layouts:
         return
-    saved = gpt.layouts_from_tables(phase.model, tables)
-    expected = gpt.layouts(phase.model)
+    saved = stacks.layouts_from_tables(phase.model, tables)
+    expected = stacks.layouts(phase.model)
     if names := sorted(name for name in expected if saved[name] != expected[name]):
         raise UserError(
             f"The checkpoint's layouts of {', '.join(names)} are not those of its pattern, which "
@@ -154,4 +154,4 @@ def abstract_saved_state(
     """
     model = phases[phase_before(phases, step)].model
     state = abstract_state(model, training, executor)
-    return state._replace(tables=gpt.layout_tables(gpt.layouts(model)), frozen=())
+    return state._replace(tables=stacks.layout_tables(stacks.layouts(model)), frozen=())

@@ -17,7 +17,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.distributed.warm_up import warm_up
 from sparse_dataflow.kernels.attention.api import causal_attention
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.mlp import activate
 from sparse_dataflow.models.shard import WHOLE
 from sparse_dataflow.optim.optimizers import make_optimizer
@@ -47,7 +47,7 @@ def section_seconds(
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
     # Layouts of quantised products never change, and need their groups.
     layer_tables = (
-        gpt.with_groups(jax.device_get(state.tables)) if model.quantized else state.tables
+        stacks.with_groups(jax.device_get(state.tables)) if model.quantized else state.tables
     )
     first_layers = [
         jax.tree.map(lambda leaf: leaf[0], stacked)
@@ -142,7 +142,7 @@ def _seconds(function: Callable, inputs: tuple, *data) -> float:
 
 def _optimizer_seconds(model, training, state):
     optimizer = make_optimizer(model, training)
-    update = jax.jit(functools.partial(optimizer.update, tables=gpt.with_groups(state.tables)))
+    update = jax.jit(functools.partial(optimizer.update, tables=stacks.with_groups(state.tables)))
     return _median(lambda: update(state.params, state.moments, state.params))
 
 

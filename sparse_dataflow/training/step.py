@@ -12,7 +12,7 @@ import optax
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.kernels.cross_entropy.distillation import TeacherOutput
-from sparse_dataflow.models import adapters, gpt, guides
+from sparse_dataflow.models import adapters, gpt, guides, stacks
 from sparse_dataflow.optim.optimizers import make_optimizer
 from sparse_dataflow.optim.train_state import StepReport, TrainState, group_norms
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
@@ -29,7 +29,7 @@ def initial_state(
     """
     if isinstance(executor, MultiProgramExecutor):
         return executor.initial_state(model, training)
-    tables = gpt.layout_tables(gpt.layouts(model))
+    tables = stacks.layout_tables(stacks.layouts(model))
     # The number of steps does not change the draw; without it, `_draw` is cached across runs.
     state = _draw(model, dataclasses.replace(training, steps=1), executor)()
     return executor.place(with_copied_guides(state._replace(tables=tables), model), model)
@@ -126,7 +126,7 @@ def make_train_step(
             gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.params)
         with jax.named_scope("optimizer"):
             updates, moments = optimizer.update(
-                gradients, state.moments, state.params, tables=gpt.with_groups(tables)
+                gradients, state.moments, state.params, tables=stacks.with_groups(tables)
             )
             updates = jax.tree.map(lambda u: -learning_rate * u, updates)
             params = optax.apply_updates(state.params, updates)

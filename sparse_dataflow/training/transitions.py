@@ -30,7 +30,7 @@ from sparse_dataflow.config.layer_groups import (
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.distributed.processes import to_host
 from sparse_dataflow.kernels.hadamard.api import hadamard
-from sparse_dataflow.models import gpt, guides
+from sparse_dataflow.models import gpt, guides, stacks
 from sparse_dataflow.models.blocks import (
     collect,
     expand,
@@ -70,7 +70,7 @@ def update_layouts(
     """
     key = jax.random.key_data(jax.random.fold_in(state.key, state.step))
     seed = np.asarray(jax.device_get(key)).ravel().tolist()
-    layouts = gpt.layouts_from_tables(model, state.tables)
+    layouts = stacks.layouts_from_tables(model, state.tables)
     for name, old in layouts.items():
         new = []
         shards = 1 if name in COLUMN_PARALLEL else row_shards
@@ -84,7 +84,7 @@ def update_layouts(
             gather = functools.partial(_gather_blocks, sources=sources)
             state = _with_converted(state, place, "values", "values", gather)
         layouts[name] = new
-    return state._replace(tables=gpt.layout_tables(layouts))
+    return state._replace(tables=stacks.layout_tables(layouts))
 
 
 def change_model(
@@ -116,7 +116,7 @@ def change_model(
     key = jax.random.fold_in(state.key, state.step)
     before, after = ([group.layers for group in layer_groups(model)] for model in (old, new))
     common = _common_ranges(before, after)
-    state, layouts = _regroup(state, before, common), gpt.layouts_from_tables(old, state.tables)
+    state, layouts = _regroup(state, before, common), stacks.layouts_from_tables(old, state.tables)
     for name in new.projections:
         old_layouts = layouts.pop(name, None)
         new_layouts: list[BlockLayout] = []
@@ -131,7 +131,7 @@ def change_model(
                 with_room(layout, layer_linear(new, name, layer))
                 for layer, layout in enumerate(new_layouts)
             ]
-    return _regroup(state, common, after)._replace(tables=gpt.layout_tables(layouts))
+    return _regroup(state, common, after)._replace(tables=stacks.layout_tables(layouts))
 
 
 def _untied(state, model):
@@ -172,7 +172,7 @@ def with_copied_guides(state: TrainState, model: ModelConfig) -> TrainState:
     if not model.guided:
         return state
     params = state.params
-    for name, layouts in gpt.layouts_from_tables(model, state.tables).items():
+    for name, layouts in stacks.layouts_from_tables(model, state.tables).items():
         for place in _places(name, [group.layers for group in layer_groups(model)]):
             stored = [layouts[layer] for layer in place.layers]
             module = place.module(params)

@@ -10,7 +10,7 @@ from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.sparsity import GROUPED_PATTERNS
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import adapters, gpt
+from sparse_dataflow.models import adapters, stacks
 from sparse_dataflow.planning.equal_cost import equal_cost_model
 from sparse_dataflow.sparsity.allocation import allocate
 from sparse_dataflow.sparsity.evolution import PhaseSpec, phase_specs
@@ -108,7 +108,7 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
         return Variant(name, dense, config.training).at_flops_of(sparse)
     model = dataclasses.replace(dense, linears=config.sparsity.linears(config.model))
     model = adapters.with_adapters(allocate(model, config.sparsity.budget), rank)
-    gpt.check_layouts(model)
+    stacks.check_layouts(model)
     from_start = bool(config.run.init_from)
     evolution = dataclasses.replace(config.evolution, given_layouts=from_start)
     sparse = Variant(name, model, config.training, evolution)
@@ -123,7 +123,7 @@ def _refuse_unequal_layers(model):
     """Raises UserError if layers are to share a block and have different layouts."""
     if not model.shared_layers:
         return
-    for name, (first, *others) in gpt.layouts(model).items():
+    for name, (first, *others) in stacks.layouts(model).items():
         if any(layout != first for layout in others):
             raise UserError(
                 "--evolution=shared_to_own trains one block for all layers, and the pattern "
@@ -148,7 +148,7 @@ def _refuse_unequal_groups(spec):
         )
     for group in layer_groups(spec.model):
         first = dataclasses.replace(group.model, num_layers=1)
-        for projection, (layout,) in gpt.layouts(first).items():
+        for projection, (layout,) in stacks.layouts(first).items():
             if layout.groups is None:
                 pattern = spec.model.linear(projection).pattern
                 raise UserError(f"{head}, and {pattern} has none in {projection}; {legal}")

@@ -17,7 +17,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning import cost, memory
 
@@ -65,8 +65,8 @@ def test_groups_are_runs_of_layers_of_equal_density(model_and_depth):
 def test_parameters_tables_and_flops_follow_the_layouts(model_and_depth):
     model, _ = model_and_depth
     shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
-    layouts = gpt.layouts(model)
-    tables = gpt.layout_tables(layouts)
+    layouts = stacks.layouts(model)
+    tables = stacks.layout_tables(layouts)
     count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))  # noqa: E731
     assert count(shapes) == memory.parameter_count(model)
     assert 4 * count(tables) == memory.table_bytes(model)
@@ -76,7 +76,7 @@ def test_parameters_tables_and_flops_follow_the_layouts(model_and_depth):
         stored = sum(layout.nnz * layout.block**2 for layout in layers)
         assert flops[name] == pytest.approx(2 * (stored + model.num_layers * rank))
         assert len(layers) == model.num_layers
-    assert gpt.layouts_from_tables(model, tables) == layouts
+    assert stacks.layouts_from_tables(model, tables) == layouts
     for blocks, group, stacked in zip(
         split_groups(shapes["blocks"]), layer_groups(model), split_groups(tables)
     ):
@@ -123,7 +123,7 @@ def layer_by_layer(model, params, tokens):
         model, linears={n: LinearSpec(rank=s.rank) for n, s in model.linears}
     )
     x = gpt.embed(dense, params["embed"], tokens[:, :-1])
-    layouts, number = gpt.layouts(model), 0
+    layouts, number = stacks.layouts(model), 0
     for blocks in split_groups(params["blocks"]):
         for i in range(len(blocks["norm1"]["scale"])):
             layer = {
@@ -166,7 +166,7 @@ def test_loss_and_gradients_equal_those_layer_by_layer(
     monkeypatch.setattr(whole, "UNROLL_CHANGING_LAYERS", deepest)
     tokens, (loss, gradients) = expected
     model = dataclasses.replace(MODEL, remat=remat)
-    static_tables = gpt.layout_tables(gpt.layouts(model))
+    static_tables = stacks.layout_tables(stacks.layouts(model))
 
     @jax.jit
     def step(params, tables):
@@ -201,7 +201,7 @@ def test_illegal_multipliers_are_refused(depth, words):
 
 def traced_flops(model):
     params = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
-    tables = jax.tree.map(jnp.asarray, gpt.layout_tables(gpt.layouts(model)))
+    tables = jax.tree.map(jnp.asarray, stacks.layout_tables(stacks.layouts(model)))
     step = lambda *inputs: whole.loss_and_gradients(model, *inputs)  # noqa: E731
     program = jax.make_jaxpr(step)(params, tables, jnp.zeros((2, 9), jnp.int32))
     return traced.count(program, {}).flops

@@ -22,7 +22,7 @@ from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.tokenizer import train_tokenizer
 from sparse_dataflow.evaluation.trained import Model
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.runs import run_folder
 from sparse_dataflow.training.run_files import RunRecord
 from sparse_dataflow.training.saved_state import identity
@@ -82,7 +82,7 @@ def trained(models, tokenizer):
         rng = np.random.default_rng(0)
         shapes = jax.eval_shape(lambda key: gpt.init(model, key), jax.random.key(0))
         params = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), jnp.float32), shapes)
-        tables = gpt.layout_tables(gpt.layouts(model))
+        tables = stacks.layout_tables(stacks.layouts(model))
         training = TrainingConfig(steps=1, batch=4, sequence=CONTEXT)
         folder = pathlib.Path("missing")
         return Model(folder, variant, model, params, tables, tokenizer, 1, training, None, {})

@@ -25,7 +25,7 @@ from sparse_dataflow.evaluation.over_mesh import mesh_forward
 from sparse_dataflow.evaluation.scoring import batch_limits, score, single_device_forward
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.sharded import Sharded
 
@@ -41,7 +41,7 @@ def random_model(**mixture):
     shapes = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda a: rng.normal(size=a.shape).astype(np.float32), shapes)
-    tables = gpt.layout_tables(gpt.layouts(config))
+    tables = stacks.layout_tables(stacks.layouts(config))
     training = TrainingConfig(steps=1, batch=4, sequence=CONTEXT)
     return Model(Path(), "sparse", config, params, tables, BYTES, 0, training, None, {})
 

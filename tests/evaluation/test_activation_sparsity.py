@@ -22,7 +22,7 @@ from sparse_dataflow.evaluation.generate import generate
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.hadamard.api import hadamard
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.inputs import observed_block
 from sparse_dataflow.parallel import whole
 
@@ -38,7 +38,7 @@ def random_model(config):
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
     params = jax.tree.map(lambda s: rng.normal(size=s.shape, scale=0.3).astype("f4"), shapes)
-    tables = gpt.layout_tables(gpt.layouts(config))
+    tables = stacks.layout_tables(stacks.layouts(config))
     training = TrainingConfig(steps=1, batch=4, sequence=config.max_len)
     folder = pathlib.Path("missing")
     return Model(folder, "dense", config, params, tables, BYTES, 1, training, None, {})
@@ -69,7 +69,7 @@ def test_each_tensor_has_the_share_of_zeros():
     @jax.jit
     def all_shares(params):
         x, shares = gpt.embed(config, params["embed"], tokens), []
-        for layer in gpt.layers(params["blocks"], model.tables):
+        for layer in stacks.layers(params["blocks"], model.tables):
             x, of_layer = observed_block(config, *layer, x, zeros)
             shares.append(of_layer)
         return shares

@@ -12,7 +12,7 @@ from sparse_dataflow.evaluation import generate as generate_module
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.generate import bucket, generate, generate_tokens
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.parallel import whole
 
 
@@ -27,7 +27,7 @@ def confident_model(config, seed=0):
 
     shapes = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
     params = jax.tree_util.tree_map_with_path(draw, shapes)
-    return params, gpt.layout_tables(gpt.layouts(config))
+    return params, stacks.layout_tables(stacks.layouts(config))
 
 
 def draw_prompts(lengths, vocab_size=40, seed=1):

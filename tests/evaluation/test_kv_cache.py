@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.evaluation import kv_cache
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning import cost
 
@@ -28,7 +28,7 @@ def random_model(config, seed=0):
     rng = np.random.default_rng(seed)
     shapes = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
     params = jax.tree.map(lambda s: rng.normal(size=s.shape, scale=0.3).astype("f4"), shapes)
-    return params, gpt.layout_tables(gpt.layouts(config))
+    return params, stacks.layout_tables(stacks.layouts(config))
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

@@ -17,7 +17,7 @@ from sparse_dataflow.evaluation.generate import generate_tokens
 from sparse_dataflow.evaluation.offloaded_experts import OffloadedExperts
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 
 MIXTURE = dataclasses.replace(DENSE, experts=6, top_k=2)
 MONARCH = LinearSpec("block_sparse", "monarch", density=0.5, block=8)
@@ -50,7 +50,7 @@ def drawn(config):
 
     shapes = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
     params = jax.tree_util.tree_map_with_path(draw, shapes)
-    tables = gpt.layout_tables(gpt.layouts(config))
+    tables = stacks.layout_tables(stacks.layouts(config))
     training = TrainingConfig(steps=1, batch=1, sequence=16)
     return Model(Path(), "dense", config, params, tables, BYTES, 0, training, None, {})
 

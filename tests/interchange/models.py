@@ -12,7 +12,7 @@ from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.parallel import whole
 
 DENSE = ModelConfig(
@@ -32,7 +32,7 @@ def random_model(config, seed=0):
     rng = np.random.default_rng(seed)
     shapes = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
     params = jax.tree.map(lambda s: rng.normal(size=s.shape, scale=0.3).astype("f4"), shapes)
-    return params, gpt.layout_tables(gpt.layouts(config))
+    return params, stacks.layout_tables(stacks.layouts(config))
 
 
 def logits(config, params, tables, ids):

@@ -15,7 +15,7 @@ from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.calibration import input_norms
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.sparsity.evolution import largest_blocks
 
@@ -38,7 +38,7 @@ def start_of(config):
 def test_norms_are_those_of_the_inputs(config):
     start = start_of(config)
     norms = input_norms(config, start.params, start.tables, BATCHES, {})
-    first, _ = next(gpt.layers(start.params["blocks"], start.tables))
+    first, _ = next(stacks.layers(start.params["blocks"], start.tables))
     block = gpt.bind_block(config)(jax.tree.map(np.asarray, first))
     inputs = [block.norm1(gpt.embed(config, start.params["embed"], tokens)) for tokens in BATCHES]
     expected = np.sqrt(sum(np.square(x).sum((0, 1)) for x in inputs))
@@ -60,9 +60,9 @@ def test_the_blocks_of_largest_score_are_stored(before, mixed):
     start = start_of(before)
     state = initial_state_from(start, after, TRAINING, calibration=BATCHES)
     plain = initial_state_from(start, after, TRAINING)
-    layouts, by_weight = (gpt.layouts_from_tables(after, s.tables) for s in (state, plain))
+    layouts, by_weight = (stacks.layouts_from_tables(after, s.tables) for s in (state, plain))
     norms = input_norms(before, start.params, start.tables, BATCHES, dict.fromkeys(layouts, mixed))
-    old = gpt.layouts_from_tables(before, start.tables)
+    old = stacks.layouts_from_tables(before, start.tables)
     changed = 0
     for name, chosen in layouts.items():
         module = start.params["blocks"][name]

@@ -9,13 +9,14 @@ import pytest
 from models import logits, random_model
 
 from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.config.layer_groups import split_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import stacks
 from sparse_dataflow.sparsity.evolution import phase_specs
 
 DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=16)
@@ -61,7 +62,7 @@ def test_low_rank_terms_join_given_weights_and_keep_their_function():
     expected = logits(SPARSE, start.params, start.tables, TOKENS)
     result = logits(low_rank, state.params, state.tables, TOKENS)
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
-    assert gpt.split_groups(state.params["blocks"])[0]["qkv"].keys() > {"values"}
+    assert split_groups(state.params["blocks"])[0]["qkv"].keys() > {"values"}
 
 
 def test_the_largest_blocks_are_kept_and_balanced():
@@ -75,7 +76,7 @@ def test_the_largest_blocks_are_kept_and_balanced():
                 grid[layer, a, :, b] *= 10
                 grid[layer, a, :, b + 4] *= 10
     state = initial_state_from(start, SPARSE, TRAINING)
-    layouts = gpt.layouts_from_tables(SPARSE, state.tables)
+    layouts = stacks.layouts_from_tables(SPARSE, state.tables)
     for layer, layout in enumerate(layouts["mlp_in"]):
         assert layout.balanced and layout.density == 0.5
         for a in range(4):
@@ -88,7 +89,7 @@ def test_the_largest_blocks_are_kept_and_balanced():
 def test_layouts_that_rigl_will_change_get_wide_tables(start):
     (phase,) = phase_specs(SPARSE, EvolutionConfig("rigl", given_layouts=True))
     state = initial_state_from(start_of(start), phase.model, TRAINING)
-    expected = gpt.layout_tables(gpt.layouts(phase.model))
+    expected = stacks.layout_tables(stacks.layouts(phase.model))
     assert jax.tree.map(np.shape, state.tables) == jax.tree.map(np.shape, expected)
 
 

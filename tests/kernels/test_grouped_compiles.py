@@ -12,7 +12,7 @@ import pytest
 from sparse_dataflow.aot import hlo
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.projections import LinearSpec
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 
 pytest.importorskip(
     "jax_cuda13_plugin", reason="compiling for a GPU needs 'sparse_dataflow[cuda]': make aot-gpu"
@@ -29,7 +29,7 @@ WEIGHTS = 12 * DENSE.d_model**2
 def compiled_block(model, kind):
     """HLO text of a block's forward and backward pass, with float32 parameters."""
     params = jax.eval_shape(lambda: gpt.init_section(model, "block", jax.random.key(0)))
-    stacked = gpt.with_groups(gpt.layout_tables(gpt.layouts(model)))
+    stacked = stacks.with_groups(stacks.layout_tables(stacks.layouts(model)))
     tables = jax.tree.map(lambda table: table[0], stacked)
 
     def gradients(params, x, dy):

@@ -17,7 +17,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul.sharded import cut_columns, cut_rows
 from sparse_dataflow.kernels.sparse_mlp import api, tuning_grouped
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu_grouped as kernels
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.sparsity.layout import Groups
 from sparse_dataflow.sparsity.patterns import make_layout
 
@@ -183,7 +183,7 @@ def block_of(config):
     """
     params = gpt.init(config, jax.random.key(0))["blocks"]
     params = jax.tree.map(lambda leaf: leaf[0], params)
-    tables = gpt.with_groups(gpt.layout_tables(gpt.layouts(config)))
+    tables = stacks.with_groups(stacks.layout_tables(stacks.layouts(config)))
     tables = jax.tree.map(lambda table: table[0], tables)
     x = np.random.default_rng(0).normal(size=(2, 16, config.d_model)).astype(np.float32)
 

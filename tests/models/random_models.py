@@ -8,7 +8,7 @@ import numpy as np
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.parallel import whole
 
 DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12)
@@ -36,7 +36,7 @@ def tokens_of(config, batch=2, length=10, seed=0):
 
 
 def tables_of(config):
-    return gpt.layout_tables(gpt.layouts(config))
+    return stacks.layout_tables(stacks.layouts(config))
 
 
 def logits_of(config, params, tokens):
@@ -47,7 +47,7 @@ def as_dense(config, params):
     """Returns the dense (config, params) of equal weights."""
     linears = {name: dataclasses.replace(spec, kind="dense") for name, spec in config.linears}
     blocks = {name: dict(module) for name, module in params["blocks"].items()}
-    for name, layers in gpt.layouts(config).items():
+    for name, layers in stacks.layouts(config).items():
         values = blocks[name].pop("values")
         kernels = [layout.to_dense(v) for layout, v in zip(layers, values)]
         blocks[name]["kernel"] = np.stack(kernels)

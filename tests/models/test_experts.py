@@ -14,7 +14,7 @@ from plain_experts import apply, choose
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import expert_rows, gpt
+from sparse_dataflow.models import expert_rows, gpt, stacks
 from sparse_dataflow.models.experts import Experts
 from sparse_dataflow.models.shard import WHOLE
 
@@ -57,8 +57,8 @@ def bound(config, params):
 
 
 def tables_of(config):
-    tables = gpt.layout_tables(gpt.layouts(config))
-    return gpt.with_groups(jax.tree.map(lambda table: table[0], tables)) if tables else {}
+    tables = stacks.layout_tables(stacks.layouts(config))
+    return stacks.with_groups(jax.tree.map(lambda table: table[0], tables)) if tables else {}
 
 
 @settings(max_examples=5)
@@ -179,4 +179,4 @@ def test_illegal_storage_of_experts_is_refused(spec, depth, words):
 def test_layouts_without_equal_groups_are_refused():
     spec = LinearSpec("block_sparse", "random", density=0.25, block=2)
     with pytest.raises(UserError, match=r"legal for experts: sparsity\.pattern=monarch or shuffle"):
-        gpt.check_layouts(TINY.with_linears(spec, ["mlp_in"]))
+        stacks.check_layouts(TINY.with_linears(spec, ["mlp_in"]))

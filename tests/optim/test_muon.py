@@ -17,6 +17,7 @@ from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models import stacks as layer_stacks
 from sparse_dataflow.optim import muon
 from sparse_dataflow.optim.optimizers import (
     B1,
@@ -163,14 +164,14 @@ def test_a_grouped_layout_moves_by_dense_groups(grid, strided_outputs, array):
 def test_layouts_that_change_move_by_blocks():
     model = MODEL.with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8), ["mlp_in"])
     params = gradients_of(model)
-    tables = gpt.layout_tables(gpt.layouts(model))
+    tables = layer_stacks.layout_tables(layer_stacks.layouts(model))
     optimizer = make_optimizer(model, dataclasses.replace(TRAINING, weight_decay=0.0))
     state = optimizer.init(params)
 
     def updates(tables):
         return optimizer.update(params, state, params, tables=tables)[0]["blocks"]["mlp_in"]
 
-    by_group, by_block = updates(gpt.with_groups(tables)), updates(tables)
+    by_group, by_block = updates(layer_stacks.with_groups(tables)), updates(tables)
     np.testing.assert_array_equal(by_block["values"], updates(None)["values"])
     assert not np.allclose(by_group["values"], by_block["values"], atol=1e-3)
 
@@ -209,7 +210,7 @@ def test_supar_keeps_the_change_of_an_output_over_width_density_and_block():
         model = ModelConfig(1, width, 4, 2 * width, 40, 12, parametrization="supar")
         model = model.with_linears(spec)
         params = jax.eval_shape(lambda key, m=model: gpt.init(m, key), jax.random.key(0))
-        tables = gpt.with_groups(gpt.layout_tables(gpt.layouts(model)))
+        tables = layer_stacks.with_groups(layer_stacks.layout_tables(layer_stacks.layouts(model)))
         module = learning_rate_multipliers(model, TRAINING, params, tables)["blocks"]["qkv"]
         grouped = pattern == "monarch" or density == 1
         side = round(density * width) if grouped else block

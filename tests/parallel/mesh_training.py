@@ -29,7 +29,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
-from sparse_dataflow.models import adapters, gpt
+from sparse_dataflow.models import adapters, gpt, stacks
 from sparse_dataflow.optim.optimizers import map_moments
 from sparse_dataflow.optim.train_state import StepReport
 from sparse_dataflow.parallel import mesh as meshes
@@ -174,7 +174,7 @@ def train(model, executor, micro_batches, start=None, **changes):
 
 def tables_of(model, executor):
     """Returns the layouts' tables: canonical, those compiled into the programs, those beside."""
-    tables = gpt.layout_tables(gpt.layouts(model))
+    tables = stacks.layout_tables(stacks.layouts(model))
     placed = executor.tables(tables, model, changing=False)
     return tables, None if placed else tables, placed
 
@@ -281,7 +281,7 @@ def move(name, texts):
     """Saves a state on each mesh and restores it on the next; returns {text: bits are equal}."""
     model, results = MODELS[name], {}
     training = TrainingConfig(STEPS, BATCH, SEQUENCE)
-    tables = gpt.layout_tables(gpt.layouts(model))
+    tables = stacks.layout_tables(stacks.layouts(model))
     right = initial_state(model, training)
     key = jax.random.key_data(right.key)
     noise = lambda tree: jax.tree.map(lambda a: a + jnp.arange(a.size).reshape(a.shape), tree)  # noqa: E731

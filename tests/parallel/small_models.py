@@ -8,7 +8,7 @@ import numpy as np
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 
 DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12)
 SPARSE = LinearSpec("block_sparse", "butterfly", density=0.25, block=4)
@@ -40,7 +40,7 @@ def tokens_of(config, batch=4, length=11, seed=0):
 
 
 def tables_of(config):
-    return gpt.layout_tables(gpt.layouts(config))
+    return stacks.layout_tables(stacks.layouts(config))
 
 
 def assert_same(actual, expected, tolerance=2e-5):

@@ -11,7 +11,7 @@ import pytest
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.projections import LinearSpec
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.parallel.block_gradients import block_gradient_norms
 
@@ -40,7 +40,7 @@ def tokens_of(rows=3):
 def dense_twin(model, params):
     """Returns (model, params) of the same function with dense kernels."""
     blocks = {name: dict(module) for name, module in params["blocks"].items()}
-    for name, layers in gpt.layouts(model).items():
+    for name, layers in stacks.layouts(model).items():
         values = blocks[name].pop("values")
         blocks[name]["kernel"] = np.stack([lay.to_dense(v) for lay, v in zip(layers, values)])
     linears = {
@@ -65,7 +65,7 @@ def dense_twin(model, params):
 )
 def test_norms_equal_those_of_the_dense_gradient(model, remat):
     params, tokens = params_of(model), tokens_of()
-    tables = gpt.layout_tables(gpt.layouts(model))
+    tables = stacks.layout_tables(stacks.layouts(model))
     probed = dataclasses.replace(model, remat=remat)
     norms = jax.jit(functools.partial(block_gradient_norms, probed))(params, tables, tokens)
     dense, dense_params = dense_twin(model, params)
@@ -84,7 +84,7 @@ def test_norms_equal_those_of_the_dense_gradient(model, remat):
 
 def test_no_array_is_larger_than_the_dense_gradient_of_a_projection(array_sizes):
     """With few tokens and a small vocabulary, weights are the largest arrays."""
-    tables = gpt.layout_tables(gpt.layouts(MODEL))
+    tables = stacks.layout_tables(stacks.layouts(MODEL))
     sizes = array_sizes(
         functools.partial(block_gradient_norms, MODEL), params_of(MODEL), tables, tokens_of(1)
     )

@@ -7,7 +7,7 @@ from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import stacks
 from sparse_dataflow.parallel import cuts
 from sparse_dataflow.parallel.sharding import COLUMN_PARALLEL
 from sparse_dataflow.sparsity.evolution import phase_specs, rigl_blocks
@@ -39,10 +39,11 @@ def exchanged(layouts, row_shards):
 def test_shards_of_exchanged_layouts_have_the_same_shapes():
     evolution = EvolutionConfig("rigl", row_shards=SHARDS)
     (phase,) = phase_specs(MODEL, evolution)
-    before = gpt.layouts(phase.model)
+    before = stacks.layouts(phase.model)
     after = exchanged(before, SHARDS)
     sharded = [
-        cuts.cut(gpt.layout_tables(layouts), SHARDS, changing=True) for layouts in (before, after)
+        cuts.cut(stacks.layout_tables(layouts), SHARDS, changing=True)
+        for layouts in (before, after)
     ]
     for name in before:
         assert before[name] != after[name]
@@ -52,7 +53,7 @@ def test_shards_of_exchanged_layouts_have_the_same_shapes():
 
 def test_blocks_that_move_between_shards_are_refused_before_the_first_step():
     (phase,) = phase_specs(MODEL, EvolutionConfig("rigl"))
-    tables = gpt.layout_tables(exchanged(gpt.layouts(phase.model), row_shards=1))
+    tables = stacks.layout_tables(exchanged(stacks.layouts(phase.model), row_shards=1))
     with pytest.raises(UserError, match="Shards would store from"):
         cuts.cut(tables, SHARDS, changing=True)
 

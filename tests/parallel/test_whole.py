@@ -10,7 +10,7 @@ import pytest
 from small_models import DENSE, MODEL, arbitrary_params, assert_same, tables_of, tokens_of
 
 from sparse_dataflow.config.projections import LinearSpec
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.parallel import whole
 
 
@@ -143,7 +143,7 @@ def test_a_program_for_changing_layouts_does_not_grow_with_depth(array_sizes):
 def test_each_layer_uses_its_weights_and_layouts():
     """Compares with a loop over the layers."""
     params, tables, tokens = arbitrary_params(MODEL), tables_of(MODEL), tokens_of(MODEL)
-    assert len(set(gpt.layouts(MODEL)["attn_out"])) > 1
+    assert len(set(stacks.layouts(MODEL)["attn_out"])) > 1
 
     def by_hand(params, tokens):
         x = gpt.embed(MODEL, params["embed"], tokens)

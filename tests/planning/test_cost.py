@@ -17,6 +17,7 @@ from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import CHIPS, Chip
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models import stacks as layer_stacks
 from sparse_dataflow.optim import muon
 from sparse_dataflow.optim.optimizers import tables_of_path
 from sparse_dataflow.parallel import whole
@@ -33,7 +34,7 @@ def test_flops_of_newton_schulz_are_those_of_the_program(pattern):
     linears = {"mlp_in": LinearSpec("block_sparse", pattern, 0.5, 16)} if pattern else {}
     model = ModelConfig(1, 64, 4, 256, vocab_size=48, max_len=8, linears=linears)
     params = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
-    tables = gpt.with_groups(gpt.layout_tables(gpt.layouts(model)))
+    tables = layer_stacks.with_groups(layer_stacks.layout_tables(layer_stacks.layouts(model)))
     stacks = [
         (leaf, muon.matrices_of(leaf.shape, tables_of_path(tables, path)))
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)

@@ -11,7 +11,7 @@ import sparse_dataflow.sparsity.evolution  # noqa: F401  Registers the patterns.
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import stacks
 from sparse_dataflow.planning import cost, equal_cost
 from sparse_dataflow.planning.equal_cost import equal_cost_model, stored_parameters
 
@@ -47,7 +47,7 @@ def test_a_model_costs_its_budget(scale, budget, density, pattern, projections, 
     head = base.d_model / base.num_heads
     assert abs(math.log(model.d_model / model.num_heads / head)) <= math.log(equal_cost.HEAD_RATIO)
     assert model.sparse_projections == (base.sparse_projections if density < 1 else ())
-    for layouts in gpt.layouts(dataclasses.replace(model, num_layers=1)).values():
+    for layouts in stacks.layouts(dataclasses.replace(model, num_layers=1)).values():
         for layout in layouts:
             stored = layout.nnz / (layout.in_blocks * layout.out_blocks)
             ratio = stored / density

@@ -14,7 +14,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.sparsity import SparsityConfig
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning import memory
 
@@ -82,7 +82,7 @@ def test_parameters_of_published_checkpoints_to_the_last_one(scale, published):
 @pytest.mark.parametrize("scale", ["llama3-1b", "llama3-8b", "qwen3-0.6b", "qwen3-8b"])
 def test_blocks_of_the_preset_divide_published_widths(scale):
     model = dataclasses.replace(SIZES[scale], num_layers=1)
-    gpt.layouts(dataclasses.replace(model, linears=SparsityConfig().linears(model)))
+    stacks.layouts(dataclasses.replace(model, linears=SparsityConfig().linears(model)))
 
 
 def test_parameters_of_a_small_model_counted_by_hand():

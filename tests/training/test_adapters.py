@@ -12,7 +12,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import adapters, gpt
+from sparse_dataflow.models import adapters, gpt, stacks
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.planning import cost, memory
@@ -43,7 +43,7 @@ each_base = pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 def start(base, training=TRAINING):
     """Returns (config with adapters, initial state, layout tables)."""
     model = adapters.with_adapters(base, training.adapter_rank)
-    return model, initial_state(model, training), gpt.layout_tables(gpt.layouts(model))
+    return model, initial_state(model, training), stacks.layout_tables(stacks.layouts(model))
 
 
 def same_bits(a, b):
@@ -103,7 +103,7 @@ def test_gradients_are_those_of_merged_dense_weights_in_float64(base):
     rng = np.random.default_rng(1)
     params = jax.tree.map(lambda p: rng.normal(size=p.shape, scale=0.1), state.params)
     scale = TRAINING.adapter_scale
-    layouts = gpt.layouts_from_tables(model, tables)
+    layouts = stacks.layouts_from_tables(model, tables)
     with jax.enable_x64(True):
         wide = lambda tree: jax.tree.map(lambda leaf: jnp.asarray(leaf, "float64"), tree)  # noqa: E731
         params, frozen = wide(params), wide(jax.device_get(state.frozen))

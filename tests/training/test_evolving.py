@@ -11,7 +11,7 @@ from evolving import EVOLUTIONS, MODEL, MODELS, TRAINING, train, trainer
 from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import stacks
 from sparse_dataflow.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.parallel.block_gradients import Portions, mean_norms, portions
 from sparse_dataflow.planning import cost
@@ -86,7 +86,7 @@ def test_a_plateau_starts_the_dense_phase_early_also_after_a_resume(tmp_path, st
 )
 def test_layouts_change_and_keep_their_fan_in(tmp_path, method):
     t, model = train(trainer(tmp_path, method)), MODELS[method]
-    first, last = gpt.layouts(model), gpt.layouts_from_tables(model, t.state.tables)
+    first, last = stacks.layouts(model), stacks.layouts_from_tables(model, t.state.tables)
     for name in model.sparse_projections:
         for before, after in zip(first[name], last[name], strict=True):
             np.testing.assert_array_equal(after.fan_in, before.fan_in)

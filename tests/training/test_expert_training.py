@@ -11,7 +11,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.sparsity.evolution import PhaseSpec
 from sparse_dataflow.training.loop import Trainer
@@ -54,7 +54,7 @@ def test_a_resumed_mixture_trains_to_the_same_bits(tmp_path, programs):
 
 def test_evaluation_drops_no_choice():
     params = gpt.init(MODEL, jax.random.key(0))
-    tables = gpt.layout_tables(gpt.layouts(MODEL))
+    tables = stacks.layout_tables(stacks.layouts(MODEL))
     tokens = jnp.asarray(TOKENS[:18].reshape(2, 9), jnp.int32)
     weights = jnp.full((2, 8), 1 / 16)
     dropless = dataclasses.replace(MODEL, expert_capacity=0.0)

@@ -15,7 +15,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import stacks
 from sparse_dataflow.training.step import abstract_state, initial_state, make_train_step
 from sparse_dataflow.training.variants import variants
 
@@ -40,7 +40,7 @@ def model_of(precision):
 @functools.cache
 def program(precision):
     """(layout tables, jitted step)."""
-    tables = gpt.layout_tables(gpt.layouts(MODEL))
+    tables = stacks.layout_tables(stacks.layouts(MODEL))
     return tables, jax.jit(make_train_step(model_of(precision), TRAINING, tables))
 
 

@@ -17,7 +17,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.optim.optimizers import adam_state, make_optimizer, map_moments
 from sparse_dataflow.parallel import describe, whole
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE
@@ -42,7 +42,7 @@ ROUNDING = 2.0**-8
 @functools.cache
 def program(model, training):
     """(layout tables, jitted step)."""
-    tables = gpt.layout_tables(gpt.layouts(model))
+    tables = stacks.layout_tables(stacks.layouts(model))
     return tables, jax.jit(make_train_step(model, training, tables))
 
 
@@ -188,7 +188,7 @@ def test_a_checkpoint_of_another_dtype_is_refused(tmp_path):
 )
 def test_the_planned_bytes_are_the_bytes_of_the_arrays(model, training, remat):
     model = dataclasses.replace(model, remat=remat)
-    tables = gpt.layout_tables(gpt.layouts(model))
+    tables = stacks.layout_tables(stacks.layouts(model))
     state = abstract_state(model, training)
     arrays = SINGLE_DEVICE.arrays(state, tables, model, True, {})
     array_bytes = {group: describe.bytes_per_chip({group: tree}) for group, tree in arrays.items()}

@@ -14,7 +14,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import stacks
 from sparse_dataflow.optim.optimizers import adam_state, make_optimizer, map_moments
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel import whole
@@ -90,12 +90,13 @@ def test_an_update_keeps_old_blocks_bit_by_bit_and_starts_new_ones_at_zero(metho
     before = to_numpy(trained_state(model))
     rng = np.random.default_rng(0)
     gradients = {
-        name: rng.random((2, *layers[0].mask.shape)) for name, layers in gpt.layouts(model).items()
+        name: rng.random((2, *layers[0].mask.shape))
+        for name, layers in stacks.layouts(model).items()
     }
     update = METHODS[method].update
     after = update_layouts(trained_state(model), model, update, 0.3, gradients)
     assert_shaped_like(after, model)
-    old, new = (gpt.layouts_from_tables(model, s.tables) for s in (before, after))
+    old, new = (stacks.layouts_from_tables(model, s.tables) for s in (before, after))
     for name in PROJECTIONS:
         for layer in range(2):
             was, now = old[name][layer], new[name][layer]
@@ -121,7 +122,7 @@ def test_random_choices_follow_from_key_and_step():
     layouts = []
     for change in ({}, {"step": jax.numpy.int32(6)}, {"key": jax.random.key(3)}):
         state = update_layouts(trained_state(model)._replace(**change), model, update, 0.3)
-        layouts.append(gpt.layouts_from_tables(model, state.tables)["mlp_in"])
+        layouts.append(stacks.layouts_from_tables(model, state.tables)["mlp_in"])
     assert layouts[0] != layouts[1] and layouts[0] != layouts[2]
 
 
@@ -134,7 +135,7 @@ def test_dense_is_the_same_function_with_the_same_moments(model):
     assert_shaped_like(after, dense)
     np.testing.assert_allclose(logits_of(dense, after), logits, rtol=1e-5, atol=1e-5)
     assert np.abs(logits).max() > 0.1
-    for name, layers in gpt.layouts(model).items():
+    for name, layers in stacks.layouts(model).items():
         for layer, layout in enumerate(layers):
             for tree, (theirs, mine) in enumerate(zip(trees(original), trees(after))):
                 module = jax.tree.map(lambda leaf, i=layer: leaf[i], theirs["blocks"][name])
@@ -154,7 +155,7 @@ def test_a_weight_with_a_hadamard_transform_becomes_a_dense_one_of_the_same_func
     after = change_model(before, MIXED, dense)
     assert_shaped_like(after, dense)
     np.testing.assert_allclose(logits_of(dense, after), logits, rtol=1e-5, atol=1e-5)
-    for name, layers in gpt.layouts(MIXED).items():
+    for name, layers in stacks.layouts(MIXED).items():
         inside = MIXED.projection_shape(name)[0]
         turn = np.kron(np.eye(inside // 16), scipy.linalg.hadamard(16) / 4)
         # Variances of independent gradients transform with the squares.
@@ -171,11 +172,13 @@ def test_pruning_with_a_transform_keeps_the_largest_blocks_of_the_transformed_we
     kernel = np.array(state.params["blocks"]["mlp_out"]["kernel"][0])
     after = change_model(state, dense, MIXED)
     assert_shaped_like(after, MIXED)
-    layout = gpt.layouts_from_tables(MIXED, after.tables)["mlp_out"][0]
+    layout = stacks.layouts_from_tables(MIXED, after.tables)["mlp_out"][0]
     turned = np.kron(np.eye(len(kernel) // 16), scipy.linalg.hadamard(16) / 4) @ kernel
     values = after.params["blocks"]["mlp_out"]["values"][0]
     np.testing.assert_allclose(values, layout.from_dense(turned), rtol=1e-4, atol=1e-6)
-    plain = gpt.layouts_from_tables(MODEL, change_model(trained_state(dense), dense, MODEL).tables)
+    plain = stacks.layouts_from_tables(
+        MODEL, change_model(trained_state(dense), dense, MODEL).tables
+    )
     assert layout != plain["mlp_out"][0]
 
 
@@ -199,7 +202,7 @@ def test_pruning_keeps_the_largest_blocks_of_all_stages():
     for before, after in itertools.pairwise(models):
         state = change_model(state, before.model, after.model)
         assert_shaped_like(state, after.model)
-        layout = gpt.layouts_from_tables(after.model, state.tables)["mlp_in"][1]
+        layout = stacks.layouts_from_tables(after.model, state.tables)["mlp_in"][1]
         assert layout.balanced and layout.density == after.model.linear("mlp_in").density
         assert stored is None or stored.mask[layout.mask].all()
         stored = layout

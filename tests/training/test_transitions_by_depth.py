@@ -13,7 +13,7 @@ from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.layer_groups import layer_groups, layer_linear
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import stacks
 from sparse_dataflow.optim.optimizers import map_moments
 from sparse_dataflow.sparsity.evolution import METHODS, phase_specs
 from sparse_dataflow.training.transitions import change_model, update_layouts
@@ -37,7 +37,7 @@ CHANGES = {
 }
 RNG = np.random.default_rng(0)
 NORMS = {
-    name: RNG.random((3, *layouts[0].mask.shape)) for name, layouts in gpt.layouts(ALIKE).items()
+    name: RNG.random((3, *layouts[0].mask.shape)) for name, layouts in stacks.layouts(ALIKE).items()
 }
 
 
@@ -68,15 +68,17 @@ def state_of_layers(states, model):
 
     def combine(*each):
         layers = [
-            jax.tree.map(np.asarray, [layer for layer, _ in gpt.layers(tree["blocks"], tables)][i])
+            jax.tree.map(
+                np.asarray, [layer for layer, _ in stacks.layers(tree["blocks"], tables)][i]
+            )
             for i, (tree, tables) in enumerate(zip(each, (s.tables for s in states)))
         ]
-        blocks = jax.tree.map(jnp.array, gpt.stacked_layers(model, layers))
+        blocks = jax.tree.map(jnp.array, stacks.stacked_layers(model, layers))
         return jax.tree.map(jnp.array, {**each[0], "blocks": blocks})
 
     params, mu, nu = (combine(*each) for each in zip(*map(trees, states)))
     moments = map_moments(lambda _: mu, states[0].moments, second=lambda _: nu)
-    tables = gpt.layout_tables(gpt.layouts(model))
+    tables = stacks.layout_tables(stacks.layouts(model))
     return states[0]._replace(params=params, moments=moments, tables=tables)
 
 
@@ -91,10 +93,10 @@ def test_every_layer_is_converted_as_among_equal_layers(name):
     state = change(state_of_layers(initial, before))
     assert_shaped_like(state, after)
     for mine, theirs in zip(trees(state), zip(*map(trees, expected))):
-        layers = list(gpt.layers(mine["blocks"], state.tables))
+        layers = list(stacks.layers(mine["blocks"], state.tables))
         assert len(layers) == 3
         for i, layer in enumerate(layers):
-            twin = list(gpt.layers(theirs[i]["blocks"], expected[i].tables))[i]
+            twin = list(stacks.layers(theirs[i]["blocks"], expected[i].tables))[i]
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), layer, twin)
     assert np.asarray(state.step) == 5
 
@@ -119,12 +121,12 @@ def test_pruning_keeps_the_largest_blocks_of_every_layer():
     for last, phase in itertools.pairwise(models):
         state = change_model(state, last.model, phase.model)
         assert_shaped_like(state, phase.model)
-        layouts = gpt.layouts_from_tables(phase.model, state.tables)["mlp_in"]
+        layouts = stacks.layouts_from_tables(phase.model, state.tables)["mlp_in"]
         for i, layout in enumerate(layouts):
             assert layout.density == layer_linear(phase.model, "mlp_in", i).density
             assert layout.balanced and (before is None or before[i].mask[layout.mask].all())
         before = layouts
         for kernels, tree in zip(original, trees(state)):
-            for i, (layer, _) in enumerate(gpt.layers(tree["blocks"], state.tables)):
+            for i, (layer, _) in enumerate(stacks.layers(tree["blocks"], state.tables)):
                 expected = layouts[i].from_dense(kernels[i])
                 np.testing.assert_array_equal(layer["mlp_in"]["values"], expected)

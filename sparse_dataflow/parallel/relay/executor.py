@@ -14,7 +14,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import stacks
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import MultiProgramExecutor
 from sparse_dataflow.parallel.relay import host_optimizer, host_state, server_files
@@ -174,7 +174,7 @@ class RelayExecutor(MultiProgramExecutor):
 
     def tables(self, tables, model, changing):
         """See `Executor`."""
-        return tables if changing else gpt.with_groups(tables)
+        return tables if changing else stacks.with_groups(tables)
 
 
 def parameter_norms(params: dict) -> dict[str, float]:

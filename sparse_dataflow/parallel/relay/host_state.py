@@ -18,7 +18,7 @@ from sparse_dataflow.config.layer_groups import (
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import ROW_PARALLEL
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.optim.optimizers import adam_state, make_optimizer
 from sparse_dataflow.optim.train_state import TrainState
 
@@ -76,7 +76,7 @@ def abstract_state(model: ModelConfig, training: TrainingConfig) -> TrainState:
         moments = make_optimizer(model, training).init(params)
         return TrainState(np.zeros((), np.int32), params, moments, (), key)
 
-    return jax.eval_shape(draw)._replace(tables=gpt.layout_tables(gpt.layouts(model)))
+    return jax.eval_shape(draw)._replace(tables=stacks.layout_tables(stacks.layouts(model)))
 
 
 def zeros(model: ModelConfig, training: TrainingConfig) -> tuple[dict, dict, dict]:

@@ -22,7 +22,7 @@ from sparse_dataflow.config.layer_groups import layer_groups, split_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.experts import ROUTER
 
 DATA_AXIS = "data"
@@ -220,10 +220,10 @@ def compile_groups(
         dataclasses.replace(group.model, num_layers=1, shared_layers=False)
         for group in layer_groups(model)
     )
-    tables = gpt.layout_tables(gpt.layouts(model))
+    tables = stacks.layout_tables(stacks.layouts(model))
     structures = [
         frozenset((name, stacked.groups) for name, stacked in group.items())
-        for group in split_groups(tables if changing else gpt.with_groups(tables))
+        for group in split_groups(tables if changing else stacks.with_groups(tables))
     ]
     options = shape, mesh, evaluation
     shared = _compiled(first, structures[0], *options)
@@ -250,7 +250,7 @@ def _compiled(model, structure, shape, mesh, evaluation, shared=None):
 
 def layer_tables(model: ModelConfig) -> dict:
     """Returns the numpy tables of the first layer; those of every layer have these shapes."""
-    first = gpt.layout_tables(gpt.layouts(dataclasses.replace(model, num_layers=1)))
+    first = stacks.layout_tables(stacks.layouts(dataclasses.replace(model, num_layers=1)))
     return jax.tree.map(lambda stacked: stacked[0], first)
 
 

@@ -13,7 +13,7 @@ from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import stacks
 from sparse_dataflow.runs import measurement, train
 from sparse_dataflow.runs.planning import options
 from sparse_dataflow.runs.request import Request
@@ -126,7 +126,7 @@ def named_model(
       UserError: block and density have no layout.
     """
     model = options.named_model(scale, density, block, dtype)
-    gpt.check_layouts(model)
+    stacks.check_layouts(model)
     return model
 
 

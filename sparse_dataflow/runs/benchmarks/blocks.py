@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.planning import cost
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks import benchmark
@@ -54,7 +54,7 @@ def _program(model: ModelConfig, training: TrainingConfig) -> Program:
     shallow = dataclasses.replace(model, num_layers=1)
     dtype = jnp.dtype(model.compute_dtype)
     # As in training: index tables are data, the groups of a layout are structure.
-    stacked = gpt.with_groups(gpt.layout_tables(gpt.layouts(shallow)))
+    stacked = stacks.with_groups(stacks.layout_tables(stacks.layouts(shallow)))
     tables = jax.tree.map(lambda t: jnp.asarray(t[0]), stacked)
 
     @jax.jit

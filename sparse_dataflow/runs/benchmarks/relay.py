@@ -16,7 +16,7 @@ from sparse_dataflow.files import tables
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import Chip
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import stacks
 from sparse_dataflow.parallel.relay import timeline
 from sparse_dataflow.parallel.relay.host_state import fresh_state
 from sparse_dataflow.parallel.relay.relay import Relay, RelayConfig
@@ -151,7 +151,7 @@ def _relayed(model, training, config: RelayConfig, chip: Chip, count: int) -> di
     run = Relay(model, training, config, changing=False)
     compiled = time.perf_counter() - start
     state, tokens = fresh_state(model, training), steps.random_tokens(model, training)
-    state = state._replace(tables=gpt.with_groups(state.tables))
+    state = state._replace(tables=stacks.with_groups(state.tables))
     before = most = _live_bytes()
 
     def observe(program):

@@ -15,7 +15,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import OPTIMIZERS, TrainingConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import stacks
 from sparse_dataflow.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.parallel import block_gradients, whole
 from sparse_dataflow.parallel.relay import host_optimizer, parameter_server, probe, programs
@@ -167,7 +167,7 @@ def test_quantised_products_equal_those_of_the_whole_executor_to_the_rounding_of
     for number in range(3):
         state, report = step(state, tokens_of(number), np.float32(rate(number)))
         theirs.append((float(report.loss), jax.device_get(report.gradient_norms)))
-    fresh = fresh._replace(tables=gpt.with_groups(fresh.tables))
+    fresh = fresh._replace(tables=stacks.with_groups(fresh.tables))
     _, mine = relay_run(Relay(model, how, changing=False), fresh, steps=3)
     assert_same_reports(mine, theirs, rtol=5e-4)
     wide = whole_run(sparse, how, steps=3)

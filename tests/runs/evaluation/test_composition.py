@@ -21,7 +21,7 @@ from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.composition import Composition
 from sparse_dataflow.evaluation.router import Router
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import gpt
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.runs import command_line
 from sparse_dataflow.runs.evaluation import composition
 from sparse_dataflow.training.variants import variant
@@ -134,7 +134,7 @@ def test_a_switch_moves_the_stored_parameters_and_the_index_tables(dtype):
         model = variant(config, name).model
         experts = Composition()
         experts.add_weights("it", kv_cache.random_weights(model, 0))
-        tables = jax.tree.leaves(gpt.layout_tables(gpt.layouts(model)))
+        tables = jax.tree.leaves(stacks.layout_tables(stacks.layouts(model)))
         stored = jnp.dtype(dtype).itemsize * sd.parameter_count(model)
         assert experts.bytes("it") == stored + sum(table.nbytes for table in tables)
         assert bool(tables) == (name == "sparse")
@@ -145,7 +145,7 @@ def test_the_page_has_the_bytes_of_a_switch_at_the_13b():
     moved = {}
     for name in ("dense", "sparse"):
         model = variant(config, name).model
-        tables = gpt.layout_tables(gpt.layouts(model))
+        tables = stacks.layout_tables(stacks.layouts(model))
         weights = jax.eval_shape(
             lambda key, model=model, tables=tables: kv_cache.prepare(
                 model, gpt.init(model, key), tables
