@@ -122,7 +122,7 @@ def test_all_hear_that_the_folder_is_of_others(job, tmp_path):
 @pytest.mark.parametrize("one", [0, 1])
 def test_a_signal_to_one_process_that_compiles_ends_all_with_75(job, tmp_path, one):
     """JAX's runtime would catch SIGTERM itself."""
-    stuck = ("sparse_dataflow.runs.train.compile_programs", 1, "SIGTERM in a long call")
+    stuck = ("sparse_dataflow.runs.job.compile_programs", 1, "SIGTERM in a long call")
     happening = {one: {"calls": [stuck]}}
     flags = (*new(job, tmp_path / "run"), "--mesh=data:2")
     done = ended(start(job, 2, (0, 1), *flags, happening=happening))

@@ -24,12 +24,12 @@ from sparse_dataflow.planning.equal_cost import (
     stored_parameters,
     whole_blocks,
 )
+from sparse_dataflow.runs.job import stopped_status
 from sparse_dataflow.runs.preflight import memory_check
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.runs.studies import rate_search, study, time_to_quality
 from sparse_dataflow.runs.studies.study import HELD_OUT, TUNING, Study
 from sparse_dataflow.runs.studies.time_to_quality import bits_per_byte
-from sparse_dataflow.runs.train import stopped_status
 from sparse_dataflow.training.loop import DivergedError
 from sparse_dataflow.training.monitoring.metrics import say
 from sparse_dataflow.training.phases import mean_flops_per_token

@@ -15,11 +15,11 @@ from sparse_dataflow.files.folder_lock import FolderLock
 from sparse_dataflow.files.tables import markdown
 from sparse_dataflow.reporting.figures.panels import save_strips
 from sparse_dataflow.runs import measurement
+from sparse_dataflow.runs.job import stopped_status
 from sparse_dataflow.runs.preflight import memory_check, step_plan
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.runs.studies import study
 from sparse_dataflow.runs.studies.study import Study
-from sparse_dataflow.runs.train import stopped_status
 from sparse_dataflow.training.monitoring.metrics import say
 from sparse_dataflow.training.phases import refuse_unfit, run_flops
 from sparse_dataflow.training.step import initial_state

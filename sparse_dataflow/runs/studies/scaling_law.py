@@ -16,9 +16,9 @@ from sparse_dataflow.files.folder_lock import FolderLock
 from sparse_dataflow.planning.equal_cost import stored_parameters
 from sparse_dataflow.reporting.figures.panels import Curve, Panel, save_panels
 from sparse_dataflow.runs import measurement
+from sparse_dataflow.runs.job import stopped_status
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.runs.studies import study
-from sparse_dataflow.runs.train import stopped_status
 from sparse_dataflow.sparsity.scaling_law import (
     COLUMNS,
     Runs,

@@ -26,8 +26,9 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.json_difference import differences
 from sparse_dataflow.hardware.detect import Chip
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
+from sparse_dataflow.runs.job import EVALUATIONS_A_RUN
 from sparse_dataflow.runs.request import Request, spelling
-from sparse_dataflow.runs.train import EVALUATIONS_A_RUN, detect_chip
+from sparse_dataflow.runs.train import detect_chip
 from sparse_dataflow.runs.training_data import FINAL_WINDOWS, training_data
 from sparse_dataflow.training import variants
 from sparse_dataflow.training.loop import Trainer

@@ -1,0 +1,396 @@
+"""One start of a run: data, programs, training, report."""
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from sparse_dataflow.config.run import RunConfig
+from sparse_dataflow.data import cache
+from sparse_dataflow.data.corpora import Corpus, corpus_of_texts, load_corpus
+from sparse_dataflow.data.examples import as_text
+from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
+from sparse_dataflow.distributed import processes
+from sparse_dataflow.distributed.clock import Clock
+from sparse_dataflow.distributed.stopping import ENDING, stop_on_signals
+from sparse_dataflow.evaluation import trained
+from sparse_dataflow.evaluation.trained import Model
+from sparse_dataflow.files import loopback
+from sparse_dataflow.files.errors import TEMPORARY, UserError
+from sparse_dataflow.hardware import detect as hardware
+from sparse_dataflow.interchange import growth, starting_point
+from sparse_dataflow.interchange.starting_point import StartingPoint
+from sparse_dataflow.kernels.quantized import api as quantized
+from sparse_dataflow.optim.train_state import TrainState
+from sparse_dataflow.parallel.executor import SINGLE_DEVICE
+from sparse_dataflow.parallel.relay.executor import RelayExecutor
+from sparse_dataflow.planning import cost
+from sparse_dataflow.runs import devices, distillation, report, run_folder
+from sparse_dataflow.runs.preflight import memory_check, relay_plan, remat_plan, step_plan
+from sparse_dataflow.runs.training_data import training_data
+from sparse_dataflow.sparsity.allocation import allocation_table
+from sparse_dataflow.training import run_files
+from sparse_dataflow.training.loop import Trainer
+from sparse_dataflow.training.monitoring import goodput, profiles, trackers
+from sparse_dataflow.training.monitoring.metrics import read_metrics, say
+from sparse_dataflow.training.monitoring.stalls import stall_alerts
+from sparse_dataflow.training.phases import refuse_unfit
+from sparse_dataflow.training.programs import Compiled, TrainingData, compile_programs
+from sparse_dataflow.training.run_files import RunRecord
+from sparse_dataflow.training.saved_state import FrozenBase
+from sparse_dataflow.training.turns import advance_side_by_side
+from sparse_dataflow.training.variants import Variant, variants
+
+EVALUATIONS_A_RUN = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run and its folder.
+
+    Attributes:
+      folder: the run folder.
+      config: its config.
+      finished: whether every model came to its last step.
+      headline: the held-out bits per byte in words; "" where the run was stopped.
+      status: the exit status of an experiment that made it.
+    """
+
+    folder: Path
+    config: RunConfig
+    finished: bool
+    headline: str = ""
+    status: int = 0
+
+    def model(self, variant: str = "", checkpoint: str = trained.NEWEST) -> Model:
+        """The trained model of a variant; of the first one where none is named."""
+        variant = variant or self.config.variants[0]
+        return starting_point.load_run(self.folder, variant, checkpoint)
+
+    def metrics(self, variant: str = "") -> list[dict]:
+        """The rows of a variant's metrics.jsonl, in order; each has "kind" and "step"."""
+        return read_metrics(self.folder / (variant or self.config.variants[0]) / "metrics.jsonl")
+
+
+class Job:
+    """One start of a run."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        experiment: str,
+        folder: Path,
+        clock: Clock,
+        check_folder: Callable[[], None],
+    ):
+        self.config, self.experiment, self.folder, self.clock = config, experiment, folder, clock
+        self._check_folder = check_folder
+        self.chip = hardware.detect([config.model.compute_dtype])
+        self.executor = devices.executor(config)
+        self.mirror: Path | None = None
+
+    def run(self, texts: Sequence[str] | None, resume: bool) -> Run:
+        """Trains every model of the config and writes the report; see `train.train`."""
+        # Before anything that is compiled or written: the plan is part of the config.
+        self.config = remat_plan.settled(self.config, self.chip, self.executor)
+        config, folder = self.config, self.folder
+        trackers.tracker_names(config.run.trackers)  # Refuses illegal ones before any work.
+        record = self._saved_record() if resume else None
+        self._refuse_unfit_machine()
+        answers = config.data.loss == "answers"
+        if texts is not None and answers:
+            raise UserError("data.loss=answers reads examples of data.corpus; give it, not texts.")
+        corpus = (
+            load_corpus(config.data.corpus, cache.FOLDER, answers)
+            if texts is None
+            else corpus_of_texts(texts)
+        )
+        tokenizer = self._tokenizer(corpus, resume)
+        if record:
+            run_folder.refuse_other_data(folder, record, corpus, tokenizer)
+        models = variants(config, tokenizer.vocab_size, record.steps if record else None)
+        for v in models:
+            _say_allocation(v)
+        data = training_data(config, models[0], corpus, tokenizer, self.executor)
+        if config.training.teacher:
+            teacher = distillation.teacher_of(config, tokenizer, record, folder)
+            data = dataclasses.replace(data, teacher=teacher)
+        if config.training.steps:
+            _refuse_unfit_steps(models)
+        if config.training.adapter_rank:
+            for v in models:
+                starting_point.refuse_other_base(self._base(record), v.model)
+        elif config.run.init_from and not record:
+            for v in models:
+                weights = starting_point.read(config.run.init_from)
+                growth.refuse_other_shapes(weights.model, v.phase_specs[0].model)
+        programs = self._compiled(models, data)
+        self._check_folder()
+        if not record:
+            models = self._planned(models, programs, data)
+            record = self._new_record(models, corpus, tokenizer, data)
+            run_folder.start(folder, config, record, tokenizer)
+        self.mirror = run_folder.mirrored(folder, config.run.mirror)
+
+        goodput_log = goodput.GoodputLog(folder, self.clock)
+        with contextlib.ExitStack() as stack:
+            trainers = []
+            for position, v in enumerate(models):
+                trainer = self._trainer(v, data, programs[v.name], position, record)
+                stack.push(functools.partial(_close, trainer))
+                trainers.append(trainer)
+                if resume:
+                    say(f"{v.name:>6}: resumes after step {trainer.step} of {v.training.steps}")
+            with stop_on_signals(say) as stop:
+                finished = self._advance(trainers, stop, goodput_log)
+            if finished:
+                for trainer in trainers:
+                    trainer.evaluate_finally()
+        goodput_log.write(ended=not finished)
+        if not finished:
+            again = f"python -m experiments.{self.experiment} --resume={shlex.quote(str(folder))}"
+            say(f"stopped; resume with: {again}")
+            return Run(folder, config, False, status=stopped_status(stop()))
+        headline = ""
+        if processes.is_first():
+            for v in models:
+                timeline = programs[v.name][-1].timeline
+                if timeline is not None:
+                    say(f"{v.name:>6}: {relay_plan.measured(timeline())}")
+            self._check_folder()
+            seconds = goodput_log.seconds(sum(t.seconds for t in trainers))
+            shown = as_text(corpus, tokenizer) if answers else corpus
+            written = report.write(folder, record, trainers, shown, tokenizer, self.chip, seconds)
+            goodput_log.write(ended=True)
+            headline = written.headline
+            say(headline)
+            say(goodput.summary(seconds))
+            say(f"report: {written.path}")
+        return Run(folder, config, True, headline)
+
+    def _saved_record(self) -> RunRecord:
+        saved = run_files.read_config(self.folder)
+        run_folder.refuse_other_config(self.folder, saved, self.config)
+        return run_files.read_record(self.folder, saved)
+
+    def _refuse_unfit_machine(self):
+        """Refuses what these devices cannot train, before any work."""
+        planned = variants(self.config)
+        if self.config.model.quantized:
+            quantized.library()
+            model = self.config.model
+            say(self.chip.product_words(model.precision, model.compute_dtype))
+        memory_bytes = self.chip.memory_bytes
+        devices.check(self.executor, self.config, planned, memory_bytes)
+        if isinstance(self.executor, RelayExecutor):
+            relay_plan.check(self.config, planned, self.chip, self.executor)
+        elif self.executor == SINGLE_DEVICE:
+            memory_check.refuse_too_large(self.config, planned, memory_bytes)
+
+    def _tokenizer(self, corpus: Corpus, resume: bool) -> Tokenizer:
+        """The tokenizer of the weights to begin with, or of the config."""
+        config = self.config
+        if not config.run.init_from:
+            size = config.model.vocab_size
+            return load_tokenizer(config.data.tokenizer, corpus, size, cache.FOLDER)
+        if resume:
+            return Tokenizer.load(self.folder / run_files.TOKENIZER)
+        return starting_point.read(config.run.init_from).tokenizer
+
+    def _compiled(self, models: list[Variant], data: TrainingData) -> dict[str, list[Compiled]]:
+        programs: dict[str, list[Compiled]] = {}
+        shared: dict = {}
+        for v in models:
+            say(f"{v.name:>6}: compiling")
+            with self.clock.during("compile"):
+                programs[v.name] = compile_programs(
+                    v.phase_specs, v.training, data, v.evolution, shared, self.executor
+                )
+        return programs
+
+    def _planned(self, models, programs, data) -> list[Variant]:
+        """The models with the steps that the config says, or that fit into its minutes."""
+        with self.clock.during("compile"):
+            steps = step_plan.planned_steps(self.config, models, programs, data, self.executor)
+        steps = processes.broadcast(steps)
+        models = [v.with_steps(steps[v.name]) for v in models]
+        _refuse_unfit_steps(models)
+        return models
+
+    def _new_record(self, models, corpus, tokenizer, data) -> RunRecord:
+        start = self.config.run.init_from
+        record = RunRecord(
+            experiment=self.experiment,
+            command=(f"python -m experiments.{self.experiment}", *sys.argv[1:]),
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            versions=_versions(),
+            machine=f"{self.chip.name} ({platform.machine()})",
+            corpus=corpus.name,
+            corpus_hash=corpus.content_hash,
+            tokenizer=tokenizer.content_hash,
+            vocab_size=tokenizer.vocab_size,
+            steps={v.name: v.training.steps for v in models},
+            init_from=starting_point.read(start).provenance if start else None,
+            teacher=dict(data.teacher.source) if data.teacher else None,
+        )
+        return RunRecord(**record.to_json())  # The report shows it, without secrets.
+
+    def _trainer(
+        self,
+        v: Variant,
+        data: TrainingData,
+        programs: list[Compiled],
+        position: int,
+        record: RunRecord,
+    ) -> Trainer:
+        config, executor = self.config, self.executor
+        eval_every = config.run.eval_every or max(1, v.training.steps // EVALUATIONS_A_RUN)
+
+        def mfu(model, speed):
+            if config.parallel.depth_schedule != "constant":
+                return None  # The FLOPs of a step change with its depth.
+            adapters = bool(v.training.adapter_rank)
+            flops = cost.flops_per_token(model, v.training.sequence, adapters=adapters).total
+            if v.training.teacher and data.teacher:
+                flops += data.teacher.flops_per_token(v.training.sequence)
+            return cost.mfu(flops, speed / executor.devices, self.chip, model.compute_dtype)
+
+        return Trainer(
+            v.name,
+            self.folder / v.name,
+            v.model,
+            v.training,
+            data,
+            programs,
+            eval_every=eval_every,
+            checkpoint_every=config.run.checkpoint_every or 2 * eval_every,
+            evolution=v.evolution,
+            executor=executor,
+            mfu=mfu,
+            position=position,
+            start=self._start(v, data),
+            base=self._frozen(v, record),
+            clock=self.clock,
+            mirror=self.mirror / v.name if self.mirror else None,
+            trackers=trackers.tracker_names(config.run.trackers),
+            config=config.to_json(),
+        )
+
+    def _advance(self, trainers: list[Trainer], stop, goodput_log: goodput.GoodputLog) -> bool:
+        """Trains all to the end; False if `stop()` came before, after saving."""
+        goodput_log.write()
+
+        def alert(text):
+            for trainer in trainers:
+                trainer.alert("stall", text)
+
+        settings = self.config.run
+        profile = profiles.StepProfile(self.folder, settings.profiled_steps)
+        with contextlib.ExitStack() as stack:
+            stack.callback(profile.close)
+            stack.enter_context(stall_alerts(self.clock, alert, settings.stall_alert))
+            if settings.profile_server and processes.is_first():
+                post = {"POST": self._trace_on_request}
+                stack.enter_context(loopback.served(settings.profile_server, post))
+            profile.update(trainers[0].step)
+            for _ in advance_side_by_side(trainers, stop):
+                profile.update(trainers[0].step)
+                self._check_folder()
+                goodput_log.write(throttle=True)
+        # A signal may have come in the last step.
+        stopped = processes.any_process(bool(stop()))
+        return all(trainer.finished for trainer in trainers) and not stopped
+
+    def _trace_on_request(self, path, query):
+        if path != "/trace":
+            return None
+        try:
+            seconds = float(query.get("seconds", "5"))
+        except ValueError:
+            seconds = 0.0
+        return "text/plain", profiles.trace_now(self.folder, seconds) + "\n"
+
+    def _start(self, v: Variant, data: TrainingData) -> Callable[[], TrainState] | None:
+        """Makes the state before the first step from `run.init_from`, where that names weights; a
+        resumed run calls it only where it has no checkpoint."""
+        if not self.config.run.init_from:
+            return None
+
+        def initial():
+            run, calibration = self.config.run, None
+            start = starting_point.read(run.init_from)
+            if v.training.adapter_rank:
+                return starting_point.adapter_state_from(start, v.model, v.training, self.executor)
+            if run.prune_by == "activations" and v.model.sparse_projections:
+                calibration = [
+                    rows
+                    for step in range(run.prune_batches)
+                    for rows in np.array_split(
+                        data.train[step]["tokens"][:, :-1], v.training.micro_batches
+                    )
+                    if len(rows)
+                ]
+            model = v.phases[0].model
+            return starting_point.initial_state_from(
+                start, model, v.training, self.executor, calibration
+            )
+
+        return initial
+
+    def _base(self, record: RunRecord | None) -> StartingPoint:
+        """Returns the weights that adapters freeze; those of its start for a resumed run."""
+        if record:
+            return starting_point.read_base(record, self.folder)
+        return starting_point.read(self.config.run.init_from)
+
+    def _frozen(self, v: Variant, record: RunRecord) -> FrozenBase | None:
+        if not v.training.adapter_rank:
+            return None
+        source = {name: (record.init_from or {}).get(name) for name in ("path", "weights")}
+        read = lambda: starting_point.frozen_base(self._base(record), v.model, v.training)  # noqa: E731
+        return FrozenBase(source, read)
+
+
+def _close(trainer, kind, error, trace) -> None:
+    """Closes a trainer; where an error came in one of several processes, the others are told of it
+    instead of being waited for."""
+    if kind is None or jax.process_count() == 1:
+        trainer.close()
+
+
+def _say_allocation(variant):
+    if variant.model.sparse_projections or variant.model.low_rank_projections:
+        sequence = variant.training.sequence
+        flops = lambda model: cost.flops_per_token(model, sequence).sections  # noqa: E731
+        say(allocation_table(variant.model, flops))
+
+
+def _refuse_unfit_steps(models):
+    for v in models:
+        refuse_unfit(v.model, v.evolution, v.training.steps)
+
+
+def stopped_status(number: int) -> int:
+    """Exit status of a run that this signal ended after saving; the same on all processes.
+
+    TEMPORARY asks the scheduler for another start.  Whoever presses Ctrl-C is there to resume: 0.
+    """
+    return TEMPORARY if processes.any_process(number in ENDING) else 0
+
+
+def _versions():
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers")
+    return {
+        "python": platform.python_version(),
+        "sparse_dataflow": importlib.metadata.version("sparse_dataflow"),
+        **{package: importlib.metadata.version(package) for package in packages},
+    }
