@@ -57,9 +57,9 @@ class Options(BenchOptions):
 
 def main(options):
     """Measures, prints and writes; see the module docstring."""
-    from sparse_dataflow.runs.benchmarks.kernels import bench as kernels
+    from sparse_dataflow.runs.benchmarks.kernels import bench
 
-    kernels.run(options)
+    bench.run(options)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ Writes OUT/search.html, OUT/trials.csv, OUT/sensitivity.png and OUT/roofline.png
 
 import dataclasses
 
-from sparse_dataflow.config.model_checks import MOST_EXPERTS
 from sparse_dataflow.config.settings import (
     ABOVE_ZERO,
     AT_LEAST_ONE,
     AT_LEAST_ZERO,
+    MOST_EXPERTS,
     between,
     setting,
 )

@@ -70,10 +70,9 @@ class Options:
 
 def main(options):
     """Compiles, prints and writes; see the module docstring."""
-    from sparse_dataflow.runs.benchmarks.schedules import estimates as schedules
-    from sparse_dataflow.runs.benchmarks.schedules import gpu_estimates as gpu_schedules
+    from sparse_dataflow.runs.benchmarks.schedules import estimates, gpu_estimates
 
-    for family, bench in ((TPUS, schedules), (GPUS, gpu_schedules)):
+    for family, bench in ((TPUS, estimates), (GPUS, gpu_estimates)):
         if chips := tuple(chip for chip in options.chips if chip in family):
             bench.run(dataclasses.replace(options, chips=chips))
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from sparse_dataflow.config import model_checks, remat
 from sparse_dataflow.config.families import FAMILY_FIELDS
-from sparse_dataflow.config.model_checks import MOST_EXPERTS
-from sparse_dataflow.config.projections import DENSE, LOW_RANK, MLP, MOST, PROJECTIONS, LinearSpec
+from sparse_dataflow.config.projections import DENSE, LOW_RANK, MLP, PROJECTIONS, LinearSpec
 from sparse_dataflow.config.settings import (
     ADOPTED,
+    MOST_EXPERTS,
     MOST_INTEGER,
+    MOST_SIZE,
     between,
     positive,
     setting,
@@ -109,17 +110,17 @@ class ModelConfig:
     """
 
     num_layers: int = setting(help="Blocks of the model.", legal=between(1, MOST_LAYERS))
-    d_model: int = setting(help="Residual width, in features.", legal=between(1, MOST))
+    d_model: int = setting(help="Residual width, in features.", legal=between(1, MOST_SIZE))
     num_heads: int = setting(
         help="Attention heads; must divide model.d_model, unless model.head_dim is given.",
-        legal=between(1, MOST),
+        legal=between(1, MOST_SIZE),
     )
-    d_ff: int = setting(help="Width of the MLP, in features.", legal=between(1, MOST))
+    d_ff: int = setting(help="Width of the MLP, in features.", legal=between(1, MOST_SIZE))
     vocab_size: int = setting(
-        help="Tokens of the vocabulary, which bpe learns; 257 or more.", legal=between(1, MOST)
+        help="Tokens of the vocabulary, which bpe learns; 257 or more.", legal=between(1, MOST_SIZE)
     )
     max_len: int = setting(
-        help="Learned positions; the longest training.sequence.", legal=between(1, MOST)
+        help="Learned positions; the longest training.sequence.", legal=between(1, MOST_SIZE)
     )
     linears: tuple[tuple[str, LinearSpec], ...] | Mapping[str, LinearSpec] = ()
     density_by_depth: tuple[float, ...] = ()
@@ -149,10 +150,10 @@ class ModelConfig:
         choices=PARAMETRIZATIONS,
     )
     num_kv_heads: int = setting(
-        0, "Heads of keys and values; 0 is model.num_heads.", legal=between(0, MOST)
+        0, "Heads of keys and values; 0 is model.num_heads.", legal=between(0, MOST_SIZE)
     )
     head_dim: int = setting(
-        0, "Width of a head, in features; 0 is d_model / num_heads.", legal=between(0, MOST)
+        0, "Width of a head, in features; 0 is d_model / num_heads.", legal=between(0, MOST_SIZE)
     )
     fused_qkv: bool = setting(True, "One projection qkv, or separate q, k and v.")
     gated_mlp: bool = setting(False, "Multiply mlp_in by the activation of a projection mlp_gate.")
@@ -162,7 +163,7 @@ class ModelConfig:
     window: int = setting(
         0,
         "Last tokens that each token attends to, itself included; 0 is all.",
-        legal=between(0, MOST),
+        legal=between(0, MOST_SIZE),
     )
     tied_embeddings: bool = setting(True, "Use the token embedding as the output layer.")
     biases: tuple[str, ...] = setting(
@@ -175,18 +176,18 @@ class ModelConfig:
     rotary_factor: float = setting(
         1.0,
         "Llama 3's scaling factor of long rotary wavelengths; 1 is none.",
-        legal=between(1, MOST),
+        legal=between(1, MOST_SIZE),
     )
     rotary_low: float = setting(
-        1.0, "low_freq_factor of Llama 3's rotary scaling.", legal=positive(MOST)
+        1.0, "low_freq_factor of Llama 3's rotary scaling.", legal=positive(MOST_SIZE)
     )
     rotary_high: float = setting(
-        4.0, "high_freq_factor of Llama 3's rotary scaling.", legal=positive(MOST)
+        4.0, "high_freq_factor of Llama 3's rotary scaling.", legal=positive(MOST_SIZE)
     )
     rotary_length: int = setting(
         8192,
         "original_max_position_embeddings of Llama 3's scaling, in tokens.",
-        legal=between(1, MOST),
+        legal=between(1, MOST_SIZE),
     )
     experts: int = setting(
         0, "Experts of each MLP; 0 is one MLP for all tokens.", legal=between(0, MOST_EXPERTS)

@@ -3,13 +3,11 @@
 from typing import TYPE_CHECKING
 
 from sparse_dataflow.config.projections import LOW_RANK, MLP
+from sparse_dataflow.config.settings import MOST_EXPERTS
 from sparse_dataflow.files.errors import UserError
 
 if TYPE_CHECKING:
     from sparse_dataflow.config.model import ModelConfig
-
-MOST_EXPERTS = 2**12
-"""Upper bound of the experts of a layer."""
 
 MOST_BLOCKS = 2**28
 """Upper bound of the stored blocks of one projection, summed over layers."""

@@ -2,7 +2,14 @@
 
 import dataclasses
 
-from sparse_dataflow.config.settings import A_FRACTION, AT_LEAST_ONE, between, setting, validate
+from sparse_dataflow.config.settings import (
+    A_FRACTION,
+    AT_LEAST_ONE,
+    MOST_SIZE,
+    between,
+    setting,
+    validate,
+)
 from sparse_dataflow.files.errors import UserError
 
 PROJECTIONS = ("qkv", "q", "k", "v", "attn_out", "mlp_gate", "mlp_in", "mlp_out")
@@ -20,12 +27,6 @@ LOW_RANK = "low_rank"
 
 MLP = ("mlp_gate", "mlp_in", "mlp_out")
 """Projections of the MLP; in a mixture of experts, those of each expert."""
-
-MOST = 2**22
-"""Upper bound of widths, vocabulary and positions.
-
-It is far above any model, and stops an untrusted config file from exhausting memory.
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +56,9 @@ class LinearSpec:
     kind: str = setting("dense", choices=("dense", "block_sparse", LOW_RANK))
     pattern: str = setting("monarch")
     density: float = setting(1.0, legal=A_FRACTION)
-    block: int = setting(64, legal=between(1, MOST))
-    rank: int = setting(0, legal=between(0, MOST))
-    hadamard: int = setting(0, legal=between(0, MOST))
+    block: int = setting(64, legal=between(1, MOST_SIZE))
+    rank: int = setting(0, legal=between(0, MOST_SIZE))
+    hadamard: int = setting(0, legal=between(0, MOST_SIZE))
     turned_dense: bool = setting(False)
     max_fan_out: float = setting(1.0, legal=AT_LEAST_ONE)
 

@@ -41,6 +41,11 @@ def positive(most: float) -> Legal:
 MOST_INTEGER = 2**63
 MOST_STEPS = 10**9
 MOST_SEQUENCES = 2**22
+MOST_SIZE = 2**22
+"""Upper bound of widths, vocabulary and positions: far above any model; it stops an untrusted
+config file from exhausting memory."""
+MOST_EXPERTS = 2**12
+"""Upper bound of the experts of a layer."""
 MOST_SECONDS = 7 * 24 * 3600
 
 FIXED, ADOPTED, FRESH = "fixed", "adopted", "fresh"

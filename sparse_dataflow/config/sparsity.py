@@ -4,8 +4,8 @@ import dataclasses
 from typing import ClassVar
 
 from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.config.projections import LOW_RANK, MOST, PROJECTIONS, LinearSpec
-from sparse_dataflow.config.settings import A_FRACTION, between, setting, validate
+from sparse_dataflow.config.projections import LOW_RANK, PROJECTIONS, LinearSpec
+from sparse_dataflow.config.settings import A_FRACTION, MOST_SIZE, between, setting, validate
 
 PATTERN_NAMES: list[str] = [LOW_RANK]
 """Names of the patterns, filled by `sparsity.patterns.register`, and LOW_RANK, which has no
@@ -42,17 +42,17 @@ class SparsityConfig:
         "How the density is shared out: uniform; compute (equal FLOPs, Erdos-Renyi rule); by name, "
         "qkv:0.25,mlp_in:0.5x; by depth, depth:1.5x,0.5x.",
     )
-    block: int = setting(64, "Side of a square block, in features.", legal=between(1, MOST))
+    block: int = setting(64, "Side of a square block, in features.", legal=between(1, MOST_SIZE))
     rank: int = setting(
-        0, "Width of an added gated low-rank term; 0 is none.", legal=between(0, MOST)
+        0, "Width of an added gated low-rank term; 0 is none.", legal=between(0, MOST_SIZE)
     )
     hadamard: int = setting(
         0,
         "Neighbouring features that a Walsh-Hadamard transform mixes before each block-sparse "
         "product; 0 is none.",
         legal=(
-            f"0 or a power of 2 up to {MOST:,}",
-            lambda n: 0 <= n <= MOST and int(n).bit_count() <= 1,
+            f"0 or a power of 2 up to {MOST_SIZE:,}",
+            lambda n: 0 <= n <= MOST_SIZE and int(n).bit_count() <= 1,
         ),
     )
 

@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any, ClassVar
 
 from sparse_dataflow.config.model import DTYPES
-from sparse_dataflow.config.projections import MOST
 from sparse_dataflow.config.settings import (
     MOST_SEQUENCES,
+    MOST_SIZE,
     MOST_STEPS,
     between,
     positive,
@@ -43,7 +43,7 @@ class TrainingConfig:
         0, "Optimizer steps; 0 is as many as run.minutes allows.", legal=between(0, MOST_STEPS)
     )
     batch: int = setting(8, "Sequences in an optimizer step.", legal=between(1, MOST_SEQUENCES))
-    sequence: int = setting(128, "Tokens in a sequence.", legal=between(1, MOST))
+    sequence: int = setting(128, "Tokens in a sequence.", legal=between(1, MOST_SIZE))
     micro_batches: int = setting(
         1,
         "Micro-batches of an optimizer step (gradient accumulation).",
@@ -100,7 +100,7 @@ class TrainingConfig:
         0,
         "Rank of low-rank adapters on all projections, trained on the frozen weights of "
         "run.init_from; 0 trains all weights.",
-        legal=between(0, MOST),
+        legal=between(0, MOST_SIZE),
     )
     adapter_alpha: float = setting(
         16.0, "Adapters are multiplied by this over their rank.", legal=positive(10**6)

@@ -14,7 +14,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.distributed.stopping import ENDING
+from sparse_dataflow.files.errors import TEMPORARY, UserError
 
 
 def is_first() -> bool:
@@ -117,3 +118,14 @@ def to_host(tree: Any) -> Any:
         return jax.device_get(leaf)
 
     return jax.tree.map(fetch, tree)
+
+
+def stopped_status(number: int) -> int:
+    """Returns the exit status of a run that saved and ended; the same on all processes.
+
+    Args:
+      number: of the signal that this process got; 0 for none.
+
+    TEMPORARY asks the scheduler for another start.  Whoever presses Ctrl-C is there to resume: 0.
+    """
+    return TEMPORARY if any_process(number in ENDING) else 0

@@ -7,8 +7,7 @@ from typing import Any
 
 from sparse_dataflow.reporting import quantities
 from sparse_dataflow.reporting.evaluation_table import evaluation_table
-from sparse_dataflow.reporting.figures import report as figures
-from sparse_dataflow.reporting.figures import svg
+from sparse_dataflow.reporting.figures import drawings, svg
 from sparse_dataflow.reporting.figures.timeline import timeline
 from sparse_dataflow.reporting.quantities import MISSING, finite
 from sparse_dataflow.reporting.report_data import (
@@ -221,7 +220,7 @@ def facts(data: ReportData) -> list[str]:
 
 def _curves(variants: Sequence[VariantData]) -> list[dict[str, Any]]:
     histories = {v.name: v.history for v in variants}
-    curves = [(x, figures.loss_curves(histories, x, f"loss-{x}")) for x in ("tokens", "seconds")]
+    curves = [(x, drawings.loss_curves(histories, x, f"loss-{x}")) for x in ("tokens", "seconds")]
     return [{"x": x, "svg": curve[0], "clipped": curve[1]} for x, curve in curves if curve]
 
 
@@ -233,7 +232,7 @@ def _routing(variants: Sequence[VariantData]) -> list[dict[str, Any]]:
         dropped = [row["dropped"] for row in v.history if "dropped" in row]
         if loads:
             title = f"Load of the experts of the {v.name} model"
-            picture = figures.load_picture(loads[-1], f"load-{v.name}", title)
+            picture = drawings.load_picture(loads[-1], f"load-{v.name}", title)
             share = f"{math.fsum(dropped) / max(1, len(dropped)):.2%}"
             pictures.append({"name": v.name, "svg": picture, "dropped": share})
     return pictures
@@ -266,7 +265,7 @@ def _breakdown(
     cells = {variant: {name: next(texts) for name in values} for variant, values in bars.items()}
     title = {"step": "Step time by section", "memory": "Training memory by category"}[key]
     return {
-        "svg": figures.stacked_bars(bars, categories, totals, f"breakdown-{key}", title),
+        "svg": drawings.stacked_bars(bars, categories, totals, f"breakdown-{key}", title),
         "variants": list(bars),
         "rows": [(i, name, [cells[v].get(name, MISSING) for v in bars])
                  for i, name in enumerate(categories)],
@@ -322,7 +321,7 @@ def _picture(group: Sequence[LayoutData], cell: float, key: str) -> dict[str, An
     return {
         "title": layout.projection,
         "layers": layers,
-        "svg": figures.block_picture(
+        "svg": drawings.block_picture(
             layout.in_blocks,
             layout.out_blocks,
             [("sparse", 1.0, layout.mask)],

@@ -8,8 +8,8 @@ from markupsafe import Markup
 
 from sparse_dataflow.config.projections import PROJECTIONS
 from sparse_dataflow.reporting import quantities
+from sparse_dataflow.reporting.figures import drawings
 from sparse_dataflow.reporting.figures import layouts as layout_figures
-from sparse_dataflow.reporting.figures import report as figures
 from sparse_dataflow.reporting.templates import html
 from sparse_dataflow.sparsity.evolution import new_shares
 from sparse_dataflow.training.saved_layouts import SavedLayouts
@@ -69,8 +69,8 @@ def content(
 
 def _column(run, key, layer):
     histories = {name: run.histories[name] for name in _VARIANTS if run.histories.get(name)}
-    loss = figures.loss_curves(histories, "tokens", f"{key}-loss") if histories else None
-    speed = figures.number_curves(
+    loss = drawings.loss_curves(histories, "tokens", f"{key}-loss") if histories else None
+    speed = drawings.number_curves(
         histories, "tokens_per_second", "Tokens per second", f"{key}-speed"
     )
     return {

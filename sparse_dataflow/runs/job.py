@@ -21,11 +21,11 @@ from sparse_dataflow.data.examples import as_text
 from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.distributed.clock import Clock
-from sparse_dataflow.distributed.stopping import ENDING, stop_on_signals
+from sparse_dataflow.distributed.stopping import stop_on_signals
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files import loopback
-from sparse_dataflow.files.errors import TEMPORARY, UserError
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.interchange import growth, starting_point
 from sparse_dataflow.interchange.starting_point import StartingPoint
@@ -82,7 +82,15 @@ class Run:
 
 
 class Job:
-    """One start of a run."""
+    """One start of a run: a new one, or one that goes on.
+
+    Args:
+      config: of the run; its paths exist.
+      experiment: name of the experiment, which the run folder keeps.
+      folder: the run folder, which this process has locked.
+      clock: counts the seconds since the start.
+      check_folder: raises UserError if the folder was deleted or moved.
+    """
 
     def __init__(
         self,
@@ -159,7 +167,7 @@ class Job:
         if not finished:
             again = f"python -m experiments.{self.experiment} --resume={shlex.quote(str(folder))}"
             say(f"stopped; resume with: {again}")
-            return Run(folder, config, False, status=stopped_status(stop()))
+            return Run(folder, config, False, status=processes.stopped_status(stop()))
         headline = ""
         if processes.is_first():
             for v in models:
@@ -377,14 +385,6 @@ def _say_allocation(variant):
 def _refuse_unfit_steps(models):
     for v in models:
         refuse_unfit(v.model, v.evolution, v.training.steps)
-
-
-def stopped_status(number: int) -> int:
-    """Exit status of a run that this signal ended after saving; the same on all processes.
-
-    TEMPORARY asks the scheduler for another start.  Whoever presses Ctrl-C is there to resume: 0.
-    """
-    return TEMPORARY if processes.any_process(number in ENDING) else 0
 
 
 def _versions():

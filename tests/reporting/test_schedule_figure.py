@@ -8,9 +8,9 @@ from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.reporting.figures.schedules import (
     ACTIONS,
     MAX_TICKS,
-    schedule_page,
     schedule_picture,
 )
+from sparse_dataflow.reporting.schedules_page import schedules_page
 
 
 def cells(picture, colour):
@@ -50,7 +50,7 @@ def test_the_picture_of_a_long_schedule_is_truncated():
 
 def test_the_page_has_all_pictures_and_needs_no_network():
     samples = [schedules.make(name, 2, 4) for name in schedules.SCHEDULES]
-    page = schedule_page(samples)
+    page = schedules_page(samples)
     for schedule in samples:
         assert f"{schedule.name}: 2 stages, 4 micro-batches" in page
     assert page.count("<svg") == len(samples) and "--category0: #332288" in page

@@ -20,21 +20,13 @@ from sparse_dataflow.kernels.block_sparse_matmul import (
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, check_shapes
 
 _KERNELS = {
-    "pallas_tpu_grouped": "tpu",
-    "pallas_tpu": "tpu",
-    "pallas_hopper": "gpu",
-    "pallas_triton": "gpu",
+    "pallas_tpu_grouped": ("tpu", "tpu_grouped.api"),
+    "pallas_tpu": ("tpu", "tpu.api"),
+    "pallas_hopper": ("gpu", "hopper.api"),
+    "pallas_triton": ("gpu", "pallas_triton"),
 }
-"""Pallas implementation -> the platform that it runs on.  Of several, the first that does not
-refuse runs."""
-
-_MODULES = {
-    "pallas_tpu_grouped": "tpu_grouped.api",
-    "pallas_tpu": "tpu.api",
-    "pallas_hopper": "hopper.api",
-    "pallas_triton": "pallas_triton",
-}
-"""Pallas implementation -> its module."""
+"""Pallas implementation -> the platform that it runs on, and its module.  Of several on a platform,
+the first that does not refuse runs."""
 
 _GROUPED = ("grouped", "pallas_tpu_grouped")
 """Implementations of layouts of equal groups."""
@@ -93,9 +85,9 @@ def block_sparse_matmul(
             *x.shape[:-1], -1
         )
     name = implementation or _choose(flat, values, tables, static_layout, groups)
-    if name in _KERNELS and dispatch.platform() != _KERNELS[name]:
+    if name in _KERNELS and dispatch.platform() != _KERNELS[name][0]:
         raise UserError(
-            f"implementation {name!r} runs on {_KERNELS[name]}, and this is "
+            f"implementation {name!r} runs on {_KERNELS[name][0]}, and this is "
             f"{dispatch.platform()}; legal here: reference, xla."
         )
     if name in _GROUPED and groups is None:
@@ -180,7 +172,7 @@ def check_operands(
 
 def _choose(x, values, tables, layout, groups):
     platform, few_rows = dispatch.platform(), len(x) <= xla_few_rows.FEW_ROWS
-    names = [kernel for kernel, required in _KERNELS.items() if required == platform]
+    names = [kernel for kernel, (required, _) in _KERNELS.items() if required == platform]
     if groups and not few_rows:
         # On a GPU a group is a product of the vendor's library.
         names = ["grouped"] if platform == "gpu" else [*names, "grouped"]
@@ -216,4 +208,4 @@ def _refusal(name, x, values, tables, groups):
 
 def _import_kernels(name):
     """Import lazily: the Mosaic compilers take half a second to import."""
-    return importlib.import_module(f"{__package__}.{_MODULES[name]}")
+    return importlib.import_module(f"{__package__}.{_KERNELS[name][1]}")

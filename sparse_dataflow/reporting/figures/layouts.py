@@ -11,8 +11,7 @@ from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from sparse_dataflow.config.projections import PROJECTIONS
-from sparse_dataflow.reporting.figures import report as figures
-from sparse_dataflow.reporting.figures import svg
+from sparse_dataflow.reporting.figures import drawings, svg
 from sparse_dataflow.reporting.figures.svg import COLOUR
 from sparse_dataflow.sparsity.layout import BlockLayout
 
@@ -60,7 +59,7 @@ def layout_picture(layout: BlockLayout, before: BlockLayout | None, key: str, ti
     if before is not None:
         description += f" {np.count_nonzero(mask & ~old)} of them are new."
     rows, columns = shares.shape
-    return figures.block_picture(rows, columns, filled, cell, key, title, description)
+    return drawings.block_picture(rows, columns, filled, cell, key, title, description)
 
 
 def _cell_means(mask, side):
@@ -82,17 +81,17 @@ def exchange_curves(history: Sequence[Mapping[str, Any]], key: str) -> Markup | 
       The SVG; None where no update exchanged blocks.
     """
     every = {
-        name: figures.series(history, "evolution", "step", f"changed/{name}")
+        name: drawings.series(history, "evolution", "step", f"changed/{name}")
         for name in PROJECTIONS
     }
     lines = {name: line for name, line in every.items() if len(line)}
     if not lines:
         return None
     with matplotlib.rc_context(svg.STYLE):
-        figure = svg.new_figure(figures.WIDTH, 180)
+        figure = svg.new_figure(drawings.WIDTH, 180)
         axes = figure.add_axes((0.145, 0.24, 0.735, 0.7))
         for number, (name, line) in enumerate(lines.items()):
-            colour, points = COLOUR[f"category{number}"], figures.subsample(line)
+            colour, points = COLOUR[f"category{number}"], drawings.subsample(line)
             axes.plot(points[:, 0], points[:, 1], ".-", color=colour, linewidth=1.5, label=name)
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)

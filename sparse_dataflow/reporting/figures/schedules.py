@@ -1,9 +1,7 @@
 """Pictures of pipeline schedules as inline SVG (see svg.py): stages are rows, ticks columns."""
 
 import itertools
-from collections.abc import Sequence
 
-import jinja2
 import numpy as np
 from markupsafe import Markup
 from matplotlib.patches import Rectangle
@@ -80,18 +78,6 @@ def schedule_picture(schedule: Schedule, key: str) -> Markup:
                 left += 30 + 6.2 * len(name)
         title = f"Schedule {schedule.name}: {schedule.stages} stages"
         return svg.inline(figure, key, title, describe(schedule))
-
-
-def schedule_page(schedules: Sequence[Schedule]) -> str:
-    """Returns a self-contained HTML page with a picture of each schedule."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("sparse_dataflow.reporting", "."), autoescape=True
-    )
-    figures = [
-        {"description": describe(schedule), "svg": schedule_picture(schedule, f"schedule{index}")}
-        for index, schedule in enumerate(schedules)
-    ]
-    return environment.get_template("schedules.html.jinja").render(figures=figures)
 
 
 def describe(schedule: Schedule) -> str:

@@ -17,7 +17,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.parallel.pipeline import pipeline, schedules
 from sparse_dataflow.parallel.pipeline.schedules import Schedule
 from sparse_dataflow.parallel.pipeline.stages import divide
-from sparse_dataflow.reporting.figures.schedules import schedule_page
+from sparse_dataflow.reporting.schedules_page import schedules_page
 from sparse_dataflow.runs import measurement
 
 WIDTH = 4
@@ -36,7 +36,7 @@ def run(options) -> None:
         counts = options.stages, options.micro_batches, chunks
         cases.append((schedules.make(name, *counts, recompute), recompute))
     if options.page:
-        _write_page(Path(options.page), schedule_page([schedule for schedule, _ in cases]))
+        _write_page(Path(options.page), schedules_page([schedule for schedule, _ in cases]))
     rows = []
     for schedule, recompute in cases:
         seconds, bubble = _measured(schedule, 1e-3 * options.milliseconds, options.rounds)

@@ -1,1 +1,1 @@
-"""What a training run plans and checks before its first step."""
+"""What a training run plans and checks before its first step, and how a relay plan came out."""

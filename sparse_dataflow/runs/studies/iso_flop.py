@@ -13,6 +13,7 @@ import jax
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.run import RunConfig
+from sparse_dataflow.distributed.processes import stopped_status
 from sparse_dataflow.distributed.stopping import stop_on_signals
 from sparse_dataflow.files import folders, storage
 from sparse_dataflow.files.errors import UserError
@@ -24,7 +25,6 @@ from sparse_dataflow.planning.equal_cost import (
     stored_parameters,
     whole_blocks,
 )
-from sparse_dataflow.runs.job import stopped_status
 from sparse_dataflow.runs.preflight import memory_check
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.runs.studies import rate_search, study, time_to_quality

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from sparse_dataflow.config.evolution import EvolutionConfig
+from sparse_dataflow.distributed.processes import stopped_status
 from sparse_dataflow.distributed.stopping import stop_on_signals
 from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
@@ -15,7 +16,6 @@ from sparse_dataflow.files.folder_lock import FolderLock
 from sparse_dataflow.files.tables import markdown
 from sparse_dataflow.reporting.figures.panels import save_strips
 from sparse_dataflow.runs import measurement
-from sparse_dataflow.runs.job import stopped_status
 from sparse_dataflow.runs.preflight import memory_check, step_plan
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.runs.studies import study

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sparse_dataflow.distributed.processes import stopped_status
 from sparse_dataflow.distributed.stopping import stop_on_signals
 from sparse_dataflow.files import folders, json_files, tables
 from sparse_dataflow.files.errors import UserError
@@ -16,7 +17,6 @@ from sparse_dataflow.files.folder_lock import FolderLock
 from sparse_dataflow.planning.equal_cost import stored_parameters
 from sparse_dataflow.reporting.figures.panels import Curve, Panel, save_panels
 from sparse_dataflow.runs import measurement
-from sparse_dataflow.runs.job import stopped_status
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.runs.studies import study
 from sparse_dataflow.sparsity.scaling_law import (

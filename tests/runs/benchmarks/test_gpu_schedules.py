@@ -9,11 +9,10 @@ import pytest
 from experiments.schedule_bench import GPUS, Options
 from sparse_dataflow.aot import topologies
 from sparse_dataflow.aot.gpu_targets import TARGETS
-from sparse_dataflow.runs.benchmarks.schedules import estimates as schedules
-from sparse_dataflow.runs.benchmarks.schedules import gpu_estimates as gpu_schedules
+from sparse_dataflow.runs.benchmarks.schedules import estimates, gpu_estimates
 from sparse_dataflow.runs.benchmarks.schedules.case import DENSE, PRODUCTS
 
-CASES = list(gpu_schedules.cases_of(dataclasses.replace(Options(), chips=GPUS, blocks=(128,))))
+CASES = list(gpu_estimates.cases_of(dataclasses.replace(Options(), chips=GPUS, blocks=(128,))))
 KEPT = json.loads(
     (pathlib.Path(__file__).parents[3] / "experiments/results/schedule_bench_gpu.json").read_text()
 )
@@ -55,26 +54,27 @@ def test_every_gpu_has_a_dense_product_and_the_implementations_that_run_there():
 
 def test_a_roofline_adds_kernels_and_takes_the_slower_of_flops_and_bytes():
     flops = 2 * 2048 * 5120 * 20480
-    dense = gpu_schedules.row_of("mlp_in", case_of(DENSE), "dx", count(), [])
+    dense = gpu_estimates.row_of("mlp_in", case_of(DENSE), "dx", count(), [])
     assert dense["ratio"] == 1 and dense["bound_ms"] == pytest.approx(1e3 * flops / 312e12)
     moved = int(2.039e12 * 1e-3)
     starved = count(moved, 2 * moved, moved)
-    sparse = gpu_schedules.row_of("mlp_in", case_of("xla"), "dx", starved, [dense])
+    sparse = gpu_estimates.row_of("mlp_in", case_of("xla"), "dx", starved, [dense])
     assert sparse["bound_ms"] == pytest.approx(3) and sparse["traffic"] == pytest.approx(3)
     assert sparse["ratio"] == pytest.approx(dense["bound_ms"] / 3)
-    (first, second) = gpu_schedules.summaries([dense, sparse])
+    (first, second) = gpu_estimates.summaries([dense, sparse])
     assert (first["ratio"], second["ratio"]) == (1, pytest.approx(sparse["ratio"]))
 
 
 def test_the_cache_depends_on_the_gpu_kernels(monkeypatch, tmp_path):
     case = case_of("pallas_triton")
-    digest = schedules.digest(case)
-    names = {path.name for path in schedules._gpu_sources()}
-    assert {"pallas_triton.py", "gpu_case.py", "gpu_targets.py", "ptx.py"} <= names
+    digest = estimates.digest(case)
+    ends = {"/".join(path.parts[-2:]) for path in estimates._gpu_sources()}
+    kernels = {"block_sparse_matmul/pallas_triton.py", "hopper/products.py", "hopper/tuning.py"}
+    assert kernels | {"schedules/gpu_case.py", "aot/gpu_targets.py", "aot/ptx.py"} <= ends
     source = tmp_path / "kernel.py"
     source.write_text("another kernel")
-    monkeypatch.setattr(schedules, "_gpu_sources", lambda: [source])
-    assert digest != schedules.digest(case)
+    monkeypatch.setattr(estimates, "_gpu_sources", lambda: [source])
+    assert digest != estimates.digest(case)
 
 
 def test_the_kept_table_has_every_case_and_no_spills():

@@ -10,8 +10,7 @@ import pathlib
 import pytest
 
 from experiments.schedule_bench import GPUS, Options
-from sparse_dataflow.runs.benchmarks.schedules import estimates as schedules
-from sparse_dataflow.runs.benchmarks.schedules import gpu_estimates as gpu_schedules
+from sparse_dataflow.runs.benchmarks.schedules import estimates, gpu_estimates
 
 pytest.importorskip("jax_cuda13_plugin", reason="compiling for a GPU needs make aot-gpu")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
@@ -22,7 +21,7 @@ KEPT = json.loads(
 OPTIONS = Options(chips=GPUS, blocks=(128,), projections=("attn_out",), tokens=KEPT["tokens"])
 CASES = [
     case
-    for _, case in gpu_schedules.cases_of(OPTIONS)
+    for _, case in gpu_estimates.cases_of(OPTIONS)
     if (case.chip, case.implementation)
     in [("t4", "grouped"), ("a100", "grouped"), ("l4", "pallas_triton"), ("h100", "pallas_hopper")]
 ]
@@ -30,11 +29,11 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.chip}-{case.implementation}")
 def test_kernels_take_what_is_kept(case):
-    plugin = schedules.CUDA[0]
+    plugin = estimates.CUDA[0]
     for package, version in (("jax", KEPT["versions"]["jax"]), (plugin, KEPT[plugin])):
         if importlib.metadata.version(package) != version:
             pytest.skip(f"recorded with {package} {version}")
-    for product, counts in schedules.cached_counts(case, cache="").items():
+    for product, counts in estimates.cached_counts(case, cache="").items():
         (row,) = (
             row
             for row in KEPT["rows"]

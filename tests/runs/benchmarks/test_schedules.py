@@ -6,14 +6,13 @@ import dataclasses
 import pytest
 
 from experiments.schedule_bench import GPUS, IMPLEMENTATIONS, TPUS, Options
-from sparse_dataflow.runs.benchmarks.schedules import estimates as schedules
-from sparse_dataflow.runs.benchmarks.schedules import gpu_estimates as gpu_schedules
+from sparse_dataflow.runs.benchmarks.schedules import estimates, gpu_estimates
 from sparse_dataflow.runs.benchmarks.schedules.case import DENSE, PRODUCTS
 from sparse_dataflow.runs.benchmarks.schedules.mlp_case import FUSED
 from sparse_dataflow.sparsity.patterns import make_layout
 
-SPARSE = schedules.case_of("v6e", "pallas_tpu", "mlp_in", 128, 1 / 8, 2048)
-DENSE_CASE = schedules.case_of("v6e", DENSE, "mlp_in", 0, 1.0, 2048)
+SPARSE = estimates.case_of("v6e", "pallas_tpu", "mlp_in", 128, 1 / 8, 2048)
+DENSE_CASE = estimates.case_of("v6e", DENSE, "mlp_in", 0, 1.0, 2048)
 
 
 def count(cycles=0, xla_cycles=0, hbm_bytes=0):
@@ -27,13 +26,13 @@ def count(cycles=0, xla_cycles=0, hbm_bytes=0):
 
 
 def test_the_flags_offer_what_there_is():
-    assert tuple(schedules.CLOCKS) == TPUS
-    assert set(gpu_schedules.EVERY) == set(GPUS)
-    assert (*schedules.IMPLEMENTATIONS, FUSED, *gpu_schedules.IMPLEMENTATIONS) == IMPLEMENTATIONS
+    assert tuple(estimates.CLOCKS) == TPUS
+    assert set(gpu_estimates.EVERY) == set(GPUS)
+    assert (*estimates.IMPLEMENTATIONS, FUSED, *gpu_estimates.IMPLEMENTATIONS) == IMPLEMENTATIONS
 
 
 def test_every_case_has_a_layout_and_a_dense_product():
-    cases = [case for _, case in schedules.cases_of(Options())]
+    cases = [case for _, case in estimates.cases_of(Options())]
     dense = {(c.chip, c.in_features, c.out_features) for c in cases if c.implementation == DENSE}
     sparse = [case for case in cases if case.implementation != DENSE]
     assert {case.block for case in sparse} == {64, 128, 256}
@@ -47,13 +46,13 @@ def test_every_case_has_a_layout_and_a_dense_product():
 def test_time_is_the_larger_of_cycles_and_bytes():
     clock, bandwidth = 1.75e9, 1.638e12
     for product in PRODUCTS:
-        dense = schedules.row_of("mlp_in", DENSE_CASE, product, count(xla_cycles=1_000_000), [])
+        dense = estimates.row_of("mlp_in", DENSE_CASE, product, count(xla_cycles=1_000_000), [])
         assert dense["ratio"] == 1 and dense["ms"] == pytest.approx(1e3 * 1e6 / clock)
-        bound = schedules.row_of("mlp_in", SPARSE, product, count(250_000, 50_000), [dense])
+        bound = estimates.row_of("mlp_in", SPARSE, product, count(250_000, 50_000), [dense])
         assert bound["ratio"] == pytest.approx(10 / 3)
         flops = 2 * 2048 * 5120 * 20480 / 8
         assert bound["mxu"] == pytest.approx(flops / 918e12 / (300_000 / clock))
-        starved = schedules.row_of(
+        starved = estimates.row_of(
             "mlp_in", SPARSE, product, count(10, 0, int(bandwidth * 1e-3)), [dense]
         )
         assert starved["ms"] == pytest.approx(1) and starved["hbm"] == pytest.approx(1)
@@ -62,9 +61,9 @@ def test_time_is_the_larger_of_cycles_and_bytes():
 def test_products_together_weigh_by_time():
     rows = []
     for product, dense, sparse in (("forward", 800, 100), ("dx", 800, 300), ("dW", 400, 100)):
-        rows.append(schedules.row_of("mlp_in", DENSE_CASE, product, count(dense), rows))
-        rows.append(schedules.row_of("mlp_in", SPARSE, product, count(sparse), rows))
-    (summary,) = schedules.summaries(rows)
+        rows.append(estimates.row_of("mlp_in", DENSE_CASE, product, count(dense), rows))
+        rows.append(estimates.row_of("mlp_in", SPARSE, product, count(sparse), rows))
+    (summary,) = estimates.summaries(rows)
     assert summary["ratio"] == pytest.approx(2000 / 500)
     assert summary["implementation"] == "pallas_tpu" and len(summary["dW"]) == 1
 
@@ -72,48 +71,49 @@ def test_products_together_weigh_by_time():
 def test_the_fused_mlp_is_compared_with_its_six_dense_products():
     rows = []
     for projection, cycles in (("qkv", 900), ("mlp_in", 400), ("mlp_out", 300)):
-        case = schedules.case_of("v6e", DENSE, projection, 0, 1.0, 2048)
+        case = estimates.case_of("v6e", DENSE, projection, 0, 1.0, 2048)
         for product in PRODUCTS:
-            rows.append(schedules.row_of(projection, case, product, count(cycles), rows))
-    (case,) = (case for name, case in schedules.cases_of(Options(chips=("v6e",))) if name == "mlp")
+            rows.append(estimates.row_of(projection, case, product, count(cycles), rows))
+    (case,) = (case for name, case in estimates.cases_of(Options(chips=("v6e",))) if name == "mlp")
     assert (case.implementation, case.block, case.in_features) == (FUSED, 128, 5120)
-    row = schedules.row_of("mlp", case, "mlp", count(300), rows)
+    row = estimates.row_of("mlp", case, "mlp", count(300), rows)
     assert row["ratio"] == pytest.approx(3 * (400 + 300) / 300)
     flops = 6 * 2 * 2048 * 5120 * 20480 / 8
     assert row["mxu"] == pytest.approx(flops / 918e12 / (300 / 1.75e9))
 
 
 def test_the_cache_depends_on_the_case_and_the_sources(monkeypatch, tmp_path):
-    digest = schedules.digest(SPARSE)
-    assert digest == schedules.digest(dataclasses.replace(SPARSE))
-    assert digest != schedules.digest(dataclasses.replace(SPARSE, tokens=4096))
-    dense = schedules.digest(DENSE_CASE)
+    digest = estimates.digest(SPARSE)
+    assert digest == estimates.digest(dataclasses.replace(SPARSE))
+    assert digest != estimates.digest(dataclasses.replace(SPARSE, tokens=4096))
+    dense = estimates.digest(DENSE_CASE)
     source = tmp_path / "kernel.py"
     source.write_text("another kernel")
-    monkeypatch.setattr(schedules, "_sources", lambda: [source])
-    assert digest != schedules.digest(SPARSE)
-    assert dense == schedules.digest(DENSE_CASE)
-    monkeypatch.setattr(schedules, "version_of", lambda package: "another")
-    assert dense != schedules.digest(DENSE_CASE)
+    monkeypatch.setattr(estimates, "_sources", lambda: [source])
+    assert digest != estimates.digest(SPARSE)
+    assert dense == estimates.digest(DENSE_CASE)
+    monkeypatch.setattr(estimates, "version_of", lambda package: "another")
+    assert dense != estimates.digest(DENSE_CASE)
 
 
 def test_sources_have_the_kernels_and_the_reader():
-    names = {path.name for path in schedules._sources()}
-    assert {"stream.py", "tuning.py", "schedule.py", "patterns.py"} <= names
+    ends = {"/".join(path.parts[-2:]) for path in estimates._sources()}
+    kernels = {"tpu/stream.py", "tpu/tuning.py", "tpu_grouped/kernels.py"}
+    assert kernels | {"aot/schedule.py", "schedules/case.py", "sparsity/patterns.py"} <= ends
 
 
 def test_a_cached_case_is_not_compiled(monkeypatch, tmp_path):
-    monkeypatch.setattr(schedules.subprocess, "run", lambda *a, **k: pytest.fail("compiled"))
+    monkeypatch.setattr(estimates.subprocess, "run", lambda *a, **k: pytest.fail("compiled"))
     counts = {"forward": count(7)}
-    path = tmp_path / f"{schedules.digest(SPARSE)}.json"
-    path.write_text(schedules.json.dumps({"counts": counts}))
-    assert schedules.cached_counts(SPARSE, str(tmp_path)) == counts
+    path = tmp_path / f"{estimates.digest(SPARSE)}.json"
+    path.write_text(estimates.json.dumps({"counts": counts}))
+    assert estimates.cached_counts(SPARSE, str(tmp_path)) == counts
 
 
 def test_a_failed_compilation_is_told_in_words(monkeypatch):
     done = argparse.Namespace(
         returncode=1, stderr="Traceback ...\nout of memory in vmem", stdout=""
     )
-    monkeypatch.setattr(schedules.subprocess, "run", lambda *a, **k: done)
-    with pytest.raises(schedules.UserError, match=r"(?s)does not compile: .*vmem"):
-        schedules.cached_counts(SPARSE, "")
+    monkeypatch.setattr(estimates.subprocess, "run", lambda *a, **k: done)
+    with pytest.raises(estimates.UserError, match=r"(?s)does not compile: .*vmem"):
+        estimates.cached_counts(SPARSE, "")

@@ -9,7 +9,7 @@ import pathlib
 
 import pytest
 
-from sparse_dataflow.runs.benchmarks.schedules import estimates as schedules
+from sparse_dataflow.runs.benchmarks.schedules import estimates
 from sparse_dataflow.runs.benchmarks.schedules.case import DENSE
 from sparse_dataflow.runs.benchmarks.schedules.mlp_case import FUSED
 
@@ -22,7 +22,7 @@ KEPT = json.loads(
 CASES = [
     (chip, name, 128, "attn_out")
     for chip in ("v5e", "v6e")
-    for name in schedules.IMPLEMENTATIONS
+    for name in estimates.IMPLEMENTATIONS
     if any(row["implementation"] == name for row in KEPT["rows"])
 ]
 CASES += [("v6e", FUSED, 128, "mlp")]
@@ -45,10 +45,10 @@ def test_cycles_do_not_grow(case):
         if (row["chip"], row["implementation"], row["block"], row["projection"]) == case
     ]
     (found,) = {(row["density"], row["pattern"]) for row in rows}
-    assert found[1] == schedules.IMPLEMENTATIONS.get(name, "monarch") and name != DENSE
+    assert found[1] == estimates.IMPLEMENTATIONS.get(name, "monarch") and name != DENSE
     weight = "mlp_in" if name == FUSED else projection
-    counts = schedules.cached_counts(
-        schedules.case_of(chip, name, weight, block, found[0], KEPT["tokens"]), cache=""
+    counts = estimates.cached_counts(
+        estimates.case_of(chip, name, weight, block, found[0], KEPT["tokens"]), cache=""
     )
     assert counts.keys() == {row["product"] for row in rows}
     for row in rows:

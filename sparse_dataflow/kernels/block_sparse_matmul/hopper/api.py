@@ -2,7 +2,7 @@
 
 Tables are data in device memory: changing the layout does not recompile.  Only stored blocks are
 read or written.  Blocks of 128 and 256 fill the tensor cores.  For smaller blocks, adjacent lines
-are merged until a tile is 128 wide (`tables`).  Merged lines with equal supports, as
+are merged until a tile is 128 wide (`hopper.tables`).  Merged lines with equal supports, as
 in monarch, read as much as a block of 128.  If supports differ, missing blocks are multiplied as
 zeros: up to twice (block 64) or four times (block 32) the stored work.  Concrete tables are merged
 only if that is cheaper, traced tables always.  dW of block 32 computes 64 rows and drops 32.

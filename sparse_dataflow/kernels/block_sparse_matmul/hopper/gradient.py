@@ -2,7 +2,7 @@
 
 A unit is the work of one consumer: `width` stored blocks of one block column (two of 64), or a
 128 x 128 tile of a larger block.  wgmma computes at least 64 rows, so a block of 32 is multiplied
-with its neighbour, whose half is dropped: half the rate.  Merged columns (`tables`)
+with its neighbour, whose half is dropped: half the rate.  Merged columns (`hopper.tables`)
 count as one column with wider sums.  Units are numbered by column, so that the two units of a pair
 mostly share a column, and dy is copied once for both.  A column with fewer blocks than the longest
 has empty units; a pair of empty units is skipped.  One persistent program per multiprocessor

@@ -11,7 +11,7 @@ other writes.
 The L2 cache bounds the rate.  A tile of t tokens and c columns reads 2 (t + c) bytes for t c
 multiply-adds per feature.  With 256 tokens, at the full rate of the tensor cores, that is 48 bytes
 per cycle and multiprocessor at block 128, as much as a dense 256 x 128 tile, and 80 at block 64.
-Two merged lines of block 64 (`tables`) read as much as one line of block 128.  A
+Two merged lines of block 64 (`hopper.tables`) read as much as one line of block 128.  A
 cluster of two shares each block by multicast, which leaves 40 and 72 bytes.  Tiles are ordered
 column by column within a set of token tiles whose features fit half the L2 cache, so device memory
 is read about once.

@@ -61,7 +61,7 @@ def search_spaces(
     *,
     derivative: bool = False,
 ) -> dict[Case, SearchSpace]:
-    """Return the search space of each product; arguments as in `pallas_hopper.default_tuning`."""
+    """Return the search space of each product; arguments as in `hopper.api.default_tuning`."""
     stored, block = values.shape[:2]
     blocks = len(tables.out_index), len(tables.in_index)
     widths = blocks[0] * block, blocks[1] * block

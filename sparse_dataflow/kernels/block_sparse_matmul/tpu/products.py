@@ -40,7 +40,7 @@ def line_product(
     """Multiply x by the stored blocks of each line.
 
     Args:
-      x: [tokens, features], both multiples of the smallest tile (`pallas_tpu` pads).
+      x: [tokens, features], both multiples of the smallest tile (`tpu.api` pads).
       values: [nnz, block, block].
       tables: tile tables by result column.
       tiles: the tile sizes.

@@ -1,6 +1,6 @@
 """The products of one weight, compiled for a described TPU; their schedules as a line of JSON.
 
-`schedules` starts this module in a process of its own, because libtpu reads the flags that make it
+`estimates` starts this module in a process of its own, because libtpu reads the flags that make it
 write schedules once, when jax starts it:
 
     python -m sparse_dataflow.runs.benchmarks.schedules.case '{"chip": "v5e", ...}' FOLDER

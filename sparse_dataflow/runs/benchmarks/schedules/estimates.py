@@ -213,7 +213,7 @@ def row_of(
     Args:
       projection: name of the weight.
       case: the weight and the chip.
-      product: one of `case.PRODUCTS`.
+      product: one of `schedules.case.PRODUCTS`.
       count: its counts.
       earlier: earlier rows, with the dense one.
 

@@ -1,6 +1,6 @@
 """The products of one weight, compiled for a described GPU; what they take as a line of JSON.
 
-`schedules` starts this module in a process of its own, because XLA reads the flags that make it
+`estimates` starts this module in a process of its own, because XLA reads the flags that make it
 write PTX once:
 
     python -m sparse_dataflow.runs.benchmarks.schedules.gpu_case '{"chip": "a100", ...}' FOLDER

@@ -10,7 +10,7 @@ from sparse_dataflow.aot import ptx
 from sparse_dataflow.aot.gpu_targets import TARGETS
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.runs import measurement
-from sparse_dataflow.runs.benchmarks.schedules import estimates as schedules
+from sparse_dataflow.runs.benchmarks.schedules import estimates
 from sparse_dataflow.runs.benchmarks.schedules.case import DENSE, Case
 from sparse_dataflow.runs.benchmarks.schedules.gpu_case import DTYPES
 
@@ -44,10 +44,10 @@ def run(options) -> None:
       UserError: the CUDA wheels are not installed, or a weight does not compile.
     """
     ptx.assembler()
-    plugin = schedules.version_of(schedules.CUDA[0])
-    versions = f"jax {schedules.version_of('jax')}, {schedules.CUDA[0]} {plugin}"
+    plugin = estimates.version_of(estimates.CUDA[0])
+    versions = f"jax {estimates.version_of('jax')}, {estimates.CUDA[0]} {plugin}"
     print(f"{LIMITS}\n{options.tokens} tokens; {versions}\n\n{_HEAD}", flush=True)
-    rows = schedules.table(cases_of(options), options, row_of, _line)
+    rows = estimates.table(cases_of(options), options, row_of, _line)
     summary = list(summaries(rows))
     print("\nAll products together: traffic over what is needed, and roofline over dense's")
     for entry in summary:
@@ -55,7 +55,7 @@ def run(options) -> None:
             f"{entry['chip']:>5} {entry['implementation']:>14} block {entry['block']:>3}: "
             f"{entry['traffic']:5.2f} {entry['ratio']:5.2f}x"
         )
-    facts = {"limits": LIMITS, schedules.CUDA[0]: plugin, "tokens": options.tokens}
+    facts = {"limits": LIMITS, estimates.CUDA[0]: plugin, "tokens": options.tokens}
     result = {**facts, "summary": summary, "rows": rows}
     measurement.keep(options.keep, "schedule_bench_gpu", "described GPUs", [result])
 
@@ -70,7 +70,7 @@ def cases_of(options) -> Iterator[tuple[str, Case]]:
                 density, pattern = 1.0, ""
                 if name != DENSE:
                     pattern = IMPLEMENTATIONS[name][0]
-                    density = schedules.legal_density(*shape, block, options.density)
+                    density = estimates.legal_density(*shape, block, options.density)
                 yield projection, Case(chip, name, pattern, *shape, block, density, options.tokens)
 
 
@@ -82,8 +82,8 @@ def row_of(
     Args:
       projection: name of the weight.
       case: the weight and the GPU.
-      product: one of `case.PRODUCTS`.
-      count: its counts, of `gpu_case.measure`.
+      product: one of `schedules.case.PRODUCTS`.
+      count: its counts, of `schedules.gpu_case.measure`.
       earlier: earlier rows, with the dense one.
 
     Returns:
@@ -95,7 +95,7 @@ def row_of(
     flops = 2 * case.tokens * case.in_features * case.out_features * case.density
     product_seconds = max(flops / (target.tflops * 1e12), count["product_bytes"] / bandwidth)
     row: dict[str, Any] = {
-        **schedules.of_case(projection, case, product),
+        **estimates.of_case(projection, case, product),
         "dtype": DTYPES.get(case.chip, "bfloat16"),
         **count,
         "traffic": (count["product_bytes"] + count["other_bytes"]) / count["needed_bytes"],
@@ -110,7 +110,7 @@ def row_of(
 
 def summaries(rows: list[dict]) -> Iterator[dict]:
     """Yields traffic and ratio of all products together, per GPU, implementation and block."""
-    for group, own in schedules.grouped(rows, "chip", "implementation", "block"):
+    for group, own in estimates.grouped(rows, "chip", "implementation", "block"):
         needed = sum(row["needed_bytes"] for row in own)
         bound = sum(row["bound_ms"] for row in own)
         yield {
