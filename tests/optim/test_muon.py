@@ -38,11 +38,12 @@ WIDE = dataclasses.replace(TRAINING, optimizer="adamw")
 
 stacks = st.builds(
     lambda lead, m, n, seed: np.random.default_rng(seed).normal(size=(*lead, m, n)).astype("f4"),
-    st.lists(st.integers(1, 3), max_size=2),
-    st.sampled_from([4, 8, 24]),
-    st.sampled_from([4, 8, 24]),
+    st.sampled_from([(), (1,), (3, 2)]),
+    st.sampled_from([4, 24]),
+    st.sampled_from([4, 24]),
     st.integers(0, 10**6),
 )
+"""Few shapes, as each compiles a program; many values."""
 
 
 def gradients_of(model, number=1):
@@ -169,7 +170,8 @@ def test_layouts_that_change_move_by_blocks():
     state = optimizer.init(params)
 
     def updates(tables):
-        return optimizer.update(params, state, params, tables=tables)[0]["blocks"]["mlp_in"]
+        move = jax.jit(optimizer.update)(params, state, params, tables=tables)
+        return move[0]["blocks"]["mlp_in"]
 
     by_group, by_block = updates(layer_stacks.with_groups(tables)), updates(tables)
     np.testing.assert_array_equal(by_block["values"], updates(None)["values"])

@@ -38,8 +38,8 @@ TRAINING = TrainingConfig(steps=20, batch=4, sequence=8, weight_decay=0.3, clip=
 
 
 @functools.cache
-def shapes():
-    return jax.eval_shape(lambda key: gpt.init(MODEL, key), jax.random.key(0))
+def shapes(model=MODEL):
+    return jax.eval_shape(lambda key: gpt.init(model, key), jax.random.key(0))
 
 
 def draw_like_params(seed, scale=1.0):
@@ -164,8 +164,7 @@ def test_weights_that_turned_dense_learn_faster_than_dense_ones(
 
 def weight_multipliers(model, training):
     """{projection: multiplier of its kernel or of its stored blocks}."""
-    params = jax.eval_shape(lambda key: gpt.init(model, key), jax.random.key(0))
-    multipliers = by_path(learning_rate_multipliers(model, training, params)["blocks"])
+    multipliers = by_path(learning_rate_multipliers(model, training, shapes(model))["blocks"])
     weights = ("/kernel", "/values")
     return {path.split("/")[0]: m for path, m in multipliers.items() if path.endswith(weights)}
 
