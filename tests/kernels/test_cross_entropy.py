@@ -83,7 +83,7 @@ def test_losses_and_gradients(module, tokens, d_model, vocab, dtype, seed, scale
         np.testing.assert_allclose(np.asarray(gradient, np.float64), expected, atol=size)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     vocab=st.integers(1, 70),
     more=st.integers(1, 20),

@@ -10,6 +10,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_experts import apply, choose
+from random_models import arbitrary_params
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
@@ -72,13 +73,12 @@ def test_outputs_and_losses_are_those_of_the_loop_and_gradients_its_differences(
         auxiliary = config.balance_loss * balance + config.router_z_loss * z
         return np.sum(y * dy[0]) + auxiliary, (y, balance, z)
 
-    @jax.jit
     def ours(params, x):
         y, routing = bound(config, params)(x, tables_of(config), WHOLE)
         return jnp.sum(y * dy) + routing.loss(config), (y[0], routing)
 
     with jax.enable_x64(True):
-        gradient = jax.value_and_grad(ours, (0, 1), has_aux=True)
+        gradient = jax.jit(jax.value_and_grad(ours, (0, 1), has_aux=True))
         (_, (y, routing)), gradients = jax.device_get(gradient(params, x))
     expected, balance, z = loop(params, x)[1]
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
@@ -100,15 +100,16 @@ def test_outputs_and_losses_are_those_of_the_loop_and_gradients_its_differences(
 def test_one_expert_is_the_mlp():
     """Its router has nothing to choose, so its factor is 1."""
     config = dataclasses.replace(TINY, experts=1, top_k=1)
-    params = gpt.init(config, jax.random.key(0))
+    params = arbitrary_params(config)
     dense_params = dict(params["blocks"])
     module = dense_params.pop("experts")
     dense_params |= {name: jax.tree.map(lambda a: a[:, 0], module[name]) for name in
                      ("mlp_in", "mlp_out")}  # fmt: skip
     x = jax.random.normal(jax.random.key(1), (2, 8, 16))
     first = lambda tree: jax.tree.map(lambda a: a[0], tree)  # noqa: E731
-    mixture = gpt.block(config, first(params["blocks"]), {}, x)
-    dense = gpt.block(dataclasses.replace(config, experts=0), first(dense_params), {}, x)
+    block = jax.jit(lambda config, params, x: gpt.block(config, params, {}, x), static_argnums=0)
+    mixture = block(config, first(params["blocks"]), x)
+    dense = block(dataclasses.replace(config, experts=0), first(dense_params), x)
     np.testing.assert_allclose(mixture, dense, rtol=1e-5, atol=1e-6)
 
 
