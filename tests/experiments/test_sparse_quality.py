@@ -10,7 +10,8 @@ from sparse_dataflow.files.errors import TEMPORARY
 @pytest.mark.slow
 def test_a_small_comparison_goes_on_where_it_was_stopped(job, refused, tmp_path):
     arguments = ["--scale=pico", "--block=16", "--steps=8", "--seeds=1", f"--corpus={job.corpus}"]
-    arguments += ["--arms=dense,static_random,sparse_to_dense_50", f"--out={tmp_path / 'q'}"]
+    arguments += ["--set=model.num_layers=1", "--arms=dense,static_random,sparse_to_dense_50"]
+    arguments += [f"--out={tmp_path / 'q'}"]
     start = lambda *more, **options: job.run(  # noqa: E731
         *arguments, *more, experiment="sparse_quality", **options
     )
