@@ -13,7 +13,7 @@ from main_job import PICO, ROOT, TIMEOUT, rows
 @pytest.mark.slow
 def test_coordinate_check(job, tmp_path):
     small = ("--widths=32,64", "--densities=0.5", "--steps=1", "--scale=pico", "--block=8")
-    data = (f"--corpus={job.corpus}", f"--out={tmp_path}")
+    data = ("--set=model.num_layers=1", f"--corpus={job.corpus}", f"--out={tmp_path}")
     done = job.run(*small, *data, experiment="coordinate_check")
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "coordinate_check.json").read_text())["changes"]
