@@ -59,11 +59,11 @@ faults: $(READY) ## every fault test, measured for docs/surviving.md; ARGS="--ki
 
 aot-tpu: ## compile the TPU kernels and plans for v4 to v6e, without one (fetches libtpu: 200 MB in .venv-tpu)
 	@sh launch/make_env.sh .venv-tpu dev,aot
-	.venv-tpu/bin/python -m pytest $(addprefix tests/kernels/,$(TPU_COMPILES)) tests/parallel/relay/test_compiles.py tests/aot/test_plans_compile.py tests/aot/test_overlaps.py tests/runs/benchmarks/test_schedules_compile.py $(TESTS)
+	.venv-tpu/bin/python -m pytest $(addprefix tests/kernels/,$(TPU_COMPILES)) tests/parallel/relay/test_compiles.py tests/aot/test_plans_compile.py tests/aot/test_overlaps.py tests/runs/benchmarks/schedules/test_compiles.py $(TESTS)
 
 aot-gpu: ## compile the GPU programs for a T4 to a B200, without one (fetches CUDA: 4 GB in .venv-gpu)
 	@sh launch/make_env.sh .venv-gpu dev,cuda
-	.venv-gpu/bin/python -m pytest $(addprefix tests/kernels/,$(GPU_COMPILES)) tests/aot/test_ptx.py tests/aot/test_overlaps.py tests/runs/benchmarks/test_gpu_schedules_compile.py $(TESTS)
+	.venv-gpu/bin/python -m pytest $(addprefix tests/kernels/,$(GPU_COMPILES)) tests/aot/test_ptx.py tests/aot/test_overlaps.py tests/runs/benchmarks/schedules/test_gpu_compiles.py $(TESTS)
 
 bench: $(READY) ## time the kernels and the training step, sparse beside dense
 	@$(BIN)/python -m experiments.kernel_bench $(ARGS)

@@ -8,7 +8,7 @@ import types
 from typing import ClassVar
 
 import pytest
-from test_metrics import eval_row, train_row
+from metric_rows import eval_row, train_row
 
 from sparse_dataflow.distributed.clock import Clock
 from sparse_dataflow.files.errors import UserError

@@ -14,7 +14,7 @@ from sparse_dataflow.runs.benchmarks.schedules.case import DENSE, PRODUCTS
 
 CASES = list(gpu_estimates.cases_of(dataclasses.replace(Options(), chips=GPUS, blocks=(128,))))
 KEPT = json.loads(
-    (pathlib.Path(__file__).parents[3] / "experiments/results/schedule_bench_gpu.json").read_text()
+    (pathlib.Path(__file__).parents[4] / "experiments/results/schedule_bench_gpu.json").read_text()
 )
 
 

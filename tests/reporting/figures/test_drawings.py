@@ -6,21 +6,11 @@ import pytest
 import report_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from printed import paths
 
 from sparse_dataflow.reporting.figures import drawings, svg
 
 HISTORIES = {name: report_sample.variant(name).history for name in ("dense", "sparse")}
-
-
-def paths(picture: str, colour: str) -> list[np.ndarray]:
-    """Returns the corners [n, 2] of every sub-path filled with a colour."""
-    corners = []
-    for element in ElementTree.fromstring(picture).iter("path"):
-        if f"fill: var(--{colour})" in element.get("style", ""):
-            for sub_path in element.get("d").split("M")[1:]:
-                numbers = [float(n) for n in re.findall(r"-?[\d.]+", sub_path)]
-                corners.append(np.array(numbers).reshape(-1, 2))
-    return corners
 
 
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=200))

@@ -16,7 +16,7 @@ pytest.importorskip("jax_cuda13_plugin", reason="compiling for a GPU needs make 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
 KEPT = json.loads(
-    (pathlib.Path(__file__).parents[3] / "experiments/results/schedule_bench_gpu.json").read_text()
+    (pathlib.Path(__file__).parents[4] / "experiments/results/schedule_bench_gpu.json").read_text()
 )
 OPTIONS = Options(chips=GPUS, blocks=(128,), projections=("attn_out",), tokens=KEPT["tokens"])
 CASES = [

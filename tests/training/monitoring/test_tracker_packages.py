@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_metrics import eval_row, train_row
+from metric_rows import eval_row, train_row
 
 from sparse_dataflow.files.links import refuse_outside_links
 from sparse_dataflow.training.monitoring import trackers

@@ -10,23 +10,12 @@ import pytest
 from checkpoint_states import in_new_process
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from metric_rows import eval_row, train_row
 from storage_faults import failing as failing_operations
 from tensorboardX.proto import event_pb2
 
 from sparse_dataflow.files import storage
 from sparse_dataflow.training.monitoring.metrics import MetricsWriter, read_metrics
-
-
-def train_row(step, **changed):
-    numbers = {"tokens": 8 * step, "seconds": 0.5 * step, "loss": 3.0, "learning_rate": 1e-3}
-    speed = {"gradient_norm": 1.0, "tokens_per_second": 16.0, "mfu": None}
-    return {"kind": "train", "step": step, **numbers, **speed, **changed}
-
-
-def eval_row(step, kind="eval"):
-    return {
-        "kind": kind, "step": step, "tokens": 8, "seconds": 0.5, "loss": 3.0, "bits_per_byte": 1.5
-    }  # fmt: skip
 
 
 def written(folder, rows, step=0):

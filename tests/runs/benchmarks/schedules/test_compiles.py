@@ -17,7 +17,7 @@ pytest.importorskip("libtpu", reason="compiling for a TPU needs make aot-tpu")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
 KEPT = json.loads(
-    (pathlib.Path(__file__).parents[3] / "experiments/results/schedule_bench.json").read_text()
+    (pathlib.Path(__file__).parents[4] / "experiments/results/schedule_bench.json").read_text()
 )
 CASES = [
     (chip, name, 128, "attn_out")
