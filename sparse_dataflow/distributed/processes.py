@@ -123,9 +123,9 @@ def to_host(tree: Any) -> Any:
 def stopped_status(number: int) -> int:
     """Returns the exit status of a run that saved and ended; the same on all processes.
 
-    Args:
-      number: of the signal that this process got; 0 for none.
-
     TEMPORARY asks the scheduler for another start.  Whoever presses Ctrl-C is there to resume: 0.
+
+    Args:
+      number: signal that this process received; 0 for none.
     """
     return TEMPORARY if any_process(number in ENDING) else 0

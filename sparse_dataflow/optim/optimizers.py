@@ -37,7 +37,7 @@ SPARSE_RATE_DENSITY = 1 / 8
 
 TURNED_DENSE_RATE = {"adamw": 2.0, "muon": 4.0}
 """Learning-rate multiplier of a dense weight that was block-sparse in an earlier phase, by
-optimizer: the best of 0.5 to 4 with AdamW and of 1 to 16 with Muon (docs/quality.md)."""
+optimizer; docs/quality.md compares others."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Makes report_sample and printed importable."""
+"""Makes report_sample and parsed importable."""
 
 import pathlib
 import sys

@@ -3,7 +3,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from printed import parse
+from parsed import parse
 
 from sparse_dataflow.reporting import quantities
 

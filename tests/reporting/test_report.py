@@ -10,7 +10,7 @@ import pytest
 import report_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from printed import parse
+from parsed import parse
 from report_sample import bare
 
 from sparse_dataflow.files.errors import UserError

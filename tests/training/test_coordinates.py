@@ -47,7 +47,8 @@ def test_supar_is_flat_over_width_and_density():
     # A few frequent tokens, as in text, so that gradients agree and differences show early.
     batches = [np.minimum(63, rng.zipf(1.5, (8, 17))).astype(np.int32) for _ in range(3)]
     exponents = {}
-    # Three corners give the exponents of the contrast. SuPar has to be flat between all four.
+    # Three corners determine both exponents of the standard parametrization, the contrast. SuPar
+    # has to be flat between all four.
     corners = [(64, 1.0), (256, 1.0), (256, 0.25), (64, 0.25)]
     for parametrization, measured in (("standard", corners[:3]), ("supar", corners)):
         sizes = {name: {} for name in ACTIVATIONS}

@@ -15,7 +15,7 @@ from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.planning.step_time import step_time, with_passes
-from sparse_dataflow.reporting.figures import planner as planner_figures
+from sparse_dataflow.reporting.figures import planner
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks import interplay_step, prediction
 from sparse_dataflow.runs.benchmarks.benchmark import named_model
@@ -231,12 +231,12 @@ def _keep(options, rows, rooflines, chip, text, machine):
     }
     labels = ["dense", *(f"{density:g}" for density in DENSITIES[1:])]
     title = f"{options.scale} on {chip.name}: gain over dense, unfused, serial"
-    planner_figures.bars(folder / "interplay.png", labels, panels, "gain, times", title)
+    planner.bars(folder / "interplay.png", labels, panels, "gain, times", title)
     print(folder / "interplay.png")
     shown = {n: s for n, s in rooflines.items() if n.startswith(("dense", "0.125"))}
     dtype = "float32" if options.hardware == "this" else "bfloat16"
     title = f"{options.scale} on {chip.name}: sections of a block, forward, with their passes"
-    planner_figures.roofline(folder / "roofline.png", chip, dtype, shown, title)
+    planner.roofline(folder / "roofline.png", chip, dtype, shown, title)
     print(folder / "roofline.png")
     if machine:
         settings = ("scale", "tokens", "block", "stages", "micro_batches", "rounds")

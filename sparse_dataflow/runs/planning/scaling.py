@@ -7,7 +7,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.planning import search
-from sparse_dataflow.reporting.figures import planner as planner_figures
+from sparse_dataflow.reporting.figures import planner
 from sparse_dataflow.runs.planning import plan_rows
 from sparse_dataflow.runs.planning.options import CHIP_COUNTS, STUDIES, named_model
 
@@ -65,7 +65,7 @@ def _study(kind: str, hardware: list[Chip], counts: list[int], folder: Path) -> 
             "--most, or others by --hardware."
         )
     title = f"{kind.capitalize()} scaling, best plan of each point, predicted"
-    planner_figures.scaling(folder / f"{kind}.png", panels, "MFU, %", title)
+    planner.scaling(folder / f"{kind}.png", panels, "MFU, %", title)
     print(folder / f"{kind}.png")
     return rows
 

@@ -8,7 +8,7 @@ from sparse_dataflow.hardware import chips
 from sparse_dataflow.planning import plan_memory, search, sensitivity, step_time
 from sparse_dataflow.planning.memory import USABLE
 from sparse_dataflow.reporting import search_page
-from sparse_dataflow.reporting.figures import planner as planner_figures
+from sparse_dataflow.reporting.figures import planner
 from sparse_dataflow.runs.planning import launching, plan_rows, search_table, verify
 
 SCALING = (1 / 4, 1 / 2, 1, 2, 4)
@@ -119,7 +119,7 @@ def _sensitivity(priced, folder):
         print(f"  {name.replace('_', '-'):<12} {effect:>6.1%}   {shares}")
     request = priced.request
     title = f"What decides the throughput on {request.chips:,} {request.chip.name}"
-    planner_figures.sensitivity(folder / "sensitivity.png", effects, best, title)
+    planner.sensitivity(folder / "sensitivity.png", effects, best, title)
     print(f"  {folder / 'sensitivity.png'}")
     return effects, sensitivity.mean_by_level(values, levels)
 
@@ -143,6 +143,6 @@ def _roofline(options, request, plan, folder):
         f"{options.scale} on {request.chip.name}: sections of a block, forward, with their passes"
     )
     path, dtype = folder / "roofline.png", request.config.compute_dtype
-    planner_figures.roofline(path, request.chip, dtype, models, title)
+    planner.roofline(path, request.chip, dtype, models, title)
     print(f"  {path}")
     return models

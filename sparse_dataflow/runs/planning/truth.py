@@ -11,7 +11,7 @@ from sparse_dataflow.planning import bands, fitting, published
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, Efficiency
 from sparse_dataflow.planning.fitting import Error
 from sparse_dataflow.planning.published import run_memory
-from sparse_dataflow.reporting.figures import planner as planner_figures
+from sparse_dataflow.reporting.figures import planner
 from sparse_dataflow.runs.planning.options import named_model
 
 Constants = Mapping[str, Efficiency]
@@ -73,7 +73,7 @@ def run(fit: bool, out: str) -> None:
         for split, label in _LABELS.items()
     }
     title = "Steps of published runs: predicted against measured"
-    planner_figures.accuracy(folder / "truth.png", points, title)
+    planner.accuracy(folder / "truth.png", points, title)
     print(folder / "truth.png")
 
 

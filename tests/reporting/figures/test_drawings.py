@@ -6,7 +6,7 @@ import pytest
 import report_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from printed import paths
+from parsed import paths
 
 from sparse_dataflow.reporting.figures import drawings, svg
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from printed import paths
+from parsed import paths
 
 from sparse_dataflow.reporting.figures import layouts as layout_figures
 from sparse_dataflow.sparsity.layout import BlockLayout
