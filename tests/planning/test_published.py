@@ -22,15 +22,9 @@ THIRD = _LATER[_LATER.index("zero_bubble_a100") :]
 SECOND = _LATER[: -len(THIRD)]
 """Sources that were a confirmation before half of their rows were fitted."""
 FIRST = [row for source in published.SOURCES if source not in _LATER for row in ROWS[source]]
-CONFIRM = {source: published.rows(source) for source in published.CONFIRMATION}
-SECOND_CONFIRM = {source: published.rows(source) for source in published.SECOND_CONFIRMATION}
-THIRD_CONFIRM = {source: published.rows(source) for source in published.THIRD_CONFIRMATION}
-FRESH = [
-    row
-    for confirmation in (CONFIRM, SECOND_CONFIRM, THIRD_CONFIRM)
-    for rows in confirmation.values()
-    for row in rows
-]
+CONFIRMATIONS = [{source: published.rows(source) for source in s} for s in published.CONFIRMATIONS]
+CONFIRM, SECOND_CONFIRM, THIRD_CONFIRM = CONFIRMATIONS
+FRESH = [row for sample in CONFIRMATIONS for rows in sample.values() for row in rows]
 
 # What the errors are, plus a little: a test of the constants and of the model, not a wish.
 BOUNDS = {

@@ -35,7 +35,7 @@ Rows that were chosen and entered before any prediction of them, after the first
 | vectorlm_a100.csv | VectorInstitute/vectorlm, docs/reference_throughput.md: every run without adapters |
 | tinyllama_a100.csv | jzhang38/TinyLlama |
 
-Confirmation rows, chosen and entered after all of these and before any prediction of them (CONFIRMATION):
+Confirmation rows, chosen and entered after all of these and before any prediction of them (the first of CONFIRMATIONS):
 
 | file | source |
 | --- | --- |
@@ -43,14 +43,14 @@ Confirmation rows, chosen and entered after all of these and before any predicti
 | paddlenlp_a100.csv | PaddlePaddle/PaddleNLP, llm/docs/pretrain.md: every run but Baichuan 13B, whose attention is not that of this format.  Of repeated runs, the last |
 | mosaicgpt_a100.csv | mosaicml/llm-foundry, scripts/train/benchmarking/README.md at 300cc5c58: every bfloat16 row whose plan is not one of mpt_a100.csv |
 
-A second confirmation, entered in the same way after the first (SECOND_CONFIRMATION):
+A second confirmation, entered in the same way after the first (the second of CONFIRMATIONS):
 
 | file | source |
 | --- | --- |
 | known_software.csv | the files that each row names, of publishers whose software the fit knows: every bfloat16 run of 7B and more whose plan is not one of the rows above |
 | nanotron_h100.csv | Hugging Face's Ultra-Scale Playbook, as stored by vinjn/nanotron-ultrascale-playbook at 924e4d0: fragments/benchmarks_interactive.html, runs of 7B and more without a pipeline, because its stages share layers by cost (huggingface/nanotron, src/nanotron/models/base.py).  Models of scripts/scaling_benchmarks.py there, whose 131,072 tokens of vocabulary and keys of their own follow from parameters and MFU.  Two runs of one plan, and two runs whose plan is not that of their batch, are left out |
 
-A third one, entered in the same way after the second (THIRD_CONFIRMATION):
+A third one, entered in the same way after the second (the third of CONFIRMATIONS):
 
 | file | source |
 | --- | --- |
@@ -79,7 +79,7 @@ links, a node or a slice), the figure and its unit, and their status:
   and last are "fit", the others "test".  Rows of another source in the same file, and all scaling
   rows, are "test".  On MI250X only the 175B is "fit".  In the files of the second table, the first
   of every two rows is "fit", the second "test".  In those of the third table, the half of a source
-  whose names have the smaller SHA-256 is "fit", the other half "test".  Rows of CONFIRMATION are
+  whose names have the smaller SHA-256 is "fit", the other half "test".  Rows of CONFIRMATIONS are
   "confirm": no fit and no choice of terms has seen them.
 
 Protocol: constants and error bands are fitted to "fit" rows only.  The terms of the cost model that
@@ -101,7 +101,7 @@ diagnosis.  Then they were split, and these were chosen by the residuals of "fit
 `paddle`, `sail` and `pipelining`; the layer less in the stage of the head, which Aleph Alpha's
 fitted 30B in 8 and 16 stages show; the overhead of a repeated pass; `attention` of the MPT rows, as
 their scripts say; `Efficiency.data_overlap`.  Constants and bands were committed before any test row
-or row of CONFIRMATION was looked at.
+or row of CONFIRMATIONS was looked at.
 
 After these fits, `fused_norms` and `pair_gb_s` were entered in fitted and test rows alike, where
 residuals of "fit" rows led to the code of their sources: foundation-model-stack,
@@ -110,11 +110,11 @@ fms/modules/layernorm.py; LlamaRMSNorm of transformers, which vectorlm loads; RM
 Aleph Alpha's sheets; "use_fused_rms_norm=False" in FlagPerf's table, beside the runs on 40 GB (the
 configuration files there say 1).  The lack of that kernel had been suspected of test rows before.
 KempnerForge's nodes have four H200; that no switch joins them is assumed.  Constants and bands were
-committed before any test row or row of CONFIRMATION was looked at.
+committed before any test row or row of CONFIRMATIONS was looked at.
 
 Whether the software overlaps sums of gradients was tried as one more field, by code and scripts of
 every source.  The residuals of "fit" rows did not become smaller, so it is not there.  It was decided
-before the look at THIRD_CONFIRMATION.
+before the look at the third of CONFIRMATIONS.
 
 Context parallelism is described as replicas with a part of a sequence: its exchange of keys is not
 priced.
@@ -161,12 +161,13 @@ SOURCES = (
     "vectorlm_a100",
     "tinyllama_a100",
 )
-CONFIRMATION = ("vocabulary_a100", "paddlenlp_a100", "mosaicgpt_a100")
-"""Files of rows that no fit and no choice of terms has seen."""
-SECOND_CONFIRMATION = ("known_software", "nanotron_h100")
-"""Files of more such rows, most of them on H100; the fit does not know nanotron."""
-THIRD_CONFIRMATION = ("known_software_more",)
-"""A file of more such rows, of software that the fit knows; all but one are on A100."""
+CONFIRMATIONS = (
+    ("vocabulary_a100", "paddlenlp_a100", "mosaicgpt_a100"),
+    ("known_software", "nanotron_h100"),
+    ("known_software_more",),
+)
+"""Files of rows that no fit and no choice of terms has seen, by sample.  The first and third are
+almost all on A100, the second mostly on H100; the fit knows the software of all but nanotron."""
 _COUNTS = (
     *("data", "stage", "fsdp", "tensor", "island", "chunks", "zero"),
     *("accumulation", "gradient_bytes"),

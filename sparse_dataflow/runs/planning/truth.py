@@ -43,11 +43,7 @@ def run(fit: bool, out: str) -> None:
     errors = {source: fitting.errors(source, constants) for source in published.SOURCES}
     confirmations = [
         {source: fitting.errors(source, constants) for source in sources}
-        for sources in (
-            published.CONFIRMATION,
-            published.SECOND_CONFIRMATION,
-            published.THIRD_CONFIRMATION,
-        )
+        for sources in published.CONFIRMATIONS
     ]
     for source in errors:
         _print_source(source, errors[source])
