@@ -1,13 +1,12 @@
-import atexit
+import contextlib
 import gc
 import importlib.util
 import math
 import os
 import pathlib
-import shutil
 import signal
 import sys
-import tempfile
+import time
 
 import hypothesis
 import jax
@@ -46,13 +45,21 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # jax keeps many objects per program, which slow every garbage collection of a long-lived worker.
 gc.set_threshold(200_000, 50, 1000)
 
-# Workers, and processes that tests start, share compiled programs: many tests compile the same
-# small ones, and reading one takes a tenth of the time. A folder of an earlier session could hide
-# that a program no longer compiles, so each session has a new folder.
+# Workers, processes that tests start, and later sessions share compiled programs: many tests need
+# the same small ones, and reading one takes a tenth of the time. jax finds a program by its
+# operations, the processor, and the compiler's version and options, so what changed is compiled.
+PROGRAMS = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "programs"
+MOST_DAYS_UNREAD = 7
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    programs = tempfile.mkdtemp(prefix="sparse_dataflow_programs_")
-    atexit.register(shutil.rmtree, programs, ignore_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = programs
+    PROGRAMS.mkdir(parents=True, exist_ok=True)
+    oldest = time.time() - MOST_DAYS_UNREAD * 24 * 3600
+    for program in PROGRAMS.iterdir():
+        # Of two sessions that begin together, the other may have removed it.
+        with contextlib.suppress(FileNotFoundError):
+            used = program.stat()
+            if max(used.st_atime, used.st_mtime) < oldest:
+                program.unlink()
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(PROGRAMS)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # This process may have imported jax, which reads the variables, before.
