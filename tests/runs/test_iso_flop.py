@@ -13,8 +13,8 @@ from experiments import iso_flop as experiment
 from sparse_dataflow.config.presets import preset
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planning import cost
-from sparse_dataflow.runs.studies import iso_flop, iso_flop_report
-from sparse_dataflow.runs.studies.iso_flop import MEASURE, TUNE, Plan
+from sparse_dataflow.runs.studies import iso_flop, iso_flop_plan, iso_flop_report
+from sparse_dataflow.runs.studies.iso_flop_plan import MEASURE, TUNE, Plan
 from sparse_dataflow.training.phases import run_flops
 from sparse_dataflow.training.variants import variant
 
@@ -30,7 +30,7 @@ def one_curve(*densities, steps=20):
 
 @pytest.fixture(scope="module")
 def plan():
-    curves = iso_flop.plan_curves(CONFIG, 1024, OPTIONS)
+    curves = iso_flop_plan.plan_curves(CONFIG, 1024, OPTIONS)
     return Plan(curves, longer=(), trials=3, seeds=3, headline_seeds=5)
 
 
@@ -48,7 +48,7 @@ def fake_result(run, shift=0.0):
 def all_results(plan, **changes):
     """Returns the results of a list that is run to its end."""
     results = {}
-    while missing := [r for r in iso_flop.run_list(plan, results) if r.name not in results]:
+    while missing := [r for r in iso_flop_plan.run_list(plan, results) if r.name not in results]:
         results[missing[0].name] = fake_result(missing[0], **changes)
     return results
 
@@ -78,7 +78,7 @@ def test_arms_of_a_curve_have_the_dense_models_cost(plan):
 def test_arms_of_equal_shape_have_the_dense_models_width(budget):
     options = experiment.Options((budget,), (1, 0.5, 0.25), ("muon",), ("shape",), (20,))
     config = CONFIG.change(sparsity__block=4)
-    (curve,) = iso_flop.plan_curves(config, 1024, options)
+    (curve,) = iso_flop_plan.plan_curves(config, 1024, options)
     assert curve.arms[0].model.d_model % 4 == 0
     dense = curve.arms[0].model
     for arm in curve.arms[1:]:
@@ -89,24 +89,24 @@ def test_arms_of_equal_shape_have_the_dense_models_width(budget):
 def test_a_shape_without_a_layout_of_a_density_is_refused_with_what_is_legal():
     options = experiment.Options((0.3,), (1, 0.125), ("muon",), ("shape",), (20,))
     with pytest.raises(UserError, match=r"legal"):
-        iso_flop.plan_curves(CONFIG.change(sparsity__block=64), 1024, options)
+        iso_flop_plan.plan_curves(CONFIG.change(sparsity__block=64), 1024, options)
 
 
 def test_sparse_arms_of_more_lengths_are_tuned_alike_and_show_what_reaches_the_dense_loss():
     """A loss that falls with length as if a sparse model needed eight times the steps."""
     options = experiment.Options((1,), (1, 0.125), ("muon",), ("shape",), (20, 40))
-    curves = iso_flop.plan_curves(CONFIG, 1024, options)
-    longer = iso_flop.longer_arms(curves, (40, 80, 320))
+    curves = iso_flop_plan.plan_curves(CONFIG, 1024, options)
+    longer = iso_flop_plan.longer_arms(curves, (40, 80, 320))
     assert [(arm.density, arm.steps) for arm in longer] == [(0.125, 80), (0.125, 320)]
     plan = Plan(curves, longer, trials=3, seeds=2, headline_seeds=2)
     results = {}
-    while missing := [r for r in iso_flop.run_list(plan, results) if r.name not in results]:
+    while missing := [r for r in iso_flop_plan.run_list(plan, results) if r.name not in results]:
         run = missing[0]
         bits = 3 - math.log2(run.arm.steps * (1 if run.arm.density == 1 else 1 / 8)) / 10
         curve = [[run.arm.steps, 9.0], [10 * run.arm.steps, bits]]
         results[run.name] = {**fake_result(run), "bits_per_byte": bits, "curve": curve}
     for arm in longer:
-        roles = [run.role for run in iso_flop.run_list(plan, results) if run.arm == arm]
+        roles = [run.role for run in iso_flop_plan.run_list(plan, results) if run.arm == arm]
         assert roles == [TUNE] * 3 + [MEASURE] * 2
     table = iso_flop_report.longer_table(
         [iso_flop_report.arm_summary(plan, arm, results) for arm in longer]
@@ -121,7 +121,7 @@ def test_sparse_arms_of_more_lengths_are_tuned_alike_and_show_what_reaches_the_d
 
 def test_arms_keep_head_width_and_the_ratio_of_d_ff_that_a_user_sets():
     config = CONFIG.change(model__num_heads=16, model__d_ff=768, sparsity__block=4)
-    (curve,) = iso_flop.plan_curves(config, 300, one_curve(0.5, 0.125))
+    (curve,) = iso_flop_plan.plan_curves(config, 300, one_curve(0.5, 0.125))
     for arm in curve.arms:
         assert arm.model.d_ff == 3 * arm.model.d_model
         assert 16 / 1.5 <= arm.model.head_width <= 16 * 1.5
@@ -132,22 +132,22 @@ def test_arms_that_end_dense_have_the_dense_models_flops_on_average():
     config = CONFIG.change(
         evolution__method="sparse_to_dense", evolution__at=0.4, training__steps=50
     )
-    (curve,) = iso_flop.plan_curves(config, 1024, one_curve(0.5, 0.125, steps=50))
+    (curve,) = iso_flop_plan.plan_curves(config, 1024, one_curve(0.5, 0.125, steps=50))
     flops = []
     for arm in curve.arms:
         of_arm = arm.config(config, 1.0, 0)
         chosen = variant(of_arm, of_arm.variants[0], 1024)
         tokens = 50 * chosen.training.batch * chosen.training.sequence
         flops.append(run_flops(chosen.model, chosen.evolution, chosen.training) / tokens)
-        assert flops[-1] == pytest.approx(iso_flop.flops_per_token(config, arm.model))
+        assert flops[-1] == pytest.approx(iso_flop_plan.flops_per_token(config, arm.model))
     assert flops == pytest.approx([flops[0]] * 3, rel=0.025)
-    stays = iso_flop.plan_curves(CONFIG, 1024, one_curve(0.125))
+    stays = iso_flop_plan.plan_curves(CONFIG, 1024, one_curve(0.125))
     assert curve.arms[2].model.d_model < stays[0].arms[1].model.d_model
 
 
 def test_every_arm_has_equal_trials_and_seeds_and_headline_arms_have_more(plan):
     results = all_results(plan)
-    runs = iso_flop.run_list(plan, results)
+    runs = iso_flop_plan.run_list(plan, results)
     assert len({run.name for run in runs}) == len(runs) == len(results)
     for arm in plan.arms:
         of_arm = [run for run in runs if run.arm == arm]
@@ -156,15 +156,15 @@ def test_every_arm_has_equal_trials_and_seeds_and_headline_arms_have_more(plan):
         headline = arm.density in (1, 0.5)
         assert [run.seed for run in measured] == list(range(5 if headline else 3))
         assert {run.multiplier for run in measured} == {2.0}
-        assert iso_flop.TUNING_SEED not in [run.seed for run in measured]
+        assert iso_flop_plan.TUNING_SEED not in [run.seed for run in measured]
 
 
 def test_a_list_that_lost_its_end_goes_on_as_the_same_list(plan):
     results = all_results(plan)
-    names = [run.name for run in iso_flop.run_list(plan, results)]
+    names = [run.name for run in iso_flop_plan.run_list(plan, results)]
     for count in (0, 1, 7, len(names) // 2, len(names) - 1):
         saved = {name: results[name] for name in names[:count]}
-        known = [run.name for run in iso_flop.run_list(plan, saved)]
+        known = [run.name for run in iso_flop_plan.run_list(plan, saved)]
         assert next(name for name in known if name not in saved) == names[count]
         assert [name for name in known if name in saved] == names[:count]
 
@@ -194,11 +194,11 @@ def test_differences_are_paired_by_seed_with_students_t(plan):
 def test_a_run_that_diverged_is_never_the_best(plan):
     results = all_results(plan)
     half = next(arm for arm in plan.curves[0].arms if arm.density == 0.5)
-    for run in iso_flop.run_list(plan, results):
+    for run in iso_flop_plan.run_list(plan, results):
         if run.arm == half and run.role == MEASURE:
             results[run.name] = {**results[run.name], "bits_per_byte": None}
             del results[run.name]["curve"]
-    for run in iso_flop.run_list(plan, results):
+    for run in iso_flop_plan.run_list(plan, results):
         results.setdefault(run.name, fake_result(run))
     summary = iso_flop_report.summary(plan, plan.curves[0], results)
     assert summary["minimum"] != half.name
@@ -208,11 +208,11 @@ def test_a_run_that_diverged_is_never_the_best(plan):
 
 def test_a_dense_model_that_diverged_leaves_the_tables_of_the_others(plan, tmp_path):
     results = all_results(plan)
-    for run in iso_flop.run_list(plan, results):
+    for run in iso_flop_plan.run_list(plan, results):
         if run.arm.steps == 80 and run.arm.density == 1 and run.role == MEASURE:
             results[run.name] = {**results[run.name], "bits_per_byte": None}
             del results[run.name]["curve"]
-    for run in iso_flop.run_list(plan, results):
+    for run in iso_flop_plan.run_list(plan, results):
         results.setdefault(run.name, fake_result(run))
     curves = [iso_flop_report.summary(plan, curve, results) for curve in plan.curves]
     for curve in curves:
@@ -259,9 +259,9 @@ def test_figures_of_lengths_have_the_relative_numbers(plan):
 
 def test_lines_of_a_study_of_one_length_are_read(plan, tmp_path):
     results = all_results(plan)
-    tokens = iso_flop.step_tokens(CONFIG)
+    tokens = iso_flop_plan.step_tokens(CONFIG)
     lines, expected = [], {}
-    for run in iso_flop.run_list(plan, results):
+    for run in iso_flop_plan.run_list(plan, results):
         result = {**results[run.name], "tokens": run.arm.steps * tokens}
         expected[run.name] = result
         lines.append({"name": run.name.partition("/")[2], "result": result})

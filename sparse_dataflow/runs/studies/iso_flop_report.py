@@ -15,8 +15,8 @@ from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.equal_cost import stored_parameters
 from sparse_dataflow.reporting.figures import panels
 from sparse_dataflow.runs import measurement
-from sparse_dataflow.runs.studies import iso_flop, rate_search
-from sparse_dataflow.runs.studies.iso_flop import Arm, Curve, Plan
+from sparse_dataflow.runs.studies import iso_flop_plan, rate_search
+from sparse_dataflow.runs.studies.iso_flop_plan import TUNE, Arm, Curve, Plan, Run
 from sparse_dataflow.runs.studies.study import HELD_OUT, TUNING, Study
 from sparse_dataflow.runs.studies.time_to_quality import bits_per_byte, effort
 from sparse_dataflow.training.monitoring.metrics import say
@@ -68,7 +68,7 @@ def write(base: Study, plan: Plan, results: Mapping[str, dict], folder: Path) ->
 
 def _splits(base, plan):
     """Returns name of a split -> its documents and the bytes that the last evaluation reads."""
-    chosen = iso_flop.variant_of(base, iso_flop.Run(plan.arms[0], iso_flop.TUNE, 1.0, 0))
+    chosen = iso_flop_plan.variant_of(base, Run(plan.arms[0], TUNE, 1.0, 0))
     documents = {TUNING: base.tuning_documents}
     documents[HELD_OUT] = len(base.corpus.validation) - base.tuning_documents
     return {
@@ -91,7 +91,7 @@ def _shape(arm: Arm, config: RunConfig) -> dict[str, Any]:
         "width": model.d_model,
         "heads": model.num_heads,
         "fan_in": round(arm.stored_density * model.d_model / blocks[0]) if blocks else None,
-        "flops_per_token": iso_flop.flops_per_token(config, model),
+        "flops_per_token": iso_flop_plan.flops_per_token(config, model),
         "stored_in_projections": stored_parameters(model),
         "parameters": memory.parameter_count(model),
         "mismatch": arm.mismatch,
@@ -128,11 +128,11 @@ def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, 
     optimizers, by the seeds that all arms have.
     """
     dense = curve.arms[0]
-    of_dense = iso_flop.measured_results(plan, dense, results)
+    of_dense = iso_flop_plan.measured_results(plan, dense, results)
     target = quality_target(plan, curve, results)
     arms: list[dict[str, Any]] = []
     for arm in curve.arms:
-        measured = iso_flop.measured_results(plan, arm, results)
+        measured = iso_flop_plan.measured_results(plan, arm, results)
         bits = {seed: bits_per_byte(result) for seed, result in measured.items()}
         seeds = [seed for seed in bits if seed in of_dense]
         difference = None
@@ -168,9 +168,9 @@ def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, 
 
 def arm_summary(plan: Plan, arm: Arm, results: Mapping[str, dict]) -> dict[str, Any]:
     """Returns what an arm was, its rate and its losses, by itself."""
-    measured = iso_flop.measured_results(plan, arm, results)
-    losses = iso_flop.trial_losses(plan, arm, results)
-    common = iso_flop.mean_bits(plan, arm, results)
+    measured = iso_flop_plan.measured_results(plan, arm, results)
+    losses = iso_flop_plan.trial_losses(plan, arm, results)
+    common = iso_flop_plan.mean_bits(plan, arm, results)
     seconds = [r["step_seconds"] for r in measured.values() if "step_seconds" in r]
     return {
         "name": arm.name,
@@ -191,7 +191,7 @@ def _by_length(plan, arm, results):
     for each in plan.arms:
         if dataclasses.replace(each, steps=arm.steps) != arm:
             continue
-        measured = iso_flop.measured_results(plan, each, results)
+        measured = iso_flop_plan.measured_results(plan, each, results)
         common = [result for seed, result in measured.items() if seed < plan.seeds]
         if all("curve" in result for result in common):
             by_length[each.steps] = common
@@ -207,7 +207,7 @@ def quality_target(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> flo
     """Returns the bits per byte of the best-tuned dense model of a budget and length over all
     optimizers; None where every one diverged."""
     same = [c for c in plan.curves if (c.budget, c.steps) == (curve.budget, curve.steps)]
-    target = min(iso_flop.mean_bits(plan, each.arms[0], results) for each in same)
+    target = min(iso_flop_plan.mean_bits(plan, each.arms[0], results) for each in same)
     return target if math.isfinite(target) else None
 
 
