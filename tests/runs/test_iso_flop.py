@@ -53,6 +53,14 @@ def all_results(plan, **changes):
     return results
 
 
+def test_progress_counts_the_runs_of_this_plan(plan):
+    first = plan.curves[0]
+    part = dataclasses.replace(plan, curves=(first,))
+    text = iso_flop.progress(CONFIG, part, all_results(plan))
+    every = len(first.arms) * (part.trials + part.seeds) + 2 * (part.headline_seeds - part.seeds)
+    assert text.startswith(f"run {every + 1} of {every}, ")
+
+
 def test_default_options_are_legal_and_budgets_are_four_times_apart():
     options = experiment.Options()
     ratios = np.divide(sorted(options.budgets)[1:], sorted(options.budgets)[:-1])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 
+from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.distributed.processes import stopped_status
 from sparse_dataflow.distributed.stopping import stop_on_signals
 from sparse_dataflow.files import folders, storage
@@ -106,7 +107,7 @@ def _train_all(base: Study, plan: Plan, folder: Path, stop) -> Results | None:
                 compiled.clear()
                 jax.clear_caches()
             previous = each
-            say(_progress(base, plan, results))
+            say(progress(base.config, plan, results))
             result = _trained(base, each, folder / each.name, stop, compiled)
         if result is None:
             return None
@@ -133,19 +134,26 @@ def _trained(base, each, where, stop, compiled):
         return result
 
 
-def _progress(base, plan, results):
-    """Returns the number of the run, and the time left by the speed of the runs so far."""
-    per_arm = plan.trials + plan.seeds
+def progress(config: RunConfig, plan: Plan, results: Results) -> str:
+    """Returns the number of the next run, and the time left by the speed of the runs so far.
+
+    Args:
+      config: of the study.
+      plan: what is trained.
+      results: of every run so far; those of arms that the plan does not have do not count.
+    """
+    arms = tuple(f"{arm.name}/" for arm in plan.arms)
+    done = [result for name, result in results.items() if name.startswith(arms)]
     dense = {curve.arms[0].name for curve in plan.curves}
     more = (len(dense) + len(plan.curves)) * (plan.headline_seeds - plan.seeds)
-    total = len(plan.arms) * per_arm + more
-    text = f"run {len(results) + 1} of {total}"
-    flops = sum(result["flops"] for result in results.values())
+    total = len(arms) * (plan.trials + plan.seeds) + more
+    text = f"run {len(done) + 1} of {total}"
+    flops = sum(result["flops"] for result in done)
     if flops:
-        seconds = sum(result["seconds"] for result in results.values())
+        seconds = sum(result["seconds"] for result in done)
         of_arms = [
-            a.steps * step_tokens(base.config) * flops_per_token(base.config, a.model)
-            for a in plan.arms
+            arm.steps * step_tokens(config) * flops_per_token(config, arm.model)
+            for arm in plan.arms
         ]
         left = max(0.0, total * sum(of_arms) / len(of_arms) - flops)
         text += f", about {left * seconds / flops / 3600:.1f} h of training left"
