@@ -62,4 +62,4 @@ def test_what_a_study_sets_itself_is_refused(path):
     argv = ["study", f"--set={path}"]
     [request] = command_line.arguments(argv, ("scale",), None)
     with pytest.raises(UserError, match=f"sets {path.partition('=')[0]} itself"):
-        study.prepare(request, ["sparsity.rank"])
+        study.prepare(request, ["sparsity.rank"], {})

@@ -1,6 +1,7 @@
 """The trainings of sparse_quality: planned to one budget, resumed, and put into tables."""
 
 import dataclasses
+import itertools
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,64 +53,37 @@ has the width at which a token costs what it costs in that arm without experts.
 
 
 def run(request: Request, all_arms: Mapping[str, Changes], options) -> int:
-    """Trains every arm, seed and budget that is named; see `experiments.sparse_quality`.
+    """Trains every arm, seed and budget that is named; returns the exit status.
 
     Args:
       request: the config that arms change.
       all_arms: name of an arm -> its changes.
-      options: of the experiment.
-
-    Returns:
-      The exit status.
+      options: of `experiments.sparse_quality`.
 
     Raises:
       UserError: before the first step where it can be known then.
     """
-    arms, equal, steps = options.arms, options.equal, options.steps
-    teachers = {arm: _teacher(all_arms[arm]) for arm in arms}
     # Teachers are trained first.
-    arms = tuple(sorted(arms, key=lambda arm: teachers[arm] is not None))
-    if missing := set(filter(None, teachers.values())) - set(arms):
+    arms = tuple(sorted(options.arms, key=lambda arm: _teacher(all_arms[arm]) is not None))
+    if missing := {_teacher(all_arms[arm]) for arm in arms} - {None, *arms}:
         raise UserError(
             f"--arms has an arm that learns from {', '.join(missing)}; name that one as well."
         )
-    if not arms or not equal:
+    if not arms or not options.equal:
         raise UserError("--arms or --equal names nothing, so there is nothing to train; name some.")
     folder = Path(options.out)
     folders.refuse_foreign(folder, OWNER)
-    base = study.prepare(request, VARIED, {"training.steps": steps})
+    base = study.prepare(request, VARIED, {"training.steps": options.steps})
     study.keep_settings(folder, base.config, OWNER)
     for arm in arms:
         variant = _variant(base, all_arms[arm])
-        refuse_unfit(variant.model, variant.evolution, steps)
+        refuse_unfit(variant.model, variant.evolution, options.steps)
         memory_check.refuse_too_large(base.config, [variant], base.chip.memory_bytes)
-    results = []
     with FolderLock(folder), stop_on_signals(say) as stop:
-        for seed in range(options.seeds):
-            planned: dict[str, dict[str, int]] = {}
-            for budget in equal:
-                for arm in arms:
-                    where = folder / f"equal_{budget}" / arm / f"seed_{seed}"
-                    result = study.read_result(where)
-                    if result is None:
-                        planned = planned or _steps(base, all_arms, arms, equal, seed)
-                        variant = _variant(base, all_arms[arm], seed)
-                        variant = variant.with_steps(planned[budget][arm])
-                        data = base.data(variant)
-                        if teacher := teachers[arm]:
-                            data = dataclasses.replace(
-                                data,
-                                teacher=study.trained(
-                                    _variant(base, all_arms[teacher], seed),
-                                    data.tokenizer_hash,
-                                    folder / f"equal_{budget}" / teacher / f"seed_{seed}",
-                                ),
-                            )
-                        result = study.train(f"{arm}, seed {seed}", variant, data, where, stop)
-                    if result is None:
-                        say("stopped; the same command goes on")
-                        return stopped_status(stop())
-                    results.append({"equal": budget, "arm": arm, "seed": seed, **result})
+        results = _train_all(base, all_arms, arms, options, stop)
+    if results is None:
+        say("stopped; the same command goes on")
+        return stopped_status(stop())
     result = {"settings": base.config.to_json(), "results": results}
     measurement.keep(str(folder), "quality", base.chip.name, [result])
     ends_dense = [arm for arm, changes in all_arms.items() if _ends_dense(changes)]
@@ -122,6 +96,34 @@ def run(request: Request, all_arms: Mapping[str, Changes], options) -> int:
     save_strips(folder / "quality.png", groups, "held-out bits per byte", BASELINE)
     say(text)
     return 0
+
+
+def _train_all(base, all_arms, arms, options, stop) -> list[dict] | None:
+    """Trains every arm without a result; returns all results, or None if `stop()` ended it."""
+    results = []
+    for seed in range(options.seeds):
+        planned: dict[str, dict[str, int]] = {}
+        for budget, arm in itertools.product(options.equal, arms):
+            where = Path(options.out) / f"equal_{budget}" / arm / f"seed_{seed}"
+            result = study.read_result(where)
+            if result is None:
+                planned = planned or _steps(base, all_arms, arms, options.equal, seed)
+                result = _trained(base, all_arms, arm, seed, planned[budget][arm], where, stop)
+            if result is None:
+                return None
+            results.append({"equal": budget, "arm": arm, "seed": seed, **result})
+    return results
+
+
+def _trained(base, all_arms, arm, seed, steps, where, stop):
+    variant = _variant(base, all_arms[arm], seed).with_steps(steps)
+    data = base.data(variant)
+    if name := _teacher(all_arms[arm]):
+        of_teacher = where.parent.with_name(name) / where.name
+        taught_by = _variant(base, all_arms[name], seed)
+        teacher = study.trained(taught_by, data.tokenizer_hash, of_teacher)
+        data = dataclasses.replace(data, teacher=teacher)
+    return study.train(f"{arm}, seed {seed}", variant, data, where, stop)
 
 
 def _variant(base: Study, changes: Changes, seed: int = 0) -> Variant:
@@ -184,22 +186,21 @@ def _steps(base, all_arms, arms, equal, seed):
     flops = {
         arm: _flops_a_step(v.with_steps(steps), teachers.get(arm)) for arm, v in variants.items()
     }
-    planned["flops"] = _as_many(steps, flops, names)
+    planned["flops"] = _as_many(steps, flops)
     if "seconds" in equal:
         data = base.data(variants[BASELINE])
         for of_arm in teachers.values():  # Any weights take the time of trained ones.
             state = initial_state(of_arm.model, of_arm.training)
-            data = dataclasses.replace(
-                data, teacher=Teacher(of_arm.model, state.params, state.tables)
-            )
-        planned["seconds"] = _as_many(steps, step_plan.step_seconds(variants, data, steps), names)
+            teacher = Teacher(of_arm.model, state.params, state.tables)
+            data = dataclasses.replace(data, teacher=teacher)
+        planned["seconds"] = _as_many(steps, step_plan.step_seconds(variants, data, steps))
     return planned
 
 
-def _as_many(steps, cost_of_step, names):
+def _as_many(steps, cost_of_step):
     """Steps of each arm that cost what the baseline's `steps` cost."""
     budget = steps * cost_of_step[BASELINE]
-    return {arm: max(1, round(budget / cost_of_step[arm])) for arm in names}
+    return {arm: max(1, round(budget / cost)) for arm, cost in cost_of_step.items()}
 
 
 def _flops_a_step(variant, teacher):

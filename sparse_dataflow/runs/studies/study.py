@@ -40,7 +40,6 @@ from sparse_dataflow.training.teacher import Teacher
 from sparse_dataflow.training.turns import advance_side_by_side
 from sparse_dataflow.training.variants import Variant
 
-_NO_CHANGES: Mapping[str, Any] = {}
 _UNUSED = ("training.seed", "training.teacher", "run.", "parallel.")
 """Settings, and parts with a dot, that no study takes from its command line."""
 _DIFFERENCES_SHOWN = 4
@@ -115,7 +114,7 @@ class Study:
 def prepare(
     request: Request,
     varied: Sequence[str],
-    fixed: Mapping[str, Any] = _NO_CHANGES,
+    fixed: Mapping[str, Any],
     *,
     tuned: bool = False,
 ) -> Study:
