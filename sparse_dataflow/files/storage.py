@@ -139,6 +139,14 @@ def open_regular(path: str | os.PathLike, mode: str = "rb") -> IO[Any]:
     return file
 
 
+def replace_text(path: str | os.PathLike, text: str) -> None:
+    """Replaces a text file as `replace` does; UserError if it cannot be written."""
+    try:
+        replace(path, text.encode())
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
 def replace(path: str | os.PathLike, content: bytes) -> None:
     """Replaces the file at `path` atomically: writes next to it, flushes and renames.
 

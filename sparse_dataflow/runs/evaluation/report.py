@@ -72,7 +72,8 @@ def keep(folder: Path, result: Mapping[str, Any]) -> Path:
     Raises:
       UserError: the file cannot be written.
     """
-    return _replace(folder / RESULT, json.dumps(result, indent=1))
+    storage.replace_text(folder / RESULT, json.dumps(result, indent=1) + "\n")
+    return folder / RESULT
 
 
 def add_to_report(folder: Path, result: Mapping[str, Any]) -> Path | None:
@@ -90,14 +91,6 @@ def add_to_report(folder: Path, result: Mapping[str, Any]) -> Path | None:
     except json_files.MALFORMED as error:
         raise UserError(f"{path} is damaged ({error}); resume the run to write it again.") from None
     report = dataclasses.replace(report, evaluation=data(result))
-    _replace(path, json.dumps(report.to_json()))
+    storage.replace_text(path, json.dumps(report.to_json()) + "\n")
     write_report(report, folder / "report.html")
     return folder / "report.html"
-
-
-def _replace(path, content) -> Path:
-    try:
-        storage.replace(path, f"{content}\n".encode())
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
-    return path

@@ -112,7 +112,7 @@ def _train_all(base: Study, plan: Plan, folder: Path, stop) -> Results | None:
         if result is None:
             return None
         lines.append(_line(base, each, result))
-        _write_lines(path, lines)
+        storage.replace_text(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _trained(base, each, where, stop, compiled):
@@ -197,11 +197,3 @@ def read_lines(path, tokens):
             "which those without steps_N are not read."
         ) from None
     return lines
-
-
-def _write_lines(path, lines):
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    try:
-        storage.replace(path, text.encode())
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error

@@ -319,8 +319,4 @@ def _as_read(value):
 
 
 def _keep(path, value):
-    """Writes a JSON file atomically; UserError where it cannot be written."""
-    try:
-        storage.replace(path, json.dumps(value, indent=1).encode() + b"\n")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
+    storage.replace_text(path, json.dumps(value, indent=1) + "\n")
