@@ -114,14 +114,7 @@ class Job:
         trackers.tracker_names(config.run.trackers)  # Refuses illegal ones before any work.
         record = self._saved_record() if resume else None
         self._refuse_unfit_machine()
-        answers = config.data.loss == "answers"
-        if texts is not None and answers:
-            raise UserError("data.loss=answers reads examples of data.corpus; give it, not texts.")
-        corpus = (
-            load_corpus(config.data.corpus, cache.FOLDER, answers)
-            if texts is None
-            else corpus_of_texts(texts)
-        )
+        corpus = self._corpus(texts)
         tokenizer = self._tokenizer(corpus, resume)
         if record:
             run_folder.refuse_other_data(folder, record, corpus, tokenizer)
@@ -134,13 +127,7 @@ class Job:
             data = dataclasses.replace(data, teacher=teacher)
         if config.training.steps:
             _refuse_unfit_steps(models)
-        if config.training.adapter_rank:
-            for v in models:
-                starting_point.refuse_other_base(self._base(record), v.model)
-        elif config.run.init_from and not record:
-            for v in models:
-                weights = starting_point.read(config.run.init_from)
-                growth.refuse_other_shapes(weights.model, v.phase_specs[0].model)
+        self._refuse_unfit_weights(models, record)
         programs = self._compiled(models, data)
         self._check_folder()
         if not record:
@@ -174,16 +161,21 @@ class Job:
                 timeline = programs[v.name][-1].timeline
                 if timeline is not None:
                     say(f"{v.name:>6}: {relay_plan.measured(timeline())}")
-            self._check_folder()
-            seconds = goodput_log.seconds(sum(t.seconds for t in trainers))
-            shown = as_text(corpus, tokenizer) if answers else corpus
-            written = report.write(folder, record, trainers, shown, tokenizer, self.chip, seconds)
-            goodput_log.write(ended=True)
-            headline = written.headline
-            say(headline)
-            say(goodput.summary(seconds))
-            say(f"report: {written.path}")
+            headline = self._report(record, trainers, corpus, tokenizer, goodput_log)
         return Run(folder, config, True, headline)
+
+    def _report(self, record, trainers, corpus, tokenizer, goodput_log) -> str:
+        """Writes the report, and says the results; returns the losses in a sentence."""
+        self._check_folder()
+        seconds = goodput_log.seconds(sum(t.seconds for t in trainers))
+        if self.config.data.loss == "answers":
+            corpus = as_text(corpus, tokenizer)
+        losses = report.write(self.folder, record, trainers, corpus, tokenizer, self.chip, seconds)
+        goodput_log.write(ended=True)
+        say(losses)
+        say(goodput.summary(seconds))
+        say(f"report: {self.folder / report.PAGE}")
+        return losses
 
     def _saved_record(self) -> RunRecord:
         saved = run_files.read_config(self.folder)
@@ -203,6 +195,24 @@ class Job:
             relay_plan.check(self.config, planned, self.chip, self.executor)
         elif self.executor == SINGLE_DEVICE:
             memory_check.refuse_too_large(self.config, planned, memory_bytes)
+
+    def _refuse_unfit_weights(self, models: list[Variant], record: RunRecord | None):
+        """Refuses weights to begin with that are not those of the models."""
+        config = self.config
+        for v in models:
+            if config.training.adapter_rank:
+                starting_point.refuse_other_base(self._base(record), v.model)
+            elif config.run.init_from and not record:
+                weights = starting_point.read(config.run.init_from)
+                growth.refuse_other_shapes(weights.model, v.phase_specs[0].model)
+
+    def _corpus(self, texts: Sequence[str] | None) -> Corpus:
+        answers = self.config.data.loss == "answers"
+        if texts is None:
+            return load_corpus(self.config.data.corpus, cache.FOLDER, answers)
+        if answers:
+            raise UserError("data.loss=answers reads examples of data.corpus; give it, not texts.")
+        return corpus_of_texts(texts)
 
     def _tokenizer(self, corpus: Corpus, resume: bool) -> Tokenizer:
         """The tokenizer of the weights to begin with, or of the config."""

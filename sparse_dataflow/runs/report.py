@@ -32,20 +32,13 @@ from sparse_dataflow.training.monitoring.metrics import read_metrics, say
 from sparse_dataflow.training.run_files import RunRecord
 from sparse_dataflow.training.sections import section_seconds
 
+PAGE = "report.html"
 CONTINUATIONS = 10
 KERNELS_SHOWN = 15
 
 TIMED_FROM = 10.0
 """Least seconds of training for which the sections of a step are timed.  Timing takes about as long
 on a laptop, so it would dominate a shorter run."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Written:
-    """The path of report.html, and its first sentence."""
-
-    path: Path
-    headline: str
 
 
 def write(
@@ -56,8 +49,8 @@ def write(
     tokenizer,
     chip,
     seconds: dict,
-) -> Written:
-    """Writes report.json and report.html of a finished run.
+) -> str:
+    """Writes report.json and report.html of a finished run; returns its losses in a sentence.
 
     Args:
       folder: run folder.
@@ -86,7 +79,7 @@ def write(
         versions=dict(record.versions),
         corpus=f"{corpus.name} ({corpus.content_hash[:12]})",
         tokenizer=f"{tokenizer.vocab_size} tokens ({tokenizer.content_hash[:12]})",
-        notes=_notes(folder, trainers, timed),
+        notes=_notes(trainers, variants, timed),
         variants=variants,
         layouts=_layouts(trainers, model),
         flop_ceiling=cost.flop_ceiling(model, sequence) if sparse else None,
@@ -103,15 +96,16 @@ def write(
             f"The report cannot be written to {folder} ({error.strerror or error}). The run is "
             f"intact; free some space, then use --resume={folder}."
         ) from error
-    write_report(data, folder / "report.html")
-    return Written(folder / "report.html", _headline(variants))
+    write_report(data, folder / PAGE)
+    losses = (f"{v.name} {v.bits_per_byte:.4f} after {v.tokens:,} tokens" for v in variants)
+    return f"held-out bits per byte: {', '.join(losses)}"
 
 
 def _variant(folder, trainer, chip, timed):
     training, model = trainer.training, trainer.model
     history = read_metrics(folder / trainer.name / "metrics.jsonl")
     train = [row for row in history if row["kind"] == "train"]
-    evaluation = [row for row in history if row["kind"] == "final"][-1]
+    evaluation = _final(history)
     tokens_a_step = training.batch * training.sequence
     of_phase = _step_seconds(trainer, train, tokens_a_step)
     step_seconds = float(np.dot(of_phase, [p.steps for p in trainer.phases]) / training.steps)
@@ -142,6 +136,11 @@ def _variant(folder, trainer, chip, timed):
     )
 
 
+def _final(history):
+    """Returns the row of the last evaluation after the last step."""
+    return [row for row in history if row["kind"] == "final"][-1]
+
+
 def _section_seconds(trainer, step_seconds, timed):
     """Returns section -> seconds; for the relay from its timeline.  Empty for a model on several
     devices or with adapters, whose sections are not timed, and if `timed` is false."""
@@ -170,23 +169,22 @@ def _step_seconds(trainer, train, tokens_a_step):
     return medians
 
 
-def _evolution_notes(folder, trainers):
-    """Returns one sentence per trainer whose layouts or model changed."""
-    notes = []
-    for t in (t for t in trainers if t.evolution.method != "static"):
-        history = read_metrics(folder / t.name / "metrics.jsonl")
-        changes = [row for row in history if row["kind"] == "evolution"]
+def _evolution_notes(trainers, variants):
+    """Yields a sentence per trainer whose layouts or model changed."""
+    for t, variant in zip(trainers, variants, strict=True):
+        if t.evolution.method == "static":
+            continue
+        changes = [row for row in variant.history if row["kind"] == "evolution"]
         seconds = sum(row["update_seconds"] for row in changes)
         starts = ", ".join(
             f"{memory.parameter_count(phase.model):,} parameters from step {phase.start + 1}"
             for phase in t.phases
         )
-        notes.append(
+        yield (
             f"{t.name}: {t.evolution.method}, {starts}; {len(changes)} changes took {seconds:.1f} "
             f"of {t.seconds:.1f} seconds. Its FLOPs and step are the mean over all steps, its "
             "memory the largest of any phase; sections are those of the last step."
         )
-    return notes
 
 
 def _teacher_notes(trainers):
@@ -198,7 +196,7 @@ def _teacher_notes(trainers):
     ]
 
 
-def _notes(folder, trainers, timed):
+def _notes(trainers, variants, timed):
     return [
         f"{t.name}: {t.model.num_layers} layers of width {t.model.d_model}, sequences of "
         f"{t.training.sequence} tokens, {t.training.batch} a step, "
@@ -207,8 +205,8 @@ def _notes(folder, trainers, timed):
         f"embeddings, biases and norms x {t.training.vector_rate:g}), {t.model.compute_dtype}."
         for t in trainers
     ] + [
-        *_evolution_notes(folder, trainers),
-        *_mixture_notes(folder, trainers),
+        *_evolution_notes(trainers, variants),
+        *_mixture_notes(variants),
         *_teacher_notes(trainers),
         "Held-out documents are whole files, chosen by a hash of their name: about one in twenty.",
         _about_sections(trainers[0].executor, timed),
@@ -224,17 +222,15 @@ def _profile(folder):
     return ProfileData(longest, sum(k.seconds for k in operations))
 
 
-def _mixture_notes(folder, trainers):
-    for trainer in trainers:
-        rows = read_metrics(folder / trainer.name / "metrics.jsonl")
-        final: dict = next((row for row in reversed(rows) if row["kind"] == "final"), {})
+def _mixture_notes(variants):
+    for variant in variants:
         bits = [
             f"{name.partition('/')[2]} {value:.3f}"
-            for name, value in final.items()
+            for name, value in _final(variant.history).items()
             if name.startswith("bits_per_byte/")
         ]
         if bits:
-            yield f"{trainer.name}: held-out bits per byte by corpus: {', '.join(bits)}."
+            yield f"{variant.name}: held-out bits per byte by corpus: {', '.join(bits)}."
 
 
 def _about_sections(executor, timed):
@@ -303,8 +299,3 @@ def _continued(trainer, prompts):
     weights = kv_cache.prepare(model, trainer.state.weights, trainer.state.tables)
     count, context = len(prompts[0]), trainer.training.sequence
     return np.transpose([*generate_tokens(model, weights, prompts, count, context)])
-
-
-def _headline(variants):
-    sentences = [f"{v.name} {v.bits_per_byte:.4f} after {v.tokens:,} tokens" for v in variants]
-    return "held-out bits per byte: " + ", ".join(sentences)
