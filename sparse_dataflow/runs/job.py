@@ -18,7 +18,7 @@ from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.corpora import Corpus, corpus_of_texts, load_corpus
 from sparse_dataflow.data.examples import as_text
-from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
+from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.distributed.clock import Clock
 from sparse_dataflow.distributed.stopping import stop_on_signals
@@ -36,7 +36,7 @@ from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.planning import cost
 from sparse_dataflow.runs import devices, distillation, report, run_folder
 from sparse_dataflow.runs.preflight import memory_check, relay_plan, remat_plan, step_plan
-from sparse_dataflow.runs.training_data import training_data
+from sparse_dataflow.runs.training_data import tokenizer_of, training_data
 from sparse_dataflow.sparsity.allocation import allocation_table
 from sparse_dataflow.training import run_files
 from sparse_dataflow.training.loop import Trainer
@@ -216,13 +216,11 @@ class Job:
 
     def _tokenizer(self, corpus: Corpus, resume: bool) -> Tokenizer:
         """The tokenizer of the weights to begin with, or of the config."""
-        config = self.config
-        if not config.run.init_from:
-            size = config.model.vocab_size
-            return load_tokenizer(config.data.tokenizer, corpus, size, cache.FOLDER)
+        if not self.config.run.init_from:
+            return tokenizer_of(self.config, corpus)
         if resume:
             return Tokenizer.load(self.folder / run_files.TOKENIZER)
-        return starting_point.read(config.run.init_from).tokenizer
+        return starting_point.read(self.config.run.init_from).tokenizer
 
     def _compiled(self, models: list[Variant], data: TrainingData) -> dict[str, list[Compiled]]:
         programs: dict[str, list[Compiled]] = {}

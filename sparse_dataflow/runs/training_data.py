@@ -7,7 +7,7 @@ from sparse_dataflow.data.batches import EvalBatches, TokenMixture, TrainBatches
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.examples import encode
 from sparse_dataflow.data.stored import TokenArray
-from sparse_dataflow.data.tokenizer import Tokenizer
+from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
@@ -21,6 +21,11 @@ EVALUATION_WINDOWS = 64
 
 FINAL_WINDOWS = 2048
 """Windows of each corpus in the evaluation after the last step, at most."""
+
+
+def tokenizer_of(config: RunConfig, corpus: Corpus) -> Tokenizer:
+    """Returns the tokenizer that a config names, trained on the corpus where it is trained."""
+    return load_tokenizer(config.data.tokenizer, corpus, config.model.vocab_size, cache.FOLDER)
 
 
 def training_data(

@@ -10,7 +10,7 @@ import numpy as np
 
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.corpora import load_corpus
-from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
+from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation import harness
 from sparse_dataflow.evaluation.harness import HarnessLM
 from sparse_dataflow.evaluation.scoring import Counts, Limits, batch_limits
@@ -21,6 +21,7 @@ from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks import benchmark
 from sparse_dataflow.runs.benchmarks.benchmark import Models
 from sparse_dataflow.runs.request import Request
+from sparse_dataflow.runs.training_data import tokenizer_of
 from sparse_dataflow.training.step import initial_state, make_eval_step
 
 
@@ -33,8 +34,7 @@ def run(request: Request, options) -> None:
     shots = sorted(options.num_fewshot)
     models = benchmark.models_of(request)
     corpus = load_corpus(models.config.data.corpus, cache.FOLDER)
-    size = models.config.model.vocab_size
-    tokenizer = load_tokenizer(models.config.data.tokenizer, corpus, size, cache.FOLDER)
+    tokenizer = tokenizer_of(models.config, corpus)
     trained = {name: _random(models, name, tokenizer) for name in models.by_name}
     item_options = trained["dense"].context, options.items, models.training.seed
     tasks = _tasks(shots, corpus, tokenizer, *item_options)

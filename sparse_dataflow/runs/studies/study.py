@@ -20,7 +20,7 @@ from sparse_dataflow.data import cache
 from sparse_dataflow.data.batches import EvalBatches
 from sparse_dataflow.data.corpora import Corpus, load_corpus
 from sparse_dataflow.data.holdout import three_splits
-from sparse_dataflow.data.tokenizer import Tokenizer, load_tokenizer
+from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import folders, json_files, storage
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.json_difference import differences
@@ -29,7 +29,7 @@ from sparse_dataflow.hardware.host_memory import keep_freed_memory
 from sparse_dataflow.runs.job import EVALUATIONS_A_RUN
 from sparse_dataflow.runs.request import Request, spelling
 from sparse_dataflow.runs.train import detect_chip
-from sparse_dataflow.runs.training_data import FINAL_WINDOWS, training_data
+from sparse_dataflow.runs.training_data import FINAL_WINDOWS, tokenizer_of, training_data
 from sparse_dataflow.training import variants
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.monitoring.metrics import read_metrics, say
@@ -145,9 +145,7 @@ def prepare(
         )
     if tuned:
         corpus, tuning_documents = three_splits(corpus)
-    size = config.model.vocab_size
-    tokenizer = load_tokenizer(config.data.tokenizer, corpus, size, cache.FOLDER)
-    return Study(config, corpus, tokenizer, chip, tuning_documents)
+    return Study(config, corpus, tokenizer_of(config, corpus), chip, tuning_documents)
 
 
 def train(
