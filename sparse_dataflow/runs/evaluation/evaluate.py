@@ -13,7 +13,7 @@ from sparse_dataflow.config.data import DataConfig
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.answers import AnswerEvalBatches
 from sparse_dataflow.data.batches import EvalBatches, bits_per_byte
-from sparse_dataflow.data.corpora import Corpus, load_corpus
+from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.examples import as_text
 from sparse_dataflow.evaluation import harness, scoring
 from sparse_dataflow.evaluation.activation_sparsity import with_thresholds
@@ -63,7 +63,9 @@ def evaluate(options) -> None:
     models = _models(options)
     first = next(iter(models.values()))
     answers = _loss_of(options) == "answers"
-    corpus = _corpus(corpus_name, models.values(), answers)
+    corpus = load_corpus(corpus_name, cache.FOLDER, answers)
+    for trained in models.values():
+        refuse_changed(corpus, trained)
     context = min(trained.context for trained in models.values())
     text = as_text(corpus, first.tokenizer) if answers else corpus
     ready = evaluation_tasks.ready(named, options, text, first.tokenizer, context)
@@ -78,26 +80,9 @@ def evaluate(options) -> None:
         lms[name] = HarnessLM(first.tokenizer, context, scorer)
 
     losses = {name: _losses(models[name], held_out, answers, *scorers[name]) for name in models}
-    rows, notes = [_loss_row(losses, first.tokenizer)], []
+    rows, notes = _task_rows(ready, lms, list(models), options, context)
     if share:
-        notes.append(f"The smallest {share:.0%} of each projection's inputs count as zeros.")
-    for count in sorted(options.num_fewshot):
-        scored = {n: task for n, task in ready.items() if count == 0 or not task.zero_shot_only}
-        scores: dict[str, dict] = {name: {} for name in scored}
-        for name, lm in lms.items():
-            chosen = {n: t.task for n, t in scored.items() if name in models or not t.generates}
-            if not chosen:
-                continue
-            say(f"{name:>8}: {count}-shot {', '.join(chosen)}")
-            before = lm.counts
-            for task, score in harness.evaluate(lm, chosen, count, options.limit or None).items():
-                scores[task][name] = score
-            if name in models:
-                notes += _truncation(name, count, before, lm.counts, context)
-        for n in scored:
-            for metric in scores[n][next(iter(models))]:
-                of_metric = {name: s[metric] for name, s in scores[n].items() if metric in s}
-                rows.append(_row(n, scored[n], count, metric, of_metric, list(models)))
+        notes.insert(0, f"The smallest {share:.0%} of each projection's inputs count as zeros.")
     result = {
         **measurement.provenance(hardware.detect([first.model.compute_dtype]).name),
         "corpus": {"name": corpus.name, "hash": corpus.content_hash},
@@ -105,7 +90,7 @@ def evaluate(options) -> None:
         "context": context,
         "activation_sparsity": share,
         "notes": notes,
-        "rows": rows,
+        "rows": [_loss_row(losses, first.tokenizer), *rows],
     }
     print(evaluation_report.text(result))
     say(f"kept in {evaluation_report.keep(first.folder, result)}")
@@ -160,21 +145,13 @@ def _corpus_name(options) -> str:
             f"--corpus={options.corpus} contradicts the run, which held out documents of "
             f"{names[0]}; leave it out."
         )
-    default = DataConfig().corpus
-    return names[0] if names else options.corpus or default
+    return names[0] if names else options.corpus or DataConfig().corpus
 
 
 def _loss_of(options) -> str:
     """The tokens that held-out losses count, `data.loss` of the run or of --against."""
     folders = [folder for folder in (options.run, options.against) if folder and _record(folder)]
     return read_config(folders[0]).data.loss if folders else DataConfig().loss
-
-
-def _corpus(name, models, answers) -> Corpus:
-    corpus = load_corpus(name, cache.FOLDER, answers)
-    for trained in models:
-        refuse_changed(corpus, trained)
-    return corpus
 
 
 def _scorer(mesh, trained):
@@ -240,6 +217,29 @@ def _loss_row(losses, tokenizer):
         },
         "paired": _paired([losses[name][0][:common] for name in names], documents),
     }
+
+
+def _task_rows(tasks, lms, models, options, context) -> tuple[list[dict], list[str]]:
+    """Scores the tasks with each number of examples; returns (rows of the table, notes)."""
+    rows, notes = [], []
+    for shots in sorted(options.num_fewshot):
+        scored = {n: task for n, task in tasks.items() if shots == 0 or not task.zero_shot_only}
+        scores: dict[str, dict] = {n: {} for n in scored}
+        for name, lm in lms.items():
+            chosen = {n: t.task for n, t in scored.items() if name in models or not t.generates}
+            if not chosen:
+                continue
+            say(f"{name:>8}: {shots}-shot {', '.join(chosen)}")
+            before = lm.counts
+            for n, score in harness.evaluate(lm, chosen, shots, options.limit or None).items():
+                scores[n][name] = score
+            if name in models:
+                notes += _truncation(name, shots, before, lm.counts, context)
+        for n, task in scored.items():
+            for metric in scores[n][models[0]]:
+                of_metric = {name: s[metric] for name, s in scores[n].items() if metric in s}
+                rows.append(_row(n, task, shots, metric, of_metric, models))
+    return rows, notes
 
 
 def _row(name, task, shots, metric, scores, models):
