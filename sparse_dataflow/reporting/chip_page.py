@@ -1,6 +1,5 @@
 """Page of a chip report: the answer, the ratios as bars, and every row."""
 
-import matplotlib
 from markupsafe import Markup
 
 from sparse_dataflow.reporting import quantities, templates
@@ -45,11 +44,7 @@ def ratio_bars(measures: list[Measure]) -> Markup:
     height = _TOP + _ROW * len(measures) + 24
     largest = max(max(m.ratio or 0, m.high or 0, m.bound or 0, 1.0) for m in measures)
     unit = (_WIDTH - _LABEL - _VALUE) / largest
-    with matplotlib.rc_context(svg.STYLE):
-        figure = svg.new_figure(_WIDTH, height)
-        axes = figure.add_axes((0, 0, 1, 1))
-        axes.set(xlim=(0, _WIDTH), ylim=(height, 0))
-        axes.set_axis_off()
+    with svg.drawing(_WIDTH, height) as (figure, axes):
         for row, measure in enumerate(measures):
             middle, end = _TOP + _ROW * (row + 0.5), _LABEL + unit * (measure.ratio or 0)
             axes.text(0, middle, measure.label, color=COLOUR["ink"], fontsize=10, **TEXT)

@@ -23,6 +23,7 @@ class Page:
       times: group of terms -> seconds, of each row.
       frontier: the plan that ran on Frontier beside the recommended one, or "".
       chip: kind of chip.
+      chips: number of chips.
       dtype: dtype of the matrix products.
       models: label -> section name -> `Section`, of the roofline.
       effects: choice -> Shapley effect on throughput.
@@ -41,6 +42,7 @@ class Page:
     times: Sequence[Mapping]
     frontier: str
     chip: Chip
+    chips: int
     dtype: str
     models: Mapping[str, Mapping[str, Section]]
     effects: Mapping[str, float]
@@ -52,13 +54,11 @@ class Page:
 
 def render(page: Page) -> str:
     """Returns the page as HTML that needs no network."""
-    count = page.rows[0]["data"] * page.rows[0]["stage"]
-    chips = count * page.rows[0]["fsdp"] * page.rows[0]["feature"] * page.rows[0]["tensor"]
     contents = {
         "page": page,
         "roofline": search_figures.roofline(page.chip, page.dtype, page.models),
         "times": search_figures.times(page.times, page.recommended),
         "sensitivity": search_figures.sensitivity(page.effects, page.levels),
-        "scaling": search_figures.scaling(page.scaling, chips),
+        "scaling": search_figures.scaling(page.scaling, page.chips),
     }
     return templates.html("search.html.jinja", contents)

@@ -73,6 +73,7 @@ def _search(options, request, folder):
         times=[request.time(plan).groups for plan in plans[: search_table.SHOWN]],
         frontier=best.frontier,
         chip=request.chip,
+        chips=request.chips,
         dtype=request.config.compute_dtype,
         models=models,
         effects=effects,
