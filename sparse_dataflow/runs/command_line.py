@@ -86,8 +86,6 @@ def flags_of(
 class _Parser(absl_flags.ArgumentParser):
     """Text -> value of one flag; a ValueError's text completes "--name=text "."""
 
-    syntactic_help = ""
-
     def __init__(self, flag: Flag):
         self.flag = flag
 
@@ -95,9 +93,6 @@ class _Parser(absl_flags.ArgumentParser):
         if self.flag.path == request.EVOLUTION:
             return argument  # Its options are parsed with the other settings.
         return self.flag.setting.parse(argument)
-
-    def flag_type(self):
-        return "text"
 
 
 def parse(
