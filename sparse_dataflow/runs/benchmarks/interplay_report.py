@@ -30,8 +30,7 @@ def run(options) -> None:
     """Measures where `options.measure`, then predicts and reports; see `experiments.interplay`.
 
     Raises:
-      UserError: this machine is to be predicted but not measured, it has no core for each stage,
-        the model no layer, or --out holds what this experiment did not write.
+      UserError: these options cannot be measured here, or --out holds other files.
     """
     folders.refuse_foreign(Path(options.out), "interplay")
     config = named_model(options.scale)
@@ -43,27 +42,16 @@ def run(options) -> None:
             f"--stages={options.stages} is more than the {config.num_layers} layers of "
             f"{options.scale!r}; legal: 1 to {config.num_layers}."
         )
-    measured = {}
-    if options.measure:
-        cores = _cores(options.stages)
-        work = Work(
-            options.scale, sequence, batch, options.micro_batches, options.block, options.rounds
-        )
-        for fused in (False, True):
-            serial = dataclasses.replace(work, rates=fused)
-            measured[fused, "serial"] = _measured(serial, fused, cores)
-            if options.stages > 1:
-                pipelined = dataclasses.replace(work, stages=options.stages)
-                measured[fused, "pipelined"] = _measured(pipelined, fused, cores)
-    elif here:
+    if here and not options.measure:
         raise UserError("--hardware=this is known by measuring; legal: --measure=yes, or a chip.")
+    measured = _all_measured(options, sequence, batch) if options.measure else {}
     known = measured.get((True, "serial"), {})
     chip = Chip(**known["chip"]) if here else chips.lookup(options.hardware)
+    dtype = "float32" if here else "bfloat16"
     rows, rooflines = [], {}
     for density in DENSITIES:
         for fused in (False, True):
             rates = known["densities"][f"{density:g}"]["rates"] if here else None
-            dtype = "float32" if here else "bfloat16"
             model = named_model(options.scale, density, options.block, dtype)
             predicted = _predicted(options, model, chip, sequence, batch, fused, rates)
             sections = with_passes(predicted["serial"].sections)
@@ -74,17 +62,31 @@ def run(options) -> None:
                 results = measured.get((fused, order), {}).get("densities", {})
                 seconds = results.get(f"{density:g}", {}).get("seconds")
                 ours = 1e3 * chips_used / options.micro_batches
-                row[f"{order}_measured_ms"] = seconds and ours * seconds
-                row[f"{order}_predicted_ms"] = ours * float(predicted[order].total)
+                row[_key(order, "measured")] = seconds and ours * seconds
+                row[_key(order, "predicted")] = ours * float(predicted[order].total)
             row |= {f"intensity_{n}": float(s.intensity) for n, s in sections.items()}
             rows.append(row)
-    text = _table(rows, chip)
-    print(text)
-    _keep(options, rows, rooflines, chip, text, known["chip"]["name"] if known else "")
+    print(text := _table(rows, chip))
+    _keep(options, rows, rooflines, chip, dtype, text, known["chip"]["name"] if known else "")
 
 
 def _word(fused):
     return "fused" if fused else "unfused"
+
+
+def _all_measured(options, sequence, batch) -> dict:
+    """{(whether fused, order): the result of `_measured`}."""
+    cores, measured = _cores(options.stages), {}
+    work = Work(
+        options.scale, sequence, batch, options.micro_batches, options.block, options.rounds
+    )
+    for fused in (False, True):
+        serial = dataclasses.replace(work, rates=fused)
+        measured[fused, "serial"] = _measured(serial, fused, cores)
+        if options.stages > 1:
+            pipelined = dataclasses.replace(work, stages=options.stages)
+            measured[fused, "pipelined"] = _measured(pipelined, fused, cores)
+    return measured
 
 
 def _cores(stages):
@@ -146,20 +148,19 @@ def _predicted(options, model, chip, sequence, batch, fused, rates):
     """{order: time of a step}: of one chip alone, and of all stages together."""
     efficiency = EFFICIENCIES.get(chip.family, PRIOR)
     # XLA keeps attention's scores on a CPU, fused or not: its measured rate stands for both.
-    layout = ParallelPlan(
+    plan = ParallelPlan(
         micro_batch=batch,
         accumulation=options.micro_batches,
         fused=fused,
         fused_attention=fused and rates is None,
     )
-    if rates:
-        rates = {**rates}
-        if not fused:
-            # Each pass takes as long as a fused one.
-            rates |= {name: chip.bandwidth * efficiency.bandwidth for name in ("norms", "gelu")}
-    serial = step_time(model, sequence, layout, chip, efficiency, rates=rates)
+    if rates and not fused:
+        # Each pass takes as long as a fused one.
+        bandwidth = chip.bandwidth * efficiency.bandwidth
+        rates = {**rates, "norms": bandwidth, "gelu": bandwidth}
+    serial = step_time(model, sequence, plan, chip, efficiency, rates=rates)
     network = chip.network or chips.Network(options.stages, chip.bandwidth, chip.bandwidth)
-    several = dataclasses.replace(layout, stage=options.stages)
+    several = dataclasses.replace(plan, stage=options.stages)
     joined = dataclasses.replace(chip, network=network)
     pipelined = step_time(model, sequence, several, joined, efficiency, rates=rates)
     return {"serial": serial, "pipelined": pipelined}
@@ -212,7 +213,7 @@ def _table(rows, chip):
     return "\n".join(lines)
 
 
-def _keep(options, rows, rooflines, chip, text, machine):
+def _keep(options, rows, rooflines, chip, dtype, text, machine):
     folder = Path(options.out)
     folders.claim(folder, "interplay")
     figures = "![gains](interplay.png)\n\n![roofline](roofline.png)\n"
@@ -234,7 +235,6 @@ def _keep(options, rows, rooflines, chip, text, machine):
     planner.bars(folder / "interplay.png", labels, panels, "gain, times", title)
     print(folder / "interplay.png")
     shown = {n: s for n, s in rooflines.items() if n.startswith(("dense", "0.125"))}
-    dtype = "float32" if options.hardware == "this" else "bfloat16"
     title = f"{options.scale} on {chip.name}: sections of a block, forward, with their passes"
     planner.roofline(folder / "roofline.png", chip, dtype, shown, title)
     print(folder / "roofline.png")

@@ -77,8 +77,8 @@ def check(config: ModelConfig, tokens: int, sequence: int, rounds: int, chip: Ch
         steps=1, batch=max(1, tokens // sequence), sequence=sequence, learning_rate=1e-4
     )
     rates = measured_rates(config, training, chip)
-    layout = layout_of(config, training)
-    time = step_time(config, sequence, layout, chip, PRIOR, rates=rates)
+    plan = plan_of(config, training)
+    time = step_time(config, sequence, plan, chip, PRIOR, rates=rates)
     measured = measured_seconds(config, training, rounds)
     return {
         "batch": training.batch,
@@ -91,8 +91,8 @@ def check(config: ModelConfig, tokens: int, sequence: int, rounds: int, chip: Ch
     }
 
 
-def layout_of(config: ModelConfig, training: TrainingConfig) -> ParallelPlan:
-    """One device's layout; XLA on a CPU keeps attention's scores."""
+def plan_of(config: ModelConfig, training: TrainingConfig) -> ParallelPlan:
+    """One device's parallel plan; XLA on a CPU keeps attention's scores."""
     return ParallelPlan(
         micro_batch=training.batch // training.micro_batches,
         accumulation=training.micro_batches,
@@ -108,8 +108,8 @@ def measured_rates(config: ModelConfig, training: TrainingConfig, chip: Chip) ->
     one = dataclasses.replace(config, num_layers=1)
     state = initial_state(one, training)
     seconds = section_seconds(one, training, state, 0.0)
-    layout = dataclasses.replace(layout_of(config, training), accumulation=1)
-    sections = step_time(one, training.sequence, layout, chip, PRIOR).sections
+    plan = dataclasses.replace(plan_of(config, training), accumulation=1)
+    sections = step_time(one, training.sequence, plan, chip, PRIOR).sections
     seconds = {name: s / training.micro_batches for name, s in seconds.items()}
     rates = {
         n: 3 * float(sections[n].flops) / seconds[n] for n in (*config.projections, "attention")
@@ -117,7 +117,7 @@ def measured_rates(config: ModelConfig, training: TrainingConfig, chip: Chip) ->
     rates["head"] = 3 * float(sections["head"].flops) / seconds["head and loss"]
     passes = 3 * float(sections["norms"].bytes + sections["gelu"].bytes)
     rates["norms"] = rates["gelu"] = passes / seconds["norms and GELU"]
-    updated = float(optimizer_bytes(one, layout))
+    updated = float(optimizer_bytes(one, plan))
     rates["optimizer"] = updated / (seconds["optimizer"] * training.micro_batches)
     return rates
 

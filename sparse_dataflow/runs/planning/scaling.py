@@ -14,7 +14,7 @@ from sparse_dataflow.runs.planning.options import CHIP_COUNTS, STUDIES, named_mo
 MODELS = {"22b": ("22b", 1.0), "175b": ("175b", 1.0), "1t": ("1t", 1.0), "13b 1/8": ("13b", 0.125)}
 """Label -> (scale, density)."""
 
-WEAK = {"22b": 4, "175b": 4, "1t": 4, "13b 1/8": 4}
+WEAK = 4
 """Sequences per chip in weak scaling."""
 
 STRONG = {"22b": 4096, "175b": 4096, "1t": 8192, "13b 1/8": 4096}
@@ -73,7 +73,7 @@ def _study(kind: str, hardware: list[Chip], counts: list[int], folder: Path) -> 
 def _point(kind: str, label: str, chip: Chip, count: int) -> dict | None:
     """The best plan of one point as a row, or None where no plan is legal."""
     config = named_model(*MODELS[label])
-    batch = WEAK[label] * count if kind == "weak" else STRONG[label]
+    batch = WEAK * count if kind == "weak" else STRONG[label]
     request = search.Request(config, config.max_len, batch, chip, count)
     priced = search.price(request)
     best = priced.ranked(1)

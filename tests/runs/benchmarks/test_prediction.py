@@ -38,8 +38,8 @@ def test_a_step_is_predicted_as_its_sections_times_layers(sections, density, lay
     config = dataclasses.replace(config, num_layers=layers, remat=remat)
     training = TrainingConfig(steps=1, batch=4, sequence=64)
     rates = prediction.measured_rates(config, training, CHIP)
-    layout = prediction.layout_of(config, training)
-    time = step_time(config, 64, layout, CHIP, PRIOR, rates=rates)
+    plan = prediction.plan_of(config, training)
+    time = step_time(config, 64, plan, CHIP, PRIOR, rates=rates)
     for name in (*PROJECTIONS, "attention"):
         assert time.terms[name] == pytest.approx(layers * SECONDS[name])
     # Norms and GELU run again with what is computed again.
