@@ -109,23 +109,27 @@ def table(
 def cases_of(options) -> Iterator[tuple[str, Case]]:
     """Yields (projection, case) of a table, dense first on each chip."""
     names = [name for name in options.implementations if name in IMPLEMENTATIONS]
+    size = options.density, options.tokens
     for chip in options.chips:
         weights = [(DENSE, 0)] + [(name, block) for name in names for block in options.blocks]
         for name, block in weights:
+            pattern = IMPLEMENTATIONS.get(name, "")
             for projection in options.projections:
-                case = case_of(chip, name, projection, block, options.density, options.tokens)
-                yield projection, case
+                yield projection, case_of(chip, name, pattern, projection, block, *size)
         fused = FUSED in options.implementations and MLP_BLOCK in options.blocks
         if fused and set(MLP) <= set(options.projections):
-            yield "mlp", case_of(chip, FUSED, MLP[0], MLP_BLOCK, options.density, options.tokens)
+            yield "mlp", case_of(chip, FUSED, "monarch", MLP[0], MLP_BLOCK, *size)
 
 
-def case_of(chip: str, name: str, projection: str, block: int, density: float, tokens: int) -> Case:
+def case_of(
+    chip: str, name: str, pattern: str, projection: str, block: int, density: float, tokens: int
+) -> Case:
     """Returns the case of a GPT-13B projection, at the largest legal density up to `density`.
 
     Args:
-      chip: key of CLOCKS.
-      name: DENSE, FUSED or key of IMPLEMENTATIONS.
+      chip: a TPU, or a GPU of `gpu_estimates`.
+      name: DENSE, FUSED or another implementation.
+      pattern: of the layout; ignored for DENSE.
       projection: one of the 13B; mlp_in for FUSED.
       block: side of a block; ignored for DENSE.
       density: stored fraction, at most; ignored for DENSE.
@@ -134,15 +138,9 @@ def case_of(chip: str, name: str, projection: str, block: int, density: float, t
     shape = SIZES["13b"].projection_shape(projection)
     if name == DENSE:
         return Case(chip, DENSE, "", *shape, 0, 1.0, tokens)
-    density = legal_density(*shape, block, density)
-    pattern = IMPLEMENTATIONS.get(name, "monarch")
+    legal = legal_densities(*shape, block)
+    density = max((value for value in legal if value <= density * (1 + 1e-6)), default=min(legal))
     return Case(chip, name, pattern, *shape, block, density, tokens)
-
-
-def legal_density(in_features, out_features, block, density):
-    """Returns the largest legal density of a weight that is not above another."""
-    legal = legal_densities(in_features, out_features, block)
-    return max((value for value in legal if value <= density * (1 + 1e-6)), default=min(legal))
 
 
 def cached_counts(case: Case, cache: str) -> dict[str, dict[str, int]]:

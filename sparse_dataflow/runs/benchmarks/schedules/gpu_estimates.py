@@ -8,7 +8,6 @@ from typing import Any
 
 from sparse_dataflow.aot import ptx
 from sparse_dataflow.aot.gpu_targets import TARGETS
-from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks.schedules import estimates
 from sparse_dataflow.runs.benchmarks.schedules.case import DENSE, Case
@@ -65,13 +64,10 @@ def cases_of(options) -> Iterator[tuple[str, Case]]:
     for chip in options.chips:
         names = [n for n in options.implementations if chip in IMPLEMENTATIONS.get(n, ("", ()))[1]]
         for name, block in [(DENSE, 0)] + [(n, b) for n in names for b in options.blocks]:
+            pattern = IMPLEMENTATIONS[name][0] if name != DENSE else ""
             for projection in options.projections:
-                shape = SIZES["13b"].projection_shape(projection)
-                density, pattern = 1.0, ""
-                if name != DENSE:
-                    pattern = IMPLEMENTATIONS[name][0]
-                    density = estimates.legal_density(*shape, block, options.density)
-                yield projection, Case(chip, name, pattern, *shape, block, density, options.tokens)
+                where = chip, name, pattern, projection, block
+                yield projection, estimates.case_of(*where, options.density, options.tokens)
 
 
 def row_of(

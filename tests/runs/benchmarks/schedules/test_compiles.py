@@ -44,11 +44,11 @@ def test_cycles_do_not_grow(case):
         for row in KEPT["rows"]
         if (row["chip"], row["implementation"], row["block"], row["projection"]) == case
     ]
-    (found,) = {(row["density"], row["pattern"]) for row in rows}
-    assert found[1] == estimates.IMPLEMENTATIONS.get(name, "monarch") and name != DENSE
+    ((density, pattern),) = {(row["density"], row["pattern"]) for row in rows}
+    assert pattern == estimates.IMPLEMENTATIONS.get(name, "monarch") and name != DENSE
     weight = "mlp_in" if name == FUSED else projection
     counts = estimates.cached_counts(
-        estimates.case_of(chip, name, weight, block, found[0], KEPT["tokens"]), cache=""
+        estimates.case_of(chip, name, pattern, weight, block, density, KEPT["tokens"]), cache=""
     )
     assert counts.keys() == {row["product"] for row in rows}
     for row in rows:

@@ -11,8 +11,8 @@ from sparse_dataflow.runs.benchmarks.schedules.case import DENSE, PRODUCTS
 from sparse_dataflow.runs.benchmarks.schedules.mlp_case import FUSED
 from sparse_dataflow.sparsity.patterns import make_layout
 
-SPARSE = estimates.case_of("v6e", "pallas_tpu", "mlp_in", 128, 1 / 8, 2048)
-DENSE_CASE = estimates.case_of("v6e", DENSE, "mlp_in", 0, 1.0, 2048)
+SPARSE = estimates.case_of("v6e", "pallas_tpu", "pixelfly", "mlp_in", 128, 1 / 8, 2048)
+DENSE_CASE = estimates.case_of("v6e", DENSE, "", "mlp_in", 0, 1.0, 2048)
 
 
 def count(cycles=0, xla_cycles=0, hbm_bytes=0):
@@ -71,7 +71,7 @@ def test_products_together_weigh_by_time():
 def test_the_fused_mlp_is_compared_with_its_six_dense_products():
     rows = []
     for projection, cycles in (("qkv", 900), ("mlp_in", 400), ("mlp_out", 300)):
-        case = estimates.case_of("v6e", DENSE, projection, 0, 1.0, 2048)
+        case = estimates.case_of("v6e", DENSE, "", projection, 0, 1.0, 2048)
         for product in PRODUCTS:
             rows.append(estimates.row_of(projection, case, product, count(cycles), rows))
     (case,) = (case for name, case in estimates.cases_of(Options(chips=("v6e",))) if name == "mlp")
