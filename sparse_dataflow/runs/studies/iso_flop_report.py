@@ -11,6 +11,7 @@ import numpy as np
 
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.evaluation.significance import paired_difference
+from sparse_dataflow.files import tables
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.equal_cost import stored_parameters
 from sparse_dataflow.reporting.figures import panels
@@ -22,6 +23,14 @@ from sparse_dataflow.runs.studies.time_to_quality import bits_per_byte, effort
 from sparse_dataflow.training.monitoring.metrics import say
 
 NONE = "-"
+_ARM_COLUMNS = (
+    *("budget", "equal", "density", "stored", "width", "heads", "blocks an output reads"),
+    *("FLOPs a token", "stored in projections", "mismatch"),
+)
+_CURVE_COLUMNS = (
+    *("density", "bits per byte", "seeds", "to dense, 95% interval", "rate", "seconds a step"),
+    *("to quality: tokens", "FLOPs", "seconds"),
+)
 
 
 def write(base: Study, plan: Plan, results: Mapping[str, dict], folder: Path) -> None:
@@ -100,22 +109,25 @@ def _shape(arm: Arm, config: RunConfig) -> dict[str, Any]:
 
 def arms_table(plan: Plan, config: RunConfig) -> str:
     """Returns a Markdown table of the models, equal for all optimizers and lengths."""
-    lines = [
-        "| budget | equal | density | stored | width | heads | blocks an output reads "
-        "| FLOPs a token | stored in projections | mismatch |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    first = plan.curves[0]
+    first, rows = plan.curves[0], []
     for arm in plan.arms:
-        if (arm.optimizer, arm.steps) != (first.optimizer, first.steps):
-            continue
-        s = _shape(arm, config)
-        lines.append(
-            f"| {arm.budget:g} | {arm.equal or 'dense'} | {arm.density:g} | "
-            f"{s['stored_density']:.4f} | {s['width']} | {s['heads']} | {s['fan_in'] or NONE} | "
-            f"{s['flops_per_token']:.3g} | {s['stored_in_projections']:,} | {arm.mismatch:+.1%} |"
-        )
-    return "\n".join(lines) + "\n"
+        if (arm.optimizer, arm.steps) == (first.optimizer, first.steps):
+            s = _shape(arm, config)
+            rows.append(
+                (
+                    f"{arm.budget:g}",
+                    arm.equal or "dense",
+                    f"{arm.density:g}",
+                    f"{s['stored_density']:.4f}",
+                    s["width"],
+                    s["heads"],
+                    s["fan_in"] or NONE,
+                    f"{s['flops_per_token']:.3g}",
+                    f"{s['stored_in_projections']:,}",
+                    f"{arm.mismatch:+.1%}",
+                )
+            )
+    return tables.markdown(_ARM_COLUMNS, rows) + "\n"
 
 
 def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, Any]:
@@ -221,38 +233,25 @@ def _title(curve):
 
 def curve_table(curve: Mapping[str, Any]) -> str:
     """Returns a Markdown table of one `summary`, and its minimum in words."""
-    lines = [
-        f"## {_title(curve)}, {curve['optimizer']}\n",
-        "| density | bits per byte | seeds | to dense, 95% interval | rate | seconds a step "
-        "| to quality: tokens | FLOPs | seconds |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for arm in curve["arms"]:
         reached = arm["time_to_quality"]
-        effort_cells = ["not reached"] + [NONE] * 2
+        effort_cells = ["not reached", NONE, NONE]
         if reached:
             effort_cells = [f"{reached[name]:.3g}" for name in ("tokens", "flops", "seconds")]
-        lines.append(
-            f"| {arm['density']:g} | {_bits(arm)} | "
-            f"{len(arm['by_seed'])} | {_difference(curve, arm)} | {_rate(arm)} | "
-            f"{_seconds(arm)} | {' | '.join(effort_cells)} |"
-        )
-    return "\n".join(lines) + f"\n\n{_verdict(curve)}\n"
+        measured = _bits(arm), len(arm["by_seed"]), _difference(curve, arm)
+        rows.append((f"{arm['density']:g}", *measured, _rate(arm), _seconds(arm), *effort_cells))
+    table = tables.markdown(_CURVE_COLUMNS, rows)
+    return f"## {_title(curve)}, {curve['optimizer']}\n\n{table}\n\n{_verdict(curve)}\n"
 
 
 def longer_table(longer: Sequence[Mapping[str, Any]]) -> str:
     """Returns a Markdown table of the sparse arms that were trained for more lengths."""
-    lines = [
-        "## More lengths of the sparse arms\n",
-        "| arm | bits per byte | seeds | rate | seconds a step |",
-        "|---|---|---|---|---|",
+    rows = [
+        (arm["name"], _bits(arm), len(arm["by_seed"]), _rate(arm), _seconds(arm)) for arm in longer
     ]
-    for arm in longer:
-        lines.append(
-            f"| {arm['name']} | {_bits(arm)} | {len(arm['by_seed'])} | {_rate(arm)} | "
-            f"{_seconds(arm)} |"
-        )
-    return "\n".join(lines) + "\n"
+    table = tables.markdown(("arm", "bits per byte", "seeds", "rate", "seconds a step"), rows)
+    return f"## More lengths of the sparse arms\n\n{table}\n"
 
 
 def _bits(arm):
