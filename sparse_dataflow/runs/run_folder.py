@@ -92,7 +92,7 @@ def opened(
             raise
 
 
-def _refuse_run(folder, flag="--out"):
+def _refuse_run(folder, flag):
     if (folder / CONFIG).exists() and (folder / RECORD).exists():
         raise UserError(
             f"{folder} holds a run already; pass --resume={folder} to resume it, or another {flag}."

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib.metadata
+from typing import Any
 
 from sparse_dataflow.aot import compile, topologies
 from sparse_dataflow.config.model import ModelConfig
@@ -172,7 +173,7 @@ def plan_of(options) -> CompilePlan:
     )
     if options.mesh == "auto":
         return plan.with_parallel(_fastest(options, topology))
-    sizes = meshes.parse(options.mesh, topology.size)
+    sizes: dict[str, Any] = meshes.parse(options.mesh, topology.size)
     rows = sizes["data"] * sizes["fsdp"] * options.accumulation
     batch = options.batch or rows * max(1, options.scale_batch // rows)
     if batch % rows:
@@ -182,11 +183,7 @@ def plan_of(options) -> CompilePlan:
         )
     schedule, chunks = schedules.parse(options.schedule)
     parallel = ParallelPlan(
-        data=sizes["data"],
-        stage=sizes["stage"],
-        fsdp=sizes["fsdp"],
-        tensor=sizes["tensor"],
-        feature=sizes["feature"],
+        **sizes,
         zero=options.zero,
         micro_batch=batch // rows,
         accumulation=options.accumulation,

@@ -67,10 +67,10 @@ def text(best: Table, verdicts: Sequence[str]) -> str:
     """Returns the best plans as a text table, with the compiler's verdict on each."""
     rows = best.rows[:SHOWN]
     sparse = rows[0]["over_dense"] is not None
-    head = f"  {'tokens/s':>11} {'days':>8} {'x dense':>8} {'MFU':>6} {'GiB':>6} {'room':>5}  "
-    head = head if sparse else head.replace(f" {'x dense':>8}", "")
+    gain = f" {'x dense':>8}" if sparse else ""
     lines = [
-        f"{head}{'data':>4} {'stage':>5} {'fsdp':>5} {'tensor':>6} {'micro':>5} {'accum':>5}  "
+        f"  {'tokens/s':>11} {'days':>8}{gain} {'MFU':>6} {'GiB':>6} {'room':>5}  "
+        f"{'data':>4} {'stage':>5} {'fsdp':>5} {'tensor':>6} {'micro':>5} {'accum':>5}  "
         "schedule, ZeRO, remat, limited by; compiled"
     ]
     alike = len(set(verdicts)) == 1
@@ -80,7 +80,7 @@ def text(best: Table, verdicts: Sequence[str]) -> str:
         exchange = ", exchange" if row["experts"] == "exchange" else ""
         feature = f", feature:{row['feature']}" if row["feature"] > 1 else ""
         choices = f"{row['zero']}, {row['remat']}{exchange}{feature}"
-        schedule = f"{row['schedule']}{'/' + str(row['chunks']) if row['chunks'] > 1 else ''}"
+        schedule = row["schedule"] + (f"/{row['chunks']}" if row["chunks"] > 1 else "")
         lines.append(
             f"{mark}{row['tokens_per_second']:>11,.0f} {row['days']:>8,.1f}{gain} "
             f"{row['mfu']:>6.1%} {row['gib']:>6.1f} {1 - row['memory_share']:>4.0%}"
