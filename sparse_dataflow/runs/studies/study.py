@@ -89,8 +89,10 @@ class Study:
           windows: windows of the periodic evaluations; the last one reads more.
         """
         data = self.data(variant)
-        tuning, held_out = self._splits(data)
-        tokens = tuning if split == TUNING else held_out
+        tokens = data.final.tokens[: len(data.final.tokens)]
+        ends = np.flatnonzero(tokens == self.tokenizer.eot_id)
+        first = int(ends[self.tuning_documents - 1]) + 1
+        tokens = tokens[:first] if split == TUNING else tokens[first:]
         shape = variant.training.batch, variant.training.sequence
         most = max(FINAL_WINDOWS, FINAL_TOKENS // variant.training.sequence)
         periodic, final = (EvalBatches(tokens, *shape, count) for count in (windows, most))
@@ -102,13 +104,6 @@ class Study:
             final=final,
             final_bytes=count(final),
         )
-
-    def _splits(self, data: TrainingData) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of the tuning and of the held-out documents."""
-        tokens = data.final.tokens[: len(data.final.tokens)]
-        ends = np.flatnonzero(tokens == self.tokenizer.eot_id)
-        first = int(ends[self.tuning_documents - 1]) + 1
-        return tokens[:first], tokens[first:]
 
 
 def prepare(
@@ -197,18 +192,24 @@ def train(
         keep=1,
     )
     say(f"{label}, {variant.training.steps} steps into {where}")
-    try:
+    with contextlib.closing(trainer):
         for _ in advance_side_by_side([trainer], stop):
             pass
         if not trainer.finished:
             return None
         final = trainer.evaluate_finally()
-    finally:
-        trainer.close()
-    rows = read_metrics(where / "metrics.jsonl")
-    tokens = variant.training.batch * variant.training.sequence
+    result = _result(trainer, final, read_metrics(where / "metrics.jsonl"))
+    keep_result(where, result)
+    if not keep_weights:
+        shutil.rmtree(where / "checkpoints", ignore_errors=True)
+    return result
+
+
+def _result(trainer: Trainer, final: dict, rows: list[dict]) -> dict:
+    """Returns the result of a training from its final evaluation and its metrics."""
+    tokens = trainer.training.batch * trainer.training.sequence
     times = [tokens / row["tokens_per_second"] for row in rows if row["kind"] == "train"]
-    result = {
+    return {
         "bits_per_byte": final["bits_per_byte"],
         "loss": final["loss"],
         "steps": trainer.step,
@@ -218,10 +219,6 @@ def train(
         "step_seconds": float(np.median(times or [trainer.seconds / trainer.step])),
         "curve": [[r["tokens"], r["bits_per_byte"]] for r in rows if r["kind"] == "eval"],
     }
-    keep_result(where, result)
-    if not keep_weights:
-        shutil.rmtree(where / "checkpoints", ignore_errors=True)
-    return result
 
 
 def trained(variant: Variant, tokenizer_hash: str, where: Path) -> Teacher:
@@ -256,12 +253,13 @@ def keep_result(where: Path, result: dict) -> None:
 
 def read_result(where: Path) -> dict | None:
     """What `train` returned for this folder; None if it has not come to its end."""
-    path = where / "result.json"
-    return _read(path, dict) if path.exists() else None
+    return _read(where / "result.json", dict)
 
 
 def _read(path, kind):
-    """JSON that a study wrote, of type `kind`: an object, or a number of 1 or more."""
+    """JSON that a study wrote, an object or a number of 1 or more by `kind`; None if missing."""
+    if not path.exists():
+        return None
     try:
         value = json_files.load(path)
     except (OSError, ValueError) as error:
@@ -273,8 +271,7 @@ def _read(path, kind):
 
 def _saved_steps(where):
     """Steps that a training began with; new measurements of its speed do not change them."""
-    path = where / "steps.json"
-    return _read(path, int) if path.exists() else None
+    return _read(where / "steps.json", int)
 
 
 def keep_settings(folder: Path, config: RunConfig, owner: str, varied: Sequence[str] = ()) -> None:
@@ -290,25 +287,25 @@ def keep_settings(folder: Path, config: RunConfig, owner: str, varied: Sequence[
     folders.refuse_foreign(folder, owner)
     settings = config.to_json()
     path = folder / "settings.json"
-    if path.exists():
-        saved = _read(path, dict)
-        with contextlib.suppress(UserError):  # what fits no config is named by `differences`
-            saved = _as_read(RunConfig.from_json(saved).to_json())
-        words = [
-            f"{spelling(name)}={now} (saved: {before})"
-            for name, before, now in differences(saved, _as_read(settings))
-            if name not in varied
-        ]
-        if words:
-            more = len(words) - _DIFFERENCES_SHOWN
-            raise UserError(
-                f"{folder} holds trainings of other settings: "
-                f"{', '.join(words[:_DIFFERENCES_SHOWN])}{f', and {more} more' * (more > 0)}; "
-                "name another folder with --out."
-            )
+    saved = _read(path, dict)
+    if saved is None:
+        folders.claim(folder, owner)
+        _keep(path, settings)
         return
-    folders.claim(folder, owner)
-    _keep(path, settings)
+    with contextlib.suppress(UserError):  # what fits no config is named by `differences`
+        saved = _as_read(RunConfig.from_json(saved).to_json())
+    words = [
+        f"{spelling(name)}={now} (saved: {before})"
+        for name, before, now in differences(saved, _as_read(settings))
+        if name not in varied
+    ]
+    if words:
+        more = len(words) - _DIFFERENCES_SHOWN
+        raise UserError(
+            f"{folder} holds trainings of other settings: "
+            f"{', '.join(words[:_DIFFERENCES_SHOWN])}{f', and {more} more' * (more > 0)}; "
+            "name another folder with --out."
+        )
 
 
 def _as_read(value):
