@@ -1,6 +1,5 @@
 """The loop of the pipeline over blocks that sleep, for `pipeline_bubble`."""
 
-import functools
 import os
 import time
 from collections.abc import Callable
@@ -85,26 +84,17 @@ def _write_page(path, page):
     """Writes the page; UserError where the path holds a file that is not such a page."""
     head = page[: page.index("</title>")].encode()
     try:
-        if os.path.lexists(path) and not json_files.read_bytes(path).startswith(head):
-            raise UserError(f"--page={path} is a file that this experiment did not write.")
-        path.write_text(page)
-    except UserError:
-        raise
+        foreign = os.path.lexists(path) and not json_files.read_bytes(path).startswith(head)
+        if not foreign:
+            path.write_text(page)
     except (OSError, ValueError) as error:
         raise UserError(f"--page={path} cannot be written: {error}.") from error
+    if foreign:
+        raise UserError(f"--page={path} is a file that this experiment did not write.")
 
 
-def sleeping_step(schedule: Schedule) -> tuple[Callable[[float], float], list[float]]:
-    """(step, slept): `step(seconds)` runs a schedule once, whose actions take `seconds` each, and
-    returns the seconds of the whole step; it adds the seconds of each sleep to `slept`."""
-    slept: list[float] = []
-    length = 0.0
-
-    def rest(x):
-        start = time.perf_counter()
-        time.sleep(length)
-        slept.append(time.perf_counter() - start)
-        return x
+def sleeping_block(rest: Callable) -> Callable:
+    """Returns a block that multiplies its input by its parameter, and rests once in each action."""
 
     def asleep(x):
         return jax.pure_callback(rest, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
@@ -122,10 +112,22 @@ def sleeping_step(schedule: Schedule) -> tuple[Callable[[float], float], list[fl
         return jnp.sum(asleep(dy * y)), asleep(dy) * params
 
     sleep.defvjp(forward, backward)
+    return lambda params, held, x: sleep(params, x)
 
-    def block(params, held, x):
-        return sleep(params, x)
 
+def sleeping_step(schedule: Schedule) -> tuple[Callable[[float], float], list[float]]:
+    """(step, slept): `step(seconds)` runs a schedule once, whose actions take `seconds` each, and
+    returns the seconds of the whole step; it adds the seconds of each sleep to `slept`."""
+    slept: list[float] = []
+    length = 0.0
+
+    def rest(x):
+        start = time.perf_counter()
+        time.sleep(length)
+        slept.append(time.perf_counter() - start)
+        return x
+
+    block = sleeping_block(rest)
     if schedule.actions[1] == pipeline.RECOMPUTE:
         block = jax.checkpoint(block)
     division = divide(schedule.virtual_stages, schedule.stages, schedule.chunks)
@@ -144,25 +146,19 @@ def sleeping_step(schedule: Schedule) -> tuple[Callable[[float], float], list[fl
         )
         return jax.lax.psum(pipeline.run_stage(plan, table[0], work), "stage")
 
-    parts = {"embed": P(), "blocks": P("stage"), "head": P()}
-    program = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(P("stage"), parts, P()),
-        out_specs=P(),
-        check_vma=False,
+    specs = P("stage"), {"embed": P(), "blocks": P("stage"), "head": P()}, P()
+    program = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
     )
-    params = {"embed": np.float32(1), "blocks": np.ones(schedule.virtual_stages, np.float32)}
-    tokens = np.zeros((schedule.micro_batches, 1, 3), np.int32)
-    run = functools.partial(
-        jax.jit(program), pipeline.rows(plan), params | {"head": np.float32(1)}, tokens
-    )
+    ones = np.ones(schedule.virtual_stages, np.float32)
+    params = {"embed": np.float32(1), "blocks": ones, "head": np.float32(1)}
+    arguments = pipeline.rows(plan), params, np.zeros((schedule.micro_batches, 1, 3), np.int32)
 
     def step(seconds):
         nonlocal length
         length = seconds
         start = time.perf_counter()
-        jax.block_until_ready(run())
+        jax.block_until_ready(program(*arguments))
         return time.perf_counter() - start
 
     return step, slept
