@@ -52,36 +52,37 @@ def settled(config: RunConfig, chip: Chip, executor: Executor) -> RunConfig:
         for phase in each.phase_specs:
             executor.check(phase.model, each.training)
 
-    def decide() -> str:
-        try:
-            costs = run_costs(models, chip, executor)
-        except UserError as error:
-            raise UserError(
-                f"parallel.memory_limit needs the chip's rates, to plan by: {error} Legal: no "
-                "parallel.memory_limit."
-            ) from None
-        host = host_limit()
-        if config.model.remat == "none":
-            plan = remat.choose(costs, limit, host)
-        else:
-            loops = kinds_of_remat.loops(config.model.remat, config.model.num_layers)
-            plan = remat.estimate(costs, loops)
-            if plan.device_bytes > limit:
-                least = math.ceil(100 * plan.device_bytes / GIB) / 100
-                raise UserError(
-                    f"model.remat={config.model.remat[:60]} needs {least:.2f}GiB by the estimate, "
-                    f"above parallel.memory_limit={config.parallel.memory_limit}; legal: "
-                    f"{least:.2f}GiB or more, or model.remat=none, for which the planner chooses."
-                )
-        if any(each.transfer is None for each in costs):
-            say(f"no block is offloaded: {chip.name} has no known link to a memory of its host")
-        say(f"activations within {limit / GIB:.3f} GiB: model.remat={plan.text}")
-        for line in remat.table(plan, costs).splitlines():
-            say(f"  {line}")
-        return plan.text
-
-    text = processes.on_first(decide)
+    text = processes.on_first(lambda: _decided(config, models, limit, chip, executor))
     return config.change(model__remat=text)
+
+
+def _decided(config, models, limit, chip, executor) -> str:
+    """Prints the plan within the limit; returns its remat."""
+    try:
+        costs = run_costs(models, chip, executor)
+    except UserError as error:
+        raise UserError(
+            f"parallel.memory_limit needs the chip's rates, to plan by: {error} Legal: no "
+            "parallel.memory_limit."
+        ) from None
+    if config.model.remat == "none":
+        plan = remat.choose(costs, limit, host_limit())
+    else:
+        loops = kinds_of_remat.loops(config.model.remat, config.model.num_layers)
+        plan = remat.estimate(costs, loops)
+        if plan.device_bytes > limit:
+            least = math.ceil(100 * plan.device_bytes / GIB) / 100
+            raise UserError(
+                f"model.remat={config.model.remat[:60]} needs {least:.2f}GiB by the estimate, "
+                f"above parallel.memory_limit={config.parallel.memory_limit}; legal: "
+                f"{least:.2f}GiB or more, or model.remat=none, for which the planner chooses."
+            )
+    if any(each.transfer is None for each in costs):
+        say(f"no block is offloaded: {chip.name} has no known link to a memory of its host")
+    say(f"activations within {limit / GIB:.3f} GiB: model.remat={plan.text}")
+    for line in remat.table(plan, costs).splitlines():
+        say(f"  {line}")
+    return plan.text
 
 
 def host_limit() -> float:
@@ -172,10 +173,9 @@ def _rest(estimate):
 
 
 def _plan(training, executor, kind):
-    sizes = dict(executor.mesh.shape) if isinstance(executor, Sharded) else {}
-    sizes = {axis: sizes.get(axis, 1) for axis in meshes.AXES}
-    rows = training.micro_batches * sizes["data"] * sizes["fsdp"]
     sharded = isinstance(executor, Sharded)
+    sizes = executor.mesh.shape if sharded else dict.fromkeys(meshes.AXES, 1)
+    rows = training.micro_batches * sizes["data"] * sizes["fsdp"]
     return ParallelPlan(
         **sizes,
         zero=executor.zero if sharded else 0,
