@@ -1,4 +1,4 @@
-"""Means with clustered standard errors, and paired_difference differences between two models.
+"""Means with clustered standard errors, and paired differences between two models.
 
 Items of one document are not independent, so standard errors are clustered by document. Two models
 are compared by their differences on each item. Both follow "Adding Error Bars to Evals" (arXiv

@@ -57,14 +57,14 @@ def opened(
     locks: list[FolderLock] = []
     with contextlib.ExitStack() as stack:
 
-        def own(path, flag, begun):
-            if not begun:
+        def claim(path, flag, has_run):
+            if not has_run:
                 _refuse_run(path, flag)
                 undo = folders.claim(path, experiment, flag, names=_UNFINISHED)
                 stack.enter_context(stopping.cleaned_up(undo))
             locks.append(FolderLock(path))
             stack.enter_context(stopping.cleaned_up(locks[-1].release))
-            if not begun:
+            if not has_run:
                 _refuse_run(path, flag)  # Another process may have begun one meanwhile.
 
         second = mirror_path(folder, mirror)
@@ -72,15 +72,15 @@ def opened(
         def prepare():
             if mirror and not resume and second is None:
                 raise UserError(f"run.mirror={mirror} is the run folder; name another folder.")
-            own(folder, "--out", resume)
+            claim(folder, "--out", resume)
             if second is not None:
-                own(second, "run.mirror", resume and _is_mirror_of(second, folder))
+                claim(second, "run.mirror", resume and _is_mirror_of(second, folder))
             elif mirror:
                 say(f"{folder} was the mirror of a run; name another with --set run.mirror=FOLDER")
 
         def check():
-            for lock in locks[:1]:
-                lock.check()
+            if locks:
+                locks[0].check()
 
         processes.on_first(prepare)
         try:

@@ -81,7 +81,7 @@ def maker(
     return {NAME: functools.partial(torch_step, model, training, tokens, learning_rate)}
 
 
-def made(name: str, make: Callable[[], Any]) -> Any:
+def attempt(name: str, make: Callable[[], Any]) -> Any:
     """The result of `make`; None, after printing why, where a peer does not run here."""
     try:
         return make()

@@ -71,7 +71,7 @@ def run(request: Request, options) -> None:
 def _timed(makers, rounds):
     """({name: seconds of each round}, {name: facts of its step}); the states of all steps live as
     long as this call."""
-    steps = {name: step_peers.made(name, make) for name, make in makers.items()}
+    steps = {name: step_peers.attempt(name, make) for name, make in makers.items()}
     steps = {name: step for name, step in steps.items() if step}
     rows = {}
     for name, step in steps.items():

@@ -80,7 +80,7 @@ def test_what_does_not_run_here_is_left_out(monkeypatch, capsys):
 
     monkeypatch.setattr(step_peers, "_compiled", none)
     peer = step_peers.maker(MODEL, TRAINING, TOKENS, 0.01)
-    assert step_peers.made(step_peers.NAME, peer[step_peers.NAME]) is None
+    assert step_peers.attempt(step_peers.NAME, peer[step_peers.NAME]) is None
     said = capsys.readouterr().out
     assert "torch_compile is left out" in said and "XLA_PYTHON_CLIENT_PREALLOCATE=false" in said
 
@@ -90,7 +90,7 @@ def test_our_own_refusals_are_not_swallowed():
         raise UserError("no")
 
     with pytest.raises(UserError):
-        step_peers.made("dense", refused)
+        step_peers.attempt("dense", refused)
 
 
 @pytest.mark.parametrize(
