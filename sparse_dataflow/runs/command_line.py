@@ -33,7 +33,6 @@ from sparse_dataflow.runs.request import Request
 WIDTH = 100
 _HELP = ("help", "helpshort", "helpfull", "h", "?")
 _HELP_COLUMN = 27
-_MODULE = __name__
 _SET = "set"
 _FLAGFILE_BYTES = 2**20
 
@@ -114,17 +113,13 @@ def parse(
     """
     values = absl_flags.FlagValues()
     for flag in flags:
-        absl_flags.DEFINE_flag(
-            absl_flags.Flag(
-                _Parser(flag),
-                absl_flags.ArgumentSerializer(),
-                flag.name,
-                None,
-                flag.setting.help,
-                boolean=flag.setting.is_switch,
-            ),
-            values,
-            _MODULE,
+        values[flag.name] = absl_flags.Flag(
+            _Parser(flag),
+            absl_flags.ArgumentSerializer(),
+            flag.name,
+            None,
+            flag.setting.help,
+            boolean=flag.setting.is_switch,
         )
     if sets:
         absl_flags.DEFINE_multi_string(_SET, [], "path=value", flag_values=values)
@@ -293,7 +288,7 @@ def arguments(
     if shared:
         arguments.append(_request(flags, flag_values, sets).with_defaults(defaults))
     if options is not None:
-        option_names = {s.name for s in settings.settings(options)}.difference(shared)
+        option_names = {s.name for s in settings.settings(options)}
         arguments.append(options(**{n: v for n, v in flag_values.items() if n in option_names}))
     return arguments
 
