@@ -34,9 +34,9 @@ def plan():
     return Plan(curves, longer=(), trials=3, seeds=3, headline_seeds=5)
 
 
-def fake_result(run, shift=0.0):
+def fake_result(run):
     """Returns a loss that is lowest at density 1/2 and at twice the recipe's rate."""
-    bits = 2 + abs(math.log2(run.arm.stored_density / 0.5)) / 10 + shift
+    bits = 2 + abs(math.log2(run.arm.stored_density / 0.5)) / 10
     bits += abs(math.log2(run.multiplier / 2)) / 10 + 0.01 * math.sin(run.seed * run.arm.density)
     return {
         "bits_per_byte": bits, "steps": run.arm.steps, "tokens": 10 * run.arm.steps,
@@ -45,11 +45,15 @@ def fake_result(run, shift=0.0):
     }  # fmt: skip
 
 
-def all_results(plan, **changes):
-    """Returns the results of a list that is run to its end."""
+def all_results(plan, result_of=fake_result, diverges=lambda arm: False):
+    """Returns the results of a list that is run to its end; some arms diverge where measured."""
     results = {}
     while missing := [r for r in iso_flop_plan.run_list(plan, results) if r.name not in results]:
-        results[missing[0].name] = fake_result(missing[0], **changes)
+        run = missing[0]
+        results[run.name] = result_of(run)
+        if run.role == MEASURE and diverges(run.arm):
+            results[run.name]["bits_per_byte"] = None
+            del results[run.name]["curve"]
     return results
 
 
@@ -107,12 +111,13 @@ def test_sparse_arms_of_more_lengths_are_tuned_alike_and_show_what_reaches_the_d
     longer = iso_flop_plan.longer_arms(curves, (40, 80, 320))
     assert [(arm.density, arm.steps) for arm in longer] == [(0.125, 80), (0.125, 320)]
     plan = Plan(curves, longer, trials=3, seeds=2, headline_seeds=2)
-    results = {}
-    while missing := [r for r in iso_flop_plan.run_list(plan, results) if r.name not in results]:
-        run = missing[0]
+
+    def result_of(run):
         bits = 3 - math.log2(run.arm.steps * (1 if run.arm.density == 1 else 1 / 8)) / 10
         curve = [[run.arm.steps, 9.0], [10 * run.arm.steps, bits]]
-        results[run.name] = {**fake_result(run), "bits_per_byte": bits, "curve": curve}
+        return {**fake_result(run), "bits_per_byte": bits, "curve": curve}
+
+    results = all_results(plan, result_of)
     for arm in longer:
         roles = [run.role for run in iso_flop_plan.run_list(plan, results) if run.arm == arm]
         assert roles == [TUNE] * 3 + [MEASURE] * 2
@@ -200,14 +205,8 @@ def test_differences_are_paired_by_seed_with_students_t(plan):
 
 
 def test_a_run_that_diverged_is_never_the_best(plan):
-    results = all_results(plan)
     half = next(arm for arm in plan.curves[0].arms if arm.density == 0.5)
-    for run in iso_flop_plan.run_list(plan, results):
-        if run.arm == half and run.role == MEASURE:
-            results[run.name] = {**results[run.name], "bits_per_byte": None}
-            del results[run.name]["curve"]
-    for run in iso_flop_plan.run_list(plan, results):
-        results.setdefault(run.name, fake_result(run))
+    results = all_results(plan, diverges=lambda arm: arm == half)
     summary = iso_flop_report.summary(plan, plan.curves[0], results)
     assert summary["minimum"] != half.name
     json.dumps(summary, allow_nan=False)
@@ -215,13 +214,7 @@ def test_a_run_that_diverged_is_never_the_best(plan):
 
 
 def test_a_dense_model_that_diverged_leaves_the_tables_of_the_others(plan, tmp_path):
-    results = all_results(plan)
-    for run in iso_flop_plan.run_list(plan, results):
-        if run.arm.steps == 80 and run.arm.density == 1 and run.role == MEASURE:
-            results[run.name] = {**results[run.name], "bits_per_byte": None}
-            del results[run.name]["curve"]
-    for run in iso_flop_plan.run_list(plan, results):
-        results.setdefault(run.name, fake_result(run))
+    results = all_results(plan, diverges=lambda arm: (arm.steps, arm.density) == (80, 1))
     curves = [iso_flop_report.summary(plan, curve, results) for curve in plan.curves]
     for curve in curves:
         differences = [arm["to_dense"] for arm in curve["arms"][1:]]
