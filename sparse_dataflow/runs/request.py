@@ -360,10 +360,8 @@ def saved_config(folder: str | Path) -> RunConfig:
 
 def _resumable(saved: RunConfig, folder: str) -> RunConfig:
     """Returns a saved config as a resumed run uses it."""
-    fresh = {}
-    for path, s in settings.by_path(RunConfig).items():
-        if s.resumed == FRESH:
-            fresh[path] = s.default
+    by_path = settings.by_path(RunConfig)
+    fresh = {path: s.default for path, s in by_path.items() if s.resumed == FRESH}
     return settings.changed(saved, {**fresh, "run.out": folder})
 
 

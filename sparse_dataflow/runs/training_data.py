@@ -100,10 +100,7 @@ def answer_rows(
         for count, words in (
             (split.truncated, f"examples lost their end, after {sequence} tokens"),
             (split.skipped, f"examples are left out: no answer within {sequence} tokens"),
-            (
-                split.examples.skipped,
-                "examples are left out: the template changes them",
-            ),
+            (split.examples.skipped, "examples are left out: the template changes them"),
             (split.examples.changed, "answers are not trained: the template changes them later"),
         ):
             if count:

@@ -85,7 +85,7 @@ def times(rows: Sequence[Mapping[str, float]], recommended: int) -> Markup:
         axes.legend(
             loc="lower left", bbox_to_anchor=(-0.12, 1.0), ncols=3, frameon=False, fontsize=10
         )
-        figure.axes[0].set_position(
+        axes.set_position(
             (84 / _WIDTH, 46 / figure.bbox.height, 1 - 100 / _WIDTH, 1 - 104 / figure.bbox.height)
         )
         return svg.inline(figure, "times", "Where the time goes", "Seconds by group of terms")
