@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 CONFIDENCE = 0.95
 METHOD = (
@@ -73,9 +74,7 @@ def clustered_mean(values: np.ndarray, documents: Sequence) -> ClusteredMean:
     return ClusteredMean(float(values.mean()), error, len(values), count)
 
 
-def paired_difference(
-    first: np.ndarray, second: np.ndarray, documents: Sequence
-) -> PairedDifference:
+def paired_difference(first: ArrayLike, second: ArrayLike, documents: Sequence) -> PairedDifference:
     """Returns the paired difference of two models.
 
     Args:

@@ -141,17 +141,16 @@ def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, 
     """
     dense = curve.arms[0]
     of_dense = iso_flop_plan.measured_results(plan, dense, results)
+    dense_bits = {seed: bits_per_byte(result) for seed, result in of_dense.items()}
     target = quality_target(plan, curve, results)
     arms: list[dict[str, Any]] = []
     for arm in curve.arms:
         measured = iso_flop_plan.measured_results(plan, arm, results)
         bits = {seed: bits_per_byte(result) for seed, result in measured.items()}
-        seeds = [seed for seed in bits if seed in of_dense]
+        seeds = [seed for seed in bits if seed in dense_bits]
+        first, second = ([of_arm[s] for s in seeds] for of_arm in (bits, dense_bits))
         difference = None
-        sums = [bits[seed] + bits_per_byte(of_dense[seed]) for seed in seeds]
-        if arm != dense and all(map(math.isfinite, sums)):
-            pairs = [[bits[s], of_dense[s]["bits_per_byte"]] for s in seeds]
-            first, second = np.transpose(pairs)
+        if arm != dense and all(map(math.isfinite, first + second)):
             difference = dataclasses.asdict(paired_difference(first, second, seeds))
         reached = None
         if target is not None:
