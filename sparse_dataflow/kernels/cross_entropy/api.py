@@ -57,17 +57,6 @@ def token_scores(
     return results
 
 
-def token_losses(
-    x: jax.Array,
-    embedding: jax.Array,
-    targets: jax.Array,
-    axis: Axis | None = None,
-    size: int | None = None,
-) -> jax.Array:
-    """Return only the losses of `token_scores`: float32 [tokens]."""
-    return token_scores(x, embedding, targets, axis, size)[0]
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def weighted_loss(
     x: jax.Array,
@@ -77,12 +66,12 @@ def weighted_loss(
     axis: Axis | None = None,
     size: int | None = None,
 ) -> jax.Array:
-    """Return the sum over tokens of weights * token_losses, a float32 scalar.
+    """Return the sum over tokens of weights * the losses of `token_scores`, a float32 scalar.
 
     `weights` is float32 [tokens].  Differentiable in x and embedding.  Over an axis, every device
     returns an equal share of the sum, and dx of its own rows: sum both over the devices.
     """
-    losses = token_losses(x, embedding, targets, axis, size)
+    losses, _ = token_scores(x, embedding, targets, axis, size)
     return _share(jnp.sum(losses * weights), axis)
 
 
@@ -91,41 +80,57 @@ def _share(total, axis):
 
 
 def _forward(x, embedding, targets, weights, axis, size):
-    def chunk(total, chunk_arrays):
-        loss, dembedding = total
-        xc, tc, wc = chunk_arrays
-        logits = vocabulary.mask_padding(logits_of(xc, embedding), size, axis)
+    def chunk(x, targets, weights):
+        logits = vocabulary.mask_padding(logits_of(x, embedding), size, axis)
         lse = vocabulary.logsumexp(logits, axis)
-        rows = vocabulary.local_rows(tc, len(embedding), axis)
-        loss += jnp.sum((lse - vocabulary.at(logits, rows, axis)) * wc)
+        rows = vocabulary.local_rows(targets, len(embedding), axis)
+        loss = jnp.sum((lse - vocabulary.at(logits, rows, axis)) * weights)
         hit = jnp.arange(len(embedding)) == rows[:, None]
-        dlogits = ((jnp.exp(logits - lse[:, None]) - hit) * wc[:, None]).astype(x.dtype)
-        dx = jnp.matmul(dlogits, embedding)
-        dembedding += lax.dot_general(
-            dlogits, xc, (((0,), (0,)), ((), ())), preferred_element_type=wide(x.dtype)
-        )
-        return (loss, dembedding), dx
+        return loss, (jnp.exp(logits - lse[:, None]) - hit) * weights[:, None]
 
-    dtype = wide(x.dtype)
-    total = (
-        jnp.zeros((), jnp.promote_types(dtype, weights.dtype)),
-        jnp.zeros(embedding.shape, dtype),
-    )
-    (loss, dembedding), dx = over_chunks(chunk, total, (x, targets, weights))
-    return _share(loss, axis), (dx, dembedding.astype(embedding.dtype))
+    loss, gradients = loss_and_gradients(chunk, embedding, x, targets, weights)
+    return _share(loss, axis), gradients
 
 
-def _backward(axis, size, saved, cotangent):
-    dx, dembedding = saved
-    return (
-        dx * cotangent.astype(dx.dtype),
-        dembedding * cotangent.astype(dembedding.dtype),
-        None,
-        None,
-    )
+def _backward(axis, size, gradients, cotangent):
+    return *scaled(gradients, cotangent), None, None
 
 
 weighted_loss.defvjp(_forward, _backward)
+
+
+def loss_and_gradients(
+    chunk: Callable,
+    embedding: jax.Array,
+    x: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    *more: jax.Array,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Return (loss, (dx, dembedding)), one chunk of tokens at a time.
+
+    `chunk` maps a chunk's (x, targets, weights, *more) to its loss and the gradient of its logits.
+    """
+    dtype = wide(x.dtype)
+
+    def step(total, arrays):
+        loss, dembedding = total
+        chunk_loss, dlogits = chunk(*arrays)
+        dlogits = dlogits.astype(x.dtype)
+        dembedding += lax.dot_general(
+            dlogits, arrays[0], (((0,), (0,)), ((), ())), preferred_element_type=dtype
+        )
+        return (loss + chunk_loss, dembedding), jnp.matmul(dlogits, embedding)
+
+    zero = jnp.zeros((), jnp.promote_types(dtype, weights.dtype))
+    total = zero, jnp.zeros(embedding.shape, dtype)
+    (loss, dembedding), dx = over_chunks(step, total, (x, targets, weights, *more))
+    return loss, (dx, dembedding.astype(embedding.dtype))
+
+
+def scaled(gradients: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the gradients of a loss times its cotangent."""
+    return tuple(gradient * cotangent.astype(gradient.dtype) for gradient in gradients)
 
 
 def wide(dtype: jnp.dtype) -> jnp.dtype:

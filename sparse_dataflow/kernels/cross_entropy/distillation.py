@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from sparse_dataflow.kernels.cross_entropy.api import logits_of, over_chunks, wide
+from sparse_dataflow.kernels.cross_entropy.api import logits_of, loss_and_gradients, scaled
 
 
 class TeacherOutput(NamedTuple):
@@ -36,8 +35,9 @@ def distillation_loss(
 ) -> jax.Array:
     """Return the sum over tokens of weights * ((1 - w) * loss + w * divergence), w of the teacher.
 
-    `loss` is `api.token_losses`; the divergence is KL(teacher || student) of the next token's
-    distribution, in nats, at temperature 1 (arXiv 1503.02531).  Differentiable in x and embedding.
+    `loss` is that of `api.token_scores`; the divergence is KL(teacher || student) of the next
+    token's distribution, in nats, at temperature 1 (arXiv 1503.02531).  Differentiable in x and
+    embedding.
 
     Args:
       x: float [tokens, d_model], normalised hidden states.
@@ -53,35 +53,22 @@ def distillation_loss(
 
 
 def _forward(x, embedding, targets, weights, teacher):
-    def chunk(total, chunk_arrays):
-        loss, dembedding = total
-        xc, tc, wc, teacher_x = chunk_arrays
-        log_student = jax.nn.log_softmax(logits_of(xc, embedding))
+    def chunk(x, targets, weights, teacher_x):
+        log_student = jax.nn.log_softmax(logits_of(x, embedding))
         log_teacher = jax.nn.log_softmax(logits_of(teacher_x, teacher.embedding))
         soft = teacher.weight * jnp.exp(log_teacher)
-        hard = jax.nn.one_hot(tc, len(embedding), dtype=soft.dtype)
+        hard = jax.nn.one_hot(targets, len(embedding), dtype=soft.dtype)
         probabilities = (1 - teacher.weight) * hard + soft
-        each = jnp.sum(soft * log_teacher - probabilities * log_student, axis=1)
+        losses = jnp.sum(soft * log_teacher - probabilities * log_student, axis=1)
         # The probabilities of a token add up to 1.
-        dlogits = ((jnp.exp(log_student) - probabilities) * wc[:, None]).astype(x.dtype)
-        dembedding += lax.dot_general(
-            dlogits, xc, (((0,), (0,)), ((), ())), preferred_element_type=wide(x.dtype)
-        )
-        return (loss + jnp.sum(each * wc), dembedding), jnp.matmul(dlogits, embedding)
+        dlogits = (jnp.exp(log_student) - probabilities) * weights[:, None]
+        return jnp.sum(losses * weights), dlogits
 
-    dtype = wide(x.dtype)
-    total = (
-        jnp.zeros((), jnp.promote_types(dtype, weights.dtype)),
-        jnp.zeros(embedding.shape, dtype),
-    )
-    (loss, dembedding), dx = over_chunks(chunk, total, (x, targets, weights, teacher.x))
-    return loss, (dx, dembedding.astype(embedding.dtype))
+    return loss_and_gradients(chunk, embedding, x, targets, weights, teacher.x)
 
 
-def _backward(saved, cotangent):
-    dx, dembedding = saved
-    scaled = (dx * cotangent.astype(dx.dtype), dembedding * cotangent.astype(dembedding.dtype))
-    return (*scaled, None, None, None)
+def _backward(gradients, cotangent):
+    return *scaled(gradients, cotangent), None, None, None
 
 
 distillation_loss.defvjp(_forward, _backward)
