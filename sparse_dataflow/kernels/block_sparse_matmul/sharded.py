@@ -40,7 +40,7 @@ def cut_columns(layout: BlockLayout, shards: int, fan: int | None = None) -> Sha
     Raises:
       UserError: if the shards would differ in shape or in stored blocks, or a line exceeds `fan`.
     """
-    return _cut(layout, shards, fan, layout.cols, "output")
+    return _cut(layout, shards, fan, by_column=True)
 
 
 def cut_rows(layout: BlockLayout, shards: int, fan: int | None = None) -> ShardedLayout:
@@ -48,47 +48,41 @@ def cut_rows(layout: BlockLayout, shards: int, fan: int | None = None) -> Sharde
 
     `fan` is the width of the tables by output block.
     """
-    return _cut(layout, shards, fan, layout.rows, "input")
+    return _cut(layout, shards, fan, by_column=False)
 
 
-def _cut(layout, shards, fan, side, name):
-    by_column = name == "output"
-    total = layout.out_blocks if by_column else layout.in_blocks
+def _cut(layout, shards, fan, by_column):
+    name = "output" if by_column else "input"
+    side, total = (layout.cols, layout.out_blocks) if by_column else (layout.rows, layout.in_blocks)
     if shards < 1 or total % shards:
         legal = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
         raise UserError(
             f"{total} {name} blocks cannot be split into {shards} shards; legal: {legal}."
         )
     local_blocks = total // shards
-    stored = np.bincount(side // local_blocks, minlength=shards)
+    shard_of_block, local = np.divmod(side, local_blocks)
+    stored = np.bincount(shard_of_block, minlength=shards)
     if np.ptp(stored):
         raise UserError(
             f"Shards would store from {min(stored)} to {max(stored)} blocks; "
             f"legal: layouts that store equally many blocks for each {name} block."
         )
-    members = [np.flatnonzero(side // local_blocks == shard) for shard in range(shards)]
+    rows, cols = (layout.rows, local) if by_column else (local, layout.cols)
     grid = (layout.in_blocks, local_blocks) if by_column else (local_blocks, layout.out_blocks)
-    shard_layouts = []
-    for shard, at in enumerate(members):
-        rows, cols = layout.rows[at], layout.cols[at]
-        if by_column:
-            cols = cols - shard * local_blocks
-        else:
-            rows = rows - shard * local_blocks
-        max_fan_out = None if by_column else layout.max_fan_out
-        shard_layouts.append(BlockLayout(layout.block, *grid, rows, cols, max_fan_out))
+    max_fan_out = None if by_column else layout.max_fan_out
+    members = [np.flatnonzero(shard_of_block == shard) for shard in range(shards)]
+    cuts = tuple(
+        BlockLayout(layout.block, *grid, rows[at], cols[at], max_fan_out) for at in members
+    )
     order = np.concatenate(members).astype(np.int32)
-    return ShardedLayout(tuple(shard_layouts), order, _stacked(shard_layouts, fan, by_column))
+    return ShardedLayout(cuts, order, _stacked(cuts, fan, by_column))
 
 
-def _stacked(shard_layouts, fan, by_column):
+def _stacked(cuts, fan, by_column):
     """Stack the shards' tables, padded to one width; `fan` sets the unsharded side's width."""
-    each = [shard_layout.tables() for shard_layout in shard_layouts]
-    fan_in = max(tables.in_index.shape[1] for tables in each)
-    fan_out = max(tables.out_index.shape[1] for tables in each)
-    if fan is not None and by_column:
-        fan_out = fan
-    elif fan is not None:
-        fan_in = fan
-    each = [pad_tables(tables, fan_in, fan_out) for tables in each]
-    return stack_tables(each)
+    tables = [shard.tables() for shard in cuts]
+    fan_in = max(each.in_index.shape[1] for each in tables)
+    fan_out = max(each.out_index.shape[1] for each in tables)
+    if fan is not None:
+        fan_in, fan_out = (fan_in, fan) if by_column else (fan, fan_out)
+    return stack_tables([pad_tables(each, fan_in, fan_out) for each in tables])
