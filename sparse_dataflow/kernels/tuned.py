@@ -168,27 +168,18 @@ def keyed_by_case(
 
 def choose_tiles(spaces: Mapping[Case, SearchSpace]) -> dict[str, Any]:
     """Return the tile sizes of each product: measured ones, else the heuristic's."""
-    return {
-        case.product: lookup(case, type(space.start), space.legal) or space.start
-        for case, space in spaces.items()
-    }
+    return {case.product: _measured(case, space) or space.start for case, space in spaces.items()}
 
 
-def lookup(case: Case, kind: type, legal: Callable[[Any], bool]) -> Any:
-    """Return the measured tile sizes of a case on the target device; None if there are none.
-
-    Args:
-      case: the product.
-      kind: dataclass of the tile sizes.
-      legal: whether the chip can run given tile sizes.
-    """
+def _measured(case, space):
+    """Return the measured tile sizes of a case on the target device; None if there are none."""
     path = file_path(device_kind())
     entries = _entries(path)
     if case not in entries:
         return None
     try:
-        tiles = parse(kind, entries[case], str(case))
-        if not legal(tiles):
+        tiles = parse(type(space.start), entries[case], str(case))
+        if not space.legal(tiles):
             raise UserError(f"This chip cannot run {tiles} of {case}.")
     except UserError as error:
         _warn_ignored(path.name, str(error))
