@@ -175,10 +175,7 @@ class BlockSparseLinear(nnx.Module):
         self._check_layout()
         if self.static_layout is not None:
             return [self.static_layout]
-        block = self.values.shape[-1]
-        tables = [np.asarray(table) for table in self._tables().arrays]
-        stacked = [table.reshape(-1, *table.shape[-2:]) for table in tables]
-        return [BlockLayout.from_tables(LayoutTables(*layer), block) for layer in zip(*stacked)]
+        return self._tables().layouts(self.values.shape[-1])
 
     def set_layouts(self, layouts: Sequence[BlockLayout], evolving: bool) -> None:
         """Replaces the layout, but not the values: see `sd.evolve`.

@@ -79,10 +79,8 @@ def layouts_from_tables(config: ModelConfig, tables: Any) -> dict[str, list[Bloc
     layouts: dict[str, list[BlockLayout]] = {}
     for group in split_groups(tables):
         for projection, stacked in group.items():
-            layouts.setdefault(projection, []).extend(
-                BlockLayout.from_tables(LayoutTables(*layer), config.linear(projection).block)
-                for layer in zip(*map(np.asarray, stacked.arrays))
-            )
+            block = config.linear(projection).block
+            layouts.setdefault(projection, []).extend(stacked.layouts(block))
     return layouts
 
 

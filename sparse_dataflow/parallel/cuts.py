@@ -11,7 +11,7 @@ import numpy as np
 from sparse_dataflow.config.projections import KEY_VALUE
 from sparse_dataflow.kernels.block_sparse_matmul.sharded import cut_columns, cut_rows
 from sparse_dataflow.parallel.sharding import COLUMN_PARALLEL
-from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, stack_tables
+from sparse_dataflow.sparsity.layout import LayoutTables, stack_tables
 
 
 class Cut(NamedTuple):
@@ -53,8 +53,7 @@ def _cut(name, stacked, shards, changing, copies):
     shards //= copies
     column_parallel = name in COLUMN_PARALLEL
     divide = cut_columns if column_parallel else cut_rows
-    layers = zip(*map(np.asarray, stacked.arrays))
-    layouts = [BlockLayout.from_tables(LayoutTables(*layer), 1) for layer in layers]
+    layouts = stacked.layouts(block=1)
     lines = np.shape(stacked.in_index if column_parallel else stacked.out_index)[1]
     # A line of a shard has at most the shard's blocks, and at most the blocks of the whole line.
     across = np.shape(stacked.out_index if column_parallel else stacked.in_index)[2]

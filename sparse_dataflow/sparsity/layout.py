@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -99,14 +100,22 @@ class LayoutTables(NamedTuple):
         """The four index tables."""
         return self[:4]
 
+    def layouts(self, block: int) -> "list[BlockLayout]":
+        """Returns the layout of each layer of concrete tables [..., lines, fan]."""
+        return [BlockLayout.from_tables(layer, block) for layer in self._layers()]
+
     def with_groups(self) -> "LayoutTables":
         """Adds the groups of concrete tables [..., lines, fan], if all their layouts share them."""
         if any(not isinstance(table, np.ndarray) for table in self.arrays):
             return self
-        stacked = [table.reshape(-1, *table.shape[-2:]) for table in self.arrays]
-        layers = {tuple(table.tobytes() for table in layer): layer for layer in zip(*stacked)}
-        groups = {BlockLayout.from_tables(LayoutTables(*t), 1).groups for t in layers.values()}
+        layers = {tuple(map(np.ndarray.tobytes, layer.arrays)): layer for layer in self._layers()}
+        groups = {BlockLayout.from_tables(layer, 1).groups for layer in layers.values()}
         return self._replace(groups=groups.pop() if len(groups) == 1 else None)
+
+    def _layers(self):
+        arrays = [np.asarray(table) for table in self.arrays]
+        stacked = [a.reshape(math.prod(a.shape[:-2]), *a.shape[-2:]) for a in arrays]
+        return map(LayoutTables, *stacked)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
