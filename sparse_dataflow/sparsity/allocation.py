@@ -76,9 +76,8 @@ def _erdos_renyi(model):
         least = sum(legal[name][0] * weights[name] for name in names)
         whole = sum(weights.values())
         raise UserError(
-            f"--set sparsity.budget=compute finds no densities within {budget / whole:.4g} of "
-            "the dense "
-            f"FLOPs; the smallest legal densities cost {least / whole:.4g}. Legal: a larger "
+            f"--set sparsity.budget=compute finds no densities within {budget / whole:.4g} of the "
+            f"dense FLOPs; the smallest legal densities cost {least / whole:.4g}. Legal: a larger "
             "--density, or a smaller --block."
         )
     return best[2]
@@ -136,9 +135,8 @@ def _by_depth(model, budget):
             if not _has_layout(model, name, product):
                 legal = _neighbours(_legal(model, name), product)
                 raise UserError(
-                    f"--set sparsity.budget={budget}: {text} of --density={density:g} gives "
-                    f"{name} a "
-                    f"density of {product:.4g}, for which {spec.pattern} has no balanced layout; "
+                    f"--set sparsity.budget={budget}: {text} of --density={density:g} gives {name} "
+                    f"a density of {product:.4g}, for which {spec.pattern} has no balanced layout; "
                     f"nearest legal: {', '.join(f'{value / density:.6g}x' for value in legal)}."
                 )
     by_depth = tuple(value for value in multipliers for _ in range(layers // count))
@@ -167,9 +165,8 @@ def _named(model, budget):
         if not colon or name not in model.projections:
             raise UserError(
                 f"--set sparsity.budget={budget} is not legal: {item!r} names no projection; "
-                "legal: "
-                f"{', '.join(BUDGETS)}, {DEPTH}1.5x,0.5x, or densities such as attn_out:"
-                f"0.25,mlp_in:0.125 of {', '.join(model.sparse_projections)}."
+                f"legal: {', '.join(BUDGETS)}, {DEPTH}1.5x,0.5x, or densities such as "
+                f"attn_out:0.25,mlp_in:0.125 of {', '.join(model.sparse_projections)}."
             )
         if name not in model.sparse_projections:
             raise UserError(
@@ -188,8 +185,7 @@ def _named(model, budget):
         if not 0 < densities[name] <= 1:
             raise UserError(
                 f"--set sparsity.budget={budget}: {item!r} is not a density in (0, 1], or a "
-                "multiple of "
-                "--density such as 0.5x with a product in (0, 1]."
+                "multiple of --density such as 0.5x with a product in (0, 1]."
             )
     return densities
 

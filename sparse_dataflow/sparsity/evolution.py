@@ -253,8 +253,7 @@ def _sparse_to_dense(model, config):
     if not set(config.first) < set(sparse):
         raise UserError(
             f"--set evolution.first={','.join(config.first)} must name some of the sparse "
-            "projections, "
-            f"but not all of them; legal: {', '.join(sparse)}."
+            f"projections, but not all of them; legal: {', '.join(sparse)}."
         )
     partly = _with_sparse_specs(model, to_dense, config.first)
     return (
