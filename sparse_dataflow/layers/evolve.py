@@ -179,14 +179,14 @@ def _carried(state, changes):
         matches = [suffix for suffix in suffixes if names[-len(suffix) :] == suffix]
         if not matches or np.size(leaf) <= 1:  # A count, or a place holder.
             return leaf
-        layer = suffixes[max(matches, key=len)].layer
-        stored = layer.values.shape[:-2]
+        change = suffixes[max(matches, key=len)]
+        stored = change.layer.values.shape[:-2]
         if leaf.shape[: len(stored)] != stored:
             raise UserError(
                 f"The optimizer state {dotted(names)} has shape {leaf.shape} and the layer stores "
                 f"{stored[-1]} blocks; legal: the state of this layout."
             )
-        return _gather(leaf, suffixes[max(matches, key=len)].sources, len(stored) - 1)
+        return _gather(leaf, change.sources, len(stored) - 1)
 
     return jax.tree_util.tree_map_with_path(carry, state)
 

@@ -11,8 +11,6 @@ from flax import nnx
 
 from sparse_dataflow.files.errors import UserError
 
-_zeros = nnx.initializers.zeros_init()
-
 
 @dataclasses.dataclass(frozen=True)
 class Contraction:
@@ -77,7 +75,7 @@ class Contraction:
         stack = kernel.shape[: kernel.ndim - rank]
         axes = [*range(len(stack)), *(len(stack) + axis for axis in self.order)]
         sides = math.prod(self.shape[: self.count]), math.prod(self.shape[self.count :])
-        linear = _linear(nnx.Linear, *sides, like=module)
+        linear = module_like(nnx.Linear, *sides, like=module)
         linear.kernel = nnx.Param(kernel.transpose(axes).reshape(*stack, *sides))
         if module.bias is not None:
             linear.bias = nnx.Param(module.bias[...].reshape(*stack, -1))
@@ -88,11 +86,11 @@ class Contraction:
         """Returns the module of a matrix: inverse of `linear`."""
         new = self.shape[self.count :]
         if self.equation:
-            general = _linear(nnx.Einsum, self.equation, self.kernel_shape, None, like=linear)
+            general = module_like(nnx.Einsum, self.equation, self.kernel_shape, None, like=linear)
             general.bias_shape = None if linear.bias is None else new
         else:
             features = self.shape[: self.count], new
-            general = _linear(nnx.LinearGeneral, *features, axis=self.axis, like=linear)
+            general = module_like(nnx.LinearGeneral, *features, axis=self.axis, like=linear)
             general.use_bias = linear.use_bias
         kernel = linear.kernel[...]
         stack = kernel.shape[:-2]
@@ -173,15 +171,15 @@ def _terms(equation, rank=None):
     return terms
 
 
-def _linear(kind, *sizes, like, **options):
-    """Returns an nnx module of a kind, without a bias, of the dtypes of another."""
+def module_like(kind: type, *sizes: Any, like: Any, **options: Any) -> Any:
+    """Returns an nnx module of zeros, without a bias, of the dtypes of the module `like`."""
     if kind is not nnx.Einsum:
         options["use_bias"] = False
     return kind(
         *sizes,
         dtype=like.dtype,
         param_dtype=like.param_dtype,
-        kernel_init=_zeros,
+        kernel_init=nnx.initializers.zeros_init(),
         rngs=nnx.Rngs(0),
         **options,
     )

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.layers.general import BlockSparseGeneral, Contraction
+from sparse_dataflow.layers.general import BlockSparseGeneral, Contraction, module_like
 from sparse_dataflow.layers.linear import BlockSparseLinear
 from sparse_dataflow.models.blocks import collect, expand, grid_norms
 from sparse_dataflow.sparsity.evolution import largest_blocks
@@ -31,8 +31,6 @@ LINEARS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 """Modules that `sparsify` replaces."""
 
 _KINDS = "nnx.Linear, nnx.LinearGeneral and nnx.Einsum"
-
-_zeros = nnx.initializers.zeros_init()
 
 
 def sparsify(
@@ -232,7 +230,7 @@ def balanced_degree(linear: Any, block: int, density: float) -> int:
 
 def _sparse(linear, pattern, density, block, evolving, number):
     """Returns the block-sparse layer of an nnx.Linear, the `number`-th of its model."""
-    kernel = linear.kernel[...]
+    kernel, sides = linear.kernel[...], (linear.in_features, linear.out_features)
     stack, dense = kernel.shape[:-2], kernel.reshape(-1, *kernel.shape[-2:])
     if pattern == MAGNITUDE:
         degree = balanced_degree(linear, block, density)
@@ -242,21 +240,10 @@ def _sparse(linear, pattern, density, block, evolving, number):
         layouts = [largest_blocks(layer, block, degree) for layer in norms]
         scale = 1.0
     else:
-        layout = make_layout(
-            pattern, linear.in_features, linear.out_features, block, density, number
-        )
+        layout = make_layout(pattern, *sides, block, density, number)
         layouts, scale = [layout], 1 / math.sqrt(layout.density)
     values = collect(*positions(layouts, len(dense)), dense, block) * scale
-    layer = BlockSparseLinear(
-        linear.in_features,
-        linear.out_features,
-        layout=layouts[0],
-        use_bias=False,
-        dtype=linear.dtype,
-        param_dtype=linear.param_dtype,
-        kernel_init=_zeros,
-        rngs=nnx.Rngs(0),
-    )
+    layer = module_like(BlockSparseLinear, *sides, like=linear, layout=layouts[0])
     layer.values = nnx.Param(values.astype(kernel.dtype).reshape(*stack, *values.shape[1:]))
     layer.bias, layer.use_bias = linear.bias, linear.use_bias
     layer.set_layouts(layouts, evolving)
@@ -276,15 +263,7 @@ def _dense(layer):
     stack, stored = values.shape[:-3], values.reshape(-1, *values.shape[-3:])
     grid = layouts[0].in_blocks, layouts[0].out_blocks
     kernel = expand(*positions(layouts, len(stored)), stored, grid)
-    linear = nnx.Linear(
-        layer.in_features,
-        layer.out_features,
-        use_bias=False,
-        dtype=layer.dtype,
-        param_dtype=layer.param_dtype,
-        kernel_init=_zeros,
-        rngs=nnx.Rngs(0),
-    )
+    linear = module_like(nnx.Linear, layer.in_features, layer.out_features, like=layer)
     linear.kernel = nnx.Param(kernel.reshape(*stack, *kernel.shape[1:]))
     linear.bias, linear.use_bias = layer.bias, layer.use_bias
     return linear
