@@ -39,19 +39,8 @@ class Mlp(nnx.Module):
 
     def mlp(self, x_BxTxD, tables, shard):
         """Applies the MLP to gathered tokens; each device of the shard gets its tokens' outputs."""
-        fuses = shard.feature_axis is None  # Else devices exchange hidden features.
-        if fuses and (y := self._fused_gated_mlp(x_BxTxD, tables)) is not None:
-            return self.mlp_out.with_bias(shard.reduce(y))
-        if fuses and self._fuses_mlp(tables):
-            inside, outside = self.mlp_in.cast(x_BxTxD.dtype), self.mlp_out.cast(x_BxTxD.dtype)
-            y = sparse_mlp(
-                x_BxTxD,
-                inside["values"],
-                inside["bias"],
-                outside["values"],
-                tables["mlp_in"],
-                tables["mlp_out"],
-            )
+        # With a feature axis, devices exchange hidden features.
+        if shard.feature_axis is None and (y := self._fused(x_BxTxD, tables)) is not None:
             return self.mlp_out.with_bias(shard.reduce(y))
         products = [self.mlp_in(x_BxTxD, tables.get("mlp_in"), shard.reduce_features)]
         if self.config.gated_mlp:
@@ -60,39 +49,30 @@ class Mlp(nnx.Module):
         hidden = shard.gather_features(activate(self.config, *products))
         return self.mlp_out(hidden, tables.get("mlp_out"), shard.reduce)
 
-    def _fuses_mlp(self, tables):
-        """Returns whether `sparse_mlp` has this MLP: a biased GELU between two plain weights."""
-        config, names = self.config, ("mlp_in", "mlp_out")
-        return (
-            config.activation == "gelu"
-            and not config.gated_mlp
-            and "mlp_in" in config.biases
-            and self.mlp_in.plain_sparse
-            and self.mlp_out.plain_sparse
-            and not config.quantized
-            and not any(_sees_inputs(tables.get(name)) for name in names)
-        )
+    def _fused(self, x_BxTxD, tables):
+        """Returns mlp_out's product where one op has the whole MLP, else None.
 
-    def _fused_gated_mlp(self, x_BxTxD, tables):
-        """Returns mlp_out's product if one kernel has a plain gated MLP of this target; or None."""
+        Its weights are then plain block-sparse ones.  Of gated MLPs those without biases have an
+        op, of others a GELU with a bias.
+        """
         config = self.config
-        if not config.gated_mlp or config.quantized:
-            return None
-        if {"mlp_gate", "mlp_in"} & set(config.biases):
-            return None
-        layers = [getattr(self, name) for name in MLP]
-        if any(_sees_inputs(tables.get(name)) for name in MLP):
-            return None
-        if not all(layer.plain_sparse for layer in layers):
+        if config.gated_mlp:
+            has_op = not {"mlp_gate", "mlp_in"} & set(config.biases)
+        else:
+            has_op = config.activation == "gelu" and "mlp_in" in config.biases
+        names = [name for name in config.projections if name in MLP]
+        layers = [getattr(self, name) for name in names]
+        plain = not config.quantized and all(layer.plain_sparse for layer in layers)
+        # These tables need the input of a projection, which a fused op does not have as an array.
+        needs_inputs = any(isinstance(tables.get(n), Probe | InputThreshold) for n in names)
+        if not has_op or not plain or needs_inputs:
             return None
         values = [layer.cast(x_BxTxD.dtype)["values"] for layer in layers]
-        layouts = [tables[name] for name in MLP]
-        return gated_sparse_mlp(x_BxTxD, values, layouts, config.activation)
-
-
-def _sees_inputs(tables):
-    """Returns whether a projection needs its input as an array, which a fused MLP does not have."""
-    return isinstance(tables, Probe | InputThreshold)
+        layouts = [tables[name] for name in names]
+        if config.gated_mlp:
+            return gated_sparse_mlp(x_BxTxD, values, layouts, config.activation)
+        bias = self.mlp_in.cast(x_BxTxD.dtype)["bias"]
+        return sparse_mlp(x_BxTxD, values[0], bias, values[1], *layouts)
 
 
 def activate(config: ModelConfig, hidden: jax.Array, gate: jax.Array | None = None) -> jax.Array:
