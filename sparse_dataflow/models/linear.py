@@ -150,23 +150,20 @@ class Linear(nnx.Module):
         spec = config.linear(projection)
         in_features, out_features = config.projection_shape(projection)
         self.sparse, self.factor_rank = spec.kind == "block_sparse", config.factor_rank(projection)
-        shape: tuple[int, ...] = (in_features, out_features)
-        fan_in: float = in_features
+
+        def draw(shape, fan_in):
+            return nnx.Param(normal(rngs, shape, gain / math.sqrt(fan_in)))
+
         if self.sparse:
             layout = projection_layout(config, projection, layer=0)
             shape = (layout.nnz, layout.block, layout.block)
-            fan_in = in_features * layout.density
-        elif self.factor_rank:
-            scale = math.sqrt(self.factor_rank) / in_features
-            self.a_factor = nnx.Param(normal(rngs, (in_features, self.factor_rank), scale))
-            shape, fan_in = (self.factor_rank, out_features), self.factor_rank
-        weight = nnx.Param(normal(rngs, shape, gain / math.sqrt(fan_in)))
-        if self.sparse:
-            self.values = weight
-        elif self.factor_rank:
-            self.b_factor = weight
+            self.values = draw(shape, in_features * layout.density)
+        elif rank := self.factor_rank:
+            scale = math.sqrt(rank) / in_features
+            self.a_factor = nnx.Param(normal(rngs, (in_features, rank), scale))
+            self.b_factor = draw((rank, out_features), rank)
         else:
-            self.kernel = weight
+            self.kernel = draw((in_features, out_features), in_features)
         if projection in config.biases:
             self.bias = nnx.Param(jnp.zeros(out_features))
         self.rank, self.hadamard = spec.rank, spec.hadamard
@@ -196,9 +193,8 @@ class Linear(nnx.Module):
         """
         params = self.cast(x.dtype)
         mixed = hadamard(x, self.hadamard) if self.hadamard else x
-        product = _matmul
-        if isinstance(tables, InputThreshold):
-            mixed, tables, product = tables.apply(mixed), tables.tables, _matmul_of_nonzeros
+        if has_zeros := isinstance(tables, InputThreshold):
+            mixed, tables = tables.apply(mixed), tables.tables
         if isinstance(tables, Probe):
             y = block_sparse_matmul(mixed, params["values"], tables.tables)
             y = with_gradient_norms(y, mixed, tables.norms, tables.axes, tables.shard)
@@ -206,9 +202,10 @@ class Linear(nnx.Module):
             values, tables = in_squares(params["values"], tables)
             y = block_sparse_matmul(mixed, values, tables, precision=self.precision)
         elif self.factor_rank:
-            y = _matmul(product(mixed, params["a_factor"]), params["b_factor"])
+            factor = _matmul(mixed, params["a_factor"], has_zeros=has_zeros)
+            y = _matmul(factor, params["b_factor"])
         else:
-            y = product(mixed, params["kernel"], self.precision)
+            y = _matmul(mixed, params["kernel"], self.precision, has_zeros)
         if self.guided:
             share = self.guide_share[...]
             guide = _matmul(mixed, params["guide"], self.precision)
@@ -271,19 +268,14 @@ def _probe_backward(axes, shard, saved, dy):
 with_gradient_norms.defvjp(_probe_forward, _probe_backward)
 
 
-def _matmul(x, kernel, precision=PRECISIONS[0]):
+def _matmul(x, kernel, precision=PRECISIONS[0], has_zeros=False):
     """x @ kernel over flattened tokens, because contracting two axes is slower on a CPU."""
     rows = x.reshape(-1, x.shape[-1])
-    y = rows @ kernel if precision == PRECISIONS[0] else quantized.matmul(rows, kernel, precision)
-    return y.reshape(*x.shape[:-1], -1)
-
-
-def _matmul_of_nonzeros(x, kernel, precision=PRECISIONS[0]):
-    """x @ kernel of an x with zeros, as `_matmul`."""
     if precision != PRECISIONS[0]:
-        return _matmul(x, kernel, precision)
-    rows = x.reshape(-1, x.shape[-1])
-    return nonzero_rows_matmul(rows, kernel).reshape(*x.shape[:-1], -1)
+        y = quantized.matmul(rows, kernel, precision)
+    else:
+        y = nonzero_rows_matmul(rows, kernel) if has_zeros else rows @ kernel
+    return y.reshape(*x.shape[:-1], -1)
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float) -> jax.Array:
