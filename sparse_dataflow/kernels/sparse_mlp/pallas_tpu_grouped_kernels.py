@@ -14,14 +14,12 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from sparse_dataflow.kernels.block_sparse_matmul.tpu.stream import pop_if, precision
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.stream import dot, parameters, pop_if
 from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped.kernels import (
     finish,
-    parameters,
     start,
     unit_spec,
 )
@@ -135,7 +133,7 @@ def _forward_kernel(
 
     @over_rows(grid.token_tile, rows)
     def _(at):
-        totals = [_dot(x_ref[at, :], in_ref[0]) for in_ref in in_refs]
+        totals = [dot(x_ref[at, :], in_ref[0]) for in_ref in in_refs]
         if biased:
             totals[0] += bias_ref[0]
         if with_preactivation:
@@ -146,7 +144,7 @@ def _forward_kernel(
         hidden = ACTIVATIONS[activation](totals[-1])[0]
         if products > 1:
             hidden *= totals[0]
-        y_ref[at, :] = _dot(hidden.astype(y_ref.dtype), out_ref[0]).astype(y_ref.dtype)
+        y_ref[at, :] = dot(hidden.astype(y_ref.dtype), out_ref[0]).astype(y_ref.dtype)
 
     finish(outgoing, step)
 
@@ -279,7 +277,7 @@ def _backward_kernel(
         dy.transpose_next(step, c, chunks)
         activated = pl.ds(pl.multiple_of((products - 1) * width + c * chunk, chunk), chunk)
         activations, slope = ACTIVATIONS[activation](z_ref[:, activated].astype(jnp.float32))
-        dhidden = _dot(dy_ref[...], out_ref[0, at, :], transposed=True)
+        dhidden = dot(dy_ref[...], out_ref[0, at, :], transposed=True)
         derived = [dhidden * slope]
         if products > 1:
             ungated = z_ref[:, at].astype(jnp.float32)
@@ -290,10 +288,10 @@ def _backward_kernel(
             add(dbias_ref.at[0, :, at], dbias, i == 0)
         rounded = [each.astype(dx_ref.dtype) for each in derived]
         pairs = list(zip(rounded, in_refs))
-        add(dx_sum, sum(_dot(d, ref[0, :, at], transposed=True) for d, ref in pairs), c == 0)
+        add(dx_sum, sum(dot(d, ref[0, :, at], transposed=True) for d, ref in pairs), c == 0)
         for each, din_sum in zip(rounded, din_sums):
-            add(din_sum.at[:, at], _dot(x.at(step)[...], each), i == 0)
-        dout = _dot(dy.at(step)[...], activations.astype(dx_ref.dtype))
+            add(din_sum.at[:, at], dot(x.at(step)[...], each), i == 0)
+        dout = dot(dy.at(step)[...], activations.astype(dx_ref.dtype))
         add(dout_sum.at[:, at], dout, i == 0)
 
         @pl.when(i == grid.shape[2] - 1)
@@ -304,17 +302,6 @@ def _backward_kernel(
 
     dx_ref[...] = dx_sum[...].astype(dx_ref.dtype)
     finish([dx], step)
-
-
-def _dot(a, b, transposed=False):
-    """Multiply a by b, or by its transpose, in float32."""
-    return lax.dot_general(
-        a,
-        b,
-        (((1,), (1 if transposed else 0,)), ((), ())),
-        precision=precision(a.dtype),
-        preferred_element_type=jnp.float32,
-    )
 
 
 def _hidden_columns(weights_in):

@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from sparse_dataflow.kernels.block_sparse_matmul.tpu.stream import (
+    dot,
     pop_if,
-    precision,
     wait_for,
 )
 from sparse_dataflow.kernels.block_sparse_matmul.tpu.tables import TileTables, chunked
@@ -219,12 +219,7 @@ def _kernel(
             transposed_ref[pl.ds(pl.multiple_of(index_ref[entry + k] * tile, tile), tile)]
             for k in range(tiles.entries)
         ]
-        products = jnp.dot(
-            jnp.concatenate(gathered_tiles, axis=0),
-            factor_ref[:, columns_of(c)],
-            precision=precision(factor_ref.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        products = dot(jnp.concatenate(gathered_tiles, axis=0), factor_ref[:, columns_of(c)])
         sums = sums_ref.at[c, pl.ds(first, tiles.entries)]
         sums[...] = products.reshape(-1, tile, tile) + jnp.where(i == 0, 0.0, sums[...])
 

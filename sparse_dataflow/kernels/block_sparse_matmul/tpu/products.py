@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from sparse_dataflow.kernels.block_sparse_matmul.tpu.stream import (
     Rows,
     Stream,
+    parameters,
     pop_if,
     stream_shape,
 )
@@ -90,11 +91,7 @@ def line_product(
             ],
         ),
         out_shape=[result] * (1 + with_preactivation),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=vmem_bytes,
-            disable_bounds_checks=True,
-        ),
+        compiler_params=parameters(vmem_bytes),
         cost_estimate=pl.CostEstimate(
             flops=2 * len(x) * values.size,
             bytes_accessed=(x.size + (1 + with_preactivation) * len(x) * lines * tile)

@@ -33,9 +33,25 @@ def wait_for(count: Any, blocks_ref: Any, semaphore: Any) -> None:
             pltpu.make_async_copy(blocks, blocks, semaphore).wait()
 
 
-def precision(dtype):
-    """Return full precision for float32, which the matrix unit would round to bfloat16."""
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+def dot(a: jax.Array, b: jax.Array, transposed: bool = False) -> jax.Array:
+    """Multiply a by b, or by its transpose, in float32."""
+    return lax.dot_general(
+        a,
+        b,
+        (((1,), (1 if transposed else 0,)), ((), ())),
+        # The matrix unit would round float32 to bfloat16.
+        precision=lax.Precision.HIGHEST if b.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def parameters(vmem_bytes: int) -> pltpu.CompilerParams:
+    """Return the compiler parameters of a kernel whose grid starts with the cores."""
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+        vmem_limit_bytes=vmem_bytes,
+        disable_bounds_checks=True,
+    )
 
 
 class StreamShape(NamedTuple):
@@ -221,14 +237,7 @@ class Stream(NamedTuple):
             x_ref[rows, pl.ds(pl.multiple_of(self.index_ref[first + k] * tile, tile), tile)]
             for k in range(self.shape.entries)
         ]
-        contraction = ((1,), (1 if self.shape.transposed else 0,))
-        return lax.dot_general(
-            jnp.concatenate(gathered, axis=1),
-            weight,
-            (contraction, ((), ())),
-            precision=precision(weight.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        return dot(jnp.concatenate(gathered, axis=1), weight, self.shape.transposed)
 
     def _weight(self, number, masked):
         """Return a chunk's tiles, concatenated along the contraction.

@@ -9,11 +9,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from sparse_dataflow.kernels.block_sparse_matmul.tpu.stream import precision
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.stream import dot, parameters
 from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped.tuning import (
     GroupedGradientTiles,
     GroupedProductTiles,
@@ -89,18 +88,10 @@ def _product_kernel(x_hbm, weight_ref, y_hbm, *refs, grid, sides, rows, transpos
     y = Window(grid, sides[1], True, core, y_hbm, *refs[2:])
     start([x], step)
     x_ref, y_ref = x.at(step), y.reuse(step)
-    contraction = ((1,), (1 if transposed else 0,))
 
     @over_rows(grid.token_tile, rows)
     def _(at):
-        total = lax.dot_general(
-            x_ref[at, :],
-            weight_ref[0],
-            (contraction, ((), ())),
-            precision=precision(x_ref.dtype),
-            preferred_element_type=jnp.float32,
-        )
-        y_ref[at, :] = total.astype(y_ref.dtype)
+        y_ref[at, :] = dot(x_ref[at, :], weight_ref[0], transposed).astype(y_ref.dtype)
 
     finish([y], step)
 
@@ -206,12 +197,7 @@ def _gradient_kernel(x_hbm, dy_hbm, dweight_ref, sum_ref, *refs, grid, sides, ch
         narrow.transpose_next(step, c, chunks)
         columns = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)
         factor = wide_ref[:, columns]
-        total = jnp.dot(
-            narrow.at(step)[...],
-            factor,
-            precision=precision(factor.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        total = dot(narrow.at(step)[...], factor)
         sum_ref[:, columns] = total + jnp.where(i == 0, 0.0, sum_ref[:, columns])
 
         @pl.when(i == token_tiles - 1)
@@ -231,12 +217,3 @@ def unit_spec(grid: Grid, shape: tuple[int, ...], axis: int) -> pl.BlockSpec:
         return group, *(tile if k == axis else 0 for k in range(1, len(shape)))
 
     return pl.BlockSpec(shape, index)
-
-
-def parameters(vmem_bytes: int) -> pltpu.CompilerParams:
-    """Return the compiler parameters of a kernel with a `Grid`."""
-    return pltpu.CompilerParams(
-        dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-        vmem_limit_bytes=vmem_bytes,
-        disable_bounds_checks=True,
-    )
