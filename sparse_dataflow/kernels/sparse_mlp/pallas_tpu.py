@@ -16,6 +16,7 @@ from sparse_dataflow.kernels.block_sparse_matmul.tpu import tuning as sizes
 from sparse_dataflow.kernels.block_sparse_matmul.tpu.shapes import (
     build_tile_tables,
     pad_to,
+    padded_widths,
     product_operand,
     require_tuning,
     tile_side,
@@ -136,14 +137,14 @@ def _mlp(options, *operands):
 @fused.batchable
 def _value(options, x, values_in, bias_in, values_out, lines_in, lines_out):
     y = kernels.forward(
-        pad_to(x, _rows(lines_in, values_in)),
+        pad_to(x, padded_widths(lines_in, values_in)[0]),
         values_in,
         _bias(bias_in, lines_in, values_in),
         values_out,
         lines_in[0],
         lines_out[0],
         options.tuning.forward,
-        **_limits(options),
+        **sizes.limits(options.tuning.product_in),
     )
     return y[: len(x), : options.out_features]
 
@@ -163,8 +164,8 @@ def _gradients(options, x, values_in, bias_in, values_out, lines_in, lines_out, 
         pair = functools.partial(_pair, options, lines_in=lines_in, lines_out=lines_out)
         return jax.vjp(pair, x, values_in, bias_in, values_out)[1](dy)
     # Padding rows of dy are zero, so the hidden layer's padding rows add nothing to dW.
-    wide_x = pad_to(x, _rows(lines_in, values_in))
-    wide_dy = pad_to(dy, len(lines_out[0].count) * tile_side(values_out))
+    wide_x = pad_to(x, padded_widths(lines_in, values_in)[0])
+    wide_dy = pad_to(dy, padded_widths(lines_out, values_out)[1])
     dx, hidden, derived, dbias = kernels.backward(
         wide_x,
         wide_dy,
@@ -174,7 +175,7 @@ def _gradients(options, x, values_in, bias_in, values_out, lines_in, lines_out, 
         lines_in,
         lines_out[1],
         tuning.backward,
-        **_limits(options),
+        **sizes.limits(options.tuning.product_in),
     )
     gradient = products.stored_weight_gradient
     tiles_in = dataclasses.replace(tuning.product_in, weight_gradient=tuning.gradient_in)
@@ -196,18 +197,5 @@ def _pair(options, x, values_in, bias_in, values_out, lines_in, lines_out):
     return products.fused_product(second, hidden, values_out, None, lines_out)
 
 
-def _rows(lines, values):
-    """Return the input features of a weight, padded to whole tiles."""
-    return len(lines[1].count) * tile_side(values)
-
-
 def _bias(bias, lines, values):
-    return pad_to(bias.astype(jnp.float32)[None], len(lines[0].count) * tile_side(values), rows=1)
-
-
-def _limits(options):
-    config = options.tuning.product_in
-    return {
-        "vmem_bytes": config.vmem_bytes,
-        "cores": config.cores,
-    }
+    return pad_to(bias.astype(jnp.float32)[None], padded_widths(lines, values)[1], rows=1)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import fused, grouped
-from sparse_dataflow.kernels.block_sparse_matmul.tpu.tuning import LANES
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.tuning import LANES, limits
 from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped import api as products
 from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped.windows import Columns
 from sparse_dataflow.kernels.dispatch import Shaped
@@ -213,7 +213,7 @@ def _product(options, x, weights_in, bias_in, weight_out, *, with_preactivation)
         options.tuning.forward,
         activation=options.activation,
         with_preactivation=with_preactivation,
-        **products.limits(options),
+        **limits(options.tuning),
     )
 
 
@@ -245,7 +245,7 @@ def _gradients(options, x, weights_in, bias_in, weight_out, preactivation, dy):
         options.tuning.backward,
         activation=options.activation,
         biased=bias_in is not None,
-        **products.limits(options),
+        **limits(options.tuning),
     )
     if dbias is not None:
         dbias = products.from_group(dbias, hidden).astype(bias_in.dtype)

@@ -2,11 +2,10 @@
 
 import dataclasses
 
-from sparse_dataflow.kernels.block_sparse_matmul.tpu.tuning import LANES, budget, device
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.tuning import LANES, budget, device, even
 from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped.tuning import (
     ROWS,
     divisors,
-    even,
     token_tiles,
 )
 

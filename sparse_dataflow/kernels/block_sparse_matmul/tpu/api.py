@@ -26,9 +26,9 @@ from sparse_dataflow.kernels.block_sparse_matmul.tpu.shapes import (
     choose_tuning,
     gathers_dy,
     pad_to,
+    padded_widths,
     require_tuning,
     search_spaces,
-    tile_side,
 )
 from sparse_dataflow.kernels.block_sparse_matmul.tpu.tables import smem_bytes
 from sparse_dataflow.kernels.block_sparse_matmul.tpu.tuning import TuningConfig
@@ -144,35 +144,31 @@ def _gradients(options, x, values, before, dy, lines):
 
 
 def _product(options, x, values, bias, lines, keep):
-    by_column, by_row = lines
-    wide = len(by_column.count) * tile_side(values)
+    inputs, outputs = padded_widths(lines, values)
     if bias is not None:
-        bias = pad_to(bias.astype(jnp.float32)[None], wide, rows=1)
+        bias = pad_to(bias.astype(jnp.float32)[None], outputs, rows=1)
     results = line_product(
-        pad_to(x, len(by_row.count) * tile_side(values)),
+        pad_to(x, inputs),
         values,
-        by_column,
+        lines[0],
         options.tuning.forward,
         transposed=False,
         bias=bias,
         gelu=options.gelu,
         with_preactivation=keep,
-        vmem_bytes=options.tuning.vmem_bytes,
-        cores=options.tuning.cores,
+        **sizes.limits(options.tuning),
     )
     return [result[: len(x), : options.out_features] for result in results]
 
 
 def _input_gradient(options, dy, values, lines):
-    by_column, by_row = lines
     (dx,) = line_product(
-        pad_to(dy, len(by_column.count) * tile_side(values)),
+        pad_to(dy, padded_widths(lines, values)[1]),
         values,
-        by_row,
+        lines[1],
         options.tuning.input_gradient,
         transposed=True,
-        vmem_bytes=options.tuning.vmem_bytes,
-        cores=options.tuning.cores,
+        **sizes.limits(options.tuning),
     )
     return dx[: len(dy)]
 
@@ -200,22 +196,20 @@ def stored_weight_gradient(
       (dW,), or with `preactivation` (dW, dz = dy times the GELU's derivative, float32 sum of dz
       over tokens [1, out_features]).
     """
-    by_column, by_row = lines
-    tile, features = tile_side(values), dy.shape[1]
-    width = len(by_column.count) * tile
-    sides = pad_to(x, len(by_row.count) * tile), pad_to(dy, width)
+    inputs, outputs = padded_widths(lines, values)
+    sides = pad_to(x, inputs), pad_to(dy, outputs)
     transposed = gathers_dy(lines, preactivation is not None)
     dvalues, *derived = line_gradient(
         *(sides[::-1] if transposed else sides),
-        by_row if transposed else by_column,
+        lines[1] if transposed else lines[0],
         tuning.weight_gradient,
         result=jax.ShapeDtypeStruct(values.shape, values.dtype),
         transposed=transposed,
-        preactivation=None if preactivation is None else pad_to(preactivation, width),
+        preactivation=None if preactivation is None else pad_to(preactivation, outputs),
         vmem_bytes=tuning.vmem_bytes,
     )
     if derived:
-        derived = [derived[0][: len(dy), :features], derived[1][:, :features]]
+        derived = [derived[0][: len(dy), : dy.shape[1]], derived[1][:, : dy.shape[1]]]
     return dvalues, *derived
 
 

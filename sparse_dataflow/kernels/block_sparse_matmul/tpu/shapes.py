@@ -104,14 +104,19 @@ def search_spaces(
     fitting = {product: space for product, space in spaces.items() if space is not None}
     if len(fitting) < len(spaces):
         return None
-    widths = len(lines[1].count) * tile_side(values), len(lines[0].count) * tile_side(values)
-    return tuned.keyed_by_case("pallas_tpu", x, values, widths, fitting)
+    return tuned.keyed_by_case("pallas_tpu", x, values, padded_widths(lines, values), fitting)
 
 
 def gathers_dy(lines: WeightTables, activated: bool) -> bool:
     """Return whether dW gathers from dy: if it is narrower and no GELU needs one pass over it."""
     by_column, by_row = lines
     return not activated and len(by_column.count) < len(by_row.count)
+
+
+def padded_widths(lines: WeightTables, values: Shaped) -> tuple[int, int]:
+    """Return the input and the output features of a weight, padded to whole tiles."""
+    by_column, by_row = lines
+    return len(by_row.count) * tile_side(values), len(by_column.count) * tile_side(values)
 
 
 def tile_side(values: Shaped) -> int:

@@ -126,6 +126,11 @@ def budget() -> int:
     return device().vmem_capacity_bytes * 15 // 16
 
 
+def limits(tuning: Any) -> dict[str, Any]:
+    """Return the keyword arguments of a kernel that limit it to a device."""
+    return {"vmem_bytes": tuning.vmem_bytes, "cores": tuning.cores}
+
+
 def sublanes(itemsize: int) -> int:
     """Return the rows of the smallest VMEM tile: 8 for 32-bit, 16 for 16-bit elements."""
     return 32 // itemsize
@@ -319,10 +324,10 @@ def token_tiles(tokens: int, itemsize: int, most: int, least: int | None = None)
         tile //= 2
 
 
-def even(count: int, most: int) -> int:
-    """Return the smallest piece of `count` that needs no more pieces than size `most` does."""
-    pieces = -(-count // max(1, min(most, count)))
-    return -(-count // pieces)
+def even(count: int, most: int, multiple: int = 1) -> int:
+    """Return the size of the fewest pieces of at most `most`, rounded up to a multiple."""
+    pieces = -(-count // most)
+    return -(-count // (pieces * multiple)) * multiple
 
 
 def _divided(count, most):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import fused, grouped
 from sparse_dataflow.kernels.block_sparse_matmul.tpu.shapes import pad_to
-from sparse_dataflow.kernels.block_sparse_matmul.tpu.tuning import LANES
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.tuning import LANES, limits
 from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped import kernels
 from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped import tuning as sizes
 from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped.tuning import GroupedTuning
@@ -134,7 +134,7 @@ def _gradients(options, x, weight, before, dy, tables):
         pad_rows(dy, LANES),
         options.sides,
         options.tuning.weight_gradient,
-        **limits(options),
+        **limits(options.tuning),
     )
     dx = kernels.product(
         pad_rows(dy),
@@ -142,7 +142,7 @@ def _gradients(options, x, weight, before, dy, tables):
         options.sides[::-1],
         options.tuning.input_gradient,
         transposed=True,
-        **limits(options),
+        **limits(options.tuning),
     )
     return dx[: len(x)], dweight, dy, None
 
@@ -155,7 +155,7 @@ def _product(options, x, weight, bias, tables, keep):
         options.sides,
         options.tuning.forward,
         transposed=False,
-        **limits(options),
+        **limits(options.tuning),
     )
     return [y[: len(x)]]
 
@@ -180,14 +180,6 @@ def by_group(bias: jax.Array, columns: Columns) -> jax.Array:
 def from_group(bias: jax.Array, columns: Columns) -> jax.Array:
     """Return [groups, 1, width] as [features]; the inverse of `by_group`."""
     return bias.reshape(columns.groups, -1, columns.run).swapaxes(0, 1).reshape(-1)
-
-
-def limits(options) -> dict:
-    """Return the keyword arguments of a kernel that limit it to a device."""
-    return {
-        "vmem_bytes": options.tuning.vmem_bytes,
-        "cores": options.tuning.cores,
-    }
 
 
 _matmul = fused.differentiable(_product, _gradients)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from sparse_dataflow.kernels.block_sparse_matmul.tpu.tuning import LANES, budget, device
+from sparse_dataflow.kernels.block_sparse_matmul.tpu.tuning import LANES, budget, device, even
 from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped.windows import Columns
 from sparse_dataflow.kernels.tuned import ProductTuning
 
@@ -139,12 +139,6 @@ def _chunk(features):
 def streams_x(sides: tuple[Columns, Columns]) -> bool:
     """Return whether dW's kernel transposes x: where it is the narrower side."""
     return sides[0].width <= sides[1].width
-
-
-def even(count: int, most: int, multiple: int) -> int:
-    """Return the size of the fewest pieces of at most `most`, rounded up to a multiple."""
-    pieces = -(-count // most)
-    return -(-count // (pieces * multiple)) * multiple
 
 
 def _first_fitting(tokens: int, columns: Columns, multiple: int, fitting: Callable) -> Any:
