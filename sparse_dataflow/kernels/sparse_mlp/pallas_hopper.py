@@ -35,6 +35,8 @@ def sparse_mlp(
     """
     if reason := refusal(x, values_in, values_out, tables_in, tables_out):
         raise UserError(f"sparse_mlp on Hopper GPUs: {reason}")
+    if len(x) == 0:
+        return jnp.zeros((0, len(tables_out.in_index) * values_out.shape[1]), x.dtype)
     return _mlp(None, x, values_in, bias_in, values_out, tables_in, tables_out)
 
 

@@ -33,7 +33,7 @@ from sparse_dataflow.kernels.block_sparse_matmul.hopper.gradient import line_gra
 from sparse_dataflow.kernels.block_sparse_matmul.hopper.products import line_product
 from sparse_dataflow.kernels.block_sparse_matmul.hopper.shapes import (
     build_line_tables,
-    search_spaces,
+    spaces,
 )
 from sparse_dataflow.kernels.block_sparse_matmul.hopper.tables import (
     TERMS,
@@ -43,7 +43,6 @@ from sparse_dataflow.kernels.block_sparse_matmul.hopper.tables import (
 from sparse_dataflow.kernels.block_sparse_matmul.hopper.tuning import TuningConfig
 from sparse_dataflow.kernels.dispatch import Shaped
 from sparse_dataflow.kernels.gelu.api import gelu_backward, value_and_derivative
-from sparse_dataflow.kernels.tuned import Case, SearchSpace
 from sparse_dataflow.sparsity.layout import LayoutTables
 
 BLOCKS = (32, 64, 128, 256)
@@ -89,11 +88,13 @@ def block_sparse_matmul(
     Raises:
       UserError: if `refusal` gives a reason, shapes disagree, or the activation is unknown.
     """
-    _refuse("block_sparse_matmul", refusal(x, values, tables))
+    if reason := refusal(x, values, tables):
+        raise UserError(f"block_sparse_matmul on Hopper GPUs: {reason}")
     if activation not in (None, "gelu"):
         raise UserError(f"activation {activation!r} is unknown; legal: gelu, or None.")
     result = jax.ShapeDtypeStruct((len(x), len(tables.in_index) * values.shape[1]), x.dtype)
-    _check_bias(bias, result)
+    if bias is not None and bias.shape != result.shape[1:]:
+        raise UserError(f"The bias has shape {bias.shape}; legal: {result.shape[1:]}.")
     if len(x) == 0:
         return jnp.zeros(result.shape, result.dtype)
     tuning = tuning or default_tuning(x, values, tables)
@@ -103,32 +104,18 @@ def block_sparse_matmul(
 
 
 def value_and_preactivation(
-    x: jax.Array,
-    values: jax.Array,
-    tables: LayoutTables,
-    *,
-    bias: jax.Array | None = None,
-    tuning: TuningConfig | None = None,
+    x: jax.Array, values: jax.Array, tables: LayoutTables, *, bias: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Compute (gelu(z), z) with z = x W + bias in one kernel; not differentiable.
 
-    Takes the arguments of `block_sparse_matmul`.
+    Takes legal arguments of `block_sparse_matmul` with tokens.
 
     Returns:
       Two arrays [tokens, out_features] in x's dtype.
-
-    Raises:
-      UserError: if `refusal` gives a reason, or shapes disagree.
     """
-    _refuse("value_and_preactivation", refusal(x, values, tables))
-    result = jax.ShapeDtypeStruct((len(x), len(tables.in_index) * values.shape[1]), x.dtype)
-    _check_bias(bias, result)
-    if len(x) == 0:
-        empty = jnp.zeros(result.shape, result.dtype)
-        return empty, empty
-    tuning = tuning or default_tuning(x, values, tables)
-    options = fused.Options(True, tuning, result.shape[1])
-    lines = build_line_tables(tables, len(values), options.tuning)
+    tuning = default_tuning(x, values, tables)
+    options = fused.Options(True, tuning, len(tables.in_index) * values.shape[1])
+    lines = build_line_tables(tables, len(values), tuning)
     return tuple(_product(options, x, values, bias, lines, keep=True))
 
 
@@ -143,7 +130,7 @@ def input_gradient(
     """Compute dx = dy Wᵀ, or dx times a GELU's derivative if x = gelu(preactivation).
 
     Args:
-      dy: [tokens, out_features] in x's dtype.
+      dy: [tokens, out_features] in x's dtype, of at least one token.
       values: see `block_sparse_matmul`, also for `tables` and `tuning`.
       preactivation: [tokens, in_features] in dy's dtype; if passed, the result is its gradient.
 
@@ -151,44 +138,32 @@ def input_gradient(
       [tokens, in_features] in dy's dtype.
 
     Raises:
-      UserError: if `refusal` gives a reason, or shapes disagree.
+      UserError: if `preactivation` has another shape or dtype.
     """
     features = len(tables.out_index) * values.shape[1]
     x = jax.ShapeDtypeStruct((len(dy), features), dy.dtype)
-    _refuse("input_gradient", refusal(x, values, tables))
-    _check_like("The pre-activation", preactivation, x)
-    if len(dy) == 0:
-        return jnp.zeros(x.shape, x.dtype)
+    z = x if preactivation is None else preactivation
+    if (z.shape, z.dtype) != (x.shape, x.dtype):
+        raise UserError(f"The pre-activation is {z.dtype} {z.shape}; legal: {x.dtype} {x.shape}.")
     tuning = tuning or default_tuning(x, values, tables, derivative=preactivation is not None)
     lines = build_line_tables(tables, len(values), tuning)
     return _input_gradient(tuning, dy, values, lines, preactivation, features)
 
 
 def weight_gradient(
-    x: jax.Array,
-    dy: jax.Array,
-    tables: LayoutTables,
-    *,
-    values: Shaped,
-    tuning: TuningConfig | None = None,
+    x: jax.Array, dy: jax.Array, tables: LayoutTables, *, values: Shaped
 ) -> jax.Array:
     """Compute xᵀ dy at the stored blocks.
 
     Args:
-      x: see `block_sparse_matmul`, also for `tables` and `tuning`.
+      x: see `block_sparse_matmul`, also for `tables`; at least one token.
       dy: [tokens, out_features] in x's dtype.
       values: shape and dtype of the gradient.
 
     Returns:
       [nnz, block, block] in the values' dtype.
-
-    Raises:
-      UserError: if `refusal` gives a reason.
     """
-    _refuse("weight_gradient", refusal(x, values, tables))
-    if len(x) == 0:
-        return jnp.zeros(values.shape, values.dtype)
-    tuning = tuning or default_tuning(x, values, tables)
+    tuning = default_tuning(x, values, tables)
     lines = build_line_tables(tables, len(values), tuning)
     return _weight_gradient(tuning, x, dy, values, lines)
 
@@ -219,43 +194,17 @@ def default_tuning(
       tables: layout tables, concrete or traced.
       derivative: whether dx is multiplied by an activation's derivative.
     """
-    spaces_by_case = search_spaces(x, values, tables, derivative=derivative)
-    tiles = tuned.choose_tiles(spaces_by_case)
+    tiles = tuned.choose_tiles(spaces(x, values, tables, derivative=derivative))
     return TuningConfig(**tiles, multiprocessors=sizes.multiprocessors())
 
 
-def spaces(x: Shaped, values: Shaped, tables: LayoutTables) -> dict[Case, SearchSpace]:
-    """Return the search space of each product; arguments as in `default_tuning`."""
-    return search_spaces(x, values, tables)
-
-
-def _refuse(name, reason):
-    if reason:
-        raise UserError(f"{name} on Hopper GPUs: {reason}")
-
-
-def _check_bias(bias, result):
-    if bias is not None and bias.shape != result.shape[1:]:
-        raise UserError(f"The bias has shape {bias.shape}; legal: {result.shape[1:]}.")
-
-
-def _check_like(name, array, result):
-    if array is not None and (array.shape, array.dtype) != (result.shape, result.dtype):
-        raise UserError(
-            f"{name} is {array.dtype} {array.shape}; legal: {result.dtype} {result.shape}."
-        )
-
-
 def _not_hopper():
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
-        # An abstract device has no compute capability.
-        hopper = any(name in device.device_kind for name in ("H100", "H200", "H800", "H20"))
-        kind = device.device_kind
-    else:
-        device = jax.devices()[0]
-        kind = device.device_kind
-        hopper = getattr(device, "compute_capability", None) == "9.0"
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    kind = device.device_kind
+    # An abstract device has no compute capability.
+    capability = getattr(device, "compute_capability", None)
+    named = any(name in kind for name in ("H100", "H200", "H800", "H20"))
+    hopper = capability == "9.0" if capability else named
     return "" if hopper else f"this is {kind}; legal: GPUs of compute capability 9.0."
 
 

@@ -54,7 +54,7 @@ def _mergers(tables, stored):
     return {"forward": columns, "input_gradient": rows, "weight_gradient": columns}
 
 
-def search_spaces(
+def spaces(
     x: Shaped,
     values: Shaped,
     tables: LayoutTables,
@@ -89,12 +89,12 @@ def search_spaces(
     gradient = sizes.gradient_tiles(
         tokens, stored, block, merged_lines["weight_gradient"], programs
     )
-    spaces = {
+    by_product = {
         "forward": product_space("forward", widths[0], blocks[1], False),
         "input_gradient": product_space("input_gradient", widths[1], blocks[0], derivative),
         "weight_gradient": sizes.gradient_space(gradient, tokens, block),
     }
-    return tuned.keyed_by_case("pallas_hopper", x, values, widths, spaces)
+    return tuned.keyed_by_case("pallas_hopper", x, values, widths, by_product)
 
 
 def _fans(merger: Any, block: int) -> dict[int, int]:
