@@ -85,16 +85,7 @@ def block_sparse_matmul(
             *x.shape[:-1], -1
         )
     name = implementation or _choose(flat, values, tables, static_layout, groups)
-    if name in _KERNELS and dispatch.platform() != _KERNELS[name][0]:
-        raise UserError(
-            f"implementation {name!r} runs on {_KERNELS[name][0]}, and this is "
-            f"{dispatch.platform()}; legal here: reference, xla."
-        )
-    if name in _GROUPED and groups is None:
-        raise UserError(
-            f"implementation {name!r} needs a layout of equal groups that cannot change; "
-            "legal here: reference, xla."
-        )
+    _check_implementation(name, static_layout, groups)
     if name == "reference":
         y = reference.block_sparse_matmul(flat, values, tables)
     elif name == "xla":
@@ -104,17 +95,25 @@ def block_sparse_matmul(
         products = None if name == "grouped" else _import_kernels(name).products
         y = grouped.block_sparse_matmul(flat, values, tables, groups, products)
     elif name == "xla_static":
-        if static_layout is None:
-            raise UserError(
-                "implementation 'xla_static' needs concrete numpy tables, not traced ones; "
-                "legal here: reference, xla."
-            )
         y = xla_static.block_sparse_matmul(flat, values, static_layout)
-    elif name in _KERNELS:
-        y = _import_kernels(name).block_sparse_matmul(flat, values, tables)
     else:
-        raise UserError(f"implementation {name!r} is unknown; legal: {', '.join(IMPLEMENTATIONS)}.")
+        y = _import_kernels(name).block_sparse_matmul(flat, values, tables)
     return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _check_implementation(name, layout, groups):
+    """Raises UserError where an implementation is unknown, or cannot run such a layout here."""
+    if name not in IMPLEMENTATIONS:
+        raise UserError(f"implementation {name!r} is unknown; legal: {', '.join(IMPLEMENTATIONS)}.")
+    reason, platform = "", dispatch.platform()
+    if name in _KERNELS and platform != _KERNELS[name][0]:
+        reason = f"runs on {_KERNELS[name][0]}, and this is {platform}"
+    elif name in _GROUPED and groups is None:
+        reason = "needs a layout of equal groups that cannot change"
+    elif name == "xla_static" and layout is None:
+        reason = "needs concrete numpy tables, not traced ones"
+    if reason:
+        raise UserError(f"implementation {name!r} {reason}; legal here: reference, xla.")
 
 
 def _quantized(x, values, tables, groups, implementation, precision):
