@@ -59,7 +59,10 @@ def sparse_mlp(
     Raises:
       UserError: if shapes disagree or a named implementation cannot run.
     """
-    tables_in, tables_out = _check(x, values_in, bias_in, values_out, tables_in, tables_out)
+    tables_in, tables_out = _checked(x, (values_in, values_out), (tables_in, tables_out))
+    features = len(tables_in.in_index) * values_in.shape[-1]
+    if bias_in.shape != (features,):
+        raise UserError(f"bias_in has shape {bias_in.shape}; legal: ({features},).")
     flat = x.reshape(-1, x.shape[-1])
     stored = (values_in, values_out, tables_in, tables_out)
     if implementation not in (None, *IMPLEMENTATIONS):
@@ -141,17 +144,12 @@ def _equal_layouts(first, second):
     )
 
 
-def _check(x, values_in, bias_in, values_out, tables_in, tables_out):
-    """Checks the operands; returns the tables, with the groups of concrete ones."""
-    tables = _checked(x, (values_in, values_out), (tables_in, tables_out))
-    features = len(tables_in.in_index) * values_in.shape[-1]
-    if bias_in.shape != (features,):
-        raise UserError(f"bias_in has shape {bias_in.shape}; legal: ({features},).")
-    return tables
-
-
 def _checked(x, values, tables):
-    """Checks the weights into the hidden layer, and the last one out of it, as `_check`."""
+    """Checks the weights into the hidden layer and the last one, out of it.
+
+    Returns:
+      The tables, with the groups of concrete ones.
+    """
     features = len(tables[0].in_index) * values[0].shape[-1]
     hidden = jax.ShapeDtypeStruct((0, features), x.dtype)
     inputs = [x] * (len(values) - 1) + [hidden]
@@ -166,9 +164,8 @@ def _choose(flat, *stored):
     """Return the first implementation of the target platform that does not refuse."""
     platform, reasons = dispatch.platform(), []
     names = [name for name, required in _KERNELS.items() if required == platform]
-    if platform == "gpu" and all(tables.groups for tables in stored[2:]):
-        names = []  # Dense products of the vendor's library.
-    if _has_few_rows(flat):
+    # A GPU multiplies groups by dense products of the vendor's library.
+    if _has_few_rows(flat) or (platform == "gpu" and all(tables.groups for tables in stored[2:])):
         names = []
     for name in [*names, "products"]:
         reason = _refusal(name, flat, *stored)
