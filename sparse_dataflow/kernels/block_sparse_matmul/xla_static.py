@@ -18,14 +18,21 @@ from sparse_dataflow.sparsity.layout import BlockLayout
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def block_sparse_matmul(x: jax.Array, values: jax.Array, layout: BlockLayout) -> jax.Array:
     """Compute `x @ W` for x [tokens, in_features], values [nnz, block, block], in x's dtype."""
+    return _product(x, values, layout, transposed=False)
+
+
+def _product(x, values, layout, transposed):
+    """Compute `x @ W`, or `x @ Wᵀ`, group by group."""
     pieces = []
-    for rows, cols in column_groups(layout):
-        if len(rows) == 0:
-            y = jnp.zeros((len(x), len(cols) * layout.block), x.dtype)
-        else:
+    for support, lines in (row_groups if transposed else column_groups)(layout):
+        if support:
+            rows, cols = (lines, support) if transposed else (support, lines)
             weight = group_weight(values, layout, rows, cols)
-            y = dot(take(x, rows, layout.block), weight, 1, 0).astype(x.dtype)
-        pieces.append((cols, y))
+            x_of_group = take(x, support, layout.block)
+            y = dot(x_of_group, weight, 1, 1 if transposed else 0).astype(x.dtype)
+        else:
+            y = jnp.zeros((len(x), len(lines) * layout.block), x.dtype)
+        pieces.append((lines, y))
     return assemble(pieces, layout.block)
 
 
@@ -35,21 +42,13 @@ def _forward(x, values, layout):
 
 def _backward(layout, saved, dy):
     x, values = saved
-    pieces = []
-    for cols, rows in row_groups(layout):
-        if len(cols) == 0:
-            dx = jnp.zeros((len(x), len(rows) * layout.block), x.dtype)
-        else:
-            weight = group_weight(values, layout, rows, cols)
-            dx = dot(take(dy, cols, layout.block), weight, 1, 1).astype(x.dtype)
-        pieces.append((rows, dx))
+    dx = _product(dy, values, layout, transposed=True)
     groups = [
         (rows, cols, dot(take(x, rows, layout.block), take(dy, cols, layout.block), 0, 0))
         for rows, cols in column_groups(layout)
         if rows
     ]
-    dvalues = stored_gradient(groups, layout)
-    return assemble(pieces, layout.block), dvalues.astype(values.dtype)
+    return dx, stored_gradient(groups, layout).astype(values.dtype)
 
 
 block_sparse_matmul.defvjp(_forward, _backward)
