@@ -25,7 +25,6 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from sparse_dataflow.config.layer_groups import join_groups, split_groups
-from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import MLP
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.composition import DEVICE, HOST
@@ -308,13 +307,9 @@ def _bytes(tree):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
-def _block(config: ModelConfig, params: dict):
-    return gpt.bind_block(config)(params)
-
-
 def _predict(config, params, x_BxTxD):
     """Returns the experts [N, K] that a layer's router would choose for a residual stream."""
-    block = _block(config, params)
+    block = gpt.bind_block(config, params)
     normed = block.norm2(x_BxTxD)
     return block.experts.route(normed.reshape(-1, normed.shape[-1]))[1]
 
@@ -346,7 +341,7 @@ def _attention(
     else:
         positions_BxT = positions_B[:, None]
         attend = functools.partial(kv_cache.token_attention, caches, cache, positions_B)
-    block = _block(config, params)
+    block = gpt.bind_block(config, params)
     x_BxTxD = block.attention(x_BxTxD, tables, WHOLE, attend, positions_BxT)
     normed_BxTxD = block.norm2(x_BxTxD)
     gates, experts, _ = block.experts.route(normed_BxTxD.reshape(-1, normed_BxTxD.shape[-1]))
@@ -357,7 +352,7 @@ def _attention(
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="y_NxKxD")
 def _products(config, params, tables, normed_BxTxD, slots_NxK, y_NxKxD):
     """Returns y with the outputs of the experts in slots; `slots` in slots_NxK is no slot."""
-    experts = _block(config, params).experts
+    experts = gpt.bind_block(config, params).experts
     count = len(jax.tree.leaves(_experts(params))[0])
     sent, tiles_T = dispatch(config, slots_NxK, count)
     x_SxD = spread(normed_BxTxD.reshape(-1, normed_BxTxD.shape[-1]), sent)
@@ -368,7 +363,7 @@ def _products(config, params, tables, normed_BxTxD, slots_NxK, y_NxKxD):
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="x_BxTxD")
 def _combine(config, params, tables, x_BxTxD, normed_BxTxD, gates_NxK, y_NxKxD):
     """Adds the experts' outputs to the residual stream."""
-    experts = _block(config, params).experts
+    experts = gpt.bind_block(config, params).experts
     return x_BxTxD + experts.combine(gates_NxK, y_NxKxD, normed_BxTxD, tables, WHOLE)
 
 

@@ -251,7 +251,7 @@ def embed(
             f"{config.max_len} positions; legal: 1 to {config.max_len}, or --set "
             "model.positions=rotary."
         )
-    return _apply(Embed, config, params)(tokens_BxT, shard, positions_BxT)
+    return _bind(Embed, config, params)(tokens_BxT, shard, positions_BxT)
 
 
 def block(
@@ -281,8 +281,8 @@ def routed_block(
     positions_BxT: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
     """Returns `block` and the `Routing` of its experts, which is () for a model without."""
-    bound = _apply(Block, config, shard.local(params))
-    return bound.residuals(x_BxTxD, tables, shard, attend, positions_BxT)[1:]
+    module = bind_block(config, shard.local(params))
+    return module.residuals(x_BxTxD, tables, shard, attend, positions_BxT)[1:]
 
 
 def trained_block(
@@ -301,9 +301,9 @@ def trained_block(
     return with_loss(x_BxTxD, part * routing.loss(config)) if config.experts else x_BxTxD
 
 
-def bind_block(config: ModelConfig) -> Callable[[dict], Block]:
-    """Returns a function from the parameters of one layer to its Block module."""
-    return lambda params: nnx.merge(_graph(Block, config), params)
+def bind_block(config: ModelConfig, params: dict) -> Block:
+    """Returns the Block module with the parameters of one layer."""
+    return _bind(Block, config, params)
 
 
 def tied_output(config: ModelConfig, embed_params: dict) -> Any:
@@ -316,7 +316,7 @@ def head(config: ModelConfig, params: dict, x_BxTxD: jax.Array, shard: Shard = W
 
     The result has the features of all devices of the shard.
     """
-    return _apply(Head, config, params)(x_BxTxD, shard)
+    return _bind(Head, config, params)(x_BxTxD, shard)
 
 
 def head_loss(
@@ -408,7 +408,8 @@ def _rows(x_BxTxD):
     return x_BxTxD.reshape(-1, x_BxTxD.shape[-1])
 
 
-def _apply(section, config, params):
+def _bind(section, config, params):
+    """Returns the module of a section with its parameters."""
     return nnx.merge(_graph(section, config), params)
 
 

@@ -35,7 +35,7 @@ def observed_block(
     Returns:
       (output [B, T, D], projection -> observation).
     """
-    bound = gpt.bind_block(model)(params)
+    bound = gpt.bind_block(model, params)
     observations: dict[str, jax.Array] = {}
     for name in model.projections:
         if not (model.experts and name in MLP):

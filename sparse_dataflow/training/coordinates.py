@@ -57,7 +57,7 @@ def _activations(model, params, tables, tokens):
     activations = {"embed": x}
     branches = []
     for layer_params, layer_tables in stacks.layers(params["blocks"], tables):
-        block = gpt.bind_block(model)(layer_params)
+        block = gpt.bind_block(model, layer_params)
         middle, x_after, _ = block.residuals(x, layer_tables)
         branches.append((middle - x, x_after - middle))
         x = x_after

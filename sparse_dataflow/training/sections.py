@@ -55,7 +55,6 @@ def section_seconds(
             split_groups(state.params["blocks"]), split_groups(layer_tables), strict=True
         )
     ]
-    block = gpt.bind_block(model)
 
     def projection(name):
         """Times the first layer of each group; returns the sum over all layers."""
@@ -64,7 +63,7 @@ def section_seconds(
         for group, (params, tables) in zip(layer_groups(model), first_layers, strict=True):
 
             def forward(params, x, tables=tables):
-                return getattr(block(params), name)(x, tables.get(name))
+                return getattr(gpt.bind_block(model, params), name)(x, tables.get(name))
 
             total += len(group.layers) * _seconds(forward, (params, x))
         return total
@@ -75,13 +74,13 @@ def section_seconds(
         for group, (params, tables) in zip(layer_groups(model), first_layers, strict=True):
 
             def forward(params, x, tables=tables):
-                return block(params).experts(x, tables, WHOLE)[0]
+                return gpt.bind_block(model, params).experts(x, tables, WHOLE)[0]
 
             total += len(group.layers) * _seconds(forward, (params, x))
         return total
 
     def elementwise(params, x, normed, products):
-        bound = block(params)
+        bound = gpt.bind_block(model, params)
         heads = [getattr(bound, name)(leaf) for name, leaf in normed.items()]
         activated = () if model.experts else activate(model, *products)
         return bound.norm1(x), bound.norm2(x), heads, activated
