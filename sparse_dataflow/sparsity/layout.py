@@ -280,25 +280,21 @@ class BlockLayout:
         """
         inputs = np.flatnonzero(self.mask[:, self.cols[0]])
         outputs = np.flatnonzero(self.mask[inputs[0]])
-        sides = len(inputs), len(outputs)
-        if any(total % side for total, side in zip(self.mask.shape, sides)):
-            return None
-        count, rest = divmod(self.nnz, sides[0] * sides[1])
-        parts = self.in_blocks // sides[0], self.out_blocks // sides[1]
-        runs = _first_run(inputs), _first_run(outputs)
-        if rest or count not in parts or any(side % run for side, run in zip(sides, runs)):
-            return None
-        firsts = (
-            first // run % total if total > count else 0
-            for first, run, total in zip((inputs[0], outputs[0]), runs, parts)
-        )
-        in_group, out_group = (
-            np.arange(blocks) // run % total - first
-            for blocks, run, total, first in zip(self.mask.shape, runs, parts, firsts)
-        )
+        count, rest = divmod(self.nnz, len(inputs) * len(outputs))
+        runs, parts, group_of_block = [], [], []
+        for blocks, total in zip((inputs, outputs), self.mask.shape):
+            run, side_parts = _first_run(blocks), total // len(blocks)
+            if rest or total % len(blocks) or len(blocks) % run:
+                return None
+            first = blocks[0] // run % side_parts if side_parts > count else 0
+            runs.append(run)
+            parts.append(side_parts)
+            group_of_block.append(np.arange(total) // run % side_parts - first)
+        in_group, out_group = group_of_block
         stored = (in_group >= 0) & (in_group < count)
         expected = (in_group[:, None] == out_group) & stored[:, None]
-        return Groups(count, *runs, *parts) if np.array_equal(self.mask, expected) else None
+        is_grouped = count in parts and np.array_equal(self.mask, expected)
+        return Groups(count, *runs, *parts) if is_grouped else None
 
     @functools.cached_property
     def content_hash(self) -> str:
