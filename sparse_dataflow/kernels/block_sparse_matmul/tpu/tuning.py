@@ -136,25 +136,6 @@ def sublanes(itemsize: int) -> int:
     return 32 // itemsize
 
 
-def product_tiles(
-    operand: Operand, wide_blocks: int, vmem_bytes: int, cores: int
-) -> ProductTiles | None:
-    """Return the tiles of the largest token tile that fits VMEM; None if none fits.
-
-    Args:
-      operand: the product's shape.
-      wide_blocks: result-wide arrays that are read or written (y, pre-activation, residual).
-      vmem_bytes: VMEM budget.
-      cores: cores that share the tokens.
-    """
-    return largest(
-        operand.tokens,
-        operand.itemsize,
-        cores,
-        lambda tokens, buffers: _widest(operand, tokens, buffers, wide_blocks, vmem_bytes),
-    )
-
-
 def largest(tokens: int, itemsize: int, cores: int, fitting: Callable[[int, int], Any]) -> Any:
     """Return the tiles of the largest token tile that fits; None if none fits.
 
@@ -185,16 +166,34 @@ def largest(tokens: int, itemsize: int, cores: int, fitting: Callable[[int, int]
 def product_space(
     operand: Operand, wide_blocks: int, vmem_bytes: int, cores: int
 ) -> SearchSpace | None:
-    """Return the search space that starts at `product_tiles`; None if nothing fits."""
-    start = product_tiles(operand, wide_blocks, vmem_bytes, cores)
+    """Return the search space that starts at the largest token tile that fits; None if none fits.
+
+    Args:
+      operand: the product's shape.
+      wide_blocks: result-wide arrays that are read or written (y, pre-activation, residual).
+      vmem_bytes: VMEM budget.
+      cores: cores that share the tokens.
+    """
+
+    def fits(tiles):
+        return product_bytes(operand, tiles, wide_blocks) <= vmem_bytes
+
+    def fitting(tokens, buffers):
+        """Return the tiles with the best stream, then the widest result, for these tokens."""
+        for stream in streams(operand):
+            for lines in range(min(4, operand.lines), 0, -1):
+                tiles = ProductTiles(tokens, buffers, min(tokens, 1024), lines, stream)
+                if fits(tiles):
+                    return tiles
+        return None
 
     def legal(tiles):
         divides = tiles.rows > 0 and tiles.tokens % tiles.rows == 0
         aligned = tiles.tokens % sublanes(operand.itemsize) == 0 < tiles.tokens
         streaming = min(tiles.stream.entries, tiles.lines) > 0 and tiles.stream.ahead > 1
-        fits = streaming and product_bytes(operand, tiles, wide_blocks) <= vmem_bytes
-        return divides and aligned and tiles.buffers in (1, 2) and fits
+        return divides and aligned and streaming and tiles.buffers in (1, 2) and fits(tiles)
 
+    start = largest(operand.tokens, operand.itemsize, cores, fitting)
     choices = {
         "tokens": tuple(token_tiles(operand.tokens, operand.itemsize, 2048)),
         "buffers": (1, 2),
@@ -203,16 +202,6 @@ def product_space(
         "stream": tuple(dict.fromkeys(streams(operand))),
     }
     return None if start is None else SearchSpace(start, choices, legal)
-
-
-def _widest(operand, tokens, buffers, wide_blocks, vmem_bytes):
-    """Return the tiles with the best stream, then the widest result, for these tokens."""
-    for stream in streams(operand):
-        for lines in range(min(4, operand.lines), 0, -1):
-            tiles = ProductTiles(tokens, buffers, min(tokens, 1024), lines, stream)
-            if product_bytes(operand, tiles, wide_blocks) <= vmem_bytes:
-                return tiles
-    return None
 
 
 def streams(operand: Operand) -> Iterator[StreamTiles]:
