@@ -77,6 +77,16 @@ class MlpShape:
         return self.by_hidden.tokens
 
     @property
+    def forward(self) -> tuple[Operand, ...]:
+        """Products of the forward pass, in the order of `MlpTiles.streams`."""
+        return self.by_hidden, self.by_result
+
+    @property
+    def backward(self) -> tuple[Operand, ...]:
+        """Products of the backward pass, in the order of `MlpTiles.streams`."""
+        return self.by_hidden, self.by_hidden_row, self.by_input_row
+
+    @property
     def row_bytes(self) -> tuple[int, int, int]:
         """Bytes of a token's x, hidden activations and result."""
         itemsize = self.by_hidden.itemsize
@@ -99,8 +109,8 @@ def fused_tuning(unfused: MlpTuning, shape: MlpShape, vmem_bytes: int) -> MlpTun
       vmem_bytes: VMEM budget.
     """
     first, second = unfused.product_in, unfused.product_out
-    forward = forward_tiles(shape, vmem_bytes, first.cores)
-    backward = backward_tiles(shape, vmem_bytes, first.cores)
+    forward = _largest(shape, shape.forward, forward_bytes, vmem_bytes, first.cores)
+    backward = _largest(shape, shape.backward, backward_bytes, vmem_bytes, first.cores)
     pair = pair_traffic(shape, first.forward, second.forward)
     if forward and forward_traffic(shape, forward) > pair:
         forward = None
@@ -110,24 +120,13 @@ def fused_tuning(unfused: MlpTuning, shape: MlpShape, vmem_bytes: int) -> MlpTun
     return dataclasses.replace(unfused, forward=forward, backward=backward)
 
 
-def forward_tiles(shape: MlpShape, vmem_bytes: int, cores: int) -> MlpTiles | None:
-    """Return the forward tiles of the largest token tile that fits VMEM; None if none fits."""
-    return _largest(shape, (shape.by_hidden, shape.by_result), forward_bytes, vmem_bytes, cores)
-
-
-def backward_tiles(shape: MlpShape, vmem_bytes: int, cores: int) -> MlpTiles | None:
-    """Return the backward tiles of the largest token tile that fits VMEM; None if none fits."""
-    operands = (shape.by_hidden, shape.by_hidden_row, shape.by_input_row)
-    return _largest(shape, operands, backward_bytes, vmem_bytes, cores)
-
-
 def forward_bytes(shape: MlpShape, tiles: MlpTiles) -> int:
     """Return the forward kernel's VMEM bytes: x, hidden, bias, results, streams and dots."""
     x, hidden, _ = shape.row_bytes
     rows = tiles.tokens * (tiles.buffers * x + hidden)
     results = 2 * tiles.tokens * tiles.lines * shape.by_hidden.tile * shape.by_hidden.itemsize
     bias = 2 * 4 * shape.by_result.features
-    return rows + results + bias + _dots(tiles, shape.by_hidden, shape.by_result)
+    return rows + results + bias + _dots(tiles, shape.forward)
 
 
 def backward_bytes(shape: MlpShape, tiles: MlpTiles) -> int:
@@ -137,11 +136,10 @@ def backward_bytes(shape: MlpShape, tiles: MlpTiles) -> int:
     tile, itemsize = shape.by_hidden.tile, shape.by_hidden.itemsize
     results = 2 * 3 * tiles.tokens * tiles.lines * tile * itemsize
     preactivation = tiles.tokens * tile * 4
-    operands = (shape.by_hidden, shape.by_hidden_row, shape.by_input_row)
-    return rows + results + preactivation + _dots(tiles, *operands)
+    return rows + results + preactivation + _dots(tiles, shape.backward)
 
 
-def _dots(tiles, *operands):
+def _dots(tiles, operands):
     """Return the VMEM bytes of all streams, and of the dots of one product at a time."""
     each = list(zip(operands, tiles.streams, strict=True))
     return sum(products.stream_bytes(operand, stream) for operand, stream in each) + max(
@@ -150,6 +148,8 @@ def _dots(tiles, *operands):
 
 
 def _largest(shape, operands, need, vmem_bytes, cores):
+    """Return the tiles of a pass with the largest token tile that fits VMEM; None if none fits."""
+
     def fitting(tokens, buffers):
         for streams in zip(*map(products.streams, operands)):
             for lines in (4, 2, 1):
