@@ -180,12 +180,12 @@ def product_space(
 
     def fitting(tokens, buffers):
         """Return the tiles with the best stream, then the widest result, for these tokens."""
-        for stream in streams(operand):
-            for lines in range(min(4, operand.lines), 0, -1):
-                tiles = ProductTiles(tokens, buffers, min(tokens, 1024), lines, stream)
-                if fits(tiles):
-                    return tiles
-        return None
+        candidates = (
+            ProductTiles(tokens, buffers, min(tokens, 1024), lines, stream)
+            for stream in streams(operand)
+            for lines in range(min(4, operand.lines), 0, -1)
+        )
+        return next(filter(fits, candidates), None)
 
     def legal(tiles):
         divides = tiles.rows > 0 and tiles.tokens % tiles.rows == 0
@@ -239,13 +239,13 @@ def dot_bytes(operand: Operand, stream: StreamTiles, tokens: int, rows: int) -> 
     return sums + rows * operand.tile * (stream.entries * operand.itemsize + 8)
 
 
-def gradient_tiles(
+def gradient_space(
     operand: Operand, activated: bool, vmem_bytes: int, cores: int
-) -> GradientTiles | None:
-    """Return tiles of dW with at most half the VMEM for sums; None if none fits.
+) -> SearchSpace | None:
+    """Return the search space of dW; None if nothing fits.
 
-    Large sums mean few passes over the gathered operand.  The contraction is then the longest that
-    fits.
+    It starts at tiles with at most half the VMEM for sums.  Large sums mean few passes over the
+    gathered operand.  The contraction is then the longest that fits.
 
     Args:
       operand: the product's shape.
@@ -253,27 +253,23 @@ def gradient_tiles(
       vmem_bytes: VMEM budget.
       cores: cores that share the lines.
     """
-    entries = even(operand.entries, max(1, _length(operand, 1024) // operand.tile))
-    padded = -(-operand.entries // entries) * entries
-    max_lines = max(1, vmem_bytes // 2 // (padded * operand.tile**2 * 4))
-    for lines in _divided(-(-operand.lines // cores), max_lines):
-        for tokens in token_tiles(operand.tokens, operand.itemsize, 512, least=LANES):
-            tiles = GradientTiles(tokens, lines, entries)
-            if gradient_bytes(operand, tiles, activated) <= vmem_bytes:
-                return tiles
-    return None
 
-
-def gradient_space(
-    operand: Operand, activated: bool, vmem_bytes: int, cores: int
-) -> SearchSpace | None:
-    """Return the search space that starts at `gradient_tiles`; None if nothing fits."""
-    start = gradient_tiles(operand, activated, vmem_bytes, cores)
+    def fits(tiles):
+        return gradient_bytes(operand, tiles, activated) <= vmem_bytes
 
     def legal(tiles):
         aligned = tiles.tokens % LANES == 0 < tiles.tokens and min(tiles.lines, tiles.entries) > 0
-        return aligned and gradient_bytes(operand, tiles, activated) <= vmem_bytes
+        return aligned and fits(tiles)
 
+    entries = even(operand.entries, max(1, _length(operand, 1024) // operand.tile))
+    padded = -(-operand.entries // entries) * entries
+    max_lines = max(1, vmem_bytes // 2 // (padded * operand.tile**2 * 4))
+    candidates = (
+        GradientTiles(tokens, lines, entries)
+        for lines in _divided(-(-operand.lines // cores), max_lines)
+        for tokens in token_tiles(operand.tokens, operand.itemsize, 512, least=LANES)
+    )
+    start = next(filter(fits, candidates), None)
     choices = {
         "tokens": tuple(token_tiles(operand.tokens, operand.itemsize, 1024, least=LANES)),
         "lines": tuple(_divided(operand.lines, operand.lines)),
