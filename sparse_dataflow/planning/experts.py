@@ -33,5 +33,4 @@ def stage_experts(config: ModelConfig, plan: ParallelPlan):
     if not config.experts:
         return 0
     routed = matrix_count(config, MLP) * config.experts / config.stored_copies(MLP[0])
-    layers = np.ceil(config.num_layers / np.asarray(plan.stage))
-    return layers * routed / config.num_layers / plan.layer_chips
+    return plan.stage_layers(config) * routed / config.num_layers / plan.layer_chips

@@ -158,6 +158,10 @@ class ParallelPlan:
         """Sequences per optimizer step."""
         return self.replicas * self.micro_batch * self.accumulation
 
+    def stage_layers(self, config: ModelConfig) -> np.ndarray:
+        """Returns the layers of the fullest stage."""
+        return np.ceil(config.num_layers / np.asarray(self.stage))
+
     def __str__(self):
         words = [f"data {self.data}", f"stage {self.stage}", f"fsdp {self.fsdp} (ZeRO {self.zero})"]
         words += [f"feature {self.feature}"] if np.any(np.asarray(self.feature) > 1) else []

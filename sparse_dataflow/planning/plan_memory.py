@@ -37,69 +37,75 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     remat = plan.remat if plan.remat in ("none", "dots") else "full"
     config = dataclasses.replace(config, remat=remat)
     weights, matrices = stage_parameters(config, plan), stage_matrices(config, plan)
-    block_weights = stage_parameters(memory.single_layer(config), plan)
-    compute = memory.DTYPE_BYTES[config.compute_dtype]
     tokens = np.asarray(plan.micro_batch) * sequence
     shares = {stage: _shard_share(config, plan, stage) for stage in (1, 2, 3)}
     staged, sharded = np.asarray(plan.stage) > 1, np.asarray(plan.fsdp) > 1
-    copies = key_value_copies(config, plan.tensor)
+    layers = plan.stage_layers(config)
     rows = experts.computed_rows(config, tokens, plan)[0] / tokens if config.experts else None
-    per_token = memory.activation_bytes(config, sequence, plan.fused_attention, copies, rows)
-    layers = np.ceil(config.num_layers / np.asarray(plan.stage))
-    boundary_share = 1 / (plan.layer_chips if plan.sequence_parallel else plan.feature)
-    saved = per_token.boundary * boundary_share
-    saved = saved + (per_token.saved - per_token.boundary) / plan.layer_chips
-    # Inputs of attn_out and mlp_out, which "feature" gathers.
-    whole_inputs = compute * (config.num_heads * config.head_width + config.d_ff) / plan.tensor
-    whole_inputs = np.where(np.asarray(plan.feature) > 1, whole_inputs, 0)
-    saved = saved + whole_inputs * (remat == "none")
-    if remat == "none" and compute < memory.MASTER_BYTES:
-        # As in programs for several TPUs: GELU's input and a norm are saved in float32.
-        kept = memory.MASTER_BYTES * (config.d_model + config.d_ff) / plan.layer_chips
-        saved = saved + np.where(np.asarray(plan.chips) > 1, kept, 0)
-    working = per_token.working / plan.layer_chips + per_token.ends * boundary_share
-    working = working + whole_inputs
+    saved, working = _block_bytes(config, sequence, plan, rows)
+    saved = np.where(staged, pipeline_bytes(config, plan, rows), saved * layers * in_flight(plan))
+    activations = tokens * saved
+    chunk = np.minimum(tokens, memory.LOGITS_CHUNK)
+    logits = 2.0 * chunk * config.vocab_size * 4 / plan.layer_chips
     # A stage sums the gradients of all its weights in float32, and reduce-scatters them at the end.
     gradient = memory.gradient_bytes(np.asarray(plan.accumulation), plan.state_dtype)
-    staged_gradients = memory.MASTER_BYTES * (1 + np.where(sharded, shares[2], 0))
-    # Working copy: a stage gathers its weights once per step and keeps them.  Otherwise it is a
-    # copy of the local shard in the compute dtype, plus one gathered layer.
-    block = block_weights - memory.embeddings(config) / plan.layer_chips
-    # Experts that tokens travel to stay sharded.
-    own = (1 - 1 / np.asarray(plan.fsdp)) * experts.stage_experts(config, plan) * plan.exchanges
-    block = block - own / layers
-    unsharded = weights if remat == "none" else block_weights
-    gathered = weights * shares[3] + block
-    copies = np.where(sharded & (plan.zero == 3), gathered, unsharded)
-    copies = np.where(staged, weights - own if plan.zero == 3 else block_weights, copies)
-    gathers_weights = sharded & (plan.zero == 3)
-    # Gradients of the embedding and of one projection before they are reduce-scattered.
+    staged_gradient = memory.MASTER_BYTES * (1 + np.where(sharded, shares[2], 0))
+    # ZeRO 3: gradients of the embedding and of one projection before they are reduce-scattered.
     full = (memory.embeddings(config) + _largest_projection(config, plan)) / plan.layer_chips
     full = np.where(sharded & ~staged & (plan.zero == 3), memory.MASTER_BYTES * full, 0)
     # Below ZeRO 3 every chip holds all weights: the updated ones are gathered before they replace
     # the old ones.  ZeRO 2 reduce-scatters the gradients of a whole micro-batch, not of a layer.
-    whole = np.where(sharded & ~staged & (plan.zero < 3), memory.MASTER_BYTES * weights, 0)
-    whole = whole * (2 if plan.zero == 2 else 1) * (plan.zero > 0)
-    activations = tokens * np.where(
-        staged, pipeline_bytes(config, plan, rows), saved * layers * in_flight(plan)
-    )
-    logits = (
-        2.0 * np.minimum(tokens, memory.LOGITS_CHUNK) * config.vocab_size * 4 / plan.layer_chips
-    )
+    whole = np.where(sharded & ~staged, memory.MASTER_BYTES * weights, 0) * (0, 1, 2, 0)[plan.zero]
     updates = memory.update_bytes(matrices, plan.optimizer) * shares[1]
+    moments = memory.moment_bytes(weights, matrices, plan.state_dtype, plan.optimizer)
     return MemoryEstimate(
         parameters=weights * memory.MASTER_BYTES * shares[3],
-        working_copy=np.where(
-            gathers_weights | (compute != memory.MASTER_BYTES), copies * compute, 0
-        ),
-        gradients=weights * np.where(staged, staged_gradients, shares[2] * gradient),
-        moments=shares[1]
-        * memory.moment_bytes(weights, matrices, plan.state_dtype, plan.optimizer),
+        working_copy=_working_copy(config, plan, weights, shares[3]),
+        gradients=weights * np.where(staged, staged_gradient, shares[2] * gradient),
+        moments=shares[1] * moments,
         layout_tables=memory.table_bytes(config) * layers / config.num_layers / plan.tensor,
         activations=activations,
         working_set=np.maximum(tokens * working + full, updates - activations - logits) + whole,
         logits=logits,
     )
+
+
+def _block_bytes(config, sequence, plan, expert_rows):
+    """Returns the bytes per token that a block saves for its backward pass, and of temporaries."""
+    compute = memory.DTYPE_BYTES[config.compute_dtype]
+    copies = key_value_copies(config, plan.tensor)
+    per_token = memory.activation_bytes(config, sequence, plan.fused_attention, copies, expert_rows)
+    boundary_share = 1 / (plan.layer_chips if plan.sequence_parallel else plan.feature)
+    saved = per_token.boundary * boundary_share
+    saved = saved + (per_token.saved - per_token.boundary) / plan.layer_chips
+    working = per_token.working / plan.layer_chips + per_token.ends * boundary_share
+    # Inputs of attn_out and mlp_out, which "feature" gathers.
+    whole_inputs = compute * (config.num_heads * config.head_width + config.d_ff) / plan.tensor
+    whole_inputs = np.where(np.asarray(plan.feature) > 1, whole_inputs, 0)
+    if config.remat == "none":
+        saved = saved + whole_inputs
+        if compute < memory.MASTER_BYTES:
+            # As in programs for several TPUs: GELU's input and a norm are saved in float32.
+            wide = memory.MASTER_BYTES * (config.d_model + config.d_ff) / plan.layer_chips
+            saved = saved + np.where(np.asarray(plan.chips) > 1, wide, 0)
+    return saved, working + whole_inputs
+
+
+def _working_copy(config, plan, weights, share):
+    """Returns the bytes of the weights that a chip computes with, of which it stores a `share`.
+
+    A stage gathers its weights once per step and keeps them.  Otherwise it is a copy of the local
+    shard in the compute dtype, plus one gathered layer.  Experts that tokens reach stay sharded.
+    """
+    staged, gathers = np.asarray(plan.stage) > 1, (np.asarray(plan.fsdp) > 1) & (plan.zero == 3)
+    single = stage_parameters(memory.single_layer(config), plan)
+    own = (1 - 1 / np.asarray(plan.fsdp)) * experts.stage_experts(config, plan) * plan.exchanges
+    block = single - memory.embeddings(config) / plan.layer_chips - own / plan.stage_layers(config)
+    local = weights if config.remat == "none" else single
+    copies = np.where(gathers, weights * share + block, local)
+    copies = np.where(staged, weights - own if plan.zero == 3 else single, copies)
+    compute = memory.DTYPE_BYTES[config.compute_dtype]
+    return np.where(gathers | (compute != memory.MASTER_BYTES), copies * compute, 0)
 
 
 def _largest_projection(config, plan):
@@ -122,37 +128,34 @@ def _shard_share(config, plan, stage):
     if plan.zero < stage:
         return 1.0
     fsdp, tensor, feature = (np.asarray(n) for n in (plan.fsdp, plan.tensor, plan.feature))
-    total = memory.embeddings(config)
-    local = np.where(config.d_model % fsdp == 0, total / fsdp, total)
+    # Number of weights, and whether "fsdp" divides them.
+    parts = [(memory.embeddings(config), config.d_model % fsdp == 0)]
     for group, name in itertools.product(layer_groups(config), config.projections):
         spec, (inside, outside) = config.linear(name), config.projection_shape(name)
         copied = (name in KEY_VALUE) & (key_value_copies(config, tensor) > 1)
         cut = fsdp * np.where(copied, 1, tensor)
+        layers, row = len(group.layers), name in ROW_PARALLEL
+        if rank := config.factor_rank(name):
+            # "fsdp" cuts the long sides; the first factor along the rank where it cannot.
+            first = (inside % (cut if row else fsdp) == 0) | (rank % fsdp == 0)
+            second = outside % (fsdp if row else cut) == 0
+            parts += [(layers * rank * inside, first), (layers * rank * outside, second)]
+            continue
         stored = inside * outside * stored_fractions(group.model)[name]
         if spec.kind == "block_sparse":
             blocks = round(stored / spec.block**2)
             divides = (blocks % cut == 0) | (spec.block % fsdp == 0)
-        elif name not in ROW_PARALLEL:
-            divides = (inside % (fsdp * feature) == 0) | (outside % cut == 0)
-        else:
+        elif row:
             divides = outside % (fsdp * feature) == 0
-        weights = len(group.layers) * stored
-        if rank := config.factor_rank(name):
-            # "fsdp" cuts the long sides; the first factor along the rank where it cannot.
-            row = name in ROW_PARALLEL
-            first = (inside % (cut if row else fsdp) == 0) | (rank % fsdp == 0)
-            second = outside % (fsdp if row else cut) == 0
-            for side, divides in ((inside, first), (outside, second)):
-                size = len(group.layers) * rank * side
-                local, total = local + np.where(divides, size / fsdp, size), total + size
-            continue
+        else:
+            divides = (inside % (fsdp * feature) == 0) | (outside % cut == 0)
+        weights = layers * stored
         if config.experts and name in MLP:  # The axis shards experts, or else the weight of each.
-            routed, weights = config.experts * weights, config.shared_expert * weights
-            even = divides | (config.experts % fsdp == 0)
-            local, total = local + np.where(even, routed / fsdp, routed), total + routed
-        local = local + np.where(divides, weights / fsdp, weights)
-        total += weights
-    return local / total
+            parts.append((config.experts * weights, divides | (config.experts % fsdp == 0)))
+            weights = config.shared_expert * weights
+        parts.append((weights, divides))
+    total = sum(size for size, _ in parts)
+    return sum(np.where(divides, size / fsdp, size) for size, divides in parts) / total
 
 
 def pipeline_bytes(config: ModelConfig, plan: ParallelPlan, expert_rows=None):
@@ -189,7 +192,7 @@ def pipeline_bytes(config: ModelConfig, plan: ParallelPlan, expert_rows=None):
         passed_on = passed_on + residual + 4 * norm
     else:
         saved = block_buffers + 2 * residual
-    layers = np.ceil(config.num_layers / np.asarray(plan.stage))
+    layers = plan.stage_layers(config)
     deferred = np.where(
         plan.schedule == "zero_bubble", np.minimum(plan.stage, plan.accumulation), 1
     )

@@ -212,7 +212,7 @@ def step_time(
         )
     # Forward, the gradients of inputs and of weights, and the forward pass that is repeated.
     block["passes"] = (4 if "mlp_in" in recomputed else 3) * efficiency.pass_seconds
-    layers = np.ceil(config.num_layers / np.asarray(plan.stage))
+    layers = plan.stage_layers(config)
     count = layers * plan.accumulation
     terms = {name: seconds * count for name, seconds in block.items()}
     layer = sum(block.values())
@@ -255,7 +255,7 @@ def stage_parameters(config: ModelConfig, plan: ParallelPlan):
     """Returns the parameters on one chip of the fullest stage, before sharding over "fsdp"."""
     block, ends = _block_and_ends(config)
     block = block + _copied_weights(config, plan)
-    return (np.ceil(config.num_layers / np.asarray(plan.stage)) * block + ends) / plan.layer_chips
+    return (plan.stage_layers(config) * block + ends) / plan.layer_chips
 
 
 @functools.lru_cache(maxsize=1024)
@@ -270,7 +270,7 @@ def _block_and_ends(config: ModelConfig) -> tuple[float, float]:
 def stage_matrices(config: ModelConfig, plan: ParallelPlan):
     """Returns the part of `stage_parameters` that Muon updates."""
     per_layer = matrix_count(config) / config.num_layers + _copied_weights(config, plan)
-    return np.ceil(config.num_layers / np.asarray(plan.stage)) * per_layer / plan.layer_chips
+    return plan.stage_layers(config) * per_layer / plan.layer_chips
 
 
 def _copied_weights(config, plan):
@@ -311,8 +311,7 @@ def _orthogonalization_seconds(config, plan, chip, efficiency):
         orthogonalization_flops(config) / (peak * efficiency.matmul),
         size / (bandwidth * efficiency.bandwidth),
     )
-    layers = np.ceil(config.num_layers / np.asarray(plan.stage))
-    return seconds * layers / config.num_layers / plan.layer_chips
+    return seconds * plan.stage_layers(config) / config.num_layers / plan.layer_chips
 
 
 def _sections(config, sequence, plan, chip, efficiency, rates):

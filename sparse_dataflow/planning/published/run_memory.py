@@ -16,8 +16,6 @@ XLA's buffers have several copies of an activation.  Megatron and FSDP keep less
   together.
 """
 
-import numpy as np
-
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.planning import memory
 from sparse_dataflow.planning.plan_memory import in_flight
@@ -92,7 +90,7 @@ def _activation_bytes(row: Row) -> float:
     plan, config = row.plan, row.config
     tensor, widths = int(plan.tensor), memory.block_widths(config)
     tokens = float(plan.micro_batch) * row.sequence
-    layers = float(np.ceil(config.num_layers / np.asarray(plan.stage)) * in_flight(plan))
+    layers = float(plan.stage_layers(config) * in_flight(plan))
     inputs = 2 * config.d_model / (tensor if plan.sequence_parallel else 1)
     # Two layers are on the chip while their copies to or from the host are under way.
     kept = inputs * (2 if "inputs" in row.offload else layers)
