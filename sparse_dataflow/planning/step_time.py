@@ -182,45 +182,18 @@ def step_time(
     Raises:
       UserError: the chip has no known rates or links.
     """
-    _, bandwidth = chip.rates(config.compute_dtype)
-    network = chip.network
-    if network is None:
-        if np.any(np.asarray(plan.chips) > 1):
-            raise UserError(
-                f"{chip.name} has no known links; legal: one chip, or a table [network]."
-            )
-        network = Network(1, 1.0, 1.0)
     rates = rates or {}
+    network = _network(chip, plan)
     sections = _sections(config, sequence, plan, chip, efficiency, rates)
-    block = {name: 3 * sections[name].seconds for name in config.projections}
-    factor = 1 + (ATTENTION_BACKWARD if plan.fused_attention else 2)
-    block["attention"] = factor * sections["attention"].seconds
-    if config.experts:
-        block["router"] = 3 * sections["router"].seconds
-    recomputed = RECOMPUTED[plan.remat]
-    again = (sections[name].seconds for name in recomputed if name in sections)
-    block["recompute"] = sum(again, 0.0)
-    # Norms and GELU are recomputed with the products that read them.
-    passes = sections["norms"].seconds + sections["gelu"].seconds
-    block["element-wise"] = (4 if "mlp_in" in recomputed else 3) * passes
-    tokens = np.asarray(plan.micro_batch) * sequence
-    boundary = tokens * config.d_model * DTYPE_BYTES[config.compute_dtype]
-    block["tensor"] = plan_collectives.tensor_seconds(config, tokens, plan, network, efficiency)
-    if plan.exchanges:
-        block["exchange"] = plan_collectives.exchange_seconds(
-            config, sequence, plan, network, efficiency
-        )
-    # Forward, the gradients of inputs and of weights, and the forward pass that is repeated.
-    block["passes"] = (4 if "mlp_in" in recomputed else 3) * efficiency.pass_seconds
-    layers = plan.stage_layers(config)
-    count = layers * plan.accumulation
-    terms = {name: seconds * count for name, seconds in block.items()}
-    layer = sum(block.values())
+    block = _block_seconds(config, sequence, plan, sections, network, efficiency)
+    layer, layers = sum(block.values()), plan.stage_layers(config)
+    terms = {name: seconds * (layers * plan.accumulation) for name, seconds in block.items()}
     head = _head_seconds(config, plan, 3 * sections["head"].seconds, layer)
     terms["head"] = head * plan.accumulation
-    stage_pass = layers * layer
     bubble = BUBBLES[plan.schedule] * (np.asarray(plan.stage) - 1) / plan.chunks
-    terms["bubble"] = bubble * stage_pass
+    terms["bubble"] = bubble * (layers * layer)
+    dtype_bytes = DTYPE_BYTES[config.compute_dtype]
+    boundary = np.asarray(plan.micro_batch) * sequence * config.d_model * dtype_bytes
     terms["sends"] = plan_collectives.send_seconds(
         boundary / plan.layer_chips, plan, network, efficiency
     )
@@ -228,9 +201,10 @@ def step_time(
     weights = stage_parameters(config, plan)
     own = experts.stage_experts(config, plan) if plan.exchanges else 0
     terms["state"] = plan_collectives.state_seconds(
-        weights, own, plan, network, efficiency, computing, DTYPE_BYTES[config.compute_dtype]
+        weights, own, plan, network, efficiency, computing, dtype_bytes
     )
     shards = plan.fsdp if plan.zero else 1
+    _, bandwidth = chip.rates(config.compute_dtype)
     rate = rates.get("optimizer", bandwidth * efficiency.bandwidth)
     terms["optimizer"] = optimizer_bytes(config, plan) / shards / rate
     if plan.optimizer == "muon" and "optimizer" not in rates:
@@ -239,6 +213,41 @@ def step_time(
     islands = np.maximum(np.asarray(plan.chips) / (plan.island or network.island), 1)
     terms["waits"] = efficiency.waits * np.log2(islands) * sum(terms.values())
     return StepTime(terms, sections)
+
+
+def _network(chip, plan):
+    """Returns the links of a chip; any links for one chip without them.
+
+    Raises:
+      UserError: the plan has several chips, whose links are unknown.
+    """
+    if chip.network is None and np.any(np.asarray(plan.chips) > 1):
+        raise UserError(f"{chip.name} has no known links; legal: one chip, or a table [network].")
+    return chip.network or Network(1, 1.0, 1.0)
+
+
+def _block_seconds(config, sequence, plan, sections, network, efficiency):
+    """Returns term -> seconds of one block and micro-batch, forward and backward."""
+    block = {name: 3 * sections[name].seconds for name in config.projections}
+    factor = 1 + (ATTENTION_BACKWARD if plan.fused_attention else 2)
+    block["attention"] = factor * sections["attention"].seconds
+    if config.experts:
+        block["router"] = 3 * sections["router"].seconds
+    recomputed = RECOMPUTED[plan.remat]
+    again = (sections[name].seconds for name in recomputed if name in sections)
+    block["recompute"] = sum(again, 0.0)
+    # Forward, the gradients of inputs and of weights, and the forward pass that is repeated.
+    passes = 4 if "mlp_in" in recomputed else 3
+    # Norms and GELU are recomputed with the products that read them.
+    block["element-wise"] = passes * (sections["norms"].seconds + sections["gelu"].seconds)
+    tokens = np.asarray(plan.micro_batch) * sequence
+    block["tensor"] = plan_collectives.tensor_seconds(config, tokens, plan, network, efficiency)
+    if plan.exchanges:
+        block["exchange"] = plan_collectives.exchange_seconds(
+            config, sequence, plan, network, efficiency
+        )
+    block["passes"] = passes * efficiency.pass_seconds
+    return block
 
 
 def _head_seconds(config, plan, head, layer):
@@ -315,20 +324,17 @@ def _orthogonalization_seconds(config, plan, chip, efficiency):
 
 
 def _sections(config, sequence, plan, chip, efficiency, rates):
+    """Returns name -> `Section` of every section; arguments as in `step_time`."""
     dtype_bytes = DTYPE_BYTES[config.compute_dtype]
     peak, bandwidth = chip.rates(config.compute_dtype)
     # An emulated product runs at the rate of the dtype that its operands are converted to.
     projection_peak = chip.peak(config.precision) or peak
     memory = bandwidth * efficiency.bandwidth
     tokens = np.asarray(plan.micro_batch, np.float64) * sequence
-    tensor, feature = (np.asarray(n, np.float64) for n in (plan.tensor, plan.feature))
-    shared = tensor * feature
-    fractions, copies = stored_fractions(config), key_value_copies(config, plan.tensor)
+    shared = np.asarray(plan.layer_chips, np.float64)
+    fractions = stored_fractions(config)
 
-    def product(
-        name, fan_in, fan_out, density=1.0, relative_rate=1.0, rank=0, peak=peak, rows=tokens,
-        copies=1,
-    ):  # fmt: skip
+    def product(name, fan_in, fan_out, density=1.0, rank=0, peak=peak, rows=tokens, copies=1):
         weights = fan_in * fan_out * density + rank * (fan_in + fan_out)
         flops = 2 * rows * weights
         between = 0 if density else 2 * rank  # What two factors write and read.
@@ -339,48 +345,29 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
             size = size + (2 * dtype_bytes + 1) * operands
         width = np.minimum(np.minimum(fan_in, fan_out), rows / copies)
         width = width if density else np.minimum(width, rank)
-        rate = relative_rate * peak * efficiency.matmul * width / (width + efficiency.half_width)
+        rate = peak * efficiency.matmul * width / (width + efficiency.half_width)
         if name in rates:
             return Section(flops, size, flops / rates[name])
         return Section(flops, size, np.maximum(flops / rate, size / memory))
 
     sections = {}
     for name in config.projections:
-        fan_in, fan_out = config.projection_shape(name)
-        spec = config.linear(name)
-        if name in ROW_PARALLEL:
-            fan_in, fan_out = fan_in / tensor, fan_out / feature
-        else:
-            fan_in = fan_in / feature
-            fan_out = fan_out * (copies if name in KEY_VALUE else 1) / tensor
-        relative = block_rate(chip.family, spec, efficiency)
         if name == "attn_out":
             sections["attention"] = _attention(
                 config, sequence, tokens, shared, plan, peak, memory, efficiency, rates
             )
-        rows, stored = tokens, 1
+        spec, rows, copies = config.linear(name), tokens, 1
         if config.experts and name in MLP:
-            rows, stored = experts.computed_rows(config, tokens, plan)
+            rows, copies = experts.computed_rows(config, tokens, plan)
         density, rank = fractions[name] + config.has_guide(name), spec.rank
         if config.factor_rank(name):
             density, rank = 0.0, config.factor_rank(name)
-        sections[name] = product(
-            name, fan_in, fan_out, density, relative, rank, projection_peak, rows, stored
-        )
+        rate = block_rate(chip.family, spec, efficiency) * projection_peak
+        fan_in, fan_out = _local_shape(config, plan, name)
+        sections[name] = product(name, fan_in, fan_out, density, rank, rate, rows, copies)
     if config.experts:
         sections["router"] = product("router", config.d_model, config.experts)
-    d_share = shared if plan.sequence_parallel else feature
-    d_elements, ff_elements = ELEMENTS[plan.fused]
-    routed = config.active_experts - config.shared_expert if config.experts else 0
-    hidden = config.active_experts * config.d_ff
-    norms = (d_elements / d_share + ROW_ELEMENTS * routed) * efficiency.traffic
-    if (
-        plan.fused and not plan.fused_norms
-    ):  # Counted bytes, which are not relative to fused kernels.
-        norms = norms + 2 * APART_NORM_ELEMENTS / d_share
-    # A gate is one more operand of the activation: two reads and a write.
-    gelu = ff_elements * (1.5 if config.gated_mlp else 1) * efficiency.traffic
-    for name, elements in (("norms", norms * config.d_model), ("gelu", gelu * hidden / shared)):
+    for name, elements in zip(("norms", "gelu"), _elements(config, plan, efficiency.traffic)):
         size = dtype_bytes * tokens * elements
         sections[name] = Section(0.0 * size, size, size / rates.get(name, memory))
     logits = tokens * config.vocab_size / shared * LOGIT_BYTES * efficiency.traffic
@@ -388,6 +375,31 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
     passing = 0.0 if "head" in rates else logits / memory / 3
     sections["head"] = Section(head.flops, head.bytes + logits, head.seconds + passing)
     return sections
+
+
+def _local_shape(config, plan, name):
+    """Returns the input and output features of a projection on one chip."""
+    fan_in, fan_out = config.projection_shape(name)
+    tensor, feature = (np.asarray(n, np.float64) for n in (plan.tensor, plan.feature))
+    if name in ROW_PARALLEL:
+        return fan_in / tensor, fan_out / feature
+    copies = key_value_copies(config, plan.tensor) if name in KEY_VALUE else 1
+    return fan_in / feature, fan_out * copies / tensor
+
+
+def _elements(config, plan, traffic):
+    """Returns the elements per token that norms and GELU read and write on one chip."""
+    d_share = plan.layer_chips if plan.sequence_parallel else plan.feature
+    d_elements, ff_elements = ELEMENTS[plan.fused]
+    routed = config.active_experts - config.shared_expert if config.experts else 0
+    norms = (d_elements / d_share + ROW_ELEMENTS * routed) * traffic
+    if plan.fused and not plan.fused_norms:
+        # Counted bytes, which are not relative to fused kernels.
+        norms = norms + 2 * APART_NORM_ELEMENTS / d_share
+    # A gate is one more operand of the activation: two reads and a write.
+    gelu = ff_elements * (1.5 if config.gated_mlp else 1) * traffic
+    hidden = config.active_experts * config.d_ff
+    return norms * config.d_model, gelu * hidden / plan.layer_chips
 
 
 def _attention(config, sequence, tokens, shared, plan, peak, memory, efficiency, rates):
