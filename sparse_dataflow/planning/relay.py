@@ -29,6 +29,8 @@ H100) to 68% (MaxText README, v5p)."""
 BACKWARD_PER_FORWARD = 3
 """Backward / forward FLOPs, including the recomputed forward pass of each block."""
 
+_UNKNOWN = Chip("unknown")
+
 
 @dataclasses.dataclass(frozen=True)
 class RelayEstimate:
@@ -106,8 +108,7 @@ def estimate(
     clipping: str = "exact",
     files: bool = False,
     pinned: bool = True,
-    chip: Chip | None = None,
-    host_bandwidth: float | None = None,
+    chip: Chip = _UNKNOWN,
     fused_attention: bool = False,
     devices: int = 1,
     local_devices: int = 1,
@@ -124,8 +125,7 @@ def estimate(
       clipping: "exact" or "eager".
       files: whether masters and moments are in memory-mapped files.
       pinned: whether the host keeps page-locked copies for the device, even in float32.
-      chip: chip with the peak rate; times are None without one.
-      host_bandwidth: bytes/s between device and host, in one direction.
+      chip: gives the rates; times are None where they are unknown.
       fused_attention: see `memory.training_bytes`.
       devices: data-parallel devices; each holds all parameters of a section.
       local_devices: devices of one process; each has its own page-locked copies and stash.
@@ -180,18 +180,11 @@ def estimate(
     # The embedding is fetched twice: for the first section, and for the tied output layer.
     fetched = 2 * (parameters * compute + memory.table_bytes(model)) + stashed
     returned = parameters * compute + stashed
-    transfer = compute_seconds = fewest = None
-    if host_bandwidth:
-        transfer = max(fetched, returned) / host_bandwidth
-    rate = chip.peak(model.compute_dtype) if chip is not None else None
-    if rate:
-        forward = cost.flops_per_token(model, sequence, training=False, causal_half=False)
-        blocks = forward.total - forward.head
-        total = blocks * (1 + BACKWARD_PER_FORWARD) + 3 * forward.head
-        compute_seconds = tokens * total / (rate * EFFICIENCY)
-        if host_bandwidth:
-            block_seconds = tokens / micro_batches * blocks / model.num_layers / (rate * EFFICIENCY)
-            fewest = math.ceil((block * compute + tables) / host_bandwidth / block_seconds)
+    transfer = max(fetched, returned) / chip.host_bandwidth if chip.host_bandwidth else None
+    compute_seconds, block_seconds = _seconds(model, sequence, tokens, micro_batches, chip)
+    fewest = None
+    if chip.host_bandwidth and block_seconds:
+        fewest = math.ceil((block * compute + tables) / chip.host_bandwidth / block_seconds)
     return RelayEstimate(
         device=device,
         host=host,
@@ -203,6 +196,17 @@ def estimate(
         compute_seconds=compute_seconds,
         micro_batches=fewest,
     )
+
+
+def _seconds(model, sequence, tokens, micro_batches, chip):
+    """Returns the seconds of a step, and of a block's forward pass over a micro-batch, or Nones."""
+    peak = chip.peak(model.compute_dtype)
+    if not peak:
+        return None, None
+    forward = cost.flops_per_token(model, sequence, training=False, causal_half=False)
+    blocks, rate = forward.total - forward.head, peak * EFFICIENCY
+    total = blocks * (1 + BACKWARD_PER_FORWARD) + 3 * forward.head
+    return tokens * total / rate, tokens / micro_batches * blocks / model.num_layers / rate
 
 
 def check_host_memory(step: RelayEstimate, available: int, processes: int = 1) -> None:

@@ -49,7 +49,6 @@ def estimate(
         pinned=chip.name in CHIPS,
         fused_attention=chip.name in CHIPS,
         chip=chip,
-        host_bandwidth=chip.host_bandwidth,
         devices=devices,
         local_devices=jax.local_device_count() if devices > 1 else 1,
         optimizer=training.optimizer,
