@@ -32,13 +32,16 @@ def gather_seconds(size, chips, near, network: Network, efficiency: Efficiency, 
     """
     near = np.minimum(near, chips)
     islands = chips / near
-    rate = network.fast * np.clip(axes, 1, network.axes)
-    if network.pair:
-        rate = np.where(near <= 2, network.pair, rate)
-    inside = (near - 1) / near * size / (rate * efficiency.fast_link)
+    inside = (near - 1) / near * size / (_fast_rate(near, network, axes) * efficiency.fast_link)
     inside = inside + np.log2(near) * network.fast_latency
     across = (islands - 1) / islands * (size / near) / (network.slow * efficiency.slow_link)
     return inside + across + np.log2(islands) * network.slow_latency
+
+
+def _fast_rate(near, network, axes):
+    """Returns the bytes/s of a chip to `near` chips of its island."""
+    rate = network.fast * np.clip(axes, 1, network.axes)
+    return np.where(near <= 2, network.pair, rate) if network.pair else rate
 
 
 def reduce_seconds(size, chips, near, network: Network, efficiency: Efficiency, axes=1):
@@ -121,10 +124,7 @@ def exchange_seconds(size, chips, near, network: Network, efficiency: Efficiency
     Arguments as in `gather_seconds`.  A part for a chip of another island travels there directly.
     """
     near = np.minimum(near, chips)
-    rate = network.fast * np.clip(axes, 1, network.axes)
-    if network.pair:
-        rate = np.where(near <= 2, network.pair, rate)
-    inside = (near - 1) / chips * size / (rate * efficiency.fast_link)
+    inside = (near - 1) / chips * size / (_fast_rate(near, network, axes) * efficiency.fast_link)
     inside = inside + np.log2(near) * network.fast_latency
     across = (chips - near) / chips * size / (network.slow * efficiency.slow_link)
     return inside + across + np.log2(chips / near) * network.slow_latency

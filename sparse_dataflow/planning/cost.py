@@ -27,7 +27,7 @@ from sparse_dataflow.config.layer_groups import mean_multiplier
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import MLP, PROJECTIONS
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.hardware.detect import Chip
+from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.kernels.hadamard import factors
 from sparse_dataflow.kernels.nonzero_rows import skips_rows
 from sparse_dataflow.optim import muon
@@ -35,6 +35,7 @@ from sparse_dataflow.sparsity.layout import LayoutTables
 from sparse_dataflow.sparsity.patterns import make_layout
 
 BACKWARD_PER_FORWARD = 2
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,11 +199,10 @@ def orthogonalization_flops(config: ModelConfig) -> float:
             matrices = [(side, rank) for side in sides]
         # The matrices of a weight have one shape, or are the two factors.
         count = weights / sum(m * n for m, n in matrices)
-        if config.has_guide(name):
-            m, n = sorted(sides)
-            total += 2 * m * (2 * m * n + m * m)
-        for m, n in map(sorted, matrices):
-            total += count * 2 * m * (2 * m * n + m * m)
+        counted = [(1, sides)] if config.has_guide(name) else []
+        for times, shape in [*counted, *((count, shape) for shape in matrices)]:
+            m, n = sorted(shape)
+            total += times * 2 * m * (2 * m * n + m * m)
     return muon.STEPS * config.stored_layers * total
 
 
@@ -267,7 +267,7 @@ def decoding_bytes(
         weights += config.num_layers * read * (stored + bias)
     weights += config.num_layers * config.d_model * config.experts
     caches = 2 * config.num_layers * batch * cached * config.kv_heads * config.head_width
-    return (weights + caches) * {"float32": 4, "bfloat16": 2}[config.compute_dtype]
+    return (weights + caches) * DTYPE_BYTES[config.compute_dtype]
 
 
 def mfu(flops_per_token: float, tokens_per_second: float, chip: Chip, dtype: str) -> float | None:
@@ -279,7 +279,7 @@ def mfu(flops_per_token: float, tokens_per_second: float, chip: Chip, dtype: str
     Args:
       flops_per_token: `flops_per_token(...).total`.
       tokens_per_second: of one chip.
-      chip: from `hardware.detect()` or `hardware.CHIPS`.
+      chip: from `hardware.detect.detect` or `hardware.chips.CHIPS`.
       dtype: dtype of the operands, "bfloat16" or "float32".
 
     Returns:

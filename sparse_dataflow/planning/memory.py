@@ -7,6 +7,7 @@ frozen weights once, in the compute dtype, and all the others for the adapters a
 Pure Python: importing this module loads no jax.
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -17,15 +18,14 @@ from sparse_dataflow.config.layer_groups import with_densest_layers
 from sparse_dataflow.config.model import REMATS, ModelConfig
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.projections import PROJECTIONS, LinearSpec
-from sparse_dataflow.hardware.detect import GIB
-from sparse_dataflow.planning.cost import stored_fractions
+from sparse_dataflow.hardware.chips import GIB
+from sparse_dataflow.planning.cost import DTYPE_BYTES, stored_fractions
 
 MASTER_BYTES = 4
 ADAM_MOMENTS = 2
 MUON_MOMENTS = 1
 # Index and slot of every stored block, by output and by input, int32 (`LayoutTables`).
 TABLE_BYTES_PER_BLOCK = 4 * 4
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 # Usable fraction of device memory; the rest is for the runtime and fragmentation.
 USABLE = 0.9
@@ -206,33 +206,27 @@ def training_config_bytes(
     Of blocks of different remat, or offloaded, it is the mean over the blocks in each category; an
     offloaded block saves nothing on the device.
     """
-    if config.remat not in REMATS:
-        kinds = remat.kinds(config.remat, config.num_layers)
-        parts = [
-            (
-                kinds.count(kind) / len(kinds),
-                training_config_bytes(
-                    dataclasses.replace(config, remat="dots" if kind == "offload" else kind),
-                    training,
-                    fused_attention,
-                ).categories
-                | ({"activations": 0} if kind == "offload" else {}),
-            )
-            for kind in dict.fromkeys(kinds)
-        ]
-        return MemoryEstimate(
-            **{name: round(sum(s * of[name] for s, of in parts)) for name in parts[0][1]}
+    if config.remat in REMATS:
+        return training_bytes(
+            config,
+            training.batch // training.micro_batches,
+            training.sequence,
+            accumulation=training.micro_batches,
+            fused_attention=fused_attention,
+            state_dtype=training.state_dtype,
+            optimizer=training.optimizer,
+            adapters=bool(training.adapter_rank),
         )
-    return training_bytes(
-        config,
-        training.batch // training.micro_batches,
-        training.sequence,
-        accumulation=training.micro_batches,
-        fused_attention=fused_attention,
-        state_dtype=training.state_dtype,
-        optimizer=training.optimizer,
-        adapters=bool(training.adapter_rank),
-    )
+    kinds = remat.kinds(config.remat, config.num_layers)
+    means: dict[str, float] = collections.defaultdict(float)
+    for kind, count in collections.Counter(kinds).items():
+        uniform = dataclasses.replace(config, remat="dots" if kind == "offload" else kind)
+        sizes = training_config_bytes(uniform, training, fused_attention).categories
+        if kind == "offload":
+            sizes["activations"] = 0
+        for name, size in sizes.items():
+            means[name] += count / len(kinds) * size
+    return MemoryEstimate(**{name: round(mean) for name, mean in means.items()})
 
 
 def frozen_bytes(config: ModelConfig) -> int:

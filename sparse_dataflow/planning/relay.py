@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from sparse_dataflow.config.layer_groups import layer_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.hardware.detect import GIB, Chip
+from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.planning import cost, memory
 from sparse_dataflow.planning.memory import DTYPE_BYTES, MASTER_BYTES
 

@@ -132,13 +132,14 @@ def choose(costs: Sequence[BlockCosts], limit: float, host_limit: float = math.i
     return estimate(costs, tuple((p, int(n)) for p, n in terms if n))
 
 
+def _possible_kinds(costs):
+    return tuple(k for k in remat.KINDS if k != "offload" or all(c.transfer for c in costs))
+
+
 def _families(costs):
-    """Yields (pattern, kind of the tail)."""
-    possible = [k for k in remat.KINDS if k != "offload" or all(c.transfer for c in costs)]
-    longest = min(remat.MOST_PATTERN, costs[0].layers)
-    for pattern in _patterns(tuple(possible), longest):
-        for tail in possible:
-            yield pattern, tail
+    """Returns all (pattern, kind of the tail)."""
+    possible, longest = _possible_kinds(costs), min(remat.MOST_PATTERN, costs[0].layers)
+    return itertools.product(_patterns(possible, longest), possible)
 
 
 @functools.cache
@@ -210,8 +211,7 @@ def table(plan: RematPlan, costs: Sequence[BlockCosts]) -> str:
         lines.append(f"{count:>8}  {NAMES[kind]:<14}{freed:>11,.1f}{host:>13,.1f}")
     lines.append(f"{'estimates':<24}{'GiB a device':>13}{'extra ms a step':>17}")
     rows = [("this plan", plan)]
-    possible = [k for k in remat.KINDS if k != "offload" or all(c.transfer for c in costs)]
-    rows += [(f"all {NAMES[kind]}", uniform(costs, kind)) for kind in possible]
+    rows += [(f"all {NAMES[kind]}", uniform(costs, kind)) for kind in _possible_kinds(costs)]
     for name, each in rows:
         size, seconds = each.device_bytes / GIB, 1e3 * each.seconds
         lines.append(f"{name:<24}{size:>13,.3f}{seconds:>17,.2f}")

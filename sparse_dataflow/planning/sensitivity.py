@@ -72,11 +72,7 @@ def shapley_effects(values: np.ndarray, names: Sequence[str]) -> dict[str, float
 
 def best_by_level(values: np.ndarray, levels: Mapping[str, Sequence]) -> dict[str, dict]:
     """Returns name -> level -> maximum of `values` at this level."""
-    best = {}
-    for axis, (name, choices) in enumerate(levels.items()):
-        others = tuple(other for other in range(values.ndim) if other != axis)
-        best[name] = dict(zip(choices, map(float, values.max(axis=others))))
-    return best
+    return _by_level(np.max, values, levels)
 
 
 def mean_by_level(values: np.ndarray, levels: Mapping[str, Sequence]) -> dict[str, dict]:
@@ -84,8 +80,13 @@ def mean_by_level(values: np.ndarray, levels: Mapping[str, Sequence]) -> dict[st
 
     This is the first-order effect E[f | level] - E[f], which a mean SHAP value estimates.
     """
-    effects = {}
+    return _by_level(lambda v, axis: v.mean(axis) - v.mean(), values, levels)
+
+
+def _by_level(reduce, values, levels):
+    """Returns name -> level -> `values` at this level, reduced over all other choices."""
+    reduced = {}
     for axis, (name, choices) in enumerate(levels.items()):
         others = tuple(other for other in range(values.ndim) if other != axis)
-        effects[name] = dict(zip(choices, map(float, values.mean(axis=others) - values.mean())))
-    return effects
+        reduced[name] = dict(zip(choices, map(float, reduce(values, axis=others))))
+    return reduced

@@ -147,16 +147,13 @@ def with_passes(sections: Mapping[str, Section]) -> dict[str, Section]:
     """
     names = [name for name in PROJECTIONS if name in sections]
     result = {}
-    for name in (*names, "attention"):
-        s = sections[name]
-        if name != "attention":
-            added = [(sections["norms"], 1 / len(names))]
-            added += [(sections["gelu"], 1.0)] if name == "mlp_in" else []
-            size = s.bytes + sum(share * other.bytes for other, share in added)
-            seconds = s.seconds + sum(share * other.seconds for other, share in added)
-            s = Section(s.flops, size, seconds)
-        result[name] = s
-    return result
+    for name in names:
+        product, added = sections[name], [(sections["norms"], 1 / len(names))]
+        added += [(sections["gelu"], 1.0)] if name == "mlp_in" else []
+        size = product.bytes + sum(share * other.bytes for other, share in added)
+        seconds = product.seconds + sum(share * other.seconds for other, share in added)
+        result[name] = Section(product.flops, size, seconds)
+    return result | {"attention": sections["attention"]}
 
 
 def step_time(

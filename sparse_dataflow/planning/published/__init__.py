@@ -285,7 +285,7 @@ class Scaling:
 
     Attributes:
       name: name of the study.
-      scale: key of `models.sizes.SIZES`.
+      scale: key of `config.presets.SIZES`.
       chip: kind of chip.
       before: plan on few chips.
       after: plan on many chips.
