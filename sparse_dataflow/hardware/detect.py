@@ -12,19 +12,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from sparse_dataflow.hardware.chips import CHIPS, GIB, Chip
-
-__all__ = [
-    "CHIPS",
-    "GIB",
-    "Chip",
-    "cgroup_limit",
-    "chip_of",
-    "detect",
-    "host_memory_bytes",
-    "measure_cpu",
-    "measure_cpu_bandwidth",
-]
+from sparse_dataflow.hardware.chips import CHIPS, Chip
 
 # Full match of jax's `device_kind`: boards with other clocks (PCIe, NVL, GH200) and slices of a
 # chip (MIG) have other rates, and no peak is better than a wrong peak.

@@ -13,7 +13,7 @@ from sparse_dataflow.distributed import cluster, join, processes, watch
 from sparse_dataflow.distributed.clock import Clock
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.redaction import redact
-from sparse_dataflow.hardware.detect import GIB
+from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.models import stacks
 from sparse_dataflow.parallel import describe as tables
 from sparse_dataflow.parallel import mesh as meshes

@@ -8,7 +8,7 @@ import jax
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.distributed.clock import Clock
 from sparse_dataflow.hardware import detect as hardware
-from sparse_dataflow.hardware.detect import Chip
+from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
 from sparse_dataflow.planning import memory
 from sparse_dataflow.runs import devices, run_folder

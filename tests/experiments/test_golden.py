@@ -13,7 +13,7 @@ import experiments
 from experiments import gpt13b_dense, gpt13b_sparse
 from sparse_dataflow.config import settings
 from sparse_dataflow.config.run import RunConfig
-from sparse_dataflow.hardware.detect import GIB
+from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.runs import command_line, devices
 from sparse_dataflow.training.variants import variants
 

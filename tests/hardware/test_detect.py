@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from sparse_dataflow.hardware import detect as hardware
-from sparse_dataflow.hardware.detect import CHIPS, GIB
+from sparse_dataflow.hardware.chips import CHIPS, GIB
 
 
 def test_every_documented_chip_has_rates_memory_and_bandwidth():

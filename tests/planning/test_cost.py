@@ -15,7 +15,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.hardware.detect import CHIPS, Chip
+from sparse_dataflow.hardware.chips import CHIPS, Chip
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models import stacks as layer_stacks
 from sparse_dataflow.optim import muon

@@ -12,7 +12,7 @@ from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import OPTIMIZERS, TrainingConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.hardware.detect import CHIPS, GIB
+from sparse_dataflow.hardware.chips import CHIPS, GIB
 from sparse_dataflow.parallel.relay.host_state import abstract_state
 from sparse_dataflow.planning import relay
 

@@ -8,7 +8,7 @@ from sparse_dataflow.config import settings
 from sparse_dataflow.config.presets import LAPTOP_SCALES, preset
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.hardware.detect import GIB
+from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.runs import command_line
 from sparse_dataflow.runs.request import NAMED
 from sparse_dataflow.training.run_files import RunRecord, to_bytes

@@ -29,7 +29,7 @@ from absl import logging
 from sparse_dataflow.files import folders, manifest
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.json_difference import differences
-from sparse_dataflow.hardware.detect import GIB
+from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.optim.optimizers import adam_state
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.relay.host_state import (

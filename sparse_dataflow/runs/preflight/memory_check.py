@@ -8,7 +8,7 @@ import jax
 from sparse_dataflow.config.presets import SIZES, rescaled
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.hardware.detect import GIB
+from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.planning import memory
 from sparse_dataflow.training.variants import Variant
 from sparse_dataflow.training.variants import variants as variants_of

@@ -11,7 +11,7 @@ from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.hardware.detect import CHIPS, GIB, Chip
+from sparse_dataflow.hardware.chips import CHIPS, GIB, Chip
 from sparse_dataflow.parallel.relay import timeline
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.parallel.relay.relay import RelayConfig

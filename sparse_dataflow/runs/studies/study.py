@@ -24,7 +24,7 @@ from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import folders, json_files, storage
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.json_difference import differences
-from sparse_dataflow.hardware.detect import Chip
+from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
 from sparse_dataflow.runs.job import EVALUATIONS_A_RUN
 from sparse_dataflow.runs.request import Request, spelling

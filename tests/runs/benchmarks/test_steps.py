@@ -1,7 +1,7 @@
 """Which steps of `step_bench` may hold their states at once."""
 
 from sparse_dataflow.config.presets import preset
-from sparse_dataflow.hardware.detect import GIB
+from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.runs.benchmarks import steps
 from sparse_dataflow.training.variants import variant
 

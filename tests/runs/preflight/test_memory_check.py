@@ -3,7 +3,7 @@ import re
 import pytest
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.hardware.detect import GIB
+from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.planning import memory
 from sparse_dataflow.runs import command_line
 from sparse_dataflow.runs.preflight import memory_check
