@@ -23,14 +23,21 @@ import numpy as np
 
 from sparse_dataflow.data import hub
 from sparse_dataflow.data.cache import atomic_write, exclusive, resolved
-from sparse_dataflow.data.documents import Document, PythonStdlibSource, SotuSource, Source
+from sparse_dataflow.data.documents import (
+    ChainedDocuments,
+    Document,
+    PickedDocuments,
+    PythonStdlibSource,
+    SotuSource,
+    Source,
+)
 from sparse_dataflow.data.local_files import (
     LEGAL_EXAMPLES,
     LEGAL_FILES,
     LocalSource,
     has_text_suffix,
 )
-from sparse_dataflow.data.mixtures import ChainedDocuments, mixture_weights, short_names
+from sparse_dataflow.data.mixtures import mixture_weights, short_names
 from sparse_dataflow.data.splits import is_held_out, split_for
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError, first_line
@@ -73,27 +80,23 @@ class Corpus:
 class _StoredDocuments(Sequence[Document]):
     records: Sequence[dict[str, Any]]
     text_feature: str = "text"
-    id_prefix: str | None = None  # None: ids are in the records; else an id is prefix + position
-    indices: np.ndarray | None = None  # positions of the documents; None: all records
+    id_prefix: str | None = None  # None: ids are in the records; else an id is prefix + index
 
     def __len__(self) -> int:
-        return len(self.records if self.indices is None else self.indices)
+        return len(self.records)
 
     # Slices are not supported.
     def __getitem__(self, index: int) -> Document:  # type: ignore[override]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index = index % len(self)
-        position = index if self.indices is None else int(self.indices[index])
+        index = range(len(self))[index]
         try:
-            record = storage.retry(f"Reading record {position}", lambda: self.records[position])
+            record = storage.retry(f"Reading record {index}", lambda: self.records[index])
         except RuntimeError as error:  # array_record verifies checksums
             raise UserError(
-                f"Record {position} of a prepared corpus is damaged ({first_line(error)}). "
+                f"Record {index} of a prepared corpus is damaged ({first_line(error)}). "
                 "Delete the folder in that message, or the folder 'tfds' of the cache, and run "
                 "again."
             ) from error
-        name = record["id"].decode() if self.id_prefix is None else f"{self.id_prefix}{position}"
+        name = record["id"].decode() if self.id_prefix is None else f"{self.id_prefix}{index}"
         return Document(name, record[self.text_feature].decode(errors="replace"))
 
 
@@ -176,8 +179,8 @@ def _looks_like_path(name: str) -> bool:
 def _mixed(name: str, sources: dict[str, Corpus], weights: dict[str, float]) -> Corpus:
     names = tuple(short_names(list(sources)))
     corpora = tuple(sources.values())
-    train = ChainedDocuments(names, tuple(corpus.train for corpus in corpora))
-    validation = ChainedDocuments(names, tuple(corpus.validation for corpus in corpora))
+    train = ChainedDocuments(tuple(corpus.train for corpus in corpora), names)
+    validation = ChainedDocuments(tuple(corpus.validation for corpus in corpora), names)
     identity = [[corpus.content_hash, weights[name]] for name, corpus in sources.items()]
     mixture = tuple(zip(names, corpora, weights.values()))
     return Corpus(name, train, validation, _digest(identity), mixture)
@@ -363,7 +366,7 @@ def _text_feature(builder, tfds) -> str:
 
 def _splits_of_records(
     name: str, records: Mapping[str, Sequence], feature: str
-) -> tuple[_StoredDocuments, _StoredDocuments]:
+) -> tuple[Sequence[Document], Sequence[Document]]:
     if not records.get("train"):
         raise UserError(
             f"The corpus '{name}' has no split 'train'; its splits: {', '.join(records)}."
@@ -375,11 +378,8 @@ def _splits_of_records(
     held_out = np.array([is_held_out(f"train/{i}") for i in range(len(train))])
     if held_out.all() or not held_out.any():
         raise UserError(f"The corpus '{name}' is too small for a validation split.")
-
-    def subset(mask):
-        return _StoredDocuments(records["train"], feature, "train/", np.flatnonzero(mask))
-
-    return subset(~held_out), subset(held_out)
+    others = PickedDocuments(train, np.flatnonzero(~held_out))
+    return others, PickedDocuments(train, np.flatnonzero(held_out))
 
 
 @contextlib.contextmanager

@@ -1,10 +1,12 @@
-"""Documents and the sources that they are read from; `local_files.py` reads files of a user.
+"""Documents, sequences and sources of them; `local_files.py` reads files of a user.
 
 A source lists its documents in a fixed order without blank ones, any number of times. Its
 `fingerprint` changes when its files change, so prepared copies never go stale.
 """
 
+import bisect
 import hashlib
+import itertools
 import os
 import platform
 import re
@@ -13,10 +15,12 @@ import sys
 import sysconfig
 import tarfile
 import tokenize
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
 
 from sparse_dataflow.files.errors import UserError
 
@@ -36,6 +40,42 @@ class Document:
 
     id: str
     text: str
+
+
+@dataclass(frozen=True)
+class PickedDocuments(Sequence[Document]):
+    """The documents at some indices of a sequence, in the order of the indices."""
+
+    documents: Sequence[Document]
+    indices: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    # Slices are not supported.
+    def __getitem__(self, index: int) -> Document:  # type: ignore[override]
+        return self.documents[int(self.indices[index])]
+
+
+@dataclass(frozen=True)
+class ChainedDocuments(Sequence[Document]):
+    """The documents of several sequences, one after another; ids begin with `names`, if given."""
+
+    sources: tuple[Sequence[Document], ...]
+    names: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sources))
+
+    # Slices are not supported.
+    def __getitem__(self, index: int) -> Document:  # type: ignore[override]
+        index = range(len(self))[index]
+        ends = list(itertools.accumulate(map(len, self.sources)))
+        source = bisect.bisect_right(ends, index)
+        document = self.sources[source][index - ends[source] + len(self.sources[source])]
+        if not self.names:
+            return document
+        return Document(f"{self.names[source]}/{document.id}", document.text)
 
 
 class Source(Protocol):

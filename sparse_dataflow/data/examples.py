@@ -7,7 +7,7 @@ each example and belongs to the answer before it.
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -98,20 +98,18 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> EncodedExampl
     )
 
 
+@dataclasses.dataclass(frozen=True)
 class _RenderedDocuments(Sequence[Document]):
-    def __init__(self, documents: Sequence[Document], tokenizer: Tokenizer):
-        self._documents, self._tokenizer = documents, tokenizer
+    documents: Sequence[Document]
+    tokenizer: Tokenizer
 
     def __len__(self) -> int:
-        return len(self._documents)
+        return len(self.documents)
 
     def __getitem__(self, index: int) -> Document:  # type: ignore[override]
-        document = self._documents[index]
-        rendered = pieces(document, self._tokenizer)
+        document = self.documents[index]
+        rendered = pieces(document, self.tokenizer)
         return Document(document.id, "".join(text for text, _ in rendered.pieces))
-
-    def __iter__(self) -> Iterator[Document]:
-        return (self[index] for index in range(len(self)))
 
 
 def as_text(corpus: Corpus, tokenizer: Tokenizer) -> Corpus:

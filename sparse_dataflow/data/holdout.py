@@ -5,13 +5,11 @@ a reported loss is not the best of many trials on the same text.
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from sparse_dataflow.data.corpora import Corpus
-from sparse_dataflow.data.documents import Document
+from sparse_dataflow.data.documents import ChainedDocuments, PickedDocuments
 from sparse_dataflow.data.splits import HOLD_OUT_EVERY, document_hash
 from sparse_dataflow.files.errors import UserError
 
@@ -20,26 +18,6 @@ MOVED = 3
 
 LARGE_VALIDATION = 1000
 """Documents of a validation split that is large enough to be cut in two."""
-
-
-@dataclass(frozen=True)
-class _Documents(Sequence[Document]):
-    """Documents of several sequences, each picked by its indices, one after another."""
-
-    picks: tuple[tuple[Sequence[Document], np.ndarray], ...]
-
-    def __len__(self) -> int:
-        return sum(len(indices) for _, indices in self.picks)
-
-    # Slices are not supported.
-    def __getitem__(self, index: int) -> Document:  # type: ignore[override]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index = index % len(self)
-        starts = np.cumsum([0, *(len(indices) for _, indices in self.picks)])
-        pick = int(np.searchsorted(starts, index, side="right")) - 1
-        documents, indices = self.picks[pick]
-        return documents[int(indices[index - starts[pick]])]
 
 
 def three_splits(corpus: Corpus) -> tuple[Corpus, int]:
@@ -56,8 +34,9 @@ def three_splits(corpus: Corpus) -> tuple[Corpus, int]:
     train, validation = corpus.train, corpus.validation
     count = len(validation)
     if count >= LARGE_VALIDATION:
-        tuning = np.arange(0, count, 2)
-        held_out = _Documents(((validation, tuning), (validation, np.arange(1, count, 2))))
+        tuning_documents = (count + 1) // 2
+        order = np.concatenate([np.arange(0, count, 2), np.arange(1, count, 2)])
+        validation = PickedDocuments(validation, order)
     else:
         hashes = np.array([document_hash(document.id) for document in train], np.uint64)
         remainders = hashes % np.uint64(HOLD_OUT_EVERY)
@@ -67,10 +46,11 @@ def three_splits(corpus: Corpus) -> tuple[Corpus, int]:
                 f"The corpus {corpus.name} has {len(train)} training documents, too few for a "
                 "held-out split of its own; legal: about 20 documents or more."
             )
-        tuning = np.arange(count)
+        tuning_documents = count
         # In the order of their hashes, so that the first ones are a sample of all.
         ordered = np.argsort(hashes, kind="stable")
-        held_out = _Documents(((validation, tuning), (train, ordered[moved[ordered]])))
-        train = _Documents(((train, np.flatnonzero(~moved)),))
+        held_out = PickedDocuments(train, ordered[moved[ordered]])
+        validation = ChainedDocuments((validation, held_out))
+        train = PickedDocuments(train, np.flatnonzero(~moved))
     content = hashlib.sha256(f"{corpus.content_hash} three splits {MOVED}".encode()).hexdigest()
-    return Corpus(corpus.name, train, held_out, content), len(tuning)
+    return Corpus(corpus.name, train, validation, content), tuning_documents

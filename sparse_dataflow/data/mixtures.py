@@ -1,13 +1,9 @@
 """Mixtures of corpora: NAME:WEIGHT,NAME:WEIGHT,..."""
 
-import bisect
-import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from sparse_dataflow.data.documents import Document
 from sparse_dataflow.files.errors import UserError
 
 
@@ -45,24 +41,3 @@ def short_names(names: Sequence[str]) -> list[str]:
     """Returns the last words of the names, or the whole names where those are not unique."""
     short = [Path(name).name or name for name in names]
     return short if len(set(short)) == len(short) else list(names)
-
-
-@dataclass(frozen=True)
-class ChainedDocuments(Sequence[Document]):
-    """The documents of several corpora, one after another; ids begin with the corpus' name."""
-
-    names: tuple[str, ...]
-    sources: tuple[Sequence[Document], ...]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.sources))
-
-    # Slices are not supported.
-    def __getitem__(self, index: int) -> Document:  # type: ignore[override]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index = index % len(self)
-        ends = list(itertools.accumulate(map(len, self.sources)))
-        source = bisect.bisect_right(ends, index)
-        document = self.sources[source][index - ends[source] + len(self.sources[source])]
-        return Document(f"{self.names[source]}/{document.id}", document.text)
