@@ -4,9 +4,8 @@ The file is read, not memory-mapped: a storage failure under a mapped page kills
 (SIGBUS), but a failed read can be retried.
 """
 
-import functools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class StoredArray:
     """A read-only array in a file; `array[first:last]` reads a slice.
 
@@ -32,6 +31,7 @@ class StoredArray:
     dtype: np.dtype
     count: int
     offset: int
+    _handle: "_Handle | None" = field(default=None, init=False, repr=False)
 
     @classmethod
     def open(cls, path: Path) -> "StoredArray":
@@ -81,16 +81,11 @@ class StoredArray:
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         return np.array(self[:], dtype)
 
-    @functools.cached_property
-    def _handles(self) -> dict[str, "_Handle"]:
-        """The open file under "file"; empty before the first read and after a failed one."""
-        return {}
-
     def _read(self, position, size):
         pieces = []
         try:
-            handle = self._handles.get("file")
-            handle = handle or self._handles.setdefault("file", _Handle(self.path))
+            # A local name keeps the file open while another thread replaces the handle.
+            handle = self._handle = self._handle or _Handle(self.path)
             while size > 0:
                 piece = os.pread(handle.descriptor, size, position)
                 if not piece:
@@ -99,7 +94,7 @@ class StoredArray:
                 size, position = size - len(piece), position + len(piece)
         except OSError as error:
             # A retry needs a new handle: handles of network file systems go stale.
-            self._handles.pop("file", None)
+            self._handle = None
             raise UserError(f"{self.path} cannot be read: {error.strerror or error}.") from error
         return b"".join(pieces)
 

@@ -6,7 +6,6 @@ a record of its progress, and the next one continues there.
 """
 
 import json
-import operator
 import os
 import zlib
 from collections import deque
@@ -116,19 +115,30 @@ def _open_or_write(documents, split, corpus, tokenizer, cache_dir, folder) -> Sp
 
 def _open(array: Path, meta: Path, corpus: Corpus, tokenizer: Tokenizer) -> SplitTokens | None:
     """Returns None where the files are missing, damaged or stale and must be written again."""
+    recorded = _recorded(array, meta, corpus, tokenizer)
+    if recorded is None:
+        return None
+    tokens, record = recorded
+    return SplitTokens(tokens, record.documents, record.text_bytes)
+
+
+def _recorded(array: Path, meta: Path, corpus, tokenizer) -> tuple[StoredArray, _Meta] | None:
+    """Returns the tokens of a file that a record describes; None where one is damaged or stale."""
     try:
-        recorded = _Meta(**json_files.load(meta))
-        tokens = StoredArray.open(array)
+        record = _Meta(**json_files.load(meta))
+        # The header of a partial file has no count yet.
+        tokens = replace(StoredArray.open(array), count=record.count)
+        whole = array.stat().st_size >= tokens.offset + tokens.nbytes
     except Exception:  # See StoredArray.open.
         return None
     expected = (_FORMAT, corpus.content_hash, tokenizer.content_hash)
-    if (recorded.format, recorded.corpus, recorded.tokenizer) != expected:
+    if (record.format, record.corpus, record.tokenizer) != expected:
         return None
-    if tokens.shape != (recorded.count,) or tokens.dtype != _dtype(tokenizer):
+    if tokens.dtype != _dtype(tokenizer) or not whole:
         return None
-    if tokens.nbytes <= _CHECKSUM_BYTES and _checksum(tokens) != recorded.crc32:
+    if tokens.nbytes <= _CHECKSUM_BYTES and _checksum(tokens) != record.crc32:
         return None
-    return SplitTokens(tokens, recorded.documents, recorded.text_bytes)
+    return tokens, record
 
 
 def _checksum(tokens: StoredArray) -> int:
@@ -145,12 +155,14 @@ def _chained(splits: Sequence[SplitTokens]) -> SplitTokens:
 
 
 def _write(
-    documents: Iterable[Document], array: Path, meta: Path, corpus: Corpus, tokenizer: Tokenizer
+    documents: Sequence[Document], array: Path, meta: Path, corpus: Corpus, tokenizer: Tokenizer
 ) -> None:
     array.parent.mkdir(parents=True, exist_ok=True)
     partial = array.with_name(f".{array.name}.partial")
     progress = array.with_name(f".{array.name}.progress")
-    done = _resumable(progress, partial, corpus, tokenizer)
+    recorded = _recorded(partial, progress, corpus, tokenizer)
+    nothing = _Meta(_FORMAT, corpus.content_hash, tokenizer.content_hash, 0, 0, 0, 0)
+    done = nothing if recorded is None else recorded[1]
     try:
         with partial.open("r+b" if done.count else "wb") as file:
             header_size = _write_header(file, _dtype(tokenizer), 0)
@@ -173,41 +185,17 @@ def _write(
         temporary.write_text(json.dumps(asdict(done)))
 
 
-def _resumable(progress: Path, partial: Path, corpus: Corpus, tokenizer: Tokenizer) -> _Meta:
-    """Returns the progress of a killed process, if its partial file has it; else no progress."""
-    none = _Meta(_FORMAT, corpus.content_hash, tokenizer.content_hash, 0, 0, 0, 0)
-    try:
-        record = _Meta(**json_files.load(progress))
-        tokens = replace(StoredArray.open(partial), count=record.count)
-        whole = partial.stat().st_size >= tokens.offset + tokens.nbytes
-    except Exception:  # See StoredArray.open.
-        return none
-    if (record.format, record.corpus, record.tokenizer) != (
-        none.format,
-        none.corpus,
-        none.tokenizer,
-    ):
-        return none
-    if not whole or (tokens.nbytes <= _CHECKSUM_BYTES and _checksum(tokens) != record.crc32):
-        return none
-    return record
-
-
 def _append(
     file: BinaryIO,
-    documents: Iterable[Document],
+    documents: Sequence[Document],
     tokenizer: Tokenizer,
     done: _Meta,
     progress: Path,
     name: str,
 ) -> _Meta:
     """Appends the tokens of the documents after the first `done.documents`; returns the record."""
-    total, saved = operator.length_hint(documents), done.count
-    if done.documents:
-        assert isinstance(documents, Sequence)
-        remaining: Iterable[Document] = map(documents.__getitem__, range(done.documents, total))
-    else:
-        remaining = documents
+    total, saved = len(documents), done.count
+    remaining = map(documents.__getitem__, range(done.documents, total))
     shown = with_progress(remaining, f"tokenizing {name}", total, done.documents)
     dtype = _dtype(tokenizer)
     for batch, ids_of_pieces in _encoded(_batches(shown, tokenizer), tokenizer):

@@ -99,13 +99,14 @@ def test_damaged_files_are_rewritten(prose, tokenizer, tmp_path, name, damage):
 
 
 def test_a_failed_write_leaves_no_files(prose, tokenizer, tmp_path, monkeypatch):
-    class Failing:
-        def __iter__(self):
-            yield prose.train[0]
-            raise OSError(28, "No space left on device")
+    class Failing(list):
+        def __getitem__(self, index):
+            if index:
+                raise OSError(28, "No space left on device")
+            return super().__getitem__(index)
 
     monkeypatch.setattr(tokens_module, "_BATCH_CHARACTERS", 1)
-    broken = type(prose)(prose.name, Failing(), prose.validation, prose.content_hash)
+    broken = type(prose)(prose.name, Failing(prose.train), prose.validation, prose.content_hash)
     with pytest.raises(UserError, match="No space left"):
         prepare_tokens(broken, tokenizer, tmp_path)
     assert not [path for path in (tmp_path / "tokens").rglob("*") if path.is_file()]
@@ -140,9 +141,10 @@ def interrupted(prose, tokenizer, tmp_path, monkeypatch, documents):
     """Tokenizes until the process is interrupted; returns what is on disk."""
 
     class Interrupted(list):
-        def __iter__(self):
-            yield from self[:documents]
-            raise KeyboardInterrupt
+        def __getitem__(self, index):
+            if index == documents:
+                raise KeyboardInterrupt
+            return super().__getitem__(index)
 
     monkeypatch.setattr(tokens_module, "_BATCH_CHARACTERS", 1)
     monkeypatch.setattr(tokens_module, "_SAVED_BYTES", 1)
