@@ -6,7 +6,6 @@ A line is a bundle: instructions that one cycle starts.  Values have names in si
 
 import dataclasses
 import re
-from collections.abc import Iterator
 
 
 class ScheduleError(Exception):
@@ -141,9 +140,9 @@ def expression(op: Op) -> str | None:
     return _EXPRESSIONS.get(op.opcode)
 
 
-def names(text: str) -> Iterator[str]:
-    """Iterate over the names of values in a text."""
-    return iter(re.findall(r"%(\w+)", text))
+def names(text: str) -> list[str]:
+    """Return the names of values in a text."""
+    return re.findall(r"%(\w+)", text)
 
 
 def allocation(address: str) -> str:

@@ -180,10 +180,9 @@ def scheduled_computations(computations) -> list[str]:
 def _target(name, kernel, computations):
     called = [c for c in CALLED.findall(kernel.rest) if c in computations]
     for call in (kernel, *(i for c in called for i in computations[c].values())):
+        # Of the kernel, or of a library's product that reads or writes slices.
         if target := re.search(r'custom_call_target="([^"]*)"', call.rest):
-            return target[
-                1
-            ]  # Of the kernel, or of a library's product that reads or writes slices.
+            return target[1]
     return "gemm_fusion" if name.startswith("gemm_fusion") else kernel.opcode
 
 
@@ -281,18 +280,12 @@ def _parenthesised(text: str, start: int) -> str:
 
 def executions(computations, rounds) -> dict[str, float]:
     """Returns computation -> executions per step; the first computation is the entry."""
-    calls: dict[str, list[tuple[str, float, bool]]] = {}
-    for name, instructions in computations.items():
-        calls[name] = [
-            c
-            for instruction in instructions.values()
-            for c in _calls(instruction, instructions, computations, rounds)
-        ]
-
     callers: dict[str, list[tuple[str, float, bool]]] = {}
-    for name, called in calls.items():
-        for other, times, absolute in called:
-            callers.setdefault(other, []).append((name, times, absolute))
+    for name, instructions in computations.items():
+        for instruction in instructions.values():
+            calls = _calls(instruction, instructions, computations, rounds)
+            for called, times, per_step in calls:
+                callers.setdefault(called, []).append((name, times, per_step))
     entry = next(iter(computations), "")
 
     @functools.cache
@@ -300,10 +293,10 @@ def executions(computations, rounds) -> dict[str, float]:
         if name == entry:
             return 1.0
         total = 0.0
-        for caller, times, absolute in callers.get(name, ()):
+        for caller, times, per_step in callers.get(name, ()):
             around = times_of(caller)
             if around:
-                total += times if absolute else times * around
+                total += times if per_step else times * around
         return total
 
     return {name: times_of(name) for name in computations}
@@ -347,14 +340,10 @@ def _trip_count(loop: Instruction, instructions, computations) -> float:
     if annotation:
         return float(annotation[1])
     inside = computations.get(_computation_of("condition", loop), {})
-    test = next((i for i in inside.values() if i.opcode == "compare"), None)
-    if test is None:
-        # The comparison may be fused.
-        fused = [n for i in inside.values() for n in CALLED.findall(i.rest)]
-        test = next(
-            (i for n in fused for i in computations.get(n, {}).values() if i.opcode == "compare"),
-            None,
-        )
+    # The comparison may be fused.
+    called = (name for i in inside.values() for name in CALLED.findall(i.rest))
+    fused = (i for name in called for i in computations.get(name, {}).values())
+    test = next((i for i in (*inside.values(), *fused) if i.opcode == "compare"), None)
     bounds = [
         i for i in inside.values() if i.opcode == "constant" and i.shape.strip().startswith("s32[]")
     ]

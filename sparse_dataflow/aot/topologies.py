@@ -23,6 +23,7 @@ NODE = 8
 _GPUS = {"a100": "a100-80gb", "h100": "h100", "h200": "h200", "b200": "b200"}
 
 _TPUS = {"v5e": ("tpu-v5e", 2, 16), "v5p": ("tpu-v5p", 3, 24), "v6e": ("tpu-v6e", 2, 16)}
+_CHIPS = _GPUS | {kind: name for kind, (name, *_) in _TPUS.items()}
 # Largest slices (Google Cloud TPU documentation): v5e and v6e 16x16, v5p 16x16x24.
 _LEGAL = {
     "v5e": "v5e:1x1, v5e:2x2, v5e:2x4, v5e:4x4 and so on by even sides to v5e:16x16",
@@ -65,7 +66,7 @@ class Topology:
     @property
     def chip(self) -> Chip:
         """Rates and memory of a chip."""
-        return CHIPS[_GPUS.get(self.kind) or _TPUS[self.kind][0]]
+        return CHIPS[_CHIPS[self.kind]]
 
     @property
     def platform(self) -> str:
@@ -101,21 +102,16 @@ def parse(name: str, slices: int = 1) -> Topology:
 
 def compact_topology(chip: Chip, number: int) -> Topology | None:
     """Returns the most compact topology of a number of chips; None if there is none."""
-    gpus = [kind for kind, name in _GPUS.items() if name == chip.name]
-    if gpus:
-        (kind,) = gpus
+    kind = next((kind for kind, name in _CHIPS.items() if name == chip.name), "")
+    if kind in _GPUS:
         nodes = -(-number // NODE)
-        sides = (nodes, number // nodes)
-        candidates = [sides] if math.prod(sides) == number and _legal(kind, sides) else []
+        boxes = [(nodes, number // nodes)]
     else:
-        kinds = [kind for kind, (name, *_) in _TPUS.items() if name == chip.name]
-        if not kinds:
-            return None
-        (kind,) = kinds
-        candidates = [s for s in _boxes(number, _TPUS[kind][1]) if _legal(kind, s)]
-    if not candidates:
+        boxes = _boxes(number, _TPUS[kind][1]) if kind else []
+    legal = [sides for sides in boxes if math.prod(sides) == number and _legal(kind, sides)]
+    if not legal:
         return None
-    sides = min(candidates, key=lambda sides: (sum(sides), sides))
+    sides = min(legal, key=lambda sides: (sum(sides), sides))
     return parse(f"{kind}:{'x'.join(map(str, sides))}")
 
 

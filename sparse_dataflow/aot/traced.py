@@ -36,52 +36,48 @@ def count(jaxpr: Any, rounds: Mapping[str, float], devices: int = 1) -> FlopCoun
       devices: number of devices of the program.
     """
     uncounted: set[str] = set()
-    flops = _flops(_open(jaxpr), 1 / devices, rounds, uncounted, devices)
-    return FlopCount(flops, tuple(sorted(uncounted)))
 
-
-def _flops(jaxpr, times, rounds, uncounted, devices):
-    total = 0.0
-    for equation in jaxpr.eqns:
-        name, params = equation.primitive.name, equation.params
-        if name == "dot_general":
-            (contracted, _), _ = params["dimension_numbers"]
-            left = equation.invars[0].aval.shape
-            width = math.prod(left[axis] for axis in contracted)
-            total += times * 2 * equation.outvars[0].aval.size * width
-        elif "cost_estimate" in params:  # Pallas kernels
-            estimate = params["cost_estimate"]
-            kernel = _kernel(params)
-            if estimate is not None:
-                total += times * estimate.flops
-            elif _products(kernel):
-                total += times * _products(kernel) * _scores(equation)
+    def flops_of(jaxpr, times):
+        total = 0.0
+        for equation in jaxpr.eqns:
+            name, params = equation.primitive.name, equation.params
+            if name == "dot_general":
+                (contracted, _), _ = params["dimension_numbers"]
+                left = equation.invars[0].aval.shape
+                width = math.prod(left[axis] for axis in contracted)
+                total += times * 2 * equation.outvars[0].aval.size * width
+            elif "cost_estimate" in params:  # Pallas kernels
+                estimate, kernel = params["cost_estimate"], _kernel(params)
+                if estimate is not None:
+                    total += times * estimate.flops
+                elif _products(kernel):
+                    total += times * _products(kernel) * _scores(equation)
+                else:
+                    uncounted.add(kernel)
+            elif name.startswith("dot_product_attention"):
+                total += times * _products(name) * _scores(equation)
+            elif name == "scan":
+                total += flops_of(_open(params["jaxpr"]), times * params["length"])
+            elif name == "while":
+                body = _open(params["body_jaxpr"])
+                total += flops_of(body, _rounds_of(equation, rounds, times))
+            elif name == "cond":
+                total += max(flops_of(_open(branch), times) for branch in params["branches"])
             else:
-                uncounted.add(kernel)
-        elif name.startswith("dot_product_attention"):
-            total += times * _products(name) * _scores(equation)
-        elif name == "scan":
-            inside = _open(params["jaxpr"])
-            total += _flops(inside, times * params["length"], rounds, uncounted, devices)
-        elif name == "while":
-            inside = _open(params["body_jaxpr"])
-            total += _flops(inside, _rounds_of(equation, rounds, times), rounds, uncounted, devices)
-        elif name == "cond":
-            branches = [_open(branch) for branch in params["branches"]]
-            total += max(_flops(branch, times, rounds, uncounted, devices) for branch in branches)
-        else:
-            share = times * devices if name == "shard_map" else times
-            for inside in _inside(equation):
-                total += _flops(inside, share, rounds, uncounted, devices)
-    return total
+                share = times * devices if name == "shard_map" else times
+                for inside in _inside(equation):
+                    total += flops_of(inside, share)
+        return total
+
+    flops = flops_of(_open(jaxpr), 1 / devices)
+    return FlopCount(flops, tuple(sorted(uncounted)))
 
 
 ATTENTION = {"fwd": 2, "dkv": 4, "dq": 3, "bwd": 5}
 """Substring of an attention kernel's name -> number of its products of the size of the scores.
 
 Forward: q k and p v.  Backward: scores, dp, dq, dk and dv; two of them twice if dq has its own
-  kernel
-(arXiv 2205.14135, algorithm 4).
+kernel (arXiv 2205.14135, algorithm 4).
 """
 
 
@@ -109,7 +105,7 @@ def saved_bytes(jaxpr: Any, gradients: int) -> tuple[int, int | None]:
       jaxpr: jaxpr of a training step.
       gradients: number of arrays in a tree of gradients.
     """
-    ticks = next((e for e in _equations(_open(jaxpr)) if _is(e, TICKS)), None)
+    ticks = next((e for e in _equations(_open(jaxpr)) if _is_scan(e, TICKS)), None)
     if ticks is not None:
         # The carry has the loss, the gradients, then the buffers.
         carried = [_bytes(v.aval) for v in ticks.outvars]
@@ -134,7 +130,7 @@ def _stacked(scan):
     return [out for out, body in zip(scan.outvars, inside) if out.aval.shape != body.aval.shape]
 
 
-def _is(equation, scope):
+def _is_scan(equation, scope):
     return equation.primitive.name == "scan" and scope in str(equation.source_info.name_stack)
 
 

@@ -5,7 +5,7 @@ A rule is data of one row of `architectures.ARCHITECTURES`. It has two methods:
 - `read(fields)` returns the fields of `ModelConfig` that it sets. It raises UserError with the
   name, value and legal values of a field of config.json that this project does not support.
 - `write(model)` returns the fields of config.json that it sets. What they cannot express shows when
-  they are read back; see `architectures.config_fields`.
+  they are read back; see `architectures.represent`.
 """
 
 import dataclasses
