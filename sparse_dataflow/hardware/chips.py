@@ -1,6 +1,7 @@
 """Chips: peak rates, memory, bandwidth and links, with sources.
 
-Rates are the vendors' dense figures (without structured sparsity) of the SXM / OAM boards.  "float32" is the rate of float32 products at JAX's default matmul precision
+Rates are the vendors' dense figures (without structured sparsity) of the SXM / OAM boards.
+"float32" is the rate of float32 products at JAX's default matmul precision
 (https://docs.jax.dev/en/latest/201/precision.html): TF32 tensor cores on NVIDIA, one bfloat16 pass
 on TPU, float32 matrix cores on AMD.
 

@@ -73,25 +73,6 @@ _UNSUPPORTED = (Only("quantization_config", None), Only("add_cross_attention", F
 _LLAMA = {"norm": "rmsnorm", "positions": "rotary", "gated_mlp": True, "fused_qkv": False}
 
 
-def _llama_rules(kv_heads, head_dim, width, epsilon, rotary_base):
-    """Returns the rules that Llama, Mistral, Mixtral, Qwen 2 and Qwen 3 share."""
-    return (
-        Always(_LLAMA),
-        Same("num_hidden_layers", "num_layers"),
-        Same("hidden_size", "d_model"),
-        Same("num_attention_heads", "num_heads"),
-        Same(width, "d_ff"),
-        Same("vocab_size", "vocab_size"),
-        Same("max_position_embeddings", "max_len"),
-        Same("num_key_value_heads", "num_kv_heads", kv_heads, "kv_heads", null=0),
-        Same("head_dim", "head_dim", head_dim, "head_width"),
-        Same("rms_norm_eps", "norm_epsilon", epsilon),
-        Same("tie_word_embeddings", "tied_embeddings", False),
-        Named("hidden_act", "activation", _GATED_ACTIVATIONS, "silu"),
-        Rotary(rotary_base),
-    )
-
-
 _LLAMA_ATTENTION = {
     "embed.tokens": "embed_tokens.weight",
     "blocks.norm1": "layers.{}.input_layernorm",
@@ -138,7 +119,22 @@ def _llama_row(
     """
     return Architecture(
         class_name,
-        (*_llama_rules(kv_heads, head_dim, width, epsilon, rotary_base), *rules),
+        (
+            Always(_LLAMA),
+            Same("num_hidden_layers", "num_layers"),
+            Same("hidden_size", "d_model"),
+            Same("num_attention_heads", "num_heads"),
+            Same(width, "d_ff"),
+            Same("vocab_size", "vocab_size"),
+            Same("max_position_embeddings", "max_len"),
+            Same("num_key_value_heads", "num_kv_heads", kv_heads, "kv_heads", null=0),
+            Same("head_dim", "head_dim", head_dim, "head_width"),
+            Same("rms_norm_eps", "norm_epsilon", epsilon),
+            Same("tie_word_embeddings", "tied_embeddings", False),
+            Named("hidden_act", "activation", _GATED_ACTIVATIONS, "silu"),
+            Rotary(rotary_base),
+            *rules,
+        ),
         _LLAMA_ATTENTION | mlp,
         ("model.", ""),
         extra={"attention_dropout": 0.0},

@@ -36,13 +36,10 @@ from sparse_dataflow.interchange.equivalent_forms import (
     with_unit_gate,
     with_zero_biases,
 )
+from sparse_dataflow.interchange.sparse_form import CONFIG, MODEL_TYPE
 from sparse_dataflow.training.run_files import RunRecord
 
-CONFIG = "config.json"
 CARD = "README.md"
-SPARSE_TYPE = "sparse_dataflow"
-"""model_type of the sparse form."""
-
 FORMS = ("dense", "sparse")
 AUTO = "auto"
 """Architecture of an export: the first that represents the model."""
@@ -79,10 +76,10 @@ def is_directory(folder: str | Path) -> bool:
 
 def is_sparse_form(folder: str | Path) -> bool:
     """Returns whether a Hugging Face directory is a sparse form with block-sparse weights."""
-    fields = _read_config(Path(folder).expanduser())
-    if fields["model_type"] != SPARSE_TYPE:
+    folder = Path(folder).expanduser()
+    if _read_config(folder)["model_type"] != MODEL_TYPE:
         return False
-    return bool(sparse_form.read_config(Path(folder).expanduser()).sparse_projections)
+    return bool(sparse_form.read_config(folder).sparse_projections)
 
 
 def read(folder: str | Path) -> Imported:
@@ -94,25 +91,29 @@ def read(folder: str | Path) -> Imported:
     """
     folder = Path(folder).expanduser()
     fields = _read_config(folder)
-    kind = fields.get("model_type")
-    if kind == SPARSE_TYPE:
+    architecture = fields["model_type"]
+    if architecture == MODEL_TYPE:
+        architecture = ""
         model, params, tables = sparse_form.read(folder)
-        size = {"vocab_size": model.vocab_size, "eos_token_id": fields.get("end_of_text")}
-        tokenizer, order = tokenizer_files.read(folder, size)
-        digest = tensors.Tensors(folder).digest()
-        return Imported(model, _reordered(params, order), tables, tokenizer, digest, "")
+        fields = {"vocab_size": model.vocab_size, "eos_token_id": fields.get("end_of_text")}
+    else:
+        model, tables = _read_model(folder, fields), {}
+        params = tensor_names.read(architectures.row(fields), model, tensors.Tensors(folder))
+    tokenizer, order = tokenizer_files.read(folder, fields)
+    params = _reordered(params, order)
+    return Imported(model, params, tables, tokenizer, tensors.digest(folder), architecture)
+
+
+def _read_model(folder, fields):
+    """Returns the config of a model of `architectures`."""
     try:
-        model = architectures.read_config(fields)
+        return architectures.read_config(fields)
     except UserError as error:
         raise UserError(f"{folder} cannot be imported: {error}") from None
     except json_files.MALFORMED as error:
         raise UserError(
             f"{folder / CONFIG} is damaged ({type(error).__name__}: {error})."
         ) from None
-    files = tensors.Tensors(folder)
-    params = tensor_names.read(architectures.row(fields), model, files)
-    tokenizer, order = tokenizer_files.read(folder, fields)
-    return Imported(model, _reordered(params, order), {}, tokenizer, files.digest(), kind)
 
 
 def _reordered(params, order):

@@ -23,6 +23,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import tensors
 from sparse_dataflow.models import gpt, stacks
 
+MODEL_TYPE = "sparse_dataflow"
 FORMAT = "sparse_dataflow-1"
 CONFIG = "config.json"
 
@@ -32,7 +33,7 @@ def write(
 ) -> list[Path]:
     """Writes config.json and the weights into an existing folder; returns the weights' files."""
     fields = {
-        "model_type": "sparse_dataflow",
+        "model_type": MODEL_TYPE,
         "format": FORMAT,
         "model": model.to_json(),
         "context": context,

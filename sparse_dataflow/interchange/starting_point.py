@@ -112,14 +112,16 @@ def _sparsity(model: ModelConfig, num_layers: int) -> SparsityConfig:
                 f"{common}; legal: one pattern, block, rank and hadamard for all projections."
             )
     by_name = {name: spec.density for name, spec in specs.items() if spec.density != first.density}
-    budgets = [",".join(f"{name}:{density!r}" for name, density in by_name.items())]
-    budgets += ["depth:" + ",".join(f"{number!r}x" for number in by_depth)]
+    budget = "uniform"
+    if by_name:
+        budget = ",".join(f"{name}:{density!r}" for name, density in by_name.items())
+    if by_depth:
+        budget = "depth:" + ",".join(f"{number!r}x" for number in by_depth)
     if by_name and by_depth:
         raise UserError(
             "The densities of the initial weights differ by projection and by depth; legal: by "
             "one of them."
         )
-    budget = budgets[0] if by_name else budgets[1] if by_depth else "uniform"
     names = tuple(specs) if set(specs) != set(model.projections) else PROJECTIONS
     return SparsityConfig(projections=names, density=first.density, budget=budget, **common)
 

@@ -88,13 +88,14 @@ class Tensors:
         except (OSError, SafetensorError) as error:
             raise UserError(f"{self._file_of[name]} cannot be read ({error}).") from None
 
-    def digest(self) -> str:
-        """Returns the sha256 (hex) of the files' sha256 digests, in the order of file names."""
-        combined = hashlib.sha256()
-        for path in _files(self.folder):
-            with path.open("rb") as file:
-                combined.update(hashlib.file_digest(file, "sha256").digest())
-        return combined.hexdigest()
+
+def digest(folder: Path) -> str:
+    """Returns the sha256 (hex) of the files' sha256 digests, in the order of file names."""
+    combined = hashlib.sha256()
+    for path in _files(folder):
+        with path.open("rb") as file:
+            combined.update(hashlib.file_digest(file, "sha256").digest())
+    return combined.hexdigest()
 
 
 def write(
