@@ -316,8 +316,7 @@ def byte_tokenizer(vocab_size: int) -> Tokenizer:
       UserError: `vocab_size` is under 257.
     """
     _refuse_small(vocab_size)
-    character = {byte: character for character, byte in _byte_by_character().items()}
-    return Tokenizer(tuple(character[byte] for byte in range(256)), (), vocab_size)
+    return Tokenizer(tuple(from_bytes(bytes(range(256)))), (), vocab_size)
 
 
 def _refuse_small(vocab_size):

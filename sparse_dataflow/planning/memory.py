@@ -96,6 +96,12 @@ def adapter_count(config: ModelConfig) -> int:
     return config.num_layers * block
 
 
+def block_and_rest(config: ModelConfig) -> tuple[int, int]:
+    """Counts the parameters of a block and of all else in a model whose layers are alike."""
+    shallow, deep = (parameter_count(dataclasses.replace(config, num_layers=n)) for n in (1, 2))
+    return deep - shallow, 2 * shallow - deep
+
+
 def single_layer(config: ModelConfig) -> ModelConfig:
     """Returns the model with one layer, the densest."""
     return dataclasses.replace(with_densest_layers(config), num_layers=1)

@@ -142,17 +142,14 @@ def estimate(
     compute = DTYPE_BYTES[model.compute_dtype]
     # The device has room for the largest blocks.
     largest = max(layer_groups(model), key=lambda group: memory.parameter_count(group.model)).model
-    shallow, deep = (
-        dataclasses.replace(largest, num_layers=n, shared_layers=False) for n in (1, 2)
-    )
-    block = memory.parameter_count(deep) - memory.parameter_count(shallow)
-    rest = memory.parameter_count(shallow) - block
+    single = dataclasses.replace(largest, num_layers=1, shared_layers=False)
+    block, rest = memory.block_and_rest(single)
     parameters = memory.parameter_count(model)
-    tables = memory.table_bytes(shallow)
+    tables = memory.table_bytes(single)
     tokens = batch * sequence // devices
     boundary = tokens * model.d_model * compute
     micro = memory.training_bytes(
-        dataclasses.replace(shallow, remat="full"),
+        dataclasses.replace(single, remat="full"),
         batch // micro_batches // devices,
         sequence,
         fused_attention=fused_attention,

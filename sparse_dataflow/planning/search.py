@@ -359,4 +359,4 @@ def _copies(chips: int) -> list[int]:
 
 
 def _powers(largest: int) -> tuple[int, ...]:
-    return tuple(2**n for n in range(largest.bit_length()) if 2**n <= largest)
+    return tuple(2**n for n in range(largest.bit_length()))

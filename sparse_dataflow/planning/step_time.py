@@ -21,6 +21,7 @@ from sparse_dataflow.planning.cost import orthogonalization_flops, stored_fracti
 from sparse_dataflow.planning.efficiency import Efficiency, block_rate
 from sparse_dataflow.planning.memory import (
     DTYPE_BYTES,
+    block_and_rest,
     block_widths,
     matrix_count,
     parameter_count,
@@ -267,9 +268,7 @@ def stage_parameters(config: ModelConfig, plan: ParallelPlan):
 @functools.lru_cache(maxsize=1024)
 def _block_and_ends(config: ModelConfig) -> tuple[float, float]:
     """Returns the mean parameters of a block, and those of embeddings and the final norm."""
-    uniform = with_densest_layers(config)
-    shallow, deep = (parameter_count(dataclasses.replace(uniform, num_layers=n)) for n in (1, 2))
-    ends = 2 * shallow - deep
+    _, ends = block_and_rest(with_densest_layers(config))
     return (parameter_count(config) - ends) / config.num_layers, ends
 
 

@@ -16,7 +16,6 @@ from sparse_dataflow.data.corpora import corpus_of_texts
 from sparse_dataflow.data.tokenizer import (
     SMALLEST_VOCAB,
     Tokenizer,
-    _train,
     gpt2_tokenizer,
     load_tokenizer,
     train_tokenizer,
@@ -170,8 +169,9 @@ def test_the_smallest_vocabulary_is_bytes(prose, tmp_path):
 
 SCRIPT = """
 import sys
-from sparse_dataflow.data.tokenizer import _train
-print(_train(iter(open(sys.argv[1], encoding="utf-8", newline="").readlines()), 400).content_hash)
+from sparse_dataflow.data.tokenizer import Tokenizer
+texts = open(sys.argv[1], encoding="utf-8", newline="").readlines()
+print(Tokenizer.from_texts(texts, 400).content_hash)
 """
 
 
@@ -185,7 +185,7 @@ def test_training_is_deterministic_across_processes(prose, tmp_path):
         for _ in range(2)
     }
     with path.open(encoding="utf-8", newline="") as file:
-        assert hashes == {_train(iter(file.readlines()), 400).content_hash}
+        assert hashes == {Tokenizer.from_texts(file.readlines(), 400).content_hash}
 
 
 def test_training_is_cached_by_corpus_and_size(prose, tmp_path, monkeypatch):
