@@ -124,11 +124,10 @@ def _silent(tree, spread, rng):
     """
     # A low-rank term needs one nonzero factor, or it would never have a gradient.
     kept = ("a_kernel", "gate")
-    silent = lambda m: {n: a if n in kept else np.zeros_like(a) for n, a in m.items()}  # noqa: E731
     result = dict(tree)
     for name, module in tree.items():
         if name in ROW_PARALLEL:
-            result[name] = silent(module)
+            result[name] = {n: a if n in kept else np.zeros_like(a) for n, a in module.items()}
         elif name in PROJECTIONS and spread:
             result[name] = {
                 n: a * rng.uniform(1 - spread, 1 + spread, a.shape).astype(np.float32)

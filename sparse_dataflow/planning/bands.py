@@ -98,10 +98,17 @@ def band(config: ModelConfig, sequence: int, chip: Chip, key: str) -> Band | Non
       chip: kind of chip.
       key: constants that predict it.
     """
-    stored = config.sparse_projections or config.low_rank_projections
-    if stored or config.experts or config.quantized or not chip.family:
+    if _unpublished(config) or not chip.family:
         return None
     return BANDS.get((key, regime(config, sequence)))
+
+
+def _unpublished(config):
+    """Returns in words what the model has, and no published run of the fits."""
+    kinds = ["block-sparse weights"] if config.sparse_projections else []
+    kinds += ["low-rank weights"] if config.low_rank_projections else []
+    kinds += ["experts"] if config.experts else []
+    return kinds + ([f"{config.precision} products"] if config.quantized else [])
 
 
 def tie_width(config: ModelConfig, sequence: int, key: str) -> float:
@@ -118,11 +125,7 @@ def words(config: ModelConfig, sequence: int, chip: Chip, key: str) -> str:
     """Returns the band of a prediction in words."""
     if key not in efficiency.EFFICIENCIES:
         return f"extrapolated: prior constants, because no published run is on {chip.name}"
-    kinds = ["block-sparse weights"] if config.sparse_projections else []
-    kinds += ["low-rank weights"] if config.low_rank_projections else []
-    kinds += ["experts"] if config.experts else []
-    kinds += [f"{config.precision} products"] if config.quantized else []
-    if kinds:
+    if kinds := _unpublished(config):
         return f"extrapolated: no published run of this kind ({', '.join(kinds)})"
     found = band(config, sequence, chip, key)
     if found is None:

@@ -91,7 +91,7 @@ def fit(
         constants = _at(prior, names, points, low, high)
         computed = np.empty((len(rows), len(points)))
         for number, row in enumerate(rows):
-            computed[number] = _step_seconds(row, constants)
+            computed[number] = _step_time(row, constants).total
         errors = np.log((computed.T + lost) / measured) / NOISE
         return np.concatenate([errors, (points - centre) / spread], axis=1)
 
@@ -107,13 +107,13 @@ def fit(
 
 def predict_seconds(row: Row, efficiency: Efficiency) -> float:
     """Predicts the seconds per step of a published run."""
-    return float(_step_seconds(row, efficiency)) + run_memory.retry_seconds(row)
+    return float(_step_time(row, efficiency).total) + run_memory.retry_seconds(row)
 
 
-def _step_seconds(row, efficiency):
-    """Returns the step's seconds, an array if the constants are arrays."""
+def _step_time(row, efficiency):
+    """Returns the step time of a run, with arrays if the constants are arrays."""
     efficiency = published.with_kernel(row, efficiency)
-    return step_time(row.config, row.sequence, row.plan, row.chip, efficiency).total
+    return step_time(row.config, row.sequence, row.plan, row.chip, efficiency)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,12 +146,10 @@ def errors(source: str, efficiencies: Mapping[str, Efficiency]) -> list[Error]:
     result = []
     for row in published.rows(source):
         constants = efficiencies.get(row.key, efficiencies[row.chip.family])
-        kernel = published.with_kernel(row, constants)
-        time = step_time(row.config, row.sequence, row.plan, row.chip, kernel)
         seconds = predict_seconds(row, constants)
         ratio = seconds / row.seconds
         figure = row.value * (ratio if row.unit == "seconds" else 1 / ratio)
-        result.append(Error(row, seconds, figure, time.limit))
+        result.append(Error(row, seconds, figure, _step_time(row, constants).limit))
     return result
 
 

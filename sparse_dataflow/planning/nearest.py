@@ -19,8 +19,8 @@ def changes(plan: ParallelPlan, other: ParallelPlan) -> int:
     """Counts the differences in mesh, micro-batch, ZeRO stage, schedule and remat."""
     if plan.stage == other.stage == 1:
         other = dataclasses.replace(other, schedule=plan.schedule, chunks=plan.chunks)
-    differ = lambda names: any(getattr(plan, n) != getattr(other, n) for n in names)  # noqa: E731
-    return sum(map(differ, (*CHANGES, MESH)))
+    groups = (*CHANGES, MESH)
+    return sum(any(getattr(plan, n) != getattr(other, n) for n in names) for names in groups)
 
 
 def fitting_plans(request: Request, rejected: ParallelPlan | None) -> list[ParallelPlan]:

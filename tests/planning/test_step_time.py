@@ -365,7 +365,7 @@ def test_unknown_rates_and_choices_are_refused():
 
 
 def test_importing_the_planner_loads_no_jax():
-    modules = ("search", "fitting", "published", "plan_memory", "sensitivity")
+    modules = ("search", "fitting", "published", "remat", "sensitivity")
     lines = "; ".join(f"import sparse_dataflow.planning.{name}" for name in modules)
     code = f"import sys; {lines}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
