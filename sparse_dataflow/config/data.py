@@ -1,7 +1,6 @@
 """What is learned."""
 
 import dataclasses
-from typing import ClassVar
 
 from sparse_dataflow.config.settings import setting, validate
 from sparse_dataflow.files.errors import UserError
@@ -18,8 +17,6 @@ class DataConfig:
       tokenizer: "bpe" learns `model.vocab_size` tokens from the corpus.
       loss: the tokens that count in training and in held-out losses; see `data.examples`.
     """
-
-    NAME: ClassVar[str] = "data"
 
     corpus: str = setting(
         "python_stdlib",
@@ -38,7 +35,7 @@ class DataConfig:
     )
 
     def __post_init__(self):
-        validate(self, self.NAME)
+        validate(self, "data")
         if not self.corpus:
             raise UserError(
                 "data.corpus is empty; legal: python_stdlib, sotu, a folder or file, a name or "

@@ -1,10 +1,16 @@
 """How the stored blocks change while a model trains."""
 
 import dataclasses
-from typing import ClassVar
 
 from sparse_dataflow.config.projections import PROJECTIONS
-from sparse_dataflow.config.settings import MOST_SEQUENCES, MOST_STEPS, between, setting, validate
+from sparse_dataflow.config.settings import (
+    A_SHARE,
+    MOST_SEQUENCES,
+    MOST_STEPS,
+    between,
+    setting,
+    validate,
+)
 
 METHOD_NAMES: list[str] = []
 """Names of the methods, filled by `sparsity.evolution.register`."""
@@ -31,8 +37,6 @@ class EvolutionConfig:
       given_layouts: whether the first layouts come with imported weights, and so are data.
     """
 
-    NAME: ClassVar[str] = "evolution"
-
     method: str = setting(
         "static",
         "set and rigl exchange blocks, at random or by their gradient; gradual prunes a dense "
@@ -51,7 +55,7 @@ class EvolutionConfig:
         "(0.5), sparse_to_dense turns dense (0.7), low_rank_tail adds its term (0.99), self_guided "
         "drops its dense product (0.5) or shared_to_own copies its block (0.3); 0 is the number in "
         "brackets.",
-        legal=("in [0, 1)", lambda fraction: 0 <= fraction < 1),
+        legal=A_SHARE,
     )
     share: float = setting(
         EXCHANGED_BLOCKS,
@@ -90,4 +94,4 @@ class EvolutionConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "first", tuple(self.first))
-        validate(self, self.NAME)
+        validate(self, "evolution")

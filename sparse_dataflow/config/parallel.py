@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from typing import ClassVar
 
 from sparse_dataflow.config.settings import (
     ADOPTED,
@@ -37,8 +36,6 @@ class ParallelConfig:
       memory_limit: compared with the planner's estimate.
       depth_schedule: a name in `parallel.relay.depth_schedule`.
     """
-
-    NAME: ClassVar[str] = "parallel"
 
     executor: str = setting(
         "auto",
@@ -141,7 +138,7 @@ class ParallelConfig:
     )
 
     def __post_init__(self):
-        validate(self, self.NAME)
+        validate(self, "parallel")
         _ = self.memory_limit_bytes  # Refuses an illegal one.
 
     @property

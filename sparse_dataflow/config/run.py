@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 from sparse_dataflow.config import remat, settings
 from sparse_dataflow.config.data import DataConfig
@@ -40,8 +40,6 @@ class RunSettings:
       trackers: names in `training.monitoring.trackers`.  A resumed run imports no tracker that only
         its folder names.
     """
-
-    NAME: ClassVar[str] = "run"
 
     scale: str = setting("", "The preset that the other settings begin with.")
     minutes: float = setting(
@@ -119,7 +117,7 @@ class RunSettings:
     def __post_init__(self):
         if isinstance(self.twin, bool):
             object.__setattr__(self, "twin", "yes" if self.twin else "no")
-        validate(self, self.NAME)
+        validate(self, "run")
         _ = self.profiled_steps  # Refuses an illegal one.
 
     @property

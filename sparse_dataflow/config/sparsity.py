@@ -1,7 +1,6 @@
 """Which part of the weights is stored."""
 
 import dataclasses
-from typing import ClassVar
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LOW_RANK, PROJECTIONS, LinearSpec
@@ -25,8 +24,6 @@ class SparsityConfig:
       density: with LOW_RANK, stored weights of the factors over those of the dense weight.
       budget: shares of the density, computed in `sparsity.allocation`.
     """
-
-    NAME: ClassVar[str] = "sparsity"
 
     projections: tuple[str, ...] = setting(
         PROJECTIONS, "Block-sparse projections; the others stay dense.", choices=PROJECTIONS
@@ -57,7 +54,7 @@ class SparsityConfig:
     )
 
     def __post_init__(self):
-        validate(self, self.NAME)
+        validate(self, "sparsity")
 
     def linears(self, model: ModelConfig) -> dict[str, LinearSpec]:
         """Projection -> its spec, before `budget` shares the density out.

@@ -1,10 +1,12 @@
 """How a model is trained."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 from sparse_dataflow.config.model import DTYPES
 from sparse_dataflow.config.settings import (
+    A_FRACTION,
+    A_SHARE,
     MOST_SEQUENCES,
     MOST_SIZE,
     MOST_STEPS,
@@ -37,8 +39,6 @@ class TrainingConfig:
         times KL(teacher || model) of their distributions (arXiv 1503.02531, at temperature 1).
     """
 
-    NAME: ClassVar[str] = "training"
-
     steps: int = setting(
         0, "Optimizer steps; 0 is as many as run.minutes allows.", legal=between(0, MOST_STEPS)
     )
@@ -68,11 +68,7 @@ class TrainingConfig:
         "Learning-rate multiplier of embeddings, biases, norms and gates.",
         legal=positive(1000),
     )
-    warmup: float = setting(
-        0.1,
-        "Fraction of the steps spent in warm-up.",
-        legal=("in [0, 1)", lambda fraction: 0 <= fraction < 1),
-    )
+    warmup: float = setting(0.1, "Fraction of the steps spent in warm-up.", legal=A_SHARE)
     final_rate: float = setting(
         0.1,
         "End of the cosine schedule, as a fraction of its peak.",
@@ -114,14 +110,14 @@ class TrainingConfig:
     teacher_weight: float = setting(
         0.5,
         "Weight of the divergence from training.teacher; next tokens have the rest.",
-        legal=("in (0, 1]", lambda weight: 0 < weight <= 1),
+        legal=A_FRACTION,
     )
     seed: int = setting(
         0, "Draws the weights, data order and patterns.", legal=between(0, 2**32 - 1)
     )
 
     def __post_init__(self):
-        validate(self, self.NAME)
+        validate(self, "training")
         if self.adapter_rank and self.optimizer == "muon":
             raise UserError(
                 f"training.optimizer=muon orthogonalises the weights of projections, which "

@@ -117,7 +117,7 @@ class Request:
     @property
     def parallel(self) -> ParallelConfig:
         """The parallel plan of the command line; a resumed run saves none."""
-        prefix = ParallelConfig.NAME + "."
+        prefix = "parallel."
         changes = {
             p.removeprefix(prefix): v for p, v in self.changes.items() if p.startswith(prefix)
         }
