@@ -27,7 +27,6 @@ import numpy as np
 from sparse_dataflow.config.layer_groups import group_index, layer_groups, split_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.optim.muon import matrices_of
 from sparse_dataflow.optim.optimizers import (
     adam_state,
@@ -48,7 +47,6 @@ from sparse_dataflow.parallel.relay.host_state import (
 from sparse_dataflow.parallel.relay.programs import device_dtype
 from sparse_dataflow.parallel.relay.timeline import Timeline
 
-CLIPPINGS = ("exact", "eager")
 IN_FLIGHT = 2
 """Sections with gradients on the device at once: one is computed, one is returned to the host."""
 
@@ -68,7 +66,11 @@ class InMemory:
 
 
 class ParameterServer:
-    """State that outlives a step: threads, the device's copies, gradient buffers."""
+    """State that outlives a step: threads, the device's copies, gradient buffers.
+
+    Attributes:
+      storage: receives updates, as `InMemory` does.
+    """
 
     def __init__(
         self,
@@ -77,7 +79,6 @@ class ParameterServer:
         put: Callable[[Any], Any],
         *,
         clipping: str = "exact",
-        storage: Any = None,
         pinned: jax.sharding.Sharding | None = None,
     ):
         """Starts the threads.
@@ -86,18 +87,13 @@ class ParameterServer:
           model: gives the dtype of the device's copies.
           training: gives clip and weight decay.
           put: copies a tree of host arrays to the device.
-          clipping: one of CLIPPINGS.
-          storage: receives updates; `InMemory` if None.
+          clipping: "exact" or "eager".
           pinned: sharding in page-locked host memory for the device's copies; pageable memory if
             None.
-
-        Raises:
-          UserError: an unknown clipping.
         """
-        if clipping not in CLIPPINGS:
-            raise UserError(f"clipping {clipping!r} is unknown; legal: {', '.join(CLIPPINGS)}.")
         self.model, self.training, self.put = model, training, put
-        self.clipping, self.storage, self.pinned = clipping, storage or InMemory(), pinned
+        self.clipping, self.pinned = clipping, pinned
+        self.storage: Any = InMemory()
         self.threads = len(getattr(os, "sched_getaffinity", lambda _: range(4))(0))  # One per core.
         self.fetching = ThreadPoolExecutor(1, "fetch")
         self.returning = ThreadPoolExecutor(1, "return")

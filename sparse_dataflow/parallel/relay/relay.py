@@ -24,7 +24,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from sparse_dataflow.config.layer_groups import group_index
 from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.config.parallel import CLIPPINGS
+from sparse_dataflow.config.parallel import CLIPPINGS, STASHES
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError, first_line
 from sparse_dataflow.models import gpt
@@ -35,8 +35,6 @@ from sparse_dataflow.parallel.relay.host_state import EMBED, HEAD, Section, laye
 from sparse_dataflow.parallel.relay.parameter_server import ParameterServer, ServerStep
 from sparse_dataflow.parallel.relay.timeline import Timeline
 from sparse_dataflow.planning.relay import PINNED_SETTING
-
-STASHES = ("device", "host")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +80,6 @@ class Relay:
         *,
         eval_shape: tuple[int, int] | None = None,
         mesh: Mesh | None = None,
-        storage: Any = None,
         pinned: bool | None = None,
         changing: bool = True,
     ):
@@ -94,7 +91,6 @@ class Relay:
           config: options of the relay.
           eval_shape: (sequences, tokens) of an evaluation batch; None without evaluations.
           mesh: its axis "data" shards the batch; the default device if None.
-          storage: storage of masters and moments, see `parameter_server`.
           pinned: whether the device's copies are in page-locked memory; if None, on every backend
             but the CPU.
           changing: whether layouts may change; see `relay.programs.compile_groups`.
@@ -130,7 +126,6 @@ class Relay:
             training,
             self._put,
             clipping=self.config.clipping,
-            storage=storage,
             pinned=self._replicated.with_memory_kind("pinned_host") if pinned else None,
         )
         self._depth = DepthSchedule()

@@ -50,7 +50,8 @@ def open_files(folder):
 
 def advance(state, storage, steps, clipping="exact"):
     """Returns the state after `steps` steps with random gradients."""
-    server = ParameterServer(MODEL, TRAINING, None, clipping=clipping, storage=storage)
+    server = ParameterServer(MODEL, TRAINING, None, clipping=clipping)
+    server.storage = storage
     sections = host_state.all_sections(MODEL.num_layers)
     while state.step < steps:
         step = ServerStep(server, state, sections, 1e-2, Timeline())

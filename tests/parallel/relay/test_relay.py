@@ -402,7 +402,8 @@ def test_a_device_lost_in_mid_step_keeps_the_previous_step_in_the_files(tmp_path
     model, how = DENSE, training()
     shapes = abstract_state(model, how)
     files = MappedFiles(tmp_path, shapes, {})
-    relay = Relay(model, how, RelayConfig(clipping="eager"), storage=files)
+    relay = Relay(model, how, RelayConfig(clipping="eager"))
+    relay.server.storage = files
     state = files.new_state(lambda *trees: fresh_state(model, how, trees))
     state, _ = relay_run(relay, state, steps=2)
     before = jax.tree.map(np.copy, (state.params, state.moments))
