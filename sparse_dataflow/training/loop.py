@@ -117,32 +117,30 @@ class Trainer:
         self._clock = clock or Clock()
         self.evolution = evolution or EvolutionConfig()
         refuse_unfit(model, self.evolution, training.steps)
-        self.phases = phases(model, self.evolution, training.steps)
         self._data, self._programs, self._mfu = data, programs, mfu
         self._eval_every, self._checkpoint_every = eval_every, checkpoint_every
         processes.on_first(lambda: _make_folder(folder))
         saved_config = identity(model, training, self.evolution, data.tokenizer_hash)
-        second = mirror / "checkpoints" if mirror else None
         self._checkpoints = Checkpoints(
             folder / "checkpoints",
             keep,
             config=saved_config,
             completed=completed,
-            mirror=second,
+            mirror=mirror / "checkpoints" if mirror else None,
         )
-        self.seconds, self._plateau, self._spikes = 0.0, Plateau(), SpikeHistory()
+        planned = phases(model, self.evolution, training.steps)
+        progress = SavedProgress(0.0, planned, Plateau(), SpikeHistory())
 
         def abstract_state(step, extra):
-            self.phases = SavedProgress.from_extra(extra, self.phases).phases
-            return abstract_saved_state(self.phases, training, step, executor)
+            nonlocal progress
+            progress = SavedProgress.from_extra(extra, planned)
+            return abstract_saved_state(progress.phases, training, step, executor)
 
         with self._clock.during("checkpoint"):
             restored = self._checkpoints.restore(abstract_state)
         saved_step = int(restored[0].step) if restored else None
-        if restored:
-            progress = SavedProgress.from_extra(restored[1], self.phases)
-            self.seconds, self._plateau = progress.seconds, progress.plateau
-            self._spikes = progress.spikes
+        self.phases, self.seconds = progress.phases, progress.seconds
+        self._plateau, self._spikes = progress.plateau, progress.spikes
 
         def first_state():
             if restored:
@@ -150,8 +148,7 @@ class Trainer:
                 refuse_other_layouts(restored[0].tables, phase)
                 frozen = base.read() if base else ()
                 return executor.place(restored[0]._replace(frozen=frozen), phase.model)
-            draw = functools.partial(initial_state, self.phases[0].model, training, executor)
-            return (start or draw)()
+            return start() if start else initial_state(self.phases[0].model, training, executor)
 
         if programs[0].start_state is None:
             self.state = first_state()
@@ -373,32 +370,28 @@ class Trainer:
 
     def evaluate(self) -> dict:
         """Evaluates the periodic held-out windows; returns and writes a row "eval"."""
-        data = self._data
         self.last_evaluation = self._evaluate(
-            "eval",
-            (data.validation, data.validation_bytes),
-            [(source, source.validation, source.validation_bytes) for source in data.mixture],
+            "eval", lambda corpus: (corpus.validation, corpus.validation_bytes)
         )
         return self.last_evaluation
 
     def evaluate_finally(self) -> dict:
         """Evaluates all held-out windows; returns and writes a row "final"."""
-        data = self._data
-        return self._evaluate(
-            "final",
-            (data.final, data.final_bytes),
-            [(source, source.final, source.final_bytes) for source in data.mixture],
-        )
+        return self._evaluate("final", lambda corpus: (corpus.final, corpus.final_bytes))
 
-    def _evaluate(self, kind, held_out, mixture):
-        """Writes the loss of the windows, or of each corpus of a mixture and their mean."""
+    def _evaluate(self, kind, held_out):
+        """Writes the loss of the windows, or of each corpus of a mixture and their mean.
+
+        `held_out` returns the windows and their bytes, of `TrainingData` or of a `HeldOut`.
+        """
         with self._clock.during("evaluation"):
-            if not mixture:
-                loss, bits = self._loss(*held_out)
+            if not self._data.mixture:
+                loss, bits = self._loss(*held_out(self._data))
                 return self._write_row(kind, loss=loss, bits_per_byte=bits)
             values = {"loss": 0.0, "bits_per_byte": 0.0}
             token_bytes = 0.0
-            for source, batches, total_bytes in mixture:
+            for source in self._data.mixture:
+                batches, total_bytes = held_out(source)
                 loss, bits = self._loss(batches, total_bytes)
                 values |= {f"loss/{source.name}": loss, f"bits_per_byte/{source.name}": bits}
                 values["loss"] += source.weight * loss
