@@ -4,8 +4,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -175,8 +174,6 @@ def _compile(phase, training, data, executor):
     batch = executor.put(data.train[0], data.train.batch_size)
     held_out = executor.put(data.validation[0], data.validation.batch_size)
     windows = held_out["tokens"], held_out["weights"]
-    numbers = [np.float32(0)] * (2 if training.skip_spikes else 1)
-    named = _weights(batch) | _guide_share(model.guided, 0.0)
     teach = None
     if training.teacher:
         if data.teacher is None:
@@ -185,9 +182,10 @@ def _compile(phase, training, data, executor):
                 "out."
             )
         teach = data.teacher.program(model, executor, batch["tokens"], training.micro_batches)
-        named["teacher"] = teach(batch["tokens"])
+    share = 0.0 if model.guided else None
+    arguments, named = _step_arguments(batch, 0.0, no_loss_limit(training), share, teach)
     return Compiled(
-        train_step.lower(shapes, batch["tokens"], *numbers, **named).compile(),
+        train_step.lower(shapes, *arguments, **named).compile(),
         eval_step.lower(shapes.weights, runtime_tables, *windows).compile(),
         time.perf_counter() - start,
         tables,
@@ -267,23 +265,22 @@ def run_step(
     Returns:
       (state with its canonical tables, tables for the next step, StepReport).
     """
-    scalars = [np.float32(learning_rate)] if limit is None else [np.float32(learning_rate), limit]
     state, before = state._replace(tables=tables), state.tables
-    named = _weights(batch) | _guide_share(programs.guided, guide_share)
-    if programs.teach is not None:
-        named["teacher"] = programs.teach(batch["tokens"])
-    after, report = programs.train_step(state, batch["tokens"], *scalars, **named)
+    share = guide_share if programs.guided else None
+    arguments, named = _step_arguments(batch, learning_rate, limit, share, programs.teach)
+    after, report = programs.train_step(state, *arguments, **named)
     return after._replace(tables=before), after.tables, report
 
 
-def _weights(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the argument of a train step whose targets do not count equally."""
-    return {"weights": batch["weights"]} if "weights" in batch else {}
-
-
-def _guide_share(guided: bool, share: float) -> dict[str, Any]:
-    """Returns the argument of a train step whose model has guides."""
-    return {"guide_share": np.float32(share)} if guided else {}
+def _step_arguments(batch, learning_rate, limit, guide_share, teach):
+    """Returns a train step's arguments after the state, by position and by name; None is none."""
+    numbers = [np.float32(learning_rate)] if limit is None else [np.float32(learning_rate), limit]
+    named = {"weights": batch["weights"]} if "weights" in batch else {}
+    if guide_share is not None:
+        named["guide_share"] = np.float32(guide_share)
+    if teach is not None:
+        named["teacher"] = teach(batch["tokens"])
+    return [batch["tokens"], *numbers], named
 
 
 def held_out_nats(programs: Compiled, params, tables, batches: Iterable) -> float:
