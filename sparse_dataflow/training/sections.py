@@ -56,37 +56,29 @@ def section_seconds(
         )
     ]
 
-    def projection(name):
-        """Times the first layer of each group; returns the sum over all layers."""
-        x = draw(B, T, model.projection_shape(name)[0])
-        total = 0.0
+    def all_layers(apply, width):
+        """Times `apply(block, x, tables)` in the first layer of each group; returns the sum."""
+        x, total = draw(B, T, width), 0.0
         for group, (params, tables) in zip(layer_groups(model), first_layers, strict=True):
 
             def forward(params, x, tables=tables):
-                return getattr(gpt.bind_block(model, params), name)(x, tables.get(name))
+                return apply(gpt.bind_block(model, params), x, tables)
 
             total += len(group.layers) * _seconds(forward, (params, x))
         return total
+
+    def projection(name):
+        width, _ = model.projection_shape(name)
+        return all_layers(lambda block, x, tables: getattr(block, name)(x, tables.get(name)), width)
 
     def experts():
-        """Times the experts of the first layer of each group, with their router and activation."""
-        x, total = draw(B, T, model.d_model), 0.0
-        for group, (params, tables) in zip(layer_groups(model), first_layers, strict=True):
-
-            def forward(params, x, tables=tables):
-                return gpt.bind_block(model, params).experts(x, tables, WHOLE)[0]
-
-            total += len(group.layers) * _seconds(forward, (params, x))
-        return total
+        return all_layers(lambda block, x, tables: block.experts(x, tables, WHOLE)[0], D)
 
     def elementwise(params, x, normed, products):
         bound = gpt.bind_block(model, params)
         heads = [getattr(bound, name)(leaf) for name, leaf in normed.items()]
         activated = () if model.experts else activate(model, *products)
         return bound.norm1(x), bound.norm2(x), heads, activated
-
-    def head(params, embedding, x, targets, weights):
-        return gpt.head_loss(model, params, embedding, x, targets, weights)
 
     q, k, v = (
         draw(B, T, heads, model.head_width)
@@ -99,15 +91,14 @@ def section_seconds(
     layers = model.num_layers
     normed = {"q_norm": q, "k_norm": k} if model.qk_norm else {}
     products = [draw(B, T, model.d_ff) for _ in range(2 if model.gated_mlp else 1)]
-    of_mlp = model.projections[model.projections.index("attn_out") + 1 :]
+    attn_out = model.projections.index("attn_out")
+    of_attention, of_mlp = model.projections[:attn_out], model.projections[attn_out + 1 :]
     mlp = {"experts": experts()} if model.experts else {n: projection(n) for n in of_mlp}
     inputs = (first_layers[0][0], draw(B, T, D), normed, products)
-    first = model.projections.index("attn_out")
+    embed, head = (functools.partial(part, model) for part in (gpt.embed, gpt.head_loss))
     micro_batch = {
-        "embed": _seconds(
-            lambda params, tokens: gpt.embed(model, params, tokens), (embed_params,), targets
-        ),
-        **{name: projection(name) for name in model.projections[:first]},
+        "embed": _seconds(embed, (embed_params,), targets),
+        **{name: projection(name) for name in of_attention},
         "attention": layers * _seconds(attend, (q, k, v)),
         "attn_out": projection("attn_out"),
         **mlp,
