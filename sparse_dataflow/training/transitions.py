@@ -80,9 +80,8 @@ def update_layouts(
                 gradients = None if gradient_norms is None else gradient_norms[name][layer]
                 rng = np.random.default_rng([*seed, model.projections.index(name), layer])
                 new.append(update(old[layer], layer_norms, gradients, share, shards, rng))
-            sources = np.stack([block_sources(old[i], new[i]) for i in place.layers])
-            gather = functools.partial(_gather_blocks, sources=sources)
-            state = _with_converted(state, place, "values", "values", gather)
+            layers = slice(place.layers.start, place.layers.stop)
+            state = _moved_blocks(state, place, old[layers], new[layers])
         layouts[name] = new
     return state._replace(tables=stacks.layout_tables(layouts))
 
@@ -281,16 +280,15 @@ def _restack(leaves, before, after):
     return restacked
 
 
+def _moved_blocks(state, place, old: Sequence[BlockLayout], new: Sequence[BlockLayout]):
+    """Moves the stored blocks of one projection from old to new layouts of its layers."""
+    sources = np.stack([block_sources(before, after) for before, after in zip(old, new)])
+    gather = functools.partial(_gather_blocks, sources=sources)
+    return _with_converted(state, place, "values", "values", gather)
+
+
 def _gather_blocks(values: jax.Array | np.ndarray, sources: np.ndarray) -> jax.Array | np.ndarray:
-    """Returns values (or moments) at new layouts, in device or host memory as `values`.
-
-    Args:
-      values: float [layers, nnz, block, block] at the old layouts.
-      sources: int32 [layers, new nnz], from `block_sources`.
-
-    Returns:
-      float [layers, new nnz, block, block]: the same bits if a block stays, 0 if it is new.
-    """
+    """Returns `gather_blocks`, in device or host memory as `values`."""
     if not isinstance(values, np.ndarray):
         return gather_blocks(values, sources)
     new = np.empty((*sources.shape, *values.shape[2:]), values.dtype)
@@ -332,21 +330,21 @@ def _prune(state, place, old: list[BlockLayout] | None, spec, scale=None):
     if old is None:
         blocks = functools.partial(collect, *_positions(new), block=spec.block)
         return _with_converted(state, place, "kernel", "values", blocks), new
-    sources = np.stack([block_sources(before, after) for before, after in zip(old, new)])
-    gather = functools.partial(gather_blocks, sources=sources)
-    return _with_converted(state, place, "values", "values", gather), new
+    return _moved_blocks(state, place, old, new), new
 
 
 def _positions(layouts):
     return np.stack([lay.rows for lay in layouts]), np.stack([lay.cols for lay in layouts])
 
 
-def _with_converted(state, place: _Place, before: str, after: str, convert: Callable):
-    """Replaces leaf `before` of a projection by `after`, in params and moments."""
-    function = functools.partial(
-        _convert_leaf, place=place, before=before, after=after, convert=convert
-    )
-    return _map_trees(function, state)
+def _with_converted(state, place: _Place, before: str, after: str, convert: Callable, second=None):
+    """Replaces leaf `before` of a projection by `after`, in params and moments.
+
+    `second` converts second moments; `convert` if None.
+    """
+    leaf = functools.partial(_convert_leaf, place=place, before=before, after=after)
+    first = functools.partial(leaf, convert=convert)
+    return _map_trees(first, state, functools.partial(leaf, convert=second or convert))
 
 
 def _merge_hadamard(state, place, width):
@@ -357,10 +355,9 @@ def _merge_hadamard(state, place, width):
     """
     if not width:
         return state
-    kernel = functools.partial(_convert_leaf, place=place, before="kernel", after="kernel")
-    mix = functools.partial(kernel, convert=functools.partial(_mix_inputs, width=width))
-    mean = functools.partial(kernel, convert=functools.partial(_average_inputs, width=width))
-    return _map_trees(mix, state, second=mean)
+    mix = functools.partial(_mix_inputs, width=width)
+    mean = functools.partial(_average_inputs, width=width)
+    return _with_converted(state, place, "kernel", "kernel", mix, second=mean)
 
 
 @functools.partial(jax.jit, static_argnames="width")
