@@ -64,15 +64,7 @@ class Executor:
     ) -> tuple[jax.Array, dict]:
         """Returns `whole.loss_and_gradients` of the whole batch, accumulated in float32."""
         return whole.loss_and_gradients(
-            model,
-            params,
-            tables,
-            tokens,
-            micro_batches,
-            dtype=dtype,
-            frozen=frozen,
-            weights=weights,
-            teacher=teacher,
+            model, params, tables, tokens, micro_batches, dtype, frozen, weights, teacher
         )
 
     def over_rows(self, function: Callable) -> Callable:

@@ -146,11 +146,11 @@ class Sharded(Executor):
                 local_tables(tables),
                 tokens,
                 micro_batches,
-                member,
                 dtype,
                 frozen,
                 weights,
                 teacher,
+                member,
             )
             all_reduce = functools.partial(sharding.all_reduce, mesh=self.mesh)
             gradients = jax.tree.map(all_reduce, gradients, gradient_specs)
@@ -361,22 +361,17 @@ class Sharded(Executor):
 
     def arrays(self, state, tables, model, changing, batch):
         """See `Executor`."""
-        abstract = lambda tree, spec: jax.tree.map(  # noqa: E731
-            lambda leaf: _abstract(leaf, NamedSharding(self.mesh, spec)), tree
-        )
+
+        def abstract(tree, spec):
+            target = NamedSharding(self.mesh, spec)
+            return jax.tree.map(lambda leaf: _abstract(leaf, target), tree)
+
         placed = jax.tree.map(_abstract, state, self.shardings(state, model))
         placed = self.placed_shapes(placed, model)
         fsdp = self.zero >= sharding.ZERO["gradients"]
-        gradients = sharding.specs(placed.params, model, self.mesh, fsdp)
-        return {
-            "parameters": placed.params,
-            **({"frozen parameters": placed.frozen} if placed.frozen else {}),
-            "gradients": jax.tree.map(
-                lambda leaf, spec: _abstract(leaf, NamedSharding(self.mesh, spec)),
-                self._gradients_like(placed),
-                gradients,
-            ),
-            "moments": placed.moments,
+        specs = sharding.specs(placed.params, model, self.mesh, fsdp)
+        return super().arrays(placed, tables, model, changing, batch) | {
+            "gradients": jax.tree.map(abstract, self._gradients_like(placed), specs),
             "layout tables": abstract(self._cut_tables(tables, model, changing), TABLES),
             "batch": abstract(batch, P(BATCH_AXES)),
         }

@@ -378,11 +378,11 @@ def loss_and_gradients(
     tables: dict,
     tokens: jax.Array,
     micro_batches: int = 1,
-    member: Member = ALONE,
     dtype: str = "float32",
     frozen: Any = (),
     weights: jax.Array | None = None,
     teacher: TeacherOutput | None = None,
+    member: Member = ALONE,
 ):
     """Returns the mean next-token loss of int32 [B, T + 1] tokens and its gradient in params.
 
