@@ -306,10 +306,8 @@ class Checkpoints:
         )
 
     def _step_folders(self) -> list[int]:
-        """Returns the steps of all folders named by a step, newest first."""
         try:
-            folders = checkpoint_folder.subfolders(self._folder, checkpoint_folder.STEP)
-            return sorted((int(path.name) for path in folders), reverse=True)
+            return checkpoint_folder.steps(self._folder)
         except OSError as error:
             raise UserError(
                 f"{self._folder} cannot be read: {named_arrays.reason(error)}."

@@ -26,6 +26,11 @@ def subfolders(folder: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
             yield path
 
 
+def steps(folder: Path) -> list[int]:
+    """Returns the steps of all folders named by a step, oldest first, without reading them."""
+    return sorted(int(path.name) for path in subfolders(folder, STEP))
+
+
 def read_facts(folder: Path) -> dict[int, dict[str, Any]]:
     """Returns {step: facts of its manifest} of the finished checkpoints, without verifying them."""
     facts = {}

@@ -10,16 +10,10 @@ from typing import Any
 
 import jax
 
-from sparse_dataflow.checkpoint import checkpoint_folder, named_arrays
+from sparse_dataflow.checkpoint import named_arrays
 from sparse_dataflow.checkpoint.save_barrier import SaveBarrier
 from sparse_dataflow.files import manifest
 from sparse_dataflow.files.errors import UserError
-
-
-def steps(folder: Path) -> list[int]:
-    """Returns the steps of the finished checkpoints in a folder, oldest first."""
-    paths = checkpoint_folder.subfolders(folder, checkpoint_folder.STEP)
-    return sorted(int(path.name) for path in paths)
 
 
 def read_part(
@@ -29,7 +23,7 @@ def read_part(
 
     Args:
       folder: the `checkpoints` folder of a variant.
-      step: one of `steps`.
+      step: one of `checkpoint_folder.steps`.
       abstract_part: extra.json's values -> {name of a part of the state: tree of numpy arrays of
         the shapes and dtypes to read}.
 

@@ -99,8 +99,8 @@ def verify(folder: Path) -> dict[str, Any]:
     return body["facts"]
 
 
-def load_json(path: Path, max_bytes: int = MAX_BYTES) -> Any:
-    """Returns the JSON value in a file of at most `max_bytes`.
+def load_json(path: Path) -> Any:
+    """Returns the JSON value in a file of at most `MAX_BYTES`.
 
     Raises:
       Damaged: the file is missing, too large or not JSON.
@@ -108,7 +108,7 @@ def load_json(path: Path, max_bytes: int = MAX_BYTES) -> Any:
     """
     try:
         with _loss_is_damage():
-            return json_files.load(path, max_bytes)
+            return json_files.load(path, MAX_BYTES)
     except json.JSONDecodeError as error:
         raise Damaged(f"its {path.name} is not JSON") from error
     except ValueError as error:

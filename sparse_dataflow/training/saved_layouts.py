@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparse_dataflow.checkpoint import part
+from sparse_dataflow.checkpoint import checkpoint_folder, part
 from sparse_dataflow.models import stacks
 from sparse_dataflow.sparsity.layout import BlockLayout
 from sparse_dataflow.training.phases import phase_before
@@ -56,7 +56,7 @@ class LayoutReader:
         evolution = self._variant.evolution
         if self._first is None and not evolution.given_layouts:
             self._first = 0, stacks.layouts(self._variant.phases[0].model)
-        steps = part.steps(self._folder)
+        steps = checkpoint_folder.steps(self._folder)
         if self._first is None and steps:
             self._first = steps[0], self._read(steps[0])
         if self._first is None:

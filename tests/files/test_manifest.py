@@ -120,7 +120,7 @@ def test_damage_is_named(folder, damage, message):
 def test_a_too_large_manifest_is_refused(folder, monkeypatch):
     monkeypatch.setattr(manifest, "MAX_BYTES", 100)
     with pytest.raises(manifest.Damaged, match="larger than 100 bytes"):
-        manifest.load_json(folder / manifest.NAME, max_bytes=100)
+        manifest.load_json(folder / manifest.NAME)
     with pytest.raises(ValueError, match="100 bytes"):
         manifest.write(folder, FACTS)
 
