@@ -177,9 +177,7 @@ def _read(path) -> dict[str, Any]:
     """Returns the owner in a lock file; {} if it names none."""
     try:
         owner = json_files.load(path, _MAX_BYTES)
-    except ValueError:
-        return {}
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         return {}
     return owner if isinstance(owner, dict) else {}
 

@@ -27,6 +27,7 @@ _REQUIRED = {
     "skipped": ("tokens", "seconds"),
     "rollback": ("tokens", "seconds", "to"),
 }
+_LINE_SECONDS = 15.0
 _MAX_LINE_BYTES = 2**20  # Longer lines are read in pieces, none of which parses as a row.
 
 
@@ -233,10 +234,10 @@ def _is_complete(row: dict) -> bool:
 
 
 class Progress:
-    """A progress bar on a terminal, a plain line every `every` seconds elsewhere."""
+    """A progress bar on a terminal, a plain line every _LINE_SECONDS elsewhere."""
 
-    def __init__(self, name: str, total: int, step: int, position: int, every: float = 15.0):
-        self._name, self._total, self._every = name, total, every
+    def __init__(self, name: str, total: int, step: int, position: int):
+        self._name, self._total = name, total
         self._last_line = time.monotonic()
         self._bar = None
         if sys.stderr is not None and sys.stderr.isatty() and processes.is_first():
@@ -250,7 +251,7 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(step - self._bar.n)
-        elif time.monotonic() - self._last_line > self._every or step == self._total:
+        elif time.monotonic() - self._last_line > _LINE_SECONDS or step == self._total:
             self._last_line = time.monotonic()
             eta = f"{seconds_left:.0f} s left" if step < self._total else "done"
             say(f"{self._name:>6} step {step}/{self._total}  {text}  {eta}")

@@ -10,9 +10,7 @@ from sparse_dataflow.distributed.watch import UNTIMED
 
 
 @contextlib.contextmanager
-def stall_alerts(
-    clock: Clock, alert: Callable[[str], None], seconds: float, now=time.monotonic
-) -> Iterator[None]:
+def stall_alerts(clock: Clock, alert: Callable[[str], None], seconds: float) -> Iterator[None]:
     """Inside, calls `alert` once each time that the clock stands still for `seconds`.
 
     Activities without a time limit, such as compiling, are not watched.
@@ -21,25 +19,25 @@ def stall_alerts(
       clock: of the training, in this process.
       alert: takes the text; called in a thread of its own.
       seconds: 0 watches nothing.
-      now: returns seconds.
     """
+    if not seconds:
+        yield
+        return
     ended = threading.Event()
 
     def watch():
-        progress, since, alerted = clock.progress, now(), False
+        progress, since, alerted = clock.progress, time.monotonic(), False
         while not ended.wait(min(10.0, seconds / 4)):
             if clock.progress != progress or clock.activity in UNTIMED:
-                progress, since, alerted = clock.progress, now(), False
-            elif now() - since > seconds and not alerted:
+                progress, since, alerted = clock.progress, time.monotonic(), False
+            elif time.monotonic() - since > seconds and not alerted:
                 alerted = True
                 alert(f"no progress for {seconds:g} seconds in {clock.step or clock.activity}")
 
     thread = threading.Thread(target=watch, name="stall alerts", daemon=True)
-    if seconds:
-        thread.start()
+    thread.start()
     try:
         yield
     finally:
         ended.set()
-        if seconds:
-            thread.join()
+        thread.join()

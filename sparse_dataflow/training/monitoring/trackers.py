@@ -20,6 +20,7 @@ from sparse_dataflow.files.errors import UserError, first_line
 
 TENSORBOARD = "tensorboard"
 PROJECT = "sparse_dataflow"
+_FLUSH_SECONDS = 10.0
 
 Row = Mapping[str, Any]
 
@@ -70,7 +71,7 @@ class TensorBoard:
     full, and the training then waits for its queue forever.
     """
 
-    def __init__(self, folder: Path, first_step: int, every: float = 10.0):
+    def __init__(self, folder: Path, first_step: int):
         """Opens a new file; TensorBoard hides the steps of earlier files from `first_step` on."""
         from tensorboardX.proto import event_pb2
         from tensorboardX.record_writer import RecordWriter
@@ -78,7 +79,7 @@ class TensorBoard:
         folder.mkdir(exist_ok=True)
         # The time comes first, so that earlier files sort before this one.
         name = f"events.out.tfevents.{time.time():.6f}.{platform.node()}"
-        self._event, self._every = event_pb2.Event, every
+        self._event = event_pb2.Event
         self._writer = RecordWriter(str(folder / name))
         self._put(file_version="brain.Event:2")
         self._put(step=first_step, session_log=event_pb2.SessionLog(status="START"))
@@ -86,10 +87,10 @@ class TensorBoard:
         self._flushed = time.monotonic()
 
     def write(self, row: Row) -> None:
-        """Adds the scalars of a row; flushes to disk about every `every` seconds."""
+        """Adds the scalars of a row; flushes to disk about every _FLUSH_SECONDS."""
         values = [{"tag": name, "simple_value": value} for name, value in scalars(row).items()]
         self._put(step=row["step"], summary={"value": values})
-        if time.monotonic() - self._flushed > self._every:
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self._writer.flush()
             self._flushed = time.monotonic()
 
