@@ -111,25 +111,20 @@ class MappedFiles:
         if not commits:
             return None
         for number, commit in enumerate(commits):
-            changes = list(differences(commit["identity"], self._identity))
-            if changes:
-                name, was, now = changes[0]
+            if change := next(differences(commit["identity"], self._identity), None):
+                name, was, now = change
                 raise UserError(
                     f"{self.folder} holds another training: {name} is {was} there and {now} here. "
                     "Name another parallel.server_dir."
                 )
-            params, mu, nu, tables = self._trees[commit["slot"]]
-            views = {s: tuple(view(t, s) for t in (params, mu, nu)) for s in self._sections}
-            damaged = [
-                section_name(s)
-                for s in self._sections
-                if _digest(views[s]) != commit["digests"][section_name(s)]
-            ]
-            if _digest(tables) != commit["digests"]["tables"]:
-                damaged.append("tables")
+            params, mu, nu, tables = trees = self._trees[commit["slot"]]
+            content = {section_name(s): [view(t, s) for t in trees[:3]] for s in self._sections}
+            content["tables"] = tables
+            digests = commit["digests"]
+            damaged = next((n for n, tree in content.items() if _digest(tree) != digests[n]), "")
             if damaged:
                 logging.warning(
-                    "Step %d in %s is damaged in %s.", commit["step"], self.folder, damaged[0]
+                    "Step %d in %s is damaged in %s.", commit["step"], self.folder, damaged
                 )
                 continue
             self._commits = commits[number:]
