@@ -1,7 +1,6 @@
 """How a model is trained."""
 
 import dataclasses
-from typing import Any
 
 from sparse_dataflow.config.model import DTYPES
 from sparse_dataflow.config.settings import (
@@ -136,7 +135,3 @@ class TrainingConfig:
     def adapter_scale(self) -> float:
         """Factor of every adapter: alpha / rank."""
         return self.adapter_alpha / self.adapter_rank
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields, as checkpoints keep them."""
-        return dict(vars(self))

@@ -1,5 +1,6 @@
 """The files that describe a run: config.json, run.json (the `RunRecord`) and tokenizer.json."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -97,12 +98,8 @@ def read_config(folder: str | Path) -> RunConfig:
             f"Give the run that was exported, or train from it with --init_from={folder}; "
             "generate and evaluate take it as it is."
         )
-    try:
+    with _damage_in_words(path):
         config = RunConfig.from_json(fields)
-    except UserError as error:
-        raise UserError(f"{path} is damaged: {error}") from None
-    except json_files.MALFORMED as error:
-        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}).") from None
     refuse_outside_links(path.parent)
     return config
 
@@ -115,21 +112,27 @@ def read_record(folder: str | Path, config: RunConfig) -> RunRecord:
     """
     path = Path(folder).expanduser() / RECORD
     fields = _read(path, folder)
-    try:
+    with _damage_in_words(path):
         record = RunRecord(**fields)
-        missing = set(config.variants) ^ set(record.steps)
-        if missing:
+        if set(config.variants) != set(record.steps):
             raise ValueError(f"its steps do not fit the models of {CONFIG}")
-        return record
-    except json_files.MALFORMED as error:
-        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}).") from None
+    return record
 
 
 def _read(path, folder):
     if not path.exists():
         raise UserError(f"{folder} is not a run folder: it has no {path.name}.")
-    try:
+    with _damage_in_words(path):
         return json_files.load(path, _MAX_BYTES)
+
+
+@contextlib.contextmanager
+def _damage_in_words(path):
+    """Turns errors of unexpected content into a UserError."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{path} is damaged: {error}") from None
     except json_files.MALFORMED as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}).") from None
 

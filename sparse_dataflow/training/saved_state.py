@@ -8,6 +8,7 @@ from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import stacks
 from sparse_dataflow.optim.loss_spikes import SpikeHistory
@@ -40,7 +41,7 @@ def identity(
 
     It has no setting that does not change results: remat, and defaults for those of _READ_WITH.
     """
-    model_fields, training_fields = model.to_json(), training.to_json()
+    model_fields, training_fields = model.to_json(), dataclasses.asdict(training)
     del model_fields["remat"]
     for name, reader in _READ_WITH.items():
         if not training_fields[reader]:
@@ -118,7 +119,7 @@ class SavedProgress:
             phases = with_starts(planned, starts)
             plateau, spikes = Plateau.from_json(extra["plateau"]), extra.get("spikes")
             return cls(seconds, phases, plateau, SpikeHistory.from_json(spikes))
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except json_files.MALFORMED as error:
             raise UserError(
                 f"A checkpoint's extra.json was not written by this training ({error}). Move its "
                 "folder away to resume from the previous checkpoint."
