@@ -167,27 +167,25 @@ class Sharded(Executor):
     def over_rows(self, function):
         """See `Executor`."""
         rows = P(BATCH_AXES)
-        return jax.shard_map(
-            function, mesh=self.mesh, in_specs=(P(), rows), out_specs=rows, check_vma=False
-        )
+        return self._mapped(function, (P(), rows), rows)
 
     def block_gradient_norms(self, model, params, tables, tokens):
         """See `Executor`."""
         member, specs, *_ = self._member(model, params)
         # A norm of the whole rows is not the sum of norms of their parts.
         member = dataclasses.replace(member, sub_batches=1)
-        # Every device measures the same rows if they are too few to shard.
-        axes = () if len(tokens) % meshes.batch_shards(self.mesh) else BATCH_AXES
+        axes = self._measured_axes(tokens)
 
         def local(params, tables, tokens):
             return block_gradient_norms(model, params, local_tables(tables), tokens, member, axes)
 
-        column, row = P(None, None, "tensor"), P(None, "tensor")
-        out_specs = {
-            name: column if name in COLUMN_PARALLEL else row for name in split_groups(tables)[0]
-        }
+        out_specs = norm_specs(split_groups(tables)[0])
         measure = self._over_mesh(local, tables, (specs, P(axes or None)), out_specs)
         return self._one_copy(measure(params, tokens), model)
+
+    def _measured_axes(self, tokens):
+        """Returns the axes that shard measured rows; none if they are too few for all devices."""
+        return () if len(tokens) % meshes.batch_shards(self.mesh) else BATCH_AXES
 
     def _one_copy(self, norms, model):
         """Returns norms [layers, in_blocks, out_blocks] with one copy of each key/value head."""
@@ -242,16 +240,14 @@ class Sharded(Executor):
         first, *others = specs
         if all(isinstance(table, np.ndarray) for table in jax.tree.leaves(tables)):
             run = lambda params, *rest: local(params, tables, *rest)  # noqa: E731
-            in_specs = tuple(specs)
-            operands: tuple = ()
-        else:
-            run = lambda params, tables, *rest: local(params, tables, *rest)  # noqa: E731
-            in_specs = (first, TABLES, *others)
-            operands = (tables,)
-        mapped = jax.shard_map(
-            run, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+            return self._mapped(run, tuple(specs), out_specs)
+        mapped = self._mapped(local, (first, TABLES, *others), out_specs)
+        return lambda params, *rest: mapped(params, tables, *rest)
+
+    def _mapped(self, local, in_specs, out_specs):
+        return jax.shard_map(
+            local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
-        return lambda params, *rest: mapped(params, *operands, *rest)
 
     @property
     def tensor_shards(self):
@@ -401,6 +397,12 @@ class Sharded(Executor):
 
 def _abstract(leaf, target):
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
+
+
+def norm_specs(projections):
+    """Returns the partition specs of block norms [layers, in_blocks, out_blocks]."""
+    column, row = P("stage", None, "tensor"), P("stage", "tensor")
+    return {name: column if name in COLUMN_PARALLEL else row for name in projections}
 
 
 def local_tables(tables):

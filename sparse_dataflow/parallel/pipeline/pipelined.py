@@ -19,8 +19,7 @@ from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.mesh import BATCH_AXES
 from sparse_dataflow.parallel.pipeline import pipeline, schedules
 from sparse_dataflow.parallel.pipeline.stages import Division, divide, from_stages, to_stages
-from sparse_dataflow.parallel.sharded import TABLES, Sharded, local_tables
-from sparse_dataflow.parallel.sharding import COLUMN_PARALLEL
+from sparse_dataflow.parallel.sharded import TABLES, Sharded, local_tables, norm_specs
 
 EVERY_AXIS = tuple(meshes.AXES)
 STAGED = P("stage")
@@ -100,7 +99,10 @@ class Pipelined(Sharded):
         def local(table, params, tables, tokens, weights):
             split = lambda a: a.reshape(micro_batches, -1, a.shape[1])  # noqa: E731
             full, tables = self._gathered(model, params, specs), local_tables(tables)
-            layer = functools.partial(_block, model, member.shard)
+
+            def layer(params, tables, x):
+                return gpt.block(model, params, tables, x, member.shard)
+
             work = self._work(model, member, full, tables, split(tokens), split(weights), layer)
             share, _ = pipeline.run_stage(plan, table[0], work)
             return lax.psum(share, EVERY_AXIS)
@@ -138,7 +140,10 @@ class Pipelined(Sharded):
             tokens = tokens.reshape(micro_batches, -1, tokens.shape[1])
             weights = jnp.full(tokens[..., 1:].shape, weight, jnp.float32)
             part = 1 / (micro_batches * member.batch_shards * member.shard.devices)
-            block = functools.partial(_trained_block, model, member.shard, part)
+
+            def block(params, tables, x):
+                return gpt.trained_block(model, params, tables, x, part, member.shard)
+
             layer = whole.rematerialised(model, block)
             work = self._work(model, member, full, local_tables(tables), tokens, weights, layer)
             share, gradients = pipeline.run_stage(plan, table[0], work)
@@ -164,8 +169,7 @@ class Pipelined(Sharded):
         """See `Executor`."""
         plan = self._plan(model, 1, "gpipe")
         member, specs, *_ = self._member(model, params)
-        # Every device measures the same rows if they are too few to shard.
-        axes = () if len(tokens) % meshes.batch_shards(self.mesh) else BATCH_AXES
+        axes = self._measured_axes(tokens)
         shards = math.prod(self.mesh.shape[axis] for axis in axes)
 
         def local(table, params, tables, tokens):
@@ -175,23 +179,19 @@ class Pipelined(Sharded):
                 name: jnp.zeros((len(t.in_index), t.out_index.shape[1], t.in_index.shape[1]))
                 for name, t in tables.items()
             }
-            probe = functools.partial(_probed_block, model, member.shard, axes)
-            layer = whole.rematerialised(model, probe)
-            work = self._work(
-                model,
-                member,
-                full | {"blocks": norms},
-                (full["blocks"], tables),
-                tokens[None],
-                weights,
-                layer,
-            )
+
+            def probed(norms, constants, x):
+                params, tables = constants
+                probe = Probe.of(tables, norms, axes, member.shard)
+                return gpt.block(model, params, probe, x, member.shard)
+
+            layer = whole.rematerialised(model, probed)
+            constants, params = (full["blocks"], tables), full | {"blocks": norms}
+            work = self._work(model, member, params, constants, tokens[None], weights, layer)
             return pipeline.run_stage(plan, table[0], work)[1]["blocks"]
 
-        column, row = P("stage", None, "tensor"), P("stage", "tensor")
-        out_specs = {name: column if name in COLUMN_PARALLEL else row for name in tables}
         in_specs = STAGED, specs, TABLES, P(axes or None)
-        norms = self._mapped(local, in_specs, out_specs)(
+        norms = self._mapped(local, in_specs, norm_specs(tables))(
             pipeline.rows(plan), params, tables, tokens
         )
         return self._one_copy(from_stages(self.division, norms), model)
@@ -222,11 +222,6 @@ class Pipelined(Sharded):
 
         embed = lambda params, tokens: gpt.embed(model, params, tokens, member.shard)  # noqa: E731
         return pipeline.Work(embed, layer, head_loss, params, constants, tokens, weights)
-
-    def _mapped(self, local, specs, out_specs):
-        return jax.shard_map(
-            local, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False
-        )
 
     def placed_shapes(self, state, model):
         """See `Executor`."""
@@ -284,19 +279,6 @@ def _mover(executor, model, move, structure, shapes):
     function = functools.partial(_moved, executor.division, move)
     moved = jax.eval_shape(function, jax.tree.unflatten(structure, shapes))
     return jax.jit(function, out_shardings=executor.shardings(moved, model))
-
-
-def _block(model, shard, params, tables, x):
-    return gpt.block(model, params, tables, x, shard)
-
-
-def _trained_block(model, shard, part, params, tables, x):
-    return gpt.trained_block(model, params, tables, x, part, shard)
-
-
-def _probed_block(model, shard, axes, norms, constants, x):
-    params, tables = constants
-    return gpt.block(model, params, Probe.of(tables, norms, axes, shard), x, shard)
 
 
 def executor_over(
