@@ -262,11 +262,9 @@ class Checkpoints:
         refuse_difference(path, "holds other arrays", arrays, expected)
         state = path / "state"
         read = functools.partial(named_arrays.read, self._orbax, state, tree)
-        try:
+        # The checksums match: errors mean that it was written with other arrays than described.
+        with named_arrays.user_errors(state, Exception):
             return storage.retry(f"Reading {state}", read), extra
-        except Exception as error:
-            # The checksums match, so the checkpoint was written with other arrays than described.
-            raise UserError(f"{state} cannot be read: {named_arrays.reason(error)}.") from error
 
     def _newest_verified(
         self, step: int | None
@@ -306,24 +304,19 @@ class Checkpoints:
         )
 
     def _step_folders(self) -> list[int]:
-        try:
+        with named_arrays.user_errors(self._folder):
             return checkpoint_folder.steps(self._folder)
-        except OSError as error:
-            raise UserError(
-                f"{self._folder} cannot be read: {named_arrays.reason(error)}."
-            ) from error
 
     def _verify_or_set_aside(self, step: int) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Verifies a checkpoint; returns (extra, array descriptions), or None if it is damaged."""
         path = self._folder / str(step)
         try:
-            return storage.retry(f"Reading {path}", functools.partial(self._verify, path))
+            with named_arrays.user_errors(path):
+                return storage.retry(f"Reading {path}", functools.partial(self._verify, path))
         except manifest.Damaged as damage:
             if path.exists():  # A running writer may have pruned it.
                 self._set_aside(path, str(damage))
             return None
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {named_arrays.reason(error)}.") from error
 
     def _verify(self, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         """Verifies every byte of a checkpoint; returns (extra, array descriptions)."""
@@ -371,11 +364,8 @@ class Checkpoints:
             for pruned in checkpoint_folder.prune(self._folder, self._keep, step):
                 self._verified_steps.discard(pruned)
         except OSError as error:
-            logging.warning(
-                "Old checkpoints in %s could not be deleted: %s.",
-                self._folder,
-                named_arrays.reason(error),
-            )
+            reason = named_arrays.reason(error)
+            logging.warning("Old checkpoints in %s could not be deleted: %s.", self._folder, reason)
 
     def _clean_up_failure(self, step: int, error: Exception) -> UserError:
         """Deletes the partial files of a failed save; returns the error to raise."""

@@ -1,11 +1,12 @@
 """A state tree as named arrays, written and read with orbax bit by bit."""
 
+import contextlib
 import errno
 import logging as std_logging
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from absl import logging
 
 from sparse_dataflow.checkpoint.save_barrier import TIMEOUT_SECONDS, SaveBarrier
 from sparse_dataflow.files import storage
-from sparse_dataflow.files.errors import first_line
+from sparse_dataflow.files.errors import UserError, first_line
 
 
 def make_checkpointer(barrier: SaveBarrier) -> ocp.AsyncCheckpointer:
@@ -121,6 +122,17 @@ def reason(error: BaseException) -> str:
     """Returns the system's words for an error, also for orbax's and tensorstore's long messages."""
     number = storage.error_number(error)
     return first_line(error) if number is None else os.strerror(number)
+
+
+@contextlib.contextmanager
+def user_errors(path: Path, kind: type[Exception] = OSError) -> Iterator[None]:
+    """Turns errors of a kind, while a path is read, into a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except kind as error:
+        raise UserError(f"{path} cannot be read: {reason(error)}.") from error
 
 
 def _is_key(leaf: Any) -> bool:

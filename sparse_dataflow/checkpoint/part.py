@@ -13,7 +13,6 @@ import jax
 from sparse_dataflow.checkpoint import named_arrays
 from sparse_dataflow.checkpoint.save_barrier import SaveBarrier
 from sparse_dataflow.files import manifest
-from sparse_dataflow.files.errors import UserError
 
 
 def read_part(
@@ -31,13 +30,10 @@ def read_part(
       UserError: it is gone or damaged, or has no such arrays.
     """
     path = folder / str(step)
-    try:
+    # Damaged or vanishing files raise errors of any type in orbax.
+    with named_arrays.user_errors(path, Exception):
         tree = abstract_part(manifest.load_json(path / "extra.json")["extra"])
         if not jax.tree.leaves(tree):
             return dict(tree)
         with contextlib.closing(named_arrays.make_checkpointer(SaveBarrier())) as checkpointer:
             return named_arrays.read(checkpointer, path / "state", dict(tree))
-    except UserError:
-        raise
-    except Exception as error:  # Damaged or vanishing files raise errors of any type in orbax.
-        raise UserError(f"{path} cannot be read: {named_arrays.reason(error)}.") from error
