@@ -33,7 +33,7 @@ HELLO_SECONDS = 10.0
 
 HELLO_BYTES = 2**18
 _MOST_PENDING = 64
-_TOLD = 5
+_MOST_WARNINGS = 5
 _HELLO = {"process": int, "processes": int, "facts": dict, "nonce": str, "proof": str}
 _ANSWER = {"joined": bool, "refused": str, "proof": str}
 
@@ -89,7 +89,7 @@ class _Door:
         self._strangers: dict[socket.socket, _Stranger] = {}
         self.peers: dict[int, socket.socket] = {}
         self.problem = self.last_refusal = ""
-        self._told = 0
+        self._warnings = 0
         listener.setblocking(False)
         self._ready = selectors.DefaultSelector()
         self._ready.register(listener, selectors.EVENT_READ)
@@ -157,12 +157,9 @@ class _Door:
             self.problem = refused
         else:
             self._refuse(connection, difference(self._mine, hello, self.peers, True))
-            self._tell()
-
-    def _tell(self):
-        self._told += 1
-        if self._told <= _TOLD:
-            print(f"refused: {self.last_refusal}", file=sys.stderr, flush=True)
+            self._warnings += 1
+            if self._warnings <= _MOST_WARNINGS:
+                print(f"refused: {self.last_refusal}", file=sys.stderr, flush=True)
 
     def _refuse(self, connection, reason):
         with contextlib.suppress(OSError):
@@ -205,7 +202,7 @@ def accept_all(
             f"flags and --set parallel.process={missing[0]}, or wait longer with "
             "parallel.join_timeout."
         )
-    told = problem
+    reason = problem
     if missing and door.last_refusal and not door.problem:
         problem += f" The last connection that was refused came from {door.last_refusal}"
     peers = {}
@@ -213,7 +210,7 @@ def accept_all(
         connection.settimeout(HELLO_SECONDS)
         peers[number] = Lines(connection)
         with contextlib.suppress(OSError):
-            peers[number].send({"refused": told})
+            peers[number].send({"refused": reason})
         peers[number].set_timeout(None)
     if problem:
         for peer in peers.values():

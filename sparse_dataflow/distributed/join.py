@@ -67,16 +67,15 @@ def joined(
         if isinstance(error, UserError) or words:
             message, status = words or str(error), 2
             print(f"error: {message}", file=sys.stderr, flush=True)
+        elif isinstance(error, KeyboardInterrupt):
+            message, status = "it was interrupted.", 130
+        elif isinstance(error, Ended):
+            message, status = str(error), TEMPORARY
+            print(f"stopped: {error}", file=sys.stderr)
         else:
             message, status = f"{type(error).__name__}: {error}", 1
-            if isinstance(error, KeyboardInterrupt):
-                message, status = "it was interrupted.", 130
-            elif isinstance(error, Ended):
-                message, status = str(error), TEMPORARY
-                print(f"stopped: {error}", file=sys.stderr)
-            else:
-                traceback.print_exc()
-                group.wait_for_cause(rendezvous.GRACE_SECONDS)
+            traceback.print_exc()
+            group.wait_for_cause(rendezvous.GRACE_SECONDS)
         group.fail(message, TEMPORARY if status == TEMPORARY else 2)
         sys.stdout.flush()
         sys.stderr.flush()

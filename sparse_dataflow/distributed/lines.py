@@ -106,10 +106,10 @@ def addresses(host: str, port: int) -> list[str]:
 def _resolved(host, port) -> list[tuple[int, tuple[str, int]]]:
     """Returns (family, (address, port)) of each address of a host."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return [(family, (str(address[0]), int(address[1]))) for family, *_, address in found]
+    return [(family, (str(address[0]), int(address[1]))) for family, *_, address in resolved]
 
 
 def _is_address(host: str) -> bool:

@@ -189,8 +189,8 @@ def meet(
 
 def _warn_of_strangers(host: str, port: int, interface: str) -> None:
     """Says who can join a run without a token; raises UserError if that is the whole internet."""
-    known = [interface] if interface else lines.addresses(host, port)
-    reach = [lines.reach(address) for address in known]
+    addresses = [interface] if interface else lines.addresses(host, port)
+    reach = [lines.reach(address) for address in addresses]
     if reach == [lines.LOOPBACK] and interface:
         return
     if lines.PUBLIC in reach:

@@ -115,11 +115,11 @@ def allow_open_files() -> None:
       UserError: it stays below `LEAST_OPEN_FILES`, which libraries need without saying so.
     """
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_OPEN_FILES if most == resource.RLIM_INFINITY else min(most, MOST_OPEN_FILES)
-    if limit != resource.RLIM_INFINITY and limit < wanted:
+    target = MOST_OPEN_FILES if most == resource.RLIM_INFINITY else min(most, MOST_OPEN_FILES)
+    if limit != resource.RLIM_INFINITY and limit < target:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-            limit = wanted
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, most))
+            limit = target
     if limit != resource.RLIM_INFINITY and limit < LEAST_OPEN_FILES:
         raise UserError(
             f"This process may open {limit} files; allow {LEAST_OPEN_FILES} or more (ulimit -n)."

@@ -200,8 +200,8 @@ def tracker_names(text: str) -> tuple[str, ...]:
     """
     names = tuple(name.strip() for name in text.split(",") if name.strip() not in ("", "none"))
     for name in names:
-        own = re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name)
-        if name not in (TENSORBOARD, *PACKAGES) and not own:
+        custom = re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name)
+        if name not in (TENSORBOARD, *PACKAGES) and not custom:
             raise UserError(
                 f"run.trackers has {name[:60]!r}; legal: {TENSORBOARD}, {', '.join(PACKAGES)}, "
                 "MODULE:ATTRIBUTE, or none."
