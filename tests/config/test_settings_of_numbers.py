@@ -22,6 +22,8 @@ BY_NAME = {s.name: s for s in settings.settings(Options)}
     ("name", "text", "value"),
     [
         ("counts", "4,2,4", (4, 2)),
+        ("counts", settings.text((1, 2)), (1, 2)),
+        ("shares", settings.text((0.25, 1.0)), (0.25, 1.0)),
         ("shares", "0.5,1", (0.5, 1.0)),
         ("shares", "auto", None),
         ("name", "auto", None),
@@ -38,14 +40,23 @@ def test_a_text_is_parsed(name, text, value):
         ("counts", "4,x", "a comma list of whole numbers"),
         ("counts", "4,0", "each 1 or more"),
         ("counts", "", "a comma list of whole numbers"),
+        ("counts", "1.5", "a comma list of whole numbers"),
+        ("counts", "1,,2", "a comma list of whole numbers"),
+        ("counts", "nan", "a comma list of whole numbers"),
         ("counts", "auto", "a comma list of whole numbers"),
         ("shares", "1,nan", "a comma list of numbers"),
+        ("shares", "1,inf", "a comma list of numbers"),
         ("name", "three", "Legal: one, two"),
     ],
 )
 def test_an_illegal_text_is_refused(name, text, words):
     with pytest.raises(ValueError, match=words):
         BY_NAME[name].parse(text)
+
+
+@pytest.mark.parametrize("value", [(), [1], 1, (1, "2"), (True,)])
+def test_values_from_python_are_checked(value):
+    assert "is not legal" in BY_NAME["counts"].refusal(value)
 
 
 def test_a_default_is_written_as_on_a_command_line():
