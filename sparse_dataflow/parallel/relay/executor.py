@@ -17,11 +17,11 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import stacks
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import MultiProgramExecutor
-from sparse_dataflow.parallel.relay import host_optimizer, host_state, server_files
+from sparse_dataflow.parallel.relay import host_state, server_files
 from sparse_dataflow.parallel.relay import programs as relay_programs
 from sparse_dataflow.parallel.relay.depth_schedule import DepthSchedule
 from sparse_dataflow.parallel.relay.host_state import all_sections, depth_of, view
-from sparse_dataflow.parallel.relay.parameter_server import group_norms
+from sparse_dataflow.parallel.relay.parameter_server import group_norms, square_sums
 from sparse_dataflow.parallel.relay.probe import block_gradient_norms
 from sparse_dataflow.parallel.relay.relay import Relay, RelayConfig, translated_device_errors
 from sparse_dataflow.parallel.relay.server_files import MappedFiles
@@ -179,15 +179,9 @@ class RelayExecutor(MultiProgramExecutor):
 
 def parameter_norms(params: dict) -> dict[str, float]:
     """Returns `optim.train_state.group_norms` of host arrays."""
-    return group_norms(
-        {
-            section: {
-                jax.tree_util.keystr(path, simple=True, separator="."): host_optimizer.square_sum(a)
-                for path, a in jax.tree_util.tree_leaves_with_path(view(params, section))
-            }
-            for section in all_sections(depth_of(params))
-        }
-    )
+    leaves = jax.tree_util.tree_leaves_with_path
+    sections = all_sections(depth_of(params))
+    return group_norms({s: square_sums(leaves(view(params, s))) for s in sections})
 
 
 def _restore_common_step(files, key):

@@ -16,7 +16,7 @@ import collections
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -199,10 +199,7 @@ class ServerStep:
             # `pop` frees each leaf on the device at once: this thread still references the list.
             for to in gradients:
                 np.copyto(to, self._server.to_host(leaves.pop(0)))
-        self._squares[section] = {
-            jax.tree_util.keystr(path, simple=True, separator="."): host_optimizer.square_sum(g)
-            for path, g in zip(paths, gradients)
-        }
+        self._squares[section] = square_sums(zip(paths, gradients))
         if self._server.clipping == "exact":
             self._gradients[section] = gradients
             return
@@ -325,6 +322,14 @@ def _leaves(paths, trees, section) -> list[Leaf]:
     params, mu, nu = (jax.tree_util.tree_leaves_with_path(view(tree, section)) for tree in trees)
     second = dict(nu)
     return [Leaf(p, m, second.get(path)) for path, (_, p), (_, m) in zip(paths, params, mu)]
+
+
+def square_sums(leaves: Iterable[tuple[tuple, np.ndarray]]) -> dict[str, float]:
+    """Returns {dotted path: sum of squares} of a section's leaves with their paths."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): host_optimizer.square_sum(leaf)
+        for path, leaf in leaves
+    }
 
 
 def group_norms(squares: dict[Section, dict[str, float]]) -> dict[str, float]:
