@@ -80,10 +80,10 @@ class StepProfile:
         if self._steps is None:
             return
         if self._trace is None and step in self._steps:
+            trace = contextlib.ExitStack()
             try:
-                with contextlib.ExitStack() as trace:
-                    trace.enter_context(traced(self._folder))
-                    self._trace = trace.pop_all()
+                trace.enter_context(traced(self._folder))
+                self._trace = trace
             except Exception as error:  # Profilers of devices raise errors of any type.
                 self._fail(error)
         elif self._trace is not None and step >= self._steps.stop:
@@ -91,10 +91,9 @@ class StepProfile:
 
     def close(self) -> None:
         """Stops the trace, if it is under way, and writes it."""
-        trace, self._trace = self._trace, None
-        self._steps = None if trace else self._steps
-        if trace is None:
+        if self._trace is None:
             return
+        trace, self._trace, self._steps = self._trace, None, None
         try:
             trace.close()
             say(f"profile: {self._folder / FOLDER}; tensorboard --logdir {self._folder}")
