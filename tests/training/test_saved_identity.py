@@ -21,8 +21,22 @@ PARTS = {
 STATE = {"weight": np.arange(3.0, dtype=np.float32)}
 
 
-def checkpoints(folder, config):
-    return Checkpoints(folder, config=config, completed=completed)
+def identity_with(**parts):
+    return identity(**PARTS | parts, tokenizer_hash="")
+
+
+def model_with(**fields):
+    return {"model": dataclasses.replace(PARTS["model"], **fields)}
+
+
+def save(folder, config):
+    with Checkpoints(folder, config=config) as checkpoints:
+        checkpoints.save(1, STATE, {})
+
+
+def restored(folder, config):
+    with Checkpoints(folder, config=config, completed=completed) as checkpoints:
+        return checkpoints.restore(STATE)
 
 
 @pytest.mark.parametrize(
@@ -36,16 +50,13 @@ def checkpoints(folder, config):
     ],
 )
 def test_a_checkpoint_older_than_a_setting_fits_its_default_alone(part, name, other, tmp_path):
-    older = identity(**PARTS, tokenizer_hash="")
+    older = identity_with()
     del older[part][name]
-    with checkpoints(tmp_path, older) as folder:
-        folder.save(1, STATE, {})
-    with checkpoints(tmp_path, identity(**PARTS, tokenizer_hash="")) as folder:
-        assert folder.restore(STATE) is not None
+    save(tmp_path, older)
+    assert restored(tmp_path, identity_with()) is not None
     changed = {part: dataclasses.replace(PARTS[part], **{name: other})}
-    with checkpoints(tmp_path, identity(**PARTS | changed, tokenizer_hash="")) as folder:
-        with pytest.raises(UserError, match=f"was made under another config: {part}.{name} is"):
-            folder.restore(STATE)
+    with pytest.raises(UserError, match=f"was made under another config: {part}.{name} is"):
+        restored(tmp_path, identity_with(**changed))
 
 
 @pytest.mark.parametrize(
@@ -54,46 +65,32 @@ def test_a_checkpoint_older_than_a_setting_fits_its_default_alone(part, name, ot
 )
 def test_a_setting_that_nothing_reads_may_be_another(name, other, reader, tmp_path):
     """As that of a dense twin, which has no teacher."""
-    whole = lambda **changes: identity(  # noqa: E731
-        **PARTS | {"training": dataclasses.replace(TrainingConfig(), **changes)}, tokenizer_hash=""
-    )
+    whole = lambda **fields: identity_with(training=TrainingConfig(**fields))  # noqa: E731
     assert whole(**{name: other}) == whole()
     assert whole(**{name: other}, **reader) != whole(**reader)
     older = whole()
     del older["training"][name]
-    with checkpoints(tmp_path, older) as folder:
-        folder.save(1, STATE, {})
-    with checkpoints(tmp_path, whole(**{name: other})) as folder:
-        assert folder.restore(STATE) is not None
+    save(tmp_path, older)
+    assert restored(tmp_path, whole(**{name: other})) is not None
 
 
 def test_a_checkpoint_older_than_a_field_of_its_linears_fits_its_default_alone(tmp_path):
     linears = {"mlp_in": LinearSpec("block_sparse", density=0.5, block=8)}
-    parts = PARTS | {"model": dataclasses.replace(PARTS["model"], linears=linears)}
-    older = identity(**parts, tokenizer_hash="")
+    older = identity_with(**model_with(linears=linears))
     del older["model"]["linears"]["mlp_in"]["hadamard"]
-    with checkpoints(tmp_path, older) as folder:
-        folder.save(1, STATE, {})
-    with checkpoints(tmp_path, identity(**parts, tokenizer_hash="")) as folder:
-        assert folder.restore(STATE) is not None
+    save(tmp_path, older)
+    assert restored(tmp_path, identity_with(**model_with(linears=linears))) is not None
     mixed = {"mlp_in": dataclasses.replace(linears["mlp_in"], hadamard=8)}
-    parts = PARTS | {"model": dataclasses.replace(PARTS["model"], linears=mixed)}
-    with checkpoints(tmp_path, identity(**parts, tokenizer_hash="")) as folder:
-        with pytest.raises(UserError, match=r"model.linears.mlp_in.hadamard is 0 there and 8 here"):
-            folder.restore(STATE)
+    with pytest.raises(UserError, match=r"model.linears.mlp_in.hadamard is 0 there and 8 here"):
+        restored(tmp_path, identity_with(**model_with(linears=mixed)))
 
 
 def test_a_whole_number_equals_the_same_number_as_a_float(tmp_path):
-    whole = dataclasses.replace(PARTS["model"], rotary_base=10000)
-    older = identity(**PARTS, tokenizer_hash="")
+    older = identity_with()
     del older["model"]["rotary_base"]
-    with checkpoints(tmp_path, older) as folder:
-        folder.save(1, STATE, {})
-    with checkpoints(tmp_path, identity(**PARTS | {"model": whole}, tokenizer_hash="")) as folder:
-        assert folder.restore(STATE) is not None
+    save(tmp_path, older)
+    assert restored(tmp_path, identity_with(**model_with(rotary_base=10000))) is not None
 
 
 def test_the_remat_of_a_checkpoint_may_be_another():
-    fields = identity(**PARTS, tokenizer_hash="")
-    other = {"model": dataclasses.replace(PARTS["model"], remat="full")}
-    assert identity(**PARTS | other, tokenizer_hash="") == fields
+    assert identity_with(**model_with(remat="full")) == identity_with()
