@@ -128,27 +128,18 @@ class Trainer:
             completed=completed,
             mirror=mirror / "checkpoints" if mirror else None,
         )
-        planned = phases(model, self.evolution, training.steps)
-        progress = SavedProgress(0.0, planned, Plateau(), SpikeHistory())
-
-        def abstract_state(step, extra):
-            nonlocal progress
-            progress = SavedProgress.from_extra(extra, planned)
-            return abstract_saved_state(progress.phases, training, step, executor)
-
-        with self._clock.during("checkpoint"):
-            restored = self._checkpoints.restore(abstract_state)
-        saved_step = int(restored[0].step) if restored else None
+        restored, progress = self._restore(phases(model, self.evolution, training.steps))
         self.phases, self.seconds = progress.phases, progress.seconds
         self._plateau, self._spikes = progress.plateau, progress.spikes
+        saved_step = None if restored is None else int(restored.step)
 
         def first_state():
-            if restored:
-                phase = self.phases[phase_before(self.phases, int(restored[0].step))]
-                refuse_other_layouts(restored[0].tables, phase)
-                frozen = base.read() if base else ()
-                return executor.place(restored[0]._replace(frozen=frozen), phase.model)
-            return start() if start else initial_state(self.phases[0].model, training, executor)
+            if restored is None:
+                return start() if start else initial_state(self.phases[0].model, training, executor)
+            phase = self.phases[phase_before(self.phases, int(restored.step))]
+            refuse_other_layouts(restored.tables, phase)
+            frozen = base.read() if base else ()
+            return executor.place(restored._replace(frozen=frozen), phase.model)
 
         if programs[0].start_state is None:
             self.state = first_state()
@@ -167,8 +158,21 @@ class Trainer:
         self.last_evaluation: dict | None = None
         if saved_step is not None:
             self.alert("restart", f"resumed after step {self.step} of {training.steps}")
-        if start is not None and not restored:
+        if start is not None and restored is None:
             self.save()  # So that a resumed run does not need `start` again.
+
+    def _restore(self, planned):
+        """Returns (state of the newest checkpoint or None, progress at that step)."""
+        progress = SavedProgress(0.0, planned, Plateau(), SpikeHistory())
+
+        def abstract_state(step, extra):
+            nonlocal progress
+            progress = SavedProgress.from_extra(extra, planned)
+            return abstract_saved_state(progress.phases, self.training, step, self.executor)
+
+        with self._clock.during("checkpoint"):
+            restored = self._checkpoints.restore(abstract_state)
+        return restored[0] if restored else None, progress
 
     @property
     def model(self) -> ModelConfig:
@@ -356,8 +360,7 @@ class Trainer:
     @property
     def timeline(self) -> list:
         """Spans of the last step; empty if the executor records none."""
-        spans = self._programs[self._phase].timeline
-        return list(spans()) if spans else []
+        return list(self._programs[self._phase].timeline())
 
     def _put(self, batch):
         self._clock.progress += 1

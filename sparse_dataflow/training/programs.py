@@ -95,7 +95,7 @@ class Compiled:
         checkpoint or None, function that returns the state of that checkpoint or the initial one,
         `from_seed`) -> first state of the run; for an executor that stores states itself, else
         None.
-      timeline: () -> spans of the last step; None if the executor records none.
+      timeline: () -> spans of the last step; none if the executor records none.
       guided: whether the train step takes `guide_share` by name; see `make_train_step`.
       teach: tokens -> what the train step takes as `teacher`; None without a teacher.
     """
@@ -108,7 +108,7 @@ class Compiled:
     update_seconds: float = 0.0
     parameter_norms: Callable = group_norms
     start_state: Callable | None = None
-    timeline: Callable | None = None
+    timeline: Callable = lambda: ()
     guided: bool = False
     teach: Callable | None = None
 
