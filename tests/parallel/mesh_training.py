@@ -35,7 +35,7 @@ from sparse_dataflow.optim.train_state import StepReport
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.parallel.pipeline.pipelined import Pipelined
-from sparse_dataflow.parallel.pipeline.stages import divide
+from sparse_dataflow.parallel.pipeline.stages import Division, divide
 from sparse_dataflow.parallel.sharded import Sharded
 from sparse_dataflow.sparsity.evolution import phase_specs
 from sparse_dataflow.training.loop import Trainer
@@ -110,7 +110,8 @@ def executor(text, model):
         return Sharded(mesh, zero, exchange, parts), int(micro)
     schedule, chunks, *layer_counts = pipeline
     layers = tuple(int(n) for n in "".join(layer_counts).split("+") if n)
-    division = divide(model.num_layers, mesh.shape["stage"], int(chunks), layers)
+    stages = mesh.shape["stage"], int(chunks)
+    division = Division(*stages, layers) if layers else divide(model.num_layers, *stages)
     return Pipelined(mesh, zero, exchange, division=division, schedule=schedule), int(micro)
 
 

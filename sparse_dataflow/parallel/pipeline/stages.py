@@ -42,18 +42,18 @@ class Division:
         return np.where(number < self.chunk_layers[..., None], first + number, -1).reshape(-1)
 
 
-def divide(num_layers: int, stages: int, chunks: int = 1, layers: tuple[int, ...] = ()) -> Division:
-    """Divides a model's blocks over the stages.
+def divide(num_layers: int, stages: int, chunks: int = 1) -> Division:
+    """Divides a model's blocks evenly over the virtual stages.
+
+    The first ones get the remainder, because the last has the head.
 
     Args:
       num_layers: blocks of the model.
       stages: number of pipeline stages.
       chunks: virtual stages per stage.
-      layers: blocks of each virtual stage, in the model's order. If empty, they are divided
-        evenly; the first ones get the remainder, because the last has the head.
 
     Raises:
-      UserError: the blocks cannot be divided like this.
+      UserError: there are fewer blocks than virtual stages.
     """
     virtual_stages = stages * chunks
     if num_layers < virtual_stages:
@@ -62,14 +62,8 @@ def divide(num_layers: int, stages: int, chunks: int = 1, layers: tuple[int, ...
             f"{num_layers} layers cannot be divided over stage:{stages} with {chunks} chunks per "
             f"stage; legal stages: {legal}."
         )
-    if not layers:
-        each, remainder = divmod(num_layers, virtual_stages)
-        layers = tuple(each + (number < remainder) for number in range(virtual_stages))
-    if len(layers) != virtual_stages or min(layers) < 1 or sum(layers) != num_layers:
-        raise UserError(
-            f"{list(layers)} layers per virtual stage are illegal; legal: {virtual_stages} numbers "
-            f"of at least 1 whose sum is {num_layers}."
-        )
+    each, remainder = divmod(num_layers, virtual_stages)
+    layers = tuple(each + (number < remainder) for number in range(virtual_stages))
     return Division(stages, chunks, layers)
 
 
