@@ -235,29 +235,24 @@ class ServerStep:
         before, after = (_leaves(paths, trees, section) for trees in (self._before, self._after))
         old_copies = jax.tree.leaves(server.copy(self._state.params, section))
         copies, jobs = [], []
-        for number, old in enumerate(before):
-            new, gradient = after[number], gradients[number]
+        leaves = zip(paths, before, after, gradients, old_copies, multipliers, decayed, strict=True)
+        for path, old, new, gradient, copy, multiplier, decays in leaves:
             update, unit = host_optimizer.update, 1
             if new.nu is None:
-                matrices = matrices_of(gradient.shape, tables_of_path(tables, paths[number]))
+                matrices = matrices_of(gradient.shape, tables_of_path(tables, path))
                 update = functools.partial(host_optimizer.update_matrices, matrices=matrices)
                 unit = math.prod(matrices.unit)
-            narrow = None
-            if device_dtype(server.model, paths[number]) != new.parameter.dtype:
-                narrow = old_copies[number]
-                if not isinstance(narrow, np.ndarray):  # A page-locked copy is a jax array.
-                    narrow = np.empty(narrow.shape, jnp.bfloat16)
-            copies.append(new.parameter if narrow is None else narrow)
-            rates = Rates(
-                self._count,
-                factor,
-                self._learning_rate * multipliers[number],
-                server.training.weight_decay if decayed[number] else 0.0,
-            )
+            if device_dtype(server.model, path) == new.parameter.dtype:
+                copy = None
+            elif not isinstance(copy, np.ndarray):  # A page-locked copy is a jax array.
+                copy = np.empty(copy.shape, jnp.bfloat16)
+            copies.append(new.parameter if copy is None else copy)
+            decay = server.training.weight_decay if decays else 0.0
+            rates = Rates(self._count, factor, self._learning_rate * multiplier, decay)
             for where in host_optimizer.pieces(gradient.size, server.threads, unit):
-                copy = None if narrow is None else narrow.reshape(-1)[where]
+                rounded = None if copy is None else copy.reshape(-1)[where]
                 flat = gradient.reshape(-1)[where]
-                job = (old.piece(where), flat, rates, new.piece(where), copy)
+                job = (old.piece(where), flat, rates, new.piece(where), rounded)
                 jobs.append(server.updating.submit(self._timed, section, update, job))
         self._copies[section] = jax.tree.unflatten(jax.tree.structure(masters), copies)
         self._updates[section] = jobs
