@@ -271,7 +271,7 @@ class Sharded(Executor):
         shapes = self._row_shapes(state)
         if shapes is state:
             return state
-        return jax.tree.map(_abstract, shapes, self.shardings(shapes, model))
+        return jax.tree.map(sharding.abstract, shapes, self.shardings(shapes, model))
 
     def canonical(self, state, model):
         """See `Executor`."""
@@ -358,18 +358,18 @@ class Sharded(Executor):
     def arrays(self, state, tables, model, changing, batch):
         """See `Executor`."""
 
-        def abstract(tree, spec):
+        def sharded(tree, spec):
             target = NamedSharding(self.mesh, spec)
-            return jax.tree.map(lambda leaf: _abstract(leaf, target), tree)
+            return jax.tree.map(lambda leaf: sharding.abstract(leaf, target), tree)
 
-        placed = jax.tree.map(_abstract, state, self.shardings(state, model))
+        placed = jax.tree.map(sharding.abstract, state, self.shardings(state, model))
         placed = self.placed_shapes(placed, model)
         fsdp = self.zero >= sharding.ZERO["gradients"]
         specs = sharding.specs(placed.params, model, self.mesh, fsdp)
         return super().arrays(placed, tables, model, changing, batch) | {
-            "gradients": jax.tree.map(abstract, self._gradients_like(placed), specs),
-            "layout tables": abstract(self._cut_tables(tables, model, changing), TABLES),
-            "batch": abstract(batch, P(BATCH_AXES)),
+            "gradients": jax.tree.map(sharded, self._gradients_like(placed), specs),
+            "layout tables": sharded(self._cut_tables(tables, model, changing), TABLES),
+            "batch": sharded(batch, P(BATCH_AXES)),
         }
 
     def _gradients_like(self, state):
@@ -393,10 +393,6 @@ class Sharded(Executor):
             return jax.make_array_from_callback((rows, *array.shape[1:]), target, shard)
 
         return {name: put_array(array) for name, array in batch.items()}
-
-
-def _abstract(leaf, target):
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
 
 
 def norm_specs(projections):

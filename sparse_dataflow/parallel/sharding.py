@@ -181,6 +181,11 @@ def state_shardings(state: Any, model: ModelConfig, mesh: AnyMesh, zero: int) ->
     return jax.tree_util.tree_map_with_path(sharding, state)
 
 
+def abstract(leaf: Any, target: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of an array, with the sharding `target`."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
+
+
 def _parameter(path):
     """Returns the dotted path of the parameter of a leaf of the state; empty for none."""
     keys = [_name(key) for key in path]

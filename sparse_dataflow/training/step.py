@@ -15,6 +15,7 @@ from sparse_dataflow.kernels.cross_entropy.distillation import TeacherOutput
 from sparse_dataflow.models import adapters, gpt, guides, stacks
 from sparse_dataflow.optim.optimizers import make_optimizer
 from sparse_dataflow.optim.train_state import StepReport, TrainState, group_norms
+from sparse_dataflow.parallel import sharding
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
 from sparse_dataflow.training.transitions import with_copied_guides
 
@@ -45,11 +46,7 @@ def abstract_state(
     shardings = executor.shardings(shapes, model)
     if shardings is None:
         return shapes
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        shardings,
-    )
+    return jax.tree.map(sharding.abstract, shapes, shardings)
 
 
 @functools.cache

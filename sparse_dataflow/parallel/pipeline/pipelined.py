@@ -6,7 +6,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -226,14 +225,10 @@ class Pipelined(Sharded):
     def placed_shapes(self, state, model):
         """See `Executor`."""
         state = super().placed_shapes(state, model)
-        if not self._moves:
+        if self.division.in_order:
             return state
         shapes = jax.eval_shape(functools.partial(_moved, self.division, to_stages), state)
-        return jax.tree.map(
-            lambda leaf, target: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target),
-            shapes,
-            self.shardings(shapes, model),
-        )
+        return jax.tree.map(sharding.abstract, shapes, self.shardings(shapes, model))
 
     def place(self, state, model):
         """See `Executor`."""
@@ -243,14 +238,8 @@ class Pipelined(Sharded):
         """See `Executor`."""
         return super().canonical(self._run(from_stages, state, model), model)
 
-    @property
-    def _moves(self):
-        """Whether the order of the stages differs from the canonical order of the blocks."""
-        blocks = self.division.block_indices
-        return not np.array_equal(blocks, np.arange(len(blocks)))
-
     def _run(self, move, state, model):
-        if not self._moves:
+        if self.division.in_order:
             return state
         arrays = state._replace(tables=())
         leaves, structure = jax.tree.flatten(arrays)

@@ -41,6 +41,11 @@ class Division:
         number = np.arange(self.capacity)
         return np.where(number < self.chunk_layers[..., None], first + number, -1).reshape(-1)
 
+    @property
+    def in_order(self) -> bool:
+        """Whether the order of the stages is the canonical order of the blocks."""
+        return np.array_equal(self.block_indices, np.arange(len(self.block_indices)))
+
 
 def divide(num_layers: int, stages: int, chunks: int = 1) -> Division:
     """Divides a model's blocks evenly over the virtual stages.
@@ -72,16 +77,16 @@ def to_stages(division: Division, blocks: Any) -> Any:
 
     Padding entries are copies of the first block; nothing reads them.
     """
-    indices = division.block_indices
-    if np.array_equal(indices, np.arange(len(indices))):
+    if division.in_order:
         return blocks
-    return jax.tree.map(lambda leaf: leaf[np.maximum(indices, 0)], blocks)
+    indices = np.maximum(division.block_indices, 0)
+    return jax.tree.map(lambda leaf: leaf[indices], blocks)
 
 
 def from_stages(division: Division, blocks: Any) -> Any:
     """Inverts `to_stages`."""
-    indices = division.block_indices
-    if np.array_equal(indices, np.arange(len(indices))):
+    if division.in_order:
         return blocks
+    indices = division.block_indices
     order = np.argsort(indices, kind="stable")[np.sum(indices < 0) :]
     return jax.tree.map(lambda leaf: leaf[order], blocks)
