@@ -88,8 +88,7 @@ def check_blocks(model: "ModelConfig") -> None:
         spec, (fan_in, fan_out) = model.linear(name), model.projection_shape(name)
         if spec.hadamard and fan_in % spec.hadamard:
             raise UserError(
-                f"sparsity.hadamard={spec.hadamard} does not divide the {fan_in} input "
-                "features of "
+                f"sparsity.hadamard={spec.hadamard} does not divide the {fan_in} input features of "
                 f"{name}; legal: powers of 2 up to {fan_in & -fan_in}."
             )
         layers = sum(model.density_by_depth) or model.num_layers

@@ -65,7 +65,7 @@ def parse(text: str, devices: int | None) -> dict[str, int]:
         devices = product
     if open_axes and devices % product == 0:
         sizes[open_axes[0]] = devices // product
-    if math.prod(sizes.values()) != devices or (open_axes and devices % product):
+    if math.prod(sizes.values()) != devices:  # A size that is still open is -1.
         raise UserError(
             f"--mesh={text} is a mesh of {_product(sizes)} devices, and there "
             f"{'is 1' if devices == 1 else f'are {devices}'}; legal: sizes whose product is "
