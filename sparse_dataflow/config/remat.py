@@ -51,18 +51,13 @@ def terms(text: str) -> Terms:
     return tuple(result)
 
 
-def is_uniform(text: str) -> bool:
-    """Whether all blocks have the kind that the text is."""
-    return text in KINDS
-
-
 def kinds(text: str, layers: int) -> tuple[str, ...]:
     """Returns the kind of each block, in order of depth.
 
     Raises:
       UserError: the text is not legal, or describes another number of blocks.
     """
-    if is_uniform(text):
+    if text in KINDS:
         return (text,) * layers
     listed = terms(text)
     count = sum(len(pattern) * repeats for pattern, repeats in listed)
@@ -89,7 +84,7 @@ def loops(text: str, layers: int, part: range | None = None) -> Terms:
     """
     of_layers = kinds(text, layers)
     part = range(layers) if part is None else part
-    if is_uniform(text):
+    if text in KINDS:
         return (((text,), len(part)),)
     result, start = [], 0
     for pattern, repeats in terms(text):
