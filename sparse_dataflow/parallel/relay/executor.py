@@ -102,11 +102,9 @@ class RelayExecutor(MultiProgramExecutor):
     def abstract_state(self, model: ModelConfig, training: TrainingConfig) -> TrainState:
         """See `MultiProgramExecutor`; zeroed numpy arrays, allocated when a checkpoint is read."""
         shapes = host_state.abstract_state(model, training)
-        arrays = jax.tree.map(
-            lambda leaf: np.zeros(leaf.shape, leaf.dtype), (shapes.params, shapes.moments)
-        )
-        step = np.zeros((), np.int32)
-        return shapes._replace(step=step, params=arrays[0], moments=arrays[1])
+        params, mu, nu = host_state.zeros(model, training)
+        moments = host_state.with_adam(shapes.moments, 0, mu, nu)
+        return shapes._replace(step=np.zeros((), np.int32), params=params, moments=moments)
 
     def programs(
         self, model: ModelConfig, training: TrainingConfig, data, changing: bool
@@ -138,14 +136,7 @@ class RelayExecutor(MultiProgramExecutor):
     ) -> TrainState:
         """Sets the relay's run length and returns the state to continue from.
 
-        Args:
-          relay: relay of the run.
-          name: name of the variant.
-          training: training config with the final number of steps.
-          identity: identity of the run's checkpoints.
-          saved: step of the newest checkpoint; None without one.
-          state: reads that checkpoint, or returns the initial state.
-          from_seed: whether the initial state is that of `initial_state`.
+        Takes what `training.programs.Compiled.start_state` does.
         """
         relay.start(training)
         if not self.server_dir:
@@ -169,8 +160,8 @@ class RelayExecutor(MultiProgramExecutor):
 
     def place(self, state, model):
         """Converts every array to writable numpy."""
-        arrays = jax.tree.map(_writable, (state.step, state.params, state.moments))
-        return state._replace(step=arrays[0], params=arrays[1], moments=arrays[2])
+        fields = {"step": state.step, "params": state.params, "moments": state.moments}
+        return state._replace(**jax.tree.map(_writable, fields))
 
     def tables(self, tables, model, changing):
         """See `Executor`."""
