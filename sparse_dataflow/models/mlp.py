@@ -50,22 +50,22 @@ class Mlp(nnx.Module):
         return self.mlp_out(hidden, tables.get("mlp_out"), shard.reduce)
 
     def _fused(self, x_BxTxD, tables):
-        """Returns mlp_out's product where one op has the whole MLP, else None.
+        """Returns mlp_out's product if a fused op computes the whole MLP, else None.
 
-        Its weights are then plain block-sparse ones.  Of gated MLPs those without biases have an
-        op, of others a GELU with a bias.
+        There are ops for gated MLPs without biases and for a GELU with a bias, whose weights are
+        all plain block-sparse ones.
         """
         config = self.config
         if config.gated_mlp:
-            has_op = not {"mlp_gate", "mlp_in"} & set(config.biases)
+            has_fused_op = not {"mlp_gate", "mlp_in"} & set(config.biases)
         else:
-            has_op = config.activation == "gelu" and "mlp_in" in config.biases
+            has_fused_op = config.activation == "gelu" and "mlp_in" in config.biases
         names = [name for name in config.projections if name in MLP]
         layers = [getattr(self, name) for name in names]
         plain = not config.quantized and all(layer.plain_sparse for layer in layers)
         # These tables need the input of a projection, which a fused op does not have as an array.
         needs_inputs = any(isinstance(tables.get(n), Probe | InputThreshold) for n in names)
-        if not has_op or not plain or needs_inputs:
+        if not has_fused_op or not plain or needs_inputs:
             return None
         values = [layer.cast(x_BxTxD.dtype)["values"] for layer in layers]
         layouts = [tables[name] for name in names]

@@ -7,6 +7,9 @@ from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.reporting.report_data import ReportData
 
+PAGE = "report.html"
+"""Name of the page in a run folder."""
+
 
 def write_report(data: ReportData, path: str | os.PathLike) -> None:
     """Atomically writes `data` as one HTML file that needs no network.

@@ -34,6 +34,7 @@ from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.planning import cost
+from sparse_dataflow.reporting.report import PAGE
 from sparse_dataflow.runs import devices, distillation, report, run_folder
 from sparse_dataflow.runs.preflight import memory_check, relay_plan, remat_plan, step_plan
 from sparse_dataflow.runs.training_data import tokenizer_of, training_data
@@ -174,7 +175,7 @@ class Job:
         goodput_log.write(ended=True)
         say(losses)
         say(goodput.summary(seconds))
-        say(f"report: {self.folder / report.PAGE}")
+        say(f"report: {self.folder / PAGE}")
         return losses
 
     def _saved_record(self) -> RunRecord:
@@ -197,7 +198,7 @@ class Job:
             memory_check.refuse_too_large(self.config, planned, memory_bytes)
 
     def _refuse_unfit_weights(self, models: list[Variant], record: RunRecord | None):
-        """Refuses weights to begin with that are not those of the models."""
+        """Refuses weights to begin with whose shapes the models do not have."""
         config = self.config
         for v in models:
             if config.training.adapter_rank:
@@ -207,6 +208,7 @@ class Job:
                 growth.refuse_other_shapes(weights.model, v.phase_specs[0].model)
 
     def _corpus(self, texts: Sequence[str] | None) -> Corpus:
+        """The corpus of the texts, or of the config."""
         answers = self.config.data.loss == "answers"
         if texts is None:
             return load_corpus(self.config.data.corpus, cache.FOLDER, answers)

@@ -17,7 +17,7 @@ from sparse_dataflow.models import stacks
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.parallel.relay import timeline
 from sparse_dataflow.planning import cost, memory
-from sparse_dataflow.reporting.report import write_report
+from sparse_dataflow.reporting.report import PAGE, write_report
 from sparse_dataflow.reporting.report_data import (
     Continuation,
     LayoutData,
@@ -32,7 +32,6 @@ from sparse_dataflow.training.monitoring.metrics import read_metrics, say
 from sparse_dataflow.training.run_files import RunRecord
 from sparse_dataflow.training.sections import section_seconds
 
-PAGE = "report.html"
 CONTINUATIONS = 10
 KERNELS_SHOWN = 15
 

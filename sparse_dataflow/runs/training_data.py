@@ -24,7 +24,7 @@ FINAL_WINDOWS = 2048
 
 
 def tokenizer_of(config: RunConfig, corpus: Corpus) -> Tokenizer:
-    """Returns the tokenizer that a config names, trained on the corpus where it is trained."""
+    """Returns the tokenizer that a config names, which may be trained on the corpus."""
     return load_tokenizer(config.data.tokenizer, corpus, config.model.vocab_size, cache.FOLDER)
 
 

@@ -281,10 +281,12 @@ class BlockLayout:
         inputs = np.flatnonzero(self.mask[:, self.cols[0]])
         outputs = np.flatnonzero(self.mask[inputs[0]])
         count, rest = divmod(self.nnz, len(inputs) * len(outputs))
+        if rest:
+            return None
         runs, parts, group_of_block = [], [], []
         for blocks, total in zip((inputs, outputs), self.mask.shape):
             run, side_parts = _first_run(blocks), total // len(blocks)
-            if rest or total % len(blocks) or len(blocks) % run:
+            if total % len(blocks) or len(blocks) % run:
                 return None
             first = blocks[0] // run % side_parts if side_parts > count else 0
             runs.append(run)

@@ -71,16 +71,16 @@ def _cut(layout, shards, fan, by_column):
     grid = (layout.in_blocks, local_blocks) if by_column else (local_blocks, layout.out_blocks)
     max_fan_out = None if by_column else layout.max_fan_out
     members = [np.flatnonzero(shard_of_block == shard) for shard in range(shards)]
-    cuts = tuple(
+    shard_layouts = tuple(
         BlockLayout(layout.block, *grid, rows[at], cols[at], max_fan_out) for at in members
     )
     order = np.concatenate(members).astype(np.int32)
-    return ShardedLayout(cuts, order, _stacked(cuts, fan, by_column))
+    return ShardedLayout(shard_layouts, order, _stacked(shard_layouts, fan, by_column))
 
 
-def _stacked(cuts, fan, by_column):
+def _stacked(shard_layouts, fan, by_column):
     """Stack the shards' tables, padded to one width; `fan` sets the unsharded side's width."""
-    tables = [shard.tables() for shard in cuts]
+    tables = [shard.tables() for shard in shard_layouts]
     fan_in = max(each.in_index.shape[1] for each in tables)
     fan_out = max(each.out_index.shape[1] for each in tables)
     if fan is not None:

@@ -30,7 +30,8 @@ def run(options) -> None:
     """Measures where `options.measure`, then predicts and reports; see `experiments.interplay`.
 
     Raises:
-      UserError: these options cannot be measured here, or --out holds other files.
+      UserError: the model has fewer layers than stages, this machine is to be predicted without
+        measuring or has fewer cores than stages, or --out holds files of another program.
     """
     folders.refuse_foreign(Path(options.out), "interplay")
     config = named_model(options.scale)
@@ -66,7 +67,8 @@ def run(options) -> None:
                 row[_key(order, "predicted")] = ours * float(predicted[order].total)
             row |= {f"intensity_{n}": float(s.intensity) for n, s in sections.items()}
             rows.append(row)
-    print(text := _table(rows, chip))
+    text = _table(rows, chip)
+    print(text)
     _keep(options, rows, rooflines, chip, dtype, text, known["chip"]["name"] if known else "")
 
 

@@ -10,7 +10,7 @@ from sparse_dataflow.evaluation.significance import METHOD
 from sparse_dataflow.files import json_files, storage, tables
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.reporting.evaluation_table import evaluation_table
-from sparse_dataflow.reporting.report import write_report
+from sparse_dataflow.reporting.report import PAGE, write_report
 from sparse_dataflow.reporting.report_data import EvaluationData, ReportData
 
 RESULT = "evaluation.json"
@@ -92,5 +92,5 @@ def add_to_report(folder: Path, result: Mapping[str, Any]) -> Path | None:
         raise UserError(f"{path} is damaged ({error}); resume the run to write it again.") from None
     report = dataclasses.replace(report, evaluation=data(result))
     storage.replace_text(path, json.dumps(report.to_json()) + "\n")
-    write_report(report, folder / "report.html")
-    return folder / "report.html"
+    write_report(report, folder / PAGE)
+    return folder / PAGE

@@ -140,13 +140,12 @@ def progress(config: RunConfig, plan: Plan, results: Results) -> str:
     Args:
       config: of the study.
       plan: what is trained.
-      results: of every run so far; those of arms that the plan does not have do not count.
+      results: name of a run -> its result; runs that are not in the plan's list do not count.
     """
-    arms = tuple(f"{arm.name}/" for arm in plan.arms)
-    done = [result for name, result in results.items() if name.startswith(arms)]
+    done = [results[each.name] for each in run_list(plan, results) if each.name in results]
     dense = {curve.arms[0].name for curve in plan.curves}
     more = (len(dense) + len(plan.curves)) * (plan.headline_seeds - plan.seeds)
-    total = len(arms) * (plan.trials + plan.seeds) + more
+    total = len(plan.arms) * (plan.trials + plan.seeds) + more
     text = f"run {len(done) + 1} of {total}"
     flops = sum(result["flops"] for result in done)
     if flops:

@@ -24,13 +24,13 @@ from sparse_dataflow.training.monitoring.metrics import say
 
 NONE = "-"
 _ARM_COLUMNS = (
-    *("budget", "equal", "density", "stored", "width", "heads", "blocks an output reads"),
-    *("FLOPs a token", "stored in projections", "mismatch"),
-)
+    "budget", "equal", "density", "stored", "width", "heads", "blocks an output reads",
+    "FLOPs a token", "stored in projections", "mismatch",
+)  # fmt: skip
 _CURVE_COLUMNS = (
-    *("density", "bits per byte", "seeds", "to dense, 95% interval", "rate", "seconds a step"),
-    *("to quality: tokens", "FLOPs", "seconds"),
-)
+    "density", "bits per byte", "seeds", "to dense, 95% interval", "rate", "seconds a step",
+    "to quality: tokens", "FLOPs", "seconds",
+)  # fmt: skip
 
 
 def write(base: Study, plan: Plan, results: Mapping[str, dict], folder: Path) -> None:
@@ -148,7 +148,8 @@ def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, 
         measured = iso_flop_plan.measured_results(plan, arm, results)
         bits = {seed: bits_per_byte(result) for seed, result in measured.items()}
         seeds = [seed for seed in bits if seed in dense_bits]
-        first, second = ([of_arm[s] for s in seeds] for of_arm in (bits, dense_bits))
+        first = [bits[seed] for seed in seeds]
+        second = [dense_bits[seed] for seed in seeds]
         difference = None
         if arm != dense and all(map(math.isfinite, first + second)):
             difference = dataclasses.asdict(paired_difference(first, second, seeds))

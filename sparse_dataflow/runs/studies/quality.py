@@ -104,25 +104,31 @@ def _train_all(base, all_arms, arms, options, stop) -> list[dict] | None:
     for seed in range(options.seeds):
         planned: dict[str, dict[str, int]] = {}
         for budget, arm in itertools.product(options.equal, arms):
-            where = Path(options.out) / f"equal_{budget}" / arm / f"seed_{seed}"
-            result = study.read_result(where)
+            folder = Path(options.out) / f"equal_{budget}"
+            result = study.read_result(_folder(folder, arm, seed))
             if result is None:
                 planned = planned or _steps(base, all_arms, arms, options.equal, seed)
-                result = _trained(base, all_arms, arm, seed, planned[budget][arm], where, stop)
+                result = _trained(base, all_arms, arm, seed, planned[budget][arm], folder, stop)
             if result is None:
                 return None
             results.append({"equal": budget, "arm": arm, "seed": seed, **result})
     return results
 
 
-def _trained(base, all_arms, arm, seed, steps, where, stop):
+def _folder(folder_of_budget: Path, arm: str, seed: int) -> Path:
+    return folder_of_budget / arm / f"seed_{seed}"
+
+
+def _trained(base, all_arms, arm, seed, steps, folder, stop):
+    """Trains one arm, after its teacher; returns its result, or None if `stop()` ended it."""
     variant = _variant(base, all_arms[arm], seed).with_steps(steps)
     data = base.data(variant)
     if name := _teacher(all_arms[arm]):
-        of_teacher = where.parent.with_name(name) / where.name
-        taught_by = _variant(base, all_arms[name], seed)
-        teacher = study.trained(taught_by, data.tokenizer_hash, of_teacher)
+        teacher = study.trained(
+            _variant(base, all_arms[name], seed), data.tokenizer_hash, _folder(folder, name, seed)
+        )
         data = dataclasses.replace(data, teacher=teacher)
+    where = _folder(folder, arm, seed)
     return study.train(f"{arm}, seed {seed}", variant, data, where, stop)
 
 

@@ -108,7 +108,7 @@ def value_and_preactivation(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute (gelu(z), z) with z = x W + bias in one kernel; not differentiable.
 
-    Takes legal arguments of `block_sparse_matmul` with tokens.
+    Takes arguments that `block_sparse_matmul` accepts, of at least one token.
 
     Returns:
       Two arrays [tokens, out_features] in x's dtype.
@@ -199,12 +199,14 @@ def default_tuning(
 
 
 def _not_hopper():
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        # An abstract device has no compute capability.
+        hopper = any(name in device.device_kind for name in ("H100", "H200", "H800", "H20"))
+    else:
+        device = jax.devices()[0]
+        hopper = getattr(device, "compute_capability", None) == "9.0"
     kind = device.device_kind
-    # An abstract device has no compute capability.
-    capability = getattr(device, "compute_capability", None)
-    named = any(name in kind for name in ("H100", "H200", "H800", "H20"))
-    hopper = capability == "9.0" if capability else named
     return "" if hopper else f"this is {kind}; legal: GPUs of compute capability 9.0."
 
 

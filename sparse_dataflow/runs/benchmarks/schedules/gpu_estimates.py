@@ -66,8 +66,10 @@ def cases_of(options) -> Iterator[tuple[str, Case]]:
         for name, block in [(DENSE, 0)] + [(n, b) for n in names for b in options.blocks]:
             pattern = IMPLEMENTATIONS[name][0] if name != DENSE else ""
             for projection in options.projections:
-                where = chip, name, pattern, projection, block
-                yield projection, estimates.case_of(*where, options.density, options.tokens)
+                case = estimates.case_of(
+                    chip, name, pattern, projection, block, options.density, options.tokens
+                )
+                yield projection, case
 
 
 def row_of(
