@@ -159,9 +159,8 @@ class Job:
         headline = ""
         if processes.is_first():
             for v in models:
-                timeline = programs[v.name][-1].timeline
-                if timeline is not None:
-                    say(f"{v.name:>6}: {relay_plan.measured(timeline())}")
+                if spans := programs[v.name][-1].timeline():
+                    say(f"{v.name:>6}: {relay_plan.measured(spans)}")
             headline = self._report(record, trainers, corpus, tokenizer, goodput_log)
         return Run(folder, config, True, headline)
 

@@ -161,6 +161,7 @@ def test_the_dense_experiment_alone_keeps_its_plan(job, undisturbed, tmp_path):
     assert steps > 1
     done = job.resume(folder, experiment="gpt13b_dense")
     assert done.returncode == 0 and "planned" not in done.stderr, done.stderr
+    assert "relay" not in done.stderr, done.stderr
     train = [row for row in rows(folder, "dense") if row["kind"] == "train"]
     assert [row["step"] for row in train] == list(range(1, steps + 1))
     assert [v.name for v in report_of(folder).variants] == ["dense"]
