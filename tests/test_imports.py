@@ -10,9 +10,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = "sparse_dataflow"
 
 ROOMS = [
-    "files", "hardware", "config", "distributed", "data", "sparsity", "kernels", "models", "layers",
-    "optim", "planning", "checkpoint", "parallel", "training", "aot", "evaluation", "interchange",
-    "reporting", "runs", "experiments",
+    "files", "hardware", "config", "distributed", "data", "sparsity", "kernels", "weights",
+    "models", "layers", "optim", "planning", "checkpoint", "parallel", "training", "aot",
+    "evaluation", "interchange", "reporting", "runs", "experiments",
 ]  # fmt: skip
 """Lowest first.  A room that does not exist yet has its place already."""
 

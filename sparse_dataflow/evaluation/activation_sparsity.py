@@ -27,7 +27,7 @@ from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.inputs import observed_block
-from sparse_dataflow.models.linear import InputThreshold
+from sparse_dataflow.models.linear import InputThreshold, with_threshold
 
 CALIBRATION_TOKENS = 1024
 """Tokens that levels are the quantiles of, at most."""
@@ -54,7 +54,7 @@ def with_thresholds(model: Model, tokens: TokenArray, share: float) -> Model:
       UserError: the model has experts.
     """
     config, tables = model.model, []
-    layers = stacks.layers(model.params["blocks"], model.tables)
+    layers = stacks.weights(config, model.params["blocks"], model.tables)
     windows = calibration_windows(tokens, model.context)
     levels = input_levels(config, model.params["embed"], layers, windows, share)
     for group, stacked in zip(layer_groups(config), split_groups(model.tables), strict=True):
@@ -79,7 +79,7 @@ def calibration_windows(tokens: TokenArray, context: int) -> np.ndarray:
 def input_levels(
     config: ModelConfig,
     embed: dict,
-    layers: Iterable[tuple[dict, dict]],
+    layers: Iterable[dict],
     tokens: ArrayLike,
     share: float,
     *,
@@ -94,7 +94,7 @@ def input_levels(
     Args:
       config: the model.
       embed: parameters of the embedding section.
-      layers: (parameters, layout tables) of each layer.
+      layers: `layer_weights` of each layer.
       tokens: int32 [B, T] calibration tokens.
       share: share of zeros, in (0, 1).
       attend: see `gpt.Block`.
@@ -113,24 +113,22 @@ def input_levels(
     x = gpt.embed(config, jax.tree.map(jnp.asarray, embed), jnp.asarray(tokens), positions_BxT=at)
     levels = []
     for group, layer in zip(groups, layers, strict=True):
-        params, tables = jax.tree.map(jnp.asarray, layer)
-        x, of_layer = _apply(group.model, share, attend, params, tables, x, at)
+        weights = jax.tree.map(jnp.asarray, layer)
+        x, of_layer = _apply(group.model, share, attend, weights, x, at)
         levels.append(jax.device_get(of_layer))
     return levels
 
 
 @functools.partial(jax.jit, static_argnames=("model", "share", "attend"))
-def _apply(model, share, attend, params, tables, x, positions):
+def _apply(model, share, attend, weights, x, positions):
     """Applies a block with its thresholds; returns (output, projection -> level)."""
 
-    def threshold(name, x, tables):
+    def threshold(name, x, linear):
         width = model.linear(name).hadamard
         level = magnitude_quantile(hadamard(x, width) if width else x, share)
-        return level, InputThreshold(tables, level)
+        return level, with_threshold(linear, level)
 
-    return observed_block(
-        model, params, tables, x, threshold, attend=attend, positions_BxT=positions
-    )
+    return observed_block(model, weights, x, threshold, attend=attend, positions_BxT=positions)
 
 
 def magnitude_quantile(x: jax.Array, share: float) -> jax.Array:

@@ -18,6 +18,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.experts import ROUTER
+from sparse_dataflow.models.linear import layer_weights
 
 
 class Weights(NamedTuple):
@@ -25,7 +26,7 @@ class Weights(NamedTuple):
 
     Attributes:
       embed: parameters of the embedding section.
-      layers: (parameters, layout tables) of each block.
+      layers: `layer_weights` of each block.
       head: parameters of the head section.
     """
 
@@ -60,7 +61,7 @@ def prepare(config: ModelConfig, params: dict, tables: dict) -> Weights:
     ):
         for i in range(len(jax.tree.leaves(stacked)[0])):
             layer_tables = jax.tree.map(lambda table, i=i: jnp.asarray(table[i]), stacked_tables)
-            layers.append((_layer(stacked, i, dtype), layer_tables))
+            layers.append(layer_weights(config, _layer(stacked, i, dtype), layer_tables))
     return Weights(cast(params["embed"]), tuple(layers), cast(params["head"]))
 
 
@@ -77,7 +78,7 @@ def _layer(stacked, i, dtype):
 def random_weights(config: ModelConfig, seed: int) -> Weights:
     """Initialises weights layer by layer, so that at most one layer exists in float32."""
     tables = stacks.layout_tables(stacks.layouts(config))
-    layers: list[tuple[dict, dict]] = []
+    layers: list[dict] = []
     key = jax.random.key(seed)
     for group, stacked in zip(layer_groups(config), split_groups(tables), strict=True):
         layer_config = dataclasses.replace(group.model, num_layers=1)
@@ -114,8 +115,8 @@ def prefill(
     caches: list[LayerCache] = []
     attend = functools.partial(prompt_attention, caches, cache_tokens)
     x_BxTxD = gpt.embed(config, weights.embed, tokens_BxT)
-    for params, tables in weights.layers:
-        x_BxTxD = gpt.block(config, params, tables, x_BxTxD, attend=attend)
+    for layer in weights.layers:
+        x_BxTxD = gpt.block(config, layer, x_BxTxD, attend=attend)
     return last_logits(config, weights, x_BxTxD, lengths_B), tuple(caches)
 
 
@@ -148,11 +149,9 @@ def decode_token(
     positions_BxT = positions_B[:, None]
     x_BxTxD = gpt.embed(config, weights.embed, tokens_B[:, None], positions_BxT=positions_BxT)
     new_caches: list[LayerCache] = []
-    for (params, tables), cache in zip(weights.layers, caches):
+    for layer, cache in zip(weights.layers, caches):
         attend = functools.partial(token_attention, new_caches, cache, positions_B)
-        x_BxTxD = gpt.block(
-            config, params, tables, x_BxTxD, attend=attend, positions_BxT=positions_BxT
-        )
+        x_BxTxD = gpt.block(config, layer, x_BxTxD, attend=attend, positions_BxT=positions_BxT)
     return last_logits(config, weights, x_BxTxD, jnp.ones_like(positions_B)), tuple(new_caches)
 
 

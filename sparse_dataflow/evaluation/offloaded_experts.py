@@ -33,6 +33,7 @@ from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.expert_rows import collect, dispatch, spread
+from sparse_dataflow.models.linear import without_layout
 from sparse_dataflow.models.shard import WHOLE
 
 
@@ -71,14 +72,12 @@ class _Layer:
     """A layer, with slots in place of its experts.
 
     Attributes:
-      params: parameters on the device; arrays of the experts are [slots, ...].
-      tables: layout tables on the device.
+      weights: on the device; arrays of the experts are [slots, ...].
       experts: the weights of each expert in host memory.
       slot_of: expert -> slot, the least recently used first.
     """
 
-    params: dict
-    tables: dict
+    weights: dict
     experts: list[dict]
     slot_of: collections.OrderedDict[int, int]
 
@@ -122,15 +121,15 @@ class OffloadedExperts:
         self._ends = weights._replace(layers=())
         self._layers: list[_Layer] = []
         dtype = jnp.dtype(config.compute_dtype)
-        layers = stacks.layers(params["blocks"], model.tables)
-        for (resident, tables), (stored, _) in zip(weights.layers, layers, strict=True):
+        layers = stacks.weights(config, params["blocks"], model.tables)
+        for resident, stored in zip(weights.layers, layers, strict=True):
             stacked = _experts(stored)
             experts = [
                 jax.tree.map(lambda leaf, e=e: np.ascontiguousarray(leaf[e], dtype), stacked)
                 for e in range(config.experts)
             ]
             experts = jax.device_put(experts, host)
-            self._layers.append(_Layer(resident, tables, experts, collections.OrderedDict()))
+            self._layers.append(_Layer(resident, experts, collections.OrderedDict()))
         self._ahead: dict[int, Any] = {}
         self._empty_slots()
         self.expert_bytes = _bytes(self._layers[0].experts[0])
@@ -143,10 +142,12 @@ class OffloadedExperts:
         for layer in self._layers:
             layer.slot_of.clear()
             for name, weights in layer.experts[0].items():
-                layer.params["experts"][name] = {
-                    key: jnp.zeros((self._slots, *leaf.shape), leaf.dtype, device=self._device)
-                    for key, leaf in weights.items()
-                }
+                layer.weights["experts"][name] = jax.tree.map(
+                    lambda leaf: jnp.zeros(
+                        (self._slots, *leaf.shape), leaf.dtype, device=self._device
+                    ),
+                    weights,
+                )
 
     @property
     def device_bytes(self) -> int:
@@ -187,7 +188,7 @@ class OffloadedExperts:
         real_N = (np.arange(tokens_BxT.shape[1]) < lengths_B[:, None]).reshape(-1)
         self._traffic.tokens += int(real_N.sum())
         x_BxTxD, predicted_NxK = _embed(
-            config, self._ends.embed, layers[0].params, tokens_BxT, positions_B
+            config, self._ends.embed, layers[0].weights, tokens_BxT, positions_B
         )
         self._fetch_ahead(layers[0], np.asarray(predicted_NxK)[real_N])
         new_caches = []
@@ -195,9 +196,8 @@ class OffloadedExperts:
             # The last layer predicts for itself, which no one reads: one program serves all layers.
             x_BxTxD, attended, cache = _attention(
                 config,
-                layer.params,
-                layer.tables,
-                (following or layer).params,
+                layer.weights,
+                (following or layer).weights,
                 x_BxTxD,
                 cache,
                 positions_B,
@@ -210,9 +210,7 @@ class OffloadedExperts:
             y_NxKxD = self._outputs(layer, normed_BxTxD, experts_NxK)
             if following is not None:
                 self._fetch_ahead(following, predicted_NxK[real_N])
-            x_BxTxD = _combine(
-                config, layer.params, layer.tables, x_BxTxD, normed_BxTxD, gates_NxK, y_NxKxD
-            )
+            x_BxTxD = _combine(config, layer.weights, x_BxTxD, normed_BxTxD, gates_NxK, y_NxKxD)
         return _logits(config, self._ends, x_BxTxD, lengths_B), new_caches
 
     def _outputs(self, layer, normed_BxTxD, experts_NxK):
@@ -233,8 +231,7 @@ class OffloadedExperts:
             slots[turn] = [layer.slot_of[e] for e in turn]
             y_NxKxD = _products(
                 self._config,
-                layer.params,
-                layer.tables,
+                layer.weights,
                 normed_BxTxD,
                 slots[experts_NxK],
                 y_NxKxD,
@@ -255,8 +252,8 @@ class OffloadedExperts:
             if slot == self._slots:
                 _, slot = layer.slot_of.popitem(last=False)
             weights = self._ahead.pop(expert) if expert in self._ahead else fetched.pop(expert)
-            experts = _experts(layer.params)
-            layer.params["experts"] |= _write(experts, weights, np.int32(slot))
+            experts = _experts(layer.weights)
+            layer.weights["experts"] |= _write(experts, weights, np.int32(slot))
             layer.slot_of[expert] = slot
 
     def _fetch_ahead(self, layer, predicted):
@@ -292,9 +289,14 @@ def _refuse_unsupported(model: Model, slots: int) -> None:
         )
 
 
-def _experts(params):
-    """Returns the weights of the experts of a layer."""
-    return {name: weights for name, weights in params["experts"].items() if name in MLP}
+def _experts(layer):
+    """Returns the projections of the experts of a layer, without their layouts.
+
+    Every layer of the experts has the layout of `experts.expert_layout`.
+    """
+    return {
+        name: without_layout(linear) for name, linear in layer["experts"].items() if name in MLP
+    }
 
 
 def _others(params):
@@ -307,27 +309,25 @@ def _bytes(tree):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
-def _predict(config, params, x_BxTxD):
+def _predict(config, weights, x_BxTxD):
     """Returns the experts [N, K] that a layer's router would choose for a residual stream."""
-    block = gpt.bind_block(config, params)
+    block = gpt.bind_block(config, weights)
     normed = block.norm2(x_BxTxD)
     return block.experts.route(normed.reshape(-1, normed.shape[-1]))[1]
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _embed(config, embed, first_params, tokens_BxT, positions_B):
+def _embed(config, embed, first_weights, tokens_BxT, positions_B):
     """Returns the embedded tokens and the predicted experts of the first layer."""
     positions_BxT = None if positions_B is None else positions_B[:, None]
     x_BxTxD = gpt.embed(config, embed, tokens_BxT, positions_BxT=positions_BxT)
-    return x_BxTxD, _predict(config, first_params, x_BxTxD)
+    return x_BxTxD, _predict(config, first_weights, x_BxTxD)
 
 
 @functools.partial(
     jax.jit, static_argnames=("config", "cache_tokens"), donate_argnames=("x_BxTxD", "cache")
 )
-def _attention(
-    config, params, tables, following_params, x_BxTxD, cache, positions_B, *, cache_tokens
-):
+def _attention(config, weights, following_weights, x_BxTxD, cache, positions_B, *, cache_tokens):
     """Applies a block up to its experts.
 
     Returns:
@@ -341,30 +341,30 @@ def _attention(
     else:
         positions_BxT = positions_B[:, None]
         attend = functools.partial(kv_cache.token_attention, caches, cache, positions_B)
-    block = gpt.bind_block(config, params)
-    x_BxTxD = block.attention(x_BxTxD, tables, WHOLE, attend, positions_BxT)
+    block = gpt.bind_block(config, weights)
+    x_BxTxD = block.attention(x_BxTxD, WHOLE, attend, positions_BxT)
     normed_BxTxD = block.norm2(x_BxTxD)
     gates, experts, _ = block.experts.route(normed_BxTxD.reshape(-1, normed_BxTxD.shape[-1]))
-    predicted = _predict(config, following_params, x_BxTxD)
+    predicted = _predict(config, following_weights, x_BxTxD)
     return x_BxTxD, (normed_BxTxD, gates, experts, predicted), caches[0]
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="y_NxKxD")
-def _products(config, params, tables, normed_BxTxD, slots_NxK, y_NxKxD):
+def _products(config, weights, normed_BxTxD, slots_NxK, y_NxKxD):
     """Returns y with the outputs of the experts in slots; `slots` in slots_NxK is no slot."""
-    experts = gpt.bind_block(config, params).experts
-    count = len(jax.tree.leaves(_experts(params))[0])
+    experts = gpt.bind_block(config, weights).experts
+    count = len(jax.tree.leaves(_experts(weights))[0])
     sent, tiles_T = dispatch(config, slots_NxK, count)
     x_SxD = spread(normed_BxTxD.reshape(-1, normed_BxTxD.shape[-1]), sent)
-    outputs_NxKxD = collect(experts.products(x_SxD, tiles_T, tables, WHOLE), sent)
+    outputs_NxKxD = collect(experts.products(x_SxD, tiles_T, WHOLE), sent)
     return jnp.where(slots_NxK[..., None] < count, outputs_NxKxD, y_NxKxD)
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="x_BxTxD")
-def _combine(config, params, tables, x_BxTxD, normed_BxTxD, gates_NxK, y_NxKxD):
+def _combine(config, weights, x_BxTxD, normed_BxTxD, gates_NxK, y_NxKxD):
     """Adds the experts' outputs to the residual stream."""
-    experts = gpt.bind_block(config, params).experts
-    return x_BxTxD + experts.combine(gates_NxK, y_NxKxD, normed_BxTxD, tables, WHOLE)
+    experts = gpt.bind_block(config, weights).experts
+    return x_BxTxD + experts.combine(gates_NxK, y_NxKxD, normed_BxTxD, WHOLE)
 
 
 @functools.partial(jax.jit, donate_argnames="slots")

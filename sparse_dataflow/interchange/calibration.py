@@ -45,20 +45,21 @@ def input_norms(
     for tokens in batches:
         x = gpt.embed(model, jax.tree.map(jnp.asarray, params["embed"]), jnp.asarray(tokens))
         of_batch = []
-        for group, layer in zip(groups, stacks.layers(params["blocks"], tables), strict=True):
-            x, sums = _apply(group.model, widths, *jax.tree.map(jnp.asarray, layer), x)
+        layers = stacks.weights(model, params["blocks"], tables)
+        for group, layer in zip(groups, layers, strict=True):
+            x, sums = _apply(group.model, widths, jax.tree.map(jnp.asarray, layer), x)
             of_batch.append(jax.device_get(sums))
         squares = jax.tree.map(np.add, squares, of_batch) if squares else of_batch
     return {name: np.sqrt(np.stack([layer[name] for layer in squares])) for name in squares[0]}
 
 
 @functools.partial(jax.jit, static_argnames=("model", "mixed"))
-def _apply(model, mixed, params, tables, x):
+def _apply(model, mixed, weights, x):
     """Applies a block; returns (output, projection -> sum of its squared inputs [in])."""
     widths = dict(mixed)
 
-    def squares(name, x, tables):
+    def squares(name, x, linear):
         x = hadamard(x, widths[name]) if widths.get(name) else x
-        return jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(0, 1)), tables
+        return jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(0, 1)), linear
 
-    return observed_block(model, params, tables, x, squares)
+    return observed_block(model, weights, x, squares)

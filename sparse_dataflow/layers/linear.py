@@ -13,9 +13,10 @@ from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
-from sparse_dataflow.models.linear import with_gradient_norms, with_room
+from sparse_dataflow.models.linear import with_room
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, stack_tables
 from sparse_dataflow.sparsity.patterns import make_layout
+from sparse_dataflow.weights.gradient_norms import with_gradient_norms
 
 Initializer = Callable[..., Any]
 

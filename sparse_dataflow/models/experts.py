@@ -6,6 +6,7 @@ whole tiles (`expert_rows`), and `kernels.expert_matmul` multiplies them with it
 Shapes in names: N tokens, K experts of a token, E experts, S rows, T tiles, D and F features.
 """
 
+import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -20,14 +21,11 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import MLP, ROW_PARALLEL
 from sparse_dataflow.config.sparsity import GROUPED_PATTERNS
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.kernels.block_sparse_matmul import grouped
-from sparse_dataflow.kernels.expert_matmul.api import expert_matmul
-from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models.expert_rows import collect, dispatch, exchange, spread
-from sparse_dataflow.models.linear import PROJECTION_OUTPUT, normal, projection_layout
+from sparse_dataflow.models.linear import linear, normal, projection_layout
 from sparse_dataflow.models.mlp import Mlp, activate, gain
-from sparse_dataflow.models.shard import WHOLE, Shard
-from sparse_dataflow.sparsity.layout import BlockLayout, Groups, LayoutTables
+from sparse_dataflow.sparsity.layout import BlockLayout, Groups
+from sparse_dataflow.weights.linear import PROJECTION_OUTPUT, Linear
 
 ROUTER = "router"
 """Leaf of the router's weight, which computes in float32 whatever the compute dtype."""
@@ -65,21 +63,21 @@ with_loss.defvjp(lambda x, loss: (x, loss), lambda loss, dx: (dx, jnp.ones_like(
 class Experts(nnx.Module):
     """Experts, their router and the shared expert; see `ModelConfig`."""
 
-    mlp_gate: "ExpertLinear"
-    mlp_in: "ExpertLinear"
-    mlp_out: "ExpertLinear"
+    mlp_gate: nnx.Param[Linear]
+    mlp_in: nnx.Param[Linear]
+    mlp_out: nnx.Param[Linear]
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         scale = 1 / math.sqrt(config.d_model)
         self.router = nnx.Param(normal(rngs, (config.d_model, config.experts), scale))
         for name in config.projections:
             if name in MLP:
-                setattr(self, name, ExpertLinear(config, name, rngs=rngs))
+                setattr(self, name, nnx.Param(draw_experts(config, name, rngs)))
         if config.shared_expert:
             self.shared = Mlp(config, rngs=rngs)
         self.config = config
 
-    def __call__(self, x_BxTxD, tables, shard):
+    def __call__(self, x_BxTxD, shard):
         """Applies the experts to gathered tokens.
 
         Returns:
@@ -90,31 +88,45 @@ class Experts(nnx.Module):
         if shard.expert_axis is None:
             sent, tiles_T = dispatch(self.config, experts_NxK)
             x_SxD = spread(x_NxD, sent)
-            y_NxKxD = collect(self.products(x_SxD, tiles_T, tables, shard), sent)
+            y_NxKxD = collect(self.products(x_SxD, tiles_T, shard), sent)
         else:
             plan = exchange(self.config, experts_NxK, shard.expert_axis)
             sent = plan.sent
             x_SxD = plan.spread(x_NxD)
-            y_NxKxD = plan.collect(self.products(x_SxD, plan.tiles_T, tables, shard))
+            y_NxKxD = plan.collect(self.products(x_SxD, plan.tiles_T, shard))
         dropped = jnp.mean(sent.rows_NxK == len(sent.choices_S), dtype=jnp.float32)
-        y_BxTxD = self.combine(gates_NxK, y_NxKxD, x_BxTxD, tables, shard)
+        y_BxTxD = self.combine(gates_NxK, y_NxKxD, x_BxTxD, shard)
         return checkpoint_name(y_BxTxD, PROJECTION_OUTPUT), routing._replace(dropped=dropped)
 
-    def combine(self, gates_NxK, y_NxKxD, x_BxTxD, tables, shard):
+    def combine(self, gates_NxK, y_NxKxD, x_BxTxD, shard):
         """Sums the outputs of each token's experts, times their factors, and the shared expert."""
         y_NxD = jnp.einsum("nk,nkd->nd", gates_NxK, y_NxKxD)
         y_BxTxD = shard.reduce(y_NxD.astype(x_BxTxD.dtype).reshape(x_BxTxD.shape))
         if self.config.shared_expert:
-            y_BxTxD += self.shared.mlp(x_BxTxD, tables, shard)
+            y_BxTxD += self.shared.mlp(x_BxTxD, shard)
         return y_BxTxD
 
-    def products(self, x_SxD, tiles_T, tables, shard):
+    def products(self, x_SxD, tiles_T, shard):
         """Applies each expert to its rows, in the order of `tiles_T`; see `dispatch`."""
-        products = [self.mlp_in(x_SxD, tiles_T, tables.get("mlp_in"), shard)]
+        products = [self._product("mlp_in", x_SxD, tiles_T, shard)]
         if self.config.gated_mlp:
-            products.append(self.mlp_gate(x_SxD, tiles_T, tables.get("mlp_gate"), shard))
+            products.append(self._product("mlp_gate", x_SxD, tiles_T, shard))
         hidden_SxF = activate(self.config, *products)
-        return self.mlp_out(hidden_SxF, tiles_T, tables.get("mlp_out"), shard)
+        return self._product("mlp_out", hidden_SxF, tiles_T, shard)
+
+    def _product(self, name, x_SxD, tiles_T, shard):
+        """Applies a projection of each expert to its rows, in the dtype of x."""
+        weight, bias = getattr(self, name).weight, getattr(self, name).bias
+        if shard.axis is None and self.config.linear(name).kind == "block_sparse":
+            layout = expert_layout(self.config, name)
+            weight = weight.map_stored(lambda stored: dataclasses.replace(stored, layout=layout))
+        y = weight.expert_products(x_SxD, tiles_T)
+        if bias is not None:
+            bias = shard.own_experts(bias).astype(y.dtype)[tiles_T, None]
+            if name in ROW_PARALLEL:  # A bias counts once in the sum over the shards.
+                bias /= shard.devices
+            y = (y.reshape(len(tiles_T), -1, y.shape[-1]) + bias).reshape(y.shape)
+        return checkpoint_name(y, PROJECTION_OUTPUT)
 
     def route(self, x_NxD, row_axes=()):
         """Chooses the experts of tokens, in float32.
@@ -150,70 +162,25 @@ class Experts(nnx.Module):
         return flat(gates), flat(experts), routing
 
 
-class ExpertLinear(nnx.Module):
-    """A projection of every expert: y = x W + b, W dense or in equal groups of stored blocks.
+def draw_experts(config: ModelConfig, projection: str, rngs: nnx.Rngs) -> Linear:
+    """Draws a projection of every expert: `kernel` or `values`, and `bias`, float32 [experts, ...].
 
-    Parameters, all float32, as those of `Linear` with an axis of experts before: kernel, or values,
-    and bias.  Each is drawn as the weight of a `Linear` is.
+    Each is drawn as that of an MLP is.
     """
-
-    def __init__(self, config: ModelConfig, projection: str, *, rngs: nnx.Rngs):
-        spec, (inputs, outputs) = config.linear(projection), config.projection_shape(projection)
-        self.layout = expert_layout(config, projection) if spec.kind == "block_sparse" else None
-        self.hadamard = spec.hadamard
-        self.row_parallel = projection in ROW_PARALLEL
-        scale = gain(config, projection)
-        if self.layout is None:
-            shape: tuple[int, ...] = (config.experts, inputs, outputs)
-            self.kernel = nnx.Param(normal(rngs, shape, scale / math.sqrt(inputs)))
-        else:
-            block = self.layout.block
-            shape = (config.experts, self.layout.nnz, block, block)
-            fan_in = inputs * self.layout.density
-            self.values = nnx.Param(normal(rngs, shape, scale / math.sqrt(fan_in)))
-        if projection in config.biases:
-            self.bias = nnx.Param(jnp.zeros((config.experts, outputs)))
-
-    def __call__(
-        self,
-        x_SxD: jax.Array,
-        tiles_T: jax.Array,
-        tables: LayoutTables | None,
-        shard: Shard = WHOLE,
-    ) -> jax.Array:
-        """Applies each expert to its rows, in the dtype of x.
-
-        Args:
-          x_SxD: rows in the order of `tiles_T`.
-          tiles_T: see `expert_rows.dispatch`.
-          tables: tables of a block-sparse projection, which a tensor-parallel shard reads.
-          shard: shard of the parameters.
-        """
-        if self.layout is None:
-            weight = self.kernel[...].astype(x_SxD.dtype)[:, None]
-            y = expert_matmul(x_SxD[:, None], weight, tiles_T)[:, 0]
-        else:
-            x = hadamard(x_SxD, self.hadamard) if self.hadamard else x_SxD
-            if shard.axis is None:
-                tables = self.layout.tables()._replace(groups=self.layout.groups)
-            y = _grouped_matmul(x, self.values[...].astype(x.dtype), tiles_T, tables)
-        if hasattr(self, "bias"):
-            bias = shard.own_experts(self.bias[...]).astype(y.dtype)[tiles_T, None]
-            if self.row_parallel:  # A bias counts once in the sum over the shards.
-                bias /= shard.devices
-            y = (y.reshape(len(tiles_T), -1, y.shape[-1]) + bias).reshape(y.shape)
-        return checkpoint_name(y, PROJECTION_OUTPUT)
-
-
-def _grouped_matmul(x, values, tiles, tables):
-    """[S, in] x [E, nnz, block, block] -> [S, out]: each group of inputs times its weight."""
-    groups, block = tables.groups, values.shape[-1]
-    weights = grouped.group_values(values, tables, groups)
-    x = grouped.own_inputs(x, tables, groups, block)
-    by_group = grouped.split(x, groups.count, groups.in_run * block).swapaxes(1, 2)
-    y = expert_matmul(by_group.reshape(len(x), groups.count, -1), weights, tiles)
-    y = y.reshape(len(x), groups.count, -1, groups.out_run * block).swapaxes(1, 2)
-    return grouped.among_outputs(y.reshape(len(x), -1), tables, groups, block)
+    spec, (inputs, outputs) = config.linear(projection), config.projection_shape(projection)
+    layout = expert_layout(config, projection) if spec.kind == "block_sparse" else None
+    scale = gain(config, projection)
+    parameters = {}
+    if layout is None:
+        shape: tuple[int, ...] = (config.experts, inputs, outputs)
+        parameters["kernel"] = normal(rngs, shape, scale / math.sqrt(inputs))
+    else:
+        shape = (config.experts, layout.nnz, layout.block, layout.block)
+        fan_in = inputs * layout.density
+        parameters["values"] = normal(rngs, shape, scale / math.sqrt(fan_in))
+    if projection in config.biases:
+        parameters["bias"] = jnp.zeros((config.experts, outputs))
+    return linear(config, projection, parameters, layout)
 
 
 @functools.lru_cache(maxsize=64)

@@ -6,7 +6,8 @@ Executors use a model only through these pure functions over nested dicts of arr
     tables = {projection: LayoutTables stacked [num_layers, ...]} of the sparse projections
 
 With per-layer densities, params["blocks"] and tables are tuples of such trees, one for each layer
-group (see `models.stacks`).
+group (see `models.stacks`).  A block takes the `layer_weights` of one layer: its parameters, in
+which each projection is a `Linear`, a weight and a bias.
 
 Parameters are float32.  [V] vocab_size, [D] d_model, [K] head_width:
 
@@ -40,7 +41,7 @@ Shapes in names: B batch, T tokens, D d_model, H heads, N = B * T.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -57,11 +58,11 @@ from sparse_dataflow.kernels.cross_entropy import vocabulary
 from sparse_dataflow.kernels.cross_entropy.distillation import TeacherOutput, distillation_loss
 from sparse_dataflow.models import guides
 from sparse_dataflow.models.experts import Experts, with_loss
-from sparse_dataflow.models.linear import InputThreshold, Linear, Probe
+from sparse_dataflow.models.linear import arrays
 from sparse_dataflow.models.mlp import Mlp
 from sparse_dataflow.models.rotary import rotate
 from sparse_dataflow.models.shard import WHOLE, Shard
-from sparse_dataflow.sparsity.layout import LayoutTables
+from sparse_dataflow.weights.linear import Linear
 
 
 class Embed(nnx.Module):
@@ -98,8 +99,8 @@ class Embed(nnx.Module):
 class Block(Mlp):
     """Pre-norm transformer block (arXiv 2005.14165, section 2.1); the config says its parts."""
 
-    qkv: Linear
-    attn_out: Linear
+    qkv: nnx.Param[Linear]
+    attn_out: nnx.Param[Linear]
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.norm1 = _norm(config, rngs)
@@ -117,35 +118,34 @@ class Block(Mlp):
         # square root: scale by 1 / head_dim, not 1 / sqrt(head_dim) (arXiv 2203.03466, 4.1).
         self.query_scale = math.sqrt(SUPAR_HEAD / config.head_width) if config.supar else 1.0
 
-    def __call__(self, x_BxTxD, tables, shard=WHOLE, attend=causal_attention, positions_BxT=None):
+    def __call__(self, x_BxTxD, shard=WHOLE, attend=causal_attention, positions_BxT=None):
         """Applies the block: [B, T, D] -> [B, T, D]; T / devices tokens under a shard.
 
         Args:
           x_BxTxD: residual stream.
-          tables: sparse projection -> tables of this layer.
-          shard: shard of the parameters and tables.
+          shard: shard of the weights.
           attend: attention, called as attend(queries [B, T, H, K], keys [B, T, kv heads, K],
             values like keys, window=config.window).
           positions_BxT: int32 positions of the tokens; None is 0 to T - 1.
         """
-        return self.residuals(x_BxTxD, tables, shard, attend, positions_BxT)[1]
+        return self.residuals(x_BxTxD, shard, attend, positions_BxT)[1]
 
-    def residuals(self, x_BxTxD, tables, shard=WHOLE, attend=causal_attention, positions_BxT=None):
+    def residuals(self, x_BxTxD, shard=WHOLE, attend=causal_attention, positions_BxT=None):
         """Returns the residual stream [B, T, D] after attention and after the MLP, and the
         `Routing` of the experts, which is () without experts."""
-        x_BxTxD = self.attention(x_BxTxD, tables, shard, attend, positions_BxT)
+        x_BxTxD = self.attention(x_BxTxD, shard, attend, positions_BxT)
         normed, routing = shard.gather(shard.normalise(self.norm2, x_BxTxD)), ()
         if self.config.experts:
-            y_BxTxD, routing = self.experts(normed, tables, shard)
+            y_BxTxD, routing = self.experts(normed, shard)
         else:
-            y_BxTxD = self.mlp(normed, tables, shard)
+            y_BxTxD = self.mlp(normed, shard)
         return x_BxTxD, x_BxTxD + y_BxTxD, routing
 
-    def attention(self, x_BxTxD, tables, shard, attend, positions_BxT):
+    def attention(self, x_BxTxD, shard, attend, positions_BxT):
         """Returns the residual stream [B, T, D] after attention."""
         config = self.config
         normed = shard.gather(shard.normalise(self.norm1, x_BxTxD))
-        q, k, v = self._heads(normed, tables, shard)
+        q, k, v = self._heads(normed, shard)
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if config.positions == "rotary":
@@ -154,19 +154,16 @@ class Block(Mlp):
             q *= self.query_scale
         attended = attend(q, k, v, window=config.window)
         attended = shard.gather_features(attended.reshape(*attended.shape[:2], -1))
-        return x_BxTxD + self.attn_out(attended, tables.get("attn_out"), shard.reduce)
+        return x_BxTxD + self.attn_out(attended, shard.reduce)
 
-    def _heads(self, x_BxTxD, tables, shard):
+    def _heads(self, x_BxTxD, shard):
         """Returns queries [B, T, heads, K], keys and values [B, T, kv heads, K] of the shard."""
         B, T, _ = x_BxTxD.shape
         width, group = self.config.head_width, self.config.num_heads // self.config.kv_heads
         if not self.config.fused_qkv:
-            parts = [
-                getattr(self, name)(x_BxTxD, tables.get(name), shard.reduce_features)
-                for name in "qkv"
-            ]
+            parts = [getattr(self, name)(x_BxTxD, shard.reduce_features) for name in "qkv"]
             return [part.reshape(B, T, -1, width) for part in parts]
-        qkv = self.qkv(x_BxTxD, tables.get("qkv"), shard.reduce_features)
+        qkv = self.qkv(x_BxTxD, shard.reduce_features)
         qkv = qkv.reshape(B, T, -1, group + 2, width)
         if group == 1:
             return jnp.moveaxis(qkv, 3, 0)
@@ -223,7 +220,9 @@ def init_section(config: ModelConfig, section: str, key: jax.Array) -> dict:
     module = {"embed": Embed, "block": Block, "head": Head}[section](
         config, rngs=nnx.Rngs(params=key)
     )
-    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    is_linear = lambda node: isinstance(node, Linear)  # noqa: E731
+    return jax.tree.map(lambda n: arrays(n) if is_linear(n) else n, params, is_leaf=is_linear)
 
 
 def embed(
@@ -256,39 +255,36 @@ def embed(
 
 def block(
     config: ModelConfig,
-    params: dict,
-    tables: Mapping[str, LayoutTables | Probe | InputThreshold],
+    weights: dict,
     x_BxTxD: jax.Array,
     shard: Shard = WHOLE,
     attend: Callable = causal_attention,
     positions_BxT: jax.Array | None = None,
 ) -> jax.Array:
-    """Middle section: [B, T, D] -> [B, T, D], with the parameters and tables of one layer.
+    """Middle section: [B, T, D] -> [B, T, D], with the `layer_weights` of one layer.
 
-    Under a shard, x has T / devices tokens, and params and tables are sharded.  See `Block` for
-    `attend` and `positions_BxT`.
+    Under a shard, x has T / devices tokens, and the weights are sharded.  See `Block` for `attend`
+    and `positions_BxT`.
     """
-    return routed_block(config, params, tables, x_BxTxD, shard, attend, positions_BxT)[0]
+    return routed_block(config, weights, x_BxTxD, shard, attend, positions_BxT)[0]
 
 
 def routed_block(
     config: ModelConfig,
-    params: dict,
-    tables: Mapping[str, LayoutTables | Probe | InputThreshold],
+    weights: dict,
     x_BxTxD: jax.Array,
     shard: Shard = WHOLE,
     attend: Callable = causal_attention,
     positions_BxT: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
     """Returns `block` and the `Routing` of its experts, which is () for a model without."""
-    module = bind_block(config, shard.local(params))
-    return module.residuals(x_BxTxD, tables, shard, attend, positions_BxT)[1:]
+    module = bind_block(config, shard.local(weights))
+    return module.residuals(x_BxTxD, shard, attend, positions_BxT)[1:]
 
 
 def trained_block(
     config: ModelConfig,
-    params: dict,
-    tables: Mapping[str, LayoutTables | Probe | InputThreshold],
+    weights: dict,
     x_BxTxD: jax.Array,
     part: float,
     shard: Shard = WHOLE,
@@ -297,13 +293,13 @@ def trained_block(
 
     `part` is the part of the batch that x is, over the devices that share the model.
     """
-    x_BxTxD, routing = routed_block(config, params, tables, x_BxTxD, shard)
+    x_BxTxD, routing = routed_block(config, weights, x_BxTxD, shard)
     return with_loss(x_BxTxD, part * routing.loss(config)) if config.experts else x_BxTxD
 
 
-def bind_block(config: ModelConfig, params: dict) -> Block:
-    """Returns the Block module with the parameters of one layer."""
-    return _bind(Block, config, params)
+def bind_block(config: ModelConfig, weights: dict) -> Block:
+    """Returns the Block module with the `layer_weights` of one layer."""
+    return _bind(Block, config, weights)
 
 
 def tied_output(config: ModelConfig, embed_params: dict) -> Any:

@@ -8,26 +8,20 @@ import jax
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import MLP
 from sparse_dataflow.models import gpt
+from sparse_dataflow.weights.linear import Linear
 
-Observe = Callable[[str, jax.Array, Any], tuple[jax.Array, Any]]
-"""(projection, its input [B, T, in], its tables) -> (observation, tables that it is applied with).
-"""
+Observe = Callable[[str, jax.Array, Linear], tuple[jax.Array, Linear]]
+"""(projection, its input [B, T, in], its weight and bias) -> (observation, what is applied)."""
 
 
 def observed_block(
-    model: ModelConfig,
-    params: dict,
-    tables: Any,
-    x_BxTxD: jax.Array,
-    observe: Observe,
-    **block: Any,
+    model: ModelConfig, weights: dict, x_BxTxD: jax.Array, observe: Observe, **block: Any
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Applies a block and observes the inputs of its projections, except experts.
 
     Args:
       model: config of the layer's group.
-      params: parameters of the layer.
-      tables: tables of the layer.
+      weights: `layer_weights` of the layer.
       x_BxTxD: residual stream.
       observe: called with each input, in the order of the products.
       **block: further arguments of `gpt.Block.__call__`.
@@ -35,23 +29,23 @@ def observed_block(
     Returns:
       (output [B, T, D], projection -> observation).
     """
-    bound = gpt.bind_block(model, params)
+    bound = gpt.bind_block(model, weights)
     observations: dict[str, jax.Array] = {}
     for name in model.projections:
         if not (model.experts and name in MLP):
-            setattr(bound, name, _Observed(getattr(bound, name), name, observe, observations))
-    return bound(x_BxTxD, tables, **block), observations
+            setattr(bound, name, _Observed(weights[name], name, observe, observations))
+    return bound(x_BxTxD, **block), observations
 
 
 class _Observed:
     """A projection whose input is observed before it is applied."""
 
-    plain_sparse = False  # The fused MLP does not call its projections.
+    weight = None  # The fused MLP does not call its projections.
 
     def __init__(self, linear, name, observe, observations):
         self.linear, self.name, self.observe = linear, name, observe
         self.observations = observations
 
-    def __call__(self, x, tables, *arguments):
-        self.observations[self.name], tables = self.observe(self.name, x, tables)
-        return self.linear(x, tables, *arguments)
+    def __call__(self, x, *arguments):
+        self.observations[self.name], linear = self.observe(self.name, x, self.linear)
+        return linear(x, *arguments)

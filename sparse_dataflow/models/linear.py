@@ -1,32 +1,34 @@
-"""The pluggable linear layer: dense, block-sparse, low-rank, or a sum with a low-rank term."""
+"""The projections of a model as weights: their layouts, their drawing, their stored names."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.config.layer_groups import layer_linear
 from sparse_dataflow.config.model import PRECISIONS, ModelConfig
-from sparse_dataflow.config.projections import KEY_VALUE, ROW_PARALLEL, LinearSpec
+from sparse_dataflow.config.projections import KEY_VALUE, PROJECTIONS, ROW_PARALLEL, LinearSpec
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
-from sparse_dataflow.kernels.block_sparse_matmul.strips import in_squares
-from sparse_dataflow.kernels.hadamard.api import hadamard
-from sparse_dataflow.kernels.nonzero_rows.api import nonzero_rows_matmul
-from sparse_dataflow.kernels.quantized import api as quantized
 from sparse_dataflow.models.shard import WHOLE, Shard
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
 from sparse_dataflow.sparsity.patterns import make_layout
-
-PROJECTION_OUTPUT = "projection_output"
-"""Checkpoint name of every projection's output, for remat policies."""
+from sparse_dataflow.weights.linear import Linear
+from sparse_dataflow.weights.weight import (
+    BlockSparse,
+    Dense,
+    Guided,
+    Hadamard,
+    LowRank,
+    PlusLowRank,
+    Probed,
+    Thresholded,
+    Weight,
+)
 
 
 def projection_layout(config: ModelConfig, projection: str, layer: int) -> BlockLayout:
@@ -59,17 +61,84 @@ def with_room(layout: BlockLayout, spec: LinearSpec) -> BlockLayout:
     return dataclasses.replace(layout, max_fan_out=width)
 
 
+def linear(
+    config: ModelConfig, projection: str, arrays: Mapping[str, Any], layout: Any = None
+) -> Linear:
+    """Returns a projection from its arrays, as parameter trees and checkpoints name them.
+
+    The spec says how a weight is computed; which arrays there are says how it is stored: `kernel`;
+    or `values`; or `a_factor` and `b_factor`.  In addition there may be `guide` and `guide_share`;
+    `a_kernel`, `b_kernel` and `gate`; and `bias`.
+
+    Args:
+      config: the model.
+      projection: its name.
+      arrays: the arrays, also stacked over layers or experts; of any dtype.
+      layout: of block-sparse values; or a `Probe` or `InputThreshold`.
+    """
+    if isinstance(layout, InputThreshold):
+        return with_threshold(linear(config, projection, arrays, layout.tables), layout.level)
+    if isinstance(layout, Probe):
+        plain = linear(config, projection, arrays, layout.tables)
+        return _with_stored(plain, lambda stored: _probed(stored, layout))
+    weight: Weight
+    precision = config.precision
+    if "values" in arrays:
+        weight = BlockSparse(arrays["values"], layout, precision)
+    elif "a_factor" in arrays:
+        weight = LowRank(arrays["a_factor"], arrays["b_factor"])
+    else:
+        weight = Dense(arrays["kernel"], precision)
+    if "guide" in arrays:
+        weight = Guided(weight, arrays["guide"], arrays["guide_share"], precision)
+    if width := config.linear(projection).hadamard:
+        weight = Hadamard(weight, width)
+    if "a_kernel" in arrays:
+        weight = PlusLowRank(weight, arrays["a_kernel"], arrays["b_kernel"], arrays["gate"])
+    return Linear(weight, arrays.get("bias"))
+
+
+def arrays(linear: Linear) -> dict[str, Any]:
+    """Returns the arrays of a projection by name; inverse of the function `linear`."""
+    leaves = jax.tree_util.tree_leaves_with_path(linear)
+    names = [(path[-1].name, leaf) for path, leaf in leaves if not _of_layout(path)]
+    return dict(names)
+
+
+def _of_layout(path):
+    return any(getattr(key, "name", "") == "layout" for key in path)
+
+
+def layer_weights(config: ModelConfig, params: Mapping[str, Any], tables: Mapping) -> dict:
+    """Returns the parameters of one layer with each projection as a `Linear`.
+
+    Args:
+      config: the model.
+      params: parameters of the layer, see `gpt`.
+      tables: block-sparse projection -> its tables, a `Probe` or an `InputThreshold`; those of
+        experts belong to the shared expert too.
+    """
+
+    def weights(name, module):
+        if name in PROJECTIONS:
+            return linear(config, name, module, tables.get(name))
+        if name in ("experts", "shared"):
+            return layer_weights(config, module, tables)
+        return module
+
+    return {name: weights(name, module) for name, module in params.items()}
+
+
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=("tables", "norms"), meta_fields=("axes", "shard")
 )
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """Layout tables of a projection, plus an input whose gradient is the dense block norms.
+    """Layout tables of a projection, and the rest of its `Probed` weight.
 
     Attributes:
       tables: tables of the layout.
-      norms: float32 [in_blocks, out_blocks].  No result depends on it.  Its custom "gradient" is
-        the Euclidean norm of every block of xᵀ dy, the gradient of the weight if it were dense.
+      norms: see `Probed`, also for `axes`.
       axes: `shard_map` axes over which the rows of x are sharded.
       shard: shard of a projection in KEY_VALUE, whose gradient is summed over its copies.
     """
@@ -99,23 +168,18 @@ class Probe:
 )
 @dataclasses.dataclass(frozen=True)
 class InputThreshold:
-    """Layout tables of a projection, plus a level up to which its inputs count as zeros.
+    """Layout tables of a projection, and the level of its `Thresholded` weight.
 
-    Activation sparsity without training: TEAL, arXiv 2408.14690, section 4.  A dense weight of one
-    token reads only the rows of its other inputs; see `kernels.nonzero_rows`.
+    Inputs are measured after a Hadamard transform, as the weight reads them.  The low-rank term
+    reads all.
 
     Attributes:
       tables: tables of the layout; None for a dense weight.
-      level: float32 [], jax or numpy, the largest magnitude that counts as zero.  Inputs are
-        measured after a Hadamard transform, as the weight reads them.  The low-rank term reads all.
+      level: float32 [], jax or numpy, the largest magnitude that counts as zero.
     """
 
     tables: LayoutTables | None
     level: Any
-
-    def apply(self, x: jax.Array) -> jax.Array:
-        """Returns x with zeros for the inputs up to the level; NaN stays."""
-        return jnp.where(jnp.abs(x) <= self.level.astype(x.dtype), 0, x)
 
     def with_groups(self) -> "InputThreshold":
         """See `LayoutTables.with_groups`."""
@@ -124,158 +188,72 @@ class InputThreshold:
         return dataclasses.replace(self, tables=self.tables.with_groups())
 
 
-class Linear(nnx.Module):
-    """y = x W + b, where the LinearSpec of this projection says how W is stored; b is optional.
+def without_layout(linear: Linear) -> Linear:
+    """Returns a projection whose block-sparse weight has no layout, and multiplies nothing."""
 
-    Parameters, all float32:
-      kernel [in, out] (dense); or values [nnz, block, block] (block-sparse; see BlockLayout); or
-      a_factor [in, r] and b_factor [r, out] (low_rank), whose product is W;
-      bias [out], if the config's `biases` name it; and, with rank r > 0, a_kernel [in, r],
-      b_kernel [r, out] and gate [] of the gated low-rank term (arXiv 2112.00029, section 3.3).  The
-      gate starts at 1, b_kernel at 0; and, with a guide, guide [in, out] and guide_share []: y is
-      the block-sparse product times 1 - guide_share, plus x guide times guide_share.
+    no_layout: Any = None
 
-    With `hadamard`, the stored blocks multiply the Walsh-Hadamard transform of x; the low-rank term
-    multiplies x itself, in the dtype of x.  The config's `precision` says how the other product is
-    computed.
+    def without(stored: Weight) -> Weight:
+        return (
+            dataclasses.replace(stored, layout=no_layout) if type(stored) is BlockSparse else stored
+        )
+
+    return _with_stored(linear, without)
+
+
+def with_threshold(linear: Linear, level: Any) -> Linear:
+    """Returns a projection whose weight is `Thresholded`."""
+    return _with_stored(linear, lambda stored: Thresholded(stored, level))
+
+
+def _probed(stored, probe):
+    """Returns a block-sparse weight with a probe; quantised products are measured without."""
+    copies = probe.shard.sum_copies if probe.shard.kv_copies > 1 else None
+    stored = dataclasses.replace(stored, precision=PRECISIONS[0])
+    return Probed(stored, probe.norms, probe.axes, copies)
+
+
+def _with_stored(linear, wrap):
+    return dataclasses.replace(linear, weight=linear.weight.map_stored(wrap))
+
+
+def draw(config: ModelConfig, projection: str, *, gain: float, rngs: nnx.Rngs) -> Linear:
+    """Draws the parameters of a projection, float32, at the layout of layer 0.
 
     Weights are drawn normal with variance gain² / (stored inputs of one output).  Of two factors,
     a_factor has variance r / in² and b_factor gain² / r, the spectral initialisation of structured
     weights (arXiv 2406.06248, section 3): each has a spectral norm of about the root of its outputs
     over its inputs.  So the product has about the spectral norm of a dense weight, and r / in times
-    its variance.
+    its variance.  A guide starts at 0, its share at 1; of a low-rank term the gate starts at 1,
+    b_kernel at 0.
     """
+    spec = config.linear(projection)
+    in_features, out_features = config.projection_shape(projection)
+    parameters: dict[str, jax.Array] = {}
+    layout = None
 
-    def __init__(self, config: ModelConfig, projection: str, *, gain: float, rngs: nnx.Rngs):
-        spec = config.linear(projection)
-        in_features, out_features = config.projection_shape(projection)
-        self.sparse, self.factor_rank = spec.kind == "block_sparse", config.factor_rank(projection)
+    def scaled(shape, fan_in):
+        return normal(rngs, shape, gain / math.sqrt(fan_in))
 
-        def draw(shape, fan_in):
-            return nnx.Param(normal(rngs, shape, gain / math.sqrt(fan_in)))
-
-        if self.sparse:
-            layout = projection_layout(config, projection, layer=0)
-            shape = (layout.nnz, layout.block, layout.block)
-            self.values = draw(shape, in_features * layout.density)
-        elif rank := self.factor_rank:
-            scale = math.sqrt(rank) / in_features
-            self.a_factor = nnx.Param(normal(rngs, (in_features, rank), scale))
-            self.b_factor = draw((rank, out_features), rank)
-        else:
-            self.kernel = draw((in_features, out_features), in_features)
-        if projection in config.biases:
-            self.bias = nnx.Param(jnp.zeros(out_features))
-        self.rank, self.hadamard = spec.rank, spec.hadamard
-        self.precision, self.guided = config.precision, config.has_guide(projection)
-        if self.guided:
-            self.guide = nnx.Param(jnp.zeros((in_features, out_features)))
-            self.guide_share = nnx.Param(jnp.ones(()))
-        if spec.rank:
-            self.a_kernel = nnx.Param(
-                normal(rngs, (in_features, spec.rank), 1 / math.sqrt(in_features))
-            )
-            self.b_kernel = nnx.Param(jnp.zeros((spec.rank, out_features)))
-            self.gate = nnx.Param(jnp.ones(()))
-
-    def __call__(
-        self,
-        x: jax.Array,
-        tables: LayoutTables | Probe | InputThreshold | None,
-        reduce: Callable[[jax.Array], jax.Array] = lambda y: y,
-    ) -> jax.Array:
-        """Applies the layer: [..., in] -> [..., out], in the dtype of x.
-
-        Args:
-          x: the input, or its features for this shard of a weight that is cut by inputs.
-          tables: layout tables of this layer; None for a dense weight.
-          reduce: sums the partial products of a weight that is cut by inputs over its shards.
-        """
-        params = self.cast(x.dtype)
-        mixed = hadamard(x, self.hadamard) if self.hadamard else x
-        if has_zeros := isinstance(tables, InputThreshold):
-            mixed, tables = tables.apply(mixed), tables.tables
-        if isinstance(tables, Probe):
-            y = block_sparse_matmul(mixed, params["values"], tables.tables)
-            y = with_gradient_norms(y, mixed, tables.norms, tables.axes, tables.shard)
-        elif self.sparse and tables is not None:
-            values, tables = in_squares(params["values"], tables)
-            y = block_sparse_matmul(mixed, values, tables, precision=self.precision)
-        elif self.factor_rank:
-            factor = _matmul(mixed, params["a_factor"], has_zeros=has_zeros)
-            y = _matmul(factor, params["b_factor"])
-        else:
-            y = _matmul(mixed, params["kernel"], self.precision, has_zeros)
-        if self.guided:
-            share = self.guide_share[...]
-            guide = _matmul(mixed, params["guide"], self.precision)
-            y = (1 - share).astype(x.dtype) * y + share.astype(x.dtype) * guide
-        if self.rank:
-            y += params["gate"] * _matmul(_matmul(x, params["a_kernel"]), params["b_kernel"])
-        return self.with_bias(reduce(y))
-
-    def with_bias(self, y: jax.Array) -> jax.Array:
-        """Adds the bias, if there is one, and names the projection's output for remat policies."""
-        if hasattr(self, "bias"):
-            y += self.bias[...].astype(y.dtype)
-        return checkpoint_name(y, PROJECTION_OUTPUT)
-
-    @property
-    def plain_sparse(self) -> bool:
-        """Whether the weight is block-sparse without low-rank term, Hadamard transform or guide."""
-        return self.sparse and not (self.rank or self.hadamard or self.guided)
-
-    def cast(self, dtype: jnp.dtype) -> dict[str, jax.Array]:
-        """Returns the parameters by name, cast to `dtype`."""
-        params = nnx.to_pure_dict(nnx.state(self, nnx.Param))
-        return {name: leaf.astype(dtype) for name, leaf in params.items()}
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def with_gradient_norms(
-    y: jax.Array,
-    x: jax.Array,
-    norms: jax.Array,
-    axes: tuple[str, ...] = (),
-    shard: Shard = WHOLE,
-) -> jax.Array:
-    """Returns `y`, a product with `x`; see `Probe` for the gradient of `norms` and the others."""
-    return y
-
-
-def _probe_forward(y, x, norms, axes, shard):
-    return y, (x, norms)
-
-
-def _probe_backward(axes, shard, saved, dy):
-    x, norms = saved
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    gradient = lax.dot_general(
-        x.reshape(-1, x.shape[-1]),
-        dy.reshape(-1, dy.shape[-1]),
-        (((0,), (0,)), ((), ())),
-        preferred_element_type=wide,
-    )
-    if axes:
-        gradient = lax.psum(gradient, axes)
-    gradient = shard.sum_copies(gradient)
-    in_blocks, out_blocks = norms.shape
-    blocks = gradient.reshape(in_blocks, len(gradient) // in_blocks, out_blocks, -1)
-    block_norms = jnp.sqrt(jnp.sum(jnp.square(blocks), axis=(1, 3)))
-    return dy, jnp.zeros_like(x), block_norms.astype(norms.dtype)
-
-
-with_gradient_norms.defvjp(_probe_forward, _probe_backward)
-
-
-def _matmul(x, kernel, precision=PRECISIONS[0], has_zeros=False):
-    """x @ kernel over flattened tokens, because contracting two axes is slower on a CPU."""
-    rows = x.reshape(-1, x.shape[-1])
-    if precision != PRECISIONS[0]:
-        y = quantized.matmul(rows, kernel, precision)
+    if spec.kind == "block_sparse":
+        layout = projection_layout(config, projection, layer=0)
+        shape = (layout.nnz, layout.block, layout.block)
+        parameters["values"] = scaled(shape, in_features * layout.density)
+    elif rank := config.factor_rank(projection):
+        scale = math.sqrt(rank) / in_features
+        parameters["a_factor"] = normal(rngs, (in_features, rank), scale)
+        parameters["b_factor"] = scaled((rank, out_features), rank)
     else:
-        y = nonzero_rows_matmul(rows, kernel) if has_zeros else rows @ kernel
-    return y.reshape(*x.shape[:-1], -1)
+        parameters["kernel"] = scaled((in_features, out_features), in_features)
+    if projection in config.biases:
+        parameters["bias"] = jnp.zeros(out_features)
+    if config.has_guide(projection):
+        parameters |= {"guide": jnp.zeros((in_features, out_features)), "guide_share": jnp.ones(())}
+    if spec.rank:
+        scale = 1 / math.sqrt(in_features)
+        parameters["a_kernel"] = normal(rngs, (in_features, spec.rank), scale)
+        parameters |= {"b_kernel": jnp.zeros((spec.rank, out_features)), "gate": jnp.ones(())}
+    return linear(config, projection, parameters, layout)
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float) -> jax.Array:

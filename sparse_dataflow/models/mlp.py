@@ -11,7 +11,9 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import MLP, ROW_PARALLEL
 from sparse_dataflow.kernels.gelu.api import gelu, saving_input, silu
 from sparse_dataflow.kernels.sparse_mlp.api import gated_sparse_mlp, sparse_mlp
-from sparse_dataflow.models.linear import InputThreshold, Linear, Probe
+from sparse_dataflow.models.linear import draw
+from sparse_dataflow.weights.linear import Linear
+from sparse_dataflow.weights.weight import BlockSparse
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": gelu,
@@ -22,11 +24,11 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Mlp(nnx.Module):
-    """An MLP, whose projections are attributes of the module; the config says which it has."""
+    """An MLP, whose projections are parameters of the module; the config says which it has."""
 
-    mlp_gate: Linear
-    mlp_in: Linear
-    mlp_out: Linear
+    mlp_gate: nnx.Param[Linear]
+    mlp_in: nnx.Param[Linear]
+    mlp_out: nnx.Param[Linear]
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -35,44 +37,39 @@ class Mlp(nnx.Module):
     def add(self, config: ModelConfig, names: Iterable[str], rngs: nnx.Rngs) -> None:
         """Draws projections as attributes."""
         for name in names:
-            setattr(self, name, Linear(config, name, gain=gain(config, name), rngs=rngs))
+            setattr(self, name, nnx.Param(draw(config, name, gain=gain(config, name), rngs=rngs)))
 
-    def mlp(self, x_BxTxD, tables, shard):
+    def mlp(self, x_BxTxD, shard):
         """Applies the MLP to gathered tokens; each device of the shard gets its tokens' outputs."""
         # With a feature axis, devices exchange hidden features.
-        if shard.feature_axis is None and (y := self._fused(x_BxTxD, tables)) is not None:
-            return self.mlp_out.with_bias(shard.reduce(y))
-        products = [self.mlp_in(x_BxTxD, tables.get("mlp_in"), shard.reduce_features)]
+        if shard.feature_axis is None and (y := self._fused(x_BxTxD)) is not None:
+            return self.mlp_out.plus_bias(shard.reduce(y))
+        products = [self.mlp_in(x_BxTxD, shard.reduce_features)]
         if self.config.gated_mlp:
-            gate = self.mlp_gate(x_BxTxD, tables.get("mlp_gate"), shard.reduce_features)
-            products.append(gate)
+            products.append(self.mlp_gate(x_BxTxD, shard.reduce_features))
         hidden = shard.gather_features(activate(self.config, *products))
-        return self.mlp_out(hidden, tables.get("mlp_out"), shard.reduce)
+        return self.mlp_out(hidden, shard.reduce)
 
-    def _fused(self, x_BxTxD, tables):
+    def _fused(self, x_BxTxD):
         """Returns mlp_out's product if a fused op computes the whole MLP, else None.
 
         There are ops for gated MLPs without biases and for a GELU with a bias, whose weights are
-        all plain block-sparse ones.
+        stored blocks and nothing else.
         """
         config = self.config
         if config.gated_mlp:
             has_fused_op = not {"mlp_gate", "mlp_in"} & set(config.biases)
         else:
             has_fused_op = config.activation == "gelu" and "mlp_in" in config.biases
-        names = [name for name in config.projections if name in MLP]
-        layers = [getattr(self, name) for name in names]
-        plain = not config.quantized and all(layer.plain_sparse for layer in layers)
-        # These tables need the input of a projection, which a fused op does not have as an array.
-        needs_inputs = any(isinstance(tables.get(n), Probe | InputThreshold) for n in names)
-        if not has_fused_op or not plain or needs_inputs:
+        weights = [getattr(self, name).weight for name in config.projections if name in MLP]
+        if not has_fused_op or config.quantized or {type(w) for w in weights} != {BlockSparse}:
             return None
-        values = [layer.cast(x_BxTxD.dtype)["values"] for layer in layers]
-        layouts = [tables[name] for name in names]
+        values = [weight.values.astype(x_BxTxD.dtype) for weight in weights]
+        tables = [weight.tables for weight in weights]
         if config.gated_mlp:
-            return gated_sparse_mlp(x_BxTxD, values, layouts, config.activation)
-        bias = self.mlp_in.cast(x_BxTxD.dtype)["bias"]
-        return sparse_mlp(x_BxTxD, values[0], bias, values[1], *layouts)
+            return gated_sparse_mlp(x_BxTxD, values, tables, config.activation)
+        bias = self.mlp_in.bias.astype(x_BxTxD.dtype)
+        return sparse_mlp(x_BxTxD, values[0], bias, values[1], *tables)
 
 
 def activate(config: ModelConfig, hidden: jax.Array, gate: jax.Array | None = None) -> jax.Array:

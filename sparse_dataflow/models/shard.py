@@ -150,7 +150,7 @@ class Shard:
         return lax.dynamic_slice_in_dim(experts, start, length)
 
     def local(self, block: dict[str, Any]) -> dict[str, Any]:
-        """Returns the parameters of a block with those of `k` and `v` sliced to this device's head.
+        """Returns the weights of a block with those of `k` and `v` sliced to this device's head.
 
         The gradient of a replicated weight is zero outside of this device's columns, so its sum
         over the devices has the sum over the copies of each head.
@@ -160,7 +160,8 @@ class Shard:
         heads = lax.axis_size(self.axis) // self.kv_copies
         head = lax.axis_index(self.axis) // self.kv_copies
 
-        def columns(name, leaf):
+        def columns(path, leaf):
+            name = getattr(path[-1], "name", "")
             if name not in OUTPUT_AXIS:
                 return leaf
             axis = OUTPUT_AXIS[name]
@@ -168,8 +169,7 @@ class Shard:
             return lax.dynamic_slice_in_dim(leaf, head * length, length, axis)
 
         sliced = {
-            module: {name: columns(name, leaf) for name, leaf in block[module].items()}
-            for module in KEY_VALUE
+            module: jax.tree_util.tree_map_with_path(columns, block[module]) for module in KEY_VALUE
         }
         return {**block, **sliced}
 

@@ -12,7 +12,7 @@ from sparse_dataflow.config.layer_groups import join_groups, layer_groups, split
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import MLP
 from sparse_dataflow.models.experts import expert_layout
-from sparse_dataflow.models.linear import InputThreshold, projection_layout
+from sparse_dataflow.models.linear import InputThreshold, layer_weights, projection_layout
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables, stack_tables
 
 
@@ -89,6 +89,12 @@ def layers(blocks: Any, tables: Any) -> Iterator[tuple[dict, dict]]:
     for stacked in zip(split_groups(blocks), split_groups(tables), strict=True):
         for i in range(len(jax.tree.leaves(stacked[0])[0])):
             yield jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
+
+
+def weights(config: ModelConfig, blocks: Any, tables: Any) -> Iterator[dict]:
+    """Yields the `layer_weights` of each layer in order, from the stacked trees."""
+    for params, of_layer in layers(blocks, tables):
+        yield layer_weights(config, params, of_layer)
 
 
 def stacked_layers(config: ModelConfig, trees: Sequence) -> Any:

@@ -20,8 +20,9 @@ from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.kernels.attention.documents import document_attention, document_numbers
 from sparse_dataflow.kernels.cross_entropy.distillation import TeacherOutput
 from sparse_dataflow.models import adapters, gpt, stacks
-from sparse_dataflow.models.linear import PROJECTION_OUTPUT
+from sparse_dataflow.models.linear import layer_weights
 from sparse_dataflow.models.shard import WHOLE, Shard
+from sparse_dataflow.weights.linear import PROJECTION_OUTPUT
 
 GATHERED = "gathered"
 """Checkpoint name of all-gathered params: the backward pass gathers them again."""
@@ -205,7 +206,8 @@ def _layer(config, member, group, attend, kind):
     def run(xs, layer):
         layer_params, layer_tables = layer
         params = member.section({"blocks": layer_params}, "blocks", group)
-        block = functools.partial(gpt.routed_block, config, params, layer_tables)
+        weights = layer_weights(config, params, layer_tables)
+        block = functools.partial(gpt.routed_block, config, weights)
         outputs = [block(x, member.shard, of_part) for x, of_part in zip(xs, attend, strict=True)]
         # A model with experts has one part.
         return [x for x, _ in outputs], outputs[0][1]

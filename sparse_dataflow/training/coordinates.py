@@ -56,9 +56,8 @@ def _activations(model, params, tables, tokens):
     x = gpt.embed(model, params["embed"], tokens)
     activations = {"embed": x}
     branches = []
-    for layer_params, layer_tables in stacks.layers(params["blocks"], tables):
-        block = gpt.bind_block(model, layer_params)
-        middle, x_after, _ = block.residuals(x, layer_tables)
+    for weights in stacks.weights(model, params["blocks"], tables):
+        middle, x_after, _ = gpt.bind_block(model, weights).residuals(x)
         branches.append((middle - x, x_after - middle))
         x = x_after
     activations["attention branch"], activations["MLP branch"] = map(jnp.stack, zip(*branches))

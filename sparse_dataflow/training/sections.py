@@ -18,6 +18,7 @@ from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.distributed.warm_up import warm_up
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.models import gpt, stacks
+from sparse_dataflow.models.linear import layer_weights
 from sparse_dataflow.models.mlp import activate
 from sparse_dataflow.models.shard import WHOLE
 from sparse_dataflow.optim.optimizers import make_optimizer
@@ -56,29 +57,32 @@ def section_seconds(
         )
     ]
 
+    def bound(params, tables):
+        return gpt.bind_block(model, layer_weights(model, params, tables))
+
     def all_layers(apply, width):
-        """Times `apply(block, x, tables)` in the first layer of each group; returns the sum."""
+        """Times `apply(block, x)` in the first layer of each group; returns the sum."""
         x, total = draw(B, T, width), 0.0
         for group, (params, tables) in zip(layer_groups(model), first_layers, strict=True):
 
             def forward(params, x, tables=tables):
-                return apply(gpt.bind_block(model, params), x, tables)
+                return apply(bound(params, tables), x)
 
             total += len(group.layers) * _seconds(forward, (params, x))
         return total
 
     def projection(name):
         width, _ = model.projection_shape(name)
-        return all_layers(lambda block, x, tables: getattr(block, name)(x, tables.get(name)), width)
+        return all_layers(lambda block, x: getattr(block, name)(x), width)
 
     def experts():
-        return all_layers(lambda block, x, tables: block.experts(x, tables, WHOLE)[0], D)
+        return all_layers(lambda block, x: block.experts(x, WHOLE)[0], D)
 
     def elementwise(params, x, normed, products):
-        bound = gpt.bind_block(model, params)
-        heads = [getattr(bound, name)(leaf) for name, leaf in normed.items()]
+        block = bound(params, first_layers[0][1])
+        heads = [getattr(block, name)(leaf) for name, leaf in normed.items()]
         activated = () if model.experts else activate(model, *products)
-        return bound.norm1(x), bound.norm2(x), heads, activated
+        return block.norm1(x), block.norm2(x), heads, activated
 
     q, k, v = (
         draw(B, T, heads, model.head_width)

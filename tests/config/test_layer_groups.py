@@ -18,6 +18,7 @@ from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt, stacks
+from sparse_dataflow.models.linear import layer_weights
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning import cost, memory
 
@@ -135,7 +136,7 @@ def layer_by_layer(model, params, tokens):
                 grid = grid.at[layout.rows, layout.cols].set(values)
                 sides = model.projection_shape(name)
                 layer[name]["kernel"] = grid.swapaxes(1, 2).reshape(sides)
-            x = gpt.block(dense, layer, {}, x)
+            x = gpt.block(dense, layer_weights(dense, layer, {}), x)
             number += 1
     weights = jnp.full(tokens[:, 1:].shape, 1 / tokens[:, 1:].size)
     embedding = params["embed"]["tokens"]

@@ -38,7 +38,7 @@ def start_of(config):
 def test_norms_are_those_of_the_inputs(config):
     start = start_of(config)
     norms = input_norms(config, start.params, start.tables, BATCHES, {})
-    first, _ = next(stacks.layers(start.params["blocks"], start.tables))
+    first = next(stacks.weights(config, start.params["blocks"], start.tables))
     block = gpt.bind_block(config, jax.tree.map(np.asarray, first))
     inputs = [block.norm1(gpt.embed(config, start.params["embed"], tokens)) for tokens in BATCHES]
     expected = np.sqrt(sum(np.square(x).sum((0, 1)) for x in inputs))

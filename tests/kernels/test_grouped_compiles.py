@@ -13,6 +13,7 @@ from sparse_dataflow.aot import hlo
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.models import gpt, stacks
+from sparse_dataflow.models.linear import layer_weights
 
 pytest.importorskip(
     "jax_cuda13_plugin", reason="compiling for a GPU needs 'sparse_dataflow[cuda]': make aot-gpu"
@@ -33,7 +34,9 @@ def compiled_block(model, kind):
     tables = jax.tree.map(lambda table: table[0], stacked)
 
     def gradients(params, x, dy):
-        block = lambda params, x: gpt.block(model, params, tables, x)  # noqa: E731
+        def block(params, x):
+            return gpt.block(model, layer_weights(model, params, tables), x)
+
         y, pullback = jax.vjp(block, params, x)
         return y, *pullback(dy)
 

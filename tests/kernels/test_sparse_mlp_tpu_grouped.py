@@ -18,6 +18,7 @@ from sparse_dataflow.kernels.block_sparse_matmul.sharded import cut_columns, cut
 from sparse_dataflow.kernels.sparse_mlp import api, tuning_grouped
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu_grouped as kernels
 from sparse_dataflow.models import gpt, stacks
+from sparse_dataflow.models.linear import layer_weights
 from sparse_dataflow.sparsity.layout import Groups
 from sparse_dataflow.sparsity.patterns import make_layout
 
@@ -188,7 +189,8 @@ def block_of(config):
     x = np.random.default_rng(0).normal(size=(2, 16, config.d_model)).astype(np.float32)
 
     def apply(params, tables, x):
-        return gpt.block(config, params, tables, x, attend=lambda q, k, v, window: q)
+        weights = layer_weights(config, params, tables)
+        return gpt.block(config, weights, x, attend=lambda q, k, v, window: q)
 
     return apply, (params, tables, x)
 

@@ -17,6 +17,7 @@ from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import expert_rows, gpt, stacks
 from sparse_dataflow.models.experts import Experts
+from sparse_dataflow.models.linear import layer_weights
 from sparse_dataflow.models.shard import WHOLE
 
 TINY = ModelConfig(2, 16, 2, 32, vocab_size=40, max_len=16, experts=4, top_k=2)
@@ -44,17 +45,16 @@ def configs(draw):
 def arbitrary(config, seed):
     """Returns float64 (params of the experts, x [1, T, D], dy)."""
     rng = np.random.default_rng(seed)
-    shapes = jax.eval_shape(
-        lambda: nnx.to_pure_dict(nnx.state(Experts(config, rngs=nnx.Rngs(0)), nnx.Param))
-    )
-    params = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape) / 3, shapes)
+    shapes = jax.eval_shape(lambda: gpt.init_section(config, "block", jax.random.key(0)))
+    params = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape) / 3, shapes["experts"])
     tokens = int(rng.integers(1, 14))
     return params, *rng.normal(size=(2, 1, tokens, config.d_model))
 
 
 def bound(config, params):
     abstract = nnx.eval_shape(lambda: Experts(config, rngs=nnx.Rngs(0)))
-    return nnx.merge(nnx.split(abstract, nnx.Param)[0], params)
+    weights = layer_weights(config, {"experts": params}, tables_of(config))["experts"]
+    return nnx.merge(nnx.split(abstract, nnx.Param)[0], weights)
 
 
 def tables_of(config):
@@ -74,7 +74,7 @@ def test_outputs_and_losses_are_those_of_the_loop_and_gradients_its_differences(
         return np.sum(y * dy[0]) + auxiliary, (y, balance, z)
 
     def ours(params, x):
-        y, routing = bound(config, params)(x, tables_of(config), WHOLE)
+        y, routing = bound(config, params)(x, WHOLE)
         return jnp.sum(y * dy) + routing.loss(config), (y[0], routing)
 
     with jax.enable_x64(True):
@@ -97,6 +97,10 @@ def test_outputs_and_losses_are_those_of_the_loop_and_gradients_its_differences(
         np.testing.assert_allclose(np.sum(of_leaf * way), (up - down) / 2, rtol=1e-3, atol=1e-8)
 
 
+def apply_block(config, params, x):
+    return gpt.block(config, layer_weights(config, params, {}), x)
+
+
 def test_one_expert_is_the_mlp():
     """Its router has nothing to choose, so its factor is 1."""
     config = dataclasses.replace(TINY, experts=1, top_k=1)
@@ -107,7 +111,7 @@ def test_one_expert_is_the_mlp():
                      ("mlp_in", "mlp_out")}  # fmt: skip
     x = jax.random.normal(jax.random.key(1), (2, 8, 16))
     first = lambda tree: jax.tree.map(lambda a: a[0], tree)  # noqa: E731
-    block = jax.jit(lambda config, params, x: gpt.block(config, params, {}, x), static_argnums=0)
+    block = jax.jit(apply_block, static_argnums=0)
     mixture = block(config, first(params["blocks"]), x)
     dense = block(dataclasses.replace(config, experts=0), first(dense_params), x)
     np.testing.assert_allclose(mixture, dense, rtol=1e-5, atol=1e-6)

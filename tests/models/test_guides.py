@@ -16,7 +16,7 @@ from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import adapters, guides
-from sparse_dataflow.models.linear import Linear, projection_layout
+from sparse_dataflow.models.linear import arrays, draw, linear, projection_layout
 from sparse_dataflow.optim.optimizers import learning_rate_multipliers, map_moments
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel import whole
@@ -42,14 +42,13 @@ WEIGHTS = np.full((4, 8), 1 / 32, np.float32)
 def test_a_guided_layer_and_its_gradient_equal_the_mixed_weight_in_float64(share):
     config = dataclasses.replace(GUIDED, linears={"mlp_in": dataclasses.replace(SPARSE, rank=0)})
     layout = projection_layout(config, "mlp_in", layer=0)
-    abstract = nnx.eval_shape(lambda: Linear(config, "mlp_in", gain=1.0, rngs=nnx.Rngs(0)))
-    graph, state = nnx.split(abstract, nnx.Param)
+    drawn = jax.eval_shape(lambda: draw(config, "mlp_in", gain=1.0, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda s: rng.normal(size=s.shape), nnx.to_pure_dict(state))
+    params = {name: rng.normal(size=shape.shape) for name, shape in arrays(drawn).items()}
     params[guides.SHARE] = np.float64(share)
     x, dy = rng.normal(size=(2, 5, 32)), rng.normal(size=(2, 5, 64))
     with jax.enable_x64(True):
-        apply = lambda params, x: nnx.merge(graph, params)(x, layout.tables())  # noqa: E731
+        apply = lambda params, x: linear(config, "mlp_in", params, layout)(x)  # noqa: E731
         y, backward = jax.vjp(apply, params, x)
         gradients, dx = backward(jnp.asarray(dy))
     stored = np.zeros((32, 64))

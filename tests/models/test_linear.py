@@ -14,7 +14,13 @@ from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.hadamard.api import hadamard
-from sparse_dataflow.models.linear import InputThreshold, Linear, projection_layout
+from sparse_dataflow.models.linear import (
+    arrays,
+    draw,
+    linear,
+    projection_layout,
+    with_threshold,
+)
 from sparse_dataflow.sparsity.patterns import make_layout
 
 PROJECTIONS = SIZES["nano"].projections
@@ -26,23 +32,20 @@ def sparse(density, rank=0, hadamard=0, pattern="butterfly"):
     return LinearSpec("block_sparse", pattern, density, block=16, rank=rank, hadamard=hadamard)
 
 
-def split(spec, projection="mlp_in", gain=1.0):
-    """Returns (graph, {name: ShapeDtypeStruct} of the parameters) of an abstract layer."""
+def initial(spec, projection, gain=1.0):
+    """Returns a function that draws the arrays of a layer."""
     config = WIDE.with_linears(spec)
-    layer = nnx.eval_shape(lambda: Linear(config, projection, gain=gain, rngs=nnx.Rngs(0)))
-    graph, state = nnx.split(layer, nnx.Param)
-    return graph, nnx.to_pure_dict(state)
+    return lambda: arrays(draw(config, projection, gain=gain, rngs=nnx.Rngs(0)))
 
 
-def draw(spec, projection, gain):
-    """Returns the initial parameters of a layer."""
-    config = WIDE.with_linears(spec)
+def abstract(spec, projection="mlp_in"):
+    """Returns {name: ShapeDtypeStruct} of the arrays of a layer."""
+    return jax.eval_shape(initial(spec, projection))
 
-    def initial():
-        layer = Linear(config, projection, gain=gain, rngs=nnx.Rngs(0))
-        return nnx.to_pure_dict(nnx.state(layer, nnx.Param))
 
-    return jax.jit(initial)()
+def layer(params, spec, projection="mlp_in"):
+    """Returns a layer of these arrays."""
+    return linear(WIDE.with_linears(spec), projection, params, tables_of(spec, projection))
 
 
 def arbitrary(params, seed=0):
@@ -57,7 +60,7 @@ def tables_of(spec, projection="mlp_in"):
 
 
 def shapes(spec, projection):
-    return {name: param.shape for name, param in split(spec, projection)[1].items()}
+    return {name: param.shape for name, param in abstract(spec, projection).items()}
 
 
 @pytest.mark.parametrize("projection", PROJECTIONS)
@@ -82,8 +85,7 @@ def test_only_stored_blocks_are_parameters(projection):
 )
 @pytest.mark.parametrize("projection", ["qkv", "mlp_out"])
 def test_a_layer_equals_its_dense_formula(spec, projection):
-    graph, params = split(spec, projection)
-    params = arbitrary(params)
+    params = arbitrary(abstract(spec, projection))
     weight = params.get("kernel")
     if weight is None:
         layout = projection_layout(WIDE.with_linears(spec), projection, layer=0)
@@ -94,23 +96,22 @@ def test_a_layer_equals_its_dense_formula(spec, projection):
     if spec.rank:
         weight = weight + params["gate"] * params["a_kernel"] @ params["b_kernel"]
     x = np.random.default_rng(1).normal(size=(2, 5, weight.shape[0])).astype(np.float32)
-    y = jax.jit(nnx.merge(graph, params))(x, tables_of(spec, projection))
+    y = jax.jit(layer(params, spec, projection))(x)
     np.testing.assert_allclose(y, x @ weight + params["bias"], rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("spec", [LinearSpec(), sparse(1 / 4, 3, hadamard=64)])
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_a_threshold_lets_small_inputs_of_the_weight_count_as_zeros(spec, tokens):
-    graph, params = split(spec)
-    params = {**arbitrary(params), "bias": np.zeros(1024, np.float32)}
-    layer, tables = nnx.merge(graph, params), tables_of(spec)
+    params = {**arbitrary(abstract(spec)), "bias": np.zeros(1024, np.float32)}
+    plain = layer(params, spec)
     x = np.random.default_rng(1).normal(size=(1, tokens, 256)).astype(np.float32)
-    y = jax.jit(layer)(x, InputThreshold(tables, np.float32(0.5)))
+    y = jax.jit(with_threshold(plain, np.float32(0.5)))(x)
     if spec.hadamard:  # Its own inverse.
         expected = hadamard(x, spec.hadamard)
         expected = hadamard(np.where(np.abs(expected) <= 0.5, 0, expected), spec.hadamard)
         low_rank = params["gate"] * params["a_kernel"] @ params["b_kernel"]
-        expected = layer(expected, tables) + (x - expected) @ low_rank
+        expected = plain(expected) + (x - expected) @ low_rank
     else:
         expected = np.where(np.abs(x) <= 0.5, 0, x) @ params["kernel"]
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-3)
@@ -119,10 +120,9 @@ def test_a_threshold_lets_small_inputs_of_the_weight_count_as_zeros(spec, tokens
 def test_the_low_rank_term_starts_at_zero_with_a_gradient():
     """b_kernel starts at 0, so the output does not change, but its gradient is not 0."""
     spec = sparse(1 / 4, rank=3)
-    graph, _ = split(spec)
-    params = draw(spec, "mlp_in", gain=1.0)
+    params = jax.jit(initial(spec, "mlp_in"))()
     x = np.random.default_rng(1).normal(size=(7, 256)).astype(np.float32)
-    apply = jax.jit(lambda params: nnx.merge(graph, params)(x, tables_of(spec)))
+    apply = jax.jit(lambda params: layer(params, spec)(x))
     gated = apply(params)
     np.testing.assert_array_equal(gated, apply({**params, "gate": np.float32(0)}))
     gradient = jax.jit(jax.grad(lambda params: jnp.sum(jnp.square(apply(params)))))(params)
@@ -133,7 +133,7 @@ def test_the_low_rank_term_starts_at_zero_with_a_gradient():
 def test_the_initial_scale_does_not_depend_on_density(projection, gain):
     x = np.random.default_rng(0).normal(size=(200, WIDE.projection_shape(projection)[0]))
     for spec in (LinearSpec(), sparse(1 / 16), sparse(1 / 4), sparse(1.0)):
-        weight = draw(spec, projection, gain)
+        weight = jax.jit(initial(spec, projection, gain))()
         if spec.kind == "dense":
             weight = weight["kernel"]
         else:
@@ -155,16 +155,14 @@ def test_patterns_differ_between_layers_and_projections():
 def test_the_output_has_the_input_dtype():
     x = jax.ShapeDtypeStruct((3, 256), jnp.bfloat16)
     for spec in (LinearSpec(rank=2), sparse(1 / 4, rank=2), sparse(1 / 4, hadamard=32)):
-        tables = tables_of(spec)
-        graph, params = split(spec)
-        y = jax.eval_shape(lambda p, x, g=graph, t=tables: nnx.merge(g, p)(x, t), params, x)
+        y = jax.eval_shape(lambda p, x, spec=spec: layer(p, spec)(x), abstract(spec), x)
         assert y.shape == (3, 1024) and y.dtype == jnp.bfloat16
 
 
 def test_an_impossible_spec_is_refused():
     with pytest.raises(UserError, match="legal: multiples of 1/16"):
-        split(sparse(0.3))
+        abstract(sparse(0.3))
     with pytest.raises(UserError, match="Block 48 does not divide a 256 x 1024 weight"):
-        split(LinearSpec("block_sparse", "cyclic", 0.5, block=48))
+        abstract(LinearSpec("block_sparse", "cyclic", 0.5, block=48))
     with pytest.raises(UserError, match="Pattern 'woven' is unknown"):
-        split(LinearSpec("block_sparse", "woven", 0.5, block=16))
+        abstract(LinearSpec("block_sparse", "woven", 0.5, block=16))

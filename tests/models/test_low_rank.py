@@ -19,7 +19,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.equivalent_forms import dense_form
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.linear import InputThreshold, Linear
+from sparse_dataflow.models.linear import arrays, draw, linear, with_threshold
 from sparse_dataflow.optim import muon
 from sparse_dataflow.optim.optimizers import learning_rate_multipliers, make_optimizer
 from sparse_dataflow.parallel import whole
@@ -43,16 +43,15 @@ def arbitrary(model, seed=0):
 
 @pytest.mark.parametrize("projection", ["qkv", "mlp_out"])
 def test_a_layer_and_its_gradient_equal_the_dense_weight_in_float64(projection):
-    abstract = nnx.eval_shape(lambda: Linear(MODEL, projection, gain=1.0, rngs=nnx.Rngs(0)))
-    graph, state = nnx.split(abstract, nnx.Param)
+    drawn = jax.eval_shape(lambda: draw(MODEL, projection, gain=1.0, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda s: rng.normal(size=s.shape), nnx.to_pure_dict(state))
+    params = {name: rng.normal(size=shape.shape) for name, shape in arrays(drawn).items()}
     inputs, outputs = MODEL.projection_shape(projection)
     assert set(params) == {"a_factor", "b_factor", "bias"}
     x, dy = rng.normal(size=(2, 5, inputs)), rng.normal(size=(2, 5, outputs))
     a, b = params["a_factor"], params["b_factor"]
     with jax.enable_x64(True):
-        apply = lambda params, x: nnx.merge(graph, params)(x, None)  # noqa: E731
+        apply = lambda params, x: linear(MODEL, projection, params)(x)  # noqa: E731
         y, backward = jax.vjp(apply, params, x)
         gradients, dx = backward(jnp.asarray(dy))
     np.testing.assert_allclose(y, x @ (a @ b) + params["bias"], rtol=1e-12, atol=1e-10)
@@ -63,11 +62,11 @@ def test_a_layer_and_its_gradient_equal_the_dense_weight_in_float64(projection):
 
 
 def test_a_threshold_lets_small_inputs_of_the_product_count_as_zeros():
-    layer = Linear(MODEL, "mlp_in", gain=1.0, rngs=nnx.Rngs(0))
+    layer = draw(MODEL, "mlp_in", gain=1.0, rngs=nnx.Rngs(0))
     x = np.random.default_rng(0).normal(size=(1, 3, 32)).astype(np.float32)
     masked = np.where(np.abs(x) <= 0.5, 0, x)
-    y = layer(x, InputThreshold(None, np.float32(0.5)))
-    np.testing.assert_allclose(y, layer(masked, None), rtol=1e-5, atol=1e-5)
+    y = with_threshold(layer, np.float32(0.5))(x)
+    np.testing.assert_allclose(y, layer(masked), rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=6)

@@ -11,6 +11,7 @@ from small_models import DENSE, MODEL, arbitrary_params, assert_same, tables_of,
 
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.models import gpt, stacks
+from sparse_dataflow.models.linear import layer_weights
 from sparse_dataflow.parallel import whole
 
 
@@ -149,7 +150,7 @@ def test_each_layer_uses_its_weights_and_layouts():
         x = gpt.embed(MODEL, params["embed"], tokens)
         for i in range(MODEL.num_layers):
             layer, layer_tables = jax.tree.map(lambda a, i=i: a[i], (params["blocks"], tables))
-            x = gpt.block(MODEL, layer, layer_tables, x)
+            x = gpt.block(MODEL, layer_weights(MODEL, layer, layer_tables), x)
         return gpt.logits(MODEL, params, x)
 
     logits = jax.jit(lambda p, t: whole.logits(MODEL, p, tables, t))(params, tokens)

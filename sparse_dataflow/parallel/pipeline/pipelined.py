@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from sparse_dataflow.config.model import REMATS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.linear import Probe
+from sparse_dataflow.models.linear import Probe, layer_weights
 from sparse_dataflow.parallel import cuts, sharding, whole
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.mesh import BATCH_AXES
@@ -100,7 +100,7 @@ class Pipelined(Sharded):
             full, tables = self._gathered(model, params, specs), local_tables(tables)
 
             def layer(params, tables, x):
-                return gpt.block(model, params, tables, x, member.shard)
+                return gpt.block(model, layer_weights(model, params, tables), x, member.shard)
 
             work = self._work(model, member, full, tables, split(tokens), split(weights), layer)
             share, _ = pipeline.run_stage(plan, table[0], work)
@@ -141,7 +141,8 @@ class Pipelined(Sharded):
             part = 1 / (micro_batches * member.batch_shards * member.shard.devices)
 
             def block(params, tables, x):
-                return gpt.trained_block(model, params, tables, x, part, member.shard)
+                weights = layer_weights(model, params, tables)
+                return gpt.trained_block(model, weights, x, part, member.shard)
 
             layer = whole.rematerialised(model, block)
             work = self._work(model, member, full, local_tables(tables), tokens, weights, layer)
@@ -182,7 +183,7 @@ class Pipelined(Sharded):
             def probed(norms, constants, x):
                 params, tables = constants
                 probe = Probe.of(tables, norms, axes, member.shard)
-                return gpt.block(model, params, probe, x, member.shard)
+                return gpt.block(model, layer_weights(model, params, probe), x, member.shard)
 
             layer = whole.rematerialised(model, probed)
             constants, params = (full["blocks"], tables), full | {"blocks": norms}

@@ -12,7 +12,7 @@ import numpy as np
 from sparse_dataflow.config.layer_groups import group_index, layer_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.models import gpt
-from sparse_dataflow.models.linear import Probe
+from sparse_dataflow.models.linear import Probe, layer_weights
 from sparse_dataflow.parallel.relay import programs
 from sparse_dataflow.parallel.relay.host_state import layer_view
 
@@ -82,7 +82,7 @@ def _compiled(model, shape):
     def backward(params, tables, x, dy):
         def block(x, norms):
             probes = {name: Probe(tables[name], norms[name]) for name in tables}
-            return gpt.block(model, params, probes, x)
+            return gpt.block(model, layer_weights(model, params, probes), x)
 
         _, pull = jax.vjp(block, x[0], jax.tree.map(jnp.asarray, zeros))
         dx, norms = pull(dy[0])

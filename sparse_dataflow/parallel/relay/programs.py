@@ -24,6 +24,7 @@ from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.experts import ROUTER
+from sparse_dataflow.models.linear import layer_weights
 
 DATA_AXIS = "data"
 
@@ -92,7 +93,7 @@ def functions(model: ModelConfig) -> Programs[Callable]:
         return _map(lambda tokens: gpt.embed(model, params, tokens), inputs)
 
     def forward(params, tables, x):
-        return _map(lambda x: gpt.block(model, params, tables, x), x)
+        return _map(functools.partial(gpt.block, model, layer_weights(model, params, tables)), x)
 
     def head(params, embedding, x, targets, weights):
         def micro_batch(x, targets, weights):
@@ -110,7 +111,10 @@ def functions(model: ModelConfig) -> Programs[Callable]:
 
     def backward(params, tables, x, dy):
         def micro_batch(x, dy):
-            _, pull = jax.vjp(lambda p, x: gpt.trained_block(model, p, tables, x, part), params, x)
+            def block(params, x):
+                return gpt.trained_block(model, layer_weights(model, params, tables), x, part)
+
+            _, pull = jax.vjp(block, params, x)
             gradient, dx = pull(dy)
             return dx, gradient
 

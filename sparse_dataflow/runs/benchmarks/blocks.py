@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models import gpt, stacks
+from sparse_dataflow.models.linear import layer_weights
 from sparse_dataflow.planning import cost
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks import benchmark
@@ -64,7 +65,10 @@ def _program(model: ModelConfig, training: TrainingConfig) -> Program:
 
     @jax.jit
     def gradients(params, tables, x, dy):
-        y, pullback = jax.vjp(lambda params, x: gpt.block(shallow, params, tables, x), params, x)
+        def block(params, x):
+            return gpt.block(shallow, layer_weights(shallow, params, tables), x)
+
+        y, pullback = jax.vjp(block, params, x)
         return y, pullback(dy)
 
     shape = (training.batch, training.sequence, model.d_model)

@@ -11,6 +11,7 @@ from small_models import DENSE, MODEL, SPARSE, arbitrary_params, assert_same, ta
 
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.linear import layer_weights
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.parallel.pipeline.layer_actions import layer_actions
 
@@ -27,10 +28,14 @@ def second_layer(model):
     return *jax.tree.map(lambda leaf: leaf[1], (params, tables)), x, dy
 
 
+def block(model, params, tables, x):
+    return gpt.block(model, layer_weights(model, params, tables), x)
+
+
 def run(model, recompute):
     """Returns (results, stored values, FLOPs of each program)."""
     params, tables, x, dy = second_layer(model)
-    layer = whole.rematerialised(model, functools.partial(gpt.block, model))
+    layer = whole.rematerialised(model, functools.partial(block, model))
     actions = layer_actions(layer, params, tables, x, recompute)
     flops = []
 
@@ -50,7 +55,7 @@ def whole_layer(model):
     params, tables, x, dy = second_layer(model)
 
     def both(params, x, dy):
-        y, pullback = jax.vjp(lambda p, x: gpt.block(model, p, tables, x), params, x)
+        y, pullback = jax.vjp(lambda p, x: block(model, p, tables, x), params, x)
         dparams, dx = pullback(dy)
         return {"y": y, "dx": dx, "dparams": dparams}
 
@@ -95,7 +100,7 @@ def test_weights_are_not_stored():
     for spec in (SPARSE, wide):
         model = dataclasses.replace(DENSE, linears=dict.fromkeys(PROJECTIONS, spec))
         params, tables, x, dy = second_layer(model)
-        layer = whole.rematerialised(model, functools.partial(gpt.block, model))
+        layer = whole.rematerialised(model, functools.partial(block, model))
         # Traced tables: layouts of one shape share a program.
         operands = jax.tree.map(jnp.asarray, (params, tables))
         actions = layer_actions(layer, *operands, x, recompute=False)

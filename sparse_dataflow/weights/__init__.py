@@ -1,0 +1,1 @@
+"""A weight is a value: a pytree that multiplies, whatever it stores."""
