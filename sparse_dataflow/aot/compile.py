@@ -97,7 +97,7 @@ class DoesNotFit(Exception):
 
 def abstract_arguments(
     executor: Executor, model: ModelConfig, training: TrainingConfig, changing: bool
-) -> tuple[tuple, dict | None, dict[str, Any]]:
+) -> tuple[tuple, dict[str, Any]]:
     """Returns the arguments of a training step as shapes with the shardings of an executor.
 
     Args:
@@ -107,7 +107,7 @@ def abstract_arguments(
       changing: whether layouts may change without recompilation.
 
     Returns:
-      ((state, tokens, learning rate), static layout tables or None, `Executor.arrays`).
+      ((state, tokens, learning rate), `Executor.arrays`).
     """
     tables = stacks.layout_tables(stacks.layouts(model))
     shape = (training.batch, training.sequence + 1)
@@ -120,7 +120,7 @@ def abstract_arguments(
     state = executor.placed_shapes(abstract_state(model, training, executor), model)
     rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=executor.replicated())
     arguments = state._replace(tables=runtime_tables), arrays["batch"]["tokens"], rate
-    return arguments, None if jax.tree.leaves(runtime_tables) else tables, arrays
+    return arguments, arrays
 
 
 def compile_step(
@@ -144,10 +144,10 @@ def compile_step(
       DoesNotFit: the step needs more memory than the chip has.
     """
     executor.check(model, training)
-    arguments, fixed, arrays = abstract_arguments(executor, model, training, changing)
+    arguments, arrays = abstract_arguments(executor, model, training, changing)
     rounds = executor.trip_counts(model, training.micro_batches)
     trace_start, cpu_start = time.perf_counter(), time.process_time()
-    step = jitted_train_step(model, training, fixed, executor, arguments[0])
+    step = jitted_train_step(model, training, executor, arguments[0])
     if executor.replicated() is None:
         where = jax.sharding.SingleDeviceSharding(device)
         arguments = jax.tree.map(

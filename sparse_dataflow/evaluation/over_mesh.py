@@ -1,6 +1,7 @@
 """Scoring over a mesh: the `Forward` that `scoring.score` takes there."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -26,13 +27,9 @@ def mesh_forward(trained: Model, executor: Sharded) -> Forward:
         trained.model, dataclasses.replace(trained.training, batch=shards, micro_batches=1)
     )
     state = TrainState(np.int32(0), trained.params, (), trained.tables, ())
-    state = executor.place(state, trained.model)
-    traced_tables = executor.tables(trained.tables, trained.model, changing=False)
-
-    @jax.jit
-    def program(params, traced_tables, tokens, positions):
-        tables = traced_tables or trained.tables
-        return executor.token_scores(trained.model, params, tables, tokens, positions)
+    tables = executor.tables(trained.tables, trained.model, changing=False)
+    state = executor.place(state, trained.model)._replace(tables=tables)
+    program = jax.jit(functools.partial(executor.token_scores, trained.model))
 
     def forward(tokens, positions):
         length, count = tokens.shape[1] - 1, positions.shape[1]
@@ -42,7 +39,7 @@ def mesh_forward(trained: Model, executor: Sharded) -> Forward:
         positions = np.pad(positions, ((0, 0), (0, -count % tensor)))
         batch = executor.put({"tokens": tokens}, len(tokens))
         batch |= executor.put({"positions": positions}, shards)
-        outputs = program(state.params, traced_tables, batch["tokens"], batch["positions"])
+        outputs = program(state.weights, batch["tokens"], batch["positions"])
         return [output[:, :count] for output in outputs]
 
     return forward

@@ -15,6 +15,7 @@ import numpy as np
 
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.parallel import whole
 
 Request = tuple[Sequence[int], Sequence[int]]
@@ -93,9 +94,8 @@ def single_device_forward(trained: Model) -> Forward:
 
     @jax.jit
     def program(params, tokens, positions):
-        outputs = whole.token_scores(
-            trained.model, params, trained.tables, tokens, positions.reshape(-1)
-        )
+        weights = weights_of(params, trained.tables)
+        outputs = whole.token_scores(trained.model, weights, tokens, positions.reshape(-1))
         return tuple(output[None] for output in outputs)
 
     return lambda tokens, positions: program(trained.params, tokens, positions)

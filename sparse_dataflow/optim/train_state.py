@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sparse_dataflow.models import adapters
+from sparse_dataflow.models.model_weights import ModelWeights
 
 
 class TrainState(NamedTuple):
@@ -15,7 +15,7 @@ class TrainState(NamedTuple):
       step: int32 [], number of optimizer steps done; also the data position.
       params: float32 master parameters that are trained; see `gpt`.
       moments: the optimizer state.
-      tables: layout tables (int32) of the sparse projections.
+      tables: layout tables (int32) of the sparse projections, or `Fixed` ones.
       key: random key of every draw during training.
       frozen: parameters that are not trained, the base of `adapters`; () if all are.
     """
@@ -28,9 +28,9 @@ class TrainState(NamedTuple):
     frozen: Any = ()
 
     @property
-    def weights(self) -> Any:
-        """All parameters, trained and frozen, in one tree."""
-        return adapters.merged(self.params, self.frozen)
+    def weights(self) -> ModelWeights:
+        """All weights, as executors take them."""
+        return ModelWeights(self.params, self.tables, self.frozen)
 
 
 class StepReport(NamedTuple):

@@ -1,5 +1,6 @@
 """Gradient norms of all blocks, stored or not, without storing a dense gradient."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -13,13 +14,13 @@ from sparse_dataflow.config.layer_groups import join_groups, split_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models.linear import Probe
+from sparse_dataflow.models.model_weights import ModelWeights
 from sparse_dataflow.parallel import whole
 
 
 def block_gradient_norms(
     model: ModelConfig,
-    params: dict,
-    tables: dict,
+    weights: ModelWeights,
     tokens: jax.Array,
     member: whole.Member = whole.ALONE,
     axes: tuple[str, ...] = (),
@@ -31,10 +32,9 @@ def block_gradient_norms(
 
     Args:
       model: model config.
-      params: see `gpt`.
-      tables: traced layout tables, see `gpt`.
+      weights: of the model, with layouts that may change.
       tokens: int32 [rows, sequence + 1].
-      member: device whose params and tables these are.
+      member: device whose weights these are.
       axes: axes of `shard_map` that shard the rows.
 
     Returns:
@@ -48,17 +48,18 @@ def block_gradient_norms(
             )
             for name, table in group.items()
         }
-        for group in split_groups(tables)
+        for group in split_groups(weights.tables)
     ]
     shares = math.prod(lax.axis_size(axis) for axis in axes)
-    weights = jnp.full(tokens[:, 1:].shape, 1 / (shares * tokens[:, 1:].size), jnp.float32)
+    mean = jnp.full(tokens[:, 1:].shape, 1 / (shares * tokens[:, 1:].size), jnp.float32)
 
     def loss(norms):
         probes = [
             Probe.of(group, group_norms, axes, member.shard)
-            for group, group_norms in zip(split_groups(tables), norms, strict=True)
+            for group, group_norms in zip(split_groups(weights.tables), norms, strict=True)
         ]
-        return whole.loss(model, params, join_groups(probes), tokens, weights, member)
+        probed = dataclasses.replace(weights, layouts=join_groups(probes))
+        return whole.loss(model, probed, whole.Batch(tokens, mean), member)
 
     norms = jax.grad(loss)(zeros)
     return {name: jnp.concatenate([group[name] for group in norms]) for name in norms[0]}

@@ -9,10 +9,11 @@ import jax
 import numpy as np
 
 from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.kernels.cross_entropy.distillation import TeacherOutput
+from sparse_dataflow.models.model_weights import Fixed, ModelWeights
 from sparse_dataflow.optim.optimizers import adam_state
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.parallel.block_gradients import block_gradient_norms
+from sparse_dataflow.parallel.whole import Accumulation, Batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Executor:
     Training states and layout tables are canonical, as on a single device, wherever they are
     saved, changed or inspected. `place` brings a state to where the programs need it, `canonical`
     back. `loss`, `loss_and_gradients` and `block_gradient_norms` are traced inside a program; their
-    params and tables are as placed.
+    weights are as placed.
 
     Executors are hashable and compare by value: compiled programs are cached by executor.
     """
@@ -44,28 +45,15 @@ class Executor:
     def check(self, model: ModelConfig, training: Any) -> None:
         """Raises a UserError that names the legal values if this model cannot run."""
 
-    def loss(
-        self, model: ModelConfig, params: dict, tables: Any, tokens: jax.Array, weights: jax.Array
-    ) -> jax.Array:
+    def loss(self, model: ModelConfig, weights: ModelWeights, batch: Batch) -> jax.Array:
         """Returns the float32 [] sum of weighted losses in nats; arguments as in `whole.loss`."""
-        return whole.loss(model, params, tables, tokens, weights)
+        return whole.loss(model, weights, batch)
 
     def loss_and_gradients(
-        self,
-        model: ModelConfig,
-        params: dict,
-        tables: Any,
-        tokens: jax.Array,
-        micro_batches: int,
-        dtype: str = "float32",
-        frozen: Any = (),
-        weights: jax.Array | None = None,
-        teacher: TeacherOutput | None = None,
+        self, model: ModelConfig, weights: ModelWeights, batch: Batch, how: Accumulation
     ) -> tuple[jax.Array, dict]:
         """Returns `whole.loss_and_gradients` of the whole batch, accumulated in float32."""
-        return whole.loss_and_gradients(
-            model, params, tables, tokens, micro_batches, dtype, frozen, weights, teacher
-        )
+        return whole.loss_and_gradients(model, weights, batch, how)
 
     def over_rows(self, function: Callable) -> Callable:
         """Returns (parameters, rows) -> rows of a function, on the devices that have the rows.
@@ -75,10 +63,10 @@ class Executor:
         return function
 
     def block_gradient_norms(
-        self, model: ModelConfig, params: dict, tables: Any, tokens: jax.Array
+        self, model: ModelConfig, weights: ModelWeights, tokens: jax.Array
     ) -> dict[str, jax.Array]:
         """Returns `block_gradients.block_gradient_norms` in canonical order."""
-        return block_gradient_norms(model, params, tables, tokens)
+        return block_gradient_norms(model, weights, tokens)
 
     def shardings(self, state: Any, model: ModelConfig) -> Any:
         """Returns the shardings of a state without tables, for `jax.jit`; None for the default."""
@@ -101,14 +89,14 @@ class Executor:
         return state
 
     def tables(self, tables: dict, model: ModelConfig, changing: bool) -> Any:
-        """Returns the programs' tables; () if the programs are specialised to them.
+        """Returns the programs' tables; `Fixed` if the programs are specialised to them.
 
         Args:
           tables: canonical numpy tables, see `stacks.layout_tables`.
           model: config of the model.
           changing: whether layouts may change without recompiling.
         """
-        return tables if changing else ()
+        return tables if changing else Fixed(tables)
 
     def arrays(
         self, state: Any, tables: dict, model: ModelConfig, changing: bool, batch: dict
@@ -127,7 +115,7 @@ class Executor:
             **({"frozen parameters": state.frozen} if state.frozen else {}),
             "gradients": adam_state(state.moments).mu,
             "moments": state.moments,
-            "layout tables": tables if changing else {},
+            "layout tables": tables if changing else Fixed(tables),
             "batch": batch,
         }
 

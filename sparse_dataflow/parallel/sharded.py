@@ -17,6 +17,7 @@ from sparse_dataflow.config.parallel import MOST_SUB_BATCHES
 from sparse_dataflow.config.projections import KEY_VALUE, MLP
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import adapters, stacks
+from sparse_dataflow.models.model_weights import Fixed, ModelWeights
 from sparse_dataflow.models.shard import Shard
 from sparse_dataflow.optim.optimizers import adam_state
 from sparse_dataflow.parallel import cuts, residual, sharding, whole
@@ -95,93 +96,65 @@ class Sharded(Executor):
                         "and a size that divides, or is a multiple of, the number of groups."
                     )
 
-    def loss(self, model, params, tables, tokens, weights):
+    def loss(self, model, weights, batch):
         """See `Executor`."""
-        member, specs, *_ = self._member(model, params)
+        member, specs, _ = self._member(model, weights)
 
-        def local(params, tables, tokens, weights):
-            share = whole.loss(model, params, local_tables(tables), tokens, weights, member)
+        def local(weights, batch):
+            share = whole.loss(model, local_weights(weights), batch, member)
             return lax.psum(share, self.mesh.axis_names)
 
-        rows = P(BATCH_AXES)
-        return self._over_mesh(local, tables, (specs, rows, rows), P())(params, tokens, weights)
+        return self._mapped(local, (specs, P(BATCH_AXES)), P())(weights, batch)
 
-    def token_scores(self, model, params, tables, tokens, places):
+    def token_scores(self, model, weights, tokens, places):
         """Returns `whole.token_scores` as [batch shards, S] each.
 
         `places` is int32 [batch shards, S]: row i selects targets of the i-th shard of the batch.
         """
-        member, specs, *_ = self._member(model, params)
+        member, specs, _ = self._member(model, weights)
 
-        def local(params, tables, tokens, places):
-            scores = whole.token_scores(
-                model, params, local_tables(tables), tokens, places[0], member
-            )
+        def local(weights, tokens, places):
+            scores = whole.token_scores(model, local_weights(weights), tokens, places[0], member)
             return tuple(score[None] for score in scores)
 
         rows = P(BATCH_AXES)
-        return self._over_mesh(local, tables, (specs, rows, rows), (rows, rows))(
-            params, tokens, places
-        )
+        return self._mapped(local, (specs, rows, rows), (rows, rows))(weights, tokens, places)
 
-    def loss_and_gradients(
-        self,
-        model,
-        params,
-        tables,
-        tokens,
-        micro_batches,
-        dtype="float32",
-        frozen=(),
-        weights=None,
-        teacher=None,
-    ):
+    def loss_and_gradients(self, model, weights, batch, how):
         """See `Executor`."""
-        member, specs, gradient_specs, frozen_specs = self._member(model, params, frozen)
+        member, specs, gradient_specs = self._member(model, weights)
 
-        def local(params, tables, tokens, frozen, weights, teacher):
+        def local(weights, batch):
             share, gradients = whole.loss_and_gradients(
-                model,
-                params,
-                local_tables(tables),
-                tokens,
-                micro_batches,
-                dtype,
-                frozen,
-                weights,
-                teacher,
-                member,
+                model, local_weights(weights), batch, how, member
             )
             all_reduce = functools.partial(sharding.all_reduce, mesh=self.mesh)
             gradients = jax.tree.map(all_reduce, gradients, gradient_specs)
             return lax.psum(share, self.mesh.axis_names), gradients
 
-        rows = P(BATCH_AXES)
-        taught: Any = (
-            None if teacher is None else teacher._replace(x=rows, embedding=P(), weight=P())
-        )
-        in_specs = (specs, rows, frozen_specs, None if weights is None else rows, taught)
-        run = self._over_mesh(local, tables, in_specs, (P(), gradient_specs))
-        return run(params, tokens, frozen, weights, teacher)
+        rows: Any = P(BATCH_AXES)
+        taught = batch.teacher and batch.teacher._replace(x=rows, embedding=P(), weight=P())
+        of_batch = whole.Batch(rows, None if batch.weights is None else rows, taught)
+        return self._mapped(local, (specs, of_batch), (P(), gradient_specs))(weights, batch)
 
     def over_rows(self, function):
         """See `Executor`."""
         rows = P(BATCH_AXES)
         return self._mapped(function, (P(), rows), rows)
 
-    def block_gradient_norms(self, model, params, tables, tokens):
+    def block_gradient_norms(self, model, weights, tokens):
         """See `Executor`."""
-        member, specs, *_ = self._member(model, params)
+        member, specs, _ = self._member(model, weights)
         # A norm of the whole rows is not the sum of norms of their parts.
         member = dataclasses.replace(member, sub_batches=1)
         axes = self._measured_axes(tokens)
 
-        def local(params, tables, tokens):
-            return block_gradient_norms(model, params, local_tables(tables), tokens, member, axes)
+        def local(weights, tokens):
+            return block_gradient_norms(model, local_weights(weights), tokens, member, axes)
 
-        out_specs = norm_specs(split_groups(tables)[0])
-        measure = self._over_mesh(local, tables, (specs, P(axes or None)), out_specs)
-        return self._one_copy(measure(params, tokens), model)
+        out_specs = norm_specs(split_groups(weights.tables)[0])
+        measure = self._mapped(local, (specs, P(axes or None)), out_specs)
+        return self._one_copy(measure(weights, tokens), model)
 
     def _measured_axes(self, tokens):
         """Returns the axes that shard measured rows; none if they are too few for all devices."""
@@ -204,8 +177,9 @@ class Sharded(Executor):
     def _kv_copies(self, model):
         return int(key_value_copies(model, self.tensor_shards))
 
-    def _member(self, model, params, frozen=()):
-        """Returns (member, specs of the params, of the gradients and of the frozen params)."""
+    def _member(self, model, weights):
+        """Returns (member, specs of the weights, of the gradients)."""
+        params, frozen = weights.params, weights.frozen
         fsdp = self.zero >= sharding.ZERO["params"]
         specs, frozen_specs = (sharding.specs(p, model, self.mesh, fsdp) for p in (params, frozen))
         fsdp = self.zero >= sharding.ZERO["gradients"]
@@ -233,16 +207,8 @@ class Sharded(Executor):
             ),
             self.sub_batches,
         )
-        return member, specs, gradient_specs, frozen_specs
-
-    def _over_mesh(self, local, tables, specs, out_specs):
-        """Returns `local(params, tables, ...)` mapped over the devices; concrete tables stay so."""
-        first, *others = specs
-        if all(isinstance(table, np.ndarray) for table in jax.tree.leaves(tables)):
-            run = lambda params, *rest: local(params, tables, *rest)  # noqa: E731
-            return self._mapped(run, tuple(specs), out_specs)
-        mapped = self._mapped(local, (first, TABLES, *others), out_specs)
-        return lambda params, *rest: mapped(params, tables, *rest)
+        layouts = jax.tree.map(lambda table: TABLES, weights.layouts)
+        return member, ModelWeights(specs, layouts, frozen_specs), gradient_specs
 
     def _mapped(self, local, in_specs, out_specs):
         return jax.shard_map(
@@ -348,7 +314,7 @@ class Sharded(Executor):
 
     def _cut_tables(self, tables, model, changing):
         if self.tensor_shards == 1 and not changing:
-            return ()
+            return Fixed(tables)
         copies = self._kv_copies(model)
         groups = [
             cuts.cut(group, self.tensor_shards, changing, copies) for group in split_groups(tables)
@@ -401,9 +367,10 @@ def norm_specs(projections):
     return {name: column if name in COLUMN_PARALLEL else row for name in projections}
 
 
-def local_tables(tables):
-    """Returns a device's tables [layers, lines, fan], without the axis of shards."""
-    return jax.tree.map(lambda table: table if table.ndim == 3 else table[:, 0], tables)
+def local_weights(weights):
+    """Returns a device's weights: with tables [layers, lines, fan], without the axis of shards."""
+    layouts = jax.tree.map(lambda table: table if table.ndim == 3 else table[:, 0], weights.layouts)
+    return dataclasses.replace(weights, layouts=layouts)
 
 
 def put_global(leaf, target):

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -19,8 +18,9 @@ from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.kernels.attention.documents import document_attention, document_numbers
 from sparse_dataflow.kernels.cross_entropy.distillation import TeacherOutput
-from sparse_dataflow.models import adapters, gpt, stacks
+from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.linear import layer_weights
+from sparse_dataflow.models.model_weights import ModelWeights
 from sparse_dataflow.models.shard import WHOLE, Shard
 from sparse_dataflow.weights.linear import PROJECTION_OUTPUT
 
@@ -110,15 +110,14 @@ _rounded.defvjp(
 
 def apply_blocks(
     config: ModelConfig,
-    params: Any,
-    tables: Any,
+    weights: ModelWeights,
     x_BxTxD: jax.Array,
     member: Member = ALONE,
     documents_BxT: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
     """Runs all blocks on [B, T, D]; tokens attend within their document, if documents are given.
 
-    Concrete (numpy) tables are specialised at trace time. Blocks are unrolled if `unrolls` says so.
+    Fixed layouts are specialised at trace time. Blocks are unrolled if `unrolls` says so.
     Otherwise each layer group is scanned, so that compile time does not depend on depth; with a
     remat that differs between blocks, each of its repeated patterns is.
 
@@ -129,9 +128,9 @@ def apply_blocks(
       experts).
     """
     routing = []
-    unrolled = unrolls(config, tables)
+    unrolled = unrolls(config, weights)
     # jax.checkpoint traces concrete tables, whose groups would be lost with them.
-    tables = stacks.with_groups(tables)
+    tables, blocks = stacks.with_groups(weights.tables), weights.merged["blocks"]
     kinds = remat.kinds(config.remat, config.num_layers)
     # An evaluation may have fewer rows than parts.
     parts = math.gcd(member.sub_batches, len(x_BxTxD))
@@ -139,7 +138,7 @@ def apply_blocks(
     if documents_BxT is not None:
         documents = _split(documents_BxT, parts)
         attend = [functools.partial(document_attention, documents=part) for part in documents]
-    groups = zip(layer_groups(config), split_groups(params), split_groups(tables), strict=True)
+    groups = zip(layer_groups(config), split_groups(blocks), split_groups(tables), strict=True)
     for group, (layer_group, group_params, group_tables) in enumerate(groups):
         layers = layer_group.layers
         of_group = kinds[layers.start : layers.stop]
@@ -240,19 +239,19 @@ def _checkpointed(layer, kind):
 
 
 UNROLL_LAYERS = 16
-"""Maximum number of layers that a CPU program unrolls, with concrete tables."""
+"""Maximum number of layers that a CPU program unrolls, with fixed layouts."""
 
 UNROLL_CHANGING_LAYERS = 8
-"""Maximum number of layers that a CPU program unrolls, with traced tables."""
+"""Maximum number of layers that a CPU program unrolls, with layouts that change."""
 
 
-def unrolls(config: ModelConfig, tables: Any) -> bool:
+def unrolls(config: ModelConfig, weights: ModelWeights) -> bool:
     """Returns whether `apply_blocks` unrolls: for a shallow model on a CPU.
 
-    A loop on a CPU copies its stacked operands, and cannot be specialised to concrete layouts.
+    A loop on a CPU copies its stacked operands, and cannot be specialised to fixed layouts.
     """
-    concrete = all(isinstance(t, np.ndarray) for t in jax.tree.leaves(tables))
-    deepest = UNROLL_LAYERS if concrete else UNROLL_CHANGING_LAYERS
+    changing = jax.tree.leaves(weights.layouts)
+    deepest = UNROLL_CHANGING_LAYERS if changing else UNROLL_LAYERS
     return dispatch.platform() == "cpu" and config.num_layers <= deepest
 
 
@@ -263,29 +262,46 @@ def _unstack(params):
     return [jax.tree.unflatten(structure, layer) for layer in zip(*columns)]
 
 
-def loss(
-    config: ModelConfig,
-    params: dict,
-    tables: dict,
-    tokens: jax.Array,
-    weights: jax.Array,
-    member: Member = ALONE,
-):
-    """Returns the member's share of the sum of weighted next-token losses.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch:
+    """The sequences of a step.
+
+    Attributes:
+      tokens: int32 [B, T + 1]; the first T are inputs, the last T targets.  With
+        `ModelConfig.mask_documents`, each attends within its document.
+      weights: float32 [B, T], of the losses of the targets; None for their mean.
+      teacher: what a teacher says of the tokens, x [B, T, D of the teacher]; None without one.
+    """
+
+    tokens: Any
+    weights: Any = None
+    teacher: TeacherOutput | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulation:
+    """How the gradient of a batch is summed.
+
+    Attributes:
+      micro_batches: parts of the rows, whose gradients add up in float32.
+      dtype: of the gradient of a part.
+    """
+
+    micro_batches: int = 1
+    dtype: str = "float32"
+
+
+def loss(config: ModelConfig, weights: ModelWeights, batch: Batch, member: Member = ALONE):
+    """Returns the member's share of the sum of weighted next-token losses: float32 [], in nats.
 
     Args:
       config: model config.
-      params: see `gpt`.
-      tables: see `gpt`.
-      tokens: int32 [B, T + 1]; the first T are inputs, the last T targets. With
-        `config.mask_documents`, each attends within its document.
-      weights: float32 [B, T].
-      member: device whose rows, params and tables these are.
-
-    Returns:
-      float32 scalar, in nats.
+      weights: of the model.
+      batch: with weights of the targets.
+      member: device whose rows and weights these are.
     """
-    return routed_loss(config, params, tables, tokens, weights, member).loss
+    return routed_loss(config, weights, batch, member).loss
 
 
 class RoutedLoss(NamedTuple):
@@ -301,26 +317,21 @@ class RoutedLoss(NamedTuple):
 
 
 def routed_loss(
-    config: ModelConfig,
-    params: dict,
-    tables: dict,
-    tokens: jax.Array,
-    weights: jax.Array,
-    member: Member = ALONE,
-    teacher: TeacherOutput | None = None,
+    config: ModelConfig, weights: ModelWeights, batch: Batch, member: Member = ALONE
 ) -> RoutedLoss:
     """Returns `loss` with the member's routing; a teacher changes it as in `gpt.head_loss`."""
+    params = weights.merged
     embed, head = (member.section(params, name) for name in ("embed", "head"))
-    x, routing = _residual(config, embed, params["blocks"], tables, tokens, member)
-    targets = tokens[:, 1:]
+    x, routing = _residual(config, embed, weights, batch.tokens, member)
+    targets = batch.tokens[:, 1:]
     with jax.named_scope("head"):
         total = gpt.head_loss(
-            config, head, embed["tokens"], x, targets, weights, member.shard, teacher
+            config, head, embed["tokens"], x, targets, batch.weights, member.shard, batch.teacher
         )
     return RoutedLoss(total, routing)
 
 
-def _residual(config, embed, blocks, tables, tokens, member):
+def _residual(config, embed, weights, tokens, member):
     """Returns the residual stream [B, T, D] after all blocks, and the routing."""
     with jax.named_scope("embed"):
         x = gpt.embed(config, embed, tokens[:, :-1], member.shard)
@@ -328,19 +339,19 @@ def _residual(config, embed, blocks, tables, tokens, member):
     if config.mask_documents:
         documents = document_numbers(tokens[:, :-1], config.vocab_size - 1)
     with jax.named_scope("blocks"):
-        return apply_blocks(config, blocks, tables, x, member, documents)
+        return apply_blocks(config, weights, x, member, documents)
 
 
-def hidden_states(config: ModelConfig, params: dict, tables: dict, tokens: jax.Array) -> jax.Array:
+def hidden_states(config: ModelConfig, weights: ModelWeights, tokens: jax.Array) -> jax.Array:
     """Returns the normalised hidden states [B, T, D] of int32 [B, T + 1] tokens but the last."""
-    x, _ = _residual(config, params["embed"], params["blocks"], tables, tokens, ALONE)
+    params = weights.merged
+    x, _ = _residual(config, params["embed"], weights, tokens, ALONE)
     return gpt.head(config, params["head"], x)
 
 
 def token_scores(
     config: ModelConfig,
-    params: dict,
-    tables: dict,
+    weights: ModelWeights,
     tokens: jax.Array,
     places: jax.Array,
     member: Member = ALONE,
@@ -351,81 +362,79 @@ def token_scores(
 
     Args:
       config: model config.
-      params: see `gpt`.
-      tables: see `gpt`.
+      weights: of the model.
       tokens: int32 [B, T + 1]; the first T are inputs, the last T targets.
       places: int32 [S], indices into the B * T targets; the others cost no logits.
-      member: device whose rows, params and tables these are.
+      member: device whose rows and weights these are.
 
     Returns:
       (float32 [S] losses in nats, bool [S]).
     """
+    params = weights.merged
     embed, head = (member.section(params, name) for name in ("embed", "head"))
     x = gpt.embed(config, embed, tokens[:, :-1], member.shard)
-    x, _ = apply_blocks(config, params["blocks"], tables, x, member)
+    x, _ = apply_blocks(config, weights, x, member)
     targets = tokens[:, 1:]
     return gpt.head_scores(config, head, embed["tokens"], x, targets, places, member.shard)
 
 
-def logits(config: ModelConfig, params: dict, tables: dict, tokens: jax.Array) -> jax.Array:
+def logits(config: ModelConfig, weights: ModelWeights, tokens: jax.Array) -> jax.Array:
     """Returns float32 [B, T, vocab] logits for int32 [B, T] tokens."""
+    params = weights.merged
     x = gpt.embed(config, params["embed"], tokens)
-    x, _ = apply_blocks(config, params["blocks"], tables, x)
+    x, _ = apply_blocks(config, weights, x)
     return gpt.logits(config, params, x)
 
 
 def loss_and_gradients(
     config: ModelConfig,
-    params: dict,
-    tables: dict,
-    tokens: jax.Array,
-    micro_batches: int = 1,
-    dtype: str = "float32",
-    frozen: Any = (),
-    weights: jax.Array | None = None,
-    teacher: TeacherOutput | None = None,
+    weights: ModelWeights,
+    batch: Batch,
+    how: Accumulation = Accumulation(),
     member: Member = ALONE,
 ):
-    """Returns the mean next-token loss of int32 [B, T + 1] tokens and its gradient in params.
+    """Returns the loss of a batch and its gradient, a tree like the trained params.
 
-    Gradients of micro-batches (rows of the batch) are in `dtype` and accumulate in float32. A
-    member gets its share of loss and gradients, the latter as returned by `member.collect`.
-
-    With `weights`, float32 [B, T], the loss is the weighted sum over the targets instead. `frozen`
-    is the rest of the parameters, in which there is no gradient; see `adapters`.  With a teacher,
-    whose x is [B, T, D of the teacher], losses are those of `gpt.head_loss`.
+    The loss is the mean over the targets, or their sum by the batch's weights.  A member gets its
+    share of loss and gradients, the latter as returned by `member.collect`.  With a teacher, losses
+    are those of `gpt.head_loss`.
 
     For a model with experts, the loss is a `RoutedLoss`, and the gradient is that of its loss plus
     the auxiliary losses (see `Routing`), which micro-batches have in proportion to their weights.
     """
-    targets = tokens[:, 1:]
-    if weights is None:
+    targets, teacher = batch.tokens[:, 1:], batch.teacher
+    of_targets = batch.weights
+    if of_targets is None:
         mean = 1 / (targets.size * member.batch_shards)
-        weights = jnp.full(targets.shape, mean, jnp.float32)
+        of_targets = jnp.full(targets.shape, mean, jnp.float32)
 
     def micro_batch(params, tokens, weight, *hidden):
+        taught = teacher._replace(x=hidden[0]) if teacher else None
+        part_of_batch = Batch(tokens, weight, taught)
+
         def share(gradients):
-            traced = adapters.merged(jax.tree.map(Traced, params, gradients), frozen)
-            taught = teacher._replace(x=hidden[0]) if teacher else None
-            value, routing = routed_loss(config, traced, tables, tokens, weight, member, taught)
+            traced = jax.tree.map(Traced, params, gradients)
+            traced = dataclasses.replace(weights, params=traced)
+            value, routing = routed_loss(config, traced, part_of_batch, member)
             if not config.experts:
                 return value, value
             part = weight.sum() / member.shard.devices
             routing = jax.tree.map(lambda mean: part * mean, routing)
             return value + routing.loss(config), RoutedLoss(value, routing)
 
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), params)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, how.dtype), params)
         (_, value), gradients = jax.value_and_grad(share, has_aux=True)(zeros)
         return value, member.collect(gradients)
 
-    arrays = (tokens, weights, *((teacher.x,) if teacher else ()))
-    if micro_batches == 1:
+    params = weights.params
+    arrays = (batch.tokens, of_targets, *((teacher.x,) if teacher else ()))
+    if how.micro_batches == 1:
         return micro_batch(params, *arrays)
-    split = lambda a: a.reshape(micro_batches, -1, *a.shape[1:])  # noqa: E731
+    split = lambda a: a.reshape(how.micro_batches, -1, *a.shape[1:])  # noqa: E731
     batches = tuple(map(split, arrays))
 
-    def accumulate(total, batch):
-        return jax.tree.map(jnp.add, total, micro_batch(params, *batch)), None
+    def accumulate(total, arrays):
+        return jax.tree.map(jnp.add, total, micro_batch(params, *arrays)), None
 
     shapes = jax.eval_shape(micro_batch, params, *(a[0] for a in batches))
     wide = lambda leaf: jnp.promote_types(leaf.dtype, jnp.float32)  # noqa: E731

@@ -16,6 +16,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface, peft, starting_point
 from sparse_dataflow.interchange.model_card import model_card
 from sparse_dataflow.models import gpt, stacks
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.training.variants import variant
 
@@ -112,7 +113,8 @@ def logits(model: Model, tokens: ArrayLike) -> jax.Array:
         >>> sd.logits(model, np.zeros((2, 8), np.int32)).shape
         (2, 8, 512)
     """
-    return whole.logits(model.model, model.params, model.tables, _checked(tokens, 1))
+    weights = weights_of(model.params, model.tables)
+    return whole.logits(model.model, weights, _checked(tokens, 1))
 
 
 def loss(model: Model, tokens: ArrayLike) -> jax.Array:
@@ -134,8 +136,9 @@ def loss(model: Model, tokens: ArrayLike) -> jax.Array:
     """
     ids = _checked(tokens, 2)
     targets = ids[:, 1:]
-    weights = jnp.full(targets.shape, 1 / targets.size, jnp.float32)
-    return whole.loss(model.model, model.params, model.tables, ids, weights)
+    mean = jnp.full(targets.shape, 1 / targets.size, jnp.float32)
+    weights = weights_of(model.params, model.tables)
+    return whole.loss(model.model, weights, whole.Batch(ids, mean))
 
 
 def save(

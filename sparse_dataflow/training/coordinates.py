@@ -15,6 +15,7 @@ import numpy as np
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models import gpt, stacks
+from sparse_dataflow.models.model_weights import Fixed
 from sparse_dataflow.training.step import initial_state, make_train_step
 
 ACTIVATIONS = ("embed", "attention branch", "MLP branch", "logits")
@@ -36,8 +37,9 @@ def activation_changes(
       stream, averaged over layers.
     """
     state = initial_state(model, training)
-    tables, state = state.tables, state._replace(tables=())
-    step = jax.jit(make_train_step(model, training, tables))
+    tables = state.tables
+    state = state._replace(tables=Fixed(tables))
+    step = jax.jit(make_train_step(model, training))
     activations = jax.jit(functools.partial(_activations, model, tables=tables))
     before = activations(state.params, tokens=batches[0][:, :-1])
     changes = []

@@ -405,8 +405,8 @@ class Trainer:
 
     def _loss(self, batches, total_bytes):
         """Returns the loss of held-out windows in nats a token and in bits per byte."""
-        programs, params = self._programs[self._phase], self.state.weights
-        total = held_out_nats(programs, params, self._tables, map(self._put, batches))
+        weights = self.state._replace(tables=self._tables).weights
+        total = held_out_nats(self._programs[self._phase], weights, map(self._put, batches))
         return total / batches.total_tokens, bits_per_byte(total, total_bytes)
 
     def save(self) -> None:

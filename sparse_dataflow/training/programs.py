@@ -14,6 +14,7 @@ from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import stacks
+from sparse_dataflow.models.model_weights import Fixed, ModelWeights
 from sparse_dataflow.optim.train_state import group_norms
 from sparse_dataflow.parallel.block_gradients import mean_norms, portions
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
@@ -83,11 +84,11 @@ class Compiled:
       train_step: (state, tokens, learning rate) -> (state, StepReport); donates the state. With
         training.skip_spikes it also takes the highest accepted loss, and where batches have
         weights, those by name.
-      eval_step: (params, tables, tokens, weights) -> sum of weighted losses, in nats.
+      eval_step: (`ModelWeights`, tokens, weights) -> sum of weighted losses, in nats.
       seconds: compile time.
-      tables: canonical numpy tables -> tables that both programs take; () if the programs are
+      tables: canonical numpy tables -> tables that both programs take; `Fixed` if the programs are
         specialised to them.
-      gradient_norms: (params, tables, iterator over the tokens of training batches) -> norms of the
+      gradient_norms: (`ModelWeights`, iterator over the tokens of training batches) -> norms of the
         dense gradient's blocks; None if the evolution does not read them.
       update_seconds: measured seconds of one layout update.
       parameter_norms: params -> norms by parameter group.
@@ -103,7 +104,7 @@ class Compiled:
     train_step: Callable
     eval_step: Callable
     seconds: float
-    tables: Callable = lambda tables: ()
+    tables: Callable = Fixed
     gradient_norms: Callable | None = None
     update_seconds: float = 0.0
     parameter_norms: Callable = group_norms
@@ -163,13 +164,11 @@ def _compile(phase, training, data, executor):
         return Compiled(**programs, seconds=time.perf_counter() - start)
     canonical = stacks.layout_tables(stacks.layouts(model))
     tables = functools.partial(executor.tables, model=model, changing=phase.runtime_layouts)
-    runtime_tables = tables(canonical)
-    fixed = None if runtime_tables else canonical
     shapes = executor.placed_shapes(abstract_state(model, training, executor), model)
-    shapes = shapes._replace(tables=runtime_tables)
+    shapes = shapes._replace(tables=tables(canonical))
     replicated = executor.replicated()
-    train_step = jitted_train_step(model, training, fixed, executor, shapes)
-    eval_step = jax.jit(make_eval_step(model, fixed, executor), out_shardings=replicated)
+    train_step = jitted_train_step(model, training, executor, shapes)
+    eval_step = jax.jit(make_eval_step(model, executor), out_shardings=replicated)
     parameter_norms = jax.jit(group_norms, out_shardings=replicated)
     batch = executor.put(data.train[0], data.train.batch_size)
     held_out = executor.put(data.validation[0], data.validation.batch_size)
@@ -186,7 +185,7 @@ def _compile(phase, training, data, executor):
     arguments, named = _step_arguments(batch, 0.0, no_loss_limit(training), share, teach)
     return Compiled(
         train_step.lower(shapes, *arguments, **named).compile(),
-        eval_step.lower(shapes.weights, runtime_tables, *windows).compile(),
+        eval_step.lower(shapes.weights, *windows).compile(),
         time.perf_counter() - start,
         tables,
         parameter_norms=parameter_norms.lower(shapes.params).compile(),
@@ -207,8 +206,8 @@ def _with_updates(programs, phase, training, data, evolution, executor):
         division = portions(training, evolution.sequences)
         programs = dataclasses.replace(
             programs,
-            gradient_norms=lambda params, tables, batches: mean_norms(
-                functools.partial(measure, params, tables), batches, division
+            gradient_norms=lambda weights, batches: mean_norms(
+                functools.partial(measure, weights), batches, division
             ),
         )
     state = initial_state(model, training, executor)
@@ -283,14 +282,13 @@ def _step_arguments(batch, learning_rate, limit, guide_share, teach):
     return [batch["tokens"], *numbers], named
 
 
-def held_out_nats(programs: Compiled, params, tables, batches: Iterable) -> float:
+def held_out_nats(programs: Compiled, weights: ModelWeights, batches: Iterable) -> float:
     """Returns the sum of weighted next-token losses over `batches`, in nats.
 
     The executor has put the batches, which have "tokens" and "weights".
     """
     return sum(
-        float(programs.eval_step(params, tables, batch["tokens"], batch["weights"]))
-        for batch in batches
+        float(programs.eval_step(weights, batch["tokens"], batch["weights"])) for batch in batches
     )
 
 
@@ -320,7 +318,8 @@ def evolve_layouts(
     if method.reads_gradients:
         assert programs.gradient_norms is not None
         tokens = (batch["tokens"] for batch in batches)
-        norms = programs.gradient_norms(state.params, programs.tables(state.tables), tokens)
+        weights = state._replace(tables=programs.tables(state.tables)).weights
+        norms = programs.gradient_norms(weights, tokens)
     state = executor.canonical(state, model)
     state = update_layouts(state, model, method.update, share, norms, evolution.row_shards)
     return executor.place(state, model)

@@ -13,10 +13,12 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.kernels.cross_entropy.distillation import TeacherOutput
 from sparse_dataflow.models import adapters, gpt, guides, stacks
+from sparse_dataflow.models.model_weights import ModelWeights
 from sparse_dataflow.optim.optimizers import make_optimizer
 from sparse_dataflow.optim.train_state import StepReport, TrainState, group_norms
 from sparse_dataflow.parallel import sharding
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
+from sparse_dataflow.parallel.whole import Accumulation, Batch
 from sparse_dataflow.training.transitions import with_copied_guides
 
 
@@ -69,10 +71,7 @@ def _draw(model, training, executor):
 
 
 def make_train_step(
-    model: ModelConfig,
-    training: TrainingConfig,
-    tables: dict | None = None,
-    executor: Executor = SINGLE_DEVICE,
+    model: ModelConfig, training: TrainingConfig, executor: Executor = SINGLE_DEVICE
 ) -> Callable:
     """Returns (state, int32 [batch, sequence + 1] tokens, learning rate) -> (state, StepReport).
 
@@ -83,15 +82,15 @@ def make_train_step(
     `guide_share` by name, float32 [], the guides' share of the products; with `training.teacher`
     the step takes `teacher` by name, see `training.teacher.Teacher`.
 
+    The step is specialised to a state's `Fixed` tables; others may change between steps.
+
     Args:
       model: config of the model.
       training: micro-batches and optimizer settings.
-      tables: layout tables to specialise the step to; the state's tables then pass through.  If
-        None, the state's tables are used and may change between steps.
       executor: computes loss and gradients.
     """
     optimizer = make_optimizer(model, training, getattr(executor, "mesh", None))
-    fixed = tables
+    how = Accumulation(training.micro_batches, training.state_dtype)
 
     def train_step(
         state: TrainState,
@@ -104,26 +103,20 @@ def make_train_step(
     ):
         if training.teacher and teacher is None:
             raise TypeError("a step with `training.teacher` takes `teacher` by name")
-        frozen = state.frozen
+        of_model, taught = state.weights, None
         if guide_share is not None:
-            frozen = guides.shares(state.params, guide_share)
-        tables = state.tables if fixed is None else fixed
-        with jax.named_scope("loss_and_gradients"):
-            loss, gradients = executor.loss_and_gradients(
-                model,
-                state.params,
-                tables,
-                tokens,
-                training.micro_batches,
-                training.state_dtype,
-                frozen,
-                weights,
-                TeacherOutput(*teacher, jnp.float32(training.teacher_weight)) if teacher else None,
+            of_model = dataclasses.replace(
+                of_model, frozen=guides.shares(state.params, guide_share)
             )
+        if teacher:
+            taught = TeacherOutput(*teacher, jnp.float32(training.teacher_weight))
+        with jax.named_scope("loss_and_gradients"):
+            batch = Batch(tokens, weights, taught)
+            loss, gradients = executor.loss_and_gradients(model, of_model, batch, how)
             gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.params)
         with jax.named_scope("optimizer"):
             updates, moments = optimizer.update(
-                gradients, state.moments, state.params, tables=stacks.with_groups(tables)
+                gradients, state.moments, state.params, tables=stacks.with_groups(of_model.tables)
             )
             updates = jax.tree.map(lambda u: -learning_rate * u, updates)
             params = optax.apply_updates(state.params, updates)
@@ -143,19 +136,15 @@ def make_train_step(
 
 
 def jitted_train_step(
-    model: ModelConfig,
-    training: TrainingConfig,
-    tables: dict | None,
-    executor: Executor,
-    shapes: TrainState,
+    model: ModelConfig, training: TrainingConfig, executor: Executor, shapes: TrainState
 ) -> jax.stages.Wrapped:
     """Returns the jitted `make_train_step`, which donates the state and keeps its sharding.
 
     Args:
-      model: see `make_train_step`, also for `training`, `tables` and `executor`.
+      model: see `make_train_step`, also for `training` and `executor`.
       shapes: shapes of the state, as placed by the executor.
     """
-    step = make_train_step(model, training, tables, executor)
+    step = make_train_step(model, training, executor)
     replicated = executor.replicated()
     shardings = executor.shardings(shapes._replace(tables=()), model)
     if shardings is not None:
@@ -164,24 +153,22 @@ def jitted_train_step(
     return jax.jit(step, donate_argnums=0, out_shardings=shardings)
 
 
-def make_eval_step(
-    model: ModelConfig, tables: dict | None = None, executor: Executor = SINGLE_DEVICE
-) -> Callable:
-    """Returns (params, tables, tokens, weights) -> float32 [] sum of weighted losses in nats.
+def make_eval_step(model: ModelConfig, executor: Executor = SINGLE_DEVICE) -> Callable:
+    """Returns (`ModelWeights`, tokens, weights of the targets) -> sum of weighted losses in nats.
 
-    A guided model is evaluated without its guides.
+    The sum is float32 [].  A guided model is evaluated without its guides.
 
     Args:
       model: config of the model.
-      tables: see `make_train_step`.
       executor: computes the loss.
     """
-    fixed, guided = tables, model.guided
+    guided = model.guided
     model = guides.without_guides(model.dropless())
 
-    def eval_step(params: dict, tables, tokens: jax.Array, weights: jax.Array) -> jax.Array:
+    def eval_step(of_model: ModelWeights, tokens: jax.Array, weights: jax.Array) -> jax.Array:
         if guided:
-            params = guides.without_leaves(params, guides.GUIDE)
-        return executor.loss(model, params, tables if fixed is None else fixed, tokens, weights)
+            params = guides.without_leaves(of_model.params, guides.GUIDE)
+            of_model = dataclasses.replace(of_model, params=params)
+        return executor.loss(model, of_model, Batch(tokens, weights))
 
     return eval_step

@@ -8,6 +8,7 @@ import jax
 from jax import lax
 
 from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.parallel.executor import Executor
 from sparse_dataflow.parallel.sharded import put_global
@@ -57,10 +58,9 @@ class Teacher:
         )
 
         def hidden(params, tokens):
+            weights = weights_of(params, self.tables)
             parts = tokens.reshape(micro_batches, -1, tokens.shape[1])
-            states = lax.map(
-                lambda rows: whole.hidden_states(config, params, self.tables, rows), parts
-            )
+            states = lax.map(lambda rows: whole.hidden_states(config, weights, rows), parts)
             return states.reshape(len(tokens), *states.shape[2:])
 
         if executor not in self._placed:  # All phases of a training share one copy.

@@ -11,6 +11,7 @@ from sparse_dataflow.aot.hlo import collectives
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.parallel import mesh as meshes
+from sparse_dataflow.parallel import whole
 from sparse_dataflow.parallel.sharded import Sharded
 
 GPU = """\
@@ -109,10 +110,14 @@ def overlapping(topology, sub_batches, **sizes):
     mesh = meshes.make(meshes.parse("feature:2,tensor:2", 4), chips)
     executor = Sharded(mesh, sub_batches=sub_batches)
     training = TrainingConfig(1, batch=8, sequence=model.max_len)
-    (state, tokens, _), tables, _ = compile.abstract_arguments(executor, model, training, False)
-    step = jax.jit(lambda p, t: executor.loss_and_gradients(model, p, tables, t, 1))
+    (state, tokens, _), _ = compile.abstract_arguments(executor, model, training, False)
+    step = jax.jit(
+        lambda weights, tokens: executor.loss_and_gradients(
+            model, weights, whole.Batch(tokens), whole.Accumulation()
+        )
+    )
     with compile.tracing_for(executor, chips[0]):
-        traced = step.trace(state.params, tokens)
+        traced = step.trace(state.weights, tokens)
         program = traced.lower(lowering_platforms=(topology.platform,)).compile()
     loops: dict[str, list] = {}
     smallest = 2**20  # Sums of squares of the norms are smaller.

@@ -1,6 +1,7 @@
 """Layer groups: their layers and models, and results that do not depend on grouping."""
 
 import dataclasses
+import functools
 import itertools
 import json
 
@@ -19,6 +20,7 @@ from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.linear import layer_weights
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning import cost, memory
 
@@ -172,7 +174,7 @@ def test_loss_and_gradients_equal_those_layer_by_layer(
     @jax.jit
     def step(params, tables):
         tables = tables if traced_tables else static_tables
-        return whole.loss_and_gradients(model, params, tables, tokens)
+        return whole.loss_and_gradients(model, weights_of(params, tables), whole.Batch(tokens))
 
     actual_loss, actual_gradients = step(arbitrary(model), static_tables)
     assert actual_loss == pytest.approx(float(loss), rel=1e-5)
@@ -203,8 +205,9 @@ def test_illegal_multipliers_are_refused(depth, words):
 def traced_flops(model):
     params = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
     tables = jax.tree.map(jnp.asarray, stacks.layout_tables(stacks.layouts(model)))
-    step = lambda *inputs: whole.loss_and_gradients(model, *inputs)  # noqa: E731
-    program = jax.make_jaxpr(step)(params, tables, jnp.zeros((2, 9), jnp.int32))
+    batch = whole.Batch(jnp.zeros((2, 9), jnp.int32))
+    step = functools.partial(whole.loss_and_gradients, model)
+    program = jax.make_jaxpr(step)(weights_of(params, tables), batch)
     return traced.count(program, {}).flops
 
 

@@ -24,6 +24,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.inputs import observed_block
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.parallel import whole
 
 WIDE = dataclasses.replace(CONFIGS["dense"], d_ff=256)
@@ -87,7 +88,7 @@ def test_generation_has_the_thresholds_of_the_whole_text(config):
     prompt = [3, 1, 4, 1, 5]
     [continuation] = generate(model, [prompt], max_new_tokens=6)
     text = np.asarray([prompt + continuation.tokens])
-    run = jax.jit(lambda params: whole.logits(config, params, model.tables, text))
+    run = jax.jit(lambda params: whole.logits(config, weights_of(params, model.tables), text))
     logits = np.asarray(run(model.params))
     assert continuation.tokens == logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
 

@@ -13,6 +13,7 @@ from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.generate import bucket, generate, generate_tokens
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt, stacks
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.parallel import whole
 
 
@@ -46,7 +47,9 @@ def test_greedy_tokens_are_the_most_likely_tokens(config):
     params, tables = confident_model(config)
     prompts = draw_prompts((1, 4, 6))
     new = greedy_tokens(config, prompts, 8)
-    logits = jax.jit(lambda params, tokens: whole.logits(config, params, tables, tokens))
+    logits = jax.jit(
+        lambda params, tokens: whole.logits(config, weights_of(params, tables), tokens)
+    )
     for prompt, added in zip(prompts, new):
         # The model is causal (tests/models/test_gpt.py), so one pass gives the logits of all steps.
         text = np.pad([*prompt, *added], (0, 16 - len(prompt) - 8))[None]

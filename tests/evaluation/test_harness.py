@@ -13,6 +13,7 @@ from sparse_dataflow.evaluation import scoring
 from sparse_dataflow.evaluation.generate import generate
 from sparse_dataflow.evaluation.scoring import Counts
 from sparse_dataflow.evaluation.tasks.items import Item
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.parallel import whole
 
 pytestmark = pytest.mark.skipif(
@@ -66,7 +67,7 @@ def test_rolling_predicts_every_token_once(harness, trained):
     model = trained("sparse")
     lm, encode = harness.harness_lm(model), model.tokenizer.encode
     logits_of = jax.jit(
-        lambda tokens: whole.logits(model.model, model.params, model.tables, tokens)
+        lambda tokens: whole.logits(model.model, weights_of(model.params, model.tables), tokens)
     )
     texts = ["the abcd of " * n for n in (12, 40)]
     values = lm.loglikelihood_rolling([make_request(text) for text in texts])

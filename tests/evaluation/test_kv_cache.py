@@ -14,6 +14,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.models import gpt, stacks
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning import cost
 
@@ -35,7 +36,9 @@ def random_model(config, seed=0):
 def test_incremental_logits_equal_those_of_the_complete_text(config):
     params, tables = random_model(config)
     weights = kv_cache.prepare(config, params, tables)
-    whole_logits = jax.jit(lambda params, tokens: whole.logits(config, params, tables, tokens))
+    whole_logits = jax.jit(
+        lambda params, tokens: whole.logits(config, weights_of(params, tables), tokens)
+    )
 
     @settings(max_examples=10)
     @given(

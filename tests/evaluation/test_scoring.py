@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sparse_dataflow.evaluation import scoring
 from sparse_dataflow.evaluation.scoring import Limits, bucket_lengths, score
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.parallel import whole
 
 
@@ -27,7 +28,9 @@ def naive(trained):
     (tests/models/test_gpt.py).
     """
     logits_of = jax.jit(
-        lambda tokens: whole.logits(trained.model, trained.params, trained.tables, tokens)[0]
+        lambda tokens: whole.logits(
+            trained.model, weights_of(trained.params, trained.tables), tokens
+        )[0]
     )
 
     def score_single(before, after):

@@ -13,6 +13,7 @@ from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
 from sparse_dataflow.models import gpt, stacks
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.parallel import whole
 
 DENSE = ModelConfig(
@@ -36,7 +37,7 @@ def random_model(config, seed=0):
 
 
 def logits(config, params, tables, ids):
-    run = jax.jit(lambda params, ids: whole.logits(config, params, tables, ids))
+    run = jax.jit(lambda params, ids: whole.logits(config, weights_of(params, tables), ids))
     return np.asarray(run(params, ids))
 
 

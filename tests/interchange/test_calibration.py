@@ -16,6 +16,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.calibration import input_norms
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
 from sparse_dataflow.models import gpt, stacks
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.sparsity.evolution import largest_blocks
 
@@ -89,12 +90,16 @@ def test_a_weight_that_reads_loud_inputs_is_pruned_with_less_error():
     """The attribute that the score stands for: the outputs change less than by magnitude."""
     start = start_of(LLAMA)
     after = LLAMA.with_linears(LinearSpec("block_sparse", "random", 0.5, 4), ("mlp_in",))
-    exact = whole.logits(LLAMA, start.params, {}, BATCHES[0])
+    exact = whole.logits(LLAMA, weights_of(start.params, {}), BATCHES[0])
     errors = []
     for calibration in (BATCHES, None):
         state = initial_state_from(start, after, TRAINING, calibration=calibration)
         tables = jax.tree.map(np.asarray, state.tables)
-        errors.append(np.linalg.norm(whole.logits(after, state.params, tables, BATCHES[0]) - exact))
+        errors.append(
+            np.linalg.norm(
+                whole.logits(after, weights_of(state.params, tables), BATCHES[0]) - exact
+            )
+        )
     assert errors[0] < errors[1]
 
 

@@ -11,6 +11,7 @@ from models import DENSE, DEPTH, SPARSE, begun, begun_with_equal_logits
 from sparse_dataflow.config.families import FAMILIES
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.runs.request import Request
 
@@ -54,7 +55,7 @@ def test_the_first_loss_of_a_mixture_is_that_of_the_dense_model():
     start, state = begun(DENSE, new)
     weights = np.ones((2, 15), np.float32)
     losses = [
-        float(whole.loss(config, params, {}, IDS, weights))
+        float(whole.loss(config, weights_of(params, {}), whole.Batch(IDS, weights)))
         for config, params in ((DENSE, start.params), (new, state.params))
     ]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)

@@ -14,6 +14,7 @@ from sparse_dataflow.config.families import FAMILIES
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.width import head_sources
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.optim.optimizers import adam_state, make_optimizer
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.runs.request import Request
@@ -87,7 +88,7 @@ def test_the_first_loss_is_equal_and_three_steps_part_the_copies():
 
     @jax.jit
     def step(params, moments):
-        compute = lambda params: whole.loss(new, params, {}, IDS, weights)  # noqa: E731
+        compute = lambda params: whole.loss(new, weights_of(params, {}), whole.Batch(IDS, weights))  # noqa: E731
         loss, gradients = jax.value_and_grad(compute)(params)
         updates, moments = optimizer.update(gradients, moments, params)
         move = lambda p, u: p - TRAINING.learning_rate * u  # noqa: E731
@@ -97,7 +98,9 @@ def test_the_first_loss_is_equal_and_three_steps_part_the_copies():
     for _ in range(3):
         loss, params, moments = step(params, moments)
         losses.append(float(loss))
-    expected = jax.jit(lambda params: whole.loss(SMALL, params, {}, IDS, weights))(start.params)
+    expected = jax.jit(
+        lambda params: whole.loss(SMALL, weights_of(params, {}), whole.Batch(IDS, weights))
+    )(start.params)
     np.testing.assert_allclose(losses[0], expected, rtol=1e-5)
     assert losses[0] > losses[1] > losses[2]
 

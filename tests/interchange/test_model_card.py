@@ -16,6 +16,7 @@ from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.model_card import model_card
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.training.run_files import RunRecord
 
@@ -120,7 +121,7 @@ def test_the_numpy_code_of_the_card_gives_our_logits(trained, tmp_path, config):
     reader: dict = {}
     exec(CODE.findall(card(trained, "sparse"))[-1], reader)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, config.max_len, np.int32)
-    ours = np.asarray(whole.logits(config, params, tables, ids[None]))[0]
+    ours = np.asarray(whole.logits(config, weights_of(params, tables), ids[None]))[0]
     theirs = reader["logits"](*reader["load"](tmp_path / "model"), ids)
     assert theirs.dtype == np.float32
     np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-4)

@@ -9,6 +9,7 @@ import numpy as np
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.models import gpt, stacks
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.parallel import whole
 
 DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12)
@@ -40,7 +41,9 @@ def tables_of(config):
 
 
 def logits_of(config, params, tokens):
-    return jax.jit(lambda p, t: whole.logits(config, p, tables_of(config), t))(params, tokens)
+    return jax.jit(lambda p, t: whole.logits(config, weights_of(p, tables_of(config)), t))(
+        params, tokens
+    )
 
 
 def as_dense(config, params):

@@ -24,6 +24,7 @@ from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt, stacks
+from sparse_dataflow.models.model_weights import Fixed, weights_of
 from sparse_dataflow.models.rotary import rotate
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning.memory import parameter_count
@@ -48,7 +49,7 @@ def test_logits_are_causal(config):
     weights = np.random.default_rng(1).normal(size=config.vocab_size).astype(np.float32)
 
     def mixed_logits(x):
-        x, _ = whole.apply_blocks(config, params["blocks"], tables, x)
+        x, _ = whole.apply_blocks(config, weights_of(params, tables), x)
         return gpt.logits(config, params, x) @ weights
 
     x = gpt.embed(config, params["embed"], tokens_of(config, length=6))
@@ -171,7 +172,9 @@ def test_the_initial_scale_of_activations_does_not_depend_on_density():
 
         def branch_scale(key, tables, x, config=config):
             blocks = gpt.init(config, key)["blocks"]
-            return jnp.std(whole.apply_blocks(config, blocks, tables, x)[0] - x)
+            return jnp.std(
+                whole.apply_blocks(config, weights_of({"blocks": blocks}, tables), x)[0] - x
+            )
 
         scales.append(float(jax.jit(branch_scale)(jax.random.key(0), tables_of(config), x)))
     assert np.ptp(scales) < 0.1 * scales[0], scales
@@ -221,8 +224,8 @@ def test_a_training_step_has_no_array_of_the_dense_size(array_sizes, remat, trac
     tokens = jax.ShapeDtypeStruct((2, 5), jnp.int32)
 
     def step(state, tokens, rate):
-        tables = state.tables if traced_tables else tables_of(config)
-        return make_train_step(config, TRAINING, tables)(state, tokens, rate)
+        tables = state.tables if traced_tables else Fixed(tables_of(config))
+        return make_train_step(config, TRAINING)(state._replace(tables=tables), tokens, rate)
 
     rate = jax.ShapeDtypeStruct((), jnp.float32)
     smallest_dense = min(math.prod(config.projection_shape(name)) for name in PROJECTIONS)

@@ -17,6 +17,7 @@ from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import adapters, guides
 from sparse_dataflow.models.linear import arrays, draw, linear, projection_layout
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.optim.optimizers import learning_rate_multipliers, map_moments
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel import whole
@@ -76,9 +77,11 @@ def test_a_guided_model_starts_as_the_plain_one_at_every_share_and_is_left_as_it
     @jax.jit
     def loss(params, share):
         params = adapters.merged(params, guides.shares(params, share))
-        return whole.loss(GUIDED, params, tables, TOKENS, WEIGHTS)
+        return whole.loss(GUIDED, weights_of(params, tables), whole.Batch(TOKENS, WEIGHTS))
 
-    expected = float(whole.loss(PLAIN, plain.params, tables, TOKENS, WEIGHTS))
+    expected = float(
+        whole.loss(PLAIN, weights_of(plain.params, tables), whole.Batch(TOKENS, WEIGHTS))
+    )
     for share in (0.0, 0.4, 1.0):
         assert float(loss(state.params, share)) == pytest.approx(expected, rel=1e-5)
     # Whatever the guides have learned, evaluation and the state after the drop have none of it.
@@ -88,8 +91,10 @@ def test_a_guided_model_starts_as_the_plain_one_at_every_share_and_is_left_as_it
     left = change_model(state, GUIDED, PLAIN)
     arrays = lambda state: jax.tree.map(lambda a: (a.shape, a.dtype), state)  # noqa: E731
     assert arrays(left) == arrays(plain)
-    evaluate = make_eval_step(GUIDED, tables)(state.params, (), TOKENS, WEIGHTS)
-    assert float(evaluate) == float(whole.loss(PLAIN, left.params, tables, TOKENS, WEIGHTS))
+    evaluate = make_eval_step(GUIDED)(weights_of(state.params, tables), TOKENS, WEIGHTS)
+    assert float(evaluate) == float(
+        whole.loss(PLAIN, weights_of(left.params, tables), whole.Batch(TOKENS, WEIGHTS))
+    )
 
 
 def test_the_share_of_the_guides_falls_along_a_cosine_from_1_to_0():

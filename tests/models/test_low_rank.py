@@ -20,6 +20,7 @@ from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.equivalent_forms import dense_form
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.linear import arrays, draw, linear, with_threshold
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.optim import muon
 from sparse_dataflow.optim.optimizers import learning_rate_multipliers, make_optimizer
 from sparse_dataflow.parallel import whole
@@ -180,8 +181,8 @@ def test_the_dense_form_computes_the_same():
     params = arbitrary(MODEL)
     tokens = np.random.default_rng(0).integers(0, 40, (2, 10), np.int32)
     dense, kernels = dense_form(MODEL, params, {})
-    expected = jax.jit(lambda p: whole.logits(MODEL, p, {}, tokens))(params)
-    actual = jax.jit(lambda p: whole.logits(dense, p, {}, tokens))(kernels)
+    expected = jax.jit(lambda p: whole.logits(MODEL, weights_of(p, {}), tokens))(params)
+    actual = jax.jit(lambda p: whole.logits(dense, weights_of(p, {}), tokens))(kernels)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 

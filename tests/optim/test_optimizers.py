@@ -17,6 +17,7 @@ from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import OPTIMIZERS, TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.optim.optimizers import (
     TURNED_DENSE_RATE,
     adam_state,
@@ -196,7 +197,8 @@ def test_a_dense_model_of_the_base_width_is_the_same_under_supar(width):
     draw = jax.jit(lambda key: gpt.init(model, key))
     params = draw(jax.random.key(0))
     standard, scaled = (
-        np.asarray(whole.logits(config, params, {}, tokens)) for config in (model, supar)
+        np.asarray(whole.logits(config, weights_of(params, {}), tokens))
+        for config in (model, supar)
     )
     if width == SUPAR_WIDTH:
         assert rates == {1.0}

@@ -138,8 +138,8 @@ def train(model, executor, micro_batches, start=None, **changes):
         # Copies, as the step donates its state, and placed arrays share memory with `start`.
         state = executor.place(start, model)._replace(tables=())
         state = jax.jit(lambda state: jax.tree.map(jnp.copy, state))(state)
-    tables, fixed, placed_tables = tables_of(model, executor)
-    evaluate = jax.jit(make_eval_step(model, fixed, executor), out_shardings=executor.replicated())
+    tables, placed_tables = tables_of(model, executor)
+    evaluate = jax.jit(make_eval_step(model, executor), out_shardings=executor.replicated())
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, model.vocab_size, (STEPS, BATCH, SEQUENCE + 1)).astype(np.int32)
     batches = [executor.put({"tokens": t}, BATCH)["tokens"] for t in tokens]
@@ -162,7 +162,7 @@ def train(model, executor, micro_batches, start=None, **changes):
         if first is None:
             first = canonical(executor, state, tables, model)["moments"]
     held_out = executor.put({"tokens": tokens[0], "weights": weights}, BATCH)
-    loss = evaluate(state.weights, state.tables, held_out["tokens"], held_out["weights"])
+    loss = evaluate(state.weights, held_out["tokens"], held_out["weights"])
     return {
         "losses": [report.loss for report in reports],
         "norms": [report.gradient_norms for report in reports],
@@ -174,10 +174,9 @@ def train(model, executor, micro_batches, start=None, **changes):
 
 
 def tables_of(model, executor):
-    """Returns the layouts' tables: canonical, those compiled into the programs, those beside."""
+    """Returns the layouts' tables: canonical, and those of the programs."""
     tables = stacks.layout_tables(stacks.layouts(model))
-    placed = executor.tables(tables, model, changing=False)
-    return tables, None if placed else tables, placed
+    return tables, executor.tables(tables, model, changing=False)
 
 
 def compiled_step(model, training, executor, state, batch, **counted):
@@ -186,7 +185,7 @@ def compiled_step(model, training, executor, state, batch, **counted):
     shardings = executor.shardings(state._replace(tables=()), model)
     if shardings is not None:
         shardings = shardings._replace(tables=None), StepReport(replicated, replicated, replicated)
-    step = make_train_step(model, training, tables_of(model, executor)[1], executor)
+    step = make_train_step(model, training, executor)
     step = jax.jit(step, donate_argnums=0, out_shardings=shardings)
     return step.lower(state, batch, np.float32(1e-3), **counted).compile()
 
@@ -198,7 +197,7 @@ def gathers(name, texts, of_step=lambda text: gathered(text)):
         sharded, micro = executor(text, model)
         training = TrainingConfig(STEPS, BATCH, SEQUENCE, micro, learning_rate=1e-3)
         state = abstract_state(model, training, sharded)
-        state = state._replace(tables=tables_of(model, sharded)[2])
+        state = state._replace(tables=tables_of(model, sharded)[1])
         batch = sharded.put({"tokens": np.zeros((BATCH, SEQUENCE + 1), np.int32)}, BATCH)["tokens"]
         step = compiled_step(model, training, sharded, state, batch)
         shapes[text] = of_step(step.as_text())

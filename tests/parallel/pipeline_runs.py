@@ -3,6 +3,7 @@
 Run as a process by test_pipeline.py, because the number of CPU devices is fixed at start.
 """
 
+import functools
 import json
 import sys
 
@@ -13,6 +14,8 @@ from mesh_training import BATCH, MODELS, SEQUENCE, error, executor
 
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.model_weights import ModelWeights
+from sparse_dataflow.parallel import whole
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.training.step import initial_state
@@ -28,11 +31,19 @@ def norms(text):
     start, results = initial_state(model, training), []
     for runs in (executor(text, model)[0], SINGLE_DEVICE):
         state = runs.place(start, model)
-        tables = runs.tables(state.tables, model, changing=True)
+        state = state._replace(tables=runs.tables(state.tables, model, changing=True))
         rows = runs.put({"tokens": tokens}, BATCH)["tokens"]
-        program = jax.jit(lambda p, t, x, runs=runs: runs.block_gradient_norms(model, p, t, x))
-        results.append(jax.device_get(program(state.params, tables, rows)))
+        program = jax.jit(functools.partial(runs.block_gradient_norms, model))
+        results.append(jax.device_get(program(state.weights, rows)))
     return error(*results)
+
+
+def gradient_of(runs, model, micro_batches):
+    """Returns (params, tokens) -> loss and gradient of a dense model."""
+    how = whole.Accumulation(micro_batches)
+    return lambda params, tokens: runs.loss_and_gradients(
+        model, ModelWeights(params, {}), whole.Batch(tokens), how
+    )
 
 
 def memory(text):
@@ -42,7 +53,7 @@ def memory(text):
     params = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
     params = runs.placed_shapes(params, model)
     tokens = jax.ShapeDtypeStruct((2 * micro_batches, SEQUENCE + 1), jnp.int32)
-    gradient = lambda p, x: runs.loss_and_gradients(model, p, {}, x, micro_batches)  # noqa: E731
+    gradient = gradient_of(runs, model, micro_batches)
     compiled = jax.jit(gradient).lower(params, tokens).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
@@ -53,7 +64,7 @@ def gathers(text):
     runs, micro_batches = executor(text, model)
     params = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((BATCH, SEQUENCE + 1), jnp.int32)
-    gradient = lambda p, x: runs.loss_and_gradients(model, p, {}, x, micro_batches)  # noqa: E731
+    gradient = gradient_of(runs, model, micro_batches)
     counts = {"inside": 0, "outside": 0}
 
     def count(jaxpr, where):

@@ -12,6 +12,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.models import gpt, stacks
+from sparse_dataflow.models.model_weights import ModelWeights, weights_of
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.parallel.block_gradients import block_gradient_norms
 
@@ -67,11 +68,13 @@ def test_norms_equal_those_of_the_dense_gradient(model, remat):
     params, tokens = params_of(model), tokens_of()
     tables = stacks.layout_tables(stacks.layouts(model))
     probed = dataclasses.replace(model, remat=remat)
-    norms = jax.jit(functools.partial(block_gradient_norms, probed))(params, tables, tokens)
-    dense, dense_params = dense_twin(model, params)
-    loss, gradients = jax.jit(lambda p: whole.loss_and_gradients(dense, p, {}, tokens))(
-        dense_params
+    norms = jax.jit(functools.partial(block_gradient_norms, probed))(
+        ModelWeights(params, tables), tokens
     )
+    dense, dense_params = dense_twin(model, params)
+    loss, gradients = jax.jit(
+        lambda p: whole.loss_and_gradients(dense, weights_of(p, {}), whole.Batch(tokens))
+    )(dense_params)
     assert loss > 0 and set(norms) == set(model.sparse_projections)
     for name, actual in norms.items():
         kernel = np.asarray(gradients["blocks"][name]["kernel"])
@@ -86,7 +89,9 @@ def test_no_array_is_larger_than_the_dense_gradient_of_a_projection(array_sizes)
     """With few tokens and a small vocabulary, weights are the largest arrays."""
     tables = stacks.layout_tables(stacks.layouts(MODEL))
     sizes = array_sizes(
-        functools.partial(block_gradient_norms, MODEL), params_of(MODEL), tables, tokens_of(1)
+        functools.partial(block_gradient_norms, MODEL),
+        ModelWeights(params_of(MODEL), tables),
+        tokens_of(1),
     )
     largest = max(np.prod(MODEL.projection_shape(name)) for name in PROJECTIONS)
     stored = max(np.size(leaf) for leaf in jax.tree.leaves(params_of(MODEL)))

@@ -12,6 +12,7 @@ from small_models import DENSE, MODEL, arbitrary_params, assert_same, tables_of,
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.linear import layer_weights
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.parallel import whole
 
 
@@ -22,7 +23,12 @@ def run(config=MODEL, micro_batches=1, traced_tables=False):
     @jax.jit
     def step(params, tables, tokens):
         tables = tables if traced_tables else static
-        return whole.loss_and_gradients(config, params, tables, tokens, micro_batches)
+        return whole.loss_and_gradients(
+            config,
+            weights_of(params, tables),
+            whole.Batch(tokens),
+            whole.Accumulation(micro_batches),
+        )
 
     return step(arbitrary_params(config), static, tokens_of(config))
 
@@ -38,7 +44,7 @@ def test_gradients_are_those_of_the_plain_loss(result):
     tables = tables_of(MODEL)
 
     def plain(params, tokens):
-        logits = whole.logits(MODEL, params, tables, tokens[:, :-1])
+        logits = whole.logits(MODEL, weights_of(params, tables), tokens[:, :-1])
         target = tokens[:, 1:, None]
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), target, axis=-1))
 
@@ -57,7 +63,7 @@ def test_sub_batches_change_nothing():
     tokens[[1, 2, 3], [3, 5, 7]] = config.vocab_size - 1
     whole_batch, halves = (
         jax.jit(functools.partial(whole.loss_and_gradients, config, member=member))(
-            params, {}, tokens
+            weights_of(params), whole.Batch(tokens)
         )
         for member in (whole.ALONE, whole.Member(sub_batches=2))
     )
@@ -86,7 +92,11 @@ def test_offloaded_blocks_are_copied_to_pinned_host_memory(remat, copies, monkey
     """In the program for a TPU, before its compiler."""
     monkeypatch.setattr(whole, "UNROLL_LAYERS", 1)
     config = dataclasses.replace(DENSE, num_layers=5, remat=remat)
-    step = jax.jit(lambda p, t: whole.loss_and_gradients(config, p, tables_of(config), t))
+    step = jax.jit(
+        lambda p, t: whole.loss_and_gradients(
+            config, weights_of(p, tables_of(config)), whole.Batch(t)
+        )
+    )
     traced = step.trace(arbitrary_params(config), tokens_of(config))
     program = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert ('_xla_buffer_placement = "pinned_host"' in program) == copies
@@ -102,14 +112,17 @@ def test_traced_tables_change_nothing(result, remat, unrolled, monkeypatch):
 def loss_alone(jit=True):
     tables, tokens = tables_of(MODEL), tokens_of(MODEL)
     weights = np.full((4, 10), 1 / 40, np.float32)
-    loss = lambda params: whole.loss(MODEL, params, tables, tokens, weights)  # noqa: E731
+
+    def loss(params):
+        return whole.loss(MODEL, weights_of(params, tables), whole.Batch(tokens, weights))
+
     loss = jax.jit(loss) if jit else loss
     return loss(jax.tree.map(jnp.asarray, arbitrary_params(MODEL)))
 
 
 def test_scanning_concrete_tables_changes_nothing(result, monkeypatch):
     monkeypatch.setattr(whole, "UNROLL_LAYERS", 1)
-    assert not whole.unrolls(MODEL, tables_of(MODEL))
+    assert not whole.unrolls(MODEL, weights_of({}, tables_of(MODEL)))
     np.testing.assert_allclose(loss_alone(), result[0], rtol=1e-5)
 
 
@@ -120,19 +133,20 @@ def test_jit_changes_nothing(result):
 def test_shallow_models_unroll_on_a_cpu():
     if jax.default_backend() != "cpu":
         pytest.skip("only CPU programs unroll")
-    assert whole.unrolls(MODEL, tables_of(MODEL)) and whole.unrolls(DENSE, {})
+    unrolls = lambda model, tables: whole.unrolls(model, weights_of({}, tables))  # noqa: E731
+    assert unrolls(MODEL, tables_of(MODEL)) and unrolls(DENSE, {})
     deep = dataclasses.replace(MODEL, num_layers=whole.UNROLL_LAYERS + 1)
-    assert not whole.unrolls(deep, tables_of(deep))
+    assert not unrolls(deep, tables_of(deep))
     for layers in (whole.UNROLL_CHANGING_LAYERS, whole.UNROLL_CHANGING_LAYERS + 1):
         deep, traced = dataclasses.replace(MODEL, num_layers=layers), []
-        jax.eval_shape(lambda t, m=deep, to=traced: to.append(whole.unrolls(m, t)), tables_of(deep))
+        jax.eval_shape(lambda t, m=deep, to=traced: to.append(unrolls(m, t)), tables_of(deep))
         assert traced == [layers <= whole.UNROLL_CHANGING_LAYERS]
 
 
 def test_a_program_for_changing_layouts_does_not_grow_with_depth(array_sizes):
     def length(layers):
         config = dataclasses.replace(MODEL, num_layers=layers)
-        step = lambda p, t, x: whole.loss_and_gradients(config, p, t, x)  # noqa: E731
+        step = lambda p, t, x: whole.loss_and_gradients(config, weights_of(p, t), whole.Batch(x))  # noqa: E731
         return len(
             array_sizes(step, arbitrary_params(config), tables_of(config), tokens_of(config))
         )
@@ -153,7 +167,7 @@ def test_each_layer_uses_its_weights_and_layouts():
             x = gpt.block(MODEL, layer_weights(MODEL, layer, layer_tables), x)
         return gpt.logits(MODEL, params, x)
 
-    logits = jax.jit(lambda p, t: whole.logits(MODEL, p, tables, t))(params, tokens)
+    logits = jax.jit(lambda p, t: whole.logits(MODEL, weights_of(p, tables), t))(params, tokens)
     np.testing.assert_allclose(jax.jit(by_hand)(params, tokens), logits, rtol=1e-4, atol=1e-4)
 
 
@@ -169,7 +183,11 @@ def test_the_gradient_of_a_shared_block_is_the_sum_over_the_layers(kind, unrolle
     params, tables, tokens = arbitrary_params(config), tables_of(config), tokens_of(config)
     copies = {**params, "blocks": jax.tree.map(lambda a: a.repeat(3, 0), params["blocks"])}
     shared, apart = (
-        jax.jit(lambda p, model=model: whole.loss_and_gradients(model, p, tables, tokens, 1))(p)
+        jax.jit(
+            lambda p, model=model: whole.loss_and_gradients(
+                model, weights_of(p, tables), whole.Batch(tokens), whole.Accumulation(1)
+            )
+        )(p)
         for model, p in ((config, params), (unshared, copies))
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), shared[0], apart[0])
@@ -179,7 +197,7 @@ def test_the_gradient_of_a_shared_block_is_the_sum_over_the_layers(kind, unrolle
 
 def test_loss_weights_select_tokens():
     params, tables, tokens = arbitrary_params(MODEL), tables_of(MODEL), tokens_of(MODEL)
-    jitted = jax.jit(lambda p, t, w: whole.loss(MODEL, p, tables, t, w))
+    jitted = jax.jit(lambda p, t, w: whole.loss(MODEL, weights_of(p, tables), whole.Batch(t, w)))
     loss = lambda tokens, weights: jitted(params, tokens, weights)  # noqa: E731
     each = []
     for row in range(2):
@@ -197,9 +215,11 @@ def test_loss_weights_select_tokens():
 def test_the_initial_loss_is_that_of_a_uniform_guess():
     tables, tokens = tables_of(MODEL), tokens_of(MODEL)
     weights = np.full((4, 10), 1 / 40, np.float32)
-    loss = jax.jit(lambda key: whole.loss(MODEL, gpt.init(MODEL, key), tables, tokens, weights))(
-        jax.random.key(0)
-    )
+    loss = jax.jit(
+        lambda key: whole.loss(
+            MODEL, weights_of(gpt.init(MODEL, key), tables), whole.Batch(tokens, weights)
+        )
+    )(jax.random.key(0))
     assert float(loss) == pytest.approx(np.log(MODEL.vocab_size), rel=0.05)
 
 
@@ -222,11 +242,18 @@ def test_masked_documents_have_the_loss_of_each_alone(remat):
     tokens = tokens_of(config, batch=1) % eot
     tokens[0, 4] = eot
     weights = np.ones((1, tokens.shape[1] - 1), np.float32)
-    together = whole.loss(config, params, tables, tokens, weights)
+    together = whole.loss(config, weights_of(params, tables), whole.Batch(tokens, weights))
     alone = sum(
-        whole.loss(config, params, tables, part, np.ones((1, part.shape[1] - 1), np.float32))
+        whole.loss(
+            config,
+            weights_of(params, tables),
+            whole.Batch(part, np.ones((1, part.shape[1] - 1), np.float32)),
+        )
         for part in (tokens[:, :6], tokens[:, 5:])
     )
     np.testing.assert_allclose(together, alone, rtol=1e-5)
     plain = dataclasses.replace(config, mask_documents=False)
-    assert abs(whole.loss(plain, params, tables, tokens, weights) - together) > 1e-3
+    assert (
+        abs(whole.loss(plain, weights_of(params, tables), whole.Batch(tokens, weights)) - together)
+        > 1e-3
+    )

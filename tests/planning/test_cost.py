@@ -16,6 +16,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import CHIPS, Chip
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models import stacks as layer_stacks
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.optim import muon
 from sparse_dataflow.optim.optimizers import tables_of_path
 from sparse_dataflow.parallel import whole
@@ -187,7 +188,9 @@ def test_flops_are_those_of_the_traced_program_in_every_family(family, kv_heads)
     config = ModelConfig(2, 64, 4, 160, 50, 32, **fields)
     params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((3, 16), jnp.int32)
-    program = jax.make_jaxpr(lambda p, t: whole.logits(config, p, {}, t))(params, tokens)
+    program = jax.make_jaxpr(lambda p, t: whole.logits(config, weights_of(p, {}), t))(
+        params, tokens
+    )
     flops = cost.flops_per_token(config, 16, causal_half=False, training=False)
     assert _dot_flops(program.jaxpr) == flops.total * tokens.size
     assert list(flops.sections) == [

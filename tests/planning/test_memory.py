@@ -15,6 +15,7 @@ from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.sparsity import SparsityConfig
 from sparse_dataflow.models import gpt, stacks
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning import memory
 
@@ -199,7 +200,11 @@ def test_activations_and_logits_agree_with_xla(remat, fields):
     batch = 4
     params = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((batch, config.max_len + 1), jnp.int32)
-    step = jax.jit(lambda params, tokens: whole.loss_and_gradients(config, params, {}, tokens))
+    step = jax.jit(
+        lambda params, tokens: whole.loss_and_gradients(
+            config, weights_of(params, {}), whole.Batch(tokens)
+        )
+    )
     compiled = step.lower(params, tokens).compile().memory_analysis()
     plan = memory.training_bytes(config, batch, config.max_len)
     assert plan.parameters == pytest.approx(compiled.argument_size_in_bytes, rel=0.01)

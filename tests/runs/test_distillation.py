@@ -14,6 +14,7 @@ from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.cross_entropy.distillation import TeacherOutput
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE
@@ -125,7 +126,11 @@ def test_a_twin_has_no_teacher():
 def test_a_student_of_itself_has_no_divergence():
     """The loss is then (1 - weight) times that of the next tokens, whatever the micro-batches."""
     params = gpt.init(MODEL, jax.random.key(0))
-    plain = float(whole.loss(MODEL, params, {}, TOKENS, np.full((4, 8), 1 / 32, np.float32)))
+    plain = float(
+        whole.loss(
+            MODEL, weights_of(params, {}), whole.Batch(TOKENS, np.full((4, 8), 1 / 32, np.float32))
+        )
+    )
     mesh = meshes.make(meshes.parse("fsdp:1", 1), jax.devices()[:1])
     gradients = []
     for executor, micro_batches in ((SINGLE_DEVICE, 2), (Sharded(mesh), 1)):

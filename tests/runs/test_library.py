@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import sparse_dataflow as sd
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.parallel import whole
 
 CONFIG = sd.preset("pico").change(
@@ -32,7 +33,9 @@ def equal(first, second):
 def test_loss_and_gradients_are_those_of_the_trainer():
     model, batch = draw(), tokens()
     loss, gradients = jax.value_and_grad(sd.loss)(model, batch)
-    expected = whole.loss_and_gradients(model.model, model.params, model.tables, batch)
+    expected = whole.loss_and_gradients(
+        model.model, weights_of(model.params, model.tables), whole.Batch(batch)
+    )
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6)  # noqa: E731
     jax.tree.map(close, gradients.params, expected[1])

@@ -19,6 +19,7 @@ from sparse_dataflow.data.examples import encode
 from sparse_dataflow.data.tokenizer import byte_tokenizer, train_tokenizer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.runs import devices
 from sparse_dataflow.runs.training_data import training_data
@@ -76,7 +77,9 @@ def test_packed_rows_have_the_losses_of_rows_of_one_example():
         masked = dataclasses.replace(model, mask_documents=pack)
         loss = jax.jit(functools.partial(whole.loss, masked))
         batches = AnswerEvalBatches(rows, 2, 31)
-        totals.append(sum(float(loss(params, {}, b["tokens"], b["weights"])) for b in batches))
+        weights = weights_of(params)
+        held_out = [whole.Batch(batch["tokens"], batch["weights"]) for batch in batches]
+        totals.append(sum(float(loss(weights, batch)) for batch in held_out))
         counts.append((len(rows), batches.total_tokens))
     np.testing.assert_allclose(totals[1], totals[0], rtol=1e-5)
     tokens = sum(len(answer) + 1 for _, answer in texts)

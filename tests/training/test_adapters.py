@@ -13,6 +13,7 @@ from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import adapters, gpt, stacks
+from sparse_dataflow.models.model_weights import Fixed, weights_of
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.planning import cost, memory
@@ -43,7 +44,8 @@ each_base = pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 def start(base, training=TRAINING):
     """Returns (config with adapters, initial state, layout tables)."""
     model = adapters.with_adapters(base, training.adapter_rank)
-    return model, initial_state(model, training), stacks.layout_tables(stacks.layouts(model))
+    tables = stacks.layout_tables(stacks.layouts(model))
+    return model, initial_state(model, training)._replace(tables=Fixed(tables)), tables
 
 
 def same_bits(a, b):
@@ -52,8 +54,8 @@ def same_bits(a, b):
 
 @each_base
 def test_training_changes_every_factor_and_no_bit_of_the_base(base):
-    model, state, tables = start(base)
-    step = jax.jit(make_train_step(model, TRAINING, tables))
+    model, state, _ = start(base)
+    step = jax.jit(make_train_step(model, TRAINING))
     before = jax.device_get(state)
     for _ in range(2):
         state, report = step(state, TOKENS, np.float32(1e-2))
@@ -68,7 +70,7 @@ def test_training_changes_every_factor_and_no_bit_of_the_base(base):
 @each_base
 def test_before_the_first_step_the_model_is_its_base(base):
     model, state, tables = start(base)
-    weights = state.weights
+    weights = state.weights.merged
     groups = weights["blocks"] if isinstance(weights["blocks"], tuple) else (weights["blocks"],)
     terms = (*adapters.FACTORS, "gate")
     bare = [
@@ -77,17 +79,18 @@ def test_before_the_first_step_the_model_is_its_base(base):
     ]
     base_params = {**weights, "blocks": tuple(bare) if len(bare) > 1 else bare[0]}
     logits = jax.jit(
-        lambda model, params: whole.logits(model, params, tables, TOKENS), static_argnums=0
+        lambda model, params: whole.logits(model, weights_of(params, tables), TOKENS),
+        static_argnums=0,
     )
     assert np.array_equal(logits(model, weights), logits(base, base_params))
 
 
 def test_a_bfloat16_base_is_stored_in_bfloat16_and_computes_the_same_bits():
-    model, state, tables = start(BASES["bfloat16"])
+    model, state, _ = start(BASES["bfloat16"])
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), state.frozen)
     assert state.frozen["blocks"]["mlp_in"]["kernel"].dtype == jnp.bfloat16
     assert state.frozen["head"]["norm"]["scale"].dtype == jnp.float32
-    step = jax.jit(make_train_step(model, TRAINING, tables))
+    step = jax.jit(make_train_step(model, TRAINING))
     results = [
         step(state._replace(frozen=frozen), TOKENS, np.float32(1e-2))
         for frozen in (state.frozen, wide)
@@ -122,11 +125,9 @@ def test_gradients_are_those_of_merged_dense_weights_in_float64(base):
         gradient = jax.jit(
             lambda model, params, frozen: whole.loss_and_gradients(
                 model,
-                params,
-                tables if frozen else {},
-                TOKENS,
-                dtype="float64",
-                frozen=frozen,
+                weights_of(params, tables if frozen else {}, frozen),
+                whole.Batch(TOKENS),
+                whole.Accumulation(dtype="float64"),
             )[1],
             static_argnums=0,
         )
@@ -145,15 +146,17 @@ def test_weights_of_the_targets_are_those_of_the_loss_and_its_gradient():
     weights /= weights.sum()
     params = gpt.init(DENSE, jax.random.key(0))
     run = jax.jit(
-        lambda params, rows: whole.loss_and_gradients(
-            DENSE, params, {}, TOKENS, rows, weights=weights
+        lambda params, parts: whole.loss_and_gradients(
+            DENSE, weights_of(params), whole.Batch(TOKENS, weights), whole.Accumulation(parts)
         ),
         static_argnums=1,
     )
     loss, gradients = run(params, 1)
-    direct = jax.jit(jax.value_and_grad(lambda p: whole.loss(DENSE, p, {}, TOKENS, weights)))(
-        params
-    )
+    direct = jax.jit(
+        jax.value_and_grad(
+            lambda p: whole.loss(DENSE, weights_of(p, {}), whole.Batch(TOKENS, weights))
+        )
+    )(params)
     np.testing.assert_allclose(loss, direct[0], rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradients, direct[1])
     two = run(params, 2)
@@ -168,7 +171,7 @@ def test_the_plan_of_memory_is_that_of_the_compiled_step(remat):
     training = TrainingConfig(steps=1, batch=2, sequence=128, adapter_rank=4)
     model = adapters.with_adapters(base, 4)
     shapes = abstract_state(model, training)
-    step = jitted_train_step(model, training, {}, SINGLE_DEVICE, shapes)
+    step = jitted_train_step(model, training, SINGLE_DEVICE, shapes)
     tokens = jax.ShapeDtypeStruct((2, 129), jnp.int32)
     analysis = step.lower(shapes, tokens, np.float32(0)).compile().memory_analysis()
     plan = memory.training_config_bytes(model, training)

@@ -12,6 +12,7 @@ from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.models import gpt, stacks
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.sparsity.evolution import PhaseSpec
 from sparse_dataflow.training.loop import Trainer
@@ -58,6 +59,8 @@ def test_evaluation_drops_no_choice():
     tokens = jnp.asarray(TOKENS[:18].reshape(2, 9), jnp.int32)
     weights = jnp.full((2, 8), 1 / 16)
     dropless = dataclasses.replace(MODEL, expert_capacity=0.0)
-    expected = jax.jit(lambda p: whole.loss(dropless, p, tables, tokens, weights))(params)
-    loss = jax.jit(make_eval_step(MODEL, tables))(params, (), tokens, weights)
+    expected = jax.jit(
+        lambda p: whole.loss(dropless, weights_of(p, tables), whole.Batch(tokens, weights))
+    )(params)
+    loss = jax.jit(make_eval_step(MODEL))(weights_of(params, tables), tokens, weights)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)

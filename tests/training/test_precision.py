@@ -16,6 +16,7 @@ from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import stacks
+from sparse_dataflow.models.model_weights import Fixed
 from sparse_dataflow.training.step import abstract_state, initial_state, make_train_step
 from sparse_dataflow.training.variants import variants
 
@@ -41,14 +42,14 @@ def model_of(precision):
 def program(precision):
     """(layout tables, jitted step)."""
     tables = stacks.layout_tables(stacks.layouts(MODEL))
-    return tables, jax.jit(make_train_step(model_of(precision), TRAINING, tables))
+    return tables, jax.jit(make_train_step(model_of(precision), TRAINING))
 
 
 def trained(precision, steps, state=None):
     """Trains up to step `steps`, from `state` or the initial one; returns (state, losses)."""
     tables, step = program(precision)
     state = initial_state(model_of(precision), TRAINING) if state is None else state
-    state, losses = state._replace(tables=()), []
+    state, losses = state._replace(tables=Fixed(tables)), []
     for tokens in TOKENS[int(state.step) : steps]:
         state, report = step(state, tokens, np.float32(3e-3))
         losses.append(float(report.loss))

@@ -18,6 +18,7 @@ from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt, stacks
+from sparse_dataflow.models.model_weights import Fixed, weights_of
 from sparse_dataflow.optim.optimizers import adam_state, make_optimizer, map_moments
 from sparse_dataflow.parallel import describe, whole
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE
@@ -53,14 +54,14 @@ def draw_params(model):
 def program(model, training):
     """(layout tables, jitted step)."""
     tables = stacks.layout_tables(stacks.layouts(model))
-    return tables, jax.jit(make_train_step(model, training, tables))
+    return tables, jax.jit(make_train_step(model, training))
 
 
 def trained(model, training, steps, state=None):
     """Trains up to step `steps`, from `state` or the initial one; returns (state, losses)."""
     tables, step = program(model, training)
     state = initial_state(model, training) if state is None else state
-    state, losses = state._replace(tables=()), []
+    state, losses = state._replace(tables=Fixed(tables)), []
     for tokens in TOKENS[int(state.step) : steps]:
         state, report = step(state, tokens, np.float32(3e-3))
         losses.append(float(report.loss))
@@ -132,7 +133,12 @@ def test_losses_agree_with_float32_to_half_a_percent_over_30_steps(model, micro_
 def test_a_gradient_is_the_float32_gradient_rounded_once(layers, remat):
     model = dataclasses.replace(DENSE, num_layers=layers, remat=remat)
     params = draw_params(model)
-    loss = lambda p, dtype: whole.loss_and_gradients(model, p, {}, TOKENS[0], dtype=dtype)  # noqa: E731
+
+    def loss(p, dtype):
+        return whole.loss_and_gradients(
+            model, weights_of(p, {}), whole.Batch(TOKENS[0]), whole.Accumulation(dtype=dtype)
+        )
+
     (loss_16, mine), (loss_32, right) = (
         jax.jit(loss, static_argnums=1)(params, dtype) for dtype in ("bfloat16", "float32")
     )
@@ -150,7 +156,11 @@ def test_no_float32_gradient_of_all_layers_is_allocated(remat):
     tokens = jax.ShapeDtypeStruct((1, 9), jnp.int32)
 
     def allocated(dtype):
-        run = lambda p, t: whole.loss_and_gradients(model, p, {}, t, dtype=dtype)  # noqa: E731
+        def run(p, t):
+            return whole.loss_and_gradients(
+                model, weights_of(p, {}), whole.Batch(t), whole.Accumulation(dtype=dtype)
+            )
+
         analysis = jax.jit(run).lower(shapes(model), tokens).compile().memory_analysis()
         return analysis.output_size_in_bytes, analysis.temp_size_in_bytes
 

@@ -15,6 +15,7 @@ from sparse_dataflow.config.presets import SIZES
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models import stacks
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.optim.optimizers import adam_state, make_optimizer, map_moments
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel import whole
@@ -71,7 +72,9 @@ def trees(state):
 
 def logits_of(model, state):
     tables = jax.tree.map(np.asarray, state.tables)
-    return np.asarray(jax.jit(lambda p: whole.logits(model, p, tables, TOKENS))(state.params))
+    return np.asarray(
+        jax.jit(lambda p: whole.logits(model, weights_of(p, tables), TOKENS))(state.params)
+    )
 
 
 def assert_shaped_like(state, model, training=TRAINING):

@@ -18,7 +18,7 @@ from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.mesh import BATCH_AXES
 from sparse_dataflow.parallel.pipeline import pipeline, schedules
 from sparse_dataflow.parallel.pipeline.stages import Division, divide, from_stages, to_stages
-from sparse_dataflow.parallel.sharded import TABLES, Sharded, local_tables, norm_specs
+from sparse_dataflow.parallel.sharded import Sharded, local_weights, norm_specs
 
 EVERY_AXIS = tuple(meshes.AXES)
 STAGED = P("stage")
@@ -85,96 +85,88 @@ class Pipelined(Sharded):
         super().check(model, training)
         self._plan(model, training.micro_batches)
 
-    def loss(self, model, params, tables, tokens, weights):
+    def loss(self, model, weights, batch):
         """See `Executor`."""
-        rows = len(tokens) // meshes.batch_shards(self.mesh)
+        rows = len(batch.tokens) // meshes.batch_shards(self.mesh)
         # Evaluation batches have any size; this fills the stages if possible.
         micro_batches = math.gcd(rows, 4 * self.division.stages)
         stages, chunks = self.division.stages, self.division.chunks
         schedule = schedules.forward_only(stages, micro_batches, chunks)
-        member, specs, *_ = self._member(model, params)
+        member, specs, _ = self._member(model, weights)
         plan = pipeline.make_plan(self.division, schedule)
 
-        def local(table, params, tables, tokens, weights):
+        def local(table, weights, batch):
             split = lambda a: a.reshape(micro_batches, -1, a.shape[1])  # noqa: E731
-            full, tables = self._gathered(model, params, specs), local_tables(tables)
+            full = self._gathered(model, weights.params, specs.params)
+            tables = local_weights(weights).tables
+            tokens, of_targets = split(batch.tokens), split(batch.weights)
 
             def layer(params, tables, x):
                 return gpt.block(model, layer_weights(model, params, tables), x, member.shard)
 
-            work = self._work(model, member, full, tables, split(tokens), split(weights), layer)
+            work = self._work(model, member, full, tables, tokens, of_targets, layer)
             share, _ = pipeline.run_stage(plan, table[0], work)
             return lax.psum(share, EVERY_AXIS)
 
-        in_specs = STAGED, specs, TABLES, P(BATCH_AXES), P(BATCH_AXES)
-        return self._mapped(local, in_specs, P())(
-            pipeline.rows(plan), params, tables, tokens, weights
-        )
+        in_specs = STAGED, specs, P(BATCH_AXES)
+        return self._mapped(local, in_specs, P())(pipeline.rows(plan), weights, batch)
 
-    def loss_and_gradients(
-        self,
-        model,
-        params,
-        tables,
-        tokens,
-        micro_batches,
-        dtype="float32",
-        frozen=(),
-        weights=None,
-        teacher=None,
-    ):
+    def loss_and_gradients(self, model, weights, batch, how):
         """See `Executor`; a stage accumulates all gradients in float32, whatever the dtype.
 
         The loss of a model with experts has no routing.
 
-        `check` and `runs.devices` refuse frozen parameters, weights and a teacher.
+        `check` and `runs.devices` refuse frozen parameters, weights of targets and a teacher.
         """
-        assert not frozen and weights is None and teacher is None
+        assert not weights.frozen and batch.weights is None and batch.teacher is None
+        micro_batches = how.micro_batches
         plan = self._plan(model, micro_batches)
-        member, specs, gradient_specs, _ = self._member(model, params)
+        member, specs, gradient_specs = self._member(model, weights)
 
-        def local(table, params, tables, tokens):
-            full = self._gathered(model, params, specs)
-            weight = 1 / (tokens[:, 1:].size * member.batch_shards)
+        def local(table, weights, tokens):
+            full = self._gathered(model, weights.params, specs.params)
+            mean = 1 / (tokens[:, 1:].size * member.batch_shards)
             tokens = tokens.reshape(micro_batches, -1, tokens.shape[1])
-            weights = jnp.full(tokens[..., 1:].shape, weight, jnp.float32)
+            of_targets = jnp.full(tokens[..., 1:].shape, mean, jnp.float32)
             part = 1 / (micro_batches * member.batch_shards * member.shard.devices)
 
             def block(params, tables, x):
-                weights = layer_weights(model, params, tables)
-                return gpt.trained_block(model, weights, x, part, member.shard)
+                layer = layer_weights(model, params, tables)
+                return gpt.trained_block(model, layer, x, part, member.shard)
 
             layer = whole.rematerialised(model, block)
-            work = self._work(model, member, full, local_tables(tables), tokens, weights, layer)
+            tables = local_weights(weights).tables
+            work = self._work(model, member, full, tables, tokens, of_targets, layer)
             share, gradients = pipeline.run_stage(plan, table[0], work)
             ends = {name: gradients[name] for name in ("embed", "head")}
             gradients = gradients | lax.psum(ends, "stage")
-            gradients = jax.tree.map(collect, gradients, specs, gathered, gradient_specs)
+            gradients = jax.tree.map(collect, gradients, specs.params, gathered, gradient_specs)
             return lax.psum(share, EVERY_AXIS), gradients
 
-        gathered = sharding.gathered_specs(specs, self.exchange)
+        gathered = sharding.gathered_specs(specs.params, self.exchange)
 
         def collect(gradient, param_spec, gathered, spec):
             whole_spec = P() if gathered == param_spec else param_spec
             shard = sharding.reduce_scatter(gradient, whole_spec, spec)
             return sharding.all_reduce(shard, spec, self.mesh)
 
-        in_specs = STAGED, specs, TABLES, P(BATCH_AXES)
+        in_specs = STAGED, specs, P(BATCH_AXES)
         loss, gradients = self._mapped(local, in_specs, (P(), gradient_specs))(
-            pipeline.rows(plan), params, tables, tokens
+            pipeline.rows(plan), weights, batch.tokens
         )
         return whole.RoutedLoss(loss, ()) if model.experts else loss, gradients
 
-    def block_gradient_norms(self, model, params, tables, tokens):
+    def block_gradient_norms(self, model, weights, tokens):
         """See `Executor`."""
         plan = self._plan(model, 1, "gpipe")
-        member, specs, *_ = self._member(model, params)
+        member, specs, _ = self._member(model, weights)
         axes = self._measured_axes(tokens)
         shards = math.prod(self.mesh.shape[axis] for axis in axes)
 
-        def local(table, params, tables, tokens):
-            full, tables = self._gathered(model, params, specs), local_tables(tables)
-            weights = jnp.full((1, *tokens[:, 1:].shape), 1 / (shards * tokens[:, 1:].size))
+        def local(table, weights, tokens):
+            full = self._gathered(model, weights.params, specs.params)
+            tables = local_weights(weights).tables
+            mean = jnp.full((1, *tokens[:, 1:].shape), 1 / (shards * tokens[:, 1:].size))
             norms = {
                 name: jnp.zeros((len(t.in_index), t.out_index.shape[1], t.in_index.shape[1]))
                 for name, t in tables.items()
@@ -187,12 +179,12 @@ class Pipelined(Sharded):
 
             layer = whole.rematerialised(model, probed)
             constants, params = (full["blocks"], tables), full | {"blocks": norms}
-            work = self._work(model, member, params, constants, tokens[None], weights, layer)
+            work = self._work(model, member, params, constants, tokens[None], mean, layer)
             return pipeline.run_stage(plan, table[0], work)[1]["blocks"]
 
-        in_specs = STAGED, specs, TABLES, P(axes or None)
-        norms = self._mapped(local, in_specs, norm_specs(tables))(
-            pipeline.rows(plan), params, tables, tokens
+        in_specs = STAGED, specs, P(axes or None)
+        norms = self._mapped(local, in_specs, norm_specs(weights.tables))(
+            pipeline.rows(plan), weights, tokens
         )
         return self._one_copy(from_stages(self.division, norms), model)
 

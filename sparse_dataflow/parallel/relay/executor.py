@@ -185,12 +185,12 @@ def _restore_common_step(files, key):
     return None if processes.any_process(missing) else state
 
 
-def _gradient_norms(relay, params, tables, tokens):
+def _gradient_norms(relay, weights, tokens):
     # The first device of every process computes the norms of all rows, so that the layouts do not
     # depend on the number of devices.
-    fetch = functools.partial(relay.to_first_device, params)
+    fetch = functools.partial(relay.to_first_device, weights.params)
     with translated_device_errors("an update of the layouts"):
-        return block_gradient_norms(relay.model, fetch, tables, np.asarray(tokens))
+        return block_gradient_norms(relay.model, fetch, weights.tables, np.asarray(tokens))
 
 
 def _writable(leaf):

@@ -28,6 +28,7 @@ from sparse_dataflow.config.parallel import CLIPPINGS, STASHES
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError, first_line
 from sparse_dataflow.models import gpt
+from sparse_dataflow.models.model_weights import ModelWeights
 from sparse_dataflow.optim.train_state import StepReport, TrainState
 from sparse_dataflow.parallel.relay import programs as relay_programs
 from sparse_dataflow.parallel.relay.depth_schedule import DepthSchedule
@@ -253,7 +254,7 @@ class Relay:
         """Returns the programs of a section's layer group."""
         return programs[group_index(self.model, section) if isinstance(section, int) else 0]
 
-    def eval_step(self, params: dict, tables: dict, tokens, weights) -> np.ndarray:
+    def eval_step(self, of_model: ModelWeights, tokens, weights) -> np.ndarray:
         """Returns the float32 [] sum of weighted losses in nats of int32 [B, T + 1] tokens.
 
         All blocks take part.
@@ -262,13 +263,13 @@ class Relay:
           UserError: the device failed.
         """
         with translated_device_errors("an evaluation"):
-            return self._evaluate(params, tables, tokens, weights)
+            return self._evaluate(of_model, tokens, weights)
 
-    def _evaluate(self, params, tables, tokens, weights):
+    def _evaluate(self, of_model, tokens, weights):
         run, timeline = self.eval_programs[0], Timeline()
         inputs, targets, weights = self._batch(tokens, weights, self._eval_shape)
         fetch = lambda section, *more: self.server.fetching.submit(  # noqa: E731
-            self.to_device, params, section, *more
+            self.to_device, of_model.params, section, *more
         )
         x = run.embed(*fetch(EMBED).result(), inputs)
 
@@ -278,7 +279,7 @@ class Relay:
             return self._watching.submit(_watch, x, 0.0, section_name(block), timeline)
 
         blocks = range(self.model.num_layers)
-        _prefetch_loop(blocks, self._block_fetch(fetch, tables), forward)
+        _prefetch_loop(blocks, self._block_fetch(fetch, of_model.tables), forward)
         (head,), (embed,) = (fetch(section).result() for section in (HEAD, EMBED))
         tied = gpt.tied_output(self.model, embed)
         return jax.device_get(run.head(head, tied, x, targets, weights))

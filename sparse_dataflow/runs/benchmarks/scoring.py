@@ -17,6 +17,7 @@ from sparse_dataflow.evaluation.scoring import Counts, Limits, batch_limits
 from sparse_dataflow.evaluation.tasks import builtin, lm_eval_tasks
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks import benchmark
 from sparse_dataflow.runs.benchmarks.benchmark import Models
@@ -134,10 +135,11 @@ def _requests(trained, tasks, shots):
 
 def _forward(trained, limits: Limits, calls):
     """A function that runs `calls` evaluation steps of the training, on one micro-batch each."""
-    program = jax.jit(make_eval_step(trained.model, trained.tables))
+    program = jax.jit(make_eval_step(trained.model))
+    of_model = weights_of(trained.params, trained.tables)
     rng = np.random.default_rng(0)
     rows = limits.rows(limits.context)
     shape = rows, limits.context + 1
     tokens = rng.integers(trained.model.vocab_size, size=shape, dtype=np.int32)
     weights = np.ones((rows, limits.context), np.float32)
-    return lambda: [program(trained.params, (), tokens, weights) for _ in range(calls)]
+    return lambda: [program(of_model, tokens, weights) for _ in range(calls)]

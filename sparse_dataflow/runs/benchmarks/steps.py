@@ -121,10 +121,8 @@ def compiled_step(
       executor: where it runs.
     """
     state = initial_state(model, training, executor)
-    tables = executor.tables(state.tables, model, changing=False)
-    fixed = None if tables else state.tables
-    state = state._replace(tables=tables)
-    step = jitted_train_step(model, training, fixed, executor, state)
+    state = state._replace(tables=executor.tables(state.tables, model, changing=False))
+    step = jitted_train_step(model, training, executor, state)
     tokens = executor.put({"tokens": tokens}, len(tokens))["tokens"]
     start = time.perf_counter()
     compiled = step.lower(state, tokens, np.float32(0)).compile()

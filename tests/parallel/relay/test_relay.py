@@ -16,6 +16,7 @@ from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import OPTIMIZERS, TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import stacks
+from sparse_dataflow.models.model_weights import Fixed, ModelWeights
 from sparse_dataflow.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.parallel import block_gradients, whole
 from sparse_dataflow.parallel.relay import host_optimizer, parameter_server, probe, programs
@@ -160,10 +161,10 @@ def test_quantised_products_equal_those_of_the_whole_executor_to_the_rounding_of
     sparse = DENSE.with_linears(spec, ["mlp_in", "mlp_out"])
     model, how = dataclasses.replace(sparse, precision=precision), training(steps=3)
     state = initial_state(model, how)
-    step = jax.jit(make_train_step(model, how, state.tables))
+    step = jax.jit(make_train_step(model, how))
     rate = learning_rate_schedule(how)
     fresh, theirs = fresh_state(model, how), []
-    state = state._replace(tables=())
+    state = state._replace(tables=Fixed(state.tables))
     for number in range(3):
         state, report = step(state, tokens_of(number), np.float32(rate(number)))
         theirs.append((float(report.loss), jax.device_get(report.gradient_norms)))
@@ -193,9 +194,9 @@ def test_evaluation_equals_that_of_the_whole_executor(name):
     relay = Relay(model, how, eval_shape=(2, 11))
     state = fresh_state(model, how)
     weights = np.random.default_rng(1).random((2, 11), np.float32)
-    mine = relay.eval_step(state.params, state.tables, tokens_of(5, rows=2), weights)
+    mine = relay.eval_step(state.weights, tokens_of(5, rows=2), weights)
     evaluate = jax.jit(make_eval_step(model))
-    theirs = evaluate(state.params, state.tables, tokens_of(5, rows=2), weights)
+    theirs = evaluate(state.weights, tokens_of(5, rows=2), weights)
     np.testing.assert_allclose(mine, theirs, rtol=1e-6)
 
 
@@ -355,8 +356,12 @@ def test_a_growing_network_starts_with_identities():
     shallow = dataclasses.replace(model, num_layers=1)
     first = {**state.params, "blocks": jax.tree.map(lambda a: a[:1], state.params["blocks"])}
     weights = np.ones((4, 11), np.float32)
-    deep = Relay(model, how, eval_shape=(4, 11)).eval_step(state.params, {}, tokens_of(0), weights)
-    alone = Relay(shallow, how, eval_shape=(4, 11)).eval_step(first, {}, tokens_of(0), weights)
+    deep, alone = (
+        Relay(model, how, eval_shape=(4, 11)).eval_step(
+            ModelWeights(params, {}), tokens_of(0), weights
+        )
+        for model, params in ((model, state.params), (shallow, first))
+    )
     assert deep == alone
 
 
@@ -394,7 +399,7 @@ def test_a_device_lost_in_an_evaluation_is_a_user_error():
     relay.eval_programs = (relay.eval_programs[0]._replace(forward=lost),)
     weights = np.ones((4, 11), np.float32)
     with pytest.raises(UserError, match=r"failed in an evaluation \(INTERNAL: device lost\)"):
-        relay.eval_step(state.params, {}, tokens_of(0), weights)
+        relay.eval_step(state.weights, tokens_of(0), weights)
 
 
 def test_a_device_lost_in_mid_step_keeps_the_previous_step_in_the_files(tmp_path):
@@ -463,7 +468,7 @@ def test_block_gradients_equal_those_of_the_whole_executor(name):
     tokens = tokens_of(3, rows=2)
     mine = probe.block_gradient_norms(model, fetch, state.tables, tokens)
     program = jax.jit(functools.partial(block_gradients.block_gradient_norms, model))
-    theirs = program(state.params, state.tables, tokens)
+    theirs = program(state.weights, tokens)
     assert mine.keys() == theirs.keys()
     for name in mine:
         np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-4, atol=1e-7)
