@@ -2,15 +2,15 @@
 
 import dataclasses
 
-from sparse_dataflow.config.settings import setting, validate
+from sparse_dataflow.config.settings import Readable, setting, validate
 from sparse_dataflow.files.errors import UserError
 
 TOKENIZERS = ("bpe", "gpt2")
 LOSSES = ("all", "answers")
 
 
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class DataConfig(Readable):
     """The corpus and its tokenizer.
 
     Attributes:

@@ -7,6 +7,7 @@ from sparse_dataflow.config.settings import (
     A_SHARE,
     MOST_SEQUENCES,
     MOST_STEPS,
+    Readable,
     between,
     setting,
     validate,
@@ -20,8 +21,8 @@ EXCHANGED_BLOCKS = 0.05
 1911.11134, section 3); three seeds of `pico` do not tell the two apart (docs/quality.md)."""
 
 
-@dataclasses.dataclass(frozen=True)
-class EvolutionConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class EvolutionConfig(Readable):
     """Which method, and when.
 
     Attributes:

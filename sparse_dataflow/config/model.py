@@ -14,6 +14,7 @@ from sparse_dataflow.config.settings import (
     MOST_EXPERTS,
     MOST_INTEGER,
     MOST_SIZE,
+    Readable,
     between,
     positive,
     setting,
@@ -52,8 +53,8 @@ MOST_LAYERS = 2**14
 """Upper bound of the number of layers."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class ModelConfig(Readable):
     """A decoder-only transformer: pre-norm blocks of attention and an MLP.
 
     The defaults are GPT-3 (arXiv 2005.14165, section 2.1).  `families.FAMILIES` has the fields in

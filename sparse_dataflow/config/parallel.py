@@ -7,6 +7,7 @@ from sparse_dataflow.config.settings import (
     ADOPTED,
     FRESH,
     MOST_SECONDS,
+    Readable,
     between,
     positive,
     setting,
@@ -26,8 +27,8 @@ ONLY_RELAY = ("stash", "clipping", "server_dir", "depth_schedule")
 """Settings that no other executor reads."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ParallelConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class ParallelConfig(Readable):
     """The parallel plan of a run; it does not change the results.
 
     Attributes:

@@ -6,6 +6,7 @@ from sparse_dataflow.config.settings import (
     A_FRACTION,
     AT_LEAST_ONE,
     MOST_SIZE,
+    Readable,
     between,
     setting,
     validate,
@@ -29,8 +30,8 @@ MLP = ("mlp_gate", "mlp_in", "mlp_out")
 """Projections of the MLP; in a mixture of experts, those of each expert."""
 
 
-@dataclasses.dataclass(frozen=True)
-class LinearSpec:
+@dataclasses.dataclass(frozen=True, repr=False)
+class LinearSpec(Readable):
     """Storage of one projection.
 
     Attributes:

@@ -15,6 +15,7 @@ from sparse_dataflow.config.settings import (
     FRESH,
     MOST_SECONDS,
     MOST_STEPS,
+    Readable,
     between,
     positive,
     setting,
@@ -28,8 +29,8 @@ TWINS = ("no", "yes", "narrow")
 PRUNE_BY = ("weights", "activations")
 
 
-@dataclasses.dataclass(frozen=True)
-class RunSettings:
+@dataclasses.dataclass(frozen=True, repr=False)
+class RunSettings(Readable):
     """How long a run takes, what it begins with and where it is kept.
 
     Attributes:
@@ -138,8 +139,8 @@ class RunSettings:
         return range(int(match[1]), int(match[1]) + int(match[2]))
 
 
-@dataclasses.dataclass(frozen=True)
-class RunConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class RunConfig(Readable):
     """One run.  `presets.preset` makes one; `change` makes another of it.
 
     Attributes:

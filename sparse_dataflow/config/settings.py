@@ -62,6 +62,23 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 3900
 """Bytes that common file systems allow, with room for the files of a folder."""
 
 
+class Readable:
+    """A config whose repr has the settings that differ from their defaults.
+
+    Its dataclass has `repr=False`.
+    """
+
+    def __repr__(self):
+        shown = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        changed = [f"{n}={v!r}" for n, v in shown.items() if v != defaults[n]]
+        text = f"{type(self).__name__}({', '.join(changed)})"
+        if len(text) <= 88 and not any("\n" in each for each in changed):
+            return text
+        inner = "".join(f"    {each},\n".replace("\n", "\n    ").rstrip(" ") for each in changed)
+        return f"{type(self).__name__}(\n{inner})"
+
+
 @dataclasses.dataclass(frozen=True)
 class Setting:
     """One field that a user may set.

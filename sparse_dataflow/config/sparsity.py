@@ -4,7 +4,14 @@ import dataclasses
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LOW_RANK, PROJECTIONS, LinearSpec
-from sparse_dataflow.config.settings import A_FRACTION, MOST_SIZE, between, setting, validate
+from sparse_dataflow.config.settings import (
+    A_FRACTION,
+    MOST_SIZE,
+    Readable,
+    between,
+    setting,
+    validate,
+)
 
 PATTERN_NAMES: list[str] = [LOW_RANK]
 """Names of the patterns, filled by `sparsity.patterns.register`, and LOW_RANK, which has no
@@ -14,8 +21,8 @@ GROUPED_PATTERNS = ("monarch", "shuffle")
 """Patterns whose layouts are equal groups (`sparsity.layout.Groups`)."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SparsityConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class SparsityConfig(Readable):
     """Which projections are block-sparse, and which of their blocks are stored.
 
     Attributes:

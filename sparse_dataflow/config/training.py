@@ -9,6 +9,7 @@ from sparse_dataflow.config.settings import (
     MOST_SEQUENCES,
     MOST_SIZE,
     MOST_STEPS,
+    Readable,
     between,
     positive,
     setting,
@@ -20,8 +21,8 @@ OPTIMIZERS = ("adamw", "muon")
 _DIVISORS_SHOWN = 12
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainingConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class TrainingConfig(Readable):
     """How a model is trained.
 
     Attributes:

@@ -56,7 +56,7 @@ class ModelWeights:
     """
 
     params: Any
-    layouts: Any = ()
+    layouts: Any = dataclasses.field(default_factory=dict)
     frozen: Any = ()
 
     @property
@@ -70,9 +70,12 @@ class ModelWeights:
         return self.layouts.tables if isinstance(self.layouts, Fixed) else self.layouts
 
 
-def weights_of(params: Any, tables: Any = (), frozen: Any = ()) -> ModelWeights:
-    """Returns the weights of a model, whose layouts are fixed if their tables are numpy arrays."""
-    return ModelWeights(params, fixed(tables), frozen)
+def weights_of(params: Any, tables: Any = None, frozen: Any = ()) -> ModelWeights:
+    """Returns the weights of a model, whose layouts are fixed if their tables are numpy arrays.
+
+    Without tables, every weight is dense.
+    """
+    return ModelWeights(params, fixed({} if tables is None else tables), frozen)
 
 
 def fixed(tables: Any) -> Any:

@@ -118,7 +118,7 @@ class LayoutTables(NamedTuple):
         return map(LayoutTables, *stacked)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class BlockLayout:
     """Stored blocks of one weight of shape [in_features, out_features].
 
@@ -140,6 +140,8 @@ class BlockLayout:
         >>> layout = sd.BlockLayout.from_mask(mask, block=8)
         >>> layout.in_features, layout.out_features, layout.nnz, layout.density
         (16, 24, 3, 0.5)
+        >>> layout
+        BlockLayout(16 x 24, 3 of 6 blocks of 8, density 0.5)
         >>> layout.to_dense(np.ones((3, 8, 8))).shape
         (16, 24)
     """
@@ -310,6 +312,28 @@ class BlockLayout:
     def __hash__(self):
         return hash(self.content_hash)
 
+    @property
+    def _title(self):
+        total = self.in_blocks * self.out_blocks
+        shape = f"{self.in_features} x {self.out_features}"
+        return f"{shape}, {self.nnz} of {total} blocks of {self.block}"
+
+    def __repr__(self):
+        return f"BlockLayout({self._title}, density {self.density:.3g})"
+
+    def _repr_html_(self):
+        """Returns a picture of the grid for notebooks, as SVG: one path of all stored blocks."""
+        blocks = zip(self.cols.tolist(), self.rows.tolist())
+        path = "".join(f"M{col} {row}h1v1h-1z" for col, row in blocks)
+        width = round(max(64, min(480, 240 * self.out_blocks / self.in_blocks)))
+        return (
+            f"<figure style='margin:0'><svg width='{width}' preserveAspectRatio='none' "
+            f"viewBox='0 0 {self.out_blocks} {self.in_blocks}' "
+            f"style='border:1px solid #888;max-height:480px'><path d='{path}' fill='#247'/></svg>"
+            f"<figcaption>{self._title}; inputs run down, outputs to the right</figcaption>"
+            "</figure>"
+        )
+
     def tables(self) -> LayoutTables:
         """Returns the index tables as int32 numpy arrays."""
         by_row = np.lexsort((self.cols, self.rows))
@@ -354,9 +378,7 @@ class BlockLayout:
         axes.imshow(~self.mask, cmap="gray", vmin=0, vmax=1.2, interpolation="nearest")
         axes.set_xlabel("output block")
         axes.set_ylabel("input block")
-        total = self.in_blocks * self.out_blocks
-        shape = f"{self.in_features} x {self.out_features}"
-        axes.set_title(f"{shape}, {self.nnz} of {total} blocks of {self.block}")
+        axes.set_title(self._title)
         return axes
 
 

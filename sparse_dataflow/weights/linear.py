@@ -7,14 +7,14 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from sparse_dataflow.weights.weight import Weight
+from sparse_dataflow.weights.weight import Weight, text_of
 
 PROJECTION_OUTPUT = "projection_output"
 """Checkpoint name of every projection's output, for remat policies."""
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Linear:
     """y = x W + b.
 
@@ -25,6 +25,9 @@ class Linear:
 
     weight: Weight
     bias: Any = None
+
+    def __repr__(self):
+        return text_of(self)
 
     def __call__(
         self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y

@@ -47,6 +47,9 @@ class Weight:
         """Returns x W: [..., in] -> [..., out], in the dtype of x."""
         raise NotImplementedError
 
+    def __repr__(self):
+        return text_of(self)
+
     def times_zeros(self, x: jax.Array) -> jax.Array:
         """Returns `x @ self` for an x with many zeros, which a kind may skip."""
         return x @ self
@@ -87,7 +90,7 @@ class Wrapper(Weight):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Dense(Weight):
     """A stored matrix.
 
@@ -121,7 +124,7 @@ class Dense(Weight):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class BlockSparse(Weight):
     """Stored blocks of a matrix.
 
@@ -174,7 +177,7 @@ class BlockSparse(Weight):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class LowRank(Weight):
     """A product of two factors and nothing else.
 
@@ -200,7 +203,7 @@ class LowRank(Weight):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PlusLowRank(Wrapper):
     """The base plus a gated low-rank term (arXiv 2112.00029, section 3.3), or an adapter.
 
@@ -227,7 +230,7 @@ class PlusLowRank(Wrapper):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Guided(Wrapper):
     """A share of a dense guide, the rest of the base (arXiv 2406.16450).
 
@@ -255,7 +258,7 @@ class Guided(Wrapper):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Hadamard(Wrapper):
     """The base multiplies the Walsh-Hadamard transform of x.
 
@@ -281,7 +284,7 @@ class Hadamard(Wrapper):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Thresholded(Wrapper):
     """The base multiplies x with zeros for the inputs up to a level; NaN stays.
 
@@ -302,7 +305,7 @@ class Thresholded(Wrapper):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Probed(Wrapper):
     """The base, and an input whose gradient is the block norms of the dense gradient.
 
@@ -334,8 +337,23 @@ def _quantized(rows, kernel, precision):
     return quantized.matmul(rows, kernel, precision)
 
 
-def is_concrete(layout: BlockLayout | LayoutTables) -> bool:
-    """Returns whether a program is specialised to a layout."""
-    if isinstance(layout, BlockLayout):
-        return True
-    return all(isinstance(table, np.ndarray) for table in layout.arrays)
+def text_of(node: Any) -> str:
+    """Returns the repr of a dataclass with arrays as `f32[3,4]`, and without its defaults."""
+    fields: Any = dataclasses.fields(node)
+    values = {field.name: getattr(node, field.name) for field in fields}
+    shown = [f.name for f in fields if values[f.name] is not f.default]
+    return f"{type(node).__name__}({', '.join(f'{n}={_short(values[n])}' for n in shown)})"
+
+
+_KINDS = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "bool": "bool"}
+
+
+def _short(value):
+    if isinstance(value, LayoutTables):
+        return f"tables {_short(value.in_index)}"
+    if not hasattr(value, "dtype"):
+        return repr(value)
+    name = np.dtype(value.dtype).name
+    letters = name.rstrip("0123456789")
+    kind = _KINDS.get(letters, letters) + name[len(letters) :]
+    return f"{kind}[{','.join(map(str, value.shape))}]"

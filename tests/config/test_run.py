@@ -1,3 +1,4 @@
+
 import pytest
 
 from sparse_dataflow.config import presets
@@ -75,3 +76,12 @@ def test_supar_has_rates_of_its_own():
     assert config.model.supar
     assert config.training.learning_rate == presets.SUPAR_LEARNING_RATE
     assert config.training.batch == preset("3m").training.batch
+
+
+@pytest.mark.parametrize("scale", presets.SIZES)
+def test_a_config_prints_what_differs_from_its_defaults_as_python_that_makes_it_again(scale):
+    config = preset(scale).change(training__steps=7)
+    parts = {type(part).__name__: type(part) for part in vars(config).values()}
+    assert eval(repr(config), {"RunConfig": RunConfig, "LinearSpec": LinearSpec, **parts}) == config
+    assert "steps=7" in repr(config) and "clip" not in repr(config)
+    assert repr(LinearSpec("dense", rank=2)) == "LinearSpec(rank=2)"

@@ -1,5 +1,7 @@
 """A layout: order of its blocks, its tables, its dense form, and what it refuses."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -255,3 +257,13 @@ def test_a_drawing_shows_the_stored_blocks():
     axes = layout.plot()
     np.testing.assert_array_equal(axes.images[0].get_array() == 0, layout.mask)
     assert layout.plot(axes) is axes and len(axes.images) == 2
+
+
+def test_the_picture_of_a_layout_has_each_stored_block_once():
+    layout = make_layout("random", 64, 96, 8, 0.25)
+    picture = layout._repr_html_()
+    corners = re.findall(r"M(\d+) (\d+)h1v1h-1z", picture)
+    assert sorted((int(row), int(col)) for col, row in corners) == [
+        tuple(place) for place in np.argwhere(layout.mask)
+    ]
+    assert "64 x 96, 24 of 96 blocks of 8" in picture and "64 x 96" in repr(layout)

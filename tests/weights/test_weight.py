@@ -174,3 +174,14 @@ def test_the_output_has_the_dtype_of_the_input(kind):
     weight, _ = stored(np.random.default_rng(4), kind)
     for x in (jnp.ones((3, IN), jnp.bfloat16), np.ones((3, IN), np.float32)):
         assert (x @ weight).dtype == x.dtype
+
+
+def test_a_weight_prints_its_shapes_and_its_layout():
+    weight, _ = stored(np.random.default_rng(5), "groups")
+    text = repr(
+        Linear(PlusLowRank(weight, *map(np.float32, (np.ones((IN, 2)), np.ones((2, OUT)), 1))))
+    )
+    for part in ("values=f64[32,4,4]", "a_kernel=f32[32,2]", "gate=f32[]", repr(weight.layout)):
+        assert part in text
+    assert "precision" not in text and "bias" not in text and "\n" not in text
+    assert "values=bf16[2]" in repr(BlockSparse(jnp.ones(2, jnp.bfloat16), weight.layout))
