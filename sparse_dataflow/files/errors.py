@@ -15,7 +15,8 @@ LONGEST = 2000
 class UserError(ValueError):
     """A request that cannot be served, in one or two plain sentences that name the legal values.
 
-    Experiments print it without a stack trace and exit with status 2. Its text is redacted.
+    Experiments print it without a stack trace and exit with status 2. Its text is redacted and
+    `escaped`.
 
     Examples:
         >>> try:
@@ -26,9 +27,20 @@ class UserError(ValueError):
     """
 
     def __str__(self) -> str:
-        text = redact(super().__str__())
+        text = escaped(redact(super().__str__()))
         half = LONGEST // 2
         return text if len(text) <= LONGEST else f"{text[:half]} ... {text[-half:]}"
+
+
+def escaped(text: str) -> str:
+    """Returns one line in which unprintable characters are Python escapes, such as `\\x1b`.
+
+    For text from outside in a message: it cannot move the cursor of a terminal, reorder a line or
+    begin a new one.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def first_line(error: BaseException) -> str:
