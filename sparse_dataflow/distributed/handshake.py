@@ -10,6 +10,12 @@ another form or proof is a stranger's: its connection is closed, and the run wai
 exception that reading it raises: no connection ends more than itself. A right proof with other
 settings ends the run if there is a token. Without one anybody can prove as much, so that process
 alone is refused.
+
+It exists because jax's service lacks three things (`tests/distributed/test_jax_service.py`): it
+aborts the process, without an exception, if another one is missing; it admits whoever names a free
+number, whatever job or settings that process has; and it compares no settings. Trust that a
+scheduler provides, such as a network policy, does not replace the last two: most wrong processes
+are mistakes of the same user.
 """
 
 import contextlib
