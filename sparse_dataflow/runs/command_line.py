@@ -25,8 +25,8 @@ from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.settings import Setting
 from sparse_dataflow.distributed import stopping
 from sparse_dataflow.files import json_files, storage
-from sparse_dataflow.files.errors import UserError, in_words
-from sparse_dataflow.files.output import best_effort_errors
+from sparse_dataflow.files.errors import TEMPORARY, UserError, in_words
+from sparse_dataflow.files.output import best_effort_errors, flush_or_exit
 from sparse_dataflow.runs import request
 from sparse_dataflow.runs.request import Request
 
@@ -267,6 +267,7 @@ def _run(main, doc, shared, options, defaults, argv) -> None:
         sys.exit(2)
     except stopping.Ended as ended:
         print(f"stopped: {ended}", file=sys.stderr)
+        flush_or_exit(TEMPORARY)
         raise
     sys.exit(status or 0)
 
