@@ -27,6 +27,7 @@ from sparse_dataflow.distributed import stopping
 from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import TEMPORARY, UserError, in_words
 from sparse_dataflow.files.output import best_effort_errors, flush_or_exit
+from sparse_dataflow.hardware import xla_flags
 from sparse_dataflow.runs import request
 from sparse_dataflow.runs.request import Request
 
@@ -254,6 +255,7 @@ def _run(main, doc, shared, options, defaults, argv) -> None:
         if page := _help_kind(argv):
             sys.stdout.write(help_text(doc, program(), flags, bool(shared), all=page == "all"))
             sys.exit(0)
+        xla_flags.check()
         status = main(*arguments(argv, shared, options, defaults))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
