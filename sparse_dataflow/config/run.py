@@ -20,6 +20,7 @@ from sparse_dataflow.config.settings import (
     setting,
     validate,
 )
+from sparse_dataflow.config.sizes import SIZES
 from sparse_dataflow.config.sparsity import SparsityConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
@@ -41,7 +42,7 @@ class RunSettings:
         its folder names.
     """
 
-    scale: str = setting("", "The preset that the other settings begin with.")
+    scale: str = setting("", "Preset that the other settings begin with.", choices=tuple(SIZES))
     minutes: float = setting(
         2.0,
         "Training time of each model, in minutes; compiling and evaluating are not counted.",

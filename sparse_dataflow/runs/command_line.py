@@ -36,6 +36,7 @@ _HELP = ("help", "helpshort", "helpfull", "h", "?")
 _HELP_COLUMN = 27
 _SET = "set"
 _FLAGFILE_BYTES = 2**20
+_MOST_FLAGFILES = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,25 +152,30 @@ def parse(
 
 
 def _with_flagfiles(argv: Sequence[str]) -> list[str]:
-    """The command line with the lines of each --flagfile in its place."""
-    words = []
-    for argument in argv:
+    """The command line with the lines of each --flagfile in its place, which may name others."""
+    words: list[str] = []
+    files, size, waiting = 0, 0, list(reversed(argv))
+    while waiting:
+        argument = waiting.pop()
         name, _, path = argument.lstrip("-").partition("=")
+        if argument == "--":
+            return [*words, argument, *reversed(waiting)]
         if name != "flagfile" or not argument.startswith("-"):
             words.append(argument)
             continue
         try:
-            lines = (
-                json_files.read_bytes(settings.expanded(path), _FLAGFILE_BYTES)
-                .decode()
-                .splitlines()
-            )
+            files += 1
+            if files > _MOST_FLAGFILES:
+                raise ValueError(f"more than {_MOST_FLAGFILES} files, or one that names itself")
+            content = json_files.read_bytes(settings.expanded(path), _FLAGFILE_BYTES - size)
+            size += len(content)
+            lines = [line.strip() for line in content.decode().splitlines()]
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UserError(
                 f"--flagfile={settings.shown(path)} cannot be read: {reason}."
             ) from None
-        words += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        waiting += [line for line in reversed(lines) if line and not line.startswith("#")]
     return words
 
 
