@@ -79,6 +79,35 @@ def test_no_source_executes_input():
     assert {path.partition("sparse_dataflow/")[2]: o for path, o in found.items()} == GENERATED
 
 
+UNBOUNDED = ("files/json_files.py", "interchange/numpy_reader.py", "runs/benchmarks/")
+"""Sources that call `json.loads`: the bounded reader itself, a reader that is handed out alone, and
+measurements that read what their own child processes print."""
+
+
+def test_json_from_outside_is_read_with_a_limit_of_its_depth():
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = dotted_name(node) if isinstance(node, ast.Call) else ""
+            # `json.loads(json.dumps(value))` reads what the program has.
+            if name in ("json.load", "json.loads", "json.JSONDecoder") and not (
+                isinstance(node.args[0], ast.Call) and dotted_name(node.args[0]) == "json.dumps"
+            ):
+                found.append(path.as_posix().partition("sparse_dataflow/")[2])
+    assert found and not [place for place in found if not place.startswith(UNBOUNDED)]
+
+
+@pytest.mark.parametrize("kind", ["[]", '{"a":}'])
+def test_json_is_read_up_to_100_levels(kind):
+    start, end = kind[:-1], kind[-1]
+    innermost = "1" if kind == '{"a":}' else ""
+    for depth in (1, 99, 100):
+        json_files.parse(start * depth + innermost + end * depth)
+    for depth in (101, 102, 950, 9_996, 100_000):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            json_files.parse(start * depth + innermost + end * depth)
+
+
 @given(st.lists(st.sampled_from(["a", "b", "c/d"]), max_size=3), st.booleans())
 def test_links_out_of_the_run_folder_are_refused(tmp_path_factory, names, out):
     base = tmp_path_factory.mktemp("links")

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from sparse_dataflow.files import storage
+from sparse_dataflow.files import json_files, storage
 
 TIMEOUT_SECONDS = 7 * 24 * 3600
 """Timeout of a save: a slow file system may take as long as it needs."""
@@ -52,7 +52,7 @@ class SaveBarrier:
         """
         place = self._arrive(timeout_ms)
         for name, failure in _client().key_value_dir_get(place):
-            number, words = json.loads(failure)
+            number, words = json_files.parse(failure)
             raise PeerSaveError(number, f"process {name.rpartition('/')[2]}: {words}")
 
     def report_failure(self, error: BaseException) -> None:

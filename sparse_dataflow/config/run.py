@@ -21,6 +21,7 @@ from sparse_dataflow.config.settings import (
     setting,
     validate,
 )
+from sparse_dataflow.config.sizes import SIZES
 from sparse_dataflow.config.sparsity import SparsityConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
@@ -42,7 +43,7 @@ class RunSettings(Readable):
         its folder names.
     """
 
-    scale: str = setting("", "The preset that the other settings begin with.")
+    scale: str = setting("", "Preset that the other settings begin with.", choices=tuple(SIZES))
     minutes: float = setting(
         2.0,
         "Training time of each model, in minutes; compiling and evaluating are not counted.",

@@ -184,7 +184,7 @@ class Setting:
             return ""
         if not isinstance(value, self.type):
             return f"is not legal: it must be {'yes or no' if self.type is bool else 'a text'}."
-        if self.choices and value not in self.choices:
+        if self.choices and value not in (*self.choices, self.default):
             return f"is unknown. Legal: {', '.join(self.choices)}."
         return ""
 

@@ -6,7 +6,6 @@ each example and belongs to the answer before it.
 """
 
 import dataclasses
-import json
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -15,6 +14,7 @@ from sparse_dataflow.data.chat import ASSISTANT, USER, Rendered
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.tokenizer import Tokenizer
+from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 
 
@@ -24,7 +24,7 @@ def pieces(document: Document, tokenizer: Tokenizer) -> Rendered:
     Raises:
       UserError: the example needs a chat template, or the template refuses it.
     """
-    record, template = json.loads(document.text), tokenizer.chat_template
+    record, template = json_files.parse(document.text), tokenizer.chat_template
     if template is None:
         if "messages" in record:
             raise UserError(

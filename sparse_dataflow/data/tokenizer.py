@@ -341,7 +341,7 @@ def gpt2_tokenizer() -> Tokenizer:
             "or use the tokenizer 'bpe'."
         )
     folder = Path(package.submodule_search_locations[0]) / "data"
-    vocab = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
+    vocab = json_files.load(folder / "encoder.json")
     tokens = sorted(vocab, key=vocab.get)
     merges = parse_merges((folder / "vocab.bpe").read_text(encoding="utf-8"))
     return Tokenizer(tuple(tokens[:-1]), merges, GPT2_VOCAB_SIZE)
@@ -391,7 +391,7 @@ def _train(texts: Iterator[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     engine.train_from_iterator(texts, trainer)
-    model = json.loads(engine.to_str())["model"]
+    model = json_files.parse(engine.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     return Tokenizer(tuple(tokens), tuple(map(tuple, model["merges"])), vocab_size)
 

@@ -15,6 +15,7 @@ from sparse_dataflow.distributed.cluster import Membership
 from sparse_dataflow.distributed.stopping import Ended
 from sparse_dataflow.distributed.watch import LOST_AFTER
 from sparse_dataflow.files.errors import TEMPORARY, UserError, in_words
+from sparse_dataflow.files.output import flush_or_exit
 
 
 @contextlib.contextmanager
@@ -77,7 +78,7 @@ def joined(
             traceback.print_exc()
             group.wait_for_cause(rendezvous.GRACE_SECONDS)
         group.fail(message, TEMPORARY if status == TEMPORARY else 2)
-        sys.stdout.flush()
         sys.stderr.flush()
+        flush_or_exit(status)
         os._exit(status)
     jax.distributed.shutdown()

@@ -14,11 +14,20 @@ MAX_BYTES = 2**20
 """Size limit of a message, so that a stranger at the port cannot fill the memory."""
 
 
+def parse(line: bytes) -> dict[str, Any]:
+    """Returns the message in a line; raises ValueError if it is none."""
+    message = json_files.parse(line)
+    if not isinstance(message, dict):
+        raise ValueError("a message is not a JSON object")
+    return message
+
+
 class Lines:
     """A connection; any thread may send, one thread receives."""
 
     def __init__(self, connection: socket.socket):
-        self._connection, self._buffer, self._lock = connection, b"", threading.Lock()
+        self._connection, self._buffer = connection, bytearray()
+        self._lock = threading.Lock()
 
     def set_timeout(self, seconds: float | None) -> None:
         """Sets the seconds after which `send` and `receive` raise TimeoutError; None waits."""
@@ -51,10 +60,7 @@ class Lines:
             if len(self._buffer) > MAX_BYTES:
                 raise ValueError(f"a message is longer than {MAX_BYTES} bytes")
         line, _, self._buffer = self._buffer.partition(b"\n")
-        message = json_files.parse(line)
-        if not isinstance(message, dict):
-            raise ValueError("a message is not a JSON object")
-        return message
+        return parse(bytes(line))
 
     def close(self) -> None:
         """Closes the connection."""

@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from sparse_dataflow.distributed.stopping import ENDING
+from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import TEMPORARY, UserError
 
 
@@ -45,7 +46,7 @@ def broadcast(value: Any) -> Any:
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     buffer = text if is_first() else np.zeros(length, np.uint8)
-    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(buffer)).tobytes())
+    return json_files.parse(np.asarray(multihost_utils.broadcast_one_to_all(buffer)).tobytes())
 
 
 def broadcast_arrays(tree: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 from sparse_dataflow.distributed import handshake, lines
 from sparse_dataflow.distributed.lines import Lines, listen
-from sparse_dataflow.files.errors import TEMPORARY, UserError
+from sparse_dataflow.files.errors import LONGEST, TEMPORARY, UserError, escaped
 
 GRACE_SECONDS = 3.0
 """Seconds that a process may take to end by itself after another ended: it may report the same."""
@@ -100,13 +100,15 @@ class ProcessSet:
 
     def _listen(self, peer):
         message: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(Exception):  # Whatever cannot be read is the end of its sender.
             while not message:
                 message = self._receive(peer)
         if not message.get("done"):
             self._peer_failed.set()
             origin = message.get("process", peer)
-            reason = message.get("failed", "it gave no reason; its own output may say why.")
+            reason = escaped(
+                message.get("failed", "it gave no reason; its own output may say why.")[:LONGEST]
+            )
             # A lost machine is worth another start; an illegal request is not.
             status = message.get("exit_status", TEMPORARY)
             if self.number == 0:
@@ -132,7 +134,7 @@ class ProcessSet:
         if "status" in message:
             self.statuses[peer] = time.monotonic(), message["status"]
         elif "announcement" in message:
-            self.on_announcement(message["announcement"])
+            self.on_announcement(escaped(message["announcement"][:LONGEST]))
         else:
             return message
         return {}

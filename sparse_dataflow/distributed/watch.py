@@ -17,7 +17,7 @@ from typing import Any
 
 from sparse_dataflow.distributed.clock import START, Clock
 from sparse_dataflow.distributed.rendezvous import ProcessSet
-from sparse_dataflow.files.errors import TEMPORARY
+from sparse_dataflow.files.errors import TEMPORARY, escaped
 
 LOST_AFTER = 10
 """Number of silent heartbeats after which a process is taken for lost."""
@@ -27,6 +27,8 @@ STALLED_STEPS = 10
 
 STEP = "step"
 """The activity that all processes do together."""
+
+_LONGEST_NAME = 200
 
 UNTIMED = ("compile", START)
 """Activities without a time limit."""
@@ -54,12 +56,14 @@ class Status:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any], silent: float) -> "Status":
-        """Reads an untrusted message; fields of a wrong type keep their defaults."""
-        fields = {field.name: field.type for field in dataclasses.fields(cls)}
-        kinds = {name: str if kind is str else int | float for name, kind in fields.items()}
-        valid: dict[str, Any] = {
-            n: v for n, v in message.items() if n in kinds and isinstance(v, kinds[n])
-        }
+        """Reads an untrusted message; fields of a wrong type or size keep their defaults."""
+        valid: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            value = message.get(field.name)
+            if field.type is str and isinstance(value, str):
+                valid[field.name] = escaped(value[:_LONGEST_NAME])
+            elif field.type is float and isinstance(value, int | float) and 0 <= value < 1e9:
+                valid[field.name] = float(value)
         return dataclasses.replace(cls(**valid), silent=silent)
 
     def where(self) -> str:

@@ -1,12 +1,17 @@
 """The exception for errors that the user can fix, and words for other errors."""
 
 import errno
+import os
+import re
+import traceback
 
 from sparse_dataflow.files.redaction import redact
 
 TEMPORARY = 75
 """Exit status of a run that should be started again, such as after a preemption: EX_TEMPFAIL of
 sysexits.h. Schedulers can requeue on it."""
+
+_JAX = ("jax", "jaxlib")
 
 LONGEST = 2000
 """Most characters of a `UserError`: one that quotes a huge argument loses its middle."""
@@ -15,7 +20,8 @@ LONGEST = 2000
 class UserError(ValueError):
     """A request that cannot be served, in one or two plain sentences that name the legal values.
 
-    Experiments print it without a stack trace and exit with status 2. Its text is redacted.
+    Experiments print it without a stack trace and exit with status 2. Its text is redacted and
+    `escaped`.
 
     Examples:
         >>> try:
@@ -26,9 +32,20 @@ class UserError(ValueError):
     """
 
     def __str__(self) -> str:
-        text = redact(super().__str__())
+        text = escaped(redact(super().__str__()))
         half = LONGEST // 2
         return text if len(text) <= LONGEST else f"{text[:half]} ... {text[-half:]}"
+
+
+def escaped(text: str) -> str:
+    """Returns one line in which unprintable characters are Python escapes, such as `\\x1b`.
+
+    For text from outside in a message: it cannot move the cursor of a terminal, reorder a line or
+    begin a new one.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def first_line(error: BaseException) -> str:
@@ -43,11 +60,37 @@ def in_words(error: Exception) -> str:
             f"There is too little memory ({first_line(error)}). Use a machine with more, or a "
             "smaller --scale or --batch."
         )
+    if _in_start_of_jax(error):
+        given = [f"{name}={os.environ[name]}" for name in OF_JAX if os.environ.get(name)]
+        settings = f" {', '.join(given)[:400]}:" if given else ""
+        reason = re.sub(r" \((set|you may need).*", "", first_line(error)).rstrip(".")
+        reason = "it finds no device" if isinstance(error, AssertionError) else reason
+        return (
+            f"jax does not start here:{settings} {reason}. Correct or unset what names it; legal "
+            "JAX_PLATFORMS: cpu, cuda or tpu if jax is installed for it and no other process "
+            "holds the device."
+        )
     if not isinstance(error, OSError) or error.errno is None:
         return ""
     place = f"{error.filename}: " if error.filename else ""
     reason = error.strerror or errno.errorcode.get(error.errno, "")
     return redact(f"{place}{reason}; {advice(error)}")
+
+
+OF_JAX = (
+    "JAX_PLATFORMS", "JAX_ENABLE_X64", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS", "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
+"""Variables that jax reads at its start."""
+
+
+def _in_start_of_jax(error: BaseException) -> bool:
+    """Returns whether jax raised the error while it was imported or opened its devices."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = str(frame.f_globals.get("__name__", ""))
+        importing = frame.f_code.co_name == "<module>" and module.partition(".")[0] in _JAX
+        if importing or module == "jax._src.xla_bridge":
+            return True
+    return False
 
 
 def advice(error: BaseException) -> str:

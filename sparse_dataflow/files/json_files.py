@@ -1,4 +1,4 @@
-"""JSON files from untrusted sources: bounded in size and depth."""
+"""JSON from untrusted sources, bounded in size and depth: every JSON from outside is read here."""
 
 import json
 import os
@@ -10,6 +10,11 @@ from sparse_dataflow.files import storage
 
 MAX_BYTES = 64 * 2**20
 """Default size limit in bytes, far above any file that a run writes."""
+
+MAX_DEPTH = 100
+"""Most lists and objects inside each other: what reads a value may then recurse on it."""
+
+_CONTAINERS = (dict, list)
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)
 """Exceptions that code may raise while it reads a value of unexpected structure."""
@@ -43,8 +48,21 @@ def _read(path: Path, size: int) -> bytes:
 
 
 def parse(text: str | bytes) -> Any:
-    """Returns the value of a JSON text; raises ValueError if invalid or nested too deeply."""
+    """Returns the value of a JSON text; raises ValueError if invalid or deeper than MAX_DEPTH."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    level = [value] if type(value) in _CONTAINERS else []
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return value
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if type(parent) is dict else parent)
+            if type(child) in _CONTAINERS
+        ]
+    if not level:
+        return value
+    raise ValueError("it is nested too deeply")

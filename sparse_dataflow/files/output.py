@@ -1,37 +1,126 @@
-"""The standard error of a process that must not depend on it."""
+"""The standard streams of a process that must not depend on them."""
 
 import contextlib
 import os
+import queue
+import select
+import stat
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
+PATIENCE_SECONDS = 1.0
+"""Seconds that a flush waits for a reader, once until it reads again."""
+
+_MOST_PENDING = 1000
+_LONGEST = 2**16
+
 
 class BestEffort:
-    """A text stream whose errors are ignored: a full disk, a reader that left."""
+    """A text stream whose errors are ignored: a full disk, a reader that left or stopped reading.
+
+    To a terminal, pipe or socket a thread writes, so that a reader that stops blocks nobody else.
+    Text beyond a limit is then dropped. Signal handlers may write.
+    """
 
     def __init__(self, stream: Any):
         self._stream = stream
+        self._writer = _Writer(stream) if _may_block(stream) else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         """Writes the text if that is possible; returns its length."""
+        if self._writer:
+            self._writer.put(text)
+            return len(text)
         # RuntimeError: a signal handler wrote while the interrupted code did.
         with contextlib.suppress(OSError, RuntimeError, ValueError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flushes the stream if that is possible."""
+        """Flushes the stream if that is possible; waits PATIENCE_SECONDS at most."""
+        if self._writer:
+            self._writer.flush()
+            return
         with contextlib.suppress(OSError, RuntimeError, ValueError):
             self._stream.flush()
 
 
+class _Mark:
+    """A place in the queue of a writer."""
+
+    passed = False
+
+
+class _Writer:
+    """A thread that writes to a file descriptor."""
+
+    def __init__(self, stream: Any):
+        self._descriptor = stream.fileno()
+        self._encoding = getattr(stream, "encoding", None) or "utf-8"
+        self._errors = getattr(stream, "errors", None) or "backslashreplace"
+        self._late = _Mark()  # The last mark that a flush did not wait for any longer.
+        self._late.passed = True
+        self._process = 0
+
+    def put(self, text: str) -> None:
+        """Writes the text soon, or drops it if too much waits."""
+        if self._process != os.getpid():
+            self._start()
+        if self._queue.qsize() < _MOST_PENDING:
+            for start in range(0, min(len(text), _LONGEST * 16), _LONGEST):
+                piece = text[start : start + _LONGEST]
+                self._queue.put(piece.encode(self._encoding, self._errors))
+
+    def flush(self) -> None:
+        """Waits for what was put before, unless an earlier flush waits in vain."""
+        if self._process != os.getpid() or not self._late.passed:
+            return
+        mark, end = _Mark(), time.monotonic() + PATIENCE_SECONDS
+        self._queue.put(mark)
+        while not mark.passed:
+            if time.monotonic() > end:
+                self._late = mark
+                return
+            time.sleep(0.0005)
+
+    def _start(self):
+        # A thread does not survive a fork. `put` of a simple queue may be interrupted by itself.
+        self._queue: queue.SimpleQueue[bytes | _Mark] = queue.SimpleQueue()
+        self._process, self._late = os.getpid(), _Mark()
+        self._late.passed = True
+        threading.Thread(target=self._run, args=(self._queue,), daemon=True).start()
+
+    def _run(self, waiting):
+        while True:
+            item = waiting.get()
+            if isinstance(item, _Mark):
+                item.passed = True
+                continue
+            with contextlib.suppress(OSError):
+                while item:
+                    try:
+                        item = item[os.write(self._descriptor, item) :]
+                    except BlockingIOError:  # Another process made the descriptor so.
+                        select.select([], [self._descriptor], [], 1.0)
+
+
+def _may_block(stream) -> bool:
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode)
+
+
 @contextlib.contextmanager
 def best_effort_errors() -> Iterator[None]:
-    """Makes writing to `sys.stderr` never fail inside the block.
+    """Makes writing to `sys.stderr` never fail or block inside the block.
 
     A standard stream that is closed is opened on the null device: the next file that is opened
     would take its number, and libraries write to that number.
@@ -46,4 +135,22 @@ def best_effort_errors() -> Iterator[None]:
     try:
         yield
     finally:
+        sys.stderr.flush()
         sys.stderr = before
+
+
+def flush_or_exit(status: int) -> None:
+    """Flushes `sys.stdout`; ends the process with `status` if nobody reads it.
+
+    The end of Python would wait for the reader, with signals at their defaults.
+    """
+    thread = threading.Thread(target=_flush, args=(sys.stdout,), daemon=True)
+    thread.start()
+    thread.join(PATIENCE_SECONDS)
+    if thread.is_alive():
+        os._exit(status)
+
+
+def _flush(stream):
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        stream.flush()

@@ -161,7 +161,7 @@ def _read_bfloat16(path, name):
     float32."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        entry = json.loads(file.read(length))[name]
+        entry = json_files.parse(file.read(length))[name]
         start, end = entry["data_offsets"]
         file.seek(8 + length + start)
         upper = np.frombuffer(file.read(end - start), "<u2").astype(np.uint32)

@@ -227,7 +227,7 @@ def write(folder: Path, tokenizer: Tokenizer, context: int) -> None:
     if tokenizer.original:
         number = tokenizer.original_ids[tokenizer.eot_id]
         end = tokenizers.Tokenizer.from_str(text).id_to_token(number)
-        prefix_space = _adds_prefix_space(json.loads(text)["pre_tokenizer"])
+        prefix_space = _adds_prefix_space(json_files.parse(text)["pre_tokenizer"])
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,

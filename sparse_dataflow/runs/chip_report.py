@@ -112,7 +112,7 @@ def find_chip(seconds: float) -> tuple[ChipFacts, dict[str, str]]:
         raise UserError(f"jax found no chip within {seconds:.0f} s.") from None
     if done.returncode:
         raise UserError(f"jax does not start here: {_tail(done.stderr, 1)}")
-    facts = json.loads(done.stdout.splitlines()[-1])
+    facts = json_files.parse(done.stdout.splitlines()[-1])
     return ChipFacts(**facts["chip"]), facts["versions"]
 
 

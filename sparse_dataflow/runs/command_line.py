@@ -25,8 +25,9 @@ from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.settings import Setting
 from sparse_dataflow.distributed import stopping
 from sparse_dataflow.files import json_files, storage
-from sparse_dataflow.files.errors import UserError, in_words
-from sparse_dataflow.files.output import best_effort_errors
+from sparse_dataflow.files.errors import TEMPORARY, UserError, in_words
+from sparse_dataflow.files.output import best_effort_errors, flush_or_exit
+from sparse_dataflow.hardware import xla_flags
 from sparse_dataflow.runs import request
 from sparse_dataflow.runs.request import Request
 
@@ -35,6 +36,7 @@ _HELP = ("help", "helpshort", "helpfull", "h", "?")
 _HELP_COLUMN = 27
 _SET = "set"
 _FLAGFILE_BYTES = 2**20
+_MOST_FLAGFILES = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,25 +152,30 @@ def parse(
 
 
 def _with_flagfiles(argv: Sequence[str]) -> list[str]:
-    """The command line with the lines of each --flagfile in its place."""
-    words = []
-    for argument in argv:
+    """The command line with the lines of each --flagfile in its place, which may name others."""
+    words: list[str] = []
+    files, size, waiting = 0, 0, list(reversed(argv))
+    while waiting:
+        argument = waiting.pop()
         name, _, path = argument.lstrip("-").partition("=")
+        if argument == "--":
+            return [*words, argument, *reversed(waiting)]
         if name != "flagfile" or not argument.startswith("-"):
             words.append(argument)
             continue
         try:
-            lines = (
-                json_files.read_bytes(settings.expanded(path), _FLAGFILE_BYTES)
-                .decode()
-                .splitlines()
-            )
+            files += 1
+            if files > _MOST_FLAGFILES:
+                raise ValueError(f"more than {_MOST_FLAGFILES} files, or one that names itself")
+            content = json_files.read_bytes(settings.expanded(path), _FLAGFILE_BYTES - size)
+            size += len(content)
+            lines = [line.strip() for line in content.decode().splitlines()]
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UserError(
                 f"--flagfile={settings.shown(path)} cannot be read: {reason}."
             ) from None
-        words += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        waiting += [line for line in reversed(lines) if line and not line.startswith("#")]
     return words
 
 
@@ -254,6 +261,7 @@ def _run(main, doc, shared, options, defaults, argv) -> None:
         if page := _help_kind(argv):
             sys.stdout.write(help_text(doc, program(), flags, bool(shared), all=page == "all"))
             sys.exit(0)
+        xla_flags.check()
         status = main(*arguments(argv, shared, options, defaults))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -267,6 +275,7 @@ def _run(main, doc, shared, options, defaults, argv) -> None:
         sys.exit(2)
     except stopping.Ended as ended:
         print(f"stopped: {ended}", file=sys.stderr)
+        flush_or_exit(TEMPORARY)
         raise
     sys.exit(status or 0)
 

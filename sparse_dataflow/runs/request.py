@@ -19,6 +19,8 @@ from sparse_dataflow.config.settings import FIXED, FRESH, Setting
 from sparse_dataflow.files.errors import UserError
 
 EVOLUTION = "evolution.method"
+_SCALE = "run.scale"
+
 EXCHANGING = tuple(
     f"evolution.{name}" for name in ("every", "share", "max_fan_out", "sequences", "row_shards")
 )
@@ -233,11 +235,16 @@ def checked(
       UserError: settings contradict each other; names the legal values.
     """
     legal = settings.by_path(RunConfig)
-    changes, spelled = dict(changes), dict(spelled)
+    start, changes, spelled = dict(start), dict(changes), dict(spelled)
     for text in sets:
         path, equals, value = text.partition("=")
         if not equals:
             raise UserError(f"--set {settings.shown(text)} has no value; write --set path=value.")
+        if path.strip() == _SCALE:  # It decides the defaults of other settings.
+            if "scale" in start:
+                raise UserError("--set run.scale and --scale set the same; give one of them.")
+            start["scale"] = settings.parsed(START["scale"], value, "--set run.scale")
+            continue
         _add(changes, spelled, legal, path.strip(), value, "--set ")
     if EVOLUTION in changes:
         method, colon, options = str(changes.pop(EVOLUTION)).partition(":")

@@ -8,29 +8,11 @@ import threading
 import time
 
 import pytest
+from meetings import connected, meet_all
 from ports import free_port
 
 from sparse_dataflow.distributed import cluster, handshake, join, lines, rendezvous
 from sparse_dataflow.files.errors import UserError
-
-
-def meet_all(*members, timeout=120.0, token="secret", port=None):
-    """Meets as members (number, count, facts[, token]); returns the ProcessSet or error text of
-    each."""
-    address, results = f"127.0.0.1:{port or free_port()}", {}
-
-    def join(place, number, count, facts, token=token):
-        try:
-            results[place] = rendezvous.meet(address, count, number, facts, timeout, token)
-        except UserError as refusal:
-            results[place] = str(refusal)
-
-    threads = [threading.Thread(target=join, args=(i, *m)) for i, m in enumerate(members)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [results[place] for place in range(len(members))]
 
 
 def test_processes_meet_in_any_order_and_leave_together():
@@ -111,15 +93,6 @@ def test_a_process_that_ends_while_others_join_may_come_again():
     others = meet_all((1, 3, {}), (2, 3, {}), port=port)
     thread.join()
     assert [type(group) for group in met + others] == [rendezvous.ProcessSet] * 3, met + others
-
-
-def connected(port):
-    """A connection to a port where somebody will listen."""
-    for _ in range(1000):
-        with contextlib.suppress(OSError):
-            return socket.create_connection(("127.0.0.1", port), timeout=10)
-        time.sleep(0.02)
-    raise AssertionError("nobody listens")
 
 
 def hello(port, token="", **changes):

@@ -1,4 +1,5 @@
 import dataclasses
+import os
 import pathlib
 import subprocess
 import sys
@@ -147,6 +148,23 @@ def test_a_flagfile_that_is_no_small_file_is_refused(name, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="flagfile"):
         options(f"--flagfile={name}")
+
+
+@pytest.mark.parametrize("content", ["--flagfile={}/pipe", "--flagfile=/dev/zero",
+                                     "--flagfile={}/none", "--flagfile={}/itself",
+                                     "--flagfile={}/twice\n--flagfile={}/twice"])  # fmt: skip
+def test_a_flagfile_in_a_flagfile_has_the_same_bounds(content, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("itself", "twice", "first"):
+        (tmp_path / name).write_text(content.replace("{}", str(tmp_path)))
+    with pytest.raises(UserError, match="cannot be read"):
+        options(f"--flagfile={tmp_path / 'first'}")
+
+
+def test_flagfiles_in_flagfiles_are_read_in_place(tmp_path):
+    (tmp_path / "inner").write_text("--where=inner")
+    (tmp_path / "outer").write_text(f"--count=1\n--flagfile={tmp_path / 'inner'}\n--both")
+    assert options(f"--flagfile={tmp_path / 'outer'}") == Options(1, where="inner", both=True)
 
 
 def test_an_unknown_flag_of_a_flagfile_is_named(tmp_path):

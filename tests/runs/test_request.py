@@ -42,6 +42,8 @@ def saved_run(tmp_path):
     ("arguments", "words"),
     [
         (["--steps=3", "--minutes=2"], ["--steps", "--minutes", "one of them"]),
+        (["--set=run.scale=bogus"], ["--set run.scale=bogus", "unknown", "pico"]),
+        (["--set=run.scale=3m", "--scale=pico"], ["run.scale", "--scale", "one of them"]),
         (["--density=1.5"], ["--density=1.5", "in (0, 1]"]),
         (["--density=0"], ["--density=0", "in (0, 1]"]),
         (["--set=training.warmup=1"], ["--set training.warmup=1", "in [0, 1)"]),
@@ -202,3 +204,13 @@ def test_processes_are_compared_by_all_but_their_own_number():
     other = parse("--steps=3", "--set=parallel.process=1")
     assert one.facts == other.facts and one.parallel.process == 0
     assert one.facts != parse("--steps=4").facts
+
+
+def test_run_scale_is_the_flag_scale():
+    assert parse("--set=run.scale=3m").config() == parse("--scale=3m").config()
+
+
+@pytest.mark.parametrize("scale", ["bogus", "auto", "3M", None, 3])
+def test_a_config_has_a_scale_that_exists(scale):
+    with pytest.raises(UserError, match=r"^run\.scale="):
+        preset("pico").change(run__scale=scale)

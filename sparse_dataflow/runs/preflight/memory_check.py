@@ -57,8 +57,9 @@ def refuse_too_large(config: RunConfig, variants: list[Variant], memory_bytes: i
     need = needed_bytes(variants)
     if need <= memory_bytes * memory.USABLE:
         return
+    model = f"--scale={config.run.scale}" if config.run.scale else config.run.init_from
     raise UserError(
-        f"Training --scale={config.run.scale} needs {math.ceil(need / GIB):,} GiB with these "
+        f"Training {model} needs {math.ceil(need / GIB):,} GiB with these "
         f"settings, and this machine has {math.floor(memory_bytes / GIB):,}; "
         f"{_advice(config, variants, memory_bytes)}."
     )
@@ -72,7 +73,9 @@ def _advice(config, variants, memory_bytes):
     ):
         if fit := fitting(candidate, memory_bytes):
             return f"it fits with {flag}{_settings(fit)}"
-    smaller = list(SIZES)[: list(SIZES).index(config.run.scale)]
+    # Weights of --init_from have no scale.
+    scales = list(SIZES)
+    smaller = scales[: scales.index(config.run.scale)] if config.run.scale else []
     for scale in reversed(smaller):
         if fit := _fitting_scale(config, scale, memory_bytes):
             return f"the largest scale that fits is --scale={scale} {_settings(fit)}"

@@ -8,7 +8,7 @@ import jax
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.distributed.processes import stopped_status
 from sparse_dataflow.distributed.stopping import stop_on_signals
-from sparse_dataflow.files import folders, storage
+from sparse_dataflow.files import folders, json_files, storage
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.folder_lock import FolderLock
 from sparse_dataflow.runs.preflight import memory_check
@@ -184,7 +184,7 @@ def read_lines(path, tokens):
     if not path.exists():
         return []
     try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [json_files.parse(line) for line in path.read_text().splitlines()]
         for line in lines:
             bits_per_byte(line["result"])
             if "steps" not in line:
