@@ -27,8 +27,11 @@ GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_
 # Tests of faults that happen to a run.
 FAULT_TESTS := $(addprefix tests/,experiments/test_faults.py experiments/test_mirror_runs.py experiments/test_random_kills.py experiments/test_storm.py)
 
+# Tests of code that runs only where an optional package is installed.
+OPTIONAL_TESTS := $(addprefix tests/,experiments/test_optional_packages.py runs/benchmarks/test_step_peers.py training/monitoring/test_tracker_packages.py training/test_precision.py kernels/test_quantized.py data/test_formats.py interchange)
+
 .DEFAULT_GOAL := help
-.PHONY: help env demo test quick nightly faults aot-tpu aot-gpu bench bench-schedule bench-schedule-gpu chip-report lint format docs lock clean FORCE
+.PHONY: help env demo test quick nightly optional faults aot-tpu aot-gpu bench bench-schedule bench-schedule-gpu chip-report lint format docs lock clean FORCE
 
 help: ## list the targets
 	@echo 'usage: make TARGET [ARGS="--flag=value ..."] [VENV=.venv] [PYTHON=python3.12]'
@@ -52,6 +55,10 @@ quick: $(READY) ## run the tests that are not marked slow
 
 nightly: $(READY) ## run the tests that are too long for every day
 	$(BIN)/python -m pytest -m nightly $(TESTS)
+
+optional: ## run what needs torch, transformers, wandb, mlflow and others (fetches 4 GB into .venv-optional)
+	@sh launch/make_env.sh .venv-optional dev,optional
+	.venv-optional/bin/python -m pytest -n $(WORKERS) --dist worksteal -m '' $(OPTIONAL_TESTS) $(TESTS)
 
 faults: $(READY) ## every fault test, measured for docs/surviving.md; ARGS="--kills=200"
 	FAULTS=$(CURDIR)/tests/experiments/faults.json $(BIN)/python -m pytest -m "" $(FAULT_TESTS) $(TESTS) $(ARGS); \

@@ -50,6 +50,7 @@ RUN = {
     "make bench": E + "test_benches.py::test_step_bench",
     "make chip-report": E + "test_benches.py::test_this_cpu_is_measured",
     "make docs": "tests/test_documentation.py::test_the_site_is_whole",
+    "make optional": E + "test_optional_packages.py::test_",
     "make faults": E + "test_faults.py::test_kills",
 }
 """Module, script or make target -> FILE::PREFIX of the test or fixture that runs it."""

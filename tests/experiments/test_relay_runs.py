@@ -67,6 +67,18 @@ def test_killed_in_a_step_it_goes_on_from_the_one_before(job, relayed, tmp_path)
     assert_same_results(folder, relayed)
 
 
+@pytest.mark.slow
+def test_killed_with_layouts_that_stay_it_goes_on_from_the_step_before(job, tmp_path):
+    """Programs are then specialised to the groups of the layouts."""
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    done(job.new(whole, *SHORT))
+    plan = (*SHORT, f"--set=parallel.server_dir={tmp_path / 'server'}")
+    killed = job.new(folder, *plan, events=[(r"\.server\.json", 11, "SIGKILL")])
+    assert killed.returncode == -9, killed.stderr
+    assert "resumes after step 4 of 12" in done(job.resume(folder)).stderr
+    assert_same_results(folder, whole)
+
+
 def two(job, *arguments, events):
     """What two processes said, the second of which meets the events."""
     address = f"--set=parallel.coordinator=127.0.0.1:{free_port()}"

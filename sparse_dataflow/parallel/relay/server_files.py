@@ -158,7 +158,9 @@ class MappedFiles:
         """
         slot = self._free_slot()
         *_, tables = self._trees[slot]
-        jax.tree.map(np.copyto, tables, state.tables)
+        # A step's tables may have the groups of their layouts, which follow from the arrays.
+        for to, table in zip(jax.tree.leaves(tables), jax.tree.leaves(state.tables), strict=True):
+            np.copyto(to, table, casting="no")
         digests = {section_name(s): self._digests[s] for s in self._sections}
         newest = {
             "step": int(state.step),

@@ -212,10 +212,16 @@ def _parameters(model, training, dtype, device) -> tuple[dict[str, Any], list[tu
         leaf = np.array(leaf.T if path[-1].key == "kernel" else leaf, order="C")
         return torch.from_numpy(leaf).to(device, dtype).requires_grad_()
 
-    blocks = [view(ours, layer) for layer in range(model.num_layers)]
-    tree = {"embed": ours["embed"], "blocks": blocks, "head": ours["head"]}
-    kinds = decay_mask(tree), learning_rate_multipliers(model, training, tree)
-    return jax.tree_util.tree_map_with_path(tensor, tree), list(zip(*map(jax.tree.leaves, kinds)))
+    layers = range(model.num_layers)
+    params = jax.tree_util.tree_map_with_path(
+        tensor, ours | {"blocks": [view(ours, layer) for layer in layers]}
+    )
+    # A dense model's layers are one group, whose leaves are stacked: each has one kind.
+    kinds = (
+        jax.tree.leaves(kind | {"blocks": [kind["blocks"] for _ in layers]})
+        for kind in (decay_mask(ours), learning_rate_multipliers(model, training, ours))
+    )
+    return params, list(zip(*kinds, strict=True))
 
 
 def _loss(model, params, tokens_BxT):

@@ -17,6 +17,7 @@ import numpy as np
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.models import stacks
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.relay import host_optimizer, host_state
 from sparse_dataflow.parallel.relay.parameter_server import ParameterServer, ServerStep
@@ -30,12 +31,12 @@ TRAINING = TrainingConfig(steps=8, batch=4, sequence=11, clip=0.7)
 IDENTITY = {"model": MODEL.to_json()}
 
 
-def first_state(params, mu, nu):
+def first_state(params, mu, nu, model=MODEL):
     """Returns a state with random params."""
     rng = np.random.default_rng(0)
     for leaf in jax.tree.leaves(params):
         leaf[...] = rng.normal(size=leaf.shape)
-    shapes = host_state.abstract_state(MODEL, TRAINING)
+    shapes = host_state.abstract_state(model, TRAINING)
     moments = host_state.with_adam(shapes.moments, 0, mu, nu)
     return TrainState(np.zeros((), np.int32), params, moments, shapes.tables, key())
 
@@ -44,17 +45,22 @@ def key():
     return host_state.training_key(TRAINING)
 
 
-def open_files(folder):
-    return MappedFiles(folder, host_state.abstract_state(MODEL, TRAINING), IDENTITY)
+def open_files(folder, model=MODEL):
+    return MappedFiles(folder, host_state.abstract_state(model, TRAINING), IDENTITY)
 
 
-def advance(state, storage, steps, clipping="exact"):
-    """Returns the state after `steps` steps with random gradients."""
-    server = ParameterServer(MODEL, TRAINING, None, clipping=clipping)
+def advance(state, storage, steps, clipping="exact", model=MODEL):
+    """Returns the state after `steps` steps with random gradients.
+
+    The layouts do not change, so a step has the tables of `RelayExecutor.tables`.
+    """
+    server = ParameterServer(model, TRAINING, None, clipping=clipping)
     server.storage = storage
-    sections = host_state.all_sections(MODEL.num_layers)
+    sections = host_state.all_sections(model.num_layers)
+    tables = state.tables
     while state.step < steps:
-        step = ServerStep(server, state, sections, 1e-2, Timeline())
+        runtime = state._replace(tables=stacks.with_groups(tables))
+        step = ServerStep(server, runtime, sections, 1e-2, Timeline())
         for number, section in enumerate(sections):
             rng = np.random.default_rng([int(state.step), number])
             views = host_state.view(state.params, section)
@@ -63,7 +69,7 @@ def advance(state, storage, steps, clipping="exact"):
             )
             step.push(section, jax.tree.map(draw, views))
         state, _ = step.finish()
-    return state
+    return state._replace(tables=tables)
 
 
 def die():

@@ -10,8 +10,11 @@ import pytest
 import server_process
 from server_process import IDENTITY, MODEL, TRAINING, advance, first_state, key, open_files
 
+from sparse_dataflow.config.projections import LOW_RANK, LinearSpec
+from sparse_dataflow.config.sparsity import PATTERN_NAMES
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.models import stacks
 from sparse_dataflow.parallel.relay import executor, host_state, server_files
 from sparse_dataflow.parallel.relay.parameter_server import InMemory
 from sparse_dataflow.parallel.relay.server_files import MappedFiles
@@ -65,6 +68,22 @@ def test_files_change_no_bit(tmp_path, clipping):
     mine = advance(files.new_state(first_state), files, 3, clipping)
     state = first_state(*host_state.zeros(MODEL, TRAINING))
     assert_same_bits(mine, advance(state, InMemory(), 3, clipping))
+
+
+@pytest.mark.parametrize("pattern", sorted({*PATTERN_NAMES} - {LOW_RANK}))
+def test_layouts_that_are_read_equal_those_that_were_written(tmp_path, pattern):
+    """Of every pattern, also one whose layouts are equal groups."""
+    density = 1.0 if pattern == "dense" else 0.25
+    model = MODEL.with_linears(LinearSpec("block_sparse", pattern, density, block=4))
+    files = open_files(tmp_path, model)
+    state = files.new_state(lambda *trees: first_state(*trees, model))
+    written = advance(state, files, 3, model=model)
+    files.close()
+    read = open_files(tmp_path, model).restore(key())
+    assert_same_bits(read, written)
+    assert stacks.layouts_from_tables(model, read.tables) == stacks.layouts(model)
+    with_groups = stacks.with_groups(read.tables)
+    assert jax.tree.structure(with_groups) == jax.tree.structure(stacks.with_groups(written.tables))
 
 
 def run_until(folder, steps):

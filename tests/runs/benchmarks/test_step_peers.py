@@ -57,18 +57,18 @@ def test_its_losses_are_ours(monkeypatch, model, training, rtol):
 
 @with_torch
 def test_it_trains_as_many_numbers_with_as_many_flops():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
     step = step_peers.torch_step(MODEL, TRAINING, TOKENS, 0.01, compiled=False)
     assert step.stored_parameters == memory.parameter_count(MODEL)
     assert step.state_bytes == memory.training_config_bytes(MODEL, TRAINING).state
-    with FlopCounterMode(display=False) as counted:
+    # torch 2.14 counts no FLOPs of fused attention on a CPU.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
         step.run()
-    # Fused attention's backward pass computes its scores again: two and a half forwards, not two.
     flops = cost.flops_per_token(MODEL, 12, causal_half=False)
-    again = flops.attention / 6
     tokens = TRAINING.batch * TRAINING.sequence
-    assert counted.get_total_flops() == pytest.approx(tokens * (flops.total + again), rel=1e-6)
+    assert counted.get_total_flops() == pytest.approx(tokens * flops.total, rel=1e-6)
 
 
 @with_torch
