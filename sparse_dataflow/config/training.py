@@ -105,6 +105,7 @@ class TrainingConfig:
         "Run folder, or Hugging Face directory, with the same tokenizer, whose distribution of the "
         "next token the model learns too; empty is none.",
         path=True,
+        address=True,
     )
     teacher_weight: float = setting(
         0.5,
