@@ -55,11 +55,19 @@ class ObjectStore:
         """Makes an empty bucket."""
         self._client().create_bucket(Bucket=name)
 
+    def buckets(self) -> list[str]:
+        """Names of the buckets."""
+        return [each["Name"] for each in self._client().list_buckets()["Buckets"]]
+
     def remove_bucket(self, name: str) -> None:
         """Removes a bucket and all in it."""
-        for key in self.keys(name):
-            self._client().delete_object(Bucket=name, Key=key)
-        self._client().delete_bucket(Bucket=name)
+        from botocore.exceptions import ClientError
+
+        while name in self.buckets():
+            for key in self.keys(name):
+                self._client().delete_object(Bucket=name, Key=key)
+            with contextlib.suppress(ClientError):  # A request under way may have written.
+                self._client().delete_bucket(Bucket=name)
 
     def keys(self, bucket: str, prefix: str = "") -> list[str]:
         """Names of the objects, sorted."""
