@@ -68,19 +68,20 @@ class AddressLock:
 
     def _acquired(self) -> bool:
         """Attempts to take the lock; refuses a living owner and removes a dead one's object."""
-        try:
-            self._object.create(self._text())
-        except FileExistsError:
-            owner = self._read()
+        if owner := self._read():  # Read first: some stores replace what `create` must not.
             if owner.get("machine") == self._owner["machine"]:
                 if folder_lock.is_alive(owner):
-                    raise folder_lock.in_use(self._address, owner) from None
+                    raise folder_lock.in_use(self._address, owner)
             else:
                 self._await_another_machine(owner)
             if self._read() == owner:
                 self._object.delete()
+        try:
+            self._object.create(self._text())
+        except FileExistsError:
+            if not self._read():  # What is no lock of ours is in the way.
+                self._object.delete()
             return False
-        # Stores that cannot refuse to replace an object keep the last writer's.
         return self._read().get("id") == self._owner["id"]
 
     def _await_another_machine(self, owner) -> None:

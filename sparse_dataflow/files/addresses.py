@@ -8,6 +8,7 @@ import contextlib
 import errno
 import hashlib
 import importlib.util
+import logging
 import re
 import shutil
 from collections.abc import Iterator
@@ -228,6 +229,8 @@ class Address:
         try:
             from fsspec.core import url_to_fs
 
+            # It warns before each operation and prints traces of errors that are reported here.
+            logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
             yield url_to_fs(self.text, use_listings_cache=False)
         except MemoryError:
             raise
@@ -250,9 +253,10 @@ _NUMBERS: dict[type, int] = {
 
 
 def _reason(error) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return first_line(error).rstrip(".")
+    words = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+    if isinstance(error, FileNotFoundError) and " " not in words:  # Of gcsfs, a URL.
+        return "there is no such object or bucket"
+    return words.rstrip(".")
 
 
 def _entry(facts) -> Entry:

@@ -154,6 +154,22 @@ def test_an_address_has_one_owner_until_it_is_released(store, monkeypatch):
     AddressLock(place, "--out").release()
 
 
+def test_a_store_that_replaces_what_it_must_create_has_one_owner_too(store, monkeypatch):
+    monkeypatch.setattr(Address, "create", Address.write)
+    place = Address("s3://here/replaced")
+    lock = AddressLock(place, "--out")
+    monkeypatch.setattr(folder_lock.os, "getpid", lambda: 1)
+    with pytest.raises(UserError, match="is in use by process"):
+        AddressLock(place, "--out")
+    lock.release()
+    assert store.keys("here", "replaced") == []
+
+
+def test_what_is_no_lock_is_replaced(store):
+    store.write("here", "odd/.lock", b"mine")
+    AddressLock(Address("s3://here/odd"), "--out").release()
+
+
 def test_a_dead_owner_of_this_machine_is_replaced_at_once(store):
     place = Address("s3://here/dead")
     owner = folder_lock.this_process() | {"pid": 2**22 + 1, "id": "dead"}
