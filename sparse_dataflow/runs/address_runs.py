@@ -169,18 +169,18 @@ def prepare_work_folder(address: Address, folder: Path, experiment: str, resume:
 
 def _prepare(address, folder, experiment, resume):
     entries = address.entries() if resume else {}
-    there = {name: entries[name] for name in _WHOLE if name in entries}
+    remote = {name: entries[name] for name in _WHOLE if name in entries}
     has_run = (folder / CONFIG).exists()
-    same = has_run and resume and (CONFIG not in there or holds(address, folder))
+    same = has_run and resume and (CONFIG not in remote or holds(address, folder))
     unfinished = not has_run and (resume or folders.is_marked(folder, experiment))
     if folder.exists() and not (same or unfinished):
         aside = _free_name(folder)
         folder.rename(aside)
         say(f"{folder} held another run; it is now {aside}")
-    if CONFIG in there and not same:
-        for name in there:
+    if CONFIG in remote and not same:
+        for name in remote:
             (folder / name).unlink(missing_ok=True)
-        addresses.fetch(address, there, folder)
+        addresses.fetch(address, remote, folder)
 
 
 def refuse_unshared(folder: Path, address: str) -> None:

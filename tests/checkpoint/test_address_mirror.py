@@ -38,7 +38,7 @@ def places(store, tmp_path):
     return tmp_path / "run" / "checkpoints", Address(f"s3://{store.bucket}/run/checkpoints")
 
 
-def steps_there(store):
+def copied_steps(store):
     """Steps with a manifest, as the server lists them."""
     keys = store.keys(store.bucket, "run/checkpoints/")
     return sorted(int(key.split("/")[2]) for key in keys if key.endswith("/manifest.json"))
@@ -50,7 +50,7 @@ def test_the_newest_and_the_best_are_copied_bit_by_bit(places, store, tmp_path):
     for step, metric in ((1, 5.0), (2, 0.5), (3, 4.0), (4, 3.0), (5, 2.0)):
         checkpoints.save(step, small_state(step), {"position": step}, metric)
         checkpoints.wait()
-    assert steps_there(store) == sorted(map(int, os.listdir(first))) == [2, 4, 5]
+    assert copied_steps(store) == sorted(map(int, os.listdir(first))) == [2, 4, 5]
     store.download(store.bucket, "run/checkpoints", tmp_path / "copy")
     for name in os.listdir(first):
         assert manifest.verify(tmp_path / "copy" / name) == manifest.verify(first / name)
@@ -81,7 +81,7 @@ def test_a_damaged_copy_at_an_address_is_kept_and_the_one_before_is_used(places,
     assert "extra.json has 2 bytes" in caplog.text
     assert "run/checkpoints/2/manifest.json.damaged" in store.keys(store.bucket)
     saved(first, [2], mirror=second)
-    assert steps_there(store) == [1, 2]
+    assert copied_steps(store) == [1, 2]
     shutil.rmtree(first)
     assert restored_step(first, mirror=second) == 2
 
@@ -110,7 +110,7 @@ def test_a_copy_that_a_kill_ends_after_any_object_never_counts(places, store, ob
         AddressCopies(second).put(2, first)
     monkeypatch.undo()
     monkeypatch.setattr(storage, "WAITS", (0.0,) * 5)
-    assert steps_there(store) == [1]
+    assert copied_steps(store) == [1]
     shutil.rmtree(first)
     assert restored_step(first, mirror=second) == 1
     # The next start has removed the unfinished copy.
@@ -131,11 +131,11 @@ def test_a_store_that_answers_other_bytes_has_no_copy(places, store, monkeypatch
     monkeypatch.setattr(Address, "upload", flipped)
     checkpoints.save(2, small_state(2), {"position": 2})
     checkpoints.wait()
-    assert "is not what was written to it" in caplog.text and steps_there(store) == [1]
+    assert "is not what was written to it" in caplog.text and copied_steps(store) == [1]
     monkeypatch.setattr(Address, "upload", upload)
     checkpoints.save(3, small_state(3), {"position": 3})
     checkpoints.wait()
-    assert steps_there(store) == [1, 3]
+    assert copied_steps(store) == [1, 3]
 
 
 def test_a_bucket_that_disappears_ends_nothing_and_is_caught_up(places, store, caplog):
@@ -149,7 +149,7 @@ def test_a_bucket_that_disappears_ends_nothing_and_is_caught_up(places, store, c
     store.make_bucket(store.bucket)
     checkpoints.save(3, small_state(3), {"position": 3})
     checkpoints.wait()
-    assert steps_there(store) == [3]
+    assert copied_steps(store) == [3]
 
 
 def test_a_mirror_that_cannot_be_read_never_means_a_new_start(places, store):

@@ -72,18 +72,18 @@ def test_a_missing_or_damaged_checkpoint_is_restored_from_the_mirror(places, cap
 
 
 @pytest.mark.parametrize(
-    ("there", "here", "restored"), [(9, 2, 9), (9, 12, 12), (9, 9, 9), (3, None, 3)]
+    ("mirrored", "local", "restored"), [(9, 2, 9), (9, 12, 12), (9, 9, 9), (3, None, 3)]
 )
-def test_the_metrics_that_reach_further_are_kept(places, there, here, restored):
+def test_the_metrics_that_reach_further_are_kept(places, mirrored, local, restored):
     first, second = places
     rows = lambda last: "".join(f'{{"kind": "train", "step": {n}}}\n' for n in range(last + 1))  # noqa: E731
     saved(first, [1], mirror=second)
-    first.parent.joinpath("metrics.jsonl").write_text(rows(there))
+    first.parent.joinpath("metrics.jsonl").write_text(rows(mirrored))
     saved(first, [3], mirror=second)
     shutil.rmtree(first.parent)
     first.parent.mkdir()
-    if here is not None:
-        first.parent.joinpath("metrics.jsonl").write_text(rows(here) + '{"kind": "tr')
+    if local is not None:
+        first.parent.joinpath("metrics.jsonl").write_text(rows(local) + '{"kind": "tr')
     assert restored_step(first, mirror=second) == 3
     text = first.parent.joinpath("metrics.jsonl").read_text().removesuffix('{"kind": "tr')
     assert text == rows(restored)

@@ -41,38 +41,38 @@ def documents(corpus):
 
 
 def test_a_folder_a_file_and_a_mixture_at_addresses_are_those_of_local_copies(folder, tmp_path):
-    there = f"s3://texts/{folder.name}"
-    for name, address in [
-        (str(folder), there),
-        (str(folder / "deep" / "c.jsonl.gz"), f"{there}/deep/c.jsonl.gz"),
-        (f"{folder}:1,{folder}/deep/b.txt:3", f"{there}:1,{there}/deep/b.txt:3"),
+    address = f"s3://texts/{folder.name}"
+    for name, remote_name in [
+        (str(folder), address),
+        (str(folder / "deep" / "c.jsonl.gz"), f"{address}/deep/c.jsonl.gz"),
+        (f"{folder}:1,{folder}/deep/b.txt:3", f"{address}:1,{address}/deep/b.txt:3"),
     ]:
         local = load_corpus(name, tmp_path / "local")
-        remote = load_corpus(address, tmp_path / "cache")
-        assert documents(remote) == documents(local) and remote.name == address
+        remote = load_corpus(remote_name, tmp_path / "cache")
+        assert documents(remote) == documents(local) and remote.name == remote_name
         assert remote.content_hash == local.content_hash
 
 
 def test_an_unchanged_address_is_fetched_once_and_a_changed_one_again(
     folder, store, tmp_path, monkeypatch
 ):
-    there = f"s3://texts/{folder.name}"
+    address = f"s3://texts/{folder.name}"
     downloads = []
     download = Address.download
     monkeypatch.setattr(
         Address, "download", lambda a, file: (downloads.append(a.name), download(a, file))
     )
-    first = load_corpus(there, tmp_path / "cache")
+    first = load_corpus(address, tmp_path / "cache")
     assert len(downloads) == 3
-    assert load_corpus(there, tmp_path / "cache").content_hash == first.content_hash
+    assert load_corpus(address, tmp_path / "cache").content_hash == first.content_hash
     assert len(downloads) == 3
     changed = b"Two document of words.\n" * 30  # As long as before.
     store.write("texts", f"{folder.name}/a.txt", changed)
-    assert load_corpus(there, tmp_path / "cache").content_hash != first.content_hash
+    assert load_corpus(address, tmp_path / "cache").content_hash != first.content_hash
 
 
 def test_a_fetch_that_was_killed_goes_on(folder, tmp_path, monkeypatch):
-    there = f"s3://texts/{folder.name}"
+    address = f"s3://texts/{folder.name}"
     download, downloads = Address.download, []
 
     def killed(address, file):
@@ -83,11 +83,11 @@ def test_a_fetch_that_was_killed_goes_on(folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Address, "download", killed)
     with pytest.raises(KeyboardInterrupt):
-        fetched(there, tmp_path / "cache")
+        fetched(address, tmp_path / "cache")
     monkeypatch.setattr(
         Address, "download", lambda a, file: (downloads.append(a.name), download(a, file))
     )
-    copy = fetched(there, tmp_path / "cache")
+    copy = fetched(address, tmp_path / "cache")
     assert sorted(downloads) == ["a.txt", "b.txt", "c.jsonl.gz"]
     for path in folder.rglob("*.*"):
         assert (copy / path.relative_to(folder)).read_bytes() == path.read_bytes()

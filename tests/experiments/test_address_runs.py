@@ -59,7 +59,7 @@ def machines(job, store, tmp_path):
     return [Machine(job, store, tmp_path / name) for name in ("here", "there")]
 
 
-def steps_there(store, variant="sparse"):
+def copied_steps(store, variant="sparse"):
     keys = [key.split("/") for key in store.keys("runs", f"first/{variant}/checkpoints/")]
     return sorted(int(key[3]) for key in keys if key[-1] == "manifest.json")
 
@@ -68,15 +68,15 @@ def steps_there(store, variant="sparse"):
 def test_a_run_killed_in_an_upload_goes_on_elsewhere_to_the_bits_of_a_local_run(
     machines, store, undisturbed, tmp_path
 ):
-    here, there = machines
-    killed = here.new(events=[(*SECOND_UPLOAD, "SIGKILL")])
+    first, second = machines
+    killed = first.new(events=[(*SECOND_UPLOAD, "SIGKILL")])
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    (step,) = steps_there(store)
-    done = there.run(f"--resume={OUT}")
+    (step,) = copied_steps(store)
+    done = second.run(f"--resume={OUT}")
     assert done.returncode == 0, done.stderr
     assert f"sparse: resumes after step {step} of 12" in done.stderr
     assert f"copied to {OUT}" in done.stderr
-    assert_same_results(there.work_folder(), undisturbed)
+    assert_same_results(second.work_folder(), undisturbed)
     # What lies in the store is the run, read by a library that is not ours.
     store.download("runs", "first/", tmp_path / "copy")
     assert_same_results(tmp_path / "copy", undisturbed)
@@ -87,21 +87,21 @@ def test_a_run_killed_in_an_upload_goes_on_elsewhere_to_the_bits_of_a_local_run(
 def test_a_run_killed_in_an_upload_goes_on_from_what_its_own_machine_has(
     machines, store, undisturbed
 ):
-    here = machines[0]
-    here.new(events=[(*SECOND_UPLOAD, "SIGKILL")])
-    (copied,), saved = steps_there(store), checkpoint_steps(here.work_folder(), "sparse")[-1]
+    first = machines[0]
+    first.new(events=[(*SECOND_UPLOAD, "SIGKILL")])
+    (copied,), saved = copied_steps(store), checkpoint_steps(first.work_folder(), "sparse")[-1]
     assert saved > copied
-    done = here.run(f"--resume={OUT}")
+    done = first.run(f"--resume={OUT}")
     assert done.returncode == 0, done.stderr
     assert f"sparse: resumes after step {saved} of 12" in done.stderr
-    assert_same_results(here.work_folder(), undisturbed)
-    assert steps_there(store)[-1] == 12
+    assert_same_results(first.work_folder(), undisturbed)
+    assert copied_steps(store)[-1] == 12
 
 
 @pytest.mark.slow
 def test_a_bucket_that_disappears_loses_nothing(machines, store, undisturbed):
-    here = machines[0]
-    run = here.start(*here._job.plan(OUT), events=[(*SECOND_UPLOAD, "SIGSTOP")])
+    first = machines[0]
+    run = first.start(*first._job.plan(OUT), events=[(*SECOND_UPLOAD, "SIGSTOP")])
     while psutil.Process(run.pid).status() != psutil.STATUS_STOPPED:
         assert run.returncode is None, run.text
         time.sleep(0.05)
@@ -111,13 +111,13 @@ def test_a_bucket_that_disappears_loses_nothing(machines, store, undisturbed):
     assert "could not be copied to s3://runs/first/sparse" in run.stderr
     error = complaint(as_done(run))
     assert "The run is whole in" in error and "bucket does not exist" in error
-    folder = here.work_folder()
+    folder = first.work_folder()
     assert str(folder) in error
     assert_same_results(folder, undisturbed)
     store.make_bucket("runs")
-    done = here.run(f"--resume={OUT}")
+    done = first.run(f"--resume={OUT}")
     assert done.returncode == 0, done.stderr
-    assert steps_there(store)[-1] == steps_there(store, "dense")[-1] == 12
+    assert copied_steps(store)[-1] == copied_steps(store, "dense")[-1] == 12
     assert "first/report.html" in store.keys("runs")
 
 
@@ -129,28 +129,28 @@ def as_done(run):
 
 @pytest.mark.slow
 def test_a_new_run_never_replaces_one_at_its_address(machines, store, undisturbed):
-    here, there = machines
+    first, second = machines
     for path in undisturbed.rglob("*"):
         if path.is_file() and "checkpoints" not in path.parts:
             store.write("runs", f"first/{path.relative_to(undisturbed)}", path.read_bytes())
     before = store.keys("runs")
-    assert f"--resume={OUT} to resume it" in complaint(as_done(here.new()))
+    assert f"--resume={OUT} to resume it" in complaint(as_done(first.new()))
     store.write("runs", "other/mine", b"mine")
-    refused = there.run(*there._job.plan("s3://runs/other"))
+    refused = second.run(*second._job.plan("s3://runs/other"))
     assert "may not replace (mine)" in complaint(refused)
     assert store.keys("runs") == sorted([*before, "other/mine"])
 
 
 @pytest.mark.slow
 def test_a_folder_of_another_run_at_the_same_address_is_kept(machines, store, undisturbed):
-    here, there = machines
-    here.new("--steps=2", "--twin=no")
+    first, second = machines
+    first.new("--steps=2", "--twin=no")
     store.remove_bucket("runs")
     store.make_bucket("runs")
-    assert there.new("--steps=2", "--twin=no", "--seed=1").returncode == 0
-    done = here.run(f"--resume={OUT}")
+    assert second.new("--steps=2", "--twin=no", "--seed=1").returncode == 0
+    done = first.run(f"--resume={OUT}")
     assert done.returncode == 0 and "held another run; it is now" in done.stderr, done.stderr
-    folders = sorted((here.cache / "sparse_dataflow" / "runs").iterdir())
+    folders = sorted((first.cache / "sparse_dataflow" / "runs").iterdir())
     seeds = [json.loads((f / "config.json").read_text())["training"]["seed"] for f in folders]
     assert seeds == [1, 0]
 
@@ -159,17 +159,17 @@ def test_a_folder_of_another_run_at_the_same_address_is_kept(machines, store, un
 def test_a_local_run_is_mirrored_at_an_address_and_goes_on_from_there(
     machines, store, undisturbed, tmp_path
 ):
-    here, there = machines
+    first, second = machines
     out = tmp_path / "local"
-    killed = here.run(
-        *here._job.plan(out, f"--set=run.mirror={OUT}"), events=[(*SECOND_UPLOAD, "SIGKILL")]
+    killed = first.run(
+        *first._job.plan(out, f"--set=run.mirror={OUT}"), events=[(*SECOND_UPLOAD, "SIGKILL")]
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     shutil.rmtree(out)
-    done = there.run(f"--resume={OUT}")
+    done = second.run(f"--resume={OUT}")
     assert done.returncode == 0, done.stderr
     assert "sparse: resumes after step" in done.stderr
-    assert_same_results(there.work_folder(), undisturbed)
+    assert_same_results(second.work_folder(), undisturbed)
 
 
 PLAN = (*PICO, "--steps=2", "--corpus=sotu")
