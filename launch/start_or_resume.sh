@@ -3,7 +3,7 @@
 # else starts it, so that a launcher needs one command for both.
 #
 # EXPERIMENT is an experiment that trains (gpt13b_sparse, gpt13b_dense). FOLDER must be the same on
-# every host. $PYTHON is the Python that runs it (default: python).
+# every host; for a run on one host it may be an address, such as gs://BUCKET/RUN. $PYTHON is the Python that runs it (default: python).
 #
 # On SIGTERM and SIGINT the run saves and ends. The status is then 75 (EX_TEMPFAIL of sysexits.h) if
 # the run has no report yet, even after a SIGINT, for which the run's own status is 0: a scheduler
@@ -17,7 +17,20 @@ fi
 folder=$1
 experiment=$2
 shift 2
-if [ -e "$folder/config.json" ]; then
+
+# Whether the run has a file of this name.
+has() {
+    case $folder in
+    *://*)
+        "${PYTHON:-python}" -c 'import sys
+from sparse_dataflow.files.addresses import Address
+sys.exit(Address(sys.argv[1]).entry() is None)' "$folder/$1" 2>/dev/null
+        ;;
+    *) [ -e "$folder/$1" ] ;;
+    esac
+}
+
+if has config.json; then
     set -- "--resume=$folder" "$@"
 else
     set -- "--out=$folder" "$@"
@@ -37,7 +50,7 @@ while [ -n "$signal" ]; do
     wait "$run" 2>/dev/null && again=0 || again=$?
     [ "$again" = 127 ] || status=$again
 done
-if [ "$status" = 0 ] && [ ! -e "$folder/report.html" ]; then
+if [ "$status" = 0 ] && ! has report.html; then
     exit 75
 fi
 exit "$status"

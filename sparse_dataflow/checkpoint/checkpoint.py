@@ -38,6 +38,7 @@ from sparse_dataflow.checkpoint.save_barrier import SaveBarrier
 from sparse_dataflow.checkpoint.save_outcome import SaveOutcome
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.files import manifest, storage
+from sparse_dataflow.files.addresses import Address
 from sparse_dataflow.files.errors import UserError, advice
 from sparse_dataflow.files.json_difference import refuse_difference
 
@@ -60,7 +61,7 @@ class Checkpoints:
         config: Mapping[str, Any],
         completed: Callable[[dict[str, Any]], dict[str, Any]] = lambda saved: saved,
         read_only: bool = False,
-        mirror: Path | None = None,
+        mirror: Path | Address | None = None,
     ):
         """Creates the folder, checks that it is writable and removes unfinished saves.
 
@@ -71,8 +72,8 @@ class Checkpoints:
             model and optimizer.  Stored in each checkpoint and compared on restore.
           completed: a checkpoint's config -> the same with the settings that are younger than it.
           read_only: change nothing in the folder, for a reader during or after the run.
-          mirror: a second folder, into which each checkpoint is copied in the background and from
-            which lost and damaged ones are restored; None for none.
+          mirror: a second folder or address, to which each checkpoint is copied in the background
+            and from which lost and damaged ones are restored; None for none.
 
         Raises:
           UserError: `keep` is below 1, or the folder cannot be written.
@@ -95,7 +96,7 @@ class Checkpoints:
         def prepare():
             checkpoint_folder.prepare(self._folder)
             if mirror is not None:
-                self._mirror = Mirror(self._folder, Path(mirror).absolute(), keep)
+                self._mirror = Mirror(self._folder, mirror, keep)
 
         if not read_only:
             processes.on_first(prepare)

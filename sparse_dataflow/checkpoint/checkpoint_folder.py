@@ -91,7 +91,12 @@ def set_aside(path: Path, reason: str) -> None:
             f"Checkpoint {path} cannot be used ({reason}) and could not be moved aside: "
             f"{named_arrays.reason(error)}."
         ) from error
-    logging.warning("Checkpoint %s cannot be used: %s. It is now %s.", path, reason, aside.name)
+    say_set_aside(path, reason, aside.name)
+
+
+def say_set_aside(place: object, reason: str, name: str) -> None:
+    """Says that a checkpoint is damaged, and under which name it is kept."""
+    logging.warning("Checkpoint %s cannot be used: %s. It is now %s.", place, reason, name)
 
 
 def prune(folder: Path, keep: int, just_saved: int) -> Iterator[int]:

@@ -1,19 +1,19 @@
 """A second place for checkpoints: each is copied there in the background, and back when it is lost.
 
-The copy of a checkpoint is verified by the checksums of its manifest before it counts. It is
-written as `Checkpoints` writes: under another name, flushed, then renamed.
+The copy of a checkpoint is verified by the checksums of its manifest before it counts.
 """
 
 import concurrent.futures
 import functools
 import os
-import shutil
 from pathlib import Path
 
 from absl import logging
 
 from sparse_dataflow.checkpoint import checkpoint_folder
-from sparse_dataflow.files import manifest, storage
+from sparse_dataflow.checkpoint.copies import copies_at
+from sparse_dataflow.files import json_files, manifest, storage
+from sparse_dataflow.files.addresses import Address
 from sparse_dataflow.files.errors import UserError
 
 BESIDE = "metrics.jsonl"
@@ -26,29 +26,41 @@ class Mirror:
     A copy that fails is logged and ends nothing: the next checkpoint is another attempt.
     """
 
-    def __init__(self, source: Path, folder: Path, keep: int):
-        """Creates the folder and removes unfinished copies.
+    def __init__(self, source: Path, place: Path | Address, keep: int):
+        """Makes the place of the copies and removes unfinished ones.
 
         Args:
           source: folder of the checkpoints.
-          folder: folder of the copies.
+          place: folder or address of the copies.
           keep: number of newest copies to keep, in addition to the best one.
 
         Raises:
-          UserError: the folder cannot be written.
+          UserError: the place cannot be written.
         """
-        checkpoint_folder.prepare(folder)
-        self._source, self._folder, self._keep = source, folder, keep
+        self._source, self._copies, self._keep = source, copies_at(place), keep
+        try:
+            self._copies.prepare()
+        except OSError as error:
+            raise UserError(f"Checkpoints cannot be copied to {place}: {_words(error)}.") from error
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "mirror")
         self._last: concurrent.futures.Future = concurrent.futures.Future()
         self._last.set_result(None)
 
     def steps(self) -> set[int]:
-        """Returns the steps of the finished copies, without verifying them."""
+        """Returns the steps of the finished copies, without verifying them.
+
+        Raises:
+          UserError: they cannot be read, and there is no checkpoint but them to go on from.
+        """
         try:
-            return set(checkpoint_folder.read_facts(self._folder))
+            return set(self._copies.facts())
         except OSError as error:
-            logging.warning("The mirror %s cannot be read: %s.", self._folder, error.strerror)
+            if not checkpoint_folder.steps(self._source):
+                raise UserError(
+                    f"The mirror {self._copies} cannot be read: {_words(error)}; no checkpoint is "
+                    f"in {self._source}."
+                ) from error
+            logging.warning("The mirror %s cannot be read: %s.", self._copies, _words(error))
             return set()
 
     def update(self) -> None:
@@ -67,77 +79,64 @@ class Mirror:
         """
         if step not in self.steps():
             return False
-        logging.warning("Restoring the checkpoint of step %d from %s.", step, self._folder)
-        back = functools.partial(_transfer, step, self._folder, self._source)
+        logging.warning("Restoring the checkpoint of step %d from %s.", step, self._copies)
+        back = functools.partial(self._copies.get, step, self._source)
         try:
-            storage.retry(f"Copying {self._folder / str(step)}", back)
-            if not (self._source.parent / BESIDE).exists():
-                _copy_beside(self._folder, self._source)
+            storage.retry(f"Copying {self._copies}/{step}", back)
+            self._restore_beside()
         except manifest.Damaged as damage:
-            checkpoint_folder.set_aside(self._folder / str(step), str(damage))
+            self._copies.set_aside(step, str(damage))
             return False
         except OSError as error:
             raise UserError(
-                f"The checkpoint of step {step} cannot be copied from {self._folder} to "
-                f"{self._source}: {error.strerror or error}."
+                f"The checkpoint of step {step} cannot be copied from {self._copies} to "
+                f"{self._source}: {_words(error)}."
             ) from error
         return True
+
+    def _restore_beside(self) -> None:
+        """Takes the metrics of the copy where they reach further: those here may be older."""
+        beside = self._source.parent / BESIDE
+        new = beside.with_name(f"{BESIDE}.new")
+        try:
+            if self._copies.get_beside(BESIDE, new) and _last_step(new) > _last_step(beside):
+                os.replace(new, beside)
+        finally:
+            new.unlink(missing_ok=True)
 
     def _copy_newest(self) -> None:
         step = -1
         try:
             step = max(checkpoint_folder.read_facts(self._source), default=-1)
-            if step < 0 or step in checkpoint_folder.read_facts(self._folder):
+            if step < 0 or step in self._copies.facts():
                 return
-            copy = functools.partial(_transfer, step, self._source, self._folder)
+            # Before the checkpoint counts: a resumed run drops the rows after it, and needs all
+            # rows before it.
+            if (self._source.parent / BESIDE).exists():
+                self._copies.put_beside(self._source.parent / BESIDE)
+            copy = functools.partial(self._copies.put, step, self._source)
             storage.retry(f"Copying {self._source / str(step)}", copy)
-            _copy_beside(self._source, self._folder)
-            for _ in checkpoint_folder.prune(self._folder, self._keep, step):
-                pass
+            self._copies.prune(self._keep, step)
         except (OSError, manifest.Damaged) as error:
             logging.warning(
                 "The checkpoint of step %d could not be copied to %s: %s. The next one will be.",
-                *(step, self._folder, getattr(error, "strerror", None) or error),
+                *(step, self._copies, _words(error)),
             )
 
 
-def _transfer(step: int, source: Path, target: Path) -> None:
-    """Copies a finished checkpoint and verifies the copy.
+def _words(error: Exception) -> str:
+    return (getattr(error, "strerror", None) or str(error)).rstrip(".")
 
-    Raises:
-      Damaged: the copy does not match its manifest.
-      OSError: it cannot be read or written.
-    """
-    origin, saving = source / str(step), target / f"{step}.saving"
-    checkpoint_folder.remove(saving)
+
+def _last_step(metrics: Path) -> int:
+    """Returns the step of the last whole row; -1 without one, -2 without the file."""
     try:
-        for name, path in [
-            *manifest.files(origin).items(),
-            (manifest.NAME, origin / manifest.NAME),
-        ]:
-            _copy(path, saving / name)
-        if manifest.verify(saving).get("step") != step:
-            raise manifest.Damaged(f"it is no copy of step {step}")
-        for folder, _, _ in os.walk(saving):
-            manifest.flush_folder(Path(folder))
-        saving.rename(target / str(step))
-        manifest.flush_folder(target)
-    finally:
-        shutil.rmtree(saving, ignore_errors=True)
-
-
-def _copy_beside(source: Path, target: Path) -> None:
-    """Copies the metrics, whose rows after a checkpoint a resumed run drops."""
-    if (source.parent / BESIDE).exists():
-        new = target.parent / f"{BESIDE}.new"
-        _copy(source.parent / BESIDE, new)
-        os.replace(new, target.parent / BESIDE)
-
-
-def _copy(path: Path, copy: Path) -> None:
-    """Copies a regular file and flushes it to disk."""
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    with storage.open_regular(path) as reader, copy.open("wb") as writer:
-        shutil.copyfileobj(reader, writer, 2**20)
-        writer.flush()
-        os.fsync(writer.fileno())
+        lines = metrics.read_bytes().splitlines()
+    except FileNotFoundError:
+        return -2
+    for line in reversed(lines):
+        try:
+            return int(json_files.parse(line)["step"])
+        except json_files.MALFORMED:
+            continue
+    return -1

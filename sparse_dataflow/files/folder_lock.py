@@ -47,14 +47,7 @@ class FolderLock:
           UserError: another process owns the folder, or it cannot be written.
         """
         self._folder, self._path = folder, folder / NAME
-        self._owner: dict[str, Any] = {
-            "host": platform.node(),
-            "machine": _machine(),
-            "pid": os.getpid(),
-            "started": psutil.Process().create_time(),
-            "since": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "count": 0,
-        }
+        self._owner = this_process()
         try:
             self._file = storage.retry(f"Locking {folder}", self._acquire)
         except OSError as error:
@@ -125,7 +118,7 @@ class FolderLock:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise self._in_use(_read(self._path)) from None
+                raise in_use(self._folder, _read(self._path)) from None
             if error.errno not in _NO_FLOCK:
                 raise
             has_flock = False
@@ -134,14 +127,11 @@ class FolderLock:
             return
         if owner.get("machine") != self._owner["machine"]:
             self._await_another_machine(owner)
-        elif not has_flock and _is_alive(owner):
-            raise self._in_use(owner)
+        elif not has_flock and is_alive(owner):
+            raise in_use(self._folder, owner)
 
     def _await_another_machine(self, owner) -> None:
-        logging.getLogger(__name__).warning(
-            "%s was in use on %s; waiting up to %.0f seconds to see whether it still is.",
-            *(self._folder, str(owner.get("host"))[:100], DEAD_AFTER * BEAT_SECONDS),
-        )
+        say_wait(self._folder, owner)
         end = time.monotonic() + DEAD_AFTER * BEAT_SECONDS
         while time.monotonic() < end:
             time.sleep(min(1.0, BEAT_SECONDS))
@@ -149,15 +139,7 @@ class FolderLock:
             if not now:
                 return
             if now != owner:
-                raise self._in_use(now)
-
-    def _in_use(self, owner) -> UserError:
-        who = f"process {owner.get('pid')} on {owner.get('host')}" if owner else "another process"
-        since = f" since {owner.get('since')}" if owner else ""
-        return UserError(
-            f"{self._folder} is in use by {who}{since}"[:400] + "; wait for its end, or name "
-            "another folder."
-        )
+                raise in_use(self._folder, now)
 
     def _write(self, file) -> None:
         text = json.dumps(self._owner).encode()
@@ -171,6 +153,35 @@ class FolderLock:
             with self._writing, contextlib.suppress(OSError):
                 if not self._released.is_set():
                     self._write(self._file)
+
+
+def this_process() -> dict[str, Any]:
+    """Returns what a lock says of its owner, with a count of 0."""
+    return {
+        "host": platform.node(),
+        "machine": machine(),
+        "pid": os.getpid(),
+        "started": psutil.Process().create_time(),
+        "since": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "count": 0,
+    }
+
+
+def in_use(place: object, owner: dict[str, Any]) -> UserError:
+    """Returns the refusal of a place that another process owns."""
+    who = f"process {owner.get('pid')} on {owner.get('host')}" if owner else "another process"
+    since = f" since {owner.get('since')}" if owner else ""
+    return UserError(
+        f"{place} is in use by {who}{since}"[:400] + "; wait for its end, or name another folder."
+    )
+
+
+def say_wait(place: object, owner: dict[str, Any]) -> None:
+    """Says that the owner of a place may be dead, which takes a while to see."""
+    logging.getLogger(__name__).warning(
+        "%s was in use on %s; waiting up to %.0f seconds to see whether it still is.",
+        *(place, str(owner.get("host"))[:100], DEAD_AFTER * BEAT_SECONDS),
+    )
 
 
 def _read(path) -> dict[str, Any]:
@@ -191,7 +202,8 @@ def _same_file(file: int, path: Path) -> bool:
     return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
 
 
-def _is_alive(owner) -> bool:
+def is_alive(owner: dict[str, Any]) -> bool:
+    """Returns whether the owner, of this machine, is another living process."""
     try:
         process = psutil.Process(owner["pid"])
         return abs(process.create_time() - owner["started"]) < 2 and process.pid != os.getpid()
@@ -199,7 +211,7 @@ def _is_alive(owner) -> bool:
         return False
 
 
-def _machine() -> str:
+def machine() -> str:
     """Returns a name of the running kernel: containers share it, hosts of one name do not."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

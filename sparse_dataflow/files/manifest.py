@@ -130,7 +130,22 @@ def _parse(folder: Path) -> dict[str, Any]:
             raise Damaged("it has no manifest, so it was never finished")
         if not stat.S_ISREG((folder / NAME).lstat().st_mode):
             raise Damaged("its manifest is not a regular file")
-    content = load_json(folder / NAME)
+    return _checked(load_json(folder / NAME))
+
+
+def parse(content: bytes) -> dict[str, Any]:
+    """Returns {"facts": ..., "files": {name: {"size", "sha256"}}} of a manifest's bytes.
+
+    Raises:
+      Damaged: `write` did not make them.
+    """
+    try:
+        return _checked(json_files.parse(content))
+    except ValueError as error:
+        raise Damaged(f"its {NAME} is not JSON: {error}") from error
+
+
+def _checked(content: Any) -> dict[str, Any]:
     try:
         body = {key: content[key] for key in ("facts", "files")}
         whole = content["sha256"] == _digest(body) and isinstance(body["facts"], dict)

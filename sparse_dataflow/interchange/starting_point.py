@@ -30,9 +30,11 @@ from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.files import manifest
+from sparse_dataflow.files.addresses import is_address
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import growth, huggingface
 from sparse_dataflow.interchange.calibration import input_norms
+from sparse_dataflow.interchange.fetched_model import on_this_machine
 from sparse_dataflow.models import adapters, gpt, stacks
 from sparse_dataflow.models.experts import expert_layout
 from sparse_dataflow.optim.optimizers import make_optimizer
@@ -72,14 +74,13 @@ def run_config(
     weights bring their projections, pattern, block, densities, rank and Hadamard transform.
 
     Args:
-      folder: run folder or Hugging Face directory.
+      folder: run folder or Hugging Face directory, or the address of one.
       compute_dtype: dtype of activations.
       larger: fields of GROWN in which the model is larger than the weights.
 
     Raises:
       UserError: the folder has no model, or no `SparsityConfig` describes its weights.
     """
-    _refuse_missing(folder)
     model = read(str(folder)).model
     dense = dataclasses.replace(model, linears={}, density_by_depth=(), **larger)
     count = memory.parameter_count(dense)
@@ -135,18 +136,24 @@ def read(folder: str) -> StartingPoint:
     Raises:
       UserError: the folder has no model or is damaged.
     """
-    _refuse_missing(folder)
-    provenance: dict[str, Any] = {"path": str(Path(folder).expanduser().absolute())}
-    if huggingface.is_directory(folder):
-        model, params, tables, tokenizer, digest, architecture = huggingface.read(folder)
+    local = on_this_machine(folder)
+    _refuse_missing(local, folder)
+    provenance: dict[str, Any] = {"path": _absolute(folder)}
+    if huggingface.is_directory(local):
+        model, params, tables, tokenizer, digest, architecture = huggingface.read(local)
         provenance |= {"model": model.to_json(), "weights": digest, "architecture": architecture}
         return StartingPoint(model, params, tables, tokenizer, provenance)
-    names = read_config(folder).variants
+    names = read_config(local).variants
     return _of_run(folder, "dense" if "dense" in names else names[0], trained.NEWEST)
 
 
+def _absolute(place):
+    """Returns an address as it is, and the absolute path of a folder."""
+    return place if is_address(place) else str(Path(place).expanduser().absolute())
+
+
 def _of_run(folder, variant, checkpoint):
-    run = load_run(folder, variant, checkpoint)
+    run = load_run(on_this_machine(folder, checkpoint), variant, checkpoint)
     if run.model.low_rank_projections:
         raise UserError(
             f"{folder} has weights of two factors (sparsity.pattern=low_rank), which no run begins "
@@ -154,7 +161,7 @@ def _of_run(folder, variant, checkpoint):
         )
     checkpoint_folder = run.folder / variant / "checkpoints" / str(run.step)
     provenance = {
-        "path": str(run.folder.absolute()),
+        "path": _absolute(str(folder)),
         "model": run.model.to_json(),
         "variant": variant,
         "step": run.step,
@@ -228,11 +235,12 @@ def read_again(source: Mapping[str, Any], folder: str | Path, verb: str) -> Star
     return base
 
 
-def _refuse_missing(folder):
-    if not (Path(folder).expanduser() / huggingface.CONFIG).exists():
+def _refuse_missing(local, place):
+    if not (local / huggingface.CONFIG).exists():
         raise UserError(
-            f"{folder} is neither a run folder nor a Hugging Face directory: it has no "
-            f"{huggingface.CONFIG}. Nothing is downloaded; legal: a folder on this machine."
+            f"{place} is neither a run folder nor a Hugging Face directory: it has no "
+            f"{huggingface.CONFIG}. Legal: a folder on this machine, or an address such as "
+            "gs://BUCKET/MODEL."
         )
 
 

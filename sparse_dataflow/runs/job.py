@@ -25,6 +25,7 @@ from sparse_dataflow.distributed.stopping import stop_on_signals
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files import loopback
+from sparse_dataflow.files.addresses import Address, is_address
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.interchange import growth, starting_point
@@ -35,7 +36,7 @@ from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.planning import cost
 from sparse_dataflow.reporting.report import PAGE
-from sparse_dataflow.runs import devices, distillation, report, run_folder
+from sparse_dataflow.runs import address_runs, devices, distillation, report, run_folder
 from sparse_dataflow.runs.preflight import memory_check, relay_plan, remat_plan, step_plan
 from sparse_dataflow.runs.training_data import tokenizer_of, training_data
 from sparse_dataflow.sparsity.allocation import allocation_table
@@ -105,7 +106,7 @@ class Job:
         self._check_folder = check_folder
         self.chip = hardware.detect([config.model.compute_dtype])
         self.executor = devices.executor(config)
-        self.mirror: Path | None = None
+        self.mirror: Path | Address | None = None
 
     def run(self, texts: Sequence[str] | None, resume: bool) -> Run:
         """Trains every model of the config and writes the report; see `train.train`."""
@@ -153,7 +154,10 @@ class Job:
                     trainer.evaluate_finally()
         goodput_log.write(ended=not finished)
         if not finished:
-            again = f"python -m experiments.{self.experiment} --resume={shlex.quote(str(folder))}"
+            if uncopied := address_runs.finished(folder, self.mirror, config.variants):
+                say(uncopied)
+            place = config.run.out if is_address(config.run.out) else str(folder)
+            again = f"python -m experiments.{self.experiment} --resume={shlex.quote(place)}"
             say(f"stopped; resume with: {again}")
             return Run(folder, config, False, status=processes.stopped_status(stop()))
         headline = ""
@@ -162,6 +166,10 @@ class Job:
                 if spans := programs[v.name][-1].timeline():
                     say(f"{v.name:>6}: {relay_plan.measured(spans)}")
             headline = self._report(record, trainers, corpus, tokenizer, goodput_log)
+        if uncopied := address_runs.finished(folder, self.mirror, config.variants):
+            if is_address(config.run.out):
+                raise UserError(uncopied)
+            say(uncopied)
         return Run(folder, config, True, headline)
 
     def _report(self, record, trainers, corpus, tokenizer, goodput_log) -> str:

@@ -16,6 +16,7 @@ from sparse_dataflow.config.presets import GPT2_VOCABULARY, SIZES
 from sparse_dataflow.config.projections import PROJECTIONS
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.settings import FIXED, FRESH, Setting
+from sparse_dataflow.files.addresses import is_address
 from sparse_dataflow.files.errors import UserError
 
 EVOLUTION = "evolution.method"
@@ -59,7 +60,14 @@ START: dict[str, Setting] = {
     "describe": Setting(
         "describe", bool, False, "Print every array with its sharding and bytes; train nothing."
     ),
-    "resume": Setting("resume", str, "", "Run folder to resume, with its own settings.", path=True),
+    "resume": Setting(
+        "resume",
+        str,
+        "",
+        "Run folder or address to resume, with its own settings.",
+        path=True,
+        address=True,
+    ),
 }
 """Shared flags that are not settings of a `RunConfig`."""
 
@@ -350,13 +358,17 @@ def _refuse_other_methods(changes, words):
 
 
 def saved_config(folder: str | Path) -> RunConfig:
-    """The config of a run folder.
+    """The config of a run in a folder or at an address.
 
     Raises:
       UserError: it is no run folder, damaged, or of an older version.
     """
     from sparse_dataflow.training import run_files
 
+    if is_address(str(folder)):
+        from sparse_dataflow.runs import address_runs
+
+        return address_runs.saved_run(folder)[0]
     folder = Path(folder).expanduser()
     if not (folder / run_files.CONFIG).exists():
         runs = sorted(str(path.parent) for path in folder.parent.glob(f"*/{run_files.CONFIG}"))

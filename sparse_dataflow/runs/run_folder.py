@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -13,9 +14,12 @@ from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.distributed import processes, stopping
 from sparse_dataflow.files import folder_lock, folders, storage
+from sparse_dataflow.files.address_lock import AddressLock
+from sparse_dataflow.files.addresses import Address, is_address
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.folder_lock import FolderLock
 from sparse_dataflow.files.json_difference import differences
+from sparse_dataflow.runs import address_runs
 from sparse_dataflow.training.monitoring.metrics import say
 from sparse_dataflow.training.run_files import (
     CONFIG,
@@ -42,7 +46,8 @@ def opened(
 
     A new run takes a folder that is missing or empty, and its mirror likewise; that of a resumed
     run is missing, empty or its own. If the block ends before a config.json is there, whatever this
-    process created is removed.
+    process created is removed. A run at an address is written in its `work_folder`, and `mirror` is
+    the address.
 
     Yields:
       (folder, check): `check` raises UserError if the folder was deleted or moved; it does nothing
@@ -53,8 +58,10 @@ def opened(
         process or cannot be written.
     """
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = Path(processes.broadcast(out or f"runs/{experiment}-{stamp}"))
-    locks: list[FolderLock] = []
+    at_address = is_address(out)
+    local = str(address_runs.work_folder(out)) if at_address else out
+    folder = Path(processes.broadcast(local or f"runs/{experiment}-{stamp}"))
+    locks: list[FolderLock | AddressLock] = []
     with contextlib.ExitStack() as stack:
 
         def claim(path, flag, has_run):
@@ -67,29 +74,50 @@ def opened(
             if not has_run:
                 _refuse_run(path, flag)  # Another process may have begun one meanwhile.
 
+        def claim_address(address, flag, has_run):
+            lock = address_runs.claim(address, experiment, flag, has_run)
+            locks.append(lock)
+            release = functools.partial(address_runs.release, lock, address)
+            stack.enter_context(stopping.cleaned_up(release))
+
         second = mirror_path(folder, mirror)
 
         def prepare():
             if mirror and not resume and second is None:
                 raise UserError(f"run.mirror={mirror} is the run folder; name another folder.")
+            if at_address and isinstance(second, Address):
+                claim_address(second, "--resume" if resume else "--out", resume)
+                address_runs.prepare_work_folder(second, folder, experiment, resume)
             claim(folder, "--out", resume)
-            if second is not None:
+            if isinstance(second, Address):
+                if not at_address:
+                    holds = resume and address_runs.holds(second, folder)
+                    claim_address(second, "run.mirror", holds)
+            elif second is not None:
                 claim(second, "run.mirror", resume and _is_mirror_of(second, folder))
             elif mirror:
                 say(f"{folder} was the mirror of a run; name another with --set run.mirror=FOLDER")
 
         def check():
-            if locks:
-                locks[0].check()
+            for lock in locks if at_address else locks[:1]:
+                lock.check()
 
         processes.on_first(prepare)
+        if at_address:
+            address_runs.refuse_unshared(folder, out)
         try:
             yield folder, check
         except Exception:
-            if locks and second is not None and (second / CONFIG).exists():
+            if locks and second is not None and _was_copied(folder, second):
                 say(f"if {folder} is lost, continue its copy: --resume={second}")
             check()  # The cause of whatever failed.
             raise
+
+
+def _was_copied(folder, second):
+    """Whether a run came to be, so that its mirror has it: a store is not asked again."""
+    place = folder if isinstance(second, Address) else second
+    return (place / CONFIG).exists()
 
 
 def _refuse_run(folder, flag):
@@ -99,14 +127,16 @@ def _refuse_run(folder, flag):
         )
 
 
-def mirror_path(folder: Path, mirror: str) -> Path | None:
-    """Returns the folder that mirrors a run folder; None for no mirror, or the run folder itself.
+def mirror_path(folder: Path, mirror: str) -> Path | Address | None:
+    """Returns what mirrors a run folder; None for no mirror, or the run folder itself.
 
     Raises:
       UserError: one is inside the other.
     """
     if not mirror:
         return None
+    if is_address(mirror):
+        return Address(mirror)
     first, second = (Path(os.path.realpath(path)) for path in (folder, mirror))
     if first == second:
         return None
@@ -125,7 +155,7 @@ def _is_mirror_of(second: Path, folder: Path) -> bool:
     return records[0] == records[1]
 
 
-def mirrored(folder: Path, mirror: str) -> Path | None:
+def mirrored(folder: Path, mirror: str) -> Path | Address | None:
     """Copies what a run is to its mirror, as far as it is not there; returns `mirror_path`.
 
     Raises:
@@ -137,6 +167,9 @@ def mirrored(folder: Path, mirror: str) -> Path | None:
 
     def copy():
         try:
+            if isinstance(second, Address):
+                address_runs.copy_run_files(folder, second)
+                return
             for name in (TOKENIZER, RECORD, CONFIG):
                 if not (second / name).exists():
                     storage.replace(second / name, (folder / name).read_bytes())
@@ -176,7 +209,7 @@ def refuse_other_experiment(folder: str | Path, experiment: str) -> None:
     Raises:
       UserError: naming the command that resumes it.
     """
-    other = read_record(folder, read_config(folder)).experiment
+    other = address_runs.saved_run(folder)[1].experiment
     if other != experiment:
         raise UserError(
             f"{folder} is a run of {other}; resume it with "

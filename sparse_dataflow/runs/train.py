@@ -7,6 +7,8 @@ import jax
 
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.distributed.clock import Clock
+from sparse_dataflow.files import addresses
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
@@ -34,7 +36,7 @@ def train(
     processes all of them call it, after `devices.joined`.
 
     Args:
-      config: what is trained; `config.run.out` is the folder.
+      config: what is trained; `config.run.out` is the folder, or an address.
       texts: documents in place of `config.data.corpus`.
       resume: whether to resume the run in the folder.
       experiment: whose run it is, a module's name.
@@ -57,11 +59,26 @@ def train(
     """
     keep_freed_memory()
     clock = clock or Clock()
-    if config.run.mirror:  # Wherever it is resumed.
-        config = config.change(run__mirror=str(Path(config.run.mirror).absolute()))
+    config = _settled_mirror(config, resume)
     mirror = config.run.mirror
     with run_folder.opened(experiment, config.run.out, resume, mirror) as (folder, check):
         return Job(config, experiment, folder, clock, check).run(texts, resume)
+
+
+def _settled_mirror(config: RunConfig, resume: bool) -> RunConfig:
+    """The config with the mirror that it has wherever it is resumed; a run at an address has it
+    there."""
+    out, mirror = addresses.normal(config.run.out), addresses.normal(config.run.mirror)
+    if addresses.is_address(out):
+        if mirror not in ("", out) and not resume:
+            raise UserError(
+                f"run.mirror={mirror} with --out={out}: a run at an address is copied there alone; "
+                "leave run.mirror out, or name a folder with --out."
+            )
+        mirror = out
+    elif mirror and not addresses.is_address(mirror):
+        mirror = str(Path(mirror).absolute())
+    return config.change(run__out=out, run__mirror=mirror)
 
 
 def run(request: Request, experiment: str, *, sparse: bool = True) -> int:

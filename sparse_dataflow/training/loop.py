@@ -18,6 +18,7 @@ from sparse_dataflow.data.batches import bits_per_byte
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.distributed.clock import Clock
 from sparse_dataflow.files import storage
+from sparse_dataflow.files.addresses import Address
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import stacks
 from sparse_dataflow.optim.loss_spikes import SpikeHistory, is_accepted, refuse_more_rollbacks
@@ -79,7 +80,7 @@ class Trainer:
         start: Callable[[], TrainState] | None = None,
         base: FrozenBase | None = None,
         clock: Clock | None = None,
-        mirror: Path | None = None,
+        mirror: Path | Address | None = None,
         trackers: Sequence[str] = (TENSORBOARD,),
         config: Mapping[str, Any] | None = None,
     ):
@@ -105,7 +106,7 @@ class Trainer:
           base: frozen weights, which a checkpoint names instead of storing them; None if all
             weights are trained.
           clock: records what this process is doing; a new one if None.
-          mirror: folder of a second copy of the checkpoints; None for none.
+          mirror: folder or address of a second copy of the checkpoints; None for none.
           trackers: names of the trackers of metrics and alerts.
           config: the `RunConfig` as JSON, for trackers.
 

@@ -7,8 +7,8 @@ import pytest
 from checkpoint_states import CONFIG, restored_step, saved, small_state
 from storage_faults import failing
 
-from sparse_dataflow.checkpoint import mirror
 from sparse_dataflow.checkpoint.checkpoint import Checkpoints
+from sparse_dataflow.checkpoint.copies import FolderCopies
 from sparse_dataflow.files import manifest, storage
 from sparse_dataflow.files.errors import UserError
 
@@ -38,15 +38,15 @@ def test_the_newest_and_the_best_are_mirrored_bit_by_bit(places):
 def test_training_does_not_wait_for_a_slow_mirror(places, monkeypatch):
     first, second = places
     copying, may_end = [], []
-    whole = mirror._transfer
+    whole = FolderCopies.put
 
-    def slow(*arguments):
-        copying.append(arguments[0])
+    def slow(copies, step, source):
+        copying.append(step)
         while not may_end:
             pass
-        whole(*arguments)
+        whole(copies, step, source)
 
-    monkeypatch.setattr(mirror, "_transfer", slow)
+    monkeypatch.setattr(FolderCopies, "put", slow)
     checkpoints = Checkpoints(first, config=CONFIG, mirror=second)
     for step in (1, 2, 3):
         assert checkpoints.save(step, small_state(step), {"position": step})
@@ -69,6 +69,24 @@ def test_a_missing_or_damaged_checkpoint_is_restored_from_the_mirror(places, cap
     assert restored_step(first, mirror=second) == 3
     assert (first.parent / "metrics.jsonl").read_text() == "rows"
     assert restored_step(first) == 3
+
+
+@pytest.mark.parametrize(
+    ("mirrored", "local", "restored"), [(9, 2, 9), (9, 12, 12), (9, 9, 9), (3, None, 3)]
+)
+def test_the_metrics_that_reach_further_are_kept(places, mirrored, local, restored):
+    first, second = places
+    rows = lambda last: "".join(f'{{"kind": "train", "step": {n}}}\n' for n in range(last + 1))  # noqa: E731
+    saved(first, [1], mirror=second)
+    first.parent.joinpath("metrics.jsonl").write_text(rows(mirrored))
+    saved(first, [3], mirror=second)
+    shutil.rmtree(first.parent)
+    first.parent.mkdir()
+    if local is not None:
+        first.parent.joinpath("metrics.jsonl").write_text(rows(local) + '{"kind": "tr')
+    assert restored_step(first, mirror=second) == 3
+    text = first.parent.joinpath("metrics.jsonl").read_text().removesuffix('{"kind": "tr')
+    assert text == rows(restored)
 
 
 def test_a_damaged_copy_is_set_aside_and_the_one_before_is_used(places):

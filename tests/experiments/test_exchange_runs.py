@@ -92,7 +92,11 @@ def test_lines_are_continued_until_the_input_ends(job, undisturbed):
         ("generate", ["--run=RUN", f"--prompt={'word ' * 99}"], "in the context of 64"),
         ("export", ["--run=RUN"], "give a new one with --to"),
         ("gpt13b_sparse", ["--init_from=nowhere"], "neither a run folder nor a Hugging Face"),
-        ("gpt13b_sparse", ["--init_from=nowhere"], "Nothing is downloaded"),
+        (
+            "gpt13b_sparse",
+            ["--init_from=nowhere"],
+            "Legal: a folder on this machine, or an address",
+        ),
         ("gpt13b_sparse", ["--scale=pico"], "with block=8 or 16"),
         ("gpt13b_sparse", ["--init_from=RUN", "--scale=nano"], "--scale with --init_from"),
     ],

@@ -9,7 +9,12 @@ import time
 import numpy as np
 import pytest
 from main_job import PICO, PLAN, TIMEOUT, arrays, checkpoint_steps, complaint, rows
+from object_store import object_store
 from ports import free_port
+
+from sparse_dataflow.files import manifest
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs import address_runs
 
 
 def start(job, processes, numbers, *arguments, more=None, happening=None):
@@ -116,6 +121,26 @@ def test_all_hear_that_the_folder_is_of_others(job, tmp_path):
         assert re.search(r"^error: .*may not replace \(tokenizer\.json\)", process.stderr, re.M)
         assert "Traceback" not in process.stderr
     assert [path.read_text() for path in folder.iterdir()] == ["mine"]
+
+
+@pytest.mark.slow
+def test_processes_of_one_host_train_at_an_address(job, tmp_path):
+    flags = [*new(job, "s3://runs/first"), "--mesh=data:2", "--steps=3"]
+    with object_store() as store:
+        store.make_bucket("runs")
+        environment = store.environment | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+        happening = {n: {"environment": environment} for n in (0, 1)}
+        for process in ended(start(job, 2, (0, 1), *flags, happening=happening)):
+            assert process.returncode == 0, process.stderr
+        store.download("runs", "first", tmp_path / "copy")
+    assert manifest.verify(tmp_path / "copy" / "sparse" / "checkpoints" / "3")["step"] == 3
+
+
+def test_hosts_that_share_no_folder_are_refused_an_address(tmp_path):
+    with pytest.raises(UserError, match="hosts that share no folder"):
+        address_runs.refuse_unshared(tmp_path, "s3://runs/first")
+    (tmp_path / ".lock").touch()
+    address_runs.refuse_unshared(tmp_path, "s3://runs/first")
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from object_store import object_store
 
 ROOT = pathlib.Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
@@ -105,6 +106,28 @@ def test_a_run_is_started_and_then_resumed(desk):
     first, second = (line.split(" ", 1)[1] for line in desk.log.read_text().splitlines())
     assert first == "-m experiments.gpt13b_sparse --out=a run --corpus=a b"
     assert second == "-m experiments.gpt13b_sparse --resume=a run --corpus=a b"
+
+
+PYTHON_OF_A_RUN = f"""#!/bin/sh
+[ "$1" = -c ] && exec {sys.executable} "$@"
+echo "$*" >>"$LOG"
+"""
+
+
+def test_a_run_at_an_address_is_started_then_resumed_and_finished_with_its_report(desk):
+    desk.program("run", PYTHON_OF_A_RUN)
+    command = ("sh", LAUNCH / "start_or_resume.sh", "s3://runs/a", "gpt13b_sparse")
+    with object_store() as store:
+        store.make_bucket("runs")
+        variables = store.environment | {"PYTHONPATH": str(ROOT)}
+        assert desk.run(*command, **variables)[0] == 75
+        store.write("runs", "a/config.json", b"{}")
+        store.write("runs", "a/report.html", b"")
+        assert desk.run(*command, **variables)[0] == 0
+    assert desk.log.read_text().splitlines() == [
+        "-m experiments.gpt13b_sparse --out=s3://runs/a",
+        "-m experiments.gpt13b_sparse --resume=s3://runs/a",
+    ]
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])

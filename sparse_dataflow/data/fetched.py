@@ -1,0 +1,91 @@
+"""Copies in the cache of what lies at an address, so that every reader of files reads it.
+
+A copy belongs to one state of the address: names, sizes and versions of its objects. Another state
+is fetched into another folder, and the old one stays until the user clears the cache.
+"""
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from sparse_dataflow.data.cache import exclusive, resolved
+from sparse_dataflow.files import addresses
+from sparse_dataflow.files.addresses import Address, Entry
+from sparse_dataflow.files.errors import UserError
+
+FOLDER = "fetched"
+"""Folder of the copies in the cache."""
+
+_GIB = 2**30
+
+
+def path_of(name: str, cache_dir: Path) -> Path:
+    """Returns the path that a name is; what lies at an address is fetched, as `fetched` does."""
+    if addresses.is_address(name):
+        return fetched(name, cache_dir)
+    return Path(name).expanduser()
+
+
+def fetched(
+    text: str,
+    cache_dir: Path,
+    choose: Callable[[Iterable[str]], Iterable[str]] = lambda names: names,
+) -> Path:
+    """Returns a copy of the object at an address, or of the objects below it, as file or folder.
+
+    What is there in the same state is not fetched again; a fetch that was killed goes on.
+
+    Args:
+      text: the address.
+      cache_dir: cache folder.
+      choose: names below the address -> those that are needed.
+
+    Raises:
+      UserError: the address is empty or cannot be read, or the cache cannot be written.
+    """
+    address, cache_dir = Address(addresses.normal(text)), resolved(cache_dir)
+    try:
+        entries, parent = _entries(address)
+        chosen = {name: entries[name] for name in sorted(choose(entries))}
+        folder = cache_dir / FOLDER / _name(parent, chosen)
+        if not folder.exists():
+            with exclusive(cache_dir, f"{FOLDER}-{folder.name}"):
+                if not folder.exists():
+                    _fetch(parent, chosen, folder)
+    except OSError as error:
+        raise UserError(
+            f"{address} cannot be read: {error.strerror or error}. Check its name, the credentials "
+            "in the environment and the network."
+        ) from error
+    return folder if parent == address else folder / address.name
+
+
+def _entries(address: Address) -> tuple[dict[str, Entry], Address]:
+    """Returns the objects of an address, and what their names are relative to."""
+    entry = address.entry()
+    if entry is not None:
+        return {address.name: entry}, address.parent
+    entries = address.entries()
+    if not entries:
+        raise UserError(f"{address} does not exist: there is no object of that name or below it.")
+    return entries, address
+
+
+def _fetch(address, entries, folder):
+    size = sum(entry.size for entry in entries.values())
+    logging.getLogger(__name__).warning(
+        "fetching %d files, %.2f GiB, from %s into %s", len(entries), size / _GIB, address, folder
+    )
+    partial = folder.with_name(f"{folder.name}.partial")
+    addresses.fetch(address, entries, partial)
+    partial.rename(folder)
+
+
+def _name(address, entries):
+    listing = [[name, entry.size, entry.version] for name, entry in entries.items()]
+    digest = hashlib.sha256(json.dumps([str(address), listing]).encode()).hexdigest()[:16]
+    words = re.sub(r"[^a-zA-Z0-9]+", "-", str(address).partition("://")[2]).strip("-")
+    return f"{words[-60:]}-{digest}"

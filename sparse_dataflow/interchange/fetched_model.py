@@ -1,0 +1,48 @@
+"""Models at addresses of object stores, fetched into the cache before they are read."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from sparse_dataflow.data import cache
+from sparse_dataflow.data.fetched import fetched
+from sparse_dataflow.evaluation.trained import NEWEST
+from sparse_dataflow.files import addresses, manifest
+from sparse_dataflow.training.run_files import CONFIG, RECORD, TOKENIZER
+
+_DIRECTORY = (".json", ".safetensors", ".txt", ".jinja")
+"""How the files end that a Hugging Face directory is read from."""
+
+
+def on_this_machine(place: str | Path, checkpoint: str = NEWEST) -> Path:
+    """Returns the folder of a model; one at an address is fetched as far as it is read.
+
+    Of a run that is what describes it and one checkpoint of each model, of a Hugging Face directory
+    its own files without subfolders.
+
+    Args:
+      place: folder or address of a run or a Hugging Face directory.
+      checkpoint: of a run: "newest" or a step number.
+
+    Raises:
+      UserError: the address is empty or cannot be read.
+    """
+    if not addresses.is_address(str(place)):
+        return Path(place).expanduser()
+    return fetched(str(place), cache.FOLDER, lambda names: _needed(set(names), checkpoint))
+
+
+def _needed(names: set[str], checkpoint: str) -> Iterable[str]:
+    whole = {CONFIG, RECORD, TOKENIZER}
+    if RECORD not in names:
+        return [name for name in names if "/" not in name and name.endswith(_DIRECTORY)]
+    finished: dict[str, list[int]] = {}
+    for name in names:
+        pattern = rf"([^/]+)/checkpoints/(\d+)/{re.escape(manifest.NAME)}"
+        if match := re.fullmatch(pattern, name):
+            finished.setdefault(match[1], []).append(int(match[2]))
+    prefixes = tuple(
+        f"{variant}/checkpoints/{max(steps) if checkpoint == NEWEST else checkpoint}/"
+        for variant, steps in finished.items()
+    )
+    return [name for name in names if name in whole or (prefixes and name.startswith(prefixes))]

@@ -1,0 +1,215 @@
+"""Addresses of object stores: which are legal, and what a real server at them does."""
+
+import hashlib
+import threading
+
+import pytest
+from object_store import object_store
+
+from sparse_dataflow.config.settings import Setting
+from sparse_dataflow.files import address_lock, addresses, folder_lock
+from sparse_dataflow.files.address_lock import AddressLock
+from sparse_dataflow.files.addresses import Address, Entry
+from sparse_dataflow.files.errors import UserError
+
+PLACE = Setting("out", str, "", "", path=True, address=True)
+PATH = Setting("to", str, "", "", path=True)
+
+
+@pytest.fixture(scope="module")
+def store():
+    with object_store() as server:
+        server.make_bucket("here")
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("s3://b/run", "s3://b/run"),
+        ("s3://b/run/", "s3://b/run"),
+        ("S3://B/Run", "s3://B/Run"),
+        ("s3://b", "s3://b"),
+        ("hf://datasets/owner/name", "hf://datasets/owner/name"),
+        ("file:///tmp/x", "/tmp/x"),
+        ("a:b/c", "a:b/c"),
+        ("2026-01-01T12:30/run", "2026-01-01T12:30/run"),
+        ("./gs:/b", "./gs:/b"),
+        ("hf:owner/name", "hf:owner/name"),
+        ("c4/en:3.0.1", "c4/en:3.0.1"),
+        ("s3://b/x:0.5,sotu:0.5", "s3://b/x:0.5,sotu:0.5"),
+    ],
+)
+def test_an_address_or_a_path_is_taken_in_one_spelling(text, value):
+    assert PLACE.parse(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("gs:/b/run", "legal: gs://... for an address, ./gs:/b/run for a path"),
+        ("gs:b", "legal: gs://"),
+        ("s3://", "names no bucket"),
+        ("s3:///run", "names no bucket"),
+        ("memory://x", "the memory of this process"),
+        ("file://x/y", "a path on this machine"),
+        ("nothing://b/run", "of no kind that fsspec knows"),
+        ("oci://b/run", "needs the package ocifs: pip install ocifs"),
+        ("s3://me:secret@b/run", "holds a password"),
+        ("s3://b//run", "without empty"),
+        ("s3://b/../run", "without empty"),
+        ("simplecache::s3://b/run", "one address"),
+        ("zip://a.txt::s3://b/run", "one address"),
+        ("s3://b/x:0.5,gs:/y:0.5", "legal: gs://"),
+    ],
+)
+def test_what_is_neither_address_nor_path_is_refused_in_one_sentence(text, words):
+    with pytest.raises(ValueError, match=r"^(is|names|holds|needs) ") as refused:
+        PLACE.parse(text)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["s3://b/run", "gs:/b", "memory://x", "hf://datasets/a/b"])
+def test_a_setting_for_paths_alone_never_makes_a_folder_of_an_address(text):
+    with pytest.raises(ValueError, match="legal: "):
+        PATH.parse(text)
+
+
+def test_a_missing_library_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setattr(addresses.importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'sparse_dataflow[buckets]'" in addresses.missing_library("gs://b/run")
+    with pytest.raises(ValueError, match="needs the package gcsfs"):
+        PLACE.parse("gs://b/run")
+    # A saved config is read where the library is missing.
+    assert not PLACE.refusal("gs://b/run")
+
+
+def test_objects_are_written_listed_read_and_deleted(store, tmp_path):
+    place = Address("s3://here/files/")
+    content = bytes(range(256)) * 2**17
+    (tmp_path / "large").write_bytes(content)
+    (place / "deep/large").upload(tmp_path / "large")
+    (place / "small").write(b"small")
+    assert store.keys("here", "files") == ["files/deep/large", "files/small"]
+    assert store.read("here", "files/deep/large") == content
+    listed = place.entries()
+    assert {name: entry.size for name, entry in listed.items()} == {
+        "deep/large": len(content),
+        "small": 5,
+    }
+    assert (place / "small").entry() == listed["small"] and place.entry() is None
+    assert (place / "deep/large").sha256(len(content)) == hashlib.sha256(content).hexdigest()
+    addresses.fetch(place, listed, tmp_path / "copy")
+    assert (tmp_path / "copy" / "deep" / "large").read_bytes() == content
+    store.write("here", "files/small", b"other")
+    assert (place / "small").entry().version != listed["small"].version
+    with pytest.raises(FileExistsError):
+        (place / "small").create(b"x")
+    for name in place.entries():
+        (place / name).delete()
+    (place / "small").delete()
+    assert place.entries() == {} and store.keys("here", "files") == []
+
+
+def test_every_failure_is_an_oserror_that_names_the_address(store, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"bucket does not exist.*s3://nowhere/x"):
+        Address("s3://nowhere/x").write(b"")
+    with pytest.raises(FileNotFoundError):
+        Address("s3://here/nothing").read()
+    with pytest.raises(FileNotFoundError):
+        Address("s3://here/nothing").download(tmp_path / "new" / "file")
+    assert list((tmp_path / "new").iterdir()) == []
+    # HTTP cannot be written.
+    with pytest.raises(OSError, match=r"http://127\.0\.0\.1:9/x"):
+        Address("http://127.0.0.1:9/x").write(b"")
+
+
+@pytest.mark.parametrize("name", ["../out", "a/../../out", "a//b", "/out"])
+def test_a_name_in_a_store_never_leads_out_of_the_folder(tmp_path, name):
+    with pytest.raises(UserError, match="no file can be called"):
+        addresses.fetch(Address("s3://here/x"), {name: Entry(1, "")}, tmp_path / "copy")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_fetch_that_does_not_fit_on_the_disk_is_refused(tmp_path):
+    with pytest.raises(UserError, match="XDG_CACHE_HOME"):
+        addresses.fetch(Address("s3://here/x"), {"a": Entry(2**60, "")}, tmp_path)
+
+
+@pytest.fixture
+def fast_locks(monkeypatch):
+    monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.2)
+
+
+def test_an_address_has_one_owner_until_it_is_released(store, monkeypatch):
+    place = Address("s3://here/owned")
+    lock = AddressLock(place, "--out")
+    assert store.keys("here", "owned") == ["owned/.lock"]
+    monkeypatch.setattr(folder_lock.os, "getpid", lambda: 1)  # Another process of this machine.
+    with pytest.raises(UserError, match="s3://here/owned is in use by process"):
+        AddressLock(place, "--out")
+    lock.release()
+    lock.release()
+    assert store.keys("here", "owned") == []
+    AddressLock(place, "--out").release()
+
+
+def test_a_store_that_replaces_what_it_must_create_has_one_owner_too(store, monkeypatch):
+    monkeypatch.setattr(Address, "create", Address.write)
+    place = Address("s3://here/replaced")
+    lock = AddressLock(place, "--out")
+    monkeypatch.setattr(folder_lock.os, "getpid", lambda: 1)
+    with pytest.raises(UserError, match="is in use by process"):
+        AddressLock(place, "--out")
+    lock.release()
+    assert store.keys("here", "replaced") == []
+
+
+def test_what_is_no_lock_is_replaced(store):
+    store.write("here", "odd/.lock", b"mine")
+    AddressLock(Address("s3://here/odd"), "--out").release()
+
+
+def test_a_dead_owner_of_this_machine_is_replaced_at_once(store):
+    place = Address("s3://here/dead")
+    owner = folder_lock.this_process() | {"pid": 2**22 + 1, "id": "dead"}
+    (place / ".lock").write(address_lock.json.dumps(owner).encode())
+    AddressLock(place, "--out").release()
+
+
+def test_an_owner_elsewhere_is_alive_while_it_counts(store, fast_locks):
+    place = Address("s3://here/elsewhere")
+    owner = folder_lock.this_process() | {"machine": "other", "host": "far", "id": "far"}
+    write = lambda: (place / ".lock").write(address_lock.json.dumps(owner).encode())  # noqa: E731
+    write()
+    stop = threading.Event()
+
+    def count():
+        while not stop.wait(0.1):
+            owner["count"] += 1
+            write()
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    with pytest.raises(UserError, match=r"in use by process .* on far"):
+        AddressLock(place, "--out")
+    stop.set()
+    thread.join()
+    AddressLock(place, "--out").release()
+
+
+def test_an_owner_whose_address_was_taken_over_is_told(store, fast_locks):
+    place = Address("s3://here/taken")
+    lock = AddressLock(place, "--out")
+    lock.check()
+    (place / ".lock").write(b'{"id": "another"}')
+    lock._thread.join(30)
+    with pytest.raises(UserError, match="taken over by another process"):
+        lock.check()
+    lock.release()
+    assert (place / ".lock").read() == b'{"id": "another"}'
+
+
+def test_a_bucket_that_does_not_exist_is_refused(store):
+    with pytest.raises(UserError, match=r"--out=s3://nowhere/x cannot be written: .*not exist"):
+        AddressLock(Address("s3://nowhere/x"), "--out")
