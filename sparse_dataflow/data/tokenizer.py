@@ -239,6 +239,22 @@ class Tokenizer:
         # Without an original the end of text is the only special token.
         return [np.where(row < len(self.tokens), row, self.eot_id).astype(np.int32) for row in rows]
 
+    def encode_with_places(self, text: str, chat: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids of a text, int32 [tokens], and the characters that each is of, int64
+        [tokens, 2]: the first one and the one after the last.
+
+        Args:
+          text: the text.
+          chat: whether it is of a chat template; see `encode_chat`.
+        """
+        engine = self._chat_engine if chat else self._engine
+        encoded = engine.encode_batch([text], add_special_tokens=False)[0]
+        ids = np.asarray(encoded.ids, np.int32)
+        places = np.asarray(encoded.offsets, np.int64).reshape(-1, 2)
+        if self.original:
+            return self.ids_from_original[ids], places
+        return np.where(ids < len(self.tokens), ids, self.eot_id).astype(np.int32), places
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of the ids; incomplete UTF-8 becomes U+FFFD, unused ids vanish."""
         ids = [int(i) for i in ids]
