@@ -2,12 +2,15 @@
 
 Templates are untrusted text of a model's directory.  They run in Jinja's sandbox with the settings
 of `transformers`, except that there is no clock, so that a conversation has the same text on every
-day.
+day.  A template that needs a date gets a fixed one.
 """
 
 import dataclasses
+import datetime
 import functools
 import json
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +25,15 @@ Message = Mapping[str, Any]
 
 USER, ASSISTANT = "user", "assistant"
 
+_LOG = logging.getLogger(__name__)
+
+_OPEN, _CLOSE, _MARK, _NEXT = "\ufdd0", "\ufdd1", "\ufdd2content\ufdd3", "\ufdd4next\ufdd5"
+"""Characters that Unicode reserves for a program's own use, so that no text has them."""
+
+_TESTS_THE_CLOCK = re.compile(r"strftime_now\s+is\s+(not\s+)?defined")
+_DATE = datetime.date(2024, 7, 26)
+"""Date for templates that ask for it in any case; it is the default of Llama 3.1's."""
+
 
 class Rendered(NamedTuple):
     """The text of a conversation.
@@ -30,10 +42,13 @@ class Rendered(NamedTuple):
       pieces: (text, whether it is an answer), in order.
       changed: answers that the template writes otherwise once further messages follow, so that they
         are no answers here.
+      unprompted: answers that do not follow the prompt that the template makes for them, such as a
+        prompt that begins a thought.
     """
 
     pieces: list[tuple[str, bool]]
     changed: int = 0
+    unprompted: int = 0
 
 
 def checked_example(record: Any) -> str:
@@ -104,8 +119,25 @@ class ChatTemplate:
             lstrip_blocks=True,
             extensions=[_Generation, "jinja2.ext.loopcontrols"],
         )
+        environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
+        if "strftime_now" in self.text and not _TESTS_THE_CLOCK.search(self.text):
+            _LOG.warning("the chat template asks for the date, and gets %s", _DATE.isoformat())
+            environment.globals["strftime_now"] = _DATE.strftime
         return environment.from_string(self.text)
+
+    def _marked(self, messages: Sequence[Message], prompt: bool = False) -> str:
+        """Returns the text of messages, with marks around what the template says is generated."""
+        try:
+            return self._template.render(
+                messages=list(messages),
+                tools=None,
+                documents=None,
+                add_generation_prompt=prompt,
+                **dict(self.special_tokens),
+            )
+        except Exception as error:  # A template can fail in any way.
+            raise UserError(f"The chat template cannot render this: {first_line(error)}") from None
 
     def render(self, messages: Sequence[Message], prompt: bool = False) -> str:
         """Returns the text of messages.
@@ -117,52 +149,127 @@ class ChatTemplate:
         Raises:
           UserError: the template refuses the messages or is not valid.
         """
-        try:
-            return self._template.render(
-                messages=list(messages),
-                add_generation_prompt=prompt,
-                **dict(self.special_tokens),
-            )
-        except Exception as error:  # A template can fail in any way.
-            raise UserError(f"The chat template cannot render this: {first_line(error)}") from None
+        return self._marked(messages, prompt).replace(_OPEN, "").replace(_CLOSE, "")
 
     def answers(self, messages: Sequence[Message]) -> Rendered:
         """Returns the text of a conversation, divided at the answers of the assistant.
 
-        An answer is what follows the prompt that the template makes of the messages before it, up
-        to the end of the assistant's turn.
+        An answer is what the tags {% generation %} of the template mark. Without them it follows
+        the prompt that the template makes of the messages before it, and has the end of the turn.
 
         Raises:
           UserError: see `render`.
         """
-        text = self.render(messages)
-        pieces: list[tuple[str, bool]] = []
-        end = changed = 0
-        for number, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
-                continue
-            before, through = messages[:number], self.render(messages[: number + 1])
-            prompts = [self.render(before, True)] + ([self.render(before)] if before else [])
-            prompt = next((p for p in prompts if through.startswith(p)), None)
-            if prompt is None or len(prompt) < end or not text.startswith(through):
+        marked = self._marked(messages)
+        numbers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
+        if _OPEN in marked:
+            rows = [row.split(_CLOSE) for row in marked.split(_OPEN)]
+            pieces = [(rows[0][0], False)]
+            for answer, *rest in rows[1:]:
+                pieces += [(answer, True), ("".join(rest), False)]
+            missing = max(0, len(numbers) - len(rows) + 1)
+            return Rendered([piece for piece in pieces if piece[0]], missing)
+        pieces, end, changed, unprompted = [], 0, 0, 0
+        for number in numbers:
+            place = self._answer(marked, messages, number)
+            if place is None or place[1] < end:
                 changed += 1
                 continue
-            pieces.append((text[end : len(prompt)], False))
-            end = len(through)
-            pieces.append((text[len(prompt) : end], True))
-        pieces.append((text[end:], False))
-        return Rendered([piece for piece in pieces if piece[0]], changed)
+            prompt, start, stop = place
+            begin = start if prompt is None else prompt
+            unprompted += prompt is None
+            pieces += [(marked[end:begin], False), (marked[begin:stop], True)]
+            end = stop
+        pieces.append((marked[end:], False))
+        return Rendered([piece for piece in pieces if piece[0]], changed, unprompted)
+
+    def _answer(self, text, messages, number):
+        """Finds an answer in the text of a conversation.
+
+        Returns:
+          (end of its prompt or None if the text has another prompt, start of its content, end of
+          its turn); None if the text does not have the answer.
+        """
+        content, before = messages[number]["content"], messages[:number]
+        places = self._content(text, messages, number)
+        if places is None or content.strip() not in text[slice(*places)]:
+            return None
+        start, stop = places
+        asked = self._tried(before, True)
+        fits = asked is not None and text.startswith(asked) and len(asked) <= start
+        prompt = len(asked) if fits else None
+        alone = [*before, messages[number]]
+        tail = self._after(alone, number)
+        if tail is not None:
+            stop += _common(self._turn(tail, alone), text[stop:])
+        return prompt, start, stop
+
+    def _turn(self, tail, messages):
+        """Returns what of `tail`, the text behind the last message, belongs to its turn.
+
+        A template may write the header of an answer behind every conversation.
+        """
+        following = {"role": USER, "content": _NEXT}
+        first, longer = self._tried([following]), [*messages, following]
+        rest = self._after(longer, len(messages) - 1)
+        if first is None or rest is None or _NEXT not in rest or rest.startswith(tail):
+            return tail
+        header, other = (whole[: whole.index(_NEXT)] for whole in (rest, first))
+        shared = header[len(header) - _common(header[::-1], other[::-1]) :]
+        # A begin of text in front of the first header may end with the brackets of an end of turn.
+        shared = shared if shared == other else shared.lstrip("|>])}")
+        turn = header[: len(header) - len(shared)]
+        return turn if turn and tail.startswith(turn) else tail
+
+    def _content(self, text, messages, number):
+        """Returns where the text has the content of a message: what changes with it."""
+        other = dict(messages[number], content=_MARK)
+        changed = self._tried([*messages[:number], other, *messages[number + 1 :]])
+        if changed is None or _MARK not in changed:
+            return None
+        start = _common(text, changed)
+        rest = len(changed) - changed.rindex(_MARK) - len(_MARK)
+        if rest and text[-rest:] != changed[-rest:]:
+            return None
+        return start, len(text) - rest
+
+    def _after(self, messages, number):
+        """Returns the text behind the content of a message; None if the template drops it."""
+        text = self._tried(messages)
+        places = None if text is None else self._content(text, messages, number)
+        return None if places is None else text[places[1] :]
+
+    def _tried(self, messages, prompt=False):
+        try:
+            return self.render(messages, prompt)
+        except UserError:
+            return None
+
+
+def _common(left: str, right: str) -> int:
+    """Returns the length of the longest common start."""
+    pairs = enumerate(zip(left, right))
+    return next((n for n, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag {% generation %} of some templates, which marks answers; here it does nothing."""
+    """The tag {% generation %} of some templates, which marks answers."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser):
-        """Returns the nodes inside the tag."""
+        """Returns the nodes inside the tag, between marks."""
         next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        mark = lambda text: jinja2.nodes.Output([jinja2.nodes.TemplateData(text)])  # noqa: E731
+        return [mark(_OPEN), *body, mark(_CLOSE)]
+
+
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    """Returns JSON as the filter `tojson` of transformers does; that of Jinja is for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise(message):

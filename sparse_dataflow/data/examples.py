@@ -1,8 +1,7 @@
 """Prompts with answers: the lines of JSON that `data.loss=answers` trains on, and their tokens.
 
 The lines are those of `chat.checked_example`.  With a chat template, a prompt and its answer are a
-conversation of two messages.  Without one, their texts follow each other.  The end of text follows
-each example and belongs to the answer before it.
+conversation of two messages.  Without one, their texts follow each other.
 """
 
 import dataclasses
@@ -54,6 +53,7 @@ class EncodedExamples:
       skipped: examples without an answer that the template keeps.
       changed: answers that are not trained, because the template changes them when more messages
         follow.
+      unprompted: answers that are trained after another prompt than the template makes for them.
     """
 
     tokens: np.ndarray
@@ -61,32 +61,36 @@ class EncodedExamples:
     starts: np.ndarray
     skipped: int
     changed: int
+    unprompted: int = 0
 
 
 def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> EncodedExamples:
-    """Encodes examples; every piece of text alone, so that a prompt has the tokens that it has when
-    the model answers it.
+    """Encodes examples, each as one text, so that its tokens are those of its conversation.
+
+    A token belongs to an answer if any of its characters does.  The end of text follows each
+    example that does not end with it, and belongs to an answer that has no end.
 
     Raises:
       UserError: see `pieces`.
     """
     tokens, answers, lengths = [], [], []
-    skipped = changed = 0
+    skipped = changed = unprompted = 0
     for rendered in (pieces(document, tokenizer) for document in documents):
-        changed += rendered.changed
+        changed, unprompted = changed + rendered.changed, unprompted + rendered.unprompted
         if not any(is_answer for _, is_answer in rendered.pieces):
             skipped += 1
             continue
-        texts = [text for text, _ in rendered.pieces]
-        template = tokenizer.chat_template
-        ids = tokenizer.encode_chat(texts) if template else tokenizer.encode_batch(texts)
-        marks = [np.full(len(i), mark) for i, (_, mark) in zip(ids, rendered.pieces)]
-        end = [tokenizer.eot_id]
-        # A template may end with text after the last answer, which then is no answer's end.
-        tokens.append(np.concatenate([*ids, end]).astype(np.int32))
-        answers.append(np.concatenate([*marks, [rendered.pieces[-1][1]]]).astype(bool))
+        ids, marks = _marked_tokens(rendered.pieces, tokenizer)
+        if ids[-1] != tokenizer.eot_id:
+            last = ids[1 + max(np.flatnonzero(~marks), default=-1) :]
+            ended = any(int(number) in tokenizer.ends for number in last)
+            # A template may end with text after the last answer, which then is no answer's end.
+            marks = np.append(marks, rendered.pieces[-1][1] and not ended)
+            ids = np.append(ids, tokenizer.eot_id)
+        tokens.append(ids.astype(np.int32))
+        answers.append(marks.astype(bool))
         answers[-1][0] = False  # No token comes before it.
-        lengths.append(len(tokens[-1]))
+        lengths.append(len(ids))
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     empty = np.empty(0, np.int32)
     return EncodedExamples(
@@ -95,7 +99,23 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> EncodedExampl
         starts,
         skipped,
         changed,
+        unprompted,
     )
+
+
+def _marked_tokens(pieces, tokenizer):
+    """Returns the ids of a text in pieces, and whether each belongs to an answer."""
+    text = "".join(text for text, _ in pieces)
+    if tokenizer.chat_template:
+        ids, places = tokenizer.encode_with_places(text, chat=True)
+    else:
+        ids, places = tokenizer.encode_with_places(text)
+        begin = tokenizer.begin
+        ids = np.concatenate([np.asarray(begin, np.int32), ids])
+        places = np.concatenate([np.zeros((len(begin), 2), np.int64), places])
+    of_answer = np.repeat([mark for _, mark in pieces], [len(text) for text, _ in pieces])
+    count = np.concatenate([[0], np.cumsum(of_answer)])
+    return ids, count[places[:, 1]] > count[places[:, 0]]
 
 
 @dataclasses.dataclass(frozen=True)

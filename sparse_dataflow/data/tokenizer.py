@@ -20,6 +20,7 @@ import numpy as np
 from sparse_dataflow.data.cache import exclusive, resolved
 from sparse_dataflow.data.chat import ChatTemplate
 from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.identity import NO_IDENTITY, Identity
 from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError
 
@@ -64,6 +65,7 @@ class Tokenizer:
         apply; "" for a tokenizer with GPT-2's settings.
       original_ids: id in `original` of each id, [vocab_size]; empty without `original`.
       chat_template: of an imported tokenizer that has one.
+      identity: special ids and files of an imported tokenizer.
 
     Examples:
         >>> tokenizer = sd.Tokenizer.from_texts(["to be or not to be"] * 9, vocab_size=260)
@@ -78,6 +80,7 @@ class Tokenizer:
     original: str = ""
     original_ids: tuple[int, ...] = ()
     chat_template: ChatTemplate | None = None
+    identity: Identity = NO_IDENTITY
 
     def __post_init__(self):
         if not SMALLEST_VOCAB <= len(self.tokens) + 1 <= self.vocab_size:
@@ -90,6 +93,7 @@ class Tokenizer:
             raise ValueError("original needs original_ids, a list of whole numbers, and vice versa")
         if ids and sorted(ids) != [*range(self.vocab_size)]:
             raise ValueError("original_ids must have each id of the vocabulary once")
+        self.identity.checked(self.vocab_size)
 
     @classmethod
     def from_texts(cls, texts: Sequence[str], vocab_size: int) -> "Tokenizer":
@@ -112,6 +116,32 @@ class Tokenizer:
     def eot_id(self) -> int:
         """Id of the end-of-text token, which ends a document; no text encodes to it."""
         return self.vocab_size - 1
+
+    @functools.cached_property
+    def ends(self) -> frozenset[int]:
+        """Ids that end a generated text, such as the end of a turn and the end of text."""
+        return frozenset(self.identity.ends or (self.eot_id,))
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """Ids in front of the text of a document. The end of text is none of them, because it
+        stands there already, as the end of the document before."""
+        begin = self.identity.begin
+        return () if begin == (self.eot_id,) else begin
+
+    @property
+    def start_id(self) -> int:
+        """Id in front of a text of which nothing is known."""
+        start = self.eot_id if self.identity.start is None else self.identity.start
+        return self.identity.begin[-1] if self.identity.begin else start
+
+    @functools.cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Id of each token of `original` that no text encodes to, by its text."""
+        if not self.original:
+            return {}
+        vocab = {t: int(self.ids_from_original[n]) for t, n in self._engine.get_vocab().items()}
+        return {token: number for token, number in vocab.items() if number >= len(self.tokens)}
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
@@ -193,6 +223,12 @@ class Tokenizer:
         ]
         return [self.ids_from_original[row] for row in ids] if self.original else ids
 
+    def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the ids of each text with those that the library puts in front of it. Those of
+        an empty text are never empty."""
+        begin = list(self.identity.begin)
+        return [begin + ids.tolist() or [self.start_id] for ids in self.encode_batch(texts)]
+
     def encode_chat(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the token ids of texts that the chat template rendered, whose special tokens are
         one token each."""
@@ -202,6 +238,22 @@ class Tokenizer:
             return [self.ids_from_original[row] for row in rows]
         # Without an original the end of text is the only special token.
         return [np.where(row < len(self.tokens), row, self.eot_id).astype(np.int32) for row in rows]
+
+    def encode_with_places(self, text: str, chat: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids of a text, int32 [tokens], and the characters that each is of, int64
+        [tokens, 2]: the first one and the one after the last.
+
+        Args:
+          text: the text.
+          chat: whether it is of a chat template; see `encode_chat`.
+        """
+        engine = self._chat_engine if chat else self._engine
+        encoded = engine.encode_batch([text], add_special_tokens=False)[0]
+        ids = np.asarray(encoded.ids, np.int32)
+        places = np.asarray(encoded.offsets, np.int64).reshape(-1, 2)
+        if self.original:
+            return self.ids_from_original[ids], places
+        return np.where(ids < len(self.tokens), ids, self.eot_id).astype(np.int32), places
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of the ids; incomplete UTF-8 becomes U+FFFD, unused ids vanish."""
@@ -240,7 +292,10 @@ class Tokenizer:
                 template = ChatTemplate(template["text"], specials)
             size = int(fields["vocab_size"])
             tokens = tuple(fields["tokens"])
-            tokenizer = cls(tokens, merges, size, *original, chat_template=template)
+            identity = NO_IDENTITY
+            if "identity" in fields:
+                identity = Identity.from_json(fields["identity"])
+            tokenizer = cls(tokens, merges, size, *original, template, identity)
             if tokenizer.original:
                 tokenizer.validate_original()
             vocabulary = set(tokenizer.tokens)
@@ -269,6 +324,8 @@ class Tokenizer:
             }
         if self.chat_template:
             fields["chat_template"] = asdict(self.chat_template)
+        if self.identity != NO_IDENTITY:
+            fields["identity"] = self.identity.to_json()
         return json.dumps(fields, separators=(",", ":"), sort_keys=True).encode("ascii")
 
 

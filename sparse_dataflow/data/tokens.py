@@ -197,13 +197,14 @@ def _append(
     total, saved = len(documents), done.count
     remaining = map(documents.__getitem__, range(done.documents, total))
     shown = with_progress(remaining, f"tokenizing {name}", total, done.documents)
-    dtype = _dtype(tokenizer)
+    dtype, begins_document = _dtype(tokenizer), True
     for batch, ids_of_pieces in _encoded(_batches(shown, tokenizer), tokenizer):
         ends = [ends_document for _, ends_document in batch]
-        pieces = [
-            np.append(ids, tokenizer.eot_id) if ends_document else ids
-            for ids, ends_document in zip(ids_of_pieces, ends)
-        ]
+        pieces = []
+        for ids, ends_document in zip(ids_of_pieces, ends):
+            end = [tokenizer.eot_id] if ends_document else []
+            pieces += [tokenizer.begin if begins_document else [], ids, end]
+            begins_document = ends_document
         tokens = np.concatenate(pieces).astype(dtype)
         file.write(tokens.data)
         done = replace(

@@ -30,8 +30,8 @@ class Continuation:
 
     Attributes:
       text: generated text without the stop string.
-      tokens: generated tokens, including the stop string but not the end-of-text token.
-      stopped_by: "stop" (a stop string), "end" (the end-of-text token), "length"
+      tokens: generated tokens, including the stop string but not the token that ends a text.
+      stopped_by: "stop" (a stop string), "end" (a token of `Tokenizer.ends`), "length"
         (max_new_tokens) or "context" (the context is full).
     """
 
@@ -57,12 +57,13 @@ def generate(
 
     Args:
       model: model to generate with.
-      prompts: strings, or lists of token ids; an empty prompt starts a new document.
+      prompts: strings, in front of which an imported tokenizer may put a begin of text, or lists of
+        token ids; an empty prompt starts a new document.
       max_new_tokens: maximum tokens of each continuation, at least 1.
       temperature: see `Sampling`.
       top_k: see `Sampling`.
       top_p: see `Sampling`.
-      stop: strings that end a continuation.
+      stop: strings that end a continuation; one may be or have the text of a special token.
       seed: sampling seed; the same prompts and seed give the same text. With a seed for each
         prompt, a text does not depend on the other prompts of the batch.
       on_token: callback (prompt index, text) with newly generated text. Text is withheld until its
@@ -121,8 +122,9 @@ def _listed(prompts):
 
 
 def _prompt_tokens(tokenizer, prompt):
-    tokens = tokenizer.encode(prompt).tolist() if isinstance(prompt, str) else list(prompt)
-    return tokens or [tokenizer.eot_id]
+    if isinstance(prompt, str):
+        return tokenizer.encode_prompts([prompt])[0]
+    return list(prompt) or [tokenizer.start_id]
 
 
 def generate_tokens(

@@ -43,8 +43,9 @@ _DEFAULT_NEW_TOKENS = 256  # of lm-eval
 class HarnessLM(TemplateLM):
     """A scorer of token sequences as an lm-eval language model.
 
-    Text is encoded by the run's tokenizer. An empty context becomes the end-of-text token, which
-    precedes every training document. `counts` accumulates the `Counts` of all requests.
+    Text is encoded by the run's tokenizer, with what it puts in front of a text. An empty context
+    becomes the begin of text, or else the end of text, which precedes every training document.
+    `counts` accumulates the `Counts` of all requests.
     """
 
     def __init__(
@@ -72,9 +73,15 @@ class HarnessLM(TemplateLM):
         """Id of the end-of-text token."""
         return self._tokenizer.eot_id
 
+    @property
+    def prefix_token_id(self) -> int:
+        """Id in front of a text that has no context."""
+        return self._tokenizer.start_id
+
     def tok_encode(self, string: str, add_special_tokens=None, **kwargs) -> list[int]:
-        """Encodes a text without special tokens."""
-        return self._tokenizer.encode(string).tolist()
+        """Encodes a text; without what the tokenizer puts in front if not `add_special_tokens`."""
+        begin = [] if add_special_tokens is False else list(self._tokenizer.identity.begin)
+        return begin + self._tokenizer.encode(string).tolist()
 
     def loglikelihood(self, requests, disable_tqdm: bool = True):
         """Returns (log-likelihood in nats, whether greedy) of each continuation.
@@ -86,8 +93,13 @@ class HarnessLM(TemplateLM):
         pairs = [_move_trailing_spaces(*request.args) for request in requests]
         texts = list(dict.fromkeys(text for a, b in pairs for text in (a, a + b)))
         tokens = dict(zip(texts, (ids.tolist() for ids in self._tokenizer.encode_batch(texts))))
+        begin = list(self._tokenizer.identity.begin)
         encoded = [
-            ((a, b), tokens[a], tokens[a + b][len(tokens[a]) :] or self.tok_encode(b))
+            (
+                (a, b),
+                begin + tokens[a],
+                tokens[a + b][len(tokens[a]) :] or self.tok_encode(b, add_special_tokens=False),
+            )
             for a, b in pairs
         ]
         return self._loglikelihood_tokens(encoded)
@@ -103,7 +115,7 @@ class HarnessLM(TemplateLM):
         windows: list[tuple[list[int], list[int]]] = []
         request_indices: list[int] = []
         for index, request in enumerate(requests):
-            tokens = self.tok_encode(request.args[0])
+            tokens = self.tok_encode(request.args[0], add_special_tokens=False)
             rolling = get_rolling_token_windows(tokens, self.prefix_token_id, self._context, 1)
             windows += map(make_disjoint_window, rolling)
             request_indices += [index] * (len(windows) - len(request_indices))

@@ -5,21 +5,34 @@ from collections.abc import Sequence
 
 from sparse_dataflow.data.tokenizer import Tokenizer
 
+_FIRST_MARK = 0xDC00
+
 
 class StreamDecoder:
     """Decodes the tokens of one continuation.
 
     Attributes:
       text: released text; complete once `stopped_by` is set.
-      tokens: all tokens but the end-of-text token.
+      tokens: all tokens but the one that ends the text.
       stopped_by: reason of the end; "" until then.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
-        """Creates a decoder; stop strings may begin and end inside tokens."""
+        """Creates a decoder; stop strings may begin and end inside tokens, and may have special
+        tokens."""
         self.text, self.stopped_by = "", ""
         self.tokens: list[int] = []
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        # A special token writes no text. One that a stop string has whole is pending as a lone
+        # surrogate, which no UTF-8 decodes to, and is not released.
+        self._marks: dict[int, str] = {}
+        marked = {string: string for string in stop}
+        specials = tokenizer.special_ids if stop else {}
+        for token, number in sorted(specials.items(), key=lambda item: -len(item[0])):
+            if token and any(token in string for string in marked.values()):
+                mark = self._marks[number] = chr(_FIRST_MARK + len(self._marks))
+                marked = {s: string.replace(token, mark) for s, string in marked.items()}
+        self._tokenizer = tokenizer
+        self._stop = tuple(dict.fromkeys([*stop, *marked.values()]))
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending = ""
 
@@ -27,10 +40,13 @@ class StreamDecoder:
         """Adds a token and returns the text that it releases; returns "" after the end."""
         if self.stopped_by:
             return ""
-        if token == self._tokenizer.eot_id:
+        if token in self._tokenizer.ends:
             return self.end("end")
         self.tokens.append(token)
-        self._pending += self._decoder.decode(self._tokenizer.token_to_bytes(token))
+        if token in self._marks:
+            self._pending += self._decoder.decode(b"", final=True) + self._marks[token]
+        else:
+            self._pending += self._decoder.decode(self._tokenizer.token_to_bytes(token))
         return self._release_certain()
 
     def end(self, reason: str) -> str:
@@ -61,5 +77,6 @@ class StreamDecoder:
 
     def _release(self, length):
         text, self._pending = self._pending[:length], self._pending[length:]
+        text = "".join(c for c in text if not 0 <= ord(c) - _FIRST_MARK < len(self._marks))
         self.text += text
         return text

@@ -8,6 +8,7 @@ returns the same config, except that it may have more biases, which are zeros th
 """
 
 import dataclasses
+import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from sparse_dataflow.interchange.config_rules import (
     Rule,
     Same,
     Window,
+    unsupported,
 )
 from sparse_dataflow.interchange.equivalent_forms import QKV, split_config, unit_gate_config
 
@@ -44,6 +46,7 @@ class Architecture:
       position_offset: rows of the position table in front of position 0.
       extra: fields of config.json that an export has in addition.
       ignored: ends of the names of tensors that a checkpoint may have and that hold no weights.
+      aliases: other names of fields of config.json that transformers reads.
     """
 
     class_name: str
@@ -54,6 +57,7 @@ class Architecture:
     position_offset: int = 0
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 OUTPUT = "lm_head.weight"
@@ -66,7 +70,7 @@ _GATED_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", **_ACTIVATION
 _ATTENTION, _MLP = (*QKV, "attn_out"), ("mlp_in", "mlp_out")
 _GATED_MLP = ("mlp_gate", *_MLP)
 
-_UNSUPPORTED = (Only("quantization_config", None), Only("add_cross_attention", False))
+UNSUPPORTED = (Only("quantization_config", None), Only("add_cross_attention", False))
 """Rules of every architecture."""
 
 
@@ -111,6 +115,7 @@ def _llama_row(
     epsilon=1e-6,
     rotary_base=10_000.0,
     mlp=_LLAMA_MLP,
+    aliases=types.MappingProxyType({}),
 ):
     """Returns the row of an architecture that differs from Llama in a few rules.
 
@@ -139,6 +144,7 @@ def _llama_row(
         ("model.", ""),
         extra={"attention_dropout": 0.0},
         ignored=("rotary_emb.inv_freq",),
+        aliases=aliases,
     )
 
 
@@ -176,6 +182,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         transposed=False,
         extra=dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0),
         ignored=("attn.bias", "attn.masked_bias"),
+        aliases={
+            "hidden_size": "n_embd",
+            "max_position_embeddings": "n_positions",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
     ),
     "opt": Architecture(
         "OPTForCausalLM",
@@ -220,11 +232,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "MixtralForCausalLM",
         Biases(),
         Window(),
-        Mixture(("num_local_experts",)),
+        Mixture("num_local_experts"),
         kv_heads=8,
         epsilon=1e-5,
         rotary_base=1e6,
         mlp=_expert_tensors("block_sparse_moe", "w1", "w3", "w2"),
+        aliases={"num_experts": "num_local_experts"},
     ),
     "qwen2": _llama_row(
         "Qwen2ForCausalLM", Biases(QKV), Window(4096, switched=True, counted=True), kv_heads=32
@@ -242,13 +255,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         Always({"qk_norm": True}),
         Biases(switches={"attention_bias": _ATTENTION}),
         Window(4096, switched=True),
-        # transformers 5 writes num_local_experts; both read num_experts.
-        Mixture(("num_experts", "num_local_experts"), "norm_topk_prob"),
+        Mixture("num_experts", "norm_topk_prob"),
         Only("decoder_sparse_step", 1),
         Only("mlp_only_layers", []),
         kv_heads=4,
         width="moe_intermediate_size",
         mlp=_expert_tensors("mlp", "gate_proj", "up_proj", "down_proj"),
+        # transformers 5 writes num_local_experts; both generations read num_experts.
+        aliases={"num_local_experts": "num_experts"},
     ),
 }
 """model_type -> its row. An export takes the first row that represents the model."""
@@ -283,7 +297,11 @@ def read_config(fields: Mapping[str, Any]) -> ModelConfig:
     architecture = row(fields)
     ours: dict[str, Any] = {}
     problems = []
-    for rule in (*_UNSUPPORTED, *architecture.rules):
+    try:
+        fields = without_aliases(architecture, fields)
+    except UserError as error:
+        problems.append(str(error))
+    for rule in (*UNSUPPORTED, *architecture.rules):
         try:
             ours |= rule.read(fields)
         except UserError as error:
@@ -293,6 +311,18 @@ def read_config(fields: Mapping[str, Any]) -> ModelConfig:
     if ours.get("fused_qkv", True):
         ours["biases"] = tuple(dict.fromkeys("qkv" if n in QKV else n for n in ours["biases"]))
     return _comparable(ModelConfig(**ours))
+
+
+def without_aliases(architecture: Architecture, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields by their first names; raises UserError if two names disagree."""
+    named = dict(fields)
+    for alias, name in architecture.aliases.items():
+        value = named.pop(alias, None)
+        if value is not None and named.get(name) not in (None, value):
+            raise unsupported(alias, value, f"{named[name]!r}, as {name}")
+        if named.get(name) is None and value is not None:
+            named[name] = value
+    return named
 
 
 class Representation(NamedTuple):

@@ -201,10 +201,19 @@ class Window:
                 raise unsupported("max_window_layers", full, f"0, or {layers} and more: one window")
             window = window if full <= 0 else 0
         elif kinds is not None:
-            legal = "all sliding_attention, or all full_attention"
-            if set(kinds) - {"sliding_attention", "full_attention"} or len(set(kinds)) > 1:
-                raise unsupported("layer_types", sorted(set(kinds)), legal)
-            window = window if "sliding_attention" in kinds else 0
+            legal = f"{layers} times sliding_attention, or {layers} times full_attention"
+            if not isinstance(kinds, list) or kinds not in (
+                [kind] * len(kinds) for kind in ("sliding_attention", "full_attention")
+            ):
+                raise unsupported("layer_types", kinds, legal)
+            if len(kinds) != layers:
+                raise unsupported("layer_types", kinds, legal)
+            sliding = "sliding_attention" in kinds
+            # Where a switch may turn the window off, transformers obeys layer_types.
+            if sliding != bool(window) and (sliding or not self.switched):
+                has = f"sliding_window={fields.get('sliding_window', self.default)!r}"
+                raise unsupported("layer_types", kinds, f"one that agrees with {has}")
+            window = window if sliding else 0
         return {"window": window}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -222,21 +231,19 @@ class Mixture:
     """Experts in every layer, of which each token has the most probable.
 
     Attributes:
-      names: names in config.json of the number of experts; the first is written.
+      name: name in config.json of the number of experts.
       switch: name in config.json that says whether the router probabilities of a token's experts
         are divided by their sum; "" where they always are.
     """
 
-    names: tuple[str, ...]
+    name: str
     switch: str = ""
 
     def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """See `Rule`."""
-        given = [name for name in self.names if fields.get(name) is not None]
-        name = given[0] if given else self.names[0]
-        experts = _value(fields, name, REQUIRED)
+        experts = _value(fields, self.name, REQUIRED)
         if not experts:
-            raise unsupported(name, experts, "1 or more")
+            raise unsupported(self.name, experts, "1 or more")
         chosen = _value(fields, "num_experts_per_tok", REQUIRED)
         if not self.switch and chosen == 1:
             raise unsupported("num_experts_per_tok", chosen, "2 or more")
@@ -251,7 +258,7 @@ class Mixture:
         # The fewest that can be read, so that reading them back shows what differs.
         fewest = 1 if self.switch else 2
         chosen = max(fewest, model.top_k)
-        fields = {self.names[0]: max(fewest, model.experts), "num_experts_per_tok": chosen}
+        fields = {self.name: max(fewest, model.experts), "num_experts_per_tok": chosen}
         return fields | ({self.switch: chosen > 1} if self.switch else {})
 
 
@@ -278,12 +285,33 @@ class Rotary:
 
     def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """See `Rule`."""
-        name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
+        given = [name for name in ("rope_parameters", "rope_scaling") if fields.get(name)]
+        settings = [self._read(fields, name) for name in given] or [self._read(fields, "")]
+        if settings[0] != settings[-1]:
+            value, legal = fields[given[1]], f"the values of {given[0]}, or one of both"
+            raise unsupported(given[1], value, legal)
+        return settings[0]
+
+    def _read(self, fields, name):
+        """Returns the settings by one of two fields, or by the base alone."""
         scaling = fields.get(name) or {}
         if not isinstance(scaling, Mapping):
             raise unsupported(name, scaling, "an object")
+        nested = [key for key, value in scaling.items() if isinstance(value, Mapping)]
+        if nested:
+            raise unsupported(name, dict(scaling), "one for all layers")
+        for key, other in (
+            ("rope_theta", fields.get("rope_theta")),
+            ("partial_rotary_factor", fields.get("partial_rotary_factor")),
+            ("type", scaling.get("rope_type")),
+        ):
+            if None not in (scaling.get(key), other) and scaling[key] != other:
+                raise unsupported(f"{name}.{key}", scaling[key], f"{other!r}, as elsewhere")
         base = scaling.get("rope_theta") or fields.get("rope_theta") or self.base
-        kind = scaling.get("rope_type") or scaling.get("type") or "default"
+        kind = scaling.get("rope_type") or scaling.get("type")
+        if name == "rope_scaling" and kind is None:
+            raise unsupported(name, dict(scaling), "with rope_type")
+        kind = kind or "default"
         partial = scaling.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1
         if partial != 1:
             raise unsupported("partial_rotary_factor", partial, "1")

@@ -9,6 +9,7 @@ An export is written to a temporary folder, which is renamed when it is complete
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -24,7 +25,9 @@ from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import (
     architectures,
+    source_config,
     sparse_form,
+    special_tokens,
     tensor_names,
     tensors,
     tokenizer_files,
@@ -36,10 +39,12 @@ from sparse_dataflow.interchange.equivalent_forms import (
     with_unit_gate,
     with_zero_biases,
 )
-from sparse_dataflow.interchange.sparse_form import CONFIG, MODEL_TYPE
+from sparse_dataflow.interchange.sparse_form import CONFIG, MODEL_TYPE, SOURCE
 from sparse_dataflow.training.run_files import RunRecord
 
 CARD = "README.md"
+_LOG = logging.getLogger(__name__)
+_ENDS = ("bos_token_id", "eos_token_id")
 FORMS = ("dense", "sparse")
 AUTO = "auto"
 """Architecture of an export: the first that represents the model."""
@@ -95,13 +100,102 @@ def read(folder: str | Path) -> Imported:
     if architecture == MODEL_TYPE:
         architecture = ""
         model, params, tables = sparse_form.read(folder)
-        fields = {"vocab_size": model.vocab_size, "eos_token_id": fields.get("end_of_text")}
+        source = fields.get(SOURCE)
+        fields = source or {"eos_token_id": fields.get("end_of_text")}
+        fields = {**fields, "vocab_size": model.vocab_size}
     else:
         model, tables = _read_model(folder, fields), {}
-        params = tensor_names.read(architectures.row(fields), model, tensors.Tensors(folder))
+        files = tensors.Tensors(folder)
+        model = _with_own_output(folder, fields, model, files)
+        params = tensor_names.read(architectures.row(fields), model, files)
+        source = None if fields == _fields_without_source(architecture, model) else fields
+        _say_unread(folder, fields)
     tokenizer, order = tokenizer_files.read(folder, fields)
+    if source:
+        tokenizer = _with_source(tokenizer, source)
     params = _reordered(params, order)
     return Imported(model, params, tables, tokenizer, tensors.digest(folder), architecture)
+
+
+def _with_own_output(folder, fields, model, files):
+    """Returns the model with an output layer of its own, if a tied config has another one."""
+    if not model.tied_embeddings or architectures.OUTPUT not in files.names:
+        return model
+    row, shape = architectures.row(fields), (model.vocab_size, model.d_model)
+    embedding = tensor_names.embedding_name(row, files)
+    output = files.read(architectures.OUTPUT, shape)
+    if np.array_equal(output, files.read(embedding, shape)):
+        return model
+    _LOG.warning(
+        "%s: tie_word_embeddings is true, but %s is another matrix than %s; it is kept, as in "
+        "transformers 5, and the model is untied", folder, architectures.OUTPUT, embedding,
+    )  # fmt: skip
+    return dataclasses.replace(model, tied_embeddings=False)
+
+
+def _say_unread(folder, fields):
+    """Says which fields of config.json and which files are not used."""
+    names = source_config.unread(fields)
+    if names:
+        values = ", ".join(f"{name}={fields[name]!r}"[:60] for name in names)
+        _LOG.warning("%s: %s has fields that change nothing here: %s", folder, CONFIG, values)
+    read = {CONFIG, CARD, tokenizer_files.FILE, *special_tokens.FILES, *tensors.file_names(folder)}
+    others = sorted(path.name for path in folder.iterdir() if path.name not in read)
+    others = [name for name in others if not name.startswith(".")]
+    if others:
+        _LOG.warning("%s: not read, and not in an export: %s", folder, ", ".join(others))
+
+
+def _fields_without_source(name, model):
+    """Returns the config.json of an export of a model that was not imported, whose end of text is
+    its last token; None if the architecture represents it with other fields."""
+    try:
+        representation = architectures.represent(name, _plain(model))
+    except UserError:
+        return None
+    return _fields(representation, dict.fromkeys(_ENDS, model.vocab_size - 1))
+
+
+def _fields(representation, special):
+    return {**representation.fields, **special, "torch_dtype": "float32"}
+
+
+def _with_source(tokenizer, source):
+    """Adds the config.json of a model to the files of its tokenizer."""
+    content = special_tokens.as_json(source).decode("latin-1")
+    files = tuple(sorted({**dict(tokenizer.identity.files), CONFIG: content}.items()))
+    identity = dataclasses.replace(tokenizer.identity, files=files)
+    return dataclasses.replace(tokenizer, identity=identity)
+
+
+def _source(tokenizer):
+    """Returns the config.json that the model of a tokenizer was imported with, or None."""
+    content = tokenizer.identity.content(CONFIG)
+    return None if content is None else json.loads(content)
+
+
+def _exported_fields(name, representation, tokenizer):
+    """Returns the config.json of the dense form.
+
+    Of an imported model it is the file that it came with, where training changed nothing.
+    """
+    ids, source = tokenizer.original_ids or range(tokenizer.vocab_size), _source(tokenizer)
+    if source is None:
+        return _fields(representation, dict.fromkeys(_ENDS, ids[tokenizer.eot_id]))
+    fields = source_config.changed(name, source, representation)
+    if fields is None:
+        kept = {n: value for n, value in source.items() if n.endswith("_token_id")}
+        fields = {**representation.fields, **kept}
+        lost = sorted(set(source) - set(fields) - {"dtype", "torch_dtype"})
+        if lost:
+            _LOG.warning("the export has another shape; its config.json lacks %s", ", ".join(lost))
+    generation = tokenizer.identity.content(special_tokens.GENERATION) or b"{}"
+    if fields.get("eos_token_id") is None and not json.loads(generation).get("eos_token_id"):
+        rest = sorted(ids[number] for number in tokenizer.ends - {tokenizer.eot_id})
+        fields["eos_token_id"] = special_tokens.listed([ids[tokenizer.eot_id], *rest])
+        _LOG.warning("the export's config.json gets eos_token_id=%s", fields["eos_token_id"])
+    dtypes = dict.fromkeys({"torch_dtype", *({"dtype"} & set(fields))}, "float32")
+    return fields | {"architectures": representation.fields["architectures"]} | dtypes
 
 
 def _read_model(folder, fields):
@@ -192,18 +286,20 @@ def write(
     end_of_text = ids[tokenizer.eot_id] if ids else tokenizer.eot_id
     if form == "dense":
         plain = _plain(model)
-        name = architectures.choose(plain) if architecture == AUTO else architecture
+        began = str((_source(tokenizer) or {}).get("model_type"))
+        name = _represents(began, plain) or architecture if architecture == AUTO else architecture
+        name = architectures.choose(plain) if name == AUTO else name
         representation = architectures.represent(name, plain)
     with new_folder(Path(folder).expanduser()) as partial:
         if form == "dense":
-            special = dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text)
-            config = {**representation.fields, **special, "torch_dtype": "float32"}
+            config = _exported_fields(name, representation, tokenizer)
             (partial / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
             dense, weights = dense_form(model, params, tables)
             arrays = _tensors(name, representation, dense, weights)
             files = tensors.write(partial, arrays, {})
         else:
-            files = sparse_form.write(partial, model, params, tables, context, end_of_text)
+            more = {"end_of_text": end_of_text, SOURCE: _source(tokenizer)}
+            files = sparse_form.write(partial, model, params, tables, context, more)
         for path in files:  # safetensors creates files that only their owner can read.
             shutil.copymode(partial / CONFIG, path)
         tokenizer_files.write(partial, tokenizer, context)
@@ -215,13 +311,15 @@ def preferred(architecture: str, record: RunRecord, model: ModelConfig) -> str:
     """Returns the architecture of an export: that of the weights that the run began with if
     `architecture` is "auto" and it represents the model."""
     began = (record.init_from or {}).get("architecture") or AUTO
-    if architecture != AUTO or began not in architectures.ARCHITECTURES:
-        return architecture
+    return (_represents(began, _plain(model)) or AUTO) if architecture == AUTO else architecture
+
+
+def _represents(name, plain):
+    """Returns the architecture if it is one and represents the model, else ""."""
     try:
-        architectures.represent(began, _plain(model))
-    except UserError:
-        return AUTO
-    return began
+        return name if architectures.represent(name, plain) else ""
+    except (KeyError, UserError):
+        return ""
 
 
 def _plain(model):

@@ -1,7 +1,7 @@
 """File format of a model that stores only its blocks and layout tables, in one safetensors file.
 
 config.json has {"format": FORMAT, "model": the fields of `ModelConfig`, "context", "end_of_text",
-"layout": digest of the layout tables}.
+"source": config.json of the model that was imported, if one was, "layout": digest of the tables}.
 Tensors have the dotted names of their parameters, with one entry per layer: "embed.tokens",
 "blocks.0.qkv.values", "head.norm.scale". Layout tables have the prefix of their values, for
 example "blocks.0.qkv.in_index" (int32; see `LayoutTables`). `numpy_reader` is a complete reader
@@ -10,6 +10,7 @@ without jax.
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,25 @@ from sparse_dataflow.models import gpt, stacks
 
 MODEL_TYPE = "sparse_dataflow"
 FORMAT = "sparse_dataflow-1"
-CONFIG = "config.json"
+CONFIG, SOURCE = "config.json", "source"
 
 
 def write(
-    folder: Path, model: ModelConfig, params: dict, tables: dict, context: int, end_of_text: int
+    folder: Path,
+    model: ModelConfig,
+    params: dict,
+    tables: dict,
+    context: int,
+    more: Mapping[str, Any],
 ) -> list[Path]:
-    """Writes config.json and the weights into an existing folder; returns the weights' files."""
+    """Writes config.json, with `more` fields, and the weights into an existing folder; returns the
+    weights' files."""
     fields = {
         "model_type": MODEL_TYPE,
         "format": FORMAT,
         "model": model.to_json(),
         "context": context,
-        "end_of_text": end_of_text,
+        **{name: value for name, value in more.items() if value is not None},
         "layout": _digest(tables),
     }
     (folder / CONFIG).write_text(json.dumps(fields, indent=1) + "\n")

@@ -144,6 +144,11 @@ def _prefix(architecture, files):
     )
 
 
+def embedding_name(architecture: Architecture, files: Tensors) -> str:
+    """Returns the name of the embedding in the files; raises UserError if it is missing."""
+    return _prefix(architecture, files) + architecture.tensors["embed.tokens"]
+
+
 def _refuse_others(architecture, files, names, prefix):
     others = sorted(
         name

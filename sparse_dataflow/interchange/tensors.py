@@ -98,6 +98,11 @@ def digest(folder: Path) -> str:
     return combined.hexdigest()
 
 
+def file_names(folder: Path) -> set[str]:
+    """Returns the names of the files of the tensors, with their index."""
+    return {path.name for path in _files(folder)} | {INDEX}
+
+
 def write(
     folder: Path,
     tensors: Mapping[str, Any],

@@ -11,15 +11,16 @@ original ids.
 
 import dataclasses
 import json
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
 
-from sparse_dataflow.data.chat import ChatTemplate
+from sparse_dataflow.data.identity import Identity
 from sparse_dataflow.data.tokenizer import (
     GPT2_VOCAB_SIZE,
     Tokenizer,
@@ -30,9 +31,11 @@ from sparse_dataflow.data.tokenizer import (
 )
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.interchange import special_tokens
 
 END_OF_TEXT = "<|endoftext|>"
-FILE, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+FILE = "tokenizer.json"
+_LOG = logging.getLogger(__name__)
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _SPACE = "\u2581"
 _ALPHABET = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -52,7 +55,7 @@ class Read(NamedTuple):
 
 
 def read(folder: Path, config: Mapping[str, Any]) -> Read:
-    """Reads the tokenizer of a Hugging Face directory.
+    """Reads the tokenizer of a Hugging Face directory, with its special tokens and other files.
 
     Args:
       folder: folder with tokenizer.json, or vocab.json and merges.txt. Without these files, a
@@ -68,54 +71,83 @@ def read(folder: Path, config: Mapping[str, Any]) -> Read:
     elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
         path, parse = folder / "vocab.json", _parse_lists
     elif size == GPT2_VOCAB_SIZE:
+        _LOG.warning("%s has no tokenizer: GPT-2's is used, for its 50,257 tokens", folder)
         return Read(gpt2_tokenizer(), np.arange(size))
     else:
         raise UserError(
             f"{folder} has no tokenizer: neither {FILE} nor vocab.json with merges.txt."
         )
-    template = _chat_template(folder)
+    files = special_tokens.kept_files(folder)
+    generation, settings = (
+        special_tokens.fields_of(files, name, folder)
+        for name in (special_tokens.GENERATION, special_tokens.SETTINGS)
+    )
+    names = special_tokens.names(files, folder)
+    template = special_tokens.chat_template(files, names, folder)
     try:
-        vocab, merges, specials, texts, spell = parse(folder)
+        parsed = parse(folder, files, names)
+        vocab = parsed.vocab
         if not all(type(number) is int and number >= 0 for number in vocab.values()):
             raise ValueError("each id must be a whole number of 0 or more")
         if sorted(vocab.values()) != sorted(set(vocab.values())):
             raise ValueError("two tokens share an id")
-        result = _reorder(vocab, merges, specials, texts, size, config, spell)
-        result = _with_original(result, path) if path.name == FILE else result
+        ends = special_tokens.ends(config, generation, names, vocab, END_OF_TEXT, folder)
+        result = _reorder(parsed, size, config, ends[0])
+        result = _with_original(result, parsed.original)
+        engine = tokenizers.Tokenizer.from_str(parsed.original)
+        begin = special_tokens.begin(engine, settings, names, ends[0], folder)
+        start = special_tokens.start(config, generation, names, vocab)
         tokenizer = dataclasses.replace(result.tokenizer, chat_template=template)
-        return Read(tokenizer, result.order)
+        identity = _identity(tokenizer, begin, ends, start, files)
+        return Read(dataclasses.replace(tokenizer, identity=identity), result.order)
     except json_files.MALFORMED as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"The tokenizer {path} cannot be read: {error}.") from None
 
 
-def _chat_template(folder):
-    """Returns the chat template of a directory, or None if it has none."""
-    path, settings = folder / SETTINGS, {}
-    try:
-        if path.exists():
-            settings = json_files.load(path)
-        text = settings.get("chat_template")
-        if (folder / TEMPLATE).exists():
-            text = json_files.read_bytes(folder / TEMPLATE).decode("utf-8")
-        if isinstance(text, list):  # Several, of which one is the default.
-            text = {row["name"]: row["template"] for row in text}.get("default")
-        if text is None:
-            return None
-        names = [name for name in settings if name.endswith("_token")]
-        specials = {name: settings[name] for name in names if settings[name]}
-        specials = {n: t["content"] if isinstance(t, dict) else t for n, t in specials.items()}
-        strings = {name: token for name, token in specials.items() if isinstance(token, str)}
-        return ChatTemplate(text, tuple(sorted(strings.items())))
-    except json_files.MALFORMED as error:
-        raise UserError(f"The chat template of {folder} cannot be read: {error}.") from None
+def _identity(tokenizer, begin, ends, start, files):
+    """Returns the identity in the ids of the tokenizer, without what it says anyway."""
+    ours = tokenizer.ids_from_original
+    begin, ends = (tuple(int(ours[number]) for number in ids) for ids in (begin, ends))
+    ends = () if ends == (tokenizer.eot_id,) else ends
+    begins_so = begin or start is None or ours[start] == tokenizer.eot_id
+    start = None if begins_so else int(ours[start])
+    known = Identity(begin, ends, start)
+    if special_tokens.SETTINGS in files:
+        # An export that has the same settings without this file does not need it.
+        given = json_files.parse(files[special_tokens.SETTINGS].decode("utf-8-sig"))
+        plain = dataclasses.replace(tokenizer, identity=known)
+        if given == _settings(plain, given.get("model_max_length")):
+            files = {n: content for n, content in files.items() if n != special_tokens.SETTINGS}
+    kept = ((name, content.decode("latin-1")) for name, content in sorted(files.items()))
+    return dataclasses.replace(known, files=tuple(kept))
 
 
-def _parse_json(folder):
-    """Returns (vocabulary, merges, special tokens, tokens that are text although no merge makes
-    them, token -> its bytes in the byte alphabet)."""
-    fields = json_files.load(folder / FILE)
+class _Parsed(NamedTuple):
+    """The vocabulary of a tokenizer.
+
+    Attributes:
+      vocab: id of each token.
+      merges: pairs of tokens.
+      specials: special tokens.
+      texts: tokens that are text although no merge makes them.
+      spell: returns the bytes of a token in the byte alphabet.
+      original: text of its tokenizer.json.
+    """
+
+    vocab: dict[str, int]
+    merges: Sequence[tuple[str, ...]]
+    specials: set[str]
+    texts: set[str]
+    spell: Callable[[str], str]
+    original: str
+
+
+def _parse_json(folder, files, names):
+    """Returns the vocabulary of a tokenizer.json."""
+    original = json_files.read_bytes(folder / FILE).decode("utf-8")
+    fields = json_files.parse(original)
     model = fields["model"]
     fallback = bool(model.get("byte_fallback"))
     kind = "ByteFallback" if fallback else "ByteLevel"
@@ -142,7 +174,8 @@ def _parse_json(folder):
         if vocab.get(name, number) != number:
             raise ValueError(f"two tokens have the text {token['content']!r}")
         vocab[name] = number
-    return vocab, merges, specials, texts - specials, _spell_fallback if fallback else str
+    spell = _spell_fallback if fallback else str
+    return _Parsed(vocab, merges, specials, texts - specials, spell, original)
 
 
 def _spell_fallback(token):
@@ -152,15 +185,38 @@ def _spell_fallback(token):
     return to_byte_alphabet(token.replace(_SPACE, " "))
 
 
-def _parse_lists(folder):
+def _parse_lists(folder, files, names):
+    """Returns the vocabulary of a vocab.json with merges.txt, GPT-2's form of a tokenizer."""
+    settings = special_tokens.fields_of(files, special_tokens.SETTINGS, folder)
+    kind = special_tokens.tokenizer_class(settings)
+    if kind not in ("", "GPT2Tokenizer", "PreTrainedTokenizer"):
+        raise ValueError(f"it is a {kind} without a {FILE}; legal: GPT2Tokenizer, or add {FILE}")
     vocab = json_files.load(folder / "vocab.json")
     merges = parse_merges(json_files.read_bytes(folder / "merges.txt").decode("utf-8"))
-    return vocab, merges, set(), set(), str
+    added = special_tokens.added(files, names, folder)
+    for token in (END_OF_TEXT, *names.values()):
+        if token in vocab:
+            added.setdefault(token, (vocab[token], True))
+    texts = {to_byte_alphabet(token) for token, (_, special) in added.items() if not special}
+    for token, (number, special) in added.items():
+        name = token if special else to_byte_alphabet(token)
+        if vocab.get(name, number) != number:
+            raise ValueError(f"two tokens have the text {token!r}")
+        vocab[name] = number
+    specials = {token for token, (_, special) in added.items() if special}
+    rows = sorted((number, token, special) for token, (number, special) in added.items())
+    # The library gives an added token its id if its text is in the vocabulary.
+    plain = {token: number for token, number in vocab.items() if token not in texts}
+    plain |= {token: number for token, (number, _) in added.items()}
+    bos = names.get("bos_token")
+    begin = bos if settings.get("add_bos_token") and bos in vocab else None
+    space = bool(settings.get("add_prefix_space"))
+    original = _text_of(plain, merges, rows, space, begin)
+    return _Parsed(vocab, merges, specials, texts, str, original)
 
 
-def _with_original(result, path):
+def _with_original(result, text):
     """Adds the file's text to the tokenizer, unless `write` gives the same text without it."""
-    text = json_files.read_bytes(path).decode("utf-8")
     if text == _plain_text(result.tokenizer):
         return result
     ids = tuple(result.order.tolist())
@@ -169,9 +225,18 @@ def _with_original(result, path):
     return Read(tokenizer, result.order)
 
 
-def _reorder(vocab, merges, specials, texts, size, config, spell):
-    config = {name: _ids(config.get(name)) for name in _SPECIAL_IDS}
-    special_ids = {number for numbers in config.values() for number in numbers}
+def _reorder(parsed, size, config, end):
+    vocab, merges, specials, texts, spell, _ = parsed
+    config = {name: special_tokens.ids_of(config.get(name), name) for name in _SPECIAL_IDS}
+    # Padding and the begin of text may be a text token, which stays text; the end may not.
+    made = _ALPHABET | {token for left, right in merges for token in (left, right, left + right)}
+    special_ids = {
+        number
+        for token, number in vocab.items()
+        if token not in made
+        and not _BYTE_TOKEN.fullmatch(token)
+        and any(number in numbers for numbers in config.values())
+    } | {end}
     # A token is text if it is a byte, the result of a merge, or listed as text by the file.
     text_tokens = {left + right for left, right in merges} | _ALPHABET | texts
     text = sorted(
@@ -184,32 +249,22 @@ def _reorder(vocab, merges, specials, texts, size, config, spell):
             f"its largest id is {max(vocab.values())}; legal for a model of {size} tokens: at most "
             f"{size - 1}"
         )
-    ends = config["eos_token_id"]
-    end = ends[0] if ends else vocab.get(END_OF_TEXT, size - 1)
     text_ids = {number for number, _ in text}
-    if type(end) is not int or end in text_ids or not 0 <= end < size:
+    name = next((token for token, number in vocab.items() if number == end), None)
+    if not 0 <= end < size or (name in made and name not in specials):
+        has = f", which is the text token {name!r}" if name in made else ""
         raise ValueError(
-            f"its end of text has the id {end}; legal: an id under {size} that no text token has"
+            f"its end of text has the id {end}{has}; legal: an id under {size} that no text token "
+            "has"
         )
     rest = [number for number in range(size) if number not in text_ids and number != end]
     order = np.array([number for number, _ in text] + rest + [end])
     vocabulary = {token for _, token in text}
     for token in (token for merge in merges for token in merge if token not in vocabulary):
-        if vocab.get(token) in special_ids:
-            named = ", ".join(n for n in _SPECIAL_IDS if vocab[token] in config[n])
-            raise ValueError(
-                f"config.json gives {named} the id {vocab[token]}, which is the text token "
-                f"{token!r}; legal: the id of a special token"
-            )
         raise ValueError(f"a merge has the token {token!r}, which is not in the vocabulary")
     tokens = tuple(spell(token) for _, token in text)
     spelled = tuple((spell(left), spell(right)) for left, right in merges)
     return Read(Tokenizer(tokens, spelled, size), order)
-
-
-def _ids(value):
-    """Returns the ids of a field that has one, several or none. The first of several is ours."""
-    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def write(folder: Path, tokenizer: Tokenizer, context: int) -> None:
@@ -222,29 +277,30 @@ def write(folder: Path, tokenizer: Tokenizer, context: int) -> None:
       tokenizer: tokenizer to write.
       context: sequence length of the training, in tokens.
     """
-    end: str | None = END_OF_TEXT
-    text, prefix_space = tokenizer.original or _plain_text(tokenizer), False
-    if tokenizer.original:
-        number = tokenizer.original_ids[tokenizer.eot_id]
-        end = tokenizers.Tokenizer.from_str(text).id_to_token(number)
-        prefix_space = _adds_prefix_space(json_files.parse(text)["pre_tokenizer"])
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": context,
-        "clean_up_tokenization_spaces": False,
-        # transformers prefers this value to that of tokenizer.json.
-        "add_prefix_space": prefix_space,
-        # Without this list transformers 4 also returns token_type_ids, and GPT-2 adds their
-        # embeddings to its input.
-        "model_input_names": ["input_ids", "attention_mask"],
-    }
-    if end is not None:
-        settings |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), end)
-    if tokenizer.chat_template:
-        settings["chat_template"] = tokenizer.chat_template.text
-        settings |= dict(tokenizer.chat_template.special_tokens)
+    text, identity = tokenizer.original or _plain_text(tokenizer), tokenizer.identity
     (folder / FILE).write_bytes(text.encode())
-    (folder / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n")
+    files = {n: c.encode("latin-1") for n, c in identity.files if n in special_tokens.FILES}
+    if special_tokens.SETTINGS not in files:
+        files[special_tokens.SETTINGS] = special_tokens.as_json(_settings(tokenizer, context))
+    elif tokenizer.chat_template != special_tokens.chat_template(
+        files, special_tokens.names(files, folder), folder
+    ):
+        files[special_tokens.TEMPLATE] = getattr(tokenizer.chat_template, "text", "").encode()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def _settings(tokenizer, context):
+    """Returns the fields of a tokenizer_config.json of a tokenizer that was imported without."""
+    if not tokenizer.original:
+        names, space = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT), False
+    else:
+        engine = tokenizers.Tokenizer.from_str(tokenizer.original)
+        named = {"bos_token": tokenizer.start_id, "eos_token": tokenizer.eot_id}
+        texts = {n: engine.id_to_token(tokenizer.original_ids[i]) for n, i in named.items()}
+        names = {name: text for name, text in texts.items() if text is not None}
+        space = _adds_prefix_space(json_files.parse(tokenizer.original)["pre_tokenizer"])
+    return special_tokens.settings_of(names, context, space, tokenizer.chat_template)
 
 
 def _adds_prefix_space(pre_tokenizer):
@@ -255,23 +311,43 @@ def _adds_prefix_space(pre_tokenizer):
 def _plain_text(tokenizer):
     """Returns a tokenizer.json of the tokens and merges, with GPT-2's settings."""
     vocab = {token: number for number, token in enumerate(tokenizer.tokens)}
-    special = {
-        "content": END_OF_TEXT,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    vocab |= {END_OF_TEXT: tokenizer.eot_id}
+    return _text_of(vocab, tokenizer.merges, [(tokenizer.eot_id, END_OF_TEXT, True)])
+
+
+def _text_of(vocab, merges, added, prefix_space=False, begin=None):
+    """Returns a tokenizer.json with GPT-2's settings.
+
+    Args:
+      vocab: id of each token.
+      merges: pairs of tokens.
+      added: (id, text, whether special) of each added token.
+      prefix_space: whether a space comes before a text.
+      begin: token in front of a text; None for none.
+    """
+    options = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    byte_level = {"type": "ByteLevel", "add_prefix_space": prefix_space, "trim_offsets": True}
+    processor = None
+    if begin is not None:
+        token, text = {"SpecialToken": {"id": begin, "type_id": 0}}, {"id": "A", "type_id": 0}
+        pair = {"Sequence": {"id": "B", "type_id": 0}}
+        processor = {
+            "type": "TemplateProcessing",
+            "single": [token, {"Sequence": text}],
+            "pair": [token, {"Sequence": text}, pair],
+            "special_tokens": {begin: {"id": begin, "ids": [vocab[begin]], "tokens": [begin]}},
+        }
     fields = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": tokenizer.eot_id, **special}],
+        "added_tokens": [
+            {"id": number, "content": text, **options, "special": special}
+            for number, text, special in added
+        ],
         "normalizer": None,
         "pre_tokenizer": byte_level | {"use_regex": True},
-        "post_processor": None,
+        "post_processor": processor,
         "decoder": byte_level | {"use_regex": True},
         "model": {
             "type": "BPE",
@@ -282,8 +358,8 @@ def _plain_text(tokenizer):
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": False,
-            "vocab": vocab | {END_OF_TEXT: tokenizer.eot_id},
-            "merges": [list(merge) for merge in tokenizer.merges],
+            "vocab": vocab,
+            "merges": [list(merge) for merge in merges],
         },
     }
     return json.dumps(fields, ensure_ascii=False)

@@ -102,6 +102,10 @@ def answer_rows(
             (split.skipped, f"examples are left out: no answer within {sequence} tokens"),
             (split.examples.skipped, "examples are left out: the template changes them"),
             (split.examples.changed, "answers are not trained: the template changes them later"),
+            (
+                split.examples.unprompted,
+                "answers follow another prompt than `generate --chat` makes, such as <think>",
+            ),
         ):
             if count:
                 say(f"  {count:,} {name} {words}")

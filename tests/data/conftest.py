@@ -1,9 +1,13 @@
+import pathlib
 import random
+import sys
 
 import pytest
 
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.documents import Document
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

@@ -208,9 +208,9 @@ def test_transformers_reads_an_export_of_its_own_model(tmp_path, name):
     huggingface.write(
         tmp_path / "model", "dense", *imported[:4], context=16, card="", architecture=name
     )
-    saved, order = load_file(FOLDERS[name] / "expected.safetensors"), order_of(name)
-    actual = library_logits(tmp_path / "model", np.argsort(order)[saved["ids"]])
-    np.testing.assert_allclose(actual, saved["logits"][..., order], rtol=0, atol=1e-4)
+    saved = load_file(FOLDERS[name] / "expected.safetensors")
+    actual = library_logits(tmp_path / "model", saved["ids"])
+    np.testing.assert_allclose(actual, saved["logits"], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", huggingface.FORMS)
@@ -243,7 +243,7 @@ def config_of(name, **changes):
         ("qwen2", {"attention_bias": 3, "hidden_act": "relu2"}, ["hidden_act='relu2'"]),
         ("qwen3", {"attention_bias": 3}, ["attention_bias=3 (legal: true, false)"]),
         ("mistral", {"quantization_config": {"quant_method": "awq"}}, ["quantization_config={'q"]),
-        ("qwen3", {"layer_types": ["sliding_attention", "full_attention"]}, ["layer_types=['full"]),
+        ("qwen3", {"layer_types": ["sliding_attention", "full_attention"]}, ["layer_types=['sli"]),
         (
             "qwen2",
             {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}

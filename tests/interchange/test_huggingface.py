@@ -126,7 +126,7 @@ def test_damaged_tensors_are_named(folder, change, message):
         ({"n_layer": 1.5}, "num_layers=1.5 is not legal: it must be a whole number"),
         ({"n_head": True}, "num_heads=yes is not legal: it must be a whole number"),
         ({"vocab_size": 10**6}, "requires \\[1000000, 32\\]"),
-        ({"eos_token_id": 1.5}, "end of text has the id 1.5"),
+        ({"eos_token_id": 1.5}, "eos_token_id=1.5"),
         ({"model_type": ["gpt2"]}, "model_type is missing or is not a string"),
     ],
 )
@@ -167,7 +167,7 @@ def test_an_end_of_text_that_is_a_text_token_is_named(folder):
     (folder / "tokenizer.json").write_text(json.dumps(fields))
     number = fields["model"]["vocab"][left]
     change_config(folder, eos_token_id=number)
-    with pytest.raises(UserError, match=f"gives eos_token_id the id {number}, which is the text"):
+    with pytest.raises(UserError, match=f"end of text has the id {number}, which is the text"):
         huggingface.read(folder)
 
 

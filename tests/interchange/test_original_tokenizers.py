@@ -123,6 +123,7 @@ def directory(folder, original):
     params, tables = random_model(MODEL)
     huggingface.write(folder, "dense", MODEL, params, tables, plain, context=16, card="")
     (folder / "tokenizer.json").write_text(original, encoding="utf-8")
+    (folder / "tokenizer_config.json").unlink()  # It names the end of text of the other one.
     config = json.loads((folder / "config.json").read_text())
     config |= {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
     (folder / "config.json").write_text(json.dumps(config))

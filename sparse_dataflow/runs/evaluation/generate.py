@@ -112,7 +112,7 @@ def converse(experts: Experts, samples: int, seed: int, **sampling: Any) -> None
 
 
 def encoded_prompts(trained: Model, prompts: Sequence[str], chat: bool) -> list[list[int]]:
-    """Returns the tokens of prompts; those of an empty one are the end of text.
+    """Returns the tokens of prompts, with those that the tokenizer puts in front of a text.
 
     Args:
       trained: the model.
@@ -124,16 +124,14 @@ def encoded_prompts(trained: Model, prompts: Sequence[str], chat: bool) -> list[
     """
     tokenizer = trained.tokenizer
     if not chat:
-        encoded = tokenizer.encode_batch(prompts)
-    elif tokenizer.chat_template is None:
+        return tokenizer.encode_prompts(prompts)
+    if tokenizer.chat_template is None:
         raise UserError(
             f"The tokenizer of {trained.folder} has no chat template; leave --chat out."
         )
-    else:
-        messages = ([{"role": USER, "content": prompt}] for prompt in prompts)
-        texts = [tokenizer.chat_template.render(message, prompt=True) for message in messages]
-        encoded = tokenizer.encode_chat(texts)
-    return [ids.tolist() or [tokenizer.eot_id] for ids in encoded]
+    messages = ([{"role": USER, "content": prompt}] for prompt in prompts)
+    texts = [tokenizer.chat_template.render(message, prompt=True) for message in messages]
+    return [ids.tolist() or [tokenizer.start_id] for ids in tokenizer.encode_chat(texts)]
 
 
 def write(
