@@ -25,7 +25,7 @@ TPU_COMPILES := test_pallas_tpu_compiles.py test_pallas_tpu_grouped_compiles.py 
 GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_compiles.py test_grouped_compiles.py test_pallas_triton_compiles.py test_quantized_compiles.py
 
 # Tests of faults that happen to a run.
-FAULT_TESTS := $(addprefix tests/,experiments/test_faults.py experiments/test_mirror_runs.py experiments/test_random_kills.py experiments/test_storm.py)
+FAULT_TESTS := $(addprefix tests/,borders experiments/test_faults.py experiments/test_mirror_runs.py experiments/test_random_kills.py experiments/test_storm.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test quick nightly faults aot-tpu aot-gpu bench bench-schedule bench-schedule-gpu chip-report lint format docs lock clean FORCE

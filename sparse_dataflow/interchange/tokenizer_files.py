@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 
+from sparse_dataflow.data import tokenizer_library
 from sparse_dataflow.data.chat import ChatTemplate
 from sparse_dataflow.data.tokenizer import (
     GPT2_VOCAB_SIZE,
@@ -226,7 +227,7 @@ def write(folder: Path, tokenizer: Tokenizer, context: int) -> None:
     text, prefix_space = tokenizer.original or _plain_text(tokenizer), False
     if tokenizer.original:
         number = tokenizer.original_ids[tokenizer.eot_id]
-        end = tokenizers.Tokenizer.from_str(text).id_to_token(number)
+        end = tokenizer_library.from_text(text).id_to_token(number)
         prefix_space = _adds_prefix_space(json_files.parse(text)["pre_tokenizer"])
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
