@@ -26,15 +26,15 @@ def text(draw, longest=12):
 
 def value(draw, depth=3):
     """Returns a JSON value."""
-    kind = draw.randrange(9 if depth else 6)
+    kind = draw.randrange(10 if depth else 6)
     if kind < 2:
         return text(draw)
     if kind < 6:
         return draw.choice([None, True, False, *NUMBERS, *SPECIAL])
-    if kind < 7:
+    if kind < 7 and draw.random() < 0.2:
         return nested(draw.choice(DEPTHS[:3]))
     size = draw.randint(0, 3)
-    if kind < 8:
+    if kind < 9:
         return [value(draw, depth - 1) for _ in range(size)]
     return {text(draw): value(draw, depth - 1) for _ in range(size)}
 

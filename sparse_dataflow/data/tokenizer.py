@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sparse_dataflow.data import tokenizer_library
 from sparse_dataflow.data.cache import exclusive, resolved
 from sparse_dataflow.data.chat import ChatTemplate
 from sparse_dataflow.data.corpora import Corpus
@@ -215,7 +216,8 @@ class Tokenizer:
         """Returns `encode` of each text; uses all cores."""
         pieces = [list(self.pieces(text)) for text in texts]
         flat = [piece for text_pieces in pieces for piece in text_pieces]
-        encoded = iter(self._engine.encode_batch_fast(flat, add_special_tokens=False))
+        with tokenizer_library.failures("encode a text"):
+            encoded = iter(self._engine.encode_batch_fast(flat, add_special_tokens=False))
         empty = np.empty(0, np.int32)
         ids = [
             np.concatenate([empty, *(np.asarray(next(encoded).ids, np.int32) for _ in text_pieces)])
@@ -232,7 +234,8 @@ class Tokenizer:
     def encode_chat(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the token ids of texts that the chat template rendered, whose special tokens are
         one token each."""
-        encoded = self._chat_engine.encode_batch_fast(list(texts), add_special_tokens=False)
+        with tokenizer_library.failures("encode a conversation"):
+            encoded = self._chat_engine.encode_batch_fast(list(texts), add_special_tokens=False)
         rows = [np.asarray(one.ids, np.int32) for one in encoded]
         if self.original:
             return [self.ids_from_original[row] for row in rows]
@@ -260,7 +263,8 @@ class Tokenizer:
         ids = [int(i) for i in ids]
         if self.original:
             ids = [self.original_ids[i] for i in ids if self.token_bytes[i]]
-        return self._engine.decode(ids, skip_special_tokens=False)
+        with tokenizer_library.failures("decode tokens"):
+            return self._engine.decode(ids, skip_special_tokens=False)
 
     def save(self, path: Path) -> None:
         """Writes canonical JSON; replaces the file atomically."""
@@ -466,8 +470,8 @@ def _original_engine(original, vocab_size):
     import tokenizers
 
     try:
-        engine = tokenizers.Tokenizer.from_str(original)
-    except Exception as error:  # The library raises plain Exception.
+        engine = tokenizer_library.from_text(original)
+    except ValueError as error:
         raise ValueError(f"its original cannot be read ({error})") from None
     if max(engine.get_vocab().values(), default=0) >= vocab_size:
         raise ValueError(f"its original has ids over {vocab_size - 1}")

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 
+from sparse_dataflow.data import tokenizer_library
 from sparse_dataflow.data.identity import Identity
 from sparse_dataflow.data.tokenizer import (
     GPT2_VOCAB_SIZE,
@@ -94,7 +95,7 @@ def read(folder: Path, config: Mapping[str, Any]) -> Read:
         ends = special_tokens.ends(config, generation, names, vocab, END_OF_TEXT, folder)
         result = _reorder(parsed, size, config, ends[0])
         result = _with_original(result, parsed.original)
-        engine = tokenizers.Tokenizer.from_str(parsed.original)
+        engine = tokenizer_library.from_text(parsed.original)
         begin = special_tokens.begin(engine, settings, names, ends[0], folder)
         start = special_tokens.start(config, generation, names, vocab)
         tokenizer = dataclasses.replace(result.tokenizer, chat_template=template)
@@ -295,7 +296,7 @@ def _settings(tokenizer, context):
     if not tokenizer.original:
         names, space = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT), False
     else:
-        engine = tokenizers.Tokenizer.from_str(tokenizer.original)
+        engine = tokenizer_library.from_text(tokenizer.original)
         named = {"bos_token": tokenizer.start_id, "eos_token": tokenizer.eot_id}
         texts = {n: engine.id_to_token(tokenizer.original_ids[i]) for n, i in named.items()}
         names = {name: text for name, text in texts.items() if text is not None}

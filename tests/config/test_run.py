@@ -1,4 +1,3 @@
-
 import pytest
 
 from sparse_dataflow.config import presets

@@ -5,17 +5,19 @@
 puts what faults.json holds into docs/surviving.md; `make faults` measures it anew before.
 """
 
-import contextlib
 import datetime
 import importlib.metadata
 import json
 import os
 import platform
 import re
+import sys
 import textwrap
 from pathlib import Path
 
-from sparse_dataflow.files.errors import UserError
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import storms
 
 WIDTH = 100
 FILE = Path(__file__).with_name("faults.json")
@@ -87,58 +89,6 @@ class Record:
         path.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-STORM = FILE.with_name("storm.json")
-KINDS = ("command lines", "corpora", "damaged run folders", "environments", "connections")
-STORM_HEAD = (
-    "| input | drawn | used | refused in words | traceback or hang |\n|---|---|---|---|---|\n"
-)
-_STORM_PLACE = re.compile(re.escape(STORM_HEAD) + r"(\|.*\n)*")
-
-
-class Storm:
-    """Counts the inputs of a kind, where FAULTS names a file; fails at the first that is wrong."""
-
-    def __init__(self, kind: str, number: int):
-        assert kind in KINDS
-        self._kind, self._number, self._used, self._refused = kind, number, 0, 0
-
-    @staticmethod
-    def counted() -> bool:
-        """Whether the inputs are counted for the page."""
-        return "FAULTS" in os.environ
-
-    def __iter__(self):
-        yield from range(self._number)
-        if self.counted():
-            path = Path(os.environ["FAULTS"]).with_name(STORM.name)
-            rows = json.loads(path.read_text()) if path.exists() else {}
-            rows[self._kind] = [self._number, self._used, self._refused]
-            rows = {kind: rows[kind] for kind in KINDS if kind in rows}
-            path.write_text(json.dumps(rows, indent=1) + "\n")
-
-    @contextlib.contextmanager
-    def one(self, what):
-        """The use of one input; a UserError in it counts as refused, any other error fails."""
-        try:
-            yield
-            self._used += 1
-        except UserError as error:
-            assert 0 < len(str(error)) < 3000 and "Traceback" not in str(error), str(error)
-            self._refused += 1
-        except BaseException as error:
-            error.add_note(f"the input: {what!r}"[:2000])
-            raise
-
-
-def storm_text(rows):
-    """The counts as a table, in Markdown."""
-    lines = []
-    for kind in KINDS:
-        drawn, used, refused = rows.get(kind, ["-"] * 3)
-        lines.append(f"| {kind} | {drawn} | {used} | {refused} | {0 if kind in rows else '-'} |\n")
-    return STORM_HEAD + "".join(lines)
-
-
 def _here():
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     jax = importlib.metadata.version("jax")
@@ -163,7 +113,7 @@ def text(rows):
 
 def replaced(page, rows, storm):
     """The text of docs/surviving.md with the tables of these rows."""
-    page, count = _STORM_PLACE.subn(lambda found: storm_text(storm), page)
+    page, count = storms.PLACE.subn(lambda found: storms.text(storm), page)
     assert count == 1, "docs/surviving.md has no place for the counts"
     changed, count = _PLACE.subn(lambda found: text(rows), page)
     assert count == 1, "docs/surviving.md has no place for the table"
@@ -172,7 +122,7 @@ def replaced(page, rows, storm):
 
 if __name__ == "__main__":
     measured = json.loads(FILE.read_text())
-    page = replaced(PAGE.read_text(encoding="utf-8"), measured, json.loads(STORM.read_text()))
+    page = replaced(PAGE.read_text(encoding="utf-8"), measured, json.loads(storms.FILE.read_text()))
     PAGE.write_text(page, encoding="utf-8")
     missing = [fault for fault in FAULTS if fault not in measured]
     print(f"{PAGE.name}: {len(measured)} of {len(FAULTS)} faults measured", *missing, sep="\n  ")

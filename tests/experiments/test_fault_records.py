@@ -4,13 +4,14 @@ import json
 
 import fault_records
 import pytest
+import storms
 from fault_records import FAULTS, Record
 
 
 def test_the_table_is_the_measured_one():
     rows = json.loads(fault_records.FILE.read_text())
-    storm = json.loads(fault_records.STORM.read_text())
-    assert set(rows) <= set(FAULTS) and set(storm) <= set(fault_records.KINDS)
+    storm = json.loads(storms.FILE.read_text())
+    assert set(rows) <= set(FAULTS) and set(storm) <= set(storms.KINDS)
     page = fault_records.PAGE.read_text(encoding="utf-8")
     assert fault_records.replaced(page, rows, storm) == page, f"run python {fault_records.__file__}"
 
@@ -32,7 +33,7 @@ def test_a_test_that_fails_loses_its_own_row_alone(tmp_path, monkeypatch):
     Record(FAULTS[0])
     assert json.loads(path.read_text()) == {FAULTS[1]: before[FAULTS[1]]}
     page = fault_records.PAGE.read_text(encoding="utf-8")
-    storm = json.loads(fault_records.STORM.read_text())
+    storm = json.loads(storms.FILE.read_text())
     changed = fault_records.replaced(page, json.loads(path.read_text()), storm)
     assert f"| {FAULTS[0]} | not measured yet |" in changed
     assert f"| {FAULTS[1]} | 2 | 1.0 | 3 | - | yes |" in changed

@@ -7,10 +7,8 @@ docs/surviving.md.
 import contextlib
 import json
 import os
-import random
 import resource
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -18,9 +16,9 @@ import threading
 import time
 
 import pytest
-from fault_records import Storm
 from main_job import PICO
 from ports import free_port
+from storms import SECONDS, Storm
 
 from sparse_dataflow.config import settings
 from sparse_dataflow.config.run import RunConfig
@@ -37,9 +35,6 @@ from sparse_dataflow.training import run_files
 from sparse_dataflow.training.monitoring import goodput
 from sparse_dataflow.training.monitoring.metrics import MetricsWriter
 
-SECONDS = 120
-"""An input that takes longer hangs, even on a busy machine."""
-
 VALUES = (
     "", "-1", "0", "1", "2", "3", "7", "64", "0.5", "1e308", "-1e308", "1e-308", "nan", "inf",
     "1" * 400, "9" * 5000, "~", "~x", "a\0b", "\udce9", "a" * 300, "x/" * 3000, "é", ",", ":",
@@ -47,26 +42,6 @@ VALUES = (
     "pipeline", "rigl", "rigl:every=1", "data:2", "stage:2,fsdp", "fsdp:0", "[]", "{}", "null",
     "../..", "/etc/passwd", "/dev/zero", "%s%n", "$(id)", "--", "-", "\n", "0x10", "1_000", "١",
 )  # fmt: skip
-
-
-@contextlib.contextmanager
-def no_hang():
-    def fail(number, frame):
-        raise AssertionError("it hangs")
-
-    before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-@pytest.fixture
-def storm():
-    """storm(kind) -> what counts the inputs of a kind, as many as the run draws."""
-    return lambda kind, few, many: Storm(kind, many if Storm.counted() else few)
 
 
 def command(draw):
@@ -87,12 +62,13 @@ def command(draw):
     return ["gpt13b_sparse", *words]
 
 
-def test_flags(storm, tmp_path, monkeypatch):
+def test_flags(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    draw, counts = random.Random(1), storm("command lines", 300, 5000)
+    counts = Storm("command lines and flagfiles", 300, 5000)
+    draw = counts.draw
     for _ in counts:
         argv = command(draw)
-        with counts.one(argv), no_hang():
+        with counts.one(argv):
             [request] = command_line.arguments(argv, tuple(NAMED), None)
             devices.executor(request.config())
     assert not list(tmp_path.iterdir())
@@ -133,11 +109,12 @@ def corpus(draw, folder):
     return folder
 
 
-def test_corpora(storm, tmp_path):
-    draw, counts = random.Random(2), storm("corpora", 25, 200)
+def test_corpora(tmp_path):
+    counts = Storm("folders of text", 25, 200)
+    draw = counts.draw
     for number in counts:
         path = corpus(draw, tmp_path / f"{number}")
-        with counts.one(path), no_hang():
+        with counts.one(path):
             loaded = load_corpus(str(path), tmp_path / "cache")
             tokenizer = train_tokenizer(loaded, 300, tmp_path / "cache")
             tokens.prepare_tokens(loaded, tokenizer, tmp_path / "cache")
@@ -171,14 +148,15 @@ def damage(draw, folder):
 
 
 @pytest.mark.slow
-def test_run_folders(storm, undisturbed, tmp_path):
+def test_run_folders(undisturbed, tmp_path):
     """As --resume, export and the reports read them."""
-    draw, counts = random.Random(3), storm("damaged run folders", 10, 150)
+    counts = Storm("damaged run folders", 10, 150)
+    draw = counts.draw
     for number in counts:
         folder = tmp_path / f"{number}"
         shutil.copytree(undisturbed, folder)
         damaged = damage(draw, folder)
-        with counts.one(damaged), no_hang():
+        with counts.one(damaged):
             record = run_files.read_record(folder, run_files.read_config(folder))
             run_files.read_tokenizer(folder, record)
             goodput.read(folder / goodput.NAME)
@@ -217,9 +195,10 @@ def environment(draw):
 
 
 @pytest.mark.nightly
-def test_environments(storm, job, tmp_path):
+def test_environments(job, tmp_path):
     """Of a process that is started as a user does."""
-    draw, counts = random.Random(4), storm("environments", 6, 20)
+    counts = Storm("environments of a process", 6, 20)
+    draw = counts.draw
     for number in counts:
         variables, limit, words = environment(draw)
         out = tmp_path / f"{number}"
@@ -243,9 +222,10 @@ def test_environments(storm, job, tmp_path):
                 raise UserError(text[-1000:] or "standard error is closed")
 
 
-def test_sockets(storm):
+def test_sockets():
     """Connections to process 0 while the others join."""
-    draw, counts = random.Random(5), storm("connections", 300, 3000)
+    counts = Storm("connections", 300, 3000)
+    draw = counts.draw
     port, met = free_port(), []
 
     def meet(number):

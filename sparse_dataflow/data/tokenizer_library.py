@@ -1,0 +1,77 @@
+"""The border to the `tokenizers` library, which panics on files and texts that it does not expect.
+
+A panic is a BaseException. Nothing else of the package calls the library with an imported
+tokenizer.json.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from sparse_dataflow.files import json_files
+from sparse_dataflow.files.errors import UserError, first_line
+
+MOST_GROWTH = 64
+"""Times its length to which the steps of a tokenizer may make a text; those of published ones make
+it at most 4."""
+
+
+@contextlib.contextmanager
+def failures(activity: str) -> Iterator[None]:
+    """Makes each failure of the library in a block a UserError: "The tokenizer cannot ACTIVITY"."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"The tokenizer cannot {activity}: {first_line(error)}.") from None
+
+
+def from_text(text: str) -> Any:
+    """Returns the library's tokenizer of a tokenizer.json.
+
+    Raises:
+      ValueError: the library cannot read it, or its steps would make a text endlessly long.
+    """
+    import tokenizers
+
+    fields = json_files.parse(text)
+    if not isinstance(fields, dict):
+        raise ValueError("it is no JSON object")
+    growth = 1.0
+    for name in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
+        growth *= _growth(fields.get(name))
+    if growth > MOST_GROWTH:
+        raise ValueError(
+            f"its steps can make a text {growth:.3g} times as long; legal: up to {MOST_GROWTH}"
+        )
+    with failures("be read"):
+        return tokenizers.Tokenizer.from_str(text)
+
+
+def _growth(step) -> float:
+    """Returns the most times its length to which a step, and those inside it, make a text."""
+    if isinstance(step, list):
+        product = 1.0
+        for each in step:
+            product *= _growth(each)
+        return product
+    if not isinstance(step, dict):
+        return 1.0
+    if step.get("type") == "Replace":
+        return _replacement(step.get("pattern"), step.get("content"))
+    if step.get("type") == "TemplateProcessing":
+        pieces = step.get("single")
+        pieces = pieces if isinstance(pieces, list) else []
+        return max(1.0, sum(isinstance(p, dict) and "Sequence" in p for p in pieces))
+    return _growth([value for value in step.values() if isinstance(value, dict | list)])
+
+
+def _replacement(pattern, content) -> float:
+    length = len(content) if isinstance(content, str) else 0
+    text = pattern.get("String") if isinstance(pattern, dict) else pattern
+    if isinstance(text, str) and text:
+        return max(1.0, length / len(text))
+    return 1.0 + length  # A regular expression may match nothing, between any two characters.
