@@ -130,7 +130,8 @@ class ModelConfig:
     remat: str = setting(
         "none",
         "Activations recomputed in the backward pass: none, all but matmuls (dots), or all (full); "
-        "offload copies those of matmuls to host memory. Blocks may differ: offload+full:4,none:8.",
+        "offload copies those of matmuls to host memory. Blocks may differ: offload+full:4,none:8. "
+        "With auto the planner chooses.",
         resumed=ADOPTED,
     )
     compute_dtype: str = setting(
@@ -225,7 +226,8 @@ class ModelConfig:
 
     def __post_init__(self):
         validate(self, "model")
-        remat.terms(self.remat)  # Refuses an illegal text.
+        if self.remat != remat.AUTO:
+            remat.terms(self.remat)  # Refuses an illegal text.
         whole = isinstance(self.seed, numbers.Integral) and not isinstance(self.seed, bool)
         if not whole or not 0 <= self.seed <= MOST_INTEGER:
             raise UserError(

@@ -76,6 +76,7 @@ class Setting:
       choices: the legal names of a str or tuple; empty where any text is legal.
       resumed: FIXED, ADOPTED or FRESH.
       path: whether a text may name a file or folder, so that `~` is the user's home.
+      auto: the number that the text "auto" names; None where there is none.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Setting:
     choices: Sequence[str] = ()
     resumed: str = FIXED
     path: bool = False
+    auto: int | None = None
 
     def parse(self, text: str) -> Any:
         """The value that a text names.
@@ -95,6 +97,8 @@ class Setting:
         """
         if self.default is None and text.lower() == AUTO:
             return None
+        if self.auto is not None and text.lower() == AUTO:
+            return self.auto
         if self.type is int:
             value: Any = _integer(text)
         elif self.type is float:
@@ -180,10 +184,11 @@ def setting(
     choices: Sequence[str] = (),
     resumed: str = FIXED,
     path: bool = False,
+    auto: int | None = None,
 ) -> Any:
     """A dataclass field that is a setting; see `Setting` for the arguments."""
     extra = {"help": help, "legal": legal, "choices": choices, "resumed": resumed, "path": path}
-    return dataclasses.field(default=default, metadata={"setting": extra})
+    return dataclasses.field(default=default, metadata={"setting": {**extra, "auto": auto}})
 
 
 def settings(config: Any) -> Iterator[Setting]:

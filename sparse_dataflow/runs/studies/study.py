@@ -132,7 +132,7 @@ def prepare(
             raise UserError(f"--set {path}: this study sets {path} itself; leave it out.")
     request = dataclasses.replace(request, changes={**request.changes, **fixed})
     chip = detect_chip(request)
-    config = request.config(jax.default_backend(), chip.memory_bytes)
+    config = request.config(jax.default_backend(), chip.memory_bytes).without_auto()
     corpus, tuning_documents = load_corpus(config.data.corpus, cache.FOLDER), 0
     if corpus.mixture:
         raise UserError(
