@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
@@ -92,8 +91,3 @@ def parse_all(text: str) -> list[Machine]:
       UserError: see `parse`.
     """
     return [parse(part) for part in text.split(",")]
-
-
-def names(machines: Sequence[Machine]) -> str:
-    """Returns the machines as `parse_all` reads them, without prices."""
-    return ",".join(machine.name for machine in machines)

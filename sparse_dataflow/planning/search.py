@@ -33,8 +33,6 @@ NAMES = ("schedule", "zero", "remat", "experts")
 CONSTRAINTS = ("heads", "feature", "experts", "chips", "layers", "batch", "schedule", "memory")
 ROOMY = 0.95
 """Share of the usable memory above which a plan is marked: the estimate may be 5% too low."""
-WORTH = 0.02
-"""Loss of throughput that room in memory is worth."""
 _LARGEST = {"tensor": 16, "stage": 128, "micro_batch": 32, "data": 64}
 
 
@@ -218,14 +216,12 @@ class Priced:
         return [(self.plan(index), float(speed[index])) for index in order if speed[index] > 0]
 
     def recommended(self, ranked: Sequence[tuple[ParallelPlan, float]]) -> int:
-        """Returns the index in `ranked` of the fastest plan with room, or 0 if that costs too much.
+        """Returns the index in `ranked` of the fastest plan with room, or 0 if none has any.
 
         A plan has room if it needs at most ROOMY of the usable memory.
         """
         limit = ROOMY * USABLE * self.request.chip.capacity
-        for index, (plan, speed) in enumerate(ranked):
-            if speed < (1 - WORTH) * ranked[0][1]:
-                break
+        for index, (plan, _) in enumerate(ranked):
             if float(self.request.chip_bytes(plan)) <= limit:
                 return index
         return 0
