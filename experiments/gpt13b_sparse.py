@@ -4,7 +4,12 @@ At the scale that fits the machine: on a laptop a wide, shallow replica in which
 the share of the FLOPs that they hold in the 13B, and the dense twin for the same wall-clock time.
 
     python -m experiments.gpt13b_sparse                 a laptop: about 6 minutes
-    python -m experiments.gpt13b_sparse --scale=13b     a GPU with 80 GB or more
+    python -m experiments.gpt13b_sparse --scale=13b     one GPU with 80 GB, or several, or TPUs
+    python -m experiments.gpt13b_sparse --scale=13b --chips=h100:8,v5e-64
+                                                        what it takes there; needs no accelerator
+
+Micro-batches, recomputation and mesh are planned for the chips at hand. The 13B reads 300 billion
+tokens: months on one GPU, as --chips says.
 
 Leaves runs/gpt13b_sparse-DATE/ with report.html, metrics and checkpoints.
 """

@@ -25,7 +25,7 @@ from sparse_dataflow.config.settings import (
 )
 from sparse_dataflow.hardware.chips import CHIPS
 from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.planning.options import ModelOptions
+from sparse_dataflow.runs.planning.options import TOKENS, ModelOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Options(ModelOptions):
         legal=AT_LEAST_ZERO,
     )
     tokens: float = setting(
-        300e9, "Training tokens; the table says in how many days.", legal=ABOVE_ZERO
+        TOKENS, "Training tokens; the table says in how many days.", legal=ABOVE_ZERO
     )
     explain: int = setting(
         1,

@@ -131,7 +131,8 @@ class ModelConfig(Readable):
     remat: str = setting(
         "none",
         "Activations recomputed in the backward pass: none, all but matmuls (dots), or all (full); "
-        "offload copies those of matmuls to host memory. Blocks may differ: offload+full:4,none:8.",
+        "offload copies those of matmuls to host memory. Blocks may differ: offload+full:4,none:8. "
+        "With auto the planner chooses.",
         resumed=ADOPTED,
     )
     compute_dtype: str = setting(
@@ -226,7 +227,8 @@ class ModelConfig(Readable):
 
     def __post_init__(self):
         validate(self, "model")
-        remat.terms(self.remat)  # Refuses an illegal text.
+        if self.remat != remat.AUTO:
+            remat.terms(self.remat)  # Refuses an illegal text.
         whole = isinstance(self.seed, numbers.Integral) and not isinstance(self.seed, bool)
         if not whole or not 0 <= self.seed <= MOST_INTEGER:
             raise UserError(

@@ -2,9 +2,10 @@
 
 import dataclasses
 
-from sparse_dataflow.config import settings
+from sparse_dataflow.config import remat, settings
 from sparse_dataflow.config.run import RunConfig, RunSettings
 from sparse_dataflow.config.sizes import SIZES
+from sparse_dataflow.config.sparsity import SparsityConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 
@@ -49,6 +50,16 @@ micro and mini: scaled from nano.  125m and larger: batch and rate of GPT-3 (arX
 2.1), stored blocks at twice that rate.  Llama and Qwen: the rates of GPT-3's nearest size, and
 batches of about its tokens."""
 
+BLOCKS = {
+    "pico": 16,
+    "3m": 32,
+    "125m": 32,
+    **dict.fromkeys(("350m", "1.3b", "6.7b", "13b", "22b", "175b", "1t", "llama3-8b"), 128),
+    **dict.fromkeys(("qwen3-0.6b", "qwen3-8b"), 128),
+}
+"""Side of a block by scale, where it is not `SparsityConfig.block`: blocks of 64 do not divide
+pico, 3m and 125m into eighths, and TPUs multiply blocks of 128 twice as fast (`efficiency`)."""
+
 LONGEST_SEQUENCE = 8192
 """Upper bound of a preset's training sequence, in tokens: the length that Llama 3 trains at."""
 
@@ -62,7 +73,7 @@ SUPAR_VECTOR_RATE = 16.0
 
 def preset(scale: str, *, compute_dtype: str = "float32") -> RunConfig:
     """The run of a named scale with its recipe: block-sparse at 1/8, beside its dense twin where
-    the scale fits a laptop.
+    the scale fits a laptop.  The planner settles micro-batches, remat and mesh.
 
     Args:
       scale: a name in `SIZES`.
@@ -79,8 +90,11 @@ def preset(scale: str, *, compute_dtype: str = "float32") -> RunConfig:
         raise UserError(f"There is no scale {scale!r}; legal: {', '.join(SIZES)}.")
     size, recipe = SIZES[scale], RECIPES[scale]
     return RunConfig(
-        model=dataclasses.replace(size, compute_dtype=compute_dtype),
-        training=TrainingConfig(sequence=min(size.max_len, LONGEST_SEQUENCE), **vars(recipe)),
+        model=dataclasses.replace(size, compute_dtype=compute_dtype, remat=remat.AUTO),
+        sparsity=SparsityConfig(block=BLOCKS.get(scale, SparsityConfig().block)),
+        training=TrainingConfig(
+            sequence=min(size.max_len, LONGEST_SEQUENCE), micro_batches=0, **vars(recipe)
+        ),
         run=RunSettings(scale=scale, twin="yes" if scale in LAPTOP_SCALES else "no"),
     )
 

@@ -11,6 +11,9 @@ import re
 
 from sparse_dataflow.files.errors import UserError
 
+AUTO = "auto"
+"""The planner chooses; only a `RunConfig` that it has not settled has this text."""
+
 KINDS = ("none", "dots", "full", "offload")
 """none keeps all activations, dots keeps the outputs of products, full recomputes all of a block,
 offload copies the block's input and the outputs of products to host memory."""
@@ -26,7 +29,7 @@ Terms = tuple[tuple[tuple[str, ...], int], ...]
 
 
 def terms(text: str) -> Terms:
-    """Returns the terms of a text; (((kind,), 0),) for a kind alone.
+    """Returns the terms of a text that is not AUTO; (((kind,), 0),) for a kind alone.
 
     Raises:
       UserError: the text is not legal.

@@ -260,14 +260,15 @@ class RunConfig(Readable):
             )
 
     def _check_remat(self):
-        remat.kinds(self.model.remat, self.model.num_layers)  # Refuses another number of blocks.
         executor = self.parallel.executor
+        if self.model.remat != remat.AUTO:
+            remat.kinds(self.model.remat, self.model.num_layers)  # Refuses another number.
         if executor in ("relay", "pipeline") and self.parallel.memory_limit:
             raise UserError(
                 f"parallel.memory_limit={self.parallel.memory_limit} with --executor={executor}, "
                 "whose blocks are all treated alike; legal with it: whole, auto."
             )
-        if executor in ("relay", "pipeline") and self.model.remat not in REMATS:
+        if executor in ("relay", "pipeline") and self.model.remat not in (*REMATS, remat.AUTO):
             raise UserError(
                 f"model.remat={settings.shown(self.model.remat)} with --executor={executor}; "
                 f"legal with it: {', '.join(REMATS)}."
@@ -338,6 +339,15 @@ class RunConfig(Readable):
         return settings.changed(
             self, {name.replace("__", ".", 1): value for name, value in changes.items()}
         )
+
+    def without_auto(self) -> "RunConfig":
+        """This config with one micro-batch and no remat where the planner would choose them."""
+        model, training = self.model, self.training
+        if model.remat == remat.AUTO:
+            model = dataclasses.replace(model, remat="none")
+        if not training.micro_batches:
+            training = dataclasses.replace(training, micro_batches=1)
+        return dataclasses.replace(self, model=model, training=training)
 
     def dense(self) -> "RunConfig":
         """This config without block-sparse projections."""

@@ -95,6 +95,7 @@ class Setting:
       resumed: FIXED, ADOPTED or FRESH.
       path: whether a text may name a file or folder, so that `~` is the user's home.
       address: whether a path may be an address of an object store too.
+      auto: the number that the text "auto" names; None where there is none.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Setting:
     resumed: str = FIXED
     path: bool = False
     address: bool = False
+    auto: int | None = None
 
     def parse(self, text: str) -> Any:
         """The value that a text names.
@@ -115,6 +117,8 @@ class Setting:
         """
         if self.default is None and text.lower() == AUTO:
             return None
+        if self.auto is not None and text.lower() == AUTO:
+            return self.auto
         if self.type is int:
             value: Any = _integer(text)
         elif self.type is float:
@@ -215,11 +219,12 @@ def setting(
     resumed: str = FIXED,
     path: bool = False,
     address: bool = False,
+    auto: int | None = None,
 ) -> Any:
     """A dataclass field that is a setting; see `Setting` for the arguments."""
     extra = {
         "help": help, "legal": legal, "choices": choices, "resumed": resumed, "path": path,
-        "address": address,
+        "address": address, "auto": auto,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata={"setting": extra})
 

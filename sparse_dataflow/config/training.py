@@ -29,6 +29,7 @@ class TrainingConfig(Readable):
       optimizer: Muon is explained in `optim.muon`.
       sparse_rate: the multiplier is a power of the density, so that 1 is 1 at every density.  The
         low-rank term of a weight has it too.
+      micro_batches: 0 in a `RunConfig` that the planner has not settled, else 1 or more.
       warmup: of linear warm-up.
       final_rate: 0.1 is GPT-3's (arXiv 2005.14165, appendix B); 0 is lower for a fixed token
         budget (arXiv 2502.15938).
@@ -46,8 +47,10 @@ class TrainingConfig(Readable):
     sequence: int = setting(128, "Tokens in a sequence.", legal=between(1, MOST_SIZE))
     micro_batches: int = setting(
         1,
-        "Micro-batches of an optimizer step (gradient accumulation).",
-        legal=between(1, MOST_SEQUENCES),
+        "Micro-batches of an optimizer step (gradient accumulation); with auto, which is 0, the "
+        "planner chooses.",
+        legal=between(0, MOST_SEQUENCES),
+        auto=0,
     )
     optimizer: str = setting(
         "adamw",
@@ -124,7 +127,7 @@ class TrainingConfig(Readable):
                 f"training.optimizer=muon orthogonalises the weights of projections, which "
                 f"training.adapter_rank={self.adapter_rank} freezes; legal with it: adamw."
             )
-        if self.batch % self.micro_batches:
+        if self.micro_batches and self.batch % self.micro_batches:
             divisors = [n for n in range(1, min(self.batch, 10**6) + 1) if self.batch % n == 0]
             more = ", ..." if len(divisors) > _DIVISORS_SHOWN else ""
             raise UserError(

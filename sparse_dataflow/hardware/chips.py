@@ -21,6 +21,8 @@ bfloat16; none on v5e and v5p).
 | gb200 | NVIDIA/dgxc-benchmarking README.md: 2.45 PFLOP/s bf16; half of it TF32 (recalled); GB200 NVL72 datasheet, one GPU of 72: 186 GB, 8 TB/s | NVLink 5 over 72 GPUs, of which jobs take 64; 400 Gb/s a GPU; NVLink-C2C to the host |
 | h100-96gb | pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: 96 GB HBM2e, 2.4 TB/s, limited to 500 W | as the H100 (same source) |
 | mi250x-gcd | AMD Instinct MI250X datasheet, one of its two GCDs (a GCD is a device to JAX): 383/2 bf16, 95.7/2 float32 matrix, 64 GB, 3.2768/2 TB/s; 191.5 as in arXiv 2312.12705 | OLCF Frontier user guide: 200 GB/s between the GCDs of a board, 50 to 100 between boards of a node (100 taken), 8 GCDs a node; 4 Slingshot-11 NICs of 25 GB/s a node; 36 GB/s to the host |
+| mi300x | AMD Instinct MI300X datasheet: 1,307.4 bf16, 653.7 TF32, 2,614.9 fp8 and int8, 192 GB, 5.3 TB/s | 7 Infinity Fabric links of 64 GB/s to the others of 8; one 400 Gb/s adapter a GPU (MI300X platform datasheet); PCIe 5 x16 |
+| rtx-4090 | NVIDIA Ada GPU architecture whitepaper: 165.2 bf16 with float32 sums, 82.6 TF32, 24 GB, 1,008 GB/s | no NVLink: PCIe 4 x16, to the host and to others; 25 Gb/s a GPU assumed between hosts |
 | tpu-v4 | Google Cloud TPU documentation, page "TPU v4": 275, 32 GiB, 1,200 GB/s a chip | arXiv 2304.01433: 3D torus, 6 links of 50 GB/s; data-centre network 200 Gb/s a host of 4 (recalled) |
 | tpu-v5e | page "TPU v5e": 197, 16 GB, 819 GB/s | same page: 2D torus, 400 GB/s both ways, 256 a pod; 2 x 100 Gb/s a host of 8 |
 | tpu-v5p | page "TPU v5p": 459, 95 GB, 2,765 GB/s | same page: 3D torus, 1,200 GB/s both ways, 6,144 in one job; 50 Gb/s a chip |
@@ -189,32 +191,49 @@ CHIPS: dict[str, Chip] = {
     )
 }  # fmt: skip
 
+UNFITTED: dict[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        _chip(
+            "mi300x", "", 1307.4, 653.7, 192e9, 5300, 64, _switch(448, 50), fp8=2614.9, int8=2614.9
+        ),
+        _chip("rtx-4090", "", 165.2, 82.6, 24e9, 1008, 32, _switch(32, 3)),
+    )
+}
+"""Chips without published runs, whose times are predicted by the prior constants alone."""
+
+KNOWN = CHIPS | UNFITTED
+
 _MOST_BYTES = 2**20
 _REQUIRED = ("name", "bfloat16_tflops", "memory_gb", "bandwidth_gb_s")
 _OPTIONAL = ("float32_tflops", "fp8_tflops", "int8_tflops", "host_gb_s", "family")
 _NETWORK = ("island", "fast_gb_s", "slow_gb_s", "axes")
 
 
-def lookup(name: str) -> Chip:
-    """Returns the chip of a name in CHIPS, of a unique prefix ("mi250x"), or of a TOML file.
+def lookup(name: str, flag: str = "--hardware") -> Chip:
+    """Returns the chip of a name in KNOWN, of a unique prefix ("mi250x"), or of a TOML file.
+
+    Args:
+      name: the name.
+      flag: that errors name.
 
     Raises:
       UserError: no chip or several chips match; lists the legal names.
     """
-    if name in CHIPS:
-        return CHIPS[name]
+    if name in KNOWN:
+        return KNOWN[name]
     if name.endswith(".toml"):
-        return read(Path(os.path.expanduser(name)))
-    matches = [chip for key, chip in CHIPS.items() if name and key.startswith(name)]
+        return read(Path(os.path.expanduser(name)), flag)
+    matches = [chip for key, chip in KNOWN.items() if name and key.startswith(name)]
     if len(matches) != 1:
         raise UserError(
-            f"--hardware={name} matches {'several chips' if matches else 'no chip'}; legal: "
-            f"{', '.join(CHIPS)}, or a TOML file that describes a chip."
+            f"{flag}={name} matches {'several chips' if matches else 'no chip'}; legal: "
+            f"{', '.join(KNOWN)}, or a TOML file that describes a chip."
         )
     return matches[0]
 
 
-def read(path: Path) -> Chip:
+def read(path: Path, flag: str = "--hardware") -> Chip:
     """Reads a chip from a TOML file.
 
     Keys: name, bfloat16_tflops, memory_gb, bandwidth_gb_s; optional float32_tflops (default: half
@@ -228,9 +247,9 @@ def read(path: Path) -> Chip:
     try:
         fields = tomllib.loads(json_files.read_bytes(path, _MOST_BYTES).decode())
     except OSError:
-        raise UserError(f"--hardware={path} does not exist.") from None
+        raise UserError(f"{flag}={path} does not exist.") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"--hardware={path} is not TOML: {error}.") from None
+        raise UserError(f"{flag}={path} is not TOML: {error}.") from None
     links = fields.pop("network", None)
     _check(path, fields, _REQUIRED, _OPTIONAL)
     if links is not None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from sparse_dataflow.hardware.chips import CHIPS, Chip
+from sparse_dataflow.hardware.chips import KNOWN, Chip
 
 # Full match of jax's `device_kind`: boards with other clocks (PCIe, NVL, GH200) and slices of a
 # chip (MIG) have other rates, and no peak is better than a wrong peak.
@@ -22,7 +22,9 @@ _DEVICE_KINDS = (
     (r"NVIDIA H100 80GB HBM3", "h100"),
     (r"NVIDIA H200", "h200"),
     (r"NVIDIA B200", "b200"),
+    (r"NVIDIA GeForce RTX 4090", "rtx-4090"),
     (r"AMD Instinct MI250X.*", "mi250x-gcd"),
+    (r"AMD Instinct MI300X", "mi300x"),
     (r"TPU v4", "tpu-v4"),
     (r"TPU v5( lite|e)", "tpu-v5e"),
     (r"TPU v5p?", "tpu-v5p"),
@@ -34,7 +36,7 @@ def chip_of(device_kind: str) -> Chip:
     """Returns the chip of a JAX `device_kind`; an unknown chip has no rates or memory."""
     for pattern, name in _DEVICE_KINDS:
         if re.fullmatch(pattern, device_kind.strip(), re.IGNORECASE):
-            return CHIPS[name]
+            return KNOWN[name]
     return Chip(device_kind)
 
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.config import remat
 from sparse_dataflow.config.families import EXPERT_TRAINING
 from sparse_dataflow.config.layer_groups import layer_linear
 from sparse_dataflow.config.model import ModelConfig
@@ -87,7 +88,7 @@ def run_config(
     sizes = {name: memory.parameter_count(size) for name, size in SIZES.items()}
     base = preset(min(sizes, key=lambda name: abs(math.log(sizes[name] / count))))
     base = supar(base) if model.supar else base
-    shape = dataclasses.replace(dense, compute_dtype=compute_dtype, remat="none", seed=0)
+    shape = dataclasses.replace(dense, compute_dtype=compute_dtype, remat=remat.AUTO, seed=0)
     return dataclasses.replace(
         base,
         model=shape,

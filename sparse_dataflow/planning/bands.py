@@ -111,6 +111,16 @@ def _unpublished(config):
     return kinds + ([f"{config.precision} products"] if config.quantized else [])
 
 
+def log_error(config: ModelConfig, key: str) -> float:
+    """Returns the relative error of a predicted step time, in log seconds.
+
+    It is OTHER_SOFTWARE, which this project is, wider by UNKNOWN where no published run has such
+    weights, and again where none is on such chips.
+    """
+    unknown = bool(_unpublished(config)) + (key not in efficiency.EFFICIENCIES)
+    return math.hypot(OTHER_SOFTWARE, *[UNKNOWN] * unknown)
+
+
 def tie_width(config: ModelConfig, sequence: int, key: str) -> float:
     """Returns the relative difference below which two predictions are a tie.
 

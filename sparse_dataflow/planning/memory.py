@@ -348,14 +348,14 @@ def activation_bytes(
 
     The counts follow XLA's buffer assignment for a scanned pre-norm block with
     `jax.nn.dot_product_attention` and tanh GELU in float32.  Remat "full" saves the block's input.
-    "dots" adds the projection outputs that the backward pass reads (q, k, v, attn_out and mlp_in,
-    3 d + d + d_ff in GPT-3).  "none" saves 12 d + 2 d_ff there (5 d of norms and sums; q, k, v in
-    both memory orders and attention's output; GELU's input and output) and the scores twice, as
-    logits and as probabilities.  A gated MLP saves two more of d_ff (gate and product).  XLA's
-    attention repeats grouped keys and values, and saves its output in another order.  In
-    bfloat16, XLA allocates up to a third more on a CPU, where it computes elementwise operations in
-    float32.  "none" saves what is between two factors too.  `kv_copies` and `expert_rows` are those
-    of `block_widths`.
+    "dots" adds the projection outputs that the backward pass reads (q, k, v, attn_out and mlp_in, 3
+    d + d + d_ff in GPT-3), without that of mlp_in where the MLP is one op.  "none" saves 12 d + 2
+    d_ff there (5 d of norms and sums; q, k, v in both memory orders and attention's output; GELU's
+    input and output) and the scores twice, as logits and as probabilities.  A gated MLP saves two
+    more of d_ff (gate and product).  XLA's attention repeats grouped keys and values, and saves its
+    output in another order.  In bfloat16, XLA allocates up to a third more on a CPU, where it
+    computes elementwise operations in float32.  "none" saves what is between two factors too.
+    `kv_copies` and `expert_rows` are those of `block_widths`.
     """
     compute = DTYPE_BYTES[config.compute_dtype]
     d, widths = config.d_model, block_widths(config, kv_copies, expert_rows)
@@ -370,14 +370,27 @@ def activation_bytes(
     unfused = 5 * d + heads + widths.queries + heads + widths.normed + widths.hidden + rows
     unfused += sum(config.factor_rank(name) for name in config.projections)
     whole_block = (unfused + 3 * active * config.d_ff) * compute + scores
+    products = 0 if has_one_op_mlp(config) else widths.products
     saved = {
         "full": d * compute,
-        "dots": (2 * d + heads + widths.products + rows // 2) * compute,
+        "dots": (2 * d + heads + products + rows // 2) * compute,
         "none": unfused * compute + scores,
     }[config.remat]
     # "full": input; "dots": also attn_out's output; "none": also both sums and both norm outputs.
     boundary = {"full": 1, "dots": 2, "none": 5}[config.remat] * d * compute
     return ActivationBytes(saved, boundary, whole_block, 3 * d * compute)
+
+
+def has_one_op_mlp(config: ModelConfig) -> bool:
+    """Returns whether a block-sparse MLP is one op (`models.mlp`), which hides mlp_in's output.
+
+    Remat "dots" then recomputes mlp_in.  Gated MLPs are one op on TPUs alone and are not counted.
+    """
+    names = ("mlp_in", "mlp_out")
+    specs = [config.linear(name) for name in names]
+    plain = all(s.kind == "block_sparse" and not s.rank and not s.hadamard for s in specs)
+    fitting = config.activation == "gelu" and "mlp_in" in config.biases and not config.gated_mlp
+    return plain and fitting and not (config.experts or config.quantized or config.guided)
 
 
 def scale_estimate(scale: str, linears: Mapping[str, LinearSpec]) -> MemoryEstimate:

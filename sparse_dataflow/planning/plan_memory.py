@@ -2,13 +2,16 @@
 
 For one chip it equals `memory.training_bytes`.  "fsdp" shards what the ZeRO stage says (arXiv
 1910.02054, section 5): moments from stage 1, gradients from 2, weights from 3.  Arrays that the
-axis does not divide stay replicated.  The buffers of a pipeline are those of
-`parallel/pipeline/pipeline.py` for every schedule; `experiments.compile_plan` compares them with
-the compiler's.
+axis does not divide stay replicated, and so do biases and norms.  The buffers of a pipeline are
+those of `parallel/pipeline/pipeline.py` for every schedule; `experiments.compile_plan` compares
+them with the compiler's.
 """
 
+import collections
 import dataclasses
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +23,10 @@ from sparse_dataflow.planning.cost import stored_fractions
 from sparse_dataflow.planning.memory import MemoryEstimate
 from sparse_dataflow.planning.parallel_plan import ParallelPlan, key_value_copies
 from sparse_dataflow.planning.step_time import stage_matrices, stage_parameters
+
+ERROR = (-0.10, 0.05)
+"""Relative range of the compiler's bytes about the estimate, on the plans of
+`experiments/results/compile_plan`; a test compares them."""
 
 NORM_COPIES = {"full": 6, "dots": 0, "none": 5}
 """Remat -> float32 arrays of width d_model that a pipelined layer saves of its norms and attention;
@@ -39,35 +46,130 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     weights, matrices = stage_parameters(config, plan), stage_matrices(config, plan)
     tokens = np.asarray(plan.micro_batch) * sequence
     shares = {stage: _shard_share(config, plan, stage) for stage in (1, 2, 3)}
+    cut, whole = _stage_vectors(config, plan)
+    # Stage of ZeRO -> parameters, or state of their shape, on one chip.
+    held = {stage: (weights - cut) * share + whole for stage, share in shares.items()}
     staged, sharded = np.asarray(plan.stage) > 1, np.asarray(plan.fsdp) > 1
     layers = plan.stage_layers(config)
     rows = experts.computed_rows(config, tokens, plan)[0] / tokens if config.experts else None
     saved, working = _block_bytes(config, sequence, plan, rows)
     saved = np.where(staged, pipeline_bytes(config, plan, rows), saved * layers * in_flight(plan))
-    activations = tokens * saved
+    activations = tokens * (saved + gathered_residual(config, plan))
     chunk = np.minimum(tokens, memory.LOGITS_CHUNK)
     logits = 2.0 * chunk * config.vocab_size * 4 / plan.layer_chips
     # A stage sums the gradients of all its weights in float32, and reduce-scatters them at the end.
     gradient = memory.gradient_bytes(np.asarray(plan.accumulation), plan.state_dtype)
-    staged_gradient = memory.MASTER_BYTES * (1 + np.where(sharded, shares[2], 0))
+    staged_gradients = memory.MASTER_BYTES * (weights + np.where(sharded, held[2], 0))
     # ZeRO 3: gradients of the embedding and of one projection before they are reduce-scattered.
     full = (memory.embeddings(config) + _largest_projection(config, plan)) / plan.layer_chips
     full = np.where(sharded & ~staged & (plan.zero == 3), memory.MASTER_BYTES * full, 0)
     # Below ZeRO 3 every chip holds all weights: the updated ones are gathered before they replace
     # the old ones.  ZeRO 2 reduce-scatters the gradients of a whole micro-batch, not of a layer.
-    whole = np.where(sharded & ~staged, memory.MASTER_BYTES * weights, 0) * (0, 1, 2, 0)[plan.zero]
+    gathered = np.where(sharded & ~staged, memory.MASTER_BYTES * weights, 0)
+    gathered = gathered * (0, 1, 2, 0)[plan.zero]
     updates = memory.update_bytes(matrices, plan.optimizer) * shares[1]
-    moments = memory.moment_bytes(weights, matrices, plan.state_dtype, plan.optimizer)
+    moments = memory.moment_bytes(held[1], matrices * shares[1], plan.state_dtype, plan.optimizer)
     return MemoryEstimate(
-        parameters=weights * memory.MASTER_BYTES * shares[3],
+        parameters=memory.MASTER_BYTES * held[3],
         working_copy=_working_copy(config, plan, weights, shares[3]),
-        gradients=weights * np.where(staged, staged_gradient, shares[2] * gradient),
-        moments=shares[1] * moments,
+        gradients=np.where(staged, staged_gradients, gradient * held[2]),
+        moments=moments,
         layout_tables=memory.table_bytes(config) * layers / config.num_layers / plan.tensor,
         activations=activations,
-        working_set=np.maximum(tokens * working + full, updates - activations - logits) + whole,
+        working_set=np.maximum(tokens * working + full, updates - activations - logits) + gathered,
         logits=logits,
     )
+
+
+def run_bytes(
+    config: ModelConfig,
+    sequence: int,
+    plan: ParallelPlan,
+    adapters: bool = False,
+    kinds: Sequence[str] = (),
+) -> MemoryEstimate:
+    """Estimates `plan_bytes` of a training of adapters, or of blocks of several kinds of remat.
+
+    Args:
+      config: as in `plan_bytes`, also for `sequence` and `plan`.
+      adapters: whether everything but low-rank terms is frozen.
+      kinds: kind of remat of each block, of which it is the mean; `plan.remat` where it is empty.
+    """
+    if kinds:
+        means: dict = collections.defaultdict(float)
+        for kind, count in collections.Counter(kinds).items():
+            one = dataclasses.replace(plan, remat="dots" if kind == "offload" else kind)
+            sizes = run_bytes(config, sequence, one, adapters).categories
+            if kind == "offload":
+                sizes["activations"] = 0
+            for name, size in sizes.items():
+                means[name] = means[name] + count / len(kinds) * size
+        return MemoryEstimate(**means)
+    estimate = plan_bytes(config, sequence, plan)
+    if not adapters:
+        return estimate
+    share = _shard_share(config, plan, 3) / plan.layer_chips
+    trained = memory.adapter_count(config)
+    gradient = memory.gradient_bytes(np.asarray(plan.accumulation), plan.state_dtype)
+    compute = memory.DTYPE_BYTES[config.compute_dtype]
+    return dataclasses.replace(
+        estimate,
+        parameters=trained * memory.MASTER_BYTES + memory.frozen_bytes(config) * share,
+        # The frozen weights have the compute dtype already.
+        working_copy=estimate.working_copy
+        - memory.parameter_count(config) * share * compute * (config.remat == "none"),
+        gradients=trained * gradient,
+        moments=memory.moment_bytes(trained, 0, plan.state_dtype, "adamw"),
+    )
+
+
+def alternating_bytes(variants: Sequence[Sequence[MemoryEstimate]]):
+    """Returns the bytes of several models whose steps alternate, of each its largest phase.
+
+    As `memory.alternating_bytes`, and broadcasts over arrays.
+    """
+    resident: Any = 0.0
+    transient: Any = 0.0
+    for phases in variants:
+        states = [e.parameters + e.moments + e.layout_tables for e in phases]
+        total: Any = phases[0].total
+        state: Any = states[0]
+        for each, own in zip(phases[1:], states[1:]):
+            larger = np.asarray(each.total > total)
+            total, state = np.where(larger, each.total, total), np.where(larger, own, state)
+        resident, transient = resident + state, np.maximum(transient, total - state)
+    return np.asarray(resident + transient)
+
+
+def _stage_vectors(config, plan):
+    """Returns the biases, norms and gates of a stage over its layer chips, and those of one chip.
+
+    Biases of column-parallel projections are cut over "tensor"; nothing else cuts a vector.
+    """
+    column = [name for name in config.projections if name not in ROW_PARALLEL]
+    wide = sum(
+        config.projection_shape(name)[1] * config.stored_copies(name)
+        for name in column
+        if name in config.biases
+    )
+    matrices = memory.embeddings(config) + memory.matrix_count(config) + _low_rank_weights(config)
+    vectors = (memory.parameter_count(config) - matrices) / config.num_layers
+    layers = plan.stage_layers(config)
+    one = layers * (vectors - wide + wide / np.asarray(plan.tensor))
+    return layers * vectors / plan.layer_chips, one
+
+
+def _low_rank_weights(config):
+    ranks = {name: config.linear(name).rank for name in config.projections}
+    block = sum(rank * sum(config.projection_shape(name)) for name, rank in ranks.items())
+    return config.stored_layers * block
+
+
+def gathered_residual(config: ModelConfig, plan: ParallelPlan):
+    """Returns the bytes per token of the last block's output, whole on every chip for the head."""
+    whole = config.d_model * memory.DTYPE_BYTES[config.compute_dtype]
+    several = (np.asarray(plan.chips) > 1) & (np.asarray(plan.stage) == 1)
+    return np.where(several, whole, 0.0)
 
 
 def _block_bytes(config, sequence, plan, expert_rows):
@@ -102,7 +204,9 @@ def _working_copy(config, plan, weights, share):
     own = (1 - 1 / np.asarray(plan.fsdp)) * experts.stage_experts(config, plan) * plan.exchanges
     block = single - memory.embeddings(config) / plan.layer_chips - own / plan.stage_layers(config)
     local = weights if config.remat == "none" else single
-    copies = np.where(gathers, weights * share + block, local)
+    # The head needs the whole embedding, at a time at which no block is gathered.
+    layer = np.maximum(block, memory.embeddings(config) / plan.layer_chips)
+    copies = np.where(gathers, weights * share + layer, local)
     copies = np.where(staged, weights - own if plan.zero == 3 else single, copies)
     compute = memory.DTYPE_BYTES[config.compute_dtype]
     return np.where(gathers | (compute != memory.MASTER_BYTES), copies * compute, 0)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,9 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.planning import relay, residual
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, Efficiency, own_key
-from sparse_dataflow.planning.memory import USABLE
+from sparse_dataflow.planning.memory import USABLE, MemoryEstimate
 from sparse_dataflow.planning.parallel_plan import BUBBLES, ParallelPlan, key_value_copies
-from sparse_dataflow.planning.plan_memory import plan_bytes
+from sparse_dataflow.planning.plan_memory import alternating_bytes, run_bytes
 from sparse_dataflow.planning.step_time import StepTime, step_time
 
 COUNTS = ("tensor", "feature", "stage", "data", "micro_batch", "chunks")
@@ -33,8 +33,6 @@ NAMES = ("schedule", "zero", "remat", "experts")
 CONSTRAINTS = ("heads", "feature", "experts", "chips", "layers", "batch", "schedule", "memory")
 ROOMY = 0.95
 """Share of the usable memory above which a plan is marked: the estimate may be 5% too low."""
-WORTH = 0.02
-"""Loss of throughput that room in memory is worth."""
 _LARGEST = {"tensor": 16, "stage": 128, "micro_batch": 32, "data": 64}
 
 
@@ -50,6 +48,10 @@ class Request:
       chips: number of chips; a legal plan uses all of them.
       state_dtype: see `parallel_plan.ParallelPlan`, also for `optimizer`.
       largest_feature: largest size of the axis "feature" in the space.
+      fused_attention: see `parallel_plan.ParallelPlan`.
+      trained: phases of each model of a run whose steps alternate; none for `config` alone.
+      adapters: whether everything but low-rank terms is frozen.
+      kinds: kind of remat of each block, which replaces that of a plan; none for the plan's.
     """
 
     config: ModelConfig
@@ -60,6 +62,15 @@ class Request:
     state_dtype: str = "float32"
     optimizer: str = "adamw"
     largest_feature: int = 1
+    fused_attention: bool = True
+    trained: tuple[tuple[ModelConfig, ...], ...] = ()
+    adapters: bool = False
+    kinds: tuple[str, ...] = ()
+
+    @property
+    def models(self) -> tuple[tuple[ModelConfig, ...], ...]:
+        """Phases of each model that is trained."""
+        return self.trained or ((self.config,),)
 
     @property
     def efficiency(self) -> Efficiency:
@@ -92,17 +103,36 @@ class Request:
             accumulation=np.maximum(self.batch // rows, 1),
             **{name: choice[name] for name in NAMES},
             sequence_parallel=True,  # as in parallel/sharded.py
+            fused_attention=self.fused_attention,
             state_dtype=self.state_dtype,
             optimizer=self.optimizer,
         )
 
     def time(self, plan: ParallelPlan) -> StepTime:
-        """Returns the step time of a plan, by term."""
+        """Returns the step time of a plan, by term; that of `config` alone."""
         return step_time(self.config, self.sequence, plan, self.chip, self.efficiency)
 
+    def seconds(self, plan: ParallelPlan) -> np.ndarray:
+        """Returns the seconds of a step of every model, each the mean of its phases."""
+        return np.asarray(sum(self.model_seconds(plan, phases) for phases in self.models))
+
+    def model_seconds(self, plan: ParallelPlan, phases: Sequence[ModelConfig]) -> np.ndarray:
+        """Returns the seconds of a step of one model, the mean of its phases."""
+        times = (
+            step_time(model, self.sequence, plan, self.chip, self.efficiency).total
+            for model in phases
+        )
+        return np.asarray(sum(times)) / len(phases)
+
     def chip_bytes(self, plan: ParallelPlan) -> np.ndarray:
-        """Returns the bytes of a plan on the fullest chip."""
-        return np.asarray(plan_bytes(self.config, self.sequence, plan).total)
+        """Returns the bytes of a plan on the fullest chip, of all models."""
+        return alternating_bytes(
+            [[self.memory(plan, model) for model in phases] for phases in self.models]
+        )
+
+    def memory(self, plan: ParallelPlan, model: ModelConfig | None = None) -> MemoryEstimate:
+        """Returns the bytes of a plan by category, of one model; of `config` where it is None."""
+        return run_bytes(model or self.config, self.sequence, plan, self.adapters, self.kinds)
 
 
 Levels = Mapping[str, tuple]
@@ -170,21 +200,28 @@ class Priced:
         r = self.request
         return np.where(possible, r.batch * r.sequence / r.chips / self.seconds, 0.0)
 
-    def ranked(self, count: int) -> list[tuple[ParallelPlan, float]]:
-        """Returns (plan, tokens per second and chip) of the fastest legal plans, fastest first."""
-        speed = self.throughput.reshape(-1)
+    def ranked(
+        self, count: int, share: float = 1.0, allowed: np.ndarray | bool = True
+    ) -> list[tuple[ParallelPlan, float]]:
+        """Returns (plan, tokens per second and chip) of the fastest legal plans, fastest first.
+
+        Args:
+          count: most plans.
+          share: of the usable memory, which the plans need at most.
+          allowed: bool [levels, ...], the plans that may be used.
+        """
+        roomy = self.memory <= share * USABLE * self.request.chip.capacity
+        speed = np.where(roomy & allowed, self.throughput, 0.0).reshape(-1)
         order = np.argsort(-speed, kind="stable")[:count]
         return [(self.plan(index), float(speed[index])) for index in order if speed[index] > 0]
 
     def recommended(self, ranked: Sequence[tuple[ParallelPlan, float]]) -> int:
-        """Returns the index in `ranked` of the fastest plan with room, or 0 if that costs too much.
+        """Returns the index in `ranked` of the fastest plan with room, or 0 if none has any.
 
         A plan has room if it needs at most ROOMY of the usable memory.
         """
         limit = ROOMY * USABLE * self.request.chip.capacity
-        for index, (plan, speed) in enumerate(ranked):
-            if speed < (1 - WORTH) * ranked[0][1]:
-                break
+        for index, (plan, _) in enumerate(ranked):
             if float(self.request.chip_bytes(plan)) <= limit:
                 return index
         return 0
@@ -199,8 +236,19 @@ class Priced:
         return dataclasses.replace(plan, **counts)
 
 
-def price(request: Request, levels: Levels | None = None) -> Priced:
-    """Prices every plan of a space; of `space(request)` where `levels` is None."""
+def price(
+    request: Request,
+    levels: Levels | None = None,
+    seconds_of: Callable[[ParallelPlan], np.ndarray] | None = None,
+) -> Priced:
+    """Prices every plan of a space.
+
+    Args:
+      request: the request.
+      levels: the space; `space(request)` where it is None.
+      seconds_of: seconds of a plan; `request.seconds` where it is None.
+    """
+    seconds_of = seconds_of or request.seconds
     levels = levels or space(request)
     shape = tuple(len(values) for values in levels.values())
     inner = shape[: len(COUNTS)]
@@ -208,17 +256,17 @@ def price(request: Request, levels: Levels | None = None) -> Priced:
     violated = {name: np.zeros(shape, bool) for name in CONSTRAINTS}
     for at in itertools.product(*(range(len(levels[name])) for name in NAMES)):
         names = {name: levels[name][i] for name, i in zip(NAMES, at)}
-        plan = request.plan(_grid(levels) | names)
+        plan = request.plan(grid(levels) | names)
         where = (slice(None),) * len(inner) + at
         size = request.chip_bytes(plan)
-        seconds[where] = np.broadcast_to(request.time(plan).total, inner)
+        seconds[where] = np.broadcast_to(seconds_of(plan), inner)
         sizes[where] = np.broadcast_to(size, inner)
         for name, mask in violations(request, plan, size).items():
             violated[name][where] = np.broadcast_to(mask, inner)
     return Priced(request, levels, seconds, sizes, violated)
 
 
-def _grid(levels) -> dict[str, np.ndarray]:
+def grid(levels: Levels) -> dict[str, np.ndarray]:
     """Returns name in COUNTS -> its levels, as arrays that broadcast."""
     grid = np.meshgrid(*(levels[name] for name in COUNTS), indexing="ij", sparse=True)
     return dict(zip(COUNTS, grid))
@@ -234,7 +282,6 @@ def violations(request: Request, plan: ParallelPlan, memory) -> dict[str, np.nda
     """
     config = request.config
     stage, tensor, chunks = (np.asarray(n) for n in (plan.stage, plan.tensor, plan.chunks))
-    copies = key_value_copies(config, tensor)
     interleaved = plan.schedule == "interleaved"
     # One stage has no schedule.  Only the first schedule is legal there, so no plan counts twice.
     duplicate = plan.schedule != next(iter(BUBBLES))
@@ -242,10 +289,10 @@ def violations(request: Request, plan: ParallelPlan, memory) -> dict[str, np.nda
     if interleaved:
         schedule = schedule | (plan.accumulation % stage != 0)
     return {
-        "heads": (config.num_heads % tensor != 0)
-        | (config.kv_heads * copies % tensor != 0)
-        | (request.sequence % tensor != 0)
-        | _uneven_blocks(config, tensor),
+        "heads": functools.reduce(
+            np.logical_or,
+            (_uneven(m, request.sequence, tensor) for phases in request.models for m in phases),
+        ),
         "feature": (np.asarray(plan.feature) > 1)
         & ((stage > 1) | _uncut(config, tensor, plan.feature)),
         "experts": plan.exchanges
@@ -269,7 +316,7 @@ def check_legal(priced: Priced) -> None:
     r = priced.request
     others = priced.violated_except("batch")
     if not others.all():
-        near = _nearest_batch(priced, ~others)
+        near = nearest_batch(priced, ~others)
         raise UserError(
             f"No parallel plan on {r.chips} {r.chip.name} divides a batch of {r.batch} sequences; "
             f"the closest legal batch is --batch={near}."
@@ -316,14 +363,28 @@ def _relay_micro_batches(request: Request) -> int | None:
     return None
 
 
-def _nearest_batch(priced: Priced, possible: np.ndarray) -> int:
+def nearest_batch(priced: Priced, possible: np.ndarray, micro_batches: int = 1) -> int:
+    """Returns the batch nearest to the request's that some plan divides.
+
+    Args:
+      priced: plans, none of which divides the batch.
+      possible: bool [levels, ...], the plans that may be used.
+      micro_batches: the batch must have this many in each replica.
+    """
     r = priced.request
     names = {name: priced.levels[name][0] for name in NAMES}
-    plan = r.plan(_grid(priced.levels) | names)
+    plan = r.plan(grid(priced.levels) | names)
     rows = np.broadcast_to(plan.replicas * plan.micro_batch, possible.shape[: len(COUNTS)])
-    rows = rows[possible.any(axis=tuple(range(len(COUNTS), possible.ndim)))]
+    rows = rows[possible.any(axis=tuple(range(len(COUNTS), possible.ndim)))] * micro_batches
     near = np.maximum(np.round(r.batch / rows), 1) * rows
     return int(near[np.argmin(np.abs(near - r.batch))])
+
+
+def _uneven(config, sequence, tensor):
+    """Returns whether tensor parallelism does not divide the heads, the tokens or the blocks."""
+    copies = key_value_copies(config, tensor)
+    heads = (config.num_heads % tensor != 0) | (config.kv_heads * copies % tensor != 0)
+    return heads | (sequence % tensor != 0) | _uneven_blocks(config, tensor)
 
 
 def _uneven_blocks(config, tensor):

@@ -23,6 +23,7 @@ from sparse_dataflow.planning.memory import (
     DTYPE_BYTES,
     block_and_rest,
     block_widths,
+    has_one_op_mlp,
     matrix_count,
     parameter_count,
 )
@@ -232,6 +233,8 @@ def _block_seconds(config, sequence, plan, sections, network, efficiency):
     if config.experts:
         block["router"] = 3 * sections["router"].seconds
     recomputed = RECOMPUTED[plan.remat]
+    if plan.remat == "dots" and has_one_op_mlp(config):
+        recomputed = (*recomputed, "mlp_in")
     again = (sections[name].seconds for name in recomputed if name in sections)
     block["recompute"] = sum(again, 0.0)
     # Forward, the gradients of inputs and of weights, and the forward pass that is repeated.

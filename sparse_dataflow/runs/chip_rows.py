@@ -157,8 +157,12 @@ def step_size(chip: ChipFacts, scale: str) -> tuple[str, int]:
     names = [name for name in SIZES if name not in LAPTOP_SCALES]
     for name in reversed(names[: names.index(scale) + 1] if scale in names else []):
         for batch in (8, 4, 2, 1):
-            config = preset(name, compute_dtype=_dtype(chip)).change(
-                model__remat="full", training__state_dtype="bfloat16", training__batch=batch
+            config = (
+                preset(name, compute_dtype=_dtype(chip))
+                .change(
+                    model__remat="full", training__state_dtype="bfloat16", training__batch=batch
+                )
+                .without_auto()
             )
             fused = chip.platform != "cpu"
             plan = memory.training_config_bytes(config.model, config.training, fused)

@@ -13,7 +13,6 @@ from sparse_dataflow.distributed import cluster, join, processes, watch
 from sparse_dataflow.distributed.clock import Clock
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.redaction import redact
-from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.models import stacks
 from sparse_dataflow.parallel import describe as tables
 from sparse_dataflow.parallel import mesh as meshes
@@ -23,7 +22,6 @@ from sparse_dataflow.parallel.relay.depth_schedule import DepthSchedule
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.parallel.relay.relay import RelayConfig
 from sparse_dataflow.parallel.sharded import Sharded
-from sparse_dataflow.planning import memory
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.training.step import abstract_state
 from sparse_dataflow.training.variants import Variant, variants
@@ -55,12 +53,13 @@ def joined(experiment: str, request: Request, clock: Clock) -> Iterator[None]:
             watching.stop()
 
 
-def executor(config: RunConfig, describing: bool = False) -> Executor:
+def executor(config: RunConfig, described: int | None = None) -> Executor:
     """The executor of a config.
 
     Args:
       config: its `parallel` part, and the number of layers.
-      describing: whether the devices of a mesh that is given need not be there.
+      described: number of devices that need not be there; 0 for that of the mesh, or of this
+        machine where the mesh is auto; None for the devices of this machine.
 
     Raises:
       UserError: no such mesh, schedule or division of the layers; names the legal values.
@@ -77,13 +76,14 @@ def executor(config: RunConfig, describing: bool = False) -> Executor:
     if plan.executor == "relay":
         if plan.sub_batches > 1:
             raise _without_sub_batches(plan)
-        return relay(plan)
-    imagined = describing and plan.mesh != "auto"
-    sizes = meshes.parse(plan.mesh, None if imagined else jax.device_count())
+        return relay(plan, described)
+    imagined = bool(described) or (described == 0 and plan.mesh != "auto")
+    count = (described or None) if imagined else jax.device_count()
+    sizes = meshes.parse(plan.mesh, count)
     staged = _pipelines(plan, sizes["stage"])
     if plan.sub_batches > 1 and staged:
         raise _without_sub_batches(plan)
-    if not (imagined or staged) and jax.device_count() == 1:
+    if count == 1 and not staged:
         return SINGLE_DEVICE
     mesh: meshes.AnyMesh
     if imagined:
@@ -102,22 +102,27 @@ def _without_sub_batches(plan):
     )
 
 
-def relay(plan: ParallelConfig) -> RelayExecutor:
+def relay(plan: ParallelConfig, described: int | None = None) -> RelayExecutor:
     """The relay over the devices of the mesh; "auto" puts all on the axis data.
+
+    Args:
+      plan: its mesh, and the settings of the relay.
+      described: number of devices that need not be there; None for those of this machine.
 
     Raises:
       UserError: a mesh that cuts the model.
     """
-    text = f"data:{jax.device_count()}" if plan.mesh == "auto" else plan.mesh
-    sizes = meshes.parse(text, jax.device_count())
+    count = described or jax.device_count()
+    text = f"data:{count}" if plan.mesh == "auto" else plan.mesh
+    sizes = meshes.parse(text, count)
     if any(size > 1 for axis, size in sizes.items() if axis != "data"):
         raise UserError(
             f"--mesh={plan.mesh} cuts the model, and the relay keeps each block whole on every "
-            f"device; legal: --mesh=data:{jax.device_count()}."
+            f"device; legal: --mesh=data:{count}."
         )
     depth = DepthSchedule.parse(plan.depth_schedule)
     config = RelayConfig(plan.stash, plan.clipping, depth)
-    mesh = meshes.make(sizes) if jax.device_count() > 1 else None
+    mesh = meshes.make(sizes) if count > 1 and not described else None
     return RelayExecutor(config, plan.server_dir, mesh)
 
 
@@ -154,14 +159,18 @@ def arrays(executor: Executor, variant: Variant) -> list[dict]:
     return described
 
 
-def describe(config: RunConfig) -> None:
+def describe(config: RunConfig, described: int = 0) -> None:
     """Prints every array of a run with its shape, sharding and bytes a chip.
+
+    Args:
+      config: of the run.
+      described: see `executor`.
 
     Raises:
       UserError: the executor cannot train the models.
     """
-    chosen, models = executor(config, describing=True), variants(config)
-    check(chosen, config, models, None)
+    chosen, models = executor(config, described), variants(config)
+    check(chosen, config, models)
     if processes.is_first():
         print(printed(chosen, models))
 
@@ -177,10 +186,8 @@ def printed(executor: Executor, variants: list[Variant]) -> str:
     return "\n\n".join(blocks)
 
 
-def check(
-    executor: Executor, config: RunConfig, variants: list[Variant], memory_bytes: int | None
-) -> None:
-    """Refuses variants that cannot be laid out so, or whose arrays alone overflow a chip.
+def check(executor: Executor, config: RunConfig, variants: list[Variant]) -> None:
+    """Refuses variants that cannot be laid out so.
 
     Raises:
       UserError: naming what does not fit.
@@ -211,12 +218,3 @@ def check(
             )
         for phase in variant.phase_specs:
             executor.check(phase.model, variant.training)
-    if memory_bytes is None or executor == SINGLE_DEVICE or relay:
-        return
-    need = sum(max(map(tables.bytes_per_chip, arrays(executor, v))) for v in variants)
-    if need > memory_bytes * memory.USABLE:
-        raise UserError(
-            f"Training --scale={config.run.scale} keeps {need / GIB:,.1f} GiB on each chip with "
-            f"{executor.describe()}, and a chip has {memory_bytes / GIB:,.1f}; legal: more "
-            "devices along fsdp or tensor, --set parallel.zero=3, or a smaller --scale."
-        )

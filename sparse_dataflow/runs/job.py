@@ -32,12 +32,11 @@ from sparse_dataflow.interchange import growth, starting_point
 from sparse_dataflow.interchange.starting_point import StartingPoint
 from sparse_dataflow.kernels.quantized import api as quantized
 from sparse_dataflow.optim.train_state import TrainState
-from sparse_dataflow.parallel.executor import SINGLE_DEVICE
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.planning import cost
 from sparse_dataflow.reporting.report import PAGE
 from sparse_dataflow.runs import address_runs, devices, distillation, report, run_folder
-from sparse_dataflow.runs.preflight import memory_check, relay_plan, remat_plan, step_plan
+from sparse_dataflow.runs.preflight import relay_plan, remat_plan, settling, step_plan
 from sparse_dataflow.runs.training_data import tokenizer_of, training_data
 from sparse_dataflow.sparsity.allocation import allocation_table
 from sparse_dataflow.training import run_files
@@ -105,12 +104,13 @@ class Job:
         self.config, self.experiment, self.folder, self.clock = config, experiment, folder, clock
         self._check_folder = check_folder
         self.chip = hardware.detect([config.model.compute_dtype])
-        self.executor = devices.executor(config)
+        # Before anything that is compiled or written: the plan is part of the config.
+        self.config = settling.settled(config, self.chip)
+        self.executor = devices.executor(self.config)
         self.mirror: Path | Address | None = None
 
     def run(self, texts: Sequence[str] | None, resume: bool) -> Run:
         """Trains every model of the config and writes the report; see `train.train`."""
-        # Before anything that is compiled or written: the plan is part of the config.
         self.config = remat_plan.settled(self.config, self.chip, self.executor)
         config, folder = self.config, self.folder
         trackers.tracker_names(config.run.trackers)  # Refuses illegal ones before any work.
@@ -197,12 +197,9 @@ class Job:
             quantized.library()
             model = self.config.model
             say(self.chip.product_words(model.precision, model.compute_dtype))
-        memory_bytes = self.chip.memory_bytes
-        devices.check(self.executor, self.config, planned, memory_bytes)
+        devices.check(self.executor, self.config, planned)
         if isinstance(self.executor, RelayExecutor):
             relay_plan.check(self.config, planned, self.chip, self.executor)
-        elif self.executor == SINGLE_DEVICE:
-            memory_check.refuse_too_large(self.config, planned, memory_bytes)
 
     def _refuse_unfit_weights(self, models: list[Variant], record: RunRecord | None):
         """Refuses weights to begin with whose shapes the models do not have."""

@@ -89,7 +89,7 @@ def init(config: RunConfig, key: jax.Array, tokenizer: Tokenizer | None = None) 
         tables=tables,
         tokenizer=tokenizer,
         step=0,
-        training=config.training,
+        training=chosen.training,
         record=None,
         facts={},
     )

@@ -44,6 +44,7 @@ NAMED: dict[str, tuple[str, str]] = {
     "mesh": ("parallel.mesh", ""),
     "executor": ("parallel.executor", ""),
     "describe": ("", ""),
+    "chips": ("", ""),
     "out": ("run.out", ""),
     "resume": ("", ""),
 }
@@ -58,7 +59,17 @@ START: dict[str, Setting] = {
         choices=("auto", *SIZES),
     ),
     "describe": Setting(
-        "describe", bool, False, "Print every array with its sharding and bytes; train nothing."
+        "describe",
+        bool,
+        False,
+        "Print every array with its sharding and bytes, and the plan; train nothing.",
+    ),
+    "chips": Setting(
+        "chips",
+        str,
+        "",
+        "Plan for chips that need not be here and train nothing: h100:8, v5p-8, v5litepod-64. "
+        "Several compare them: a100:8@1.5,h100:8@2.5, with dollars of a chip hour after @.",
     ),
     "resume": Setting(
         "resume",
@@ -71,8 +82,11 @@ START: dict[str, Setting] = {
 }
 """Shared flags that are not settings of a `RunConfig`."""
 
-BY_SCALE = ("training.batch", "training.sequence", "training.learning_rate", "training.sparse_rate",
-            "training.vector_rate", "run.twin")  # fmt: skip
+AUTO = ("training.micro_batches", "model.remat")
+"""Settings that every preset leaves to the planner."""
+
+BY_SCALE = ("sparsity.block", "training.batch", "training.sequence", "training.learning_rate",
+            "training.sparse_rate", "training.vector_rate", "run.twin")  # fmt: skip
 """Settings whose default depends on the scale."""
 
 NO_DEFAULTS: Mapping[str, Any] = {}
@@ -110,13 +124,15 @@ class Request:
       scale: a preset's name, or "auto".
       changes: path -> value of each setting on the command line.
       resume: folder of the run to resume, or "".
-      describe: whether to print the arrays instead of training.
+      describe: whether to print the arrays and the plan instead of training.
+      chips: machines to plan for instead of training, or "".
     """
 
     scale: str = "auto"
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     resume: str = ""
     describe: bool = False
+    chips: str = ""
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "Request":
         """Returns this request with defaults for shared flags that are not on the command line."""
@@ -205,6 +221,8 @@ def shown_default(name: str, s: Setting) -> str:
     path = NAMED.get(name, (name,))[0] or name
     if path in BY_SCALE or s.default is dataclasses.MISSING:
         return "(by scale)"
+    if path in AUTO:
+        return settings.AUTO
     if path == "model.compute_dtype":
         return "(by device)"
     if s.choices and s.default == tuple(s.choices):

@@ -15,10 +15,9 @@ from sparse_dataflow.hardware.host_memory import keep_freed_memory
 from sparse_dataflow.planning import memory
 from sparse_dataflow.runs import devices, run_folder
 from sparse_dataflow.runs.job import Job, Run
-from sparse_dataflow.runs.preflight import memory_check
+from sparse_dataflow.runs.planning import described
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.training.monitoring.metrics import say
-from sparse_dataflow.training.variants import variants
 
 
 def train(
@@ -98,16 +97,19 @@ def run(request: Request, experiment: str, *, sparse: bool = True) -> int:
     keep_freed_memory()
     clock = Clock()
     request.config(sparse=sparse)  # Refuses what is wrong on every machine before processes join.
+    if request.chips:
+        described.for_machines(request, sparse)
+        return 0
     with devices.joined(experiment, request, clock):
         chip = detect_chip(request)
         config = request.config(jax.default_backend(), chip.memory_bytes, sparse)
         if request.describe:
-            devices.describe(config)
+            described.for_this_machine(config, chip)
             return 0
         if request.resume:
             run_folder.refuse_other_experiment(request.resume, experiment)
         elif request.scale == "auto" and not config.run.init_from:
-            config = _fitted(config, chip)
+            _say_scale(config, chip)
         resume = bool(request.resume)
         return train(config, resume=resume, experiment=experiment, clock=clock).status
 
@@ -118,20 +120,8 @@ def detect_chip(request: Request) -> Chip:
     return hardware.detect([dtype])
 
 
-def _fitted(config, chip):
-    """The config of a scale chosen here, with recomputation and micro-batches that fit; says so."""
-    if chip.memory_bytes is None:
-        return config
-    say(
-        memory.scale_message(
-            chip.memory_bytes, config.run.scale, config.sparsity.linears(config.model)
-        )
-    )
-    if config.parallel.memory_limit:  # `remat_plan` chooses the remat.
-        return config
-    fit = memory_check.fitting(variants(config), chip.memory_bytes)
-    if fit and fit != (config.model.remat, config.training.micro_batches):
-        remat, micro_batches = fit
-        say(f"to fit the memory: model.remat={remat} training.micro_batches={micro_batches}")
-        return config.change(model__remat=remat, training__micro_batches=micro_batches)
-    return config
+def _say_scale(config, chip):
+    """Says which scale was chosen for the memory here."""
+    if chip.memory_bytes is not None:
+        linears = config.sparsity.linears(config.model)
+        say(memory.scale_message(chip.memory_bytes, config.run.scale, linears))

@@ -86,8 +86,10 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
     """Returns a model of a run; see `variants`.
 
     "narrow" is the dense model whose width gives it the training FLOPs per token of the sparse
-    model, on average over its phases.
+    model, on average over its phases.  Settings that the planner has not settled are those of
+    `RunConfig.without_auto`.
     """
+    config = config.without_auto()
     dense = dataclasses.replace(
         config.model,
         vocab_size=vocab_size or config.model.vocab_size,

@@ -45,8 +45,11 @@ def new(refused, job, tmp_path):
         (["--corpus=nowhere/"], ["nowhere"]),
         (["--corpus=./nowhere"], ["nowhere", "does not exist", ".txt", ".jsonl"]),
         (["--corpus=python_stdlb"], ["python_stdlb", "python_stdlib"]),
-        (["--scale=13b"], ["--scale=13b", "GiB", "this machine has", "fit"]),
-        (["--scale=13b", "--batch=1"], ["--scale=13b", "--scale=", "--set model.remat=full"]),
+        (["--scale=13b"], ["--scale=13b needs", "GiB are usable", "the largest scale that fits"]),
+        (
+            ["--scale=13b", "--batch=1"],
+            ["--scale=13b needs", "the largest scale that fits is --scale="],
+        ),
         (
             ["--evolution=rigl"],
             ["evolution.every=100", "--evolution=rigl", "step 1 of 2", "legal"],

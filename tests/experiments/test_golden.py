@@ -51,8 +51,8 @@ def resolved(name) -> str:
 def described(name) -> str:
     mesh = "data:2,fsdp:8,tensor:8" if name.endswith("13b") else "fsdp:4,tensor:2"
     config = settled(name, f"--mesh={mesh}")
-    executor, models = devices.executor(config, describing=True), variants(config)
-    devices.check(executor, config, models, None)
+    executor, models = devices.executor(config, described=0), variants(config)
+    devices.check(executor, config, models)
     return devices.printed(executor, models) + "\n"
 
 

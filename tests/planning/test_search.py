@@ -68,14 +68,20 @@ def test_ranked_plans_are_the_fastest_legal_ones_without_duplicates():
     assert len(everything) == GRID.legal.sum()
 
 
-def test_a_plan_with_room_is_recommended_if_it_costs_at_most_2_percent():
+def test_the_fastest_plan_with_room_is_recommended():
     ranked = GRID.ranked(200)
     index = GRID.recommended(ranked)
     limit = search.ROOMY * USABLE * GRID.request.chip.memory_bytes
     roomy = [float(GRID.request.chip_bytes(plan)) <= limit for plan, _ in ranked]
-    near = [speed >= (1 - search.WORTH) * ranked[0][1] for _, speed in ranked]
-    candidates = [i for i, (r, n) in enumerate(zip(roomy, near)) if r and n]
-    assert index == (candidates[0] if candidates else 0)
+    assert index == roomy.index(True)
+    full = dataclasses.replace(GRID.request.chip, memory_bytes=1)
+    crowded = dataclasses.replace(GRID, request=dataclasses.replace(GRID.request, chip=full))
+    assert crowded.recommended(ranked) == 0
+    size = float(GRID.request.chip_bytes(ranked[0][0]))
+    just = dataclasses.replace(full, memory_bytes=int(size / USABLE) + 1)
+    tight = dataclasses.replace(GRID, request=dataclasses.replace(GRID.request, chip=just))
+    chosen = ranked[tight.recommended(ranked)][0]
+    assert float(GRID.request.chip_bytes(chosen)) <= search.ROOMY * size < size
 
 
 def test_one_stage_has_one_schedule_and_chunks_are_interleaved():

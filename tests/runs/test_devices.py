@@ -16,7 +16,7 @@ from sparse_dataflow.training.variants import variants
 
 def executor(*arguments):
     [request] = command_line.arguments(["toy", *arguments], tuple(NAMED), None)
-    return devices.executor(request.config(), describing=True)
+    return devices.executor(request.config(), described=0)
 
 
 def test_a_mesh_with_stages_is_a_pipeline_and_others_are_not():
@@ -127,4 +127,4 @@ def test_given_blocks_on_the_axis_feature_are_refused_by_their_flag():
     given = dataclasses.replace(drawn.evolution, given_layouts=True)
     begun = dataclasses.replace(drawn, evolution=given)
     with pytest.raises(UserError, match=r"--init_from with .*legal: drawn weights, dense weights"):
-        devices.check(devices.executor(config, describing=True), config, [begun], None)
+        devices.check(devices.executor(config, described=0), config, [begun])

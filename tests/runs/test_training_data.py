@@ -89,9 +89,9 @@ def test_packed_rows_have_the_losses_of_rows_of_one_example():
 @pytest.mark.parametrize("change", [{"parallel__executor": "relay"}, {"parallel__mesh": "stage:2"}])
 def test_executors_whose_blocks_do_not_see_tokens_refuse_masked_documents(change):
     config = preset("pico").change(model__mask_documents=True, **change).dense()
-    executor = devices.executor(config, describing=True)
+    executor = devices.executor(config, described=0)
     with pytest.raises(UserError, match=r"model\.mask_documents=yes with .*; legal:"):
-        devices.check(executor, config, variants(config), None)
+        devices.check(executor, config, variants(config))
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,6 @@ def test_executors_whose_blocks_do_not_see_tokens_refuse_masked_documents(change
 def test_a_mesh_with_stages_trains_neither_adapters_nor_answers(change, words):
     change |= {"run__init_from": "DIR", "parallel__mesh": "stage:2", "run__twin": "no"}
     config = preset("pico").change(**change).dense()
-    executor = devices.executor(config, describing=True)
+    executor = devices.executor(config, described=0)
     with pytest.raises(UserError, match=words):
-        devices.check(executor, config, variants(config), None)
+        devices.check(executor, config, variants(config))

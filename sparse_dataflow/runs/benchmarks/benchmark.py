@@ -103,7 +103,8 @@ def config_here(request: Request, sparse: bool = True) -> tuple[RunConfig, Chip]
     if unread := [path for path in request.changes if path.startswith(UNREAD)]:
         raise UserError(f"{', '.join(unread)} has no effect in a benchmark; leave it out.")
     chip = train.detect_chip(request)
-    return request.config(jax.default_backend(), chip.memory_bytes, sparse), chip
+    config = request.config(jax.default_backend(), chip.memory_bytes, sparse)
+    return config.without_auto(), chip
 
 
 def models_of(request: Request) -> Models:

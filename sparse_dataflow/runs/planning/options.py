@@ -10,6 +10,9 @@ from sparse_dataflow.files.errors import UserError
 STUDIES = ("weak", "strong")
 """Kinds of scaling."""
 
+TOKENS = 300e9
+"""Training tokens that a plan's days are for where no steps are given: those of GPT-3."""
+
 CHIP_COUNTS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Numbers of chips of a scaling study."""
 
@@ -67,7 +70,7 @@ def named_model(
     Raises:
       UserError: the block does not divide a projection.
     """
-    config = preset(scale, compute_dtype=dtype)
+    config = preset(scale, compute_dtype=dtype).without_auto()
     if density == 1:
         return config.model
     for name in config.model.projections:

@@ -65,7 +65,7 @@ def _decided(config, models, limit, chip, executor) -> str:
             f"parallel.memory_limit needs the chip's rates, to plan by: {error} Legal: no "
             "parallel.memory_limit."
         ) from None
-    if config.model.remat == "none":
+    if config.model.remat == kinds_of_remat.AUTO:
         plan = remat.choose(costs, limit, host_limit())
     else:
         loops = kinds_of_remat.loops(config.model.remat, config.model.num_layers)
@@ -75,7 +75,7 @@ def _decided(config, models, limit, chip, executor) -> str:
             raise UserError(
                 f"model.remat={config.model.remat[:60]} needs {least:.2f}GiB by the estimate, "
                 f"above parallel.memory_limit={config.parallel.memory_limit}; legal: "
-                f"{least:.2f}GiB or more, or model.remat=none, for which the planner chooses."
+                f"{least:.2f}GiB or more, or model.remat=auto, for which the planner chooses."
             )
     if any(each.transfer is None for each in costs):
         say(f"no block is offloaded: {chip.name} has no known link to a memory of its host")
@@ -144,8 +144,10 @@ def model_costs(
     recompute = {kind: max(seconds - block["none"], 0.0) for kind, seconds in block.items()}
     # What a block keeps: its activations, and with "none" its weights in the compute dtype.
     least = float(min(each.working_copy for each in estimates.values()))
+    tokens = plans["none"].micro_batch * training.sequence
+    ends = float(tokens * plan_memory.gathered_residual(model, plans["none"]))
     saved = {
-        kind: float(each.activations + each.working_copy - least) / layers
+        kind: float(each.activations - ends + each.working_copy - least) / layers
         for kind, each in estimates.items()
     }
     offloaded = saved["dots"]
@@ -160,7 +162,7 @@ def model_costs(
         forward=forward,
         backward=max(block["none"] - forward, 0.0),
         recompute=recompute | {"offload": recompute["dots"]},
-        fixed=other_bytes + _rest(largest) + least,
+        fixed=other_bytes + _rest(largest) + ends + least,
         saved=saved | {"offload": 0.0},
         offloaded=offloaded,
         transfer=seconds,

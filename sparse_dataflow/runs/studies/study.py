@@ -26,7 +26,9 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.json_difference import differences
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
+from sparse_dataflow.hardware.machines import Machine
 from sparse_dataflow.runs.job import EVALUATIONS_A_RUN
+from sparse_dataflow.runs.preflight import settling
 from sparse_dataflow.runs.request import Request, spelling
 from sparse_dataflow.runs.train import detect_chip
 from sparse_dataflow.runs.training_data import FINAL_WINDOWS, tokenizer_of, training_data
@@ -132,7 +134,7 @@ def prepare(
             raise UserError(f"--set {path}: this study sets {path} itself; leave it out.")
     request = dataclasses.replace(request, changes={**request.changes, **fixed})
     chip = detect_chip(request)
-    config = request.config(jax.default_backend(), chip.memory_bytes)
+    config = _settled(request.config(jax.default_backend(), chip.memory_bytes), chip)
     corpus, tuning_documents = load_corpus(config.data.corpus, cache.FOLDER), 0
     if corpus.mixture:
         raise UserError(
@@ -141,6 +143,18 @@ def prepare(
     if tuned:
         corpus, tuning_documents = three_splits(corpus)
     return Study(config, corpus, tokenizer_of(config, corpus), chip, tuning_documents)
+
+
+def _settled(config: RunConfig, chip: Chip) -> RunConfig:
+    """Returns the config with a plan of its dense model for one device, which every arm has."""
+    machine = Machine(chip, 1, host=jax.default_backend() == "cpu")
+    try:
+        plan = settling.settle(config.dense(), machine).config
+    except UserError:  # The study refuses each model that does not fit, and says what would.
+        return config.without_auto()
+    return config.change(
+        training__micro_batches=plan.training.micro_batches, model__remat=plan.model.remat
+    )
 
 
 def train(

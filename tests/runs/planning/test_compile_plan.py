@@ -46,7 +46,7 @@ def test_the_plans_that_must_pass_are_shipped():
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_the_planner_predicts_the_compilers_memory_within_a_tenth(name):
+def test_the_planner_predicts_the_compilers_memory_and_is_never_far_below(name):
     shipped = result(name)
     plan = plan_of(shipped["plan"])
     assert plan.flags == shipped["plan"]
@@ -54,9 +54,9 @@ def test_the_planner_predicts_the_compilers_memory_within_a_tenth(name):
     assert shipped["seconds"]["processor"] < 2 * 300
     predicted, compiled = compile_report.predicted_bytes(plan), shipped["bytes"]
     assert set(predicted) == set(compiled)
-    assert sum(predicted.values()) == pytest.approx(sum(compiled.values()), rel=0.1)
-    for category in ("parameters", "moments", "gradients"):
-        assert predicted[category] == pytest.approx(compiled[category], rel=0.1), category
+    assert 0.95 < sum(predicted.values()) / sum(compiled.values()) < 1.15
+    for category in ("parameters", "moments", "gradients", "activations"):
+        assert predicted[category] == pytest.approx(compiled[category], rel=0.06), category
     allocated = shipped["memory_analysis"]
     results = allocated["output"] - allocated["alias"]
     sizes = [allocated[name] for name in ("argument", "temp", "generated_code")]

@@ -19,7 +19,7 @@ from sparse_dataflow.training.variants import variants
 GIB = 2**30
 CHIP = CHIPS["gb200"]  # Its link to the host is fast, so that blocks are offloaded.
 CONFIG = preset("1.3b").change(
-    run__twin="no", model__compute_dtype="bfloat16", training__batch=8, model__remat="none"
+    run__twin="no", model__compute_dtype="bfloat16", training__batch=8, training__micro_batches=1
 )
 
 

@@ -1,0 +1,85 @@
+"""Settles the plan of a run for this machine or another, and prints it before the first step."""
+
+import jax
+
+from sparse_dataflow.config import remat as kinds_of_remat
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.run import RunConfig
+from sparse_dataflow.distributed import processes
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware.chips import GIB, Chip
+from sparse_dataflow.hardware.machines import Machine
+from sparse_dataflow.planning import settle as planning
+from sparse_dataflow.planning.settle import Settled
+from sparse_dataflow.runs import devices
+from sparse_dataflow.training.monitoring.metrics import say
+from sparse_dataflow.training.variants import variants
+
+
+def models_of(config: RunConfig) -> dict[str, tuple[ModelConfig, ...]]:
+    """Returns name -> phases of each model that a run trains."""
+    return {v.name: tuple(p.model for p in v.phase_specs) for v in variants(config)}
+
+
+def settle(config: RunConfig, machine: Machine) -> Settled:
+    """Returns `planning.settle.settle` of a run, with a plan that its executor accepts.
+
+    Raises:
+      UserError: no plan fits the machine.
+    """
+
+    def check(settled):
+        executor = devices.executor(settled, machine.count)
+        devices.check(executor, settled, variants(settled))
+
+    return planning.settle(config, models_of, machine, check)
+
+
+def this_machine(chip: Chip) -> Machine:
+    """Returns the devices of all processes; `chip` is one of them."""
+    host, count = jax.default_backend() == "cpu", jax.device_count()
+    machine = Machine(chip, count, host)
+    if host and chip.memory_bytes:  # Devices of a process share its host's memory.
+        return planning.with_memory(machine, chip.memory_bytes // jax.local_device_count())
+    return machine
+
+
+def settled(config: RunConfig, chip: Chip) -> RunConfig:
+    """Returns the config with the plan for the devices of this run, which it prints.
+
+    All processes call it and get the plan of process 0.
+
+    Raises:
+      UserError: no plan fits these devices.
+    """
+    machine = this_machine(chip)
+    limit = config.parallel.memory_limit_bytes
+    open_remat = config.model.remat == kinds_of_remat.AUTO
+    if limit is not None:  # `remat_plan` then chooses the kind of each block, and checks.
+        capacity = int(limit / planning.USABLE)
+        machine = planning.with_memory(machine, capacity)
+
+    def chosen():
+        result = settle(config, machine)
+        if result.chosen:
+            say(words(result))
+        return {path.replace(".", "__", 1): value for path, value in result.chosen.items()}
+
+    try:
+        changes = processes.on_first(chosen)
+    except UserError:
+        if limit is None:
+            raise
+        changes = {}  # `remat_plan` names the nearest feasible limit.
+    if limit is not None and open_remat:
+        changes.pop("model__remat", None)
+    return config.change(**changes)
+
+
+def words(result: Settled) -> str:
+    """Returns a line with the choices of the planner, and the memory that they need."""
+    choices = " ".join(f"{path}={value}" for path, value in result.chosen.items())
+    size, capacity = result.chip_bytes / GIB, result.machine.chip.memory_bytes
+    room = f" of {capacity / GIB:,.1f}" if capacity else ""
+    tight = ", which leaves less room than the estimate's error" if result.tight else ""
+    return f"planned: {choices}; {size:,.1f}{room} GiB a device by the estimate{tight}"
