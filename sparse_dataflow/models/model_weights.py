@@ -66,8 +66,8 @@ class ModelWeights:
 
     @property
     def tables(self) -> Any:
-        """Layout tables of all layers, in numpy if they are fixed."""
-        return self.layouts.tables if isinstance(self.layouts, Fixed) else self.layouts
+        """Layout tables of all layers, in numpy if they are fixed; {} for none."""
+        return (self.layouts.tables if isinstance(self.layouts, Fixed) else self.layouts) or {}
 
 
 def weights_of(params: Any, tables: Any = None, frozen: Any = ()) -> ModelWeights:
