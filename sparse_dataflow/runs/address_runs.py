@@ -59,7 +59,7 @@ def saved_run(place: str | Path) -> tuple[RunConfig, RunRecord]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             for name in (RECORD, CONFIG):
-                (address / name).download(Path(folder) / name)
+                Path(folder, name).write_bytes((address / name).read())
         except FileNotFoundError as error:
             work = work_folder(str(address))
             if (work / CONFIG).exists():  # The store has lost it, or never had it.
