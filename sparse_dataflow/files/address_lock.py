@@ -69,7 +69,8 @@ class AddressLock:
     def _acquired(self) -> bool:
         """Attempts to take the lock; refuses a living owner and removes a dead one's object."""
         if owner := self._read():  # Read first: some stores replace what `create` must not.
-            if owner.get("machine") == self._owner["machine"]:
+            # Containers share a machine and not its process ids; each has a host name of its own.
+            if all(owner.get(name) == self._owner[name] for name in ("machine", "host")):
                 if folder_lock.is_alive(owner):
                     raise folder_lock.in_use(self._address, owner)
             else:

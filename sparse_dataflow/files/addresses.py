@@ -22,6 +22,9 @@ LEGAL = "gs://BUCKET/PATH, s3://BUCKET/PATH or another address that fsspec knows
 EXTRA = "buckets"
 """Extra of this package that installs the libraries of gs:// and s3://."""
 
+MAX_BYTES = 2**26
+"""Bytes of a small object, such as a manifest, far above any that a run writes."""
+
 _PIECE = 2**24
 """Bytes that are in memory at once while an object is hashed."""
 
@@ -177,8 +180,10 @@ class Address:
             }
 
     def read(self) -> bytes:
-        """Returns the content of a small object."""
+        """Returns the content of a small object; one of more than `MAX_BYTES` is not read."""
         with self._opened() as (store, path):
+            if (size := store.info(path)["size"]) > MAX_BYTES:
+                raise OSError(f"it has {size} bytes; legal: {MAX_BYTES}")
             return store.cat_file(path)
 
     def sha256(self, size: int) -> str:

@@ -59,7 +59,7 @@ def saved_run(place: str | Path) -> tuple[RunConfig, RunRecord]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             for name in (RECORD, CONFIG):
-                (address / name).download(Path(folder) / name)
+                Path(folder, name).write_bytes((address / name).read())
         except FileNotFoundError as error:
             work = work_folder(str(address))
             if (work / CONFIG).exists():  # The store has lost it, or never had it.
@@ -99,19 +99,21 @@ def claim(address: Address, experiment: str, flag: str, has_run: bool) -> Addres
     try:
         mark = f"written by sparse_dataflow, {experiment}\n".encode()
         names = {name.partition("/")[0] for name in address.entries()} - {folder_lock.NAME}
-        if not has_run:
-            if {CONFIG, RECORD} <= names:
-                raise UserError(
-                    f"{address} holds a run already; pass --resume={address} to resume it, or "
-                    f"another {flag}."
-                )
-            marked = folders.MARK in names and (address / folders.MARK).read() == mark
-            others = sorted(names - set(_MARKED)) if marked else sorted(names)
-            if others:
-                raise UserError(
-                    f"{address} holds objects that {experiment} may not replace "
-                    f"({', '.join(others[:3])}); legal: {flag} with an empty address."
-                )
+        marked = folders.MARK in names and (address / folders.MARK).read() == mark
+        if not has_run and {CONFIG, RECORD} <= names:
+            raise UserError(
+                f"{address} holds a run already; pass --resume={address} to resume it, or "
+                f"another {flag}."
+            )
+        # Of a run that is resumed, a store may have lost some objects.
+        allowed = set(_MARKED) if marked else set()
+        if has_run and (marked or {CONFIG, RECORD} <= names):
+            allowed = names
+        if others := sorted(names - allowed):
+            raise UserError(
+                f"{address} holds objects that {experiment} may not replace "
+                f"({', '.join(others[:3])}); legal: {flag} with an empty address."
+            )
         if folders.MARK not in names:
             (address / folders.MARK).write(mark)
         return lock
@@ -202,12 +204,14 @@ def refuse_unshared(folder: Path, address: str) -> None:
 def copy_run_files(folder: Path, address: Address) -> None:
     """Copies what a run is, as far as it is not at the address yet.
 
+    Without a config.json, what lies there is of a start that was killed, and is replaced.
+
     Raises:
       OSError: it cannot be written.
     """
     names = address.entries()
     for name in _WHOLE:
-        if name not in names:
+        if name not in names or CONFIG not in names:
             (address / name).upload(folder / name)
 
 

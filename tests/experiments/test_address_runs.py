@@ -142,6 +142,21 @@ def test_a_new_run_never_replaces_one_at_its_address(machines, store, undisturbe
 
 
 @pytest.mark.slow
+def test_a_start_that_was_killed_while_it_said_what_it_is_leaves_no_part_of_itself(machines, store):
+    first = machines[0]
+    killed = first.new(
+        "--steps=2", "--twin=no", events=[(r"runs-first-\w+/run\.json$", 2, "SIGKILL")]
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert "first/config.json" not in store.keys("runs")
+    shutil.rmtree(first.work_folder())
+    store.write("runs", "first/run.json", b"of the start before")
+    done = first.new("--steps=2", "--twin=no", "--seed=1")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(store.read("runs", "first/run.json"))["experiment"] == "gpt13b_sparse"
+
+
+@pytest.mark.slow
 def test_a_folder_of_another_run_at_the_same_address_is_kept(machines, store, undisturbed):
     first, second = machines
     first.new("--steps=2", "--twin=no")
@@ -186,8 +201,9 @@ def test_addresses_that_cannot_be_written_are_refused_before_any_work(
     assert "names no bucket" in refused(*PLAN, "--out=s3://")
     assert "legal: gs://" in refused(*PLAN, "--out=gs:/bucket/run")
     assert "copied there alone" in refused(*PLAN, f"--out={OUT}", "--set=run.mirror=s3://runs/b")
-    error = refused("--run=s3://runs/none", experiment="generate")
-    assert "legal: a path on this machine" in error
+    for flag, experiment in (("run", "generate"), ("out", "iso_flop"), ("to", "export")):
+        error = refused(f"--{flag}=s3://runs/none", experiment=experiment)
+        assert "legal: a path on this machine" in error
     assert not list(tmp_path.glob("*s:*")) and store.keys("runs") == []
 
 

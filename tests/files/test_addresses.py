@@ -124,6 +124,13 @@ def test_every_failure_is_an_oserror_that_names_the_address(store, tmp_path):
         Address("http://127.0.0.1:9/x").write(b"")
 
 
+def test_an_object_that_no_run_wrote_is_not_read_whole(store, monkeypatch):
+    monkeypatch.setattr(addresses, "MAX_BYTES", 4)
+    store.write("here", "long", b"12345")
+    with pytest.raises(OSError, match="it has 5 bytes; legal: 4"):
+        Address("s3://here/long").read()
+
+
 @pytest.mark.parametrize("name", ["../out", "a/../../out", "a//b", "/out"])
 def test_a_name_in_a_store_never_leads_out_of_the_folder(tmp_path, name):
     with pytest.raises(UserError, match="no file can be called"):
@@ -177,9 +184,11 @@ def test_a_dead_owner_of_this_machine_is_replaced_at_once(store):
     AddressLock(place, "--out").release()
 
 
-def test_an_owner_elsewhere_is_alive_while_it_counts(store, fast_locks):
+@pytest.mark.parametrize("machine", ["other", folder_lock.machine()], ids=["far", "container"])
+def test_an_owner_elsewhere_is_alive_while_it_counts(store, fast_locks, machine):
+    """Its process id means nothing here."""
     place = Address("s3://here/elsewhere")
-    owner = folder_lock.this_process() | {"machine": "other", "host": "far", "id": "far"}
+    owner = folder_lock.this_process() | {"machine": machine, "host": "far", "pid": 2**22 + 1}
     write = lambda: (place / ".lock").write(address_lock.json.dumps(owner).encode())  # noqa: E731
     write()
     stop = threading.Event()
