@@ -60,6 +60,11 @@ def in_words(error: Exception) -> str:
             f"There is too little memory ({first_line(error)}). Use a machine with more, or a "
             "smaller --scale or --batch."
         )
+    if isinstance(error, RuntimeError) and "start new thread" in str(error):
+        return (
+            "This process may have no more threads; allow more (ulimit -u, or the limit of the "
+            "container), or end other processes."
+        )
     if _in_start_of_jax(error):
         given = [f"{name}={os.environ[name]}" for name in OF_JAX if os.environ.get(name)]
         settings = f" {', '.join(given)[:400]}:" if given else ""
