@@ -23,8 +23,8 @@ def told(activity: str) -> Iterator[None]:
             _LOG.warning("still %s after %.0f s", activity, time.monotonic() - start)
             pause = time.monotonic() - start
 
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
+    with contextlib.suppress(RuntimeError):  # No more threads.
+        threading.Thread(target=tell, daemon=True).start()
     try:
         yield
     finally:
