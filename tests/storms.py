@@ -50,7 +50,8 @@ class Storm:
 
     def __iter__(self):
         yield from range(self._number)
-        assert self._used and self._refused, "the inputs are all alike"
+        if self._number >= 100:
+            assert self._used and self._refused, "the inputs are all alike"
         if "FAULTS" in os.environ:
             rows = json.loads(FILE.read_text()) if FILE.exists() else {}
             rows[self._kind] = [self._number, self._used, self._refused]

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jinja2
 import jinja2.ext
 import jinja2.nodes
-import jinja2.sandbox
 
+from sparse_dataflow.data.template_sandbox import TemplateSandbox
 from sparse_dataflow.files.errors import UserError, first_line
 
 Message = Mapping[str, Any]
@@ -114,7 +114,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _template(self) -> jinja2.Template:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        environment = TemplateSandbox(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_Generation, "jinja2.ext.loopcontrols"],

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_dataflow.data.local_files import needed_module
+from sparse_dataflow.files import waiting
 from sparse_dataflow.files.errors import UserError, first_line
 
 PREFIX = "hf:"
@@ -67,11 +68,12 @@ def fetched_splits(name: str, cache_dir: Path) -> dict[str, HubRecords]:
     repository, _, config = rest.partition("/")
     own_cache = os.environ.keys() & {"HF_HOME", "HF_DATASETS_CACHE"}
     try:
-        dataset = library.load_dataset(
-            f"{owner}/{repository}" if repository else owner,
-            config or None,
-            cache_dir=None if own_cache else str(cache_dir / "hub"),
-        )
+        with waiting.told(f"fetching {PREFIX}{name} from the hub"):
+            dataset = library.load_dataset(
+                f"{owner}/{repository}" if repository else owner,
+                config or None,
+                cache_dir=None if own_cache else str(cache_dir / "hub"),
+            )
     except Exception as error:  # The library raises errors of any type.
         raise UserError(
             f"The dataset {name} could not be fetched ({first_line(error)}). Check its name and "

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from sparse_dataflow.data.chat import checked_example
 from sparse_dataflow.data.documents import Document, files_below, is_file, listing_digest
-from sparse_dataflow.files import json_files
+from sparse_dataflow.files import json_files, waiting
 from sparse_dataflow.files.errors import UserError, first_line
 
 _COMPRESSIONS = ("", ".gz", ".zst")
@@ -134,7 +134,8 @@ def _read_file(path: Path, name: str, examples: bool) -> Iterator[Document]:
     elif path.name.endswith(PARQUET):
         read = _read_parquet
     try:
-        yield from read(path, name)
+        with waiting.told(f"reading {path}"):
+            yield from read(path, name)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or first_line(error).rstrip(".")
         raise UserError(f"{path} cannot be read: {reason}.") from error

@@ -27,6 +27,7 @@ ENVIRONMENT = {
 PORT = 8482
 """Port of process 0 if its launcher gives it a whole host; jax's choice for TPUs."""
 
+_MOST_DIGITS = 18
 _METADATA_SECONDS = 3.0  # The server is local: it answers at once or does not exist.
 _UNSET = {"coordinator": "", "processes": 0, "process": -1}
 
@@ -105,6 +106,11 @@ def membership(
         settings = ", ".join(f"parallel.{name}" for name in missing)
         variables = ", ".join(ENVIRONMENT[name] for name in missing)
         raise UserError(f"A run of several processes also needs {settings} (or {variables}).")
+    if not 0 <= values["process"] < values["processes"]:
+        raise UserError(
+            f"Process {values['process']} of {values['processes']} ({', '.join(sources)}): "
+            "processes count from 0."
+        )
     devices = launcher.devices if launcher else None
     return Membership(**values, devices=devices, source=", ".join(dict.fromkeys(sources)))
 
@@ -213,7 +219,7 @@ def _tpu_metadata(read):
     number, listed = read("agent-worker-number"), read("worker-network-endpoints")
     if number is None or not listed:
         return None
-    if not number.strip().isdecimal():
+    if not (number.strip().isascii() and number.strip().isdecimal()) or len(number) > _MOST_DIGITS:
         raise UserError(
             f"This TPU VM's agent-worker-number is {number[:40]!r}; legal: a whole number."
         )
@@ -249,6 +255,6 @@ def _member(host, processes, process, source, port=PORT) -> Membership:
 
 def _count(environment, name) -> int:
     text = environment.get(name, "")
-    if not (text.isascii() and text.isdecimal()):
-        raise UserError(f"{name}={text} is not a whole number.")
+    if not (text.isascii() and text.isdecimal()) or len(text) > _MOST_DIGITS:
+        raise UserError(f"{name}={text[:60]} is not a whole number of up to {_MOST_DIGITS} digits.")
     return int(text)

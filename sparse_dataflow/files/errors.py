@@ -55,6 +55,11 @@ def first_line(error: BaseException) -> str:
 
 def in_words(error: Exception) -> str:
     """Returns the words for an error of the machine rather than of the code; "" for others."""
+    if is_exhausted(error) and isinstance(error, RuntimeError):
+        return (
+            "This process may have no more threads; allow more (ulimit -u, or the limit of the "
+            "container), or end other processes."
+        )
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in first_line(error):
         return (
             f"There is too little memory ({first_line(error)}). Use a machine with more, or a "
@@ -91,6 +96,12 @@ def _in_start_of_jax(error: BaseException) -> bool:
         if importing or module == "jax._src.xla_bridge":
             return True
     return False
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Returns whether the process has no memory or threads left, so that Python may not end."""
+    threads = isinstance(error, RuntimeError) and "start new thread" in str(error)
+    return isinstance(error, MemoryError) or threads
 
 
 def advice(error: BaseException) -> str:

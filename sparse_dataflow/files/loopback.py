@@ -30,15 +30,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, method):
         # A web page that a browser shows must not reach this server by a name of its own.
-        host = (self.headers.get("Host") or "").partition(":")[0]
-        origin = urlsplit(self.headers.get("Origin") or f"http://{HOST}").hostname
-        if host not in _NAMES or origin not in _NAMES:
+        if not self._is_local():
             return self._send(403, "text/plain", "only for this machine")
         respond = self.server.methods.get(method)
         if respond is None:
             return self._send(405, "text/plain", f"{method} is not served here")
-        url = urlsplit(self.path)
         try:
+            url = urlsplit(self.path)
             answer = respond(url.path, dict(parse_qsl(url.query)))
         except UserError as error:
             return self._send(400, "text/plain", str(error))
@@ -46,8 +44,17 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(500, "text/plain", first_line(error))
         self._send(200, *answer) if answer else self._send(404, "text/plain", "not found")
 
+    def _is_local(self):
+        """Returns whether the request names this machine, as its host and as its origin."""
+        try:
+            host = (self.headers.get("Host") or "").partition(":")[0]
+            origin = urlsplit(self.headers.get("Origin") or f"http://{HOST}").hostname
+        except ValueError:
+            return False
+        return host in _NAMES and origin in _NAMES
+
     def _send(self, status, kind, content):
-        data = content.encode() if isinstance(content, str) else content
+        data = content.encode(errors="replace") if isinstance(content, str) else content
         with contextlib.suppress(OSError):
             self.send_response(status)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
@@ -63,6 +70,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+
+    def handle_error(self, request, client_address):
+        """Says nothing: what cannot be read ends its connection alone."""
 
     def __init__(self, port: int, methods: Mapping[str, Respond]):
         self.methods = methods

@@ -70,8 +70,9 @@ class _Writer:
 
     def put(self, text: str) -> None:
         """Writes the text soon, or drops it if too much waits."""
-        if self._process != os.getpid():
-            self._start()
+        if self._process != os.getpid() and not self._start():
+            self._write(text[:_LONGEST].encode(self._encoding, self._errors))
+            return
         if self._queue.qsize() < _MOST_PENDING:
             for start in range(0, min(len(text), _LONGEST * 16), _LONGEST):
                 piece = text[start : start + _LONGEST]
@@ -90,24 +91,32 @@ class _Writer:
             time.sleep(0.0005)
 
     def _start(self):
+        """Starts the thread; returns False if the process may have no more of them."""
         # A thread does not survive a fork. `put` of a simple queue may be interrupted by itself.
         self._queue: queue.SimpleQueue[bytes | _Mark] = queue.SimpleQueue()
+        try:
+            threading.Thread(target=self._run, args=(self._queue,), daemon=True).start()
+        except RuntimeError:
+            return False
         self._process, self._late = os.getpid(), _Mark()
         self._late.passed = True
-        threading.Thread(target=self._run, args=(self._queue,), daemon=True).start()
+        return True
 
     def _run(self, waiting):
         while True:
             item = waiting.get()
             if isinstance(item, _Mark):
                 item.passed = True
-                continue
-            with contextlib.suppress(OSError):
-                while item:
-                    try:
-                        item = item[os.write(self._descriptor, item) :]
-                    except BlockingIOError:  # Another process made the descriptor so.
-                        select.select([], [self._descriptor], [], 1.0)
+            else:
+                self._write(item)
+
+    def _write(self, data):
+        with contextlib.suppress(OSError):
+            while data:
+                try:
+                    data = data[os.write(self._descriptor, data) :]
+                except BlockingIOError:  # Another process made the descriptor so.
+                    select.select([], [self._descriptor], [], 1.0)
 
 
 def _may_block(stream) -> bool:
@@ -145,7 +154,10 @@ def flush_or_exit(status: int) -> None:
     The end of Python would wait for the reader, with signals at their defaults.
     """
     thread = threading.Thread(target=_flush, args=(sys.stdout,), daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # No more threads.
+        return
     thread.join(PATIENCE_SECONDS)
     if thread.is_alive():
         os._exit(status)

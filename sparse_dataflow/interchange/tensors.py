@@ -11,12 +11,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from sparse_dataflow.files import json_files
-from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.errors import UserError, first_line
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 """Largest file of an export, in bytes; the default of `transformers`."""
+
+
+MOST_HEADER_BYTES = 2**24
 
 
 class Tensors:
@@ -39,9 +42,10 @@ class Tensors:
             if not path.is_file():  # Reading a named pipe would never end.
                 raise UserError(f"{path} is not a regular file.")
             try:
+                _check_header(path)
                 with safe_open(path, framework="numpy") as file:
                     self._file_of |= dict.fromkeys(file.keys(), path)
-            except (OSError, SafetensorError) as error:
+            except (OSError, SafetensorError, ValueError) as error:
                 raise UserError(f"{path} is not a complete safetensors file ({error}).") from None
         self.names = set(self._file_of)
 
@@ -85,8 +89,12 @@ class Tensors:
                 if header.get_dtype() == "BF16":
                     return _read_bfloat16(self._file_of[name], name)
                 return file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{self._file_of[name]} cannot be read ({error}).") from None
+        except UserError:
+            raise
+        except Exception as error:  # The library raises errors of any type.
+            raise UserError(
+                f"{name} in {self._file_of[name]} cannot be read ({first_line(error)})."
+            ) from None
 
 
 def digest(folder: Path) -> str:
@@ -159,6 +167,14 @@ def _files(folder):
     if not (folder / FILE).exists():
         raise UserError(f"{folder} has no weights; legal: {FILE}, or {INDEX} with its files.")
     return [folder / FILE]
+
+
+def _check_header(path):
+    """Raises ValueError for a header that takes long to read: a tensor has about 100 bytes."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > MOST_HEADER_BYTES:
+        raise ValueError(f"its header has {length:,} bytes; legal: {MOST_HEADER_BYTES:,}")
 
 
 def _read_bfloat16(path, name):

@@ -13,6 +13,7 @@ the flags of every imported library.
 """
 
 import dataclasses
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.settings import Setting
 from sparse_dataflow.distributed import stopping
 from sparse_dataflow.files import json_files, storage
-from sparse_dataflow.files.errors import TEMPORARY, UserError, in_words
+from sparse_dataflow.files.errors import TEMPORARY, UserError, in_words, is_exhausted
 from sparse_dataflow.files.output import best_effort_errors, flush_or_exit
 from sparse_dataflow.hardware import xla_flags
 from sparse_dataflow.runs import request
@@ -271,7 +272,9 @@ def _run(main, doc, shared, options, defaults, argv) -> None:
     except Exception as error:
         if not (words := in_words(error)):
             raise
-        print(f"error: {words}", file=sys.stderr)
+        print(f"error: {words}", file=sys.stderr, flush=True)
+        if is_exhausted(error):
+            os._exit(2)  # The end of Python waits for threads that cannot go on.
         sys.exit(2)
     except stopping.Ended as ended:
         print(f"stopped: {ended}", file=sys.stderr)

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 
+import drawn
 import pytest
 from main_job import PICO
 from ports import free_port
@@ -63,15 +64,28 @@ def command(draw):
 
 
 def test_flags(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     counts = Storm("command lines and flagfiles", 300, 5000)
     draw = counts.draw
     for _ in counts:
         argv = command(draw)
+        if draw.random() < 0.2:
+            argv = [argv[0], flagfile(draw, argv[1:], tmp_path / "flags")]
         with counts.one(argv):
             [request] = command_line.arguments(argv, tuple(NAMED), None)
             devices.executor(request.config())
-    assert not list(tmp_path.iterdir())
+    assert not list((tmp_path / "here").iterdir())
+
+
+def flagfile(draw, words, path):
+    """--flagfile of a file with these words, some of which stand in another one."""
+    inner = path.with_name("inner")
+    inner.write_bytes("\n".join(words[1:]).encode(errors="surrogateescape"))
+    nested = draw.choice([inner, path, "/dev/zero", path.parent, "missing", ""])
+    text = "\n".join([*words[:1], f"--flagfile={nested}"]).encode(errors="surrogateescape")
+    path.write_bytes(drawn.damaged(draw, text) if draw.random() < 0.3 else text)
+    return f"--flagfile={path}"
 
 
 def corpus(draw, folder):
@@ -238,11 +252,7 @@ def test_sockets():
         with counts.one("connection"):
             connection = connected(port)
             message = {"process": 1, "processes": 2, "facts": {"a": 1}, "nonce": "", "proof": ""}
-            for name in draw.sample(sorted(message), draw.randint(0, 3)):
-                message[name] = draw.choice(
-                    [None, [], {}, "1", 1e999, -1, 10**40, "x" * 9000, True]
-                )
-            text = json.dumps(message).encode()
+            text = drawn.json_bytes(draw, message)
             with contextlib.suppress(OSError):
                 connection.sendall(
                     draw.choice(

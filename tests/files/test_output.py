@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from sparse_dataflow.files import output
+from sparse_dataflow.files import output, waiting
 
 
 def run(code, *, stopped="stderr", answer=True):
@@ -117,3 +117,17 @@ def test_a_forked_process_writes_too():
         os.waitpid(child, 0)
     with os.fdopen(read) as reader:
         assert reader.read() == "parent\nchild\n"
+
+
+def test_without_threads_text_is_written_all_the_same(monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    read, write = os.pipe()
+    with os.fdopen(write, "w") as stream:
+        print("no more threads", file=output.BestEffort(stream), flush=True)
+        with waiting.told("waiting"):
+            pass
+    with os.fdopen(read) as reader:
+        assert reader.read() == "no more threads\n"

@@ -1,0 +1,66 @@
+"""A request to the server of `watch` and of profiles: an answer, and nothing on the terminal."""
+
+import contextlib
+import socket
+
+import drawn
+import pytest
+from storms import Storm
+
+from sparse_dataflow.files import loopback
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs import watch
+
+
+def answer(port, request):
+    """The status of the answer; 0 where the connection is closed without one."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        with contextlib.suppress(OSError):
+            connection.sendall(request)
+            connection.shutdown(socket.SHUT_WR)
+            line = connection.makefile("rb").readline().split()
+            return int(line[1]) if len(line) > 1 and line[0].startswith(b"HTTP/") else 0
+    return 0
+
+
+def get(path="/", **headers):
+    lines = [f"GET {path} HTTP/1.0", *(f"{name}: {text}" for name, text in headers.items())]
+    return "\r\n".join([*lines, "", ""]).encode(errors="surrogatepass")
+
+
+@pytest.fixture
+def port(tmp_path):
+    with loopback.served(0, {"GET": watch.responder([tmp_path], 1000.0)}) as port:
+        yield port
+
+
+@pytest.mark.parametrize(
+    "origin", ["http://[", "http://[::1", "http://a]", "null", "http://evil.example", "http://\x00"]
+)
+def test_a_foreign_or_malformed_origin_is_refused(port, capfd, origin):
+    assert answer(port, get(Host="127.0.0.1", Origin=origin)) in (400, 403)
+    assert answer(port, get(Host="127.0.0.1", Origin="http://localhost:7")) == 200
+    assert capfd.readouterr().err == ""
+
+
+def test_any_request_is_answered_or_closed_and_the_server_goes_on(port, capfd):
+    counts = Storm("HTTP requests")
+    for _ in counts:
+        draw = counts.draw
+        headers = {"Host": draw.choice(["127.0.0.1", "localhost:80", "evil", drawn.text(draw)])}
+        if draw.random() < 0.3:
+            headers["Origin"] = draw.choice(["http://localhost", "http://[", drawn.text(draw)])
+        if draw.random() < 0.2:
+            headers[drawn.text(draw)] = drawn.text(draw, 200)
+        path = draw.choice(
+            ["/", "/content", "/?layer=0", "/?layer=" + drawn.text(draw), "//[", "x"]
+        )
+        request = get(path, **headers)
+        if draw.random() < 0.3:
+            request = drawn.damaged(draw, request)
+        with counts.one(request):
+            status = answer(port, request)
+            if status != 200:
+                raise UserError(f"status {status}")
+        assert capfd.readouterr().err == ""
+    assert answer(port, get(Host="localhost")) == 200
