@@ -192,7 +192,7 @@ class Job:
         memory_bytes = self.chip.memory_bytes
         devices.check(self.executor, self.config, planned, memory_bytes)
         if isinstance(self.executor, RelayExecutor):
-            relay_plan.check(self.config, planned, self.chip, self.executor)
+            self.executor = relay_plan.settled(self.config, planned, self.chip, self.executor)
         elif self.executor == SINGLE_DEVICE:
             memory_check.refuse_too_large(self.config, planned, memory_bytes)
 
