@@ -28,7 +28,7 @@ GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_
 FAULT_TESTS := $(addprefix tests/,borders experiments/test_faults.py experiments/test_mirror_runs.py experiments/test_random_kills.py experiments/test_storm.py)
 
 # Tests of code that runs only where an optional package is installed.
-OPTIONAL_TESTS := $(addprefix tests/,experiments/test_optional_packages.py runs/benchmarks/test_step_peers.py training/monitoring/test_tracker_packages.py training/test_precision.py kernels/test_quantized.py data/test_formats.py interchange)
+OPTIONAL_TESTS := $(addprefix tests/,experiments/test_optional_packages.py runs/benchmarks/test_step_peers.py training/monitoring/test_tracker_packages.py interchange/test_architectures.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test quick nightly optional faults aot-tpu aot-gpu bench bench-schedule bench-schedule-gpu chip-report lint format docs lock clean FORCE

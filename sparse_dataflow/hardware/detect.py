@@ -67,7 +67,7 @@ def detect(dtypes: Iterable[str] = ("float32",)) -> Chip:
 
 def cpu_name() -> str:
     """Returns the CPU model and the number of cores available to this process."""
-    cores = _cpu_count()
+    cores = cpu_count()
     return f"{_cpu_model()}, {cores} core{'s' * (cores > 1)}"
 
 
@@ -182,6 +182,7 @@ def _cpu_model() -> str:
     return match[1].strip() if match else platform.processor() or platform.machine()
 
 
-def _cpu_count() -> int:
+def cpu_count() -> int:
+    """Returns the number of cores available to this process."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     return len(affinity(0)) if affinity else os.cpu_count() or 1

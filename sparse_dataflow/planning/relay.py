@@ -3,7 +3,8 @@
 The device holds two blocks, the activations of one micro-batch in a block, and those at block
 boundaries, the stash (L2L, arXiv 2002.05645, section 3.4: `layers x batch` activations on the
 device, or none if they go to the host).  Host memory holds masters and moments (12 bytes per stored
-parameter; 8 for those of Muon), copies of the weights for the device, and gradients.
+parameter, 8 for those of Muon; 8 and 6 with bfloat16 moments), copies of the weights for the
+device, and gradients.
 
 Pure Python: importing this module loads no jax.
 """
@@ -29,6 +30,23 @@ H100) to 68% (MaxText README, v5p)."""
 BACKWARD_PER_FORWARD = 3
 """Backward / forward FLOPs, including the recomputed forward pass of each block."""
 
+UPDATE_RATES = {
+    ("float32", "float32"): 430e6,
+    ("float32", "bfloat16"): 310e6,
+    ("bfloat16", "float32"): 240e6,
+    ("bfloat16", "bfloat16"): 195e6,
+}
+"""(dtype of the moments, of the gradients) -> parameters per second that one core updates with
+AdamW, by processor time of an AMD EPYC core (`host_optimizer.update`, 2**22 parameters).  Muon's
+matrices take longer by their products, which are not counted."""
+
+COPY_RATE = 1.8e9
+"""Parameters per second that one such core rounds to bfloat16 (`host_optimizer.narrow`)."""
+
+HOST_MEMORY_RATE = 100e9
+"""Assumed bytes/s of host memory, which bounds the update however many cores there are: a third of
+what eight channels of DDR5-4800 carry."""
+
 _UNKNOWN = Chip("unknown")
 
 
@@ -46,6 +64,8 @@ class RelayEstimate:
       transfer_seconds: of the slower direction, because both run concurrently; None if the rate is
         unknown.
       compute_seconds: at EFFICIENCY of the peak rate; None if the peak is unknown.
+      update_seconds: of AdamW on the host's cores, with the copies that are not kept.
+      overlaps: whether updates overlap with compute, as with eager clipping.
       micro_batches: smallest number of micro-batches of this size at which the forward pass of a
         block takes as long as fetching the next block; None if a rate is unknown.
     """
@@ -58,7 +78,19 @@ class RelayEstimate:
     updated: int
     transfer_seconds: float | None
     compute_seconds: float | None
+    update_seconds: float
+    overlaps: bool
     micro_batches: int | None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of a step without the flush of files; None if a rate is unknown."""
+        if not self.transfer_seconds or not self.compute_seconds:
+            return None
+        device = max(self.transfer_seconds, self.compute_seconds)
+        if self.overlaps:
+            return max(device, self.update_seconds)
+        return device + self.update_seconds
 
     @property
     def device_total(self) -> int:
@@ -89,12 +121,16 @@ class RelayEstimate:
         ]
         if self.disk:
             lines.insert(2, f"{self.disk / GIB:,.3g} GiB on disk")
-        if self.transfer_seconds and self.compute_seconds:
+        update = f"updates {self.update_seconds:,.3g} s on the host"
+        update += " while it computes" if self.overlaps else " after it has computed"
+        if self.step_seconds:
             lines.append(
-                f"a step computes {self.compute_seconds:,.3g} s and transfers "
-                f"{self.transfer_seconds:,.3g} s; transfers overlap with compute from "
-                f"{self.micro_batches} micro-batches on"
+                f"a step of {self.step_seconds:,.3g} s computes {self.compute_seconds:,.3g} s, "
+                f"transfers {self.transfer_seconds:,.3g} s and {update}; transfers overlap with "
+                f"compute from {self.micro_batches} micro-batches on"
             )
+        else:
+            lines.append(f"a step {update}")
         return "\n  ".join(lines)
 
 
@@ -113,6 +149,9 @@ def estimate(
     devices: int = 1,
     local_devices: int = 1,
     optimizer: str = "adamw",
+    state_dtype: str = "float32",
+    cores: int = 1,
+    copies: bool = True,
 ) -> RelayEstimate:
     """Estimates bytes, traffic and seconds of one step.
 
@@ -130,6 +169,9 @@ def estimate(
       devices: data-parallel devices; each holds all parameters of a section.
       local_devices: devices of one process; each has its own page-locked copies and stash.
       optimizer: see `TrainingConfig`.
+      state_dtype: dtype of the moments.
+      cores: cores of the host that update.
+      copies: whether the device's copies are kept; else each is made when it is fetched.
 
     Raises:
       UserError: the batch is not divisible by micro_batches x devices.
@@ -163,10 +205,13 @@ def estimate(
         "inside a block": max(micro.activations + micro.working_set, micro.logits),
     }
     state = parameters * MASTER_BYTES
-    state += memory.moment_bytes(parameters, memory.matrix_count(model), "float32", optimizer)
+    state += memory.moment_bytes(parameters, memory.matrix_count(model), state_dtype, optimizer)
     # Eager clipping frees the gradients of a block after its update.
     gradients = parameters if clipping == "exact" else rest + 3 * block
-    copied = parameters * compute if pinned or compute != MASTER_BYTES else 0
+    # Without kept copies, those of the blocks that are fetched and of the head exist at once.
+    copied = (parameters if copies else min(parameters, rest + 2 * block)) * compute
+    if not pinned and compute == MASTER_BYTES:
+        copied = 0
     stashed = boundary * model.num_layers if stash == "host" else 0
     host = {
         "masters and moments": 0 if files else state,
@@ -191,8 +236,25 @@ def estimate(
         updated=parameters,
         transfer_seconds=transfer,
         compute_seconds=compute_seconds,
+        update_seconds=_update_seconds(
+            parameters, state, model.compute_dtype, state_dtype, cores, copies
+        ),
+        overlaps=clipping == "eager",
         micro_batches=fewest,
     )
+
+
+def _update_seconds(parameters, state, compute_dtype, state_dtype, cores, copies):
+    """Returns the seconds of an update: by the cores, or by what the host's memory carries."""
+    narrow = DTYPE_BYTES[compute_dtype] < MASTER_BYTES
+    rate = cores * UPDATE_RATES[state_dtype, "bfloat16" if narrow else "float32"]
+    # Masters and moments are read and written, gradients read, copies written.
+    moved = 2 * state + 2 * parameters * DTYPE_BYTES[compute_dtype]
+    seconds = max(parameters / rate, moved / HOST_MEMORY_RATE)
+    if narrow and not copies:  # Both passes fetch.
+        moved = 2 * parameters * (MASTER_BYTES + DTYPE_BYTES[compute_dtype])
+        seconds += max(2 * parameters / (cores * COPY_RATE), moved / HOST_MEMORY_RATE)
+    return seconds
 
 
 def _seconds(model, sequence, tokens, micro_batches, chip):

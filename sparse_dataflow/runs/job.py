@@ -199,7 +199,7 @@ class Job:
             say(self.chip.product_words(model.precision, model.compute_dtype))
         devices.check(self.executor, self.config, planned)
         if isinstance(self.executor, RelayExecutor):
-            relay_plan.check(self.config, planned, self.chip, self.executor)
+            self.executor = relay_plan.settled(self.config, planned, self.chip, self.executor)
 
     def _refuse_unfit_weights(self, models: list[Variant], record: RunRecord | None):
         """Refuses weights to begin with whose shapes the models do not have."""

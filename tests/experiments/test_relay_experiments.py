@@ -33,12 +33,27 @@ def test_bert_large_compares_both_executors(job, tmp_path):
     assert host["losses"] == device["losses"]
 
 
-def test_fifty_billion_are_planned(job, tmp_path):
-    done = job.run(f"--keep={tmp_path}", experiment="relay_50b")
+@pytest.mark.parametrize(
+    "host_gb, placement",
+    [
+        (64, None),
+        (128, "files"),
+        (512, "copies of weights made at each fetch"),
+        (550, "bfloat16 moments"),
+        (800, "float32 moments"),
+    ],
+)
+def test_fifty_billion_are_planned(job, tmp_path, host_gb, placement):
+    """L2L trained 50 B dense parameters with 16 GB on the device and 512 GB on the host."""
+    done = job.run(f"--host_gb={host_gb}", f"--keep={tmp_path}", experiment="relay_50b")
     assert done.returncode == 0, done.stderr
     found = result(tmp_path)
-    assert found["dense"]["updated"] > 50e9 and not found["dense"]["fits_host"]
+    dense = found["dense"]
+    assert dense["updated"] > 50e9 and dense["fits_host"] == bool(placement)
+    assert dense["placement"].endswith(placement or "files")
+    assert dense["host"]["masters and moments"] > 400e9 or "files" in dense["placement"]
     assert found["sparse"]["fits_device"] and found["sparse"]["fits_host"]
+    assert f"updates {dense['update_seconds']:,.3g} s on the host" in done.stdout
 
 
 def test_depths_that_are_none_are_refused(refused):

@@ -25,13 +25,35 @@ QUARTER = PICO.with_linears(LinearSpec("block_sparse", "monarch", density=0.25, 
 BY_DEPTH = dataclasses.replace(QUARTER, density_by_depth=(2.0, 1.0))
 
 
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", [PICO, QUARTER, BY_DEPTH], ids=["dense", "sparse", "by depth"])
-def test_masters_and_moments_are_those_of_the_state(model, optimizer):
-    state = abstract_state(model, TrainingConfig(1, 8, 64, optimizer=optimizer))
+def test_masters_and_moments_are_those_of_the_state(model, optimizer, state_dtype):
+    options = {"optimizer": optimizer, "state_dtype": state_dtype}
+    state = abstract_state(model, TrainingConfig(1, 8, 64, **options))
     arrays = [a for a in jax.tree.leaves((state.params, state.moments)) if a.ndim]
-    planned = relay.estimate(model, 8, 64, optimizer=optimizer).host["masters and moments"]
+    planned = relay.estimate(model, 8, 64, **options).host["masters and moments"]
     assert planned == sum(int(np.prod(a.shape)) * a.dtype.itemsize for a in arrays)
+
+
+def test_the_host_updates_with_its_cores_until_its_memory_bounds_it():
+    """A parameter moves 12 + 12 bytes of state, a gradient and a copy of 2 bytes each."""
+    model = dataclasses.replace(LARGE, num_layers=9)
+    plan = lambda **options: relay.estimate(model, 8, 2048, chip=CHIPS["h200"], **options)  # noqa: E731
+    one, four, many = (plan(cores=cores) for cores in (1, 4, 10_000))
+    assert one.update_seconds == pytest.approx(4 * four.update_seconds)
+    assert one.update_seconds == pytest.approx(one.updated / 310e6)
+    assert many.update_seconds == pytest.approx(one.updated * 28 / 100e9)
+    assert one.step_seconds == pytest.approx(
+        max(one.compute_seconds, one.transfer_seconds) + one.update_seconds
+    )
+    eager = plan(clipping="eager")
+    assert eager.step_seconds == max(
+        eager.compute_seconds, eager.transfer_seconds, eager.update_seconds
+    )
+    less = plan(copies=False)
+    assert less.host_total < one.host_total and less.update_seconds > one.update_seconds
+    assert f"updates {one.update_seconds:,.3g} s on the host" in one.text()
 
 
 def test_the_device_has_room_for_the_layers_that_store_most():

@@ -16,7 +16,8 @@ from sparse_dataflow.optim import muon
 from sparse_dataflow.optim.optimizers import B1, B2, EPS
 
 PIECE = 2**17
-"""Elements per piece: its two float32 temporaries, 1 MiB, fit a core's second-level cache."""
+"""Elements per piece: its float32 temporaries, 1 MiB with float32 moments and 2 MiB with bfloat16,
+fit a core's second-level cache."""
 
 BFLOAT16 = "bfloat16"
 
@@ -38,9 +39,10 @@ class Rates(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A parameter and its moments: contiguous float32 arrays of one shape.
+    """A parameter and its moments: contiguous arrays of one shape.
 
-    A matrix of Muon has no second moment; its first moment is Muon's momentum.
+    The parameter is float32; the moments are float32 or bfloat16. A matrix of Muon has no second
+    moment; its first moment is Muon's momentum.
     """
 
     parameter: np.ndarray
@@ -76,16 +78,19 @@ def update(
       before: 1-D views of the old values.
       gradient: float32 or bfloat16, of the same length.
       rates: scalars of this step.
-      after: 1-D views for the results; may be `before`.
+      after: 1-D views for the results, of the same dtypes; may be `before`.
       copy: also receives the parameter, rounded to its dtype, float32 or bfloat16.
     """
-    scratch = np.empty((2, min(PIECE, gradient.size)), np.float32)
+    wide = before.mu.dtype == np.float32
+    scratch = np.empty((2 if wide else 4, min(PIECE, gradient.size)), np.float32)
     for where in pieces(gradient.size, gradient.size):
-        length = where.stop - where.start
-        g, t = scratch[:, :length]
+        g, t, *moments = scratch[:, : where.stop - where.start]
         p, m, v = (array[where] for array in before)
         p_out, m_out, v_out = (array[where] for array in after)
-        np.multiply(widen(gradient[where]), np.float32(rates.clip), out=g)
+        if not wide:
+            m, v = (widen(array, out) for array, out in zip((m, v), moments))
+            m_out, v_out = moments
+        np.multiply(widen(gradient[where], g), np.float32(rates.clip), out=g)
         np.multiply(m, np.float32(B1), out=m_out)
         np.multiply(g, np.float32(1 - B1), out=t)
         np.add(m_out, t, out=m_out)
@@ -102,6 +107,9 @@ def update(
         np.add(t, g, out=t)
         np.multiply(t, np.float32(rates.learning_rate), out=t)
         np.subtract(p, t, out=p_out)
+        if not wide:
+            narrow(m_out, after.mu[where])
+            narrow(v_out, after.nu[where])
         if copy is not None:
             narrow(p_out, copy[where])
 
@@ -121,9 +129,10 @@ def update_matrices(
     """
     for where in pieces(gradient.size, gradient.size, math.prod(matrices.unit)):
         g = widen(gradient[where]) * np.float32(rates.clip)
-        after.mu[where] = muon.with_gradient(before.mu[where], g)
+        mu = muon.with_gradient(widen(before.mu[where]), g)
+        narrow(mu, after.mu[where])
         block = matrices.unit[-2:]
-        momentum, stack = (matrices.join(a.reshape(-1, *block)) for a in (after.mu[where], g))
+        momentum, stack = (matrices.join(a.reshape(-1, *block)) for a in (mu, g))
         step = _flat(matrices.split(muon.update(momentum, stack, rates.number)))
         step += np.float32(rates.decay) * before.parameter[where]
         step *= np.float32(rates.learning_rate)
@@ -141,11 +150,16 @@ def square_sum(gradient: np.ndarray) -> float:
     return total
 
 
-def widen(array: np.ndarray) -> np.ndarray:
-    """Converts a 1-D float32 or bfloat16 array to float32, exactly."""
+def widen(array: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    """Converts a 1-D float32 or bfloat16 array to float32, exactly.
+
+    Returns a float32 array itself; else `out`, a new array if None.
+    """
     if array.dtype.name != BFLOAT16:
         return array
-    return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    out = np.empty(array.shape, np.float32) if out is None else out
+    np.left_shift(array.view(np.uint16), np.uint32(16), out=out.view(np.uint32))
+    return out
 
 
 def narrow(array: np.ndarray, out: np.ndarray) -> None:

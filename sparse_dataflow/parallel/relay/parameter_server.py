@@ -15,7 +15,6 @@ One thread fetches, one returns gradients, several update. Gradients are clipped
 import collections
 import functools
 import math
-import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -27,6 +26,7 @@ import numpy as np
 from sparse_dataflow.config.layer_groups import group_index, layer_groups, split_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.hardware.detect import cpu_count
 from sparse_dataflow.optim.muon import matrices_of
 from sparse_dataflow.optim.optimizers import (
     adam_state,
@@ -79,6 +79,7 @@ class ParameterServer:
         put: Callable[[Any], Any],
         *,
         clipping: str = "exact",
+        copies: bool = True,
         pinned: jax.sharding.Sharding | None = None,
     ):
         """Starts the threads.
@@ -88,13 +89,14 @@ class ParameterServer:
           training: gives clip and weight decay.
           put: copies a tree of host arrays to the device.
           clipping: "exact" or "eager".
+          copies: whether the device's copies are kept; else each is made when it is fetched.
           pinned: sharding in page-locked host memory for the device's copies; pageable memory if
             None.
         """
         self.model, self.training, self.put = model, training, put
-        self.clipping, self.pinned = clipping, pinned
+        self.clipping, self.copies, self.pinned = clipping, copies, pinned
         self.storage: Any = InMemory()
-        self.threads = len(getattr(os, "sched_getaffinity", lambda _: range(4))(0))  # One per core.
+        self.threads = cpu_count()
         self.fetching = ThreadPoolExecutor(1, "fetch")
         self.returning = ThreadPoolExecutor(1, "return")
         self.updating = ThreadPoolExecutor(self.threads, "update")
@@ -107,6 +109,8 @@ class ParameterServer:
 
         These are the masters if they have the same dtype and need no page-locked memory.
         """
+        if not self.copies:
+            return self._new_copy(view(params, section))
         if params is not self._copied:
             self._copies, self._copied = {}, params
         if section not in self._copies:
@@ -134,10 +138,17 @@ class ParameterServer:
             if dtype == master.dtype:
                 return master
             out = np.empty(master.shape, dtype)
-            host_optimizer.narrow(master.reshape(-1), out.reshape(-1))
+            flat, flat_out = master.reshape(-1), out.reshape(-1)
+            for where in host_optimizer.pieces(master.size, self.threads):
+                job = self.updating.submit(host_optimizer.narrow, flat[where], flat_out[where])
+                jobs.append(job)
             return out
 
-        return self.pin(jax.tree_util.tree_map_with_path(copy, masters))
+        jobs: list[Future] = []
+        copies = jax.tree_util.tree_map_with_path(copy, masters)
+        for job in jobs:
+            job.result()
+        return self.pin(copies)
 
 
 class ServerStep:
@@ -233,7 +244,10 @@ class ServerStep:
             learning_rate_multipliers(model, server.training, masters, tables)
         )
         before, after = (_leaves(paths, trees, section) for trees in (self._before, self._after))
-        old_copies = jax.tree.leaves(server.copy(self._state.params, section))
+        # Without kept copies the masters stand for them and are not written twice.
+        old_copies = jax.tree.leaves(
+            server.copy(self._state.params, section) if server.copies else masters
+        )
         copies, jobs = [], []
         leaves = zip(paths, before, after, gradients, old_copies, multipliers, decayed, strict=True)
         for path, old, new, gradient, copy, multiplier, decays in leaves:
@@ -242,7 +256,7 @@ class ServerStep:
                 matrices = matrices_of(gradient.shape, tables_of_path(tables, path))
                 update = functools.partial(host_optimizer.update_matrices, matrices=matrices)
                 unit = math.prod(matrices.unit)
-            if device_dtype(server.model, path) == new.parameter.dtype:
+            if not server.copies or device_dtype(server.model, path) == new.parameter.dtype:
                 copy = None
             elif not isinstance(copy, np.ndarray):  # A page-locked copy is a jax array.
                 copy = np.empty(copy.shape, jnp.bfloat16)
@@ -254,7 +268,8 @@ class ServerStep:
                 flat = gradient.reshape(-1)[where]
                 job = (old.piece(where), flat, rates, new.piece(where), rounded)
                 jobs.append(server.updating.submit(self._timed, section, update, job))
-        self._copies[section] = jax.tree.unflatten(jax.tree.structure(masters), copies)
+        if server.copies:
+            self._copies[section] = jax.tree.unflatten(jax.tree.structure(masters), copies)
         self._updates[section] = jobs
 
     def _timed(self, section, update, job):
@@ -268,7 +283,8 @@ class ServerStep:
             for job in jobs:
                 job.result()
             self._updates[section] = []
-            self._copies[section] = self._server.pin(self._copies[section])
+            if self._server.copies:
+                self._copies[section] = self._server.pin(self._copies[section])
             views = tuple(view(tree, section) for tree in self._after)
             self._server.storage.updated(section, views)
 

@@ -259,16 +259,11 @@ def layer_tables(model: ModelConfig) -> dict:
 
 
 def refuse_unsupported(training: TrainingConfig, devices: int) -> None:
-    """Refuses micro-batches that the devices do not divide, and a state that is not float32.
+    """Refuses micro-batches that the devices do not divide.
 
     Raises:
       UserError: naming the legal values.
     """
-    if training.state_dtype != "float32":
-        raise UserError(
-            f"The relay updates float32 moments in host memory, not {training.state_dtype} ones; "
-            "legal: --set training.state_dtype=float32."
-        )
     rows = training.batch // training.micro_batches
     if rows % devices:
         raise UserError(

@@ -47,11 +47,13 @@ class RelayConfig:
         depth) or on the "host" (device memory is independent of depth).
       clipping: see `parameter_server`.
       depth: blocks that take part in each step.
+      copies: whether host memory keeps the device's copies; the results are the same.
     """
 
     stash: str = "device"
     clipping: str = "exact"
     depth: DepthSchedule = dataclasses.field(default_factory=DepthSchedule)
+    copies: bool = True
 
     def __post_init__(self):
         for name, legal in (("stash", STASHES), ("clipping", CLIPPINGS)):
@@ -127,6 +129,7 @@ class Relay:
             training,
             self._put,
             clipping=self.config.clipping,
+            copies=self.config.copies,
             pinned=self._replicated.with_memory_kind("pinned_host") if pinned else None,
         )
         self._depth = DepthSchedule()

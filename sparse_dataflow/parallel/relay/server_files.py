@@ -65,7 +65,8 @@ class MappedFiles:
           identity: JSON-able settings that must equal those of the saved steps.
 
         Raises:
-          UserError: the folder cannot be written, has no space, is in use or has other files.
+          UserError: the folder cannot be written, has no space, is in use, has other files, or
+            holds another training.
         """
         self.folder, self._abstract = Path(folder).absolute(), abstract
         self._identity = json.loads(json.dumps(identity))
@@ -77,6 +78,7 @@ class MappedFiles:
         with _user_errors(self.folder):
             self._folder_lock = _lock(self.folder)
             self._commits = self._read_record()
+            self._refuse_another_training()
             self._reserve()
             self._trees = {slot: self._map(slot) for slot in SLOTS}
 
@@ -105,18 +107,12 @@ class MappedFiles:
           latest: latest step to restore; any if None.
 
         Raises:
-          UserError: all complete steps are damaged, or the folder holds another training.
+          UserError: all complete steps are damaged.
         """
         commits = [c for c in self._commits if latest is None or c["step"] <= latest]
         if not commits:
             return None
         for number, commit in enumerate(commits):
-            if change := next(differences(commit["identity"], self._identity), None):
-                name, was, now = change
-                raise UserError(
-                    f"{self.folder} holds another training: {name} is {was} there and {now} here. "
-                    "Name another parallel.server_dir."
-                )
             params, mu, nu, tables = trees = self._trees[commit["slot"]]
             content = {section_name(s): [view(t, s) for t in trees[:3]] for s in self._sections}
             content["tables"] = tables
@@ -214,6 +210,17 @@ class MappedFiles:
 
     def _slot_bytes(self):
         return sum(_aligned(_bytes(leaf)) for leaf in jax.tree.leaves(self._shapes))
+
+    def _refuse_another_training(self):
+        """Refuses another identity, before `_reserve` gives the slots another size."""
+        for commit in self._commits:
+            if change := next(differences(commit["identity"], self._identity), None):
+                name, was, now = change
+                self.close()
+                raise UserError(
+                    f"{self.folder} holds another training: {name} is {was} there and {now} here. "
+                    "Name another parallel.server_dir."
+                )
 
     def _reserve(self):
         """Reserves disk space: a write to a mapped file kills the process if the disk is full."""

@@ -44,6 +44,16 @@ FIFTY_COLUMNS = (
 )  # fmt: skip
 
 
+_NARROW = {"state_dtype": "bfloat16"}
+PLACEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "float32 moments": ({}, {}),
+    "bfloat16 moments": (_NARROW, {}),
+    "bfloat16 moments, copies of weights made at each fetch": (_NARROW, {"copies": False}),
+    "bfloat16 moments, masters and moments in files": (_NARROW, {"files": True}),
+}
+"""Name -> (changes of the training, options of `relay_plan.estimate`), the fastest first."""
+
+
 def depth(request: Request, options) -> None:
     """Trains a model of each depth through the relay; see `experiments.relay_depth`."""
     model, training, chip = _model_of(request)
@@ -101,24 +111,39 @@ def fifty_billion(options) -> None:
         chips.CHIPS[options.chip], memory_bytes=int(options.device_gb * chips.GIGA)
     )
     config, result = RelayConfig("host", "eager"), {}
+    host_bytes = options.host_gb * chips.GIGA
     for name, model in (("dense", dense), ("sparse", sparse)):
-        plan = relay_plan.estimate(model, training, config, chip)
+        placement, plan = _placed(model, training, config, chip, host_bytes, options.host_cores)
         fits = {
             "fits_device": plan.device_total <= chip.capacity,
-            "fits_host": plan.host_total <= options.host_gb * chips.GIGA,
+            "fits_host": plan.host_total <= host_bytes,
         }
         on_device, on_host = ("fits" if each else "does not fit" for each in fits.values())
         print(
-            f"{name}: {memory.parameter_count(model):,} stored parameters\n  {plan.text()}\n  "
-            f"{on_device} a device of {options.device_gb:g} GB, "
+            f"{name}: {memory.parameter_count(model):,} stored parameters, {placement}\n  "
+            f"{plan.text()}\n  {on_device} a device of {options.device_gb:g} GB, "
             f"{on_host} a host of {options.host_gb:g} GB"
         )
-        result[name] = dataclasses.asdict(plan) | fits
+        result[name] = dataclasses.asdict(plan) | fits | {"placement": placement}
+        result[name]["step_seconds"] = plan.step_seconds
     if options.run:
         chip = hardware.detect(["float32"])
         result["run"] = _relayed(sparse, training, config, chip, options.steps)
         print(_table([result["run"]], FIFTY_COLUMNS))
     measurement.keep(options.keep, f"relay_50b_{chip.name}", chip.name, [result])
+
+
+def _placed(model, training, config, chip: Chip, host_bytes: float, cores: int):
+    """Returns (name, estimate) of the first of `PLACEMENTS` that fits a host, else the last."""
+    plans = {
+        name: relay_plan.estimate(
+            model, dataclasses.replace(training, **changes), config, chip, cores=cores, **options
+        )
+        for name, (changes, options) in PLACEMENTS.items()
+    }
+    fitting = [name for name, plan in plans.items() if plan.host_total <= host_bytes]
+    name = next(iter(fitting), [*plans][-1])
+    return name, plans[name]
 
 
 def _model_of(request: Request) -> tuple[ModelConfig, TrainingConfig, Chip]:

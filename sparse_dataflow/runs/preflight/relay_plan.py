@@ -1,5 +1,6 @@
 """Memory and traffic of a relay run: estimated and checked before it, measured after it."""
 
+import dataclasses
 import os
 
 import jax
@@ -11,6 +12,7 @@ from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import CHIPS, GIB, Chip
 from sparse_dataflow.parallel.relay import timeline
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
@@ -27,6 +29,8 @@ def estimate(
     chip: Chip,
     files: bool = False,
     devices: int = 1,
+    cores: int | None = None,
+    copies: bool = True,
 ) -> relay.RelayEstimate:
     """Returns the estimate of a model; see `planning.relay.estimate`.
 
@@ -37,6 +41,8 @@ def estimate(
       chip: the chip; one of CHIPS has page-locked host memory and fused attention.
       files: whether masters and moments are in files.
       devices: data-parallel devices.
+      cores: cores of the host; those of this process if None.
+      copies: whether the device's copies are kept.
     """
     return relay.estimate(
         model,
@@ -52,24 +58,46 @@ def estimate(
         devices=devices,
         local_devices=jax.local_device_count() if devices > 1 else 1,
         optimizer=training.optimizer,
+        state_dtype=training.state_dtype,
+        cores=cores or hardware.cpu_count(),
+        copies=copies,
     )
 
 
-def check(config: RunConfig, variants: list[Variant], chip: Chip, executor: RelayExecutor) -> None:
+def settled(
+    config: RunConfig, variants: list[Variant], chip: Chip, executor: RelayExecutor
+) -> RelayExecutor:
     """Prints the estimate of each variant and checks that it fits; all processes call it.
+
+    Returns:
+      The executor; where host memory has no room for the device's copies, one that does not keep
+      them.
 
     Raises:
       UserError: the device, the host or the disk is too small, or `parallel.server_dir` cannot be
         used; names the bytes needed.
     """
     plan = config.parallel
-    estimates = [
-        estimate(v.model, v.training, plan, chip, bool(plan.server_dir), executor.devices)
-        for v in variants
-    ]
+
+    def planned(copies):
+        options = {"files": bool(plan.server_dir), "devices": executor.devices, "copies": copies}
+        each = [estimate(v.model, v.training, plan, chip, **options) for v in variants]
+        return each, each[0].with_host_memory_of(each[1:])
+
+    estimates, together = planned(True)
+    if not _fits_host(together):
+        without, fewer = planned(False)
+        if _fits_host(fewer):
+            say(
+                "host memory has no room for the device's copies of all weights: each is made "
+                "when it is fetched"
+            )
+            estimates, together = without, fewer
+            less = dataclasses.replace(executor.config, copies=False)
+            executor = dataclasses.replace(executor, config=less)
     for v, each in zip(variants, estimates):
         say(f"{v.name:>6}: {each.text()}")
-    refuse_small_host(estimates[0].with_host_memory_of(estimates[1:]))
+    refuse_small_host(together)
     need = max(each.device_total for each in estimates)
     if chip.memory_bytes is not None and need > chip.memory_bytes * memory.USABLE:
         raise UserError(
@@ -78,6 +106,18 @@ def check(config: RunConfig, variants: list[Variant], chip: Chip, executor: Rela
             "parallel.stash=host, which stores block inputs in host memory."
         )
     executor.refuse_unusable_files({v.name: each.disk for v, each in zip(variants, estimates)})
+    return executor
+
+
+def _fits_host(estimate):
+    """Returns whether `refuse_small_host` accepts an estimate, on every process."""
+    try:
+        refuse_small_host(estimate)
+    except UserError:
+        fits = False
+    else:
+        fits = True
+    return not processes.any_process(not fits)
 
 
 def refuse_small_host(estimate: relay.RelayEstimate) -> None:

@@ -31,12 +31,12 @@ TRAINING = TrainingConfig(steps=8, batch=4, sequence=11, clip=0.7)
 IDENTITY = {"model": MODEL.to_json()}
 
 
-def first_state(params, mu, nu, model=MODEL):
+def first_state(params, mu, nu, model=MODEL, training=TRAINING):
     """Returns a state with random params."""
     rng = np.random.default_rng(0)
     for leaf in jax.tree.leaves(params):
         leaf[...] = rng.normal(size=leaf.shape)
-    shapes = host_state.abstract_state(model, TRAINING)
+    shapes = host_state.abstract_state(model, training)
     moments = host_state.with_adam(shapes.moments, 0, mu, nu)
     return TrainState(np.zeros((), np.int32), params, moments, shapes.tables, key())
 
@@ -45,16 +45,16 @@ def key():
     return host_state.training_key(TRAINING)
 
 
-def open_files(folder, model=MODEL):
-    return MappedFiles(folder, host_state.abstract_state(model, TRAINING), IDENTITY)
+def open_files(folder, model=MODEL, training=TRAINING):
+    return MappedFiles(folder, host_state.abstract_state(model, training), IDENTITY)
 
 
-def advance(state, storage, steps, clipping="exact", model=MODEL):
+def advance(state, storage, steps, clipping="exact", model=MODEL, training=TRAINING):
     """Returns the state after `steps` steps with random gradients.
 
     The layouts do not change, so a step has the tables of `RelayExecutor.tables`.
     """
-    server = ParameterServer(model, TRAINING, None, clipping=clipping)
+    server = ParameterServer(model, training, None, clipping=clipping)
     server.storage = storage
     sections = host_state.all_sections(model.num_layers)
     tables = state.tables

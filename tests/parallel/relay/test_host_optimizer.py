@@ -1,5 +1,6 @@
 """AdamW and Muon on the host equal those of optax."""
 
+import functools
 import itertools
 
 import jax
@@ -35,6 +36,35 @@ def test_updates_equal_those_of_optax(size, in_place):
         np.testing.assert_allclose(leaf.parameter, theirs, rtol=1e-5, atol=1e-6)
         np.testing.assert_array_equal(copy, leaf.parameter.astype(ml_dtypes.bfloat16))
     np.testing.assert_allclose(leaf.nu, moments[0].nu, rtol=1e-5)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("size", [64, host_optimizer.PIECE + 64])
+def test_bfloat16_moments_are_computed_in_float32_and_rounded(size, optimizer, in_place):
+    """As the moments of `optim.optimizers`: rounded to nearest even after each update."""
+    rng = np.random.default_rng(size)
+    draw = lambda: rng.normal(size=size).astype(np.float32)  # noqa: E731
+    rounded = lambda array: array.astype(ml_dtypes.bfloat16).astype(np.float32)  # noqa: E731
+    names = ("mu", "nu") if optimizer == "adamw" else ("mu",)
+    function = host_optimizer.update
+    if optimizer == "muon":
+        matrices = muon.Matrices((8, 8))
+        function = functools.partial(host_optimizer.update_matrices, matrices=matrices)
+    start = draw()
+    exact = Leaf(start.copy(), *(np.zeros(size, np.float32) for _ in names))
+    stored = Leaf(start.copy(), *(np.zeros(size, ml_dtypes.bfloat16) for _ in names))
+    for number in range(1, 5):
+        gradient, rates = draw(), Rates(number, 0.5, 1e-2, 0.1)
+        after = stored if in_place else Leaf(*(np.empty_like(a) for a in stored if a is not None))
+        function(stored, gradient, rates, after)
+        stored = after
+        function(exact, gradient, rates, exact)
+        for name in names:
+            moment = getattr(exact, name)
+            moment[:] = rounded(moment)
+            np.testing.assert_array_equal(getattr(stored, name).astype(np.float32), moment)
+        np.testing.assert_array_equal(stored.parameter, exact.parameter)
 
 
 @pytest.mark.parametrize("in_place", [True, False])

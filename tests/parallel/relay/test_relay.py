@@ -12,12 +12,13 @@ import pytest
 
 from sparse_dataflow.config.families import FAMILIES
 from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.parallel import CLIPPINGS
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import OPTIMIZERS, TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import stacks
 from sparse_dataflow.models.model_weights import Fixed, ModelWeights
-from sparse_dataflow.optim.optimizers import learning_rate_schedule
+from sparse_dataflow.optim.optimizers import adam_state, learning_rate_schedule
 from sparse_dataflow.parallel import block_gradients, whole
 from sparse_dataflow.parallel.relay import host_optimizer, parameter_server, probe, programs
 from sparse_dataflow.parallel.relay import relay as relay_module
@@ -151,6 +152,30 @@ def test_muon_trains_as_in_the_whole_executor(name):
     model, how = MODELS[name], training(optimizer="muon")
     _, mine = relay_run(Relay(model, how), fresh_state(model, how))
     assert_same_reports(mine, whole_run(model, how), rtol=1e-5)
+
+
+@pytest.mark.parametrize("clipping", CLIPPINGS)
+def test_copies_that_are_not_kept_change_no_bit(clipping):
+    model, how = dataclasses.replace(DENSE, compute_dtype="bfloat16"), training()
+    runs = []
+    for copies in (True, False):
+        relay = Relay(model, how, RelayConfig(clipping=clipping, copies=copies))
+        runs.append(relay_run(relay, fresh_state(model, how)))
+        assert bool(relay.server._copies) == copies
+    (kept, expected), (made, reports) = runs
+    assert reports == expected
+    for mine, theirs in zip(*map(jax.tree.leaves, (made.params, kept.params)), strict=True):
+        assert mine.tobytes() == theirs.tobytes()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_bfloat16_moments_train_as_in_the_whole_executor(optimizer):
+    """`whole` also rounds the gradients of float32 products to bfloat16, the relay does not."""
+    model, how = MODELS["dense"], training(optimizer=optimizer, state_dtype="bfloat16")
+    state, mine = relay_run(Relay(model, how), fresh_state(model, how))
+    moments = adam_state(state.moments)
+    assert {a.dtype.name for a in jax.tree.leaves((moments.mu, moments.nu))} == {"bfloat16"}
+    assert_same_reports(mine, whole_run(model, how), rtol=1e-3)
 
 
 @pytest.mark.slow

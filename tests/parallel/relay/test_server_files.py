@@ -1,5 +1,6 @@
 """The server's files: a step is complete, or rolled back."""
 
+import dataclasses
 import shutil
 import signal
 from pathlib import Path
@@ -12,9 +13,11 @@ from server_process import IDENTITY, MODEL, TRAINING, advance, first_state, key,
 
 from sparse_dataflow.config.projections import LOW_RANK, LinearSpec
 from sparse_dataflow.config.sparsity import PATTERN_NAMES
+from sparse_dataflow.config.training import OPTIMIZERS
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import stacks
+from sparse_dataflow.optim.optimizers import adam_state
 from sparse_dataflow.parallel.relay import executor, host_state, server_files
 from sparse_dataflow.parallel.relay.parameter_server import InMemory
 from sparse_dataflow.parallel.relay.server_files import MappedFiles
@@ -86,6 +89,33 @@ def test_layouts_that_are_read_equal_those_that_were_written(tmp_path, pattern):
     assert jax.tree.structure(with_groups) == jax.tree.structure(stacks.with_groups(written.tables))
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_bfloat16_moments_that_are_read_equal_those_that_were_written(tmp_path, optimizer):
+    """In less space, and a training that goes on from them has the same bits."""
+    training = dataclasses.replace(TRAINING, state_dtype="bfloat16", optimizer=optimizer)
+    first = lambda *trees: first_state(*trees, MODEL, training)  # noqa: E731
+    steps = lambda state, storage, count: advance(state, storage, count, training=training)  # noqa: E731
+    files = open_files(tmp_path / "narrow", training=training)
+    assert files.bytes < open_files_bytes(tmp_path / "wide", optimizer)
+    written = steps(files.new_state(first), files, 3)
+    files.close()
+    files = open_files(tmp_path / "narrow", training=training)
+    read = files.restore(key())
+    assert_same_bits(read, written)
+    narrow = {str(a.dtype) for a in jax.tree.leaves(adam_state(read.moments)[1:])}
+    assert narrow == {"bfloat16"}
+    expected = steps(first(*host_state.zeros(MODEL, training)), InMemory(), 6)
+    assert_same_bits(steps(read, files, 6), expected)
+
+
+def open_files_bytes(folder, optimizer):
+    """Bytes of the files of the same training with float32 moments."""
+    training = dataclasses.replace(TRAINING, optimizer=optimizer)
+    files = open_files(folder, training=training)
+    files.close()
+    return files.bytes
+
+
 def run_until(folder, steps):
     files = open_files(folder)
     advance(files.new_state(first_state), files, steps)
@@ -146,9 +176,17 @@ def test_a_damaged_record_is_refused(tmp_path):
 def test_another_training_is_refused(tmp_path):
     run_until(tmp_path, 1)
     other = IDENTITY | {"model": IDENTITY["model"] | {"seed": 9}}
-    files = MappedFiles(tmp_path, host_state.abstract_state(MODEL, TRAINING), other)
     with pytest.raises(UserError, match=r"another training: model\.seed is 0 there and 9 here"):
-        files.restore(key())
+        MappedFiles(tmp_path, host_state.abstract_state(MODEL, TRAINING), other)
+
+
+def test_another_training_with_other_sizes_stays_whole(tmp_path):
+    run_until(tmp_path, 2)
+    smaller = dataclasses.replace(TRAINING, state_dtype="bfloat16")
+    other = IDENTITY | {"training": smaller.state_dtype}
+    with pytest.raises(UserError, match="another training"):
+        MappedFiles(tmp_path, host_state.abstract_state(MODEL, smaller), other)
+    assert_same_bits(open_files(tmp_path).restore(key()), in_memory(2))
 
 
 def test_two_runs_cannot_share_a_folder(tmp_path):
