@@ -145,7 +145,7 @@ def apply_blocks(
         layers = layer_group.layers
         of_group = kinds[layers.start : layers.stop]
         run = {
-            kind: _layer(config, member, group, attend, kind, real_BxT) for kind in set(of_group)
+            kind: _layer(config, member, group, attend, real_BxT, kind) for kind in set(of_group)
         }
         if config.shared_layers:
             shared = jax.tree.map(lambda t: _with_gradient(t)[0], group_params, is_leaf=_traced)
