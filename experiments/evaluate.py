@@ -62,7 +62,13 @@ class Options(ActivationOptions):
         "", "Comma list of folders whose YAML files define further tasks, as in lm-eval."
     )
     num_fewshot: tuple[int, ...] = setting(
-        (0, 1, 5), "Numbers of examples in the prompt.", legal=AT_LEAST_ZERO
+        (),
+        "Numbers of examples in the prompt; empty is the number that a task has, else 0, 1 and 5.",
+        legal=AT_LEAST_ZERO,
+    )
+    trust_tasks: bool = setting(
+        False,
+        "Whether task files may run their own code, as with !function and templates of any kind.",
     )
     items: int = setting(200, "Items that are made for each own task.", legal=AT_LEAST_TWO)
     limit: int = setting(0, "Most items of a task to score; 0 is all.", legal=AT_LEAST_ZERO)

@@ -127,19 +127,23 @@ class AnswerEvalBatches(EvalBatches):
         _refuse_empty(self, "No held-out example has an answer")
 
     @property
-    def windows(self) -> int:
-        """Number of rows evaluated by all processes."""
-        return min(len(self.tokens), self.max_windows or len(self.tokens))
+    def available(self) -> int:
+        """Number of rows of the split."""
+        return len(self.tokens)
 
     @property
     def total_tokens(self) -> int:
         """Number of targets with weight 1 over all batches and processes."""
-        return sum(int(self.tokens[row]["weights"].sum()) for row in range(self.windows))
+        return sum(int(row["weights"].sum()) for row in self._rows)
 
     def total_bytes(self, token_bytes: np.ndarray) -> int:
         """Returns the UTF-8 bytes of the `total_tokens` targets."""
-        rows = (self.tokens[row] for row in range(self.windows))
-        return sum(int(token_bytes[r["tokens"][1:][r["weights"] > 0]].sum()) for r in rows)
+        rows = ((row["tokens"][1:], row["weights"] > 0) for row in self._rows)
+        return sum(int(token_bytes[tokens[counted]].sum()) for tokens, counted in rows)
+
+    @property
+    def _rows(self):
+        return (self.tokens[self.place(number)] for number in range(self.windows))
 
     def __len__(self) -> int:
         return math.ceil(self.windows / self.batch_size)
@@ -148,7 +152,7 @@ class AnswerEvalBatches(EvalBatches):
         if not 0 <= index < len(self):
             raise IndexError(index)
         numbers = [index * self.batch_size + row for row in local_rows(self)]
-        rows = [self.tokens[min(number, self.windows - 1)] for number in numbers]
+        rows = [self.tokens[self.place(min(number, self.windows - 1))] for number in numbers]
         batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
         batch["weights"][np.array(numbers) >= self.windows] = 0
         return batch

@@ -129,6 +129,9 @@ class TrainBatches:
 class EvalBatches:
     """Windows of a split in order, up to `max_windows`, identical at every evaluation.
 
+    They are the first ones, or with `spread` at equal distances over the whole split, so that few
+    windows are of many documents.
+
     `batches[i]` is {"tokens": int32 [len(rows), sequence_length + 1], "weights": float32
     [len(rows), sequence_length]}. Weights are 1 for targets and 0 for the padding of the last
     window and the last batch. See `TrainBatches` for `rows`.
@@ -142,6 +145,7 @@ class EvalBatches:
     sequence_length: int
     max_windows: int | None = None
     rows: tuple[int, ...] | None = None
+    spread: bool = False
 
     def __post_init__(self):
         _check_sizes(self.batch_size, self.sequence_length)
@@ -151,10 +155,18 @@ class EvalBatches:
             raise UserError("The validation split has fewer than two tokens. Add text.")
 
     @property
+    def available(self) -> int:
+        """Number of windows of the split, including a partial last window."""
+        return math.ceil((len(self.tokens) - 1) / self.sequence_length)
+
+    @property
     def windows(self) -> int:
         """Number of windows evaluated by all processes, including a partial last window."""
-        available = math.ceil((len(self.tokens) - 1) / self.sequence_length)
-        return available if self.max_windows is None else min(available, self.max_windows)
+        return min(self.available, self.max_windows or self.available)
+
+    def place(self, number: int) -> int:
+        """Returns which window of the split the window `number` of the evaluation is."""
+        return number * self.available // self.windows if self.spread else number
 
     @property
     def total_tokens(self) -> int:
@@ -167,10 +179,11 @@ class EvalBatches:
         Args:
           token_bytes: bytes of each token, int32 [vocab_size]; see `Tokenizer.token_bytes`.
         """
-        chunk, end = 2**22, self.total_tokens + 1
+        length = self.sequence_length
+        starts = (1 + self.place(number) * length for number in range(self.windows))
         return sum(
-            int(token_bytes[self.tokens[start : min(start + chunk, end)]].sum(dtype=np.int64))
-            for start in range(1, end, chunk)
+            int(token_bytes[self.tokens[start : start + length]].sum(dtype=np.int64))
+            for start in starts
         )
 
     def __len__(self) -> int:
@@ -185,7 +198,8 @@ class EvalBatches:
         for local_row, row in enumerate(rows):
             number = index * self.batch_size + row
             if number < self.windows:
-                window = self.tokens[number * length : (number + 1) * length + 1]
+                start = self.place(number) * length
+                window = self.tokens[start : start + length + 1]
                 tokens[local_row, : len(window)] = window
                 weights[local_row, : len(window) - 1] = 1
         return {"tokens": tokens, "weights": weights}

@@ -72,7 +72,7 @@ class DocumentsBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     digest (`documents_digest`) of each split as read from the source, to verify the stored records.
     """
 
-    VERSION = tfds.core.Version("1.0.0")
+    VERSION = tfds.core.Version("1.1.0")  # Raise it when the split of the same files changes.
 
     def __init__(self, source: Source, **kwargs):
         self._source = source
@@ -94,7 +94,7 @@ class DocumentsBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict:
         del dl_manager
-        split = split_for(document.id for document in self._documents("reading"))
+        split = split_for(self._documents("reading"))
         return {name: self._generate_examples(name, split) for name in SPLITS}
 
     def _documents(self, activity: str, count: int = 0) -> Iterator[Document]:

@@ -37,6 +37,7 @@ from sparse_dataflow.data.local_files import (
     LEGAL_FILES,
     LocalSource,
     has_text_suffix,
+    say_once,
 )
 from sparse_dataflow.data.mixtures import mixture_weights, short_names
 from sparse_dataflow.data.splits import is_held_out, split_for
@@ -162,10 +163,13 @@ def corpus_of_texts(texts: Sequence[str], name: str = "texts") -> Corpus:
     """
     if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
         raise UserError("texts must be a list of strings, one a document.")
-    documents = [Document(f"{name}/{number}", text) for number, text in enumerate(texts) if text]
+    rows = enumerate(texts)
+    documents = [Document(f"{name}/{number}", text) for number, text in rows if text.strip()]
+    if len(documents) < len(texts):
+        say_once(f"{len(texts) - len(documents):,} of {len(texts):,} texts are blank, and skipped")
     if sum(len(document.text) for document in documents) < 2:
         raise UserError("texts hold less than two characters; give more text.")
-    split = split_for(document.id for document in documents)
+    split = split_for(documents)
     halves: dict[str, list[Document]] = {"train": [], "validation": []}
     for document in documents:
         for half, piece in split.assign(document):
@@ -189,7 +193,7 @@ def _mixed(name: str, sources: dict[str, Corpus], weights: dict[str, float]) -> 
 
 
 def _from_hub(name: str, splits: dict[str, hub.HubRecords]) -> Corpus:
-    train, validation = _splits_of_records(name, splits, hub.FEATURE)
+    train, validation = _splits_of_records(name, splits, hub.FEATURE, hub.CONTENT_BYTES)
     return Corpus(name, train, validation, _digest(hub.identity(splits)))
 
 
@@ -367,8 +371,9 @@ def _text_feature(builder, tfds) -> str:
 
 
 def _splits_of_records(
-    name: str, records: Mapping[str, Sequence], feature: str
+    name: str, records: Mapping[str, Sequence], feature: str, content_bytes: int = 0
 ) -> tuple[Sequence[Document], Sequence[Document]]:
+    """Returns both splits; held-out rows of at most `content_bytes` of text follow their text."""
     if not records.get("train"):
         raise UserError(
             f"The corpus '{name}' has no split 'train'; its splits: {', '.join(records)}."
@@ -377,7 +382,12 @@ def _splits_of_records(
     for split in ("validation", "test"):
         if records.get(split):
             return train, _StoredDocuments(records[split], feature, f"{split}/")
-    held_out = np.array([is_held_out(f"train/{i}") for i in range(len(train))])
+    if getattr(records["train"], "text_bytes", content_bytes + 1) <= content_bytes:
+        rule = split_for(train)
+        held_out = np.array([rule.holds_out(document) for document in train])
+    else:
+        say_once(f"the corpus {name} is split by row, without a look for copies in its text")
+        held_out = np.array([is_held_out(f"train/{i}") for i in range(len(train))])
     if held_out.all() or not held_out.any():
         raise UserError(f"The corpus '{name}' is too small for a validation split.")
     others = PickedDocuments(train, np.flatnonzero(~held_out))

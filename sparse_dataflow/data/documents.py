@@ -181,7 +181,8 @@ class SotuSource:
 
 
 def files_below(root: Path, excluded_folders: Set[str] = frozenset()) -> list[Path]:
-    """Returns the regular files of a folder and its subfolders, sorted by path."""
+    """Returns the regular files of a folder and its subfolders, sorted by path, without hidden ones
+    and those in hidden folders."""
 
     def raise_unless_missing(error: OSError):
         if not isinstance(error, FileNotFoundError):
@@ -189,8 +190,10 @@ def files_below(root: Path, excluded_folders: Set[str] = frozenset()) -> list[Pa
 
     paths = []
     for folder, subfolders, names in os.walk(root, onerror=raise_unless_missing):
-        subfolders[:] = [name for name in subfolders if name not in excluded_folders]
-        paths += [Path(folder, name) for name in names]
+        subfolders[:] = [
+            name for name in subfolders if name not in excluded_folders and name[0] != "."
+        ]
+        paths += [Path(folder, name) for name in names if name[0] != "."]
     return sorted(filter(is_file, paths), key=Path.as_posix)
 
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparse_dataflow.data.local_files import needed_module
+import numpy as np
+
+from sparse_dataflow.data.local_files import needed_module, say_once
 from sparse_dataflow.files import waiting
 from sparse_dataflow.files.errors import UserError, first_line
 
@@ -15,19 +17,37 @@ PREFIX = "hf:"
 
 FEATURE = "text"
 
+CONTENT_BYTES = 2**30
+"""Text of a dataset up to which its split follows the content, which is read for it."""
+
+_BATCH_ROWS = 10_000
+
 
 @dataclass(frozen=True, eq=False)
 class HubRecords(Sequence[dict[str, bytes]]):
-    """The rows of a dataset as records {"text": UTF-8}; a missing text is empty."""
+    """The rows of a dataset as records {"text": UTF-8}, without those of null or blank text.
+
+    Attributes:
+      rows: the dataset.
+      kept: numbers of the rows with text; None for all.
+    """
 
     rows: Any
+    kept: np.ndarray | None = None
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.rows) if self.kept is None else len(self.kept)
+
+    @property
+    def text_bytes(self) -> int:
+        """Bytes of the text of all rows, about."""
+        return self.rows.data.nbytes
 
     # Slices are not supported.
     def __getitem__(self, index: int) -> dict[str, bytes]:  # type: ignore[override]
-        return {FEATURE: (self.rows[int(index)][FEATURE] or "").encode()}
+        index = range(len(self))[index]
+        row = index if self.kept is None else self.kept[index]
+        return {FEATURE: self.rows[int(row)][FEATURE].encode()}
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -99,4 +119,22 @@ def _splits(name, dataset) -> dict[str, HubRecords]:
                 f'The split {split} of {name} has no column "{FEATURE}" of strings; its columns: '
                 f"{', '.join(rows.column_names)}."
             )
-    return {split: HubRecords(rows.select_columns([FEATURE])) for split, rows in datasets.items()}
+    return {split: _with_text(f"{split} of {name}", rows) for split, rows in datasets.items()}
+
+
+def _with_text(name, dataset):
+    """Returns the rows that have text."""
+    compute = needed_module("pyarrow.compute", f"The dataset {name}")
+    if dataset.format["type"] or FEATURE not in dataset.format["columns"]:
+        dataset = dataset.with_format(None)
+    rows = dataset.select_columns([FEATURE])
+    marks = [np.empty(0, bool)]
+    for table in rows.with_format("arrow").iter(_BATCH_ROWS):
+        trimmed = compute.utf8_trim_whitespace(table.column(FEATURE))
+        has_text = compute.greater(compute.utf8_length(trimmed), 0)
+        marks.append(compute.fill_null(has_text, False).to_numpy())
+    kept = np.flatnonzero(np.concatenate(marks))
+    if len(kept) == len(rows):
+        return HubRecords(rows)
+    say_once(f"{name}: {len(rows) - len(kept):,} of {len(rows):,} rows are blank, and skipped")
+    return HubRecords(rows, kept)

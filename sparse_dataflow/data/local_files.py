@@ -1,11 +1,14 @@
 """Documents in the text files of a user: plain, JSON lines, Parquet, compressed or not."""
 
+import functools
 import gzip
 import importlib
 import io
+import logging
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +20,14 @@ from sparse_dataflow.files import json_files, waiting
 from sparse_dataflow.files.errors import UserError, first_line
 
 _COMPRESSIONS = ("", ".gz", ".zst")
-TEXT = tuple(f".txt{compression}" for compression in _COMPRESSIONS)
-JSON_LINES = (*(f".jsonl{compression}" for compression in _COMPRESSIONS), ".json.gz", ".json.zst")
+TEXT = tuple(f"{e}{c}" for e in (".txt", ".md", ".rst", ".py") for c in _COMPRESSIONS)
+JSON = tuple(f".json{compression}" for compression in _COMPRESSIONS)
+JSON_LINES = (*(f"{e}{c}" for e in (".jsonl", ".ndjson") for c in _COMPRESSIONS), *JSON)
 PARQUET = (".parquet",)
 SUFFIXES = TEXT + JSON_LINES + PARQUET
-LEGAL_FILES = ".txt, .jsonl (also .gz, .zst), .json.gz, .json.zst or .parquet"
-LEGAL_EXAMPLES = ".jsonl (also .gz, .zst), .json.gz or .json.zst"
+LEGAL_FILES = ".txt, .md, .rst, .py, .jsonl, .ndjson, .json (also .gz, .zst) or .parquet"
+LEGAL_EXAMPLES = ".jsonl, .ndjson or .json (also .gz, .zst)"
+"""Endings, in lower or upper case."""
 
 LONG_TEXT = 4 * 2**20
 """Characters (bytes of a text file) from which a text is cut into several documents."""
@@ -33,6 +38,7 @@ PART = 2**18
 LONGEST_LINE = 64 * 2**20
 """Bytes of a line of JSON."""
 
+_LOG = logging.getLogger(__name__)
 _BUFFER = 2**20
 _PARQUET_ROWS = 256
 
@@ -42,7 +48,9 @@ class LocalSource:
     """A file, or a folder read recursively, of text, JSON lines and Parquet.
 
     A text file is one document. Each line of JSON is an object with the text in its field "text",
-    and each row of Parquet has it in its column "text"; a row without text is skipped. Ids are
+    and each row of Parquet has it in its column "text"; a row of null, empty or blank text is
+    skipped, and their number said. A .json file may also be one object, or a list of them; one
+    without "text" in a folder is skipped. Hidden files are not read. Ids are
     paths relative to the folder, followed by `:line` or `:row`. A text of more than `LONG_TEXT`
     becomes documents of about `PART`, cut at line breaks where it has any, with ids that end in
     `#part`.
@@ -69,7 +77,11 @@ class LocalSource:
             raise UserError(f"The corpus {self.path} is neither a folder nor a regular file.")
         candidates = files_below(self.path) if self.path.is_dir() else [self.path]
         suffixes = JSON_LINES if self.examples else SUFFIXES
-        files = [path for path in candidates if path.name.endswith(suffixes)]
+        files = [path for path in candidates if path.name.lower().endswith(suffixes)]
+        others = Counter("".join(p.suffixes[-2:]) or p.name for p in candidates if p not in files)
+        if others:
+            count, endings = sum(others.values()), ", ".join(sorted(others))
+            say_once(f"{self.path}: skipped {count} files: {endings}")
         if not files:
             legal = LEGAL_EXAMPLES if self.examples else LEGAL_FILES
             raise UserError(f"The corpus {self.path} has no {legal} file.")
@@ -91,12 +103,24 @@ class LocalSource:
             not installed.
         """
         count = 0
+        blank: Counter[Path] = Counter()
         for path in self._files():
             relative = os.fsencode(path.relative_to(self._root).as_posix())
             name = relative.decode("utf-8", "backslashreplace")
-            for document in _read_file(path, name, self.examples):
-                count += 1
-                yield document
+            try:
+                for document in _read_file(path, name, self.examples):
+                    if not document.text.strip():
+                        blank[path] += 1
+                        continue
+                    count += 1
+                    yield document
+            except _NoText as error:
+                if self.path == path:
+                    raise
+                say_once(f"skipped a file: {error}")
+        if blank:
+            rows, files = sum(blank.values()), len(blank)
+            say_once(f"{self.path}: {rows:,} rows or files of blank text skipped, in {files} files")
         if not count:
             raise UserError(f"The corpus {self.path} is empty: its files hold no text.")
         if self.examples and count == 1:
@@ -107,7 +131,17 @@ class LocalSource:
 
 def has_text_suffix(name: str) -> bool:
     """Returns whether a name ends as a file that `LocalSource` reads."""
-    return name.endswith(SUFFIXES)
+    return name.lower().endswith(SUFFIXES)
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Logs a line; a corpus is read several times."""
+    _LOG.warning("%s", text)
+
+
+class _NoText(UserError):
+    """A .json file whose records have no text, such as settings of a program."""
 
 
 def needed_module(name: str, purpose: str) -> Any:
@@ -129,9 +163,9 @@ def _read_file(path: Path, name: str, examples: bool) -> Iterator[Document]:
     read: Callable = _read_text
     if examples:
         read = _read_examples
-    elif path.name.endswith(JSON_LINES):
+    elif path.name.lower().endswith(JSON_LINES):
         read = _read_lines
-    elif path.name.endswith(PARQUET):
+    elif path.name.lower().endswith(PARQUET):
         read = _read_parquet
     try:
         with waiting.told(f"reading {path}"):
@@ -143,9 +177,9 @@ def _read_file(path: Path, name: str, examples: bool) -> Iterator[Document]:
 
 def _opened(path: Path) -> BinaryIO:
     """Opens a file for reading its uncompressed bytes."""
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         return gzip.open(path, "rb")  # type: ignore[return-value]
-    if path.suffix == ".zst":
+    if path.suffix.lower() == ".zst":
         arrow = needed_module("pyarrow", f"Reading {path}")
         file = arrow.CompressedInputStream(arrow.OSFile(os.fsencode(path)), "zstd")
         return io.BufferedReader(file, _BUFFER)
@@ -155,11 +189,13 @@ def _opened(path: Path) -> BinaryIO:
 def _read_text(path: Path, name: str) -> Iterator[Document]:
     with _opened(path) as file:
         # A compressed file does not tell the size of its text.
-        long = len(file.read(LONG_TEXT + 1)) > LONG_TEXT
+        size = len(file.read(LONG_TEXT + 1))
+    long = size > LONG_TEXT
+    if not size:
+        yield Document(name, "")
     with _opened(path) as file:
         for number, text in enumerate(_decoded(file, path, PART if long else LONG_TEXT + 1)):
-            if text.strip():
-                yield Document(f"{name}#{number}" if long else name, text)
+            yield Document(f"{name}#{number}" if long else name, text)
 
 
 def _decoded(file: BinaryIO, path: Path, size: int) -> Iterator[str]:
@@ -191,17 +227,34 @@ def _text(data: bytes, path: Path, position: int) -> str:
 
 
 def _read_lines(path: Path, name: str) -> Iterator[Document]:
-    for number, line in _lines(path):
-        yield from _documents(f"{name}:{number}", _text_field(line, path, number))
+    for number, record in _records(path):
+        yield from _documents(f"{name}:{number}", _text_field(record, path, number))
 
 
 def _read_examples(path: Path, name: str) -> Iterator[Document]:
-    for number, line in _lines(path):
+    for number, record in _records(path):
         try:
-            text = checked_example(_json(line, path, number))
+            text = checked_example(record)
         except ValueError as error:
             raise UserError(f"{path}, line {number}, {error}.") from error
         yield Document(f"{name}:{number}", text)
+
+
+def _records(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yields the number and the value of each line of JSON, or of each item of a .json file that is
+    one list or object."""
+    if path.name.lower().endswith(JSON):
+        with _opened(path) as file:
+            content = file.read(LONGEST_LINE + 1)
+        try:
+            whole = json_files.parse(content.decode("utf-8-sig"))
+        except ValueError:  # Lines, or damaged, which a line will say.
+            whole = None
+        if whole is not None and len(content) <= LONGEST_LINE:
+            yield from enumerate(whole if isinstance(whole, list) else [whole], start=1)
+            return
+    for number, line in _lines(path):
+        yield number, _json(line, path, number)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -233,8 +286,7 @@ def _read_parquet(path: Path, name: str) -> Iterator[Document]:
             for batch in table.iter_batches(_PARQUET_ROWS, columns=["text"], use_threads=False):
                 for text in batch.column(0).to_pylist():
                     number += 1
-                    if text:
-                        yield from _documents(f"{name}:{number}", text)
+                    yield from _documents(f"{name}:{number}", text or "")
     except arrow.ArrowException as error:
         raise UserError(f"{path} cannot be read: {first_line(error).rstrip('.')}.") from error
     except UnicodeDecodeError as error:
@@ -253,8 +305,7 @@ def _documents(name: str, text: str) -> Iterator[Document]:
     """Yields one document, or those that a long text is cut into."""
     long = len(text) > LONG_TEXT
     for part, piece in enumerate(_parts(text) if long else [text]):
-        if piece.strip():
-            yield Document(f"{name}#{part}" if long else name, piece)
+        yield Document(f"{name}#{part}" if long else name, piece)
 
 
 def _parts(text: str) -> Iterator[str]:
@@ -276,13 +327,15 @@ def _json(line: str, path: Path, number: int) -> Any:
         raise UserError(f"{path}, line {number}, is not JSON: {reason}.") from error
 
 
-def _text_field(line: str, path: Path, number: int) -> str:
-    record = _json(line, path, number)
-    text = record.get("text") if isinstance(record, dict) else None
+def _text_field(record: Any, path: Path, number: int) -> str:
+    text = record.get("text", 0) if isinstance(record, dict) else None
+    if text is None and isinstance(record, dict):
+        return ""
     if not isinstance(text, str):
         examples = isinstance(record, dict) and {"answer", "messages"} & set(record)
         hint = " For prompts with answers, add --set data.loss=answers." if examples else ""
-        raise UserError(f'{path}, line {number}, has no field "text" with a string in it.{hint}')
+        kind = _NoText if number == 1 and path.name.lower().endswith(JSON) else UserError
+        raise kind(f'{path}, line {number}, has no field "text" with a string in it.{hint}')
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -23,6 +23,7 @@ from sparse_dataflow.evaluation import scoring
 from sparse_dataflow.evaluation.generate import generate
 from sparse_dataflow.evaluation.scoring import Counts, Forward, Limits, Request, Score
 from sparse_dataflow.evaluation.trained import Model
+from sparse_dataflow.files.errors import UserError
 
 Scorer = Callable[[Sequence[Request]], tuple[list[Score], Counts]]
 Generator = Callable[[Sequence[Sequence[int]], int, Mapping[str, Any]], list[str]]
@@ -220,25 +221,31 @@ class TaskScore:
 
 
 def evaluate(
-    lm: HarnessLM, tasks: Mapping[str, Any], shots: int, limit: int | None = None
+    lm: HarnessLM, tasks: Mapping[str, Any], shots: int | None, limit: int | None = None
 ) -> dict[str, dict[str, TaskScore]]:
     """Runs lm-eval tasks on a model.
 
     Args:
       lm: model to evaluate.
       tasks: name -> lm-eval task, or a group of tasks that are there too.
-      shots: number of examples in each prompt, sampled with `FEWSHOT_SEED`.
+      shots: number of examples in each prompt, sampled with `FEWSHOT_SEED`; None for the number
+        that each task has.
       limit: number of items per task; all items where None.
 
     Returns:
       Task name -> metric -> score; `PRIMARY_METRICS` first. The name of a filter of the outputs, if
       there is one, follows its metric.
+
+    Raises:
+      UserError: a task has no rows, or too few for the examples.
     """
     groups = {name: each for name, each in tasks.items() if isinstance(each, Group)}
     singles = {name: task for name, task in tasks.items() if name not in groups}
     for task in singles.values():
-        task.set_config(key="num_fewshot", value=shots)
+        if shots is not None:
+            task.set_config(key="num_fewshot", value=shots)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
+        _refuse_few_rows(task)
     with quiet():
         results = evaluator.evaluate(
             lm,
@@ -251,6 +258,23 @@ def evaluate(
         name: [t.task_name for t in group.get_all_tasks()] for name, group in groups.items()
     }
     return {name: _task_scores(name, children.get(name, [name]), results) for name in tasks}
+
+
+def _refuse_few_rows(task):
+    """Raises UserError where a task has no rows, or too few for the examples of a prompt."""
+    name, shots = task.config.task, task.get_config("num_fewshot") or 0
+    with quiet():
+        questions = len(list(task.eval_docs))
+        examples = len(list(task.fewshot_docs() or ())) if shots else 0
+    if not questions:
+        raise UserError(f"The task {name} has no rows; add some, or leave it out.")
+    # The question itself is no example of its prompt.
+    most = examples - (task.get_config("fewshot_split") == task.get_config("test_split"))
+    if shots and shots > most:
+        raise UserError(
+            f"The task {name} has rows for {max(0, most)} examples in a prompt, and {shots} are "
+            "asked for; give fewer in --num_fewshot, or add rows."
+        )
 
 
 def _task_scores(name, tasks, results) -> dict[str, TaskScore]:

@@ -32,8 +32,27 @@ class Dispatch(NamedTuple):
     rows_NxK: jax.Array
 
 
+def real_capacity(config: ModelConfig, experts_NxK: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns the most rows of an expert for the tokens that are no padding, int32 [].
+
+    Args:
+      config: the model.
+      experts_NxK: int32, the experts of all tokens.
+      tokens: int32 [], tokens that are no padding.
+    """
+    most = capacity(config, len(experts_NxK))
+    if not config.expert_capacity:
+        return jnp.int32(most)
+    share = config.expert_capacity * experts_NxK.shape[1] / config.experts
+    real = jnp.ceil(share * tokens).astype(jnp.int32)
+    return jnp.where(tokens == len(experts_NxK), most, jnp.minimum(real, most))
+
+
 def dispatch(
-    config: ModelConfig, experts_NxK: jax.Array, count: int | None = None
+    config: ModelConfig,
+    experts_NxK: jax.Array,
+    count: int | None = None,
+    most: jax.Array | None = None,
 ) -> tuple[Dispatch, jax.Array]:
     """Sorts the choices of tokens by expert, in the order of tokens, and pads to whole tiles.
 
@@ -42,27 +61,31 @@ def dispatch(
       experts_NxK: int32, the experts of tokens; a choice of expert `count` has no row.
       count: number of experts whose weights are there, all of the model if None.  Tiles have as
         many rows as with all.
+      most: most rows of an expert, if fewer than for all tokens; see `real_capacity`.
 
     Returns:
       (Dispatch, int32 [T], ascending, the expert of each tile of S / T rows; the number of experts
       for a tile of padding alone).
     """
-    most, count = capacity(config, len(experts_NxK)), count or config.experts
-    return _by_expert(experts_NxK, count, most, experts_NxK.size * count // config.experts)
+    bound, count = capacity(config, len(experts_NxK)), count or config.experts
+    expected = experts_NxK.size * count // config.experts
+    return _by_expert(experts_NxK, count, bound, expected, most)
 
 
-def _by_expert(experts_NxK, count, most, expected):
+def _by_expert(experts_NxK, count, bound, expected, most=None):
     """Returns `dispatch` to `count` experts; a choice of expert `count` has no row.
 
     Args:
       experts_NxK: int32, the experts of tokens.
       count: number of experts.
-      most: most rows of an expert.
+      bound: most rows of an expert, which gives the number of tiles.
       expected: expected rows of all experts, which gives the rows of a tile.
+      most: a smaller limit of the rows of an expert.
     """
+    most = bound if most is None else most
     rows = tile_rows(expected, count)
     tiles = (experts_NxK.size + count * (rows - 1)) // rows
-    tiles = min(tiles, count * -(-most // rows))
+    tiles = min(tiles, count * -(-bound // rows))
     sizes = jnp.bincount(experts_NxK.reshape(-1), length=count)
     tiles_E = -(-jnp.minimum(sizes, most) // rows)
     ends = jnp.cumsum(tiles_E)
@@ -126,21 +149,25 @@ class Exchange(NamedTuple):
         return lax.all_to_all(rows, self.axis, 0, 0, tiled=True)
 
 
-def exchange(config: ModelConfig, experts_NxK: jax.Array, axis: str) -> Exchange:
+def exchange(
+    config: ModelConfig, experts_NxK: jax.Array, axis: str, most: jax.Array | None = None
+) -> Exchange:
     """Sends the choices of tokens to the devices of an axis, which has equally many experts each.
 
     Args:
       config: the model.
       experts_NxK: int32, the experts of this device's tokens.
       axis: mesh axis of the enclosing `shard_map`.
+      most: see `dispatch`.
     """
     devices, tokens = lax.axis_size(axis), len(experts_NxK)
-    local, most = config.experts // devices, capacity(config, tokens)
+    local, bound = config.experts // devices, capacity(config, tokens)
     rows = exchanged_rows(config, tokens, devices)
     sizes = jnp.bincount(experts_NxK.reshape(-1), length=config.experts)
-    kept = jnp.minimum(sizes, most).reshape(devices, local)
+    limit = bound if most is None else most
+    kept = jnp.minimum(sizes, limit).reshape(devices, local)
     first = jnp.cumsum(kept, 1) - kept + rows * jnp.arange(devices)[:, None]
-    sent = _place(experts_NxK, sizes, most, first.reshape(-1), devices * rows)
+    sent = _place(experts_NxK, sizes, limit, first.reshape(-1), devices * rows)
     ends = jnp.cumsum(lax.all_to_all(kept, axis, 0, 0, tiled=True), 1)
     experts = jax.vmap(lambda e: jnp.searchsorted(e, jnp.arange(rows), side="right"))(ends)
     experts = experts.astype(jnp.int32).reshape(-1, 1)

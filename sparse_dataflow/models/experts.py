@@ -21,7 +21,13 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import MLP, ROW_PARALLEL
 from sparse_dataflow.config.sparsity import GROUPED_PATTERNS
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.expert_rows import collect, dispatch, exchange, spread
+from sparse_dataflow.models.expert_rows import (
+    collect,
+    dispatch,
+    exchange,
+    real_capacity,
+    spread,
+)
 from sparse_dataflow.models.linear import linear, normal, projection_layout
 from sparse_dataflow.models.mlp import Mlp, activate, gain
 from sparse_dataflow.sparsity.layout import BlockLayout, Groups
@@ -32,7 +38,7 @@ ROUTER = "router"
 
 
 class Routing(NamedTuple):
-    """What the router of one layer did, as means over tokens.
+    """What the router of one layer did, as means over tokens that are no padding.
 
     Attributes:
       balance: float32 [], load-balance loss: 1 for an even load.
@@ -77,24 +83,35 @@ class Experts(nnx.Module):
             self.shared = Mlp(config, rngs=rngs)
         self.config = config
 
-    def __call__(self, x_BxTxD, shard):
+    def __call__(self, x_BxTxD, shard, real_BxT=None):
         """Applies the experts to gathered tokens.
+
+        Args:
+          x_BxTxD: the tokens.
+          shard: shard of the weights.
+          real_BxT: bool, whether each token is no padding, which has no experts; None for all.
 
         Returns:
           (output of this device's tokens, Routing).
         """
         x_NxD = x_BxTxD.reshape(-1, x_BxTxD.shape[-1])
-        gates_NxK, experts_NxK, routing = self.route(x_NxD, shard.row_axes)
+        real_N = None if real_BxT is None else real_BxT.reshape(-1)
+        gates_NxK, experts_NxK, routing = self.route(x_NxD, shard.row_axes, real_N)
+        most = None
+        if real_N is not None:
+            most = real_capacity(self.config, experts_NxK, real_N.sum())
+            experts_NxK = jnp.where(real_N[:, None], experts_NxK, self.config.experts)
         if shard.expert_axis is None:
-            sent, tiles_T = dispatch(self.config, experts_NxK)
+            sent, tiles_T = dispatch(self.config, experts_NxK, most=most)
             x_SxD = spread(x_NxD, sent)
             y_NxKxD = collect(self.products(x_SxD, tiles_T, shard), sent)
         else:
-            plan = exchange(self.config, experts_NxK, shard.expert_axis)
+            plan = exchange(self.config, experts_NxK, shard.expert_axis, most)
             sent = plan.sent
             x_SxD = plan.spread(x_NxD)
             y_NxKxD = plan.collect(self.products(x_SxD, plan.tiles_T, shard))
-        dropped = jnp.mean(sent.rows_NxK == len(sent.choices_S), dtype=jnp.float32)
+        lost_N = jnp.mean(sent.rows_NxK == len(sent.choices_S), axis=1, dtype=jnp.float32)
+        dropped = lost_N.mean() if real_N is None else _mean(lost_N, real_N)
         y_BxTxD = self.combine(gates_NxK, y_NxKxD, x_BxTxD, shard)
         return checkpoint_name(y_BxTxD, PROJECTION_OUTPUT), routing._replace(dropped=dropped)
 
@@ -128,12 +145,13 @@ class Experts(nnx.Module):
             y = (y.reshape(len(tiles_T), -1, y.shape[-1]) + bias).reshape(y.shape)
         return checkpoint_name(y, PROJECTION_OUTPUT)
 
-    def route(self, x_NxD, row_axes=()):
+    def route(self, x_NxD, row_axes=(), real_N=None):
         """Chooses the experts of tokens, in float32.
 
         Args:
           x_NxD: the tokens.
           row_axes: mesh axes of the enclosing `shard_map` that share the batch.
+          real_N: bool, the tokens that the Routing counts; None for all.
 
         Returns:
           (float32 [N, K] factors of the experts' outputs, int32 [N, K] experts, Routing without
@@ -152,14 +170,28 @@ class Experts(nnx.Module):
         if config.top_k > 1:
             gates /= gates.sum(-1, keepdims=True)
         experts = chosen + size * jnp.arange(config.prototypes)[:, None]
-        load = jnp.bincount(experts.reshape(-1), length=config.experts) / experts.size
+        z_N = jnp.square(jax.nn.logsumexp(by_group, axis=-1)).sum(-1)
         # The loss of all devices is that of the whole batch: it is linear in the probabilities.
-        even = lax.pmean(load, row_axes) if row_axes else load
-        mean = probabilities.mean(0).reshape(-1)
-        z = jnp.square(jax.nn.logsumexp(by_group, axis=-1)).sum(-1).mean()
+        if real_N is None:
+            load = jnp.bincount(experts.reshape(-1), length=config.experts) / experts.size
+            even = lax.pmean(load, row_axes) if row_axes else load
+            mean, z = probabilities.mean(0).reshape(-1), z_N.mean()
+        else:
+            mine = jnp.where(real_N[:, None, None], experts, config.experts).reshape(-1)
+            sizes = jnp.bincount(mine, length=config.experts).astype(jnp.float32)
+            load = sizes / jnp.maximum(sizes.sum(), 1)
+            all_sizes = lax.psum(sizes, row_axes) if row_axes else sizes
+            even = all_sizes / jnp.maximum(all_sizes.sum(), 1)
+            mean, z = _mean(probabilities, real_N).reshape(-1), _mean(z_N, real_N)
         routing = Routing(size * jnp.sum(even * mean), z, load, jnp.zeros(()))
         flat = lambda a: a.reshape(len(logits), -1)  # noqa: E731
         return flat(gates), flat(experts), routing
+
+
+def _mean(values, real_N):
+    """Returns the mean over the first axis of the values of real tokens; 0 if there are none."""
+    real = real_N.reshape(-1, *[1] * (values.ndim - 1))
+    return jnp.where(real, values, 0).sum(0) / jnp.maximum(real_N.sum(), 1)
 
 
 def draw_experts(config: ModelConfig, projection: str, rngs: nnx.Rngs) -> Linear:

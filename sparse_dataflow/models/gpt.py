@@ -130,13 +130,21 @@ class Block(Mlp):
         """
         return self.residuals(x_BxTxD, shard, attend, positions_BxT)[1]
 
-    def residuals(self, x_BxTxD, shard=WHOLE, attend=causal_attention, positions_BxT=None):
+    def residuals(
+        self,
+        x_BxTxD,
+        shard=WHOLE,
+        attend=causal_attention,
+        positions_BxT=None,
+        real_BxT=None,
+    ):
         """Returns the residual stream [B, T, D] after attention and after the MLP, and the
-        `Routing` of the experts, which is () without experts."""
+        `Routing` of the experts, which is () without experts; tokens that are not `real_BxT` have
+        no experts."""
         x_BxTxD = self.attention(x_BxTxD, shard, attend, positions_BxT)
         normed, routing = shard.gather(shard.normalise(self.norm2, x_BxTxD)), ()
         if self.config.experts:
-            y_BxTxD, routing = self.experts(normed, shard)
+            y_BxTxD, routing = self.experts(normed, shard, real_BxT)
         else:
             y_BxTxD = self.mlp(normed, shard)
         return x_BxTxD, x_BxTxD + y_BxTxD, routing
@@ -276,10 +284,14 @@ def routed_block(
     shard: Shard = WHOLE,
     attend: Callable = causal_attention,
     positions_BxT: jax.Array | None = None,
+    real_BxT: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
-    """Returns `block` and the `Routing` of its experts, which is () for a model without."""
+    """Returns `block` and the `Routing` of its experts, which is () for a model without.
+
+    Tokens that are not `real_BxT`, bool, are padding and have no experts; None is all.
+    """
     module = bind_block(config, shard.local(weights))
-    return module.residuals(x_BxTxD, shard, attend, positions_BxT)[1:]
+    return module.residuals(x_BxTxD, shard, attend, positions_BxT, real_BxT)[1:]
 
 
 def trained_block(

@@ -114,8 +114,10 @@ def apply_blocks(
     x_BxTxD: jax.Array,
     member: Member = ALONE,
     documents_BxT: jax.Array | None = None,
+    real_BxT: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
-    """Runs all blocks on [B, T, D]; tokens attend within their document, if documents are given.
+    """Runs all blocks on [B, T, D]; tokens attend within their document, if documents are given,
+    and those that are not `real_BxT` have no experts.
 
     Fixed layouts are specialised at trace time. Blocks are unrolled if `unrolls` says so.
     Otherwise each layer group is scanned, so that compile time does not depend on depth; with a
@@ -142,10 +144,12 @@ def apply_blocks(
     for group, (layer_group, group_params, group_tables) in enumerate(groups):
         layers = layer_group.layers
         of_group = kinds[layers.start : layers.stop]
-        run = {kind: _layer(config, member, group, attend, kind) for kind in set(of_group)}
+        run = {
+            kind: _layer(config, member, group, attend, real_BxT, kind) for kind in set(of_group)
+        }
         if config.shared_layers:
             shared = jax.tree.map(lambda t: _with_gradient(t)[0], group_params, is_leaf=_traced)
-            run = {kind: _with_block(layer, shared) for kind, layer in run.items()}
+            run = {kind: _with_block(each, shared) for kind, each in run.items()}
             group_params = ()
         if unrolled:
             for i, layer in enumerate(_unstack(group_params) or [()] * config.num_layers):
@@ -198,7 +202,7 @@ def _scan(run, loops, x, stacked):
     return x, routing
 
 
-def _layer(config, member, group, attend, kind):
+def _layer(config, member, group, attend, real_BxT, kind):
     """Returns a function (xs, (params, tables) of a layer) -> (xs, `Routing` or ()), with the remat
     policy of a kind; `xs` and `attend` are lists over parts of the rows."""
 
@@ -207,8 +211,11 @@ def _layer(config, member, group, attend, kind):
         params = member.section({"blocks": layer_params}, "blocks", group)
         weights = layer_weights(config, params, layer_tables)
         block = functools.partial(gpt.routed_block, config, weights)
-        outputs = [block(x, member.shard, of_part) for x, of_part in zip(xs, attend, strict=True)]
         # A model with experts has one part.
+        outputs = [
+            block(x, member.shard, of_part, real_BxT=real_BxT)
+            for x, of_part in zip(xs, attend, strict=True)
+        ]
         return [x for x, _ in outputs], outputs[0][1]
 
     if kind != "none":
@@ -338,8 +345,16 @@ def _residual(config, embed, weights, tokens, member):
     documents = None
     if config.mask_documents:
         documents = document_numbers(tokens[:, :-1], config.vocab_size - 1)
+    real = _real(config, tokens) if config.experts else None
     with jax.named_scope("blocks"):
-        return apply_blocks(config, weights, x, member, documents)
+        return apply_blocks(config, weights, x, member, documents, real)
+
+
+def _real(config, tokens):
+    """Returns whether each input is no padding, bool [B, T]. Padding is the end of text before the
+    end of text."""
+    ends = tokens == config.vocab_size - 1
+    return ~(ends[:, :-1] & ends[:, 1:])
 
 
 def hidden_states(config: ModelConfig, weights: ModelWeights, tokens: jax.Array) -> jax.Array:

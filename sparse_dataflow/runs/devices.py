@@ -203,6 +203,11 @@ def check(executor: Executor, config: RunConfig, variants: list[Variant]) -> Non
             f"data.loss=answers with {executor.describe()}, which counts all tokens; legal: a mesh "
             "without stages."
         )
+    if config.data.loss == "answers" and config.model.experts and relay:
+        raise UserError(
+            f"data.loss=answers and model.experts with {executor.describe()}, whose router would "
+            "count the padding of examples; legal: a mesh without the relay."
+        )
     for variant in variants:
         changes = len(variant.phase_specs) > 1 or variant.phase_specs[0].runtime_layouts
         if changes and isinstance(executor, Sharded) and executor.mesh.shape["feature"] > 1:

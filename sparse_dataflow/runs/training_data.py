@@ -17,10 +17,10 @@ from sparse_dataflow.training.programs import HeldOut, TrainingData
 from sparse_dataflow.training.variants import Variant
 
 EVALUATION_WINDOWS = 64
-"""Windows of each corpus in a periodic evaluation, at most."""
+"""Windows of each corpus in a periodic evaluation, at most, at equal distances over the split."""
 
 FINAL_WINDOWS = 2048
-"""Windows of each corpus in the evaluation after the last step, at most."""
+"""Windows of each corpus in the evaluation after the last step, at most: the first ones."""
 
 
 def tokenizer_of(config: RunConfig, corpus: Corpus) -> Tokenizer:
@@ -55,7 +55,7 @@ def training_data(
             count = len(prepared.train.tokens)
             say(f"  {weight:.1%} of the windows: {name}, {count:,} training tokens")
         train_tokens.append(prepared.train.tokens)
-        periodic = EvalBatches(prepared.validation.tokens, *shape, EVALUATION_WINDOWS, rows)
+        periodic = EvalBatches(prepared.validation.tokens, *shape, EVALUATION_WINDOWS, rows, True)
         final = EvalBatches(prepared.validation.tokens, *shape, FINAL_WINDOWS, rows)
         sizes = [windows.total_bytes(tokenizer.token_bytes) for windows in (periodic, final)]
         held_out.append(HeldOut(name, weight, periodic, sizes[0], final, sizes[1]))
@@ -138,7 +138,7 @@ def _answers(config, variant, corpus, tokenizer, executor):
     shape, local = (training.batch, training.sequence), executor.local_rows(training.batch)
     pack = config.model.mask_documents
     train, held_out = answer_rows(corpus, tokenizer, training.sequence, pack)
-    periodic = AnswerEvalBatches(held_out, *shape, EVALUATION_WINDOWS, local)
+    periodic = AnswerEvalBatches(held_out, *shape, EVALUATION_WINDOWS, local, True)
     final = AnswerEvalBatches(held_out, *shape, FINAL_WINDOWS, local)
     return TrainingData(
         AnswerBatches(train, *shape, config.training.seed, local),

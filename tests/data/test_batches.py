@@ -213,3 +213,19 @@ def test_a_negative_step_raises():
     batches = TrainBatches(np.arange(100), 4, 8)
     with pytest.raises(IndexError):
         batches[-1]
+
+
+@pytest.mark.parametrize(("count", "most"), [(1001, 10), (1001, 64), (97, 64), (1001, None)])
+def test_spread_windows_are_of_the_whole_split_and_counted_right(count, most):
+    tokens, length = np.arange(count, dtype=np.int32), 8
+    batches = EvalBatches(tokens, 4, length, most, spread=True)
+    first = [int(row[0]) for batch in batches for row in batch["tokens"]][: batches.windows]
+    assert len(first) == len(set(first)) == batches.windows
+    distances = np.diff(first)
+    assert distances.min() >= length and distances.max() - distances.min() <= length
+    assert first[0] == 0 and count - first[-1] <= 2 * distances.max()
+    counted = sum(int(batch["weights"].sum()) for batch in batches)
+    assert counted == batches.total_tokens
+    targets = [t for batch in batches for t in batch["tokens"][:, 1:][batch["weights"] > 0]]
+    sizes = np.arange(count) % 7
+    assert batches.total_bytes(sizes) == sizes[targets].sum()

@@ -98,8 +98,9 @@ def test_a_single_document_is_cut_into_two_splits(tmp_path, cache):
     [
         ({}, "missing", "does not exist|no corpus"),
         ({}, "missing.txt", "does not exist"),
-        ({"a.md": "text"}, ".", "has no .txt, .jsonl"),
-        ({"a.md": "text"}, "a.md", "has no .txt, .jsonl"),
+        ({"a.csv": "text"}, ".", "has no .txt, .md"),
+        ({"a.csv": "text"}, "a.csv", "has no .txt, .md"),
+        ({".a.txt": "text", ".git/b.txt": "text"}, ".", "has no .txt, .md"),
         ({"a.txt": "", "b/c.jsonl": "\n \n"}, ".", "empty"),
         ({"a.txt": "fine", "b.txt": b"caf\xe9"}, ".", r"b\.txt is not UTF-8.*byte 3"),
         ({"a.txt": "fine", "b.jsonl": b'{"text": "caf\xe9"}'}, ".", r"b\.jsonl is not UTF-8"),

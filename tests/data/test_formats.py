@@ -62,15 +62,17 @@ def test_rows_of_parquet_are_documents_and_missing_texts_are_skipped(tmp_path, k
     assert "".join(document.text for document in read[60:]) == "x" * 5 * 2**20
 
 
-def test_a_folder_of_all_formats_is_one_corpus(tmp_path):
+def test_a_folder_of_all_formats_is_one_corpus(tmp_path, caplog):
     folder = tmp_path / "folder"
     folder.mkdir()
     for name in ("a.jsonl", "b.json.gz", "c.jsonl.zst"):
         write(folder / name, LINES)
     pq.write_table(pa.table({"text": TEXTS}), folder / "d.parquet")
-    (folder / "README.md").write_text("no corpus")
+    (folder / "README.md").write_text("read too")
+    (folder / "table.csv").write_text("no corpus")
     corpus = load_corpus(str(folder), tmp_path / "cache")
-    assert len(corpus.train) + len(corpus.validation) == 240
+    assert len(corpus.train) + len(corpus.validation) == 241
+    assert f"{folder}: skipped 1 files: .csv" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.txt.gz"])
@@ -111,7 +113,7 @@ def saved(tmp_path):
 def test_a_saved_dataset_is_split_by_the_hash_rule(saved, tmp_path):
     corpus = load_corpus(str(saved), tmp_path / "cache")
     read = {document.text for split in (corpus.train, corpus.validation) for document in split}
-    assert read == {*TEXTS, ""} and len(corpus.train) + len(corpus.validation) == 61
+    assert read == set(TEXTS) and len(corpus.train) + len(corpus.validation) == 60
     moved = saved.rename(tmp_path / "moved")
     assert load_corpus(str(moved), tmp_path / "cache").content_hash == corpus.content_hash
 
@@ -158,3 +160,72 @@ def test_a_hub_that_is_out_of_reach_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(UserError, match=r"owner/name could not be fetched \(no network\)"):
         load_corpus("hf:owner/name", tmp_path)
+
+
+ROWS = [(None, "", "  \n ", f"text number {i} is here.")[i % 4] for i in range(80)]
+
+
+def of_jsonl(folder, rows):
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+
+
+def of_ndjson(folder, rows):
+    (folder / "ROWS.NDJSON").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+
+
+def of_json(folder, rows):
+    (folder / "rows.json").write_text(json.dumps([{"text": row} for row in rows], indent=2))
+
+
+def of_parquet(folder, rows):
+    pq.write_table(pa.table({"text": rows}), folder / "rows.Parquet")
+
+
+def of_dataset(folder, rows):
+    datasets.Dataset.from_dict({"text": rows}).save_to_disk(str(folder))
+
+
+def of_shuffled_dataset(folder, rows):
+    """Rows behind a mapping of indices, and a format that hides the text."""
+    dataset = datasets.Dataset.from_dict({"text": rows, "n": list(range(len(rows)))})
+    dataset.shuffle(seed=0).with_format("numpy", columns=["n"]).save_to_disk(str(folder))
+
+
+def of_text_files(folder, rows):
+    for number, row in enumerate(rows):
+        (folder / f"{number}.rst").write_text(row or "")
+
+
+@pytest.mark.parametrize(
+    "write_rows",
+    [of_jsonl, of_ndjson, of_json, of_parquet, of_dataset, of_shuffled_dataset, of_text_files],
+)
+def test_null_empty_and_blank_rows_are_no_documents_in_any_format(tmp_path, caplog, write_rows):
+    folder = tmp_path / write_rows.__name__
+    folder.mkdir()
+    write_rows(folder, ROWS)
+    corpus = load_corpus(str(folder), tmp_path / "cache")
+    read = [document.text for split in (corpus.train, corpus.validation) for document in split]
+    assert sorted(read) == sorted(row for row in ROWS if row and row.strip())
+    assert "60 rows or files of blank" in caplog.text or "60 of 80 rows are blank" in caplog.text
+
+
+def test_files_of_other_kinds_are_skipped_and_said(tmp_path, caplog):
+    (tmp_path / "package.json").write_text('{\n "name": "no text"\n}')
+    (tmp_path / "notes.MD").write_text("notes")
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / ".ipynb_checkpoints" / "notes.md").write_text("an older copy")
+    for name in ("a.csv", "b.csv", "c.tar.xz"):
+        (tmp_path / name).write_text("x")
+    assert [document.id for document in LocalSource(tmp_path).documents()] == ["notes.MD"]
+    assert f"{tmp_path}: skipped 3 files: .csv, .tar.xz" in caplog.text
+    assert "skipped a file" in caplog.text and "package.json" in caplog.text
+    with pytest.raises(UserError, match='has no field "text"'):
+        list(LocalSource(tmp_path / "package.json").documents())
+
+
+def test_copies_in_a_saved_dataset_are_in_one_split(tmp_path):
+    of_dataset(tmp_path / "saved", [f"text {number // 2}" for number in range(400)])
+    corpus = load_corpus(str(tmp_path / "saved"), tmp_path / "cache")
+    train, held = ({d.text for d in split} for split in (corpus.train, corpus.validation))
+    assert held and not train & held

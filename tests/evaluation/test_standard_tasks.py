@@ -188,3 +188,61 @@ def test_task_files_that_cannot_be_used_are_named(lm_eval_tasks, manager, tmp_pa
     assert "bad.yaml cannot be loaded" in refusal(tmp_path / "bad.yaml")
     (tmp_path / "bad.yaml").write_text("task: mine\ndataset_path: json\nunsafe_code: true")
     assert "cannot be loaded" in refusal(tmp_path / "bad.yaml")
+
+
+def test_a_tasks_own_number_of_examples_wins_over_the_default(lm_eval_tasks, folder, manager):
+    from sparse_dataflow.runs.evaluation.tasks import DEFAULT_SHOTS, Task
+
+    for own, expected in ((2, (None,)), (0, (None,)), ("", DEFAULT_SHOTS)):
+        line = "" if own == "" else f"num_fewshot: {own}\n"
+        (folder / "mine.yaml").write_text(CHOICE + line)
+        [task] = lm_eval_tasks.load_tasks(str(folder / "mine.yaml"), manager, ()).values()
+        of_task = Task.of_lm_eval(task)
+        assert of_task.own_shots == (None if own == "" else own)
+        assert of_task.shots(()) == expected
+        assert of_task.shots((1,)) == ((0,) if own == 0 else (1,))
+
+
+def test_the_own_examples_are_in_the_prompts(harness, lm_eval_tasks, trained, folder, manager):
+    (folder / "mine.yaml").write_text(CHOICE + "num_fewshot: 2\nfewshot_split: test\n")
+    tasks = lm_eval_tasks.load_tasks(str(folder / "mine.yaml"), manager, ())
+    lm = harness.harness_lm(trained("sparse"))
+    own, asked = (harness.evaluate(lm, tasks, shots)["mine"]["acc"] for shots in (None, 2))
+    assert list(own.values) == list(asked.values)
+    with pytest.raises(
+        UserError, match="mine has rows for 2 examples in a prompt, and 3 are asked"
+    ):
+        harness.evaluate(lm, tasks, 3)
+
+
+def test_a_task_without_rows_is_refused(harness, lm_eval_tasks, trained, folder, manager):
+    tasks = lm_eval_tasks.load_tasks(str(folder / "mine.yaml"), manager, ())
+    [task] = tasks.values()
+    task.dataset["test"] = task.dataset["test"].select([])
+    with pytest.raises(UserError, match="The task mine has no rows"):
+        harness.evaluate(harness.harness_lm(trained("sparse")), tasks, 0)
+
+
+@pytest.mark.parametrize("where", ["file", "included", "folder", "include_path"])
+def test_a_task_file_that_runs_code_is_refused_unless_trusted(lm_eval_tasks, folder, where):
+    code = "process_docs: !function utils.run\n"
+    (folder / "utils.py").write_text("raise SystemExit('it ran')\n")
+    if where == "included":
+        (folder / "_shared").write_text((folder / "_shared").read_text() + "\n" + code)
+    else:
+        (folder / "mine.yaml").write_text(CHOICE + code)
+    name = {"folder": str(folder), "include_path": "mine"}.get(where, str(folder / "mine.yaml"))
+    folders = [folder] if where == "include_path" else []
+    with pytest.raises(UserError, match=r"runs Python code of its own .* add --trust_tasks"):
+        lm_eval_tasks.refuse_code(name, folders)
+    lm_eval_tasks.refuse_code("hellaswag")
+
+
+def test_templates_of_tasks_run_in_a_sandbox(lm_eval_tasks):
+    import lm_eval.utils
+
+    lm_eval_tasks.sandbox_templates()
+    assert lm_eval.utils.apply_template("{{question}} {{x|regex_replace('a', 'b')}}",
+                                        {"question": "q", "x": "a"}) == "q b"  # fmt: skip
+    with pytest.raises(Exception, match="unsafe"):
+        lm_eval.utils.apply_template("{{ ''.__class__.__mro__ }}", {})

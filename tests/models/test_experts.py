@@ -185,3 +185,31 @@ def test_layouts_without_equal_groups_are_refused():
     spec = LinearSpec("block_sparse", "random", density=0.25, block=2)
     with pytest.raises(UserError, match=r"legal for experts: sparsity\.pattern=monarch or shuffle"):
         stacks.check_layouts(TINY.with_linears(spec, ["mlp_in"]))
+
+
+@settings(deadline=None, max_examples=5)
+@given(configs(), st.integers(0, 99), st.data())
+def test_padding_fills_no_expert_and_is_in_no_mean(config, seed, data):
+    """Outputs, Routing and gradients are those of the other tokens alone, whatever is between."""
+    params, x, dy = arbitrary(config, seed)
+    count = x.shape[1]
+    real = np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)))
+    real[data.draw(st.integers(0, count - 1))] = True
+
+    def run(params, x, dy, real=None):
+        def value(params, x):
+            y, routing = bound(config, params)(x, WHOLE, real)
+            kept = y if real is None else jnp.where(real[..., None], y, 0)
+            return (kept * dy).sum() + routing.balance + routing.z, (kept, routing)
+
+        return jax.jit(jax.grad(value, argnums=(0, 1), has_aux=True))(params, x)
+
+    f32 = lambda tree: jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), tree)  # noqa: E731
+    params, x, dy = f32((params, x, dy))
+    (d_params, dx), (y, routing) = run(params, x, dy, jnp.asarray(real)[None])
+    (e_params, ex), (alone, expected) = run(params, x[:, real], dy[:, real])
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)  # noqa: E731
+    near(y[:, real], alone)
+    jax.tree.map(near, routing, expected)
+    jax.tree.map(near, d_params, e_params)
+    near(dx[:, real], ex)

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import jinja2.sandbox
 import lm_eval.tasks
+import lm_eval.utils
 import yaml
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
@@ -96,6 +98,39 @@ def task_manager(names: Sequence[str], folders: Sequence[Path] = ()) -> TaskMana
 
 
 TASK_NAME = re.compile(rb"^[\"']?task[\"']?:[ \t]*[\"']?([^\s\"'#]+)[\"']?[ \t\r]*(?:#.*)?$", re.M)
+
+
+def refuse_code(name: str, folders: Sequence[Path] = ()) -> None:
+    """Raises UserError where YAML files of a user run Python code, by the tag !function.
+
+    lm-eval's own task files are part of that package and are not read.
+
+    Args:
+      name: a task, a YAML file or a folder of such files.
+      folders: more folders of tasks.
+    """
+    path = Path(name).expanduser()
+    roots = [*folders, *([path] if path.is_dir() else [])]
+    files = [each for root in roots for each in sorted(root.rglob("*")) if each.is_file()]
+    # A file may include others beside it, and a group has its tasks there.
+    files += [path, *sorted(path.parent.glob("*"))] if path.is_file() else []
+    for file in files:
+        if file.suffix in (".yaml", ".yml", "") and b"!function" in file.read_bytes():
+            raise UserError(
+                f"The task file {file} runs Python code of its own (!function); if you trust it, "
+                "add --trust_tasks."
+            )
+
+
+def sandbox_templates() -> None:
+    """Makes lm-eval render the templates of tasks in Jinja's sandbox, where they run no code."""
+    before = lm_eval.utils.env
+    if not isinstance(before, jinja2.sandbox.SandboxedEnvironment):
+        sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            undefined=before.undefined, keep_trailing_newline=before.keep_trailing_newline
+        )
+        sandbox.filters |= before.filters
+        lm_eval.utils.env = sandbox
 
 
 def _group_manager(path: Path, text: str) -> TaskManager:

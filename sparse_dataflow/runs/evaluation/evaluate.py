@@ -222,23 +222,27 @@ def _loss_row(losses, tokenizer):
 def _task_rows(tasks, lms, models, options, context) -> tuple[list[dict], list[str]]:
     """Scores the tasks with each number of examples; returns (rows of the table, notes)."""
     rows, notes = [], []
-    for shots in sorted(options.num_fewshot):
-        scored = {n: task for n, task in tasks.items() if shots == 0 or not task.zero_shot_only}
+    by_task = {n: task.shots(options.num_fewshot) for n, task in tasks.items()}
+    numbers = {number for numbers in by_task.values() for number in numbers}
+    for shots in sorted(numbers, key=lambda number: -1 if number is None else number):
+        scored = {n: task for n, task in tasks.items() if shots in by_task[n]}
+        words = "the tasks' own examples" if shots is None else f"{shots}-shot"
         scores: dict[str, dict] = {n: {} for n in scored}
         for name, lm in lms.items():
             chosen = {n: t.task for n, t in scored.items() if name in models or not t.generates}
             if not chosen:
                 continue
-            say(f"{name:>8}: {shots}-shot {', '.join(chosen)}")
+            say(f"{name:>8}: {words}: {', '.join(chosen)}")
             before = lm.counts
             for n, score in harness.evaluate(lm, chosen, shots, options.limit or None).items():
                 scores[n][name] = score
             if name in models:
-                notes += _truncation(name, shots, before, lm.counts, context)
+                notes += _truncation(name, words, before, lm.counts, context)
         for n, task in scored.items():
             for metric in scores[n][models[0]]:
                 of_metric = {name: s[metric] for name, s in scores[n].items() if metric in s}
-                rows.append(_row(n, task, shots, metric, of_metric, models))
+                number = task.own_shots if shots is None else shots
+                rows.append(_row(n, task, number, metric, of_metric, models))
     return rows, notes
 
 
@@ -278,12 +282,12 @@ def _paired(values, documents):
     return dataclasses.asdict(paired_difference(first, second, documents))
 
 
-def _truncation(name, shots, before, after, context) -> list[str]:
+def _truncation(name, words, before, after, context) -> list[str]:
     cut = after.truncated - before.truncated
     if not cut:
         return []
     return [
-        f"{name}, {shots}-shot: {cut} of {after.requests - before.requests} requests were longer "
+        f"{name}, {words}: {cut} of {after.requests - before.requests} requests were longer "
         f"than the context of {context} tokens and lost their beginning, as lm-eval does it."
     ]
 

@@ -20,6 +20,9 @@ from sparse_dataflow.evaluation.tasks.items import Item, read_items
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.training.monitoring.metrics import say
 
+DEFAULT_SHOTS = (0, 1, 5)
+"""Numbers of examples in a prompt for a task that has no number of its own."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -29,11 +32,13 @@ class Task:
       task: lm-eval's task, or group of tasks.
       items: its items; None for a task of lm-eval's own.
       zero_shot_only: whether lm-eval defines it without examples in the prompt.
+      own_shots: number of examples that its file gives, the most of a group; None for none.
     """
 
     task: Any
     items: Sequence[Item] | None = None
     zero_shot_only: bool = False
+    own_shots: int | None = None
 
     @classmethod
     def of_lm_eval(cls, task: Any) -> "Task":
@@ -42,7 +47,19 @@ class Task:
             each.OUTPUT_TYPE == "loglikelihood_rolling" or each.get_config("num_fewshot") == 0
             for each in _singles(task)
         )
-        return cls(task, None, zero_shot_only)
+        given = [each.get_config("num_fewshot") for each in _singles(task)]
+        own = max((number for number in given if number is not None), default=None)
+        return cls(task, None, zero_shot_only, own)
+
+    def shots(self, asked: Sequence[int]) -> tuple[int | None, ...]:
+        """Returns the numbers of examples to evaluate with; None for its own number.
+
+        Args:
+          asked: those of the command line; () for the task's own, else DEFAULT_SHOTS.
+        """
+        if not asked and self.own_shots is not None:
+            return (None,)
+        return (0,) if self.zero_shot_only else tuple(asked or DEFAULT_SHOTS)
 
     @property
     def generates(self) -> bool:
@@ -82,6 +99,8 @@ def named(options, corpus: str) -> dict[str, dict[str, Task] | None]:
       UserError: there is no such task, its data cannot be reached, or its file cannot be used.
     """
     of_project, manager = builtin.task_names(corpus), None
+    if not options.trust_tasks:
+        lm_eval_tasks.sandbox_templates()
     by_name: dict[str, dict[str, Task] | None] = {}
     words = [word.strip() for word in options.tasks.split(",") if word.strip()]
     for name in dict.fromkeys(
@@ -96,7 +115,7 @@ def named(options, corpus: str) -> dict[str, dict[str, Task] | None]:
             by_name[name] = None
         elif _of_project(name):
             items = read_items(Path(os.path.expanduser(name)))
-            _refuse_unfit(name, items, max(options.num_fewshot))
+            _refuse_unfit(name, items, max(options.num_fewshot or DEFAULT_SHOTS))
             stem = Path(name).stem
             by_name[name] = {stem: Task(lm_eval_tasks.make_task(stem, items), items)}
         else:
@@ -104,6 +123,9 @@ def named(options, corpus: str) -> dict[str, dict[str, Task] | None]:
                 [word for word in words if not _of_project(word)],
                 _folders(options.include_path),
             )
+            folders = _folders(options.include_path)
+            if not options.trust_tasks:
+                lm_eval_tasks.refuse_code(name, folders)
             of_lm_eval = lm_eval_tasks.load_tasks(name, manager, of_project)
             by_name[name] = {task: Task.of_lm_eval(it) for task, it in of_lm_eval.items()}
     if not by_name:
@@ -159,7 +181,7 @@ def ready(
         items, examples = builtin.make_items(
             name, corpus, tokenizer, context, options.items, options.seed
         )
-        if len(items) < 2 or len(examples) < max(options.num_fewshot):
+        if len(items) < 2 or len(examples) < max(options.num_fewshot or DEFAULT_SHOTS):
             say(f"{name} is left out: the documents of {corpus.name} give too few items")
             continue
         tasks[name] = Task(lm_eval_tasks.make_task(name, items, examples), items)
