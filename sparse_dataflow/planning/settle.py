@@ -303,7 +303,8 @@ def relayed(config: RunConfig, models_of: ModelsOf, machine: Machine) -> Settled
             f"of the relay; legal: --batch={near}."
         )
     count, estimate = largest
-    if estimate.device_total > usable(machine):
+    # On a CPU the device's memory is the host's, which `relay_plan` checks as a whole.
+    if not machine.host and estimate.device_total > usable(machine):
         from sparse_dataflow.planning import settle_advice as advice
 
         raise UserError(
@@ -319,7 +320,6 @@ def relayed(config: RunConfig, models_of: ModelsOf, machine: Machine) -> Settled
     if config.parallel.mesh == AUTO and machine.count > 1:
         chosen["parallel.mesh"] = f"data:{machine.count}"
     changes = {path.replace(".", "__", 1): value for path, value in chosen.items()}
-    # Whether the host's memory suffices, `runs.preflight.relay_plan` says.
     return Settled(config.change(**changes), machine, None, None, estimate, chosen)
 
 
