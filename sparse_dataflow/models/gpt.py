@@ -424,8 +424,16 @@ def _bind(section, config, params):
 @functools.cache
 def _graph(section, config):
     """Returns the graph definition of a section, without arrays."""
-    abstract = nnx.eval_shape(lambda: section(config, rngs=nnx.Rngs(0)))
-    return nnx.split(abstract, nnx.Param)[0]
+    graphs = []
+
+    def make():
+        graph, state = nnx.split(section(config, rngs=nnx.Rngs(0)), nnx.Param)
+        graphs.append(graph)
+        return nnx.to_pure_dict(state)
+
+    # nnx.eval_shape fails under a mesh where a parameter is a pytree, as a `Linear` is.
+    jax.eval_shape(make)
+    return graphs[0]
 
 
 def _norm(config, rngs, width=None):
