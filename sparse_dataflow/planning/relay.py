@@ -219,8 +219,11 @@ def estimate(
         "gradients": gradients * compute,
         "stash": local_devices * stashed,
     }
-    # The embedding is fetched twice: for the first section, and for the tied output layer.
-    fetched = 2 * (parameters * compute + memory.table_bytes(model)) + stashed
+    # The embedding is fetched twice: for the first section, and for the tied output layer. The last
+    # block stays for the backward pass.
+    last = dataclasses.replace(layer_groups(model)[-1].model, num_layers=1, shared_layers=False)
+    kept = memory.block_and_rest(last)[0] * compute + memory.table_bytes(last)
+    fetched = 2 * (parameters * compute + memory.table_bytes(model)) - kept + stashed
     returned = parameters * compute + stashed
     transfer = max(fetched, returned) / chip.host_bandwidth if chip.host_bandwidth else None
     compute_seconds, block_seconds = _seconds(model, sequence, tokens, micro_batches, chip)

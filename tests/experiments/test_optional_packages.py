@@ -67,7 +67,7 @@ def test_transformers_loads_an_exported_run(job, tmp_path):
     transformers, torch = needed("transformers", "torch")
     trained(job, tmp_path / "run")
     model = sd.load(tmp_path / "run")
-    sd.save(model, tmp_path / "exported")
+    sd.save(model, tmp_path / "exported", form="dense")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     ids = np.asarray(model.tokenizer.encode("the of and to in is it was for on"))

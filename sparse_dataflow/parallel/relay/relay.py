@@ -185,13 +185,14 @@ class Relay:
         self, server: ServerStep, tables, blocks: tuple[int, ...], batch
     ) -> jax.Array:
         """Runs the forward and the backward pass; returns the loss."""
-        run, stash = self._run, []
+        run, stash, last = self._run, [], ()
         inputs, targets, weights = batch
         (params,) = server.fetch(EMBED).result()
         x, _ = run(EMBED, "embed", params, inputs)
 
         def forward(block, fetched):
-            nonlocal x
+            nonlocal x, last
+            last = fetched
             stash.append(self._stashed(x))
             x, done = run(block, "forward", *fetched, x)
             return done
@@ -218,7 +219,15 @@ class Relay:
                 total = _added(total, gradient)
             return done
 
-        _prefetch_loop(blocks[::-1], lambda block: fetch(block, stash.pop()), backward)
+        def fetch_again(block):
+            nonlocal last
+            boundary, kept, last = stash.pop(), last, ()
+            if not kept:
+                return fetch(block, boundary)
+            # The forward pass ended with this block, which is still on the device.
+            return self.server.fetching.submit(lambda: (*kept, *self._put((boundary,))))
+
+        _prefetch_loop(blocks[::-1], fetch_again, backward)
         if total is not None:
             server.push(0, total)
         gradient, _ = run(EMBED, "embed_backward", inputs, dx, embedding)
@@ -297,17 +306,22 @@ class Relay:
         if weights is None:
             weights = np.full(tokens[:, 1:].shape, 1 / tokens[:, 1:].size, np.float32)
         arrays = tokens[:, :-1], tokens[:, 1:], weights
-        return tuple(_placed(np.ascontiguousarray(a).reshape(shape), self._rows) for a in arrays)
+        return tuple(_placed([np.ascontiguousarray(a).reshape(shape) for a in arrays], self._rows))
 
     def _put(self, tree):
         """Copies host arrays, and activations stashed on the host, to the device."""
+        leaves, structure = jax.tree.flatten(tree)
+        # All in one call: on small models a call for each takes longer than the copies.
+        placed = iter(
+            _placed([a for a in leaves if not isinstance(a, jax.Array)], self._replicated)
+        )
 
         def put(leaf):
             if isinstance(leaf, jax.Array):
                 return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
-            return _placed(leaf, self._replicated)
+            return next(placed)
 
-        return jax.tree.map(put, tree)
+        return jax.tree.unflatten(structure, [put(leaf) for leaf in leaves])
 
 
 @jax.jit
@@ -376,8 +390,8 @@ def _layer(tables, layer):
     return jax.tree.map(np.asarray, layer_view(tables, layer))
 
 
-def _placed(array, sharding):
-    """Copies a host array, equal on every process, to the devices of a sharding."""
+def _placed(arrays, sharding):
+    """Copies host arrays, equal on every process, to the devices of a sharding."""
     if sharding.is_fully_addressable:
-        return jax.device_put(array, sharding, may_alias=False)
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+        return jax.device_put(arrays, sharding, may_alias=False)
+    return [jax.make_array_from_callback(a.shape, sharding, a.__getitem__) for a in arrays]
