@@ -56,8 +56,8 @@ def test_executors_without_all_layers_refuse_a_shared_block():
     dropping = RelayExecutor(RelayConfig(depth=DepthSchedule("drop", 0.5)))
     for executor, words in ((staged, "a mesh without stages"), (dropping, "constant")):
         with pytest.raises(UserError, match=f"shared_to_own .*legal.*: {words}"):
-            executor.check(model, SHARED.training)
-        executor.check(dataclasses.replace(model, shared_layers=False), SHARED.training)
+            executor.check(model, SHARED.without_auto().training)
+        executor.check(dataclasses.replace(model, shared_layers=False), SHARED.without_auto().training)
 
 
 def test_a_dense_model_shares_its_block_and_a_dense_twin_does_not():
