@@ -18,7 +18,7 @@ TEXTS = [
     "to be or\nnot",
     "é漢😀\u0301",
     " " * 30,
-    "a" * 2000,
+    "a" * 300,
     "\0\ufeff\u202e",
     "<|endoftext|>",
 ]
