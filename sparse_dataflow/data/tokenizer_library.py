@@ -11,7 +11,7 @@ from typing import Any
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError, first_line
 
-MOST_GROWTH = 64
+MOST_GROWTH = 16
 """Times its length to which the steps of a tokenizer may make a text; those of published ones make
 it at most 4."""
 

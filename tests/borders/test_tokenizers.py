@@ -18,7 +18,7 @@ TEXTS = [
     "to be or\nnot",
     "é漢😀\u0301",
     " " * 30,
-    "a" * 2000,
+    "a" * 300,
     "\0\ufeff\u202e",
     "<|endoftext|>",
 ]
@@ -83,10 +83,10 @@ def steps(draw, role):
     }
     chosen = []
     for _ in range(draw.choice([0, 1, 1, 2, 30])):
-        one = dict(draw.choice(kinds[role]))
+        chosen_step = dict(draw.choice(kinds[role]))
         if draw.random() < 0.05:
-            one[draw.choice(sorted(one))] = drawn.value(draw)
-        chosen.append(one)
+            chosen_step[draw.choice(sorted(chosen_step))] = drawn.value(draw)
+        chosen.append(chosen_step)
     return chosen
 
 
@@ -98,16 +98,19 @@ def fields():
 
 def changed(draw, fields):
     fields = copy.deepcopy(fields)
-    parts = {
+    fields_of_steps = {
         "normalizer": "normalizers",
         "pre_tokenizer": "pretokenizers",
         "decoder": "decoders",
         "post_processor": "processors",
     }
-    for name in draw.sample(sorted(parts), 2):
+    for name in draw.sample(sorted(fields_of_steps), 2):
         # With the step of bytes that every tokenizer here has.
         own = [fields[name]] * bool(fields[name])
-        fields[name] = {"type": "Sequence", parts[name]: steps(draw, parts[name]) + own}
+        fields[name] = {
+            "type": "Sequence",
+            fields_of_steps[name]: steps(draw, fields_of_steps[name]) + own,
+        }
     if draw.random() < 0.2:
         fields["added_tokens"] += [
             {
