@@ -176,9 +176,9 @@ class ChatTemplate:
                 changed += 1
                 continue
             prompt, start, stop = place
-            begin = start if prompt is None else prompt
+            first = start if prompt is None else prompt
             unprompted += prompt is None
-            pieces += [(marked[end:begin], False), (marked[begin:stop], True)]
+            pieces += [(marked[end:first], False), (marked[first:stop], True)]
             end = stop
         pieces.append((marked[end:], False))
         return Rendered([piece for piece in pieces if piece[0]], changed, unprompted)
@@ -195,9 +195,9 @@ class ChatTemplate:
         if places is None or content.strip() not in text[slice(*places)]:
             return None
         start, stop = places
-        asked = self._tried(before, True)
-        fits = asked is not None and text.startswith(asked) and len(asked) <= start
-        prompt = len(asked) if fits else None
+        prompted = self._tried(before, True)
+        fits = prompted is not None and text.startswith(prompted) and len(prompted) <= start
+        prompt = len(prompted) if fits else None
         alone = [*before, messages[number]]
         tail = self._after(alone, number)
         if tail is not None:

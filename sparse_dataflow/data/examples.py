@@ -110,9 +110,9 @@ def _marked_tokens(pieces, tokenizer):
         ids, places = tokenizer.encode_with_places(text, chat=True)
     else:
         ids, places = tokenizer.encode_with_places(text)
-        begin = tokenizer.begin
-        ids = np.concatenate([np.asarray(begin, np.int32), ids])
-        places = np.concatenate([np.zeros((len(begin), 2), np.int64), places])
+        prefix = tokenizer.document_prefix
+        ids = np.concatenate([np.asarray(prefix, np.int32), ids])
+        places = np.concatenate([np.zeros((len(prefix), 2), np.int64), places])
     of_answer = np.repeat([mark for _, mark in pieces], [len(text) for text, _ in pieces])
     count = np.concatenate([[0], np.cumsum(of_answer)])
     return ids, count[places[:, 1]] > count[places[:, 0]]

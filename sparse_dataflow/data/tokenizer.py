@@ -5,6 +5,7 @@ stored as canonical JSON; the sha256 of that JSON identifies it. An imported tok
 original `tokenizer.json`, which then encodes and decodes.
 """
 
+import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -124,17 +125,17 @@ class Tokenizer:
         return frozenset(self.identity.ends or (self.eot_id,))
 
     @property
-    def begin(self) -> tuple[int, ...]:
+    def document_prefix(self) -> tuple[int, ...]:
         """Ids in front of the text of a document. The end of text is none of them, because it
         stands there already, as the end of the document before."""
-        begin = self.identity.begin
-        return () if begin == (self.eot_id,) else begin
+        prefix = self.identity.prefix
+        return () if prefix == (self.eot_id,) else prefix
 
     @property
     def start_id(self) -> int:
         """Id in front of a text of which nothing is known."""
         start = self.eot_id if self.identity.start is None else self.identity.start
-        return self.identity.begin[-1] if self.identity.begin else start
+        return self.identity.prefix[-1] if self.identity.prefix else start
 
     @functools.cached_property
     def special_ids(self) -> dict[str, int]:
@@ -162,8 +163,9 @@ class Tokenizer:
 
     @functools.cached_property
     def content_hash(self) -> str:
-        """Sha256 (hex) of the file that `save` writes."""
-        return hashlib.sha256(self._canonical()).hexdigest()
+        """Sha256 (hex) of what `save` writes, without the files of the identity."""
+        bare = dataclasses.replace(self.identity, files=())
+        return hashlib.sha256(dataclasses.replace(self, identity=bare)._canonical()).hexdigest()
 
     @functools.cached_property
     def _engine(self):
@@ -228,8 +230,8 @@ class Tokenizer:
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the ids of each text with those that the library puts in front of it. Those of
         an empty text are never empty."""
-        begin = list(self.identity.begin)
-        return [begin + ids.tolist() or [self.start_id] for ids in self.encode_batch(texts)]
+        prefix = list(self.identity.prefix)
+        return [prefix + ids.tolist() or [self.start_id] for ids in self.encode_batch(texts)]
 
     def encode_chat(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the token ids of texts that the chat template rendered, whose special tokens are
@@ -328,7 +330,7 @@ class Tokenizer:
             }
         if self.chat_template:
             fields["chat_template"] = asdict(self.chat_template)
-        if self.identity != NO_IDENTITY:
+        if self.identity != NO_IDENTITY or self.identity.files:
             fields["identity"] = self.identity.to_json()
         return json.dumps(fields, separators=(",", ":"), sort_keys=True).encode("ascii")
 

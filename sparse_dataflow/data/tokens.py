@@ -203,7 +203,7 @@ def _append(
         pieces = []
         for ids, ends_document in zip(ids_of_pieces, ends):
             end = [tokenizer.eot_id] if ends_document else []
-            pieces += [tokenizer.begin if begins_document else [], ids, end]
+            pieces += [tokenizer.document_prefix if begins_document else [], ids, end]
             begins_document = ends_document
         tokens = np.concatenate(pieces).astype(dtype)
         file.write(tokens.data)

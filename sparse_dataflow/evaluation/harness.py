@@ -81,8 +81,8 @@ class HarnessLM(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens=None, **kwargs) -> list[int]:
         """Encodes a text; without what the tokenizer puts in front if not `add_special_tokens`."""
-        begin = [] if add_special_tokens is False else list(self._tokenizer.identity.begin)
-        return begin + self._tokenizer.encode(string).tolist()
+        prefix = [] if add_special_tokens is False else list(self._tokenizer.identity.prefix)
+        return prefix + self._tokenizer.encode(string).tolist()
 
     def loglikelihood(self, requests, disable_tqdm: bool = True):
         """Returns (log-likelihood in nats, whether greedy) of each continuation.
@@ -94,11 +94,11 @@ class HarnessLM(TemplateLM):
         pairs = [_move_trailing_spaces(*request.args) for request in requests]
         texts = list(dict.fromkeys(text for a, b in pairs for text in (a, a + b)))
         tokens = dict(zip(texts, (ids.tolist() for ids in self._tokenizer.encode_batch(texts))))
-        begin = list(self._tokenizer.identity.begin)
+        prefix = list(self._tokenizer.identity.prefix)
         encoded = [
             (
                 (a, b),
-                begin + tokens[a],
+                prefix + tokens[a],
                 tokens[a + b][len(tokens[a]) :] or self.tok_encode(b, add_special_tokens=False),
             )
             for a, b in pairs

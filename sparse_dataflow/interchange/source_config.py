@@ -45,8 +45,8 @@ def unread(fields: Mapping[str, Any]) -> list[str]:
     recorded = _Recorded(without_aliases(architecture, fields))
     for rule in (*UNSUPPORTED, *architecture.rules):
         rule.read(recorded)
-    known = recorded.read | set(architecture.aliases) | _SILENT
-    return [n for n, v in fields.items() if v and n not in known and not n.endswith("_token_id")]
+    silent = recorded.read | set(architecture.aliases) | _SILENT
+    return [n for n, v in fields.items() if v and n not in silent and not n.endswith("_token_id")]
 
 
 def changed(

@@ -38,7 +38,7 @@ _OF_CLASS = {
 """Tokens that a class of `transformers` has where no file names them."""
 
 
-def kept_files(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     """Returns the content of each of FILES that the folder has.
 
     Raises:
@@ -192,7 +192,7 @@ def start(
     return next((n for n in given if n is not None and 0 <= n < config["vocab_size"]), None)
 
 
-def begin(
+def prefix(
     engine: tokenizers.Tokenizer,
     settings: Mapping[str, Any],
     tokens: Mapping[str, str],

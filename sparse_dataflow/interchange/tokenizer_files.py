@@ -78,7 +78,7 @@ def read(folder: Path, config: Mapping[str, Any]) -> Read:
         raise UserError(
             f"{folder} has no tokenizer: neither {FILE} nor vocab.json with merges.txt."
         )
-    files = special_tokens.kept_files(folder)
+    files = special_tokens.read_files(folder)
     generation, settings = (
         special_tokens.fields_of(files, name, folder)
         for name in (special_tokens.GENERATION, special_tokens.SETTINGS)
@@ -96,10 +96,10 @@ def read(folder: Path, config: Mapping[str, Any]) -> Read:
         result = _reorder(parsed, size, config, ends[0])
         result = _with_original(result, parsed.original)
         engine = tokenizer_library.from_text(parsed.original)
-        begin = special_tokens.begin(engine, settings, names, ends[0], folder)
+        prefix = special_tokens.prefix(engine, settings, names, ends[0], folder)
         start = special_tokens.start(config, generation, names, vocab)
         tokenizer = dataclasses.replace(result.tokenizer, chat_template=template)
-        identity = _identity(tokenizer, begin, ends, start, files)
+        identity = _identity(tokenizer, prefix, ends, start, files)
         return Read(dataclasses.replace(tokenizer, identity=identity), result.order)
     except json_files.MALFORMED as error:
         if isinstance(error, UserError):
@@ -107,22 +107,22 @@ def read(folder: Path, config: Mapping[str, Any]) -> Read:
         raise UserError(f"The tokenizer {path} cannot be read: {error}.") from None
 
 
-def _identity(tokenizer, begin, ends, start, files):
+def _identity(tokenizer, prefix, ends, start, files):
     """Returns the identity in the ids of the tokenizer, without what it says anyway."""
     ours = tokenizer.ids_from_original
-    begin, ends = (tuple(int(ours[number]) for number in ids) for ids in (begin, ends))
+    prefix, ends = (tuple(int(ours[number]) for number in ids) for ids in (prefix, ends))
     ends = () if ends == (tokenizer.eot_id,) else ends
-    begins_so = begin or start is None or ours[start] == tokenizer.eot_id
+    begins_so = prefix or start is None or ours[start] == tokenizer.eot_id
     start = None if begins_so else int(ours[start])
-    known = Identity(begin, ends, start)
+    identity = Identity(prefix, ends, start)
     if special_tokens.SETTINGS in files:
         # An export that has the same settings without this file does not need it.
         given = json_files.parse(files[special_tokens.SETTINGS].decode("utf-8-sig"))
-        plain = dataclasses.replace(tokenizer, identity=known)
+        plain = dataclasses.replace(tokenizer, identity=identity)
         if given == _settings(plain, given.get("model_max_length")):
             files = {n: content for n, content in files.items() if n != special_tokens.SETTINGS}
-    kept = ((name, content.decode("latin-1")) for name, content in sorted(files.items()))
-    return dataclasses.replace(known, files=tuple(kept))
+    contents = ((name, content.decode("latin-1")) for name, content in sorted(files.items()))
+    return dataclasses.replace(identity, files=tuple(contents))
 
 
 class _Parsed(NamedTuple):

@@ -162,7 +162,7 @@ def test_the_ids_are_those_of_the_whole_conversation(library, tmp_path, name, ta
     assert ids == (expected if expected[-1] == end else [*expected, end])
     trained = np.array(ids)[examples.answers]
     contents = [m["content"] for m in talk if m["role"] == ASSISTANT]
-    said = library.decode(trained.tolist(), skip_special_tokens=False)
+    decoded = library.decode(trained.tolist(), skip_special_tokens=False)
     if "json" not in name:
-        assert all(content in said for content in contents)
+        assert all(content in decoded for content in contents)
     assert (trained == end).sum() <= max(1, text.count("</s>"))

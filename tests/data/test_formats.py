@@ -227,5 +227,5 @@ def test_files_of_other_kinds_are_skipped_and_said(tmp_path, caplog):
 def test_copies_in_a_saved_dataset_are_in_one_split(tmp_path):
     of_dataset(tmp_path / "saved", [f"text {number // 2}" for number in range(400)])
     corpus = load_corpus(str(tmp_path / "saved"), tmp_path / "cache")
-    train, held = ({d.text for d in split} for split in (corpus.train, corpus.validation))
-    assert held and not train & held
+    train, validation = ({d.text for d in split} for split in (corpus.train, corpus.validation))
+    assert validation and not train & validation

@@ -71,8 +71,8 @@ def test_copies_of_a_text_are_in_one_split(pairs):
 def test_about_one_in_twenty_texts_is_held_out_whatever_their_copies():
     rows = [Document(f"{number}", f"text {number % 4000}") for number in range(20_000)]
     split = split_for(rows)
-    held = {row.text for row in rows if split.holds_out(row)}
-    assert 150 < len(held) < 250
+    texts = {row.text for row in rows if split.holds_out(row)}
+    assert 150 < len(texts) < 250
 
 
 def test_a_corpus_of_one_text_many_times_is_split_by_id_and_says_so(caplog):
@@ -85,9 +85,9 @@ def test_near_copies_are_counted(caplog):
     rows = [Document(f"{i}", f"Text, number {i}!") for i in range(200)]
     rows += [Document(f"near {i}", f"text\nnumber  {i}") for i in range(200)]
     split = split_for(rows)
-    held = {row.text.lower() for row in rows if split.holds_out(row)}
-    assert 0 < split.near_copies <= len(held)
-    assert f"{split.near_copies} of {len(held)} held-out documents differ" in caplog.text
+    texts = {row.text.lower() for row in rows if split.holds_out(row)}
+    assert 0 < split.near_copies <= len(texts)
+    assert f"{split.near_copies} of {len(texts)} held-out documents differ" in caplog.text
     assert split_for(documents(map(str, range(200)))).near_copies == 0
 
 

@@ -11,11 +11,11 @@ TEXTS = ["the cat sat on the mat and the dog ran home", "what is two plus two? i
 WIDTH, VOCAB = 16, 336
 
 
-def engine(begin=True, first=False):
+def engine(prefixed=True, first=False):
     """Returns a byte-level tokenizer with SPECIALS behind or in front of the text tokens.
 
     Args:
-      begin: whether its post-processor puts SPECIALS[0] in front of a text.
+      prefixed: whether its post-processor puts SPECIALS[0] in front of a text.
       first: whether the special tokens have the first ids.
     """
     result = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -29,7 +29,7 @@ def engine(begin=True, first=False):
     )
     result.train_from_iterator(TEXTS * 9, trainer)
     result.add_special_tokens(list(SPECIALS))
-    if begin:
+    if prefixed:
         number = result.token_to_id(SPECIALS[0])
         result.post_processor = tokenizers.processors.TemplateProcessing(
             single=f"{SPECIALS[0]} $A", special_tokens=[(SPECIALS[0], number)]

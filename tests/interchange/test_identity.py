@@ -20,7 +20,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.special_tokens import FILES
 
-BEGIN, END, TURN, HEADER, PAD = (engine().token_to_id(token) for token in SPECIALS)
+BOS, END, TURN, HEADER, PAD = (engine().token_to_id(token) for token in SPECIALS)
 NAMED = {"bos_token": SPECIALS[0], "eos_token": SPECIALS[1]}
 
 
@@ -34,7 +34,7 @@ def continued(folder, **options):
 
 
 @pytest.mark.parametrize(
-    ("ends", "generation", "says", "expected"),
+    ("ends", "generation", "written", "expected"),
     [
         (END, None, END, "end"),
         ([END, TURN], None, TURN, "end"),
@@ -48,20 +48,20 @@ def continued(folder, **options):
     ],
 )
 def test_a_text_stops_at_the_ends_that_transformers_stops_at(
-    tmp_path, ends, generation, says, expected
+    tmp_path, ends, generation, written, expected
 ):
     files = {} if generation is None else {"generation_config__json": {"eos_token_id": generation}}
     files = {"generation_config__json": {}} if generation == {} else files
     fields = config(eos_token_id=ends)
-    folder = write(tmp_path / "model", fields, engine(), weights(says), **files)
+    folder = write(tmp_path / "model", fields, engine(), weights(written), **files)
     assert continued(folder)[0] == expected
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("torch", reason="torch is not installed")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     prompt = transformers.AutoTokenizer.from_pretrained(folder)("the cat", return_tensors="pt")
     prompt.pop("token_type_ids", None)
-    said = model.generate(**prompt, max_new_tokens=5, do_sample=False)
-    count = said.shape[1] - prompt.input_ids.shape[1]
+    output = model.generate(**prompt, max_new_tokens=5, do_sample=False)
+    count = output.shape[1] - prompt.input_ids.shape[1]
     # transformers appends the token that ends the text.
     assert count == (1 if expected == "end" else 5)
 
@@ -84,10 +84,10 @@ def test_a_stop_string_may_have_special_tokens(tmp_path):
     assert (text, decoder.stopped_by) == ("the ", "stop")
 
 
-@pytest.mark.parametrize("begin", [True, False])
+@pytest.mark.parametrize("prefixed", [True, False])
 @pytest.mark.parametrize("first", [True, False])
-def test_the_begin_of_text_is_where_the_library_puts_it(tmp_path, begin, first):
-    library = engine(begin, first)
+def test_the_begin_of_text_is_where_the_library_puts_it(tmp_path, prefixed, first):
+    library = engine(prefixed, first)
     end = library.token_to_id(SPECIALS[1])
     folder = write(tmp_path / "model", config(eos_token_id=end), library)
     tokenizer = sd.load(folder).tokenizer
@@ -103,12 +103,12 @@ def test_the_begin_of_text_is_where_the_library_puts_it(tmp_path, begin, first):
 
 def test_add_bos_token_of_the_settings_comes_before_the_post_processor(tmp_path, caplog):
     fields = config(eos_token_id=END)
-    for begin, flag in ((True, False), (False, True)):
+    for prefixed, flag in ((True, False), (False, True)):
         settings = {**NAMED, "add_bos_token": flag}
         folder = tmp_path / str(flag)
-        write(folder, fields, engine(begin), tokenizer_config__json=settings)
+        write(folder, fields, engine(prefixed), tokenizer_config__json=settings)
         ids = sd.load(folder).tokenizer.encode_prompts(["the cat"])
-        assert theirs(sd.load(folder).tokenizer, ids[0])[:1] == ([BEGIN] if flag else ids[0][:1])
+        assert theirs(sd.load(folder).tokenizer, ids[0])[:1] == ([BOS] if flag else ids[0][:1])
     assert "adds the begin of text" in caplog.text and "leaves out the begin" in caplog.text
 
 
@@ -212,7 +212,7 @@ def test_an_export_says_dtype_once(tmp_path):
 
 
 def test_vocab_json_with_added_tokens_keeps_its_ids(tmp_path):
-    fields = json.loads(engine(begin=False, first=True).to_str())["model"]
+    fields = json.loads(engine(prefixed=False, first=True).to_str())["model"]
     files = {
         "vocab__json": fields["vocab"],
         "merges__txt": "\n".join(["#version: 0.2", *(" ".join(m) for m in fields["merges"])]),
@@ -238,7 +238,7 @@ def test_vocab_json_with_added_tokens_keeps_its_ids(tmp_path):
         sd.load(write(tmp_path / "qwen", config(eos_token_id=1), None, **files))
 
 
-ids = st.sampled_from([BEGIN, END, TURN, HEADER, PAD])
+ids = st.sampled_from([BOS, END, TURN, HEADER, PAD])
 token = st.sampled_from(SPECIALS).flatmap(
     lambda text: st.sampled_from([text, {"content": text, "__type": "AddedToken"}])
 )
@@ -287,11 +287,13 @@ JSON_FILES = {
     st.booleans(),
     st.booleans(),
 )
-def test_what_goes_in_comes_out_or_is_said(tmp_path_factory, caplog, fields, files, begin, first):
+def test_what_goes_in_comes_out_or_is_said(
+    tmp_path_factory, caplog, fields, files, prefixed, first
+):
     """Over drawn directories: files and fields are equal after an import, a run's files and an
     export, in both forms; a line names each one that is not."""
     tmp_path = tmp_path_factory.mktemp("drawn")
-    folder = write(tmp_path / "in", config(**fields), engine(begin, first), **files)
+    folder = write(tmp_path / "in", config(**fields), engine(prefixed, first), **files)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         try:
@@ -303,29 +305,31 @@ def test_what_goes_in_comes_out_or_is_said(tmp_path_factory, caplog, fields, fil
         model.tokenizer.save(tmp_path / "tokenizer.json")
         stored = Tokenizer.load(tmp_path / "tokenizer.json")
         assert stored == model.tokenizer
+        assert stored.identity.files == model.tokenizer.identity.files
         between = sd.load(sd.save(model, tmp_path / "sparse", form="sparse"))
         assert between.tokenizer == model.tokenizer
+        assert between.tokenizer.identity.files == model.tokenizer.identity.files
         out = sd.save(between, tmp_path / "out", form="dense")
-    said = caplog.text
+    log = caplog.text
     for path in folder.iterdir():
         if path.name in ("config.json", "model.safetensors"):
             continue
         same = (out / path.name).exists() and path.read_bytes() == (out / path.name).read_bytes()
-        assert same or path.name in said, path.name
-        assert path.name in {*FILES, "tokenizer.json"} or path.name in said
+        assert same or path.name in log, path.name
+        assert path.name in {*FILES, "tokenizer.json"} or path.name in log
     before, after = (json.loads((f / "config.json").read_text()) for f in (folder, out))
     for name, value in before.items():
-        assert after[name] == value or name.endswith("dtype") or f"{name}=" in said, name
-    assert "our_own_field" in said or "our_own_field" not in before
+        assert after[name] == value or name.endswith("dtype") or f"{name}=" in log, name
+    assert "our_own_field" in log or "our_own_field" not in before
     again = sd.load(out).tokenizer
-    assert (again.ends, again.begin, again.start_id) == (
-        model.tokenizer.ends, model.tokenizer.begin, model.tokenizer.start_id,
+    assert (again.ends, again.identity.prefix, again.start_id) == (
+        model.tokenizer.ends, model.tokenizer.identity.prefix, model.tokenizer.start_id,
     )  # fmt: skip
     assert again.chat_template == model.tokenizer.chat_template
     generation = json.loads(files_text(folder, "generation_config.json"))
-    ends_given = generation.get("eos_token_id") or fields.get("eos_token_id")
-    if ends_given:
-        expected = {ends_given} if isinstance(ends_given, int) else set(ends_given)
+    expected_ends = generation.get("eos_token_id") or fields.get("eos_token_id")
+    if expected_ends:
+        expected = {expected_ends} if isinstance(expected_ends, int) else set(expected_ends)
         assert set(theirs(model.tokenizer, model.tokenizer.ends)) == expected
 
 
@@ -338,8 +342,8 @@ def test_our_own_models_have_no_files_of_others(tmp_path, form):
     model = sd.load(write(tmp_path / "in", config(eos_token_id=END), engine()))
     assert dict(model.tokenizer.identity.files)["config.json"]
     plain = Tokenizer(tuple(directories.engine_alphabet()), (), VOCAB)
-    own = sd.load(sd.save(model_with(model, plain), tmp_path / "own", form=form))
-    assert own.tokenizer == plain
+    loaded = sd.load(sd.save(model_with(model, plain), tmp_path / "own", form=form))
+    assert loaded.tokenizer == plain and not loaded.tokenizer.identity.files
 
 
 def model_with(model, tokenizer):

@@ -199,8 +199,8 @@ def test_padding_fills_no_expert_and_is_in_no_mean(config, seed, data):
     def run(params, x, dy, real=None):
         def value(params, x):
             y, routing = bound(config, params)(x, WHOLE, real)
-            kept = y if real is None else jnp.where(real[..., None], y, 0)
-            return (kept * dy).sum() + routing.balance + routing.z, (kept, routing)
+            output = y if real is None else jnp.where(real[..., None], y, 0)
+            return (output * dy).sum() + routing.balance + routing.z, (output, routing)
 
         return jax.jit(jax.grad(value, argnums=(0, 1), has_aux=True))(params, x)
 
