@@ -5,7 +5,8 @@ import dataclasses
 from sparse_dataflow.config.settings import Readable, setting, validate
 from sparse_dataflow.files.errors import UserError
 
-TOKENIZERS = ("bpe", "gpt2")
+TOKENIZERS = ("bpe", "gpt2", "none")
+"""Tokenizers that are no directory and no name on the hub."""
 LOSSES = ("all", "answers")
 
 
@@ -14,7 +15,8 @@ class DataConfig(Readable):
     """The corpus and its tokenizer.
 
     Attributes:
-      tokenizer: "bpe" learns `model.vocab_size` tokens from the corpus.
+      tokenizer: "bpe" learns `model.vocab_size` tokens from the corpus. "none" takes
+        `model.vocab_size` for the ids of a corpus of token ids.
       loss: the tokens that count in training and in held-out losses; see `data.examples`.
     """
 
@@ -25,8 +27,20 @@ class DataConfig(Readable):
         path=True,
         address=True,
     )
+    column: str = setting(
+        "",
+        "Field or column with the text; empty is text, else the only one of strings.",
+    )
+    validation: str = setting(
+        "",
+        "A corpus that is held out instead of some of the documents of data.corpus.",
+        path=True,
+    )
     tokenizer: str = setting(
-        "bpe", "bpe is trained on the corpus; gpt2 is GPT-2's own.", choices=TOKENIZERS
+        "bpe",
+        "bpe is trained on the corpus; gpt2 is GPT-2's own; DIR or hf:NAME is that of a Hugging "
+        "Face directory or run folder; none is for token ids alone.",
+        path=True,
     )
     loss: str = setting(
         "all",
@@ -41,4 +55,8 @@ class DataConfig(Readable):
             raise UserError(
                 "data.corpus is empty; legal: python_stdlib, sotu, a folder or file, a name or "
                 "a mixture."
+            )
+        if not self.tokenizer:
+            raise UserError(
+                f"data.tokenizer is empty; legal: {', '.join(TOKENIZERS)}, DIR, hf:NAME."
             )

@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -80,6 +81,9 @@ class TrainBatches:
         _check_sizes(self.batch_size, self.sequence_length)
         if not 0 <= self.seed < 2**32:
             raise UserError(f"The data seed {self.seed} is out of range; legal: 0 to {2**32 - 1}.")
+        self._check_tokens()
+
+    def _check_tokens(self):
         smallest = min((len(windows.tokens), len(windows)) for windows in self._sources)
         if smallest[1] == 0:
             raise UserError(
@@ -110,6 +114,27 @@ class TrainBatches:
             raise IndexError(step)
         first, rows = step * self.batch_size, local_rows(self)
         return {"tokens": np.stack([self._shuffled[first + row] for row in rows])}
+
+    def window(self, number: int) -> np.ndarray:
+        """Returns a shuffled window, int32 [sequence_length + 1]; step s begins with s * rows."""
+        return self._shuffled[number]
+
+    @property
+    def example(self) -> Batch:
+        """A batch for programs that need its shape and time alone."""
+        return self[0]
+
+    @property
+    def skipped_words(self) -> str:
+        """How many rows of the corpus were left out while training, and why; "" for none."""
+        return ""
+
+    def positions(self, step: int) -> Any:
+        """Returns what a checkpoint stores besides the step; None, as a step is all it takes."""
+        return None
+
+    def resume(self, positions: Any) -> None:
+        """Takes the `positions` of a checkpoint."""
 
     def iterate(self, start_step: int = 0, threads: int = 2) -> Iterator[Batch]:
         """Yields batches `start_step`, `start_step + 1`, ... endlessly, prefetched by threads.

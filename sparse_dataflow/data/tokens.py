@@ -17,11 +17,12 @@ from typing import BinaryIO
 
 import numpy as np
 
+from sparse_dataflow.data import token_ids
 from sparse_dataflow.data.cache import atomic_write, exclusive, resolved
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.progress import with_progress
-from sparse_dataflow.data.stored import ChainedArray, StoredArray
+from sparse_dataflow.data.stored import ChainedArray, MappedArray, StoredArray
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError
@@ -46,7 +47,7 @@ class SplitTokens:
       text_bytes: UTF-8 bytes of all documents.
     """
 
-    tokens: StoredArray | ChainedArray
+    tokens: StoredArray | ChainedArray | MappedArray
     documents: int
     text_bytes: int
 
@@ -80,20 +81,29 @@ def prepare_tokens(corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path) -> Cor
     Raises:
       UserError: the cache folder cannot be written.
     """
-    if corpus.mixture:
-        sources = [prepare_tokens(source, tokenizer, cache_dir) for _, source, _ in corpus.mixture]
-        return CorpusTokens(
-            _chained([source.train for source in sources]),
-            _chained([source.validation for source in sources]),
-        )
-    cache_dir = resolved(cache_dir)
-    key = f"{corpus.content_hash[:16]}-{tokenizer.content_hash[:16]}"
-    folder = cache_dir / "tokens" / key
     return CorpusTokens(
-        *(
-            _open_or_write(getattr(corpus, split), split, corpus, tokenizer, cache_dir, folder)
-            for split in ("train", "validation")
-        )
+        *(split_tokens(corpus, split, tokenizer, cache_dir) for split in ("train", "validation"))
+    )
+
+
+def split_tokens(corpus: Corpus, split: str, tokenizer: Tokenizer, cache_dir: Path) -> SplitTokens:
+    """Opens the tokens of a split, "train" or "validation"; see `prepare_tokens`.  The training
+    tokens of a stream are those of its sample."""
+    own = split == "validation" and corpus.own_validation
+    if corpus.mixture and not own:
+        sources = [split_tokens(s, split, tokenizer, cache_dir) for _, s, _ in corpus.mixture]
+        return _chained(sources)
+    cache_dir = resolved(cache_dir)
+    if corpus.ids:
+        array = getattr(corpus.ids, split)
+        name = f"The corpus {corpus.name}"
+        key = f"{split} {corpus.content_hash}"
+        ids, counts = token_ids.mapped(name, array, tokenizer, cache_dir, key)
+        return SplitTokens(ids, counts.documents, counts.text_bytes)
+    key = f"{corpus.content_hash[:16]}-{tokenizer.content_hash[:16]}"
+    documents = getattr(corpus, split)
+    return _open_or_write(
+        documents, split, corpus, tokenizer, cache_dir, cache_dir / "tokens" / key
     )
 
 
@@ -149,7 +159,7 @@ def _checksum(tokens: StoredArray) -> int:
 
 
 def _chained(splits: Sequence[SplitTokens]) -> SplitTokens:
-    arrays = tuple(split.tokens for split in splits if isinstance(split.tokens, StoredArray))
+    arrays = tuple(split.tokens for split in splits)
     documents = sum(split.documents for split in splits)
     return SplitTokens(ChainedArray(arrays), documents, sum(split.text_bytes for split in splits))
 

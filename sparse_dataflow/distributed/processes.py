@@ -39,6 +39,13 @@ def minimum(number: int) -> int:
     return int(multihost_utils.process_allgather(np.int32(number)).min())
 
 
+def maximum(table: np.ndarray) -> np.ndarray:
+    """Returns the elementwise maximum of the processes' int32 arrays of one shape."""
+    if jax.process_count() == 1:
+        return table
+    return np.asarray(multihost_utils.process_allgather(table)).max(axis=0)
+
+
 def broadcast(value: Any) -> Any:
     """Returns process 0's JSON-able value on every process."""
     if jax.process_count() == 1:

@@ -15,10 +15,10 @@ import jax
 import numpy as np
 
 from sparse_dataflow.config.run import RunConfig
-from sparse_dataflow.data import cache
-from sparse_dataflow.data.corpora import Corpus, corpus_of_texts, load_corpus
+from sparse_dataflow.data.corpora import Corpus, corpus_of_texts
 from sparse_dataflow.data.examples import as_text
-from sparse_dataflow.data.tokenizer import Tokenizer
+from sparse_dataflow.data.token_ids import with_text
+from sparse_dataflow.data.tokenizer import KINDS, Tokenizer
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.distributed.clock import Clock
 from sparse_dataflow.distributed.stopping import stop_on_signals
@@ -37,7 +37,7 @@ from sparse_dataflow.planning import cost
 from sparse_dataflow.reporting.report import PAGE
 from sparse_dataflow.runs import address_runs, devices, distillation, report, run_folder
 from sparse_dataflow.runs.preflight import relay_plan, remat_plan, settling, step_plan
-from sparse_dataflow.runs.training_data import tokenizer_of, training_data
+from sparse_dataflow.runs.training_data import corpus_of, thin_data, tokenizer_of, training_data
 from sparse_dataflow.sparsity.allocation import allocation_table
 from sparse_dataflow.training import run_files
 from sparse_dataflow.training.loop import Trainer
@@ -116,8 +116,9 @@ class Job:
         trackers.tracker_names(config.run.trackers)  # Refuses illegal ones before any work.
         record = self._saved_record() if resume else None
         self._refuse_unfit_machine()
-        corpus = self._corpus(texts)
+        corpus = self._corpus(texts, record)
         tokenizer = self._tokenizer(corpus, resume)
+        corpus = with_text(corpus, tokenizer)
         if record:
             run_folder.refuse_other_data(folder, record, corpus, tokenizer)
         models = variants(config, tokenizer.vocab_size, record.steps if record else None)
@@ -130,10 +131,14 @@ class Job:
         if config.training.steps:
             _refuse_unfit_steps(models)
         self._refuse_unfit_weights(models, record)
+        if not record and config.training.steps:
+            _say_all(thin_data(corpus, data.train, models))
         programs = self._compiled(models, data)
         self._check_folder()
         if not record:
             models = self._planned(models, programs, data)
+            if not config.training.steps:
+                _say_all(thin_data(corpus, data.train, models))
             record = self._new_record(models, corpus, tokenizer, data)
             run_folder.start(folder, config, record, tokenizer)
         self.mirror = run_folder.mirrored(folder, config.run.mirror)
@@ -149,6 +154,8 @@ class Job:
                     say(f"{v.name:>6}: resumes after step {trainer.step} of {v.training.steps}")
             with stop_on_signals(say) as stop:
                 finished = self._advance(trainers, stop, goodput_log)
+            if words := data.train.skipped_words:
+                say(f"left out of {corpus.name}: {words}")
             if finished:
                 for trainer in trainers:
                     trainer.evaluate_finally()
@@ -211,21 +218,22 @@ class Job:
                 weights = starting_point.read(config.run.init_from)
                 growth.refuse_other_shapes(weights.model, v.phase_specs[0].model)
 
-    def _corpus(self, texts: Sequence[str] | None) -> Corpus:
-        """The corpus of the texts, or of the config."""
-        answers = self.config.data.loss == "answers"
+    def _corpus(self, texts: Sequence[str] | None, record: RunRecord | None) -> Corpus:
+        """The corpus of the texts, or of the config; a resumed run keeps the revision of a dataset
+        on the hub."""
         if texts is None:
-            return load_corpus(self.config.data.corpus, cache.FOLDER, answers)
-        if answers:
+            return corpus_of(self.config.data, record.corpus if record else "")
+        if self.config.data.loss == "answers":
             raise UserError("data.loss=answers reads examples of data.corpus; give it, not texts.")
         return corpus_of_texts(texts)
 
     def _tokenizer(self, corpus: Corpus, resume: bool) -> Tokenizer:
         """The tokenizer of the weights to begin with, or of the config."""
+        named = self.config.data.tokenizer not in KINDS
+        if resume and (self.config.run.init_from or corpus.streamed or named):
+            return Tokenizer.load(self.folder / run_files.TOKENIZER)
         if not self.config.run.init_from:
             return tokenizer_of(self.config, corpus)
-        if resume:
-            return Tokenizer.load(self.folder / run_files.TOKENIZER)
         return starting_point.read(self.config.run.init_from).tokenizer
 
     def _compiled(self, models: list[Variant], data: TrainingData) -> dict[str, list[Compiled]]:
@@ -387,6 +395,11 @@ def _close(trainer, kind, error, trace) -> None:
     instead of being waited for."""
     if kind is None or jax.process_count() == 1:
         trainer.close()
+
+
+def _say_all(sentences):
+    for sentence in sentences:
+        say(f"note: {sentence}")
 
 
 def _say_allocation(variant):

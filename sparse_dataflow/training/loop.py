@@ -153,6 +153,8 @@ class Trainer:
             self.seconds = seconds_at(folder, self.step, self.seconds)
         self._phase = phase_before(self.phases, self.step)
         self._tables = self._programs[self._phase].tables(self.state.tables)
+        if progress.positions is not None:
+            data.train.resume(progress.positions)
         self._batches = data.train.iterate(self.step)
         self._metrics = MetricsWriter(folder, self.step, trackers, config)
         self._progress = Progress(name, training.steps, self.step, position)
@@ -429,6 +431,8 @@ class Trainer:
             "starts": [phase.start for phase in self.phases],
             "plateau": self._plateau.to_json(),
         }
+        if (positions := self._data.train.positions(self.step)) is not None:
+            extra["data_positions"] = positions
         if self.training.skip_spikes:
             extra["spikes"] = self._spikes.to_json()
         if self._base:

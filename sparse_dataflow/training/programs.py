@@ -170,7 +170,7 @@ def _compile(phase, training, data, executor):
     train_step = jitted_train_step(model, training, executor, shapes)
     eval_step = jax.jit(make_eval_step(model, executor), out_shardings=replicated)
     parameter_norms = jax.jit(group_norms, out_shardings=replicated)
-    batch = executor.put(data.train[0], data.train.batch_size)
+    batch = executor.put(data.train.example, data.train.batch_size)
     held_out = executor.put(data.validation[0], data.validation.batch_size)
     windows = held_out["tokens"], held_out["weights"]
     teach = None
@@ -211,7 +211,7 @@ def _with_updates(programs, phase, training, data, evolution, executor):
             ),
         )
     state = initial_state(model, training, executor)
-    batch = executor.put(data.train[0], data.train.batch_size)
+    batch = executor.put(data.train.example, data.train.batch_size)
     for _ in range(2):
         # Updates get the output state of a step, as in training.
         tables = programs.tables(state.tables)

@@ -94,12 +94,14 @@ class SavedProgress:
       phases: with the first steps known then.
       plateau: plateau detection of the current phase.
       spikes: history of loss spikes.
+      positions: of a streamed corpus; see `TrainBatches.positions`.
     """
 
     seconds: float
     phases: tuple[Phase, ...]
     plateau: Plateau
     spikes: SpikeHistory
+    positions: Any = None
 
     @classmethod
     def from_extra(cls, extra: Mapping[str, Any], planned: tuple[Phase, ...]) -> "SavedProgress":
@@ -118,7 +120,8 @@ class SavedProgress:
                 raise ValueError("its phases are out of order")
             phases = with_starts(planned, starts)
             plateau, spikes = Plateau.from_json(extra["plateau"]), extra.get("spikes")
-            return cls(seconds, phases, plateau, SpikeHistory.from_json(spikes))
+            history, positions = SpikeHistory.from_json(spikes), extra.get("data_positions")
+            return cls(seconds, phases, plateau, history, positions)
         except json_files.MALFORMED as error:
             raise UserError(
                 f"A checkpoint's extra.json was not written by this training ({error}). Move its "

@@ -105,7 +105,7 @@ def test_a_single_document_is_cut_into_two_splits(tmp_path, cache):
         ({"a.txt": "fine", "b.txt": b"caf\xe9"}, ".", r"b\.txt is not UTF-8.*byte 3"),
         ({"a.txt": "fine", "b.jsonl": b'{"text": "caf\xe9"}'}, ".", r"b\.jsonl is not UTF-8"),
         ({"b.jsonl": '{"text": "x"}\n{"text": '}, ".", r"b\.jsonl, line 2, is not JSON"),
-        ({"b.jsonl": '{"body": "x"}'}, ".", r"b\.jsonl, line 1, has no field"),
+        ({"b.jsonl": '{"body": 3}'}, ".", r'b\.jsonl, line 1, has no column "text"'),
         ({"b.jsonl": '["text"]'}, ".", r"b\.jsonl, line 1, has no field"),
         ({"b.jsonl": '{"text": "\\ud800"}'}, ".", r"b\.jsonl, line 1, .* surrogate"),
         ({"b.txt": "x"}, ".", "too short"),

@@ -90,7 +90,7 @@ def test_a_tfds_corpus_with_only_a_train_split_is_split_by_the_hash_rule(tmp_pat
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("tiny_pairs", "exactly one text feature.*question"),
+        ("tiny_pairs", "legal for data.column: question, answer"),
         ("tiny_prose_test_only", "no split 'train'"),
         ("tiny_unreachable", "no route to host.*python_stdlib"),
         ("tiny_prose:9.9.9", "could not be prepared"),
@@ -102,14 +102,6 @@ def test_a_tfds_corpus_with_only_a_train_split_is_split_by_the_hash_rule(tmp_pat
 def test_an_unusable_tfds_corpus_raises_user_error(tmp_path, name, message):
     with pytest.raises(UserError, match=message):
         load_corpus(name, tmp_path)
-
-
-@pytest.mark.parametrize("name", ["c4/en", "lm1b", "wiki40b/en"])
-def test_the_corpora_named_in_messages_have_a_text_feature(tmp_path, name):
-    import tensorflow_datasets.text  # noqa: F401
-
-    builder = tfds.builder(name, data_dir=tmp_path)
-    assert corpora._text_feature(builder, tfds) == "text"
 
 
 def speeches(count):

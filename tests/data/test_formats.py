@@ -128,8 +128,9 @@ def test_a_saved_dictionary_keeps_its_own_validation_split(tmp_path):
 
 
 def test_a_saved_dataset_without_text_names_its_columns(tmp_path):
-    datasets.Dataset.from_dict({"content": TEXTS}).save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(UserError, match=r'no column "text" of strings; its columns: content\.'):
+    numbers = {"number": list(range(60))}
+    datasets.Dataset.from_dict(numbers).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(UserError, match=r'no column "text" of strings; its columns: number\.'):
         load_corpus(str(tmp_path / "saved"), tmp_path / "cache")
 
 
@@ -139,27 +140,24 @@ def test_a_damaged_saved_dataset_is_refused(saved, tmp_path):
         load_corpus(str(saved), tmp_path / "cache")
 
 
-def test_a_dataset_is_fetched_by_name_and_config(tmp_path, monkeypatch):
-    calls = []
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_the_text_is_in_the_named_column_or_in_the_only_one_of_strings(tmp_path, name):
+    def written(**columns):
+        table = pa.table({"n": list(range(60)), **columns})
+        if name.endswith("parquet"):
+            pq.write_table(table, tmp_path / name)
+        else:
+            lines = "".join(json.dumps(row) + "\n" for row in table.to_pylist())
+            (tmp_path / name).write_text(lines)
 
-    def load_dataset(*arguments, **keywords):
-        calls.append(arguments)
-        return datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": TEXTS})})
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    corpus = load_corpus("hf:owner/name", tmp_path)
-    assert len(corpus.train) + len(corpus.validation) == 60
-    load_corpus("hf:owner/name/config", tmp_path)
-    assert calls == [("owner/name", None), ("owner/name", "config")]
-
-
-def test_a_hub_that_is_out_of_reach_is_named(tmp_path, monkeypatch):
-    def load_dataset(*arguments, **keywords):
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(UserError, match=r"owner/name could not be fetched \(no network\)"):
-        load_corpus("hf:owner/name", tmp_path)
+    written(body=TEXTS)
+    assert texts(tmp_path / name) == TEXTS
+    written(body=TEXTS, title=["t"] * 60)
+    with pytest.raises(UserError, match=r"legal for data\.column: body, title"):
+        texts(tmp_path / name)
+    named = LocalSource(tmp_path / name, column="body")
+    assert [document.text for document in named.documents()] == TEXTS
+    assert named.fingerprint != LocalSource(tmp_path / name, column="title").fingerprint
 
 
 ROWS = [(None, "", "  \n ", f"text number {i} is here.")[i % 4] for i in range(80)]
@@ -229,3 +227,15 @@ def test_copies_in_a_saved_dataset_are_in_one_split(tmp_path):
     corpus = load_corpus(str(tmp_path / "saved"), tmp_path / "cache")
     train, validation = ({d.text for d in split} for split in (corpus.train, corpus.validation))
     assert validation and not train & validation
+
+
+def test_a_corpus_of_the_users_own_is_held_out_and_all_of_the_other_is_trained(tmp_path):
+    for folder, word in (("train", "a"), ("held_out", "b")):
+        (tmp_path / folder).mkdir()
+        for number in range(40):
+            (tmp_path / folder / f"{number}.txt").write_text(f"{word} {number}")
+    cache = tmp_path / "cache"
+    corpus = load_corpus(str(tmp_path / "train"), cache, validation=str(tmp_path / "held_out"))
+    assert {document.text for document in corpus.train} == {f"a {n}" for n in range(40)}
+    assert {document.text for document in corpus.validation} == {f"b {n}" for n in range(40)}
+    assert corpus.content_hash != load_corpus(str(tmp_path / "train"), cache).content_hash

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 
 from sparse_dataflow.data import holdout
-from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.corpora import Corpus, load_corpus
 from sparse_dataflow.data.documents import Document
+from sparse_dataflow.data.holdout import three_splits
+from sparse_dataflow.data.shards import Shard
+from sparse_dataflow.data.streamed import Stream
 from sparse_dataflow.files.errors import UserError
 
 
@@ -51,3 +54,17 @@ def test_a_large_validation_split_is_cut_in_two_and_training_stays():
 def test_too_few_documents_are_refused():
     with pytest.raises(UserError, match="too few for a held-out split"):
         holdout.three_splits(corpus(1, 1))
+
+
+def test_a_stream_keeps_its_training_documents_and_halves_the_held_out_ones(tmp_path):
+    stream = Stream("x", (Shard("a"),), "text", 1)
+    documents = [Document(str(n), str(n)) for n in range(5)]
+    corpus = Corpus("x", documents, documents, "hash", stream=stream)
+    split, tuning = three_splits(corpus)
+    assert split.stream is stream and split.train is documents and tuning == 3
+    assert [document.text for document in split.validation] == ["0", "2", "4", "1", "3"]
+    with pytest.raises(UserError, match="one document; legal: two or more"):
+        three_splits(Corpus("x", documents, documents[:1], "hash", stream=stream))
+    (tmp_path / "train.bin").write_bytes(bytes(4000))
+    with pytest.raises(UserError, match="has token ids; legal"):
+        three_splits(load_corpus(str(tmp_path / "train.bin"), tmp_path / "cache"))

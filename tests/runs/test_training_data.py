@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import numpy as np
@@ -12,8 +13,9 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.presets import preset
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.answers import AnswerEvalBatches, AnswerRows
+from sparse_dataflow.data.batches import TokenMixture, TrainBatches
 from sparse_dataflow.data.chat import checked_example
-from sparse_dataflow.data.corpora import load_corpus
+from sparse_dataflow.data.corpora import Corpus, load_corpus
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.examples import encode
 from sparse_dataflow.data.tokenizer import byte_tokenizer, train_tokenizer
@@ -22,7 +24,7 @@ from sparse_dataflow.models import gpt
 from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.runs import devices
-from sparse_dataflow.runs.training_data import training_data
+from sparse_dataflow.runs.training_data import corpus_of, thin_data, training_data
 from sparse_dataflow.training.variants import variants
 
 
@@ -107,3 +109,42 @@ def test_a_mesh_with_stages_trains_neither_adapters_nor_answers(change, words):
     executor = devices.executor(config, described=0)
     with pytest.raises(UserError, match=words):
         devices.check(executor, config, variants(config))
+
+
+@pytest.mark.parametrize(
+    "steps, count, message",
+    [
+        (20, 10**7, ""),
+        (10**6, 10**7, r"^sparse reads books 51 times over, as it has 10,000,000 training tokens"),
+        (20, 10**4, r"^sparse has .* parameters and books 10,000 training tokens, which it can"),
+    ],
+)
+def test_a_corpus_that_is_too_small_for_a_run_is_said(steps, count, message):
+    corpus = Corpus("books", [], [], "hash")
+    config = preset("pico").change(training__steps=steps, sparsity__block=16, run__twin=False)
+    batches = TrainBatches(np.zeros(count, np.uint16), 4, 64)
+    sentences = thin_data(corpus, batches, variants(config, 300))
+    assert len(sentences) == bool(message) and re.search(message, "".join(sentences))
+
+
+def test_a_source_of_a_mixture_that_is_read_too_often_is_said():
+    books, code = (Corpus(name, [], [], "hash") for name in ("books", "code"))
+    mixed = Corpus("mixed", [], [], "", (("books", books, 0.9), ("code", code, 0.1)))
+    tokens = TokenMixture((np.zeros(10**7, np.uint16), np.zeros(10**5, np.uint16)), (0.9, 0.1))
+    config = preset("pico").change(training__steps=10**5, sparsity__block=16, run__twin=False)
+    models = variants(config, 300)
+    (sentence,) = thin_data(mixed, TrainBatches(tokens, 4, 64), models)
+    assert sentence.startswith("sparse reads code 51 times over")
+
+
+def test_held_out_text_of_the_users_own_replaces_that_of_a_mixture(folder):
+    (folder / "mine.txt").write_text("c" * 3000 + "\n")
+    config = (
+        preset("pico")
+        .change(data__corpus="books:3,code:1", data__validation="mine.txt", training__batch=8)
+        .dense()
+    )
+    loaded = corpus_of(config.data)
+    data = training_data(config, variants(config, 300)[0], loaded, byte_tokenizer(300))
+    assert data.mixture == ()
+    assert set(data.validation[0]["tokens"].ravel()) <= {ord("c"), ord("\n"), 299, 0}

@@ -8,14 +8,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from sparse_dataflow.data import cache
-from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.files import folders, tables
 from sparse_dataflow.reporting.figures.panels import Curve, Panel, save_panels
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks import benchmark
 from sparse_dataflow.runs.request import Request
-from sparse_dataflow.runs.training_data import tokenizer_of, training_data
+from sparse_dataflow.runs.training_data import corpus_of, tokenizer_of, training_data
 from sparse_dataflow.training.coordinates import (
     ACTIVATIONS,
     activation_changes,
@@ -38,7 +36,7 @@ def run(request: Request, options) -> None:
     folder = Path(options.out)
     folders.refuse_foreign(folder, "coordinate_check")
     config, chip = benchmark.config_here(request)
-    corpus = load_corpus(config.data.corpus, cache.FOLDER)
+    corpus = corpus_of(config.data)
     tokenizer = tokenizer_of(config, corpus)
     models = {
         place: _variant(request, chip, *place)

@@ -8,8 +8,6 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from sparse_dataflow.data import cache
-from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation import harness
 from sparse_dataflow.evaluation.harness import HarnessLM
@@ -22,7 +20,7 @@ from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks import benchmark
 from sparse_dataflow.runs.benchmarks.benchmark import Models
 from sparse_dataflow.runs.request import Request
-from sparse_dataflow.runs.training_data import tokenizer_of
+from sparse_dataflow.runs.training_data import corpus_of, tokenizer_of
 from sparse_dataflow.training.step import initial_state, make_eval_step
 
 
@@ -34,7 +32,7 @@ def run(request: Request, options) -> None:
     """
     shots = sorted(options.num_fewshot)
     models = benchmark.models_of(request)
-    corpus = load_corpus(models.config.data.corpus, cache.FOLDER)
+    corpus = corpus_of(models.config.data)
     tokenizer = tokenizer_of(models.config, corpus)
     trained = {name: _random(models, name, tokenizer) for name in models.by_name}
     item_options = trained["dense"].context, options.items, models.training.seed

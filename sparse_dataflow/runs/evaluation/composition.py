@@ -15,6 +15,7 @@ from sparse_dataflow.files.errors import UserError, first_line
 from sparse_dataflow.interchange import load as loading
 from sparse_dataflow.interchange.huggingface import is_directory
 from sparse_dataflow.runs.evaluation.load_model import keep_programs
+from sparse_dataflow.runs.training_data import corpus_of
 from sparse_dataflow.training.monitoring.metrics import say
 from sparse_dataflow.training.run_files import read_config, read_record, read_tokenizer
 
@@ -97,7 +98,7 @@ def _training_text(name: str) -> Corpus:
     record = read_record(folder, config)
     answers = config.data.loss == "answers"
     try:
-        corpus = load_corpus(record.corpus, cache.FOLDER, answers)
+        corpus = corpus_of(config.data, record.corpus)
     except UserError as error:
         raise UserError(f"{needs}{first_line(error)}") from error
     return as_text(corpus, read_tokenizer(folder, record)) if answers else corpus

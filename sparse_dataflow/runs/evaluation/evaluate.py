@@ -10,11 +10,10 @@ import numpy as np
 
 from sparse_dataflow.config import settings
 from sparse_dataflow.config.data import DataConfig
-from sparse_dataflow.data import cache
 from sparse_dataflow.data.answers import AnswerEvalBatches
 from sparse_dataflow.data.batches import EvalBatches, bits_per_byte
-from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.examples import as_text
+from sparse_dataflow.data.token_ids import with_text
 from sparse_dataflow.evaluation import harness, scoring
 from sparse_dataflow.evaluation.activation_sparsity import with_thresholds
 from sparse_dataflow.evaluation.harness import HarnessLM
@@ -32,7 +31,12 @@ from sparse_dataflow.parallel.sharded import Sharded
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.evaluation import report as evaluation_report
 from sparse_dataflow.runs.evaluation import tasks as evaluation_tasks
-from sparse_dataflow.runs.training_data import FINAL_WINDOWS, corpus_tokens, refuse_changed
+from sparse_dataflow.runs.training_data import (
+    FINAL_WINDOWS,
+    corpus_of,
+    corpus_tokens,
+    refuse_changed,
+)
 from sparse_dataflow.training.monitoring.metrics import say
 from sparse_dataflow.training.run_files import RunRecord, read_config, read_record
 
@@ -62,12 +66,12 @@ def evaluate(options) -> None:
     named = evaluation_tasks.named(options, corpus_name)
     models = _models(options)
     first = next(iter(models.values()))
-    answers = _loss_of(options) == "answers"
-    corpus = load_corpus(corpus_name, cache.FOLDER, answers)
+    data = _data_of(options)
+    corpus, answers = corpus_of(data, corpus_name), data.loss == "answers"
     for trained in models.values():
         refuse_changed(corpus, trained)
     context = min(trained.context for trained in models.values())
-    text = as_text(corpus, first.tokenizer) if answers else corpus
+    text = (as_text if answers else with_text)(corpus, first.tokenizer)
     ready = evaluation_tasks.ready(named, options, text, first.tokenizer, context)
     train_tokens, held_out = corpus_tokens(corpus, first, answers)
     if share:
@@ -148,10 +152,10 @@ def _corpus_name(options) -> str:
     return names[0] if names else options.corpus or DataConfig().corpus
 
 
-def _loss_of(options) -> str:
-    """The tokens that held-out losses count, `data.loss` of the run or of --against."""
+def _data_of(options) -> DataConfig:
+    """What a corpus is read with: the settings of the run, or of --against."""
     folders = [folder for folder in (options.run, options.against) if folder and _record(folder)]
-    return read_config(folders[0]).data.loss if folders else DataConfig().loss
+    return read_config(folders[0]).data if folders else DataConfig()
 
 
 def _scorer(mesh, trained):

@@ -13,9 +13,7 @@ from typing import Any
 
 import jax
 
-from sparse_dataflow.data import cache
 from sparse_dataflow.data.chat import USER
-from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.evaluation import activation_sparsity, generate
 from sparse_dataflow.evaluation.composition import Experts, Prompt
 from sparse_dataflow.evaluation.offloaded_experts import OffloadedExperts
@@ -23,7 +21,7 @@ from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs.evaluation import load_model
-from sparse_dataflow.runs.training_data import corpus_tokens, refuse_changed
+from sparse_dataflow.runs.training_data import corpus_of, corpus_tokens, refuse_changed
 from sparse_dataflow.training.monitoring.metrics import say
 from sparse_dataflow.training.run_files import read_config
 
@@ -44,8 +42,8 @@ def with_thresholds(trained: Model, share: float) -> Model:
             f"--activation_sparsity needs the text that a run trained on, and {trained.folder} is "
             "a Hugging Face directory; legal here: 0."
         )
-    answers = read_config(trained.folder).data.loss == "answers"
-    corpus = load_corpus(trained.record.corpus, cache.FOLDER, answers)
+    data = read_config(trained.folder).data
+    corpus, answers = corpus_of(data, trained.record.corpus), data.loss == "answers"
     refuse_changed(corpus, trained)
     tokens, _ = corpus_tokens(corpus, trained, answers)
     return activation_sparsity.with_thresholds(trained, tokens, share)

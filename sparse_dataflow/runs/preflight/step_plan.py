@@ -88,7 +88,7 @@ def _phase_seconds(variants, programs, data, executor=SINGLE_DEVICE, rounds=ROUN
     that is freed before the next, so timing needs no more memory than training.  Phases that share
     a program share its time.
     """
-    batch = executor.put(data.train[0], data.train.batch_size)
+    batch = executor.put(data.train.example, data.train.batch_size)
     phases = {
         _program_key(program): (phase.model, v.training, program)
         for v in variants

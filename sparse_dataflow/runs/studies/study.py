@@ -16,9 +16,8 @@ import numpy as np
 
 from sparse_dataflow.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.config.run import RunConfig
-from sparse_dataflow.data import cache
 from sparse_dataflow.data.batches import EvalBatches
-from sparse_dataflow.data.corpora import Corpus, load_corpus
+from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.holdout import three_splits
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import folders, json_files, storage
@@ -31,7 +30,7 @@ from sparse_dataflow.runs.job import EVALUATIONS_A_RUN
 from sparse_dataflow.runs.preflight import settling
 from sparse_dataflow.runs.request import Request, spelling
 from sparse_dataflow.runs.train import detect_chip
-from sparse_dataflow.runs.training_data import FINAL_WINDOWS, tokenizer_of, training_data
+from sparse_dataflow.runs.training_data import FINAL_WINDOWS, corpus_of, tokenizer_of, training_data
 from sparse_dataflow.training import variants
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.monitoring.metrics import read_metrics, say
@@ -135,7 +134,7 @@ def prepare(
     request = dataclasses.replace(request, changes={**request.changes, **fixed})
     chip = detect_chip(request)
     config = _settled(request.config(jax.default_backend(), chip.memory_bytes), chip)
-    corpus, tuning_documents = load_corpus(config.data.corpus, cache.FOLDER), 0
+    corpus, tuning_documents = corpus_of(config.data), 0
     if corpus.mixture:
         raise UserError(
             f"--corpus={config.data.corpus} is a mixture; legal in a study: one corpus."

@@ -1,0 +1,302 @@
+"""Rows of one shard of a large dataset, read from any row on, here or at any address of fsspec.
+
+A shard is a file of JSON lines or Parquet, or a run of row groups of a Parquet file.  Rows are
+numbered within the file, so that a row's number does not depend on how the file is divided.
+"""
+
+import collections
+import contextlib
+import gzip
+import io
+import itertools
+import json
+import logging
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from sparse_dataflow.data.local_files import (
+    JSON_LINES,
+    LONGEST_LINE,
+    PARQUET,
+    TEXT,
+    chosen_column,
+    needed_module,
+    string_columns,
+)
+from sparse_dataflow.files import json_files, storage
+from sparse_dataflow.files.errors import UserError, first_line
+
+_LOG = logging.getLogger(__name__)
+
+READABLE = JSON_LINES + PARQUET + TEXT
+LEGAL_SHARDS = ".parquet, .jsonl, .json or .txt (also .gz, .zst)"
+
+_BLOCK = 2**20
+"""Bytes of a request for a part of a file."""
+_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file, or some row groups of it.
+
+    Attributes:
+      address: path, or an address that fsspec opens.
+      rows: first row and the one after the last, at the ends of row groups; None for the whole
+        file.
+      skip: rows at the start of the file that belong to no shard, because they are held out.
+    """
+
+    address: str
+    rows: tuple[int, int] | None = None
+    skip: int = 0
+
+
+@dataclass
+class Skipped:
+    """Counts of the rows that are left out, by reason."""
+
+    counts: collections.Counter = field(default_factory=collections.Counter)
+    first: dict[str, str] = field(default_factory=dict)
+
+    def add(self, reason: str, place: str) -> None:
+        """Counts a row, and logs the first one with this reason."""
+        if not self.counts[reason]:
+            self.first[reason] = place
+            _LOG.warning("rows %s are left out and counted; the first: %s", reason, place)
+        self.counts[reason] += 1
+
+    def words(self) -> str:
+        """Returns "3 rows without text (first: ...), 1 ...", or ""."""
+        return ", ".join(
+            f"{count:,} rows {reason} (first: {self.first[reason]})"
+            for reason, count in self.counts.items()
+        )
+
+
+def is_readable(address: str) -> bool:
+    """Returns whether a file of this name can be a shard; .json files are read as lines."""
+    return address.endswith((*READABLE, ".json"))
+
+
+def is_parquet(address: str) -> bool:
+    """Returns whether the file is Parquet by its name."""
+    return address.endswith(PARQUET)
+
+
+def size(address: str) -> int:
+    """Returns the bytes of a file, from the listing of its folder where that is known."""
+    return int(_filesystem(address).info(address)["size"])
+
+
+def parts(address: str, count: int) -> list[Shard]:
+    """Returns up to `count` shards of a Parquet file, of about as many row groups each."""
+    with _parquet(address) as table:
+        ends = _group_ends(table)
+    count = max(1, min(count, len(ends) - 1))
+    bounds = [ends[(len(ends) - 1) * part // count] for part in range(count + 1)]
+    return [Shard(address, pair) for pair in itertools.pairwise(bounds)]
+
+
+def _group_ends(table) -> list[int]:
+    """Returns the first row of each row group, and the number of rows."""
+    counts = (table.metadata.row_group(g).num_rows for g in range(table.metadata.num_row_groups))
+    return list(itertools.accumulate(counts, initial=0))
+
+
+def text_column(address: str, column: str) -> str:
+    """Returns the column of a shard that has the text; see `local_files.chosen_column`."""
+    if address.endswith(TEXT):
+        if column:
+            raise UserError(f"data.column={column}: {short(address)} is plain text; leave it out.")
+        return "text"
+    if is_parquet(address):
+        with _parquet(address) as table:
+            schema = table.schema_arrow
+        return chosen_column(schema.names, string_columns(schema), column, short(address))
+    for _, line in _lines(address, 0):
+        record = _parsed(line)
+        if isinstance(record, dict):
+            if record.get(column or "text", 0) is None:  # It is missing in this line alone.
+                return column or "text"
+            strings = [name for name, value in record.items() if isinstance(value, str)]
+            return chosen_column(list(record), strings, column, short(address))
+    raise UserError(f"{short(address)} has no line with a JSON object.")
+
+
+def texts(shard: Shard, column: str, row: int, skipped: Skipped) -> Iterator[tuple[int, str]]:
+    """Yields the number and the text of each row from `row` on that has text.
+
+    A connection that breaks is opened again at the row that was lost.
+
+    Args:
+      shard: the shard.
+      column: column or field with the text.
+      row: first row, numbered in the file.
+      skipped: counts the rows that are left out.
+
+    Raises:
+      UserError: the file is damaged, or cannot be reached after several attempts.
+    """
+    row, attempt = max(row, shard.skip), 0
+    while True:
+        try:
+            for number, text in _rows(shard, column, row, skipped):
+                yield number, text
+                row, attempt = number + 1, 0
+            return
+        except UserError:
+            raise
+        except Exception as error:
+            if not _is_network(error):
+                raise UserError(
+                    f"The shard {short(shard.address)} is damaged after row {row} "
+                    f"({first_line(error).rstrip('.')})."
+                ) from error
+            if attempt == len(storage.WAITS):
+                raise UserError(
+                    f"The shard {short(shard.address)} cannot be read "
+                    f"({first_line(error).rstrip('.')}); check the network, and resume the run."
+                ) from error
+            time.sleep(storage.WAITS[attempt])
+            attempt += 1
+
+
+def _rows(shard, column, row, skipped):
+    if is_parquet(shard.address):
+        pairs = _parquet_rows(shard, column, row)
+    else:
+        pairs = _line_rows(shard, column, row, skipped)
+    for number, text in pairs:
+        if text is None or not text.strip():
+            skipped.add("without text", f"{short(shard.address)}, row {number}")
+        else:
+            yield number, text
+
+
+def _parquet_rows(shard, column, row):
+    with _parquet(shard.address) as table:
+        ends = _group_ends(table)
+        first, last = shard.rows or (0, ends[-1])
+        if column not in table.schema_arrow.names:
+            columns = ", ".join(table.schema_arrow.names)
+            raise UserError(
+                f'{short(shard.address)} has no column "{column}", which the other shards have; '
+                f"its columns: {columns}."
+            )
+        for group, (start, stop) in enumerate(itertools.pairwise(ends)):
+            if stop <= max(row, first) or start >= last:
+                continue
+            number = start
+            for batch in table.iter_batches(
+                _ROWS, row_groups=[group], columns=[column], use_threads=False
+            ):
+                if number + len(batch) > row:
+                    skip = max(0, row - number)
+                    for offset, text in enumerate(batch.column(0)[skip:].to_pylist(), skip):
+                        yield number + offset, text
+                number += len(batch)
+
+
+def _line_rows(shard, column, row, skipped):
+    plain = shard.address.endswith(TEXT)
+    for number, line in _lines(shard.address, row):
+        place = f"{short(shard.address)}, row {number}"
+        try:
+            text = line.decode()
+        except UnicodeDecodeError:
+            skipped.add("that are not UTF-8", place)
+            continue
+        if plain:
+            yield number, text
+            continue
+        if not text.strip():
+            continue
+        record = _parsed(line)
+        if not isinstance(record, dict):
+            skipped.add("that are no JSON object", place)
+        elif not isinstance(record.get(column), str | None):
+            skipped.add(f'with a "{column}" that is no string', place)
+        else:
+            value = record.get(column)
+            if value and not value.isascii():
+                value = value.encode(errors="replace").decode()  # An unpaired surrogate.
+            yield number, value
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json_files.parse(line.decode())
+    except (ValueError, UnicodeDecodeError):
+        return None
+
+
+def _lines(address, row) -> Iterator[tuple[int, bytes]]:
+    with _opened(address) as file:
+        number = 0
+        while line := file.readline(LONGEST_LINE + 1):
+            if len(line) > LONGEST_LINE:
+                raise UserError(
+                    f"{short(address)}, row {number}, is longer than {LONGEST_LINE >> 20} MiB."
+                )
+            if number >= row:
+                yield number, line
+            number += 1
+
+
+def _filesystem(address):
+    fsspec = needed_module("fsspec", f"Reading {address}")
+    return fsspec.core.url_to_fs(address)[0]
+
+
+def _open(address) -> BinaryIO:
+    return _filesystem(address).open(address, "rb", block_size=_BLOCK)
+
+
+@contextlib.contextmanager
+def _opened(address) -> Iterator[BinaryIO]:
+    """Opens the uncompressed bytes of a file."""
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(_open(address))
+        if address.endswith(".gz"):
+            yield stack.enter_context(gzip.open(file, "rb"))  # type: ignore[misc]
+        elif address.endswith(".zst"):
+            arrow = needed_module("pyarrow", f"Reading {address}")
+            source = stack.enter_context(arrow.PythonFile(file, "r"))
+            stream = arrow.CompressedInputStream(source, "zstd")
+            yield stack.enter_context(io.BufferedReader(stream, _BLOCK))
+        else:
+            # A file of fsspec reads lines of any length alone.
+            yield stack.enter_context(io.BufferedReader(file, _BLOCK))  # type: ignore[type-var]
+
+
+@contextlib.contextmanager
+def _parquet(address):
+    parquet = needed_module("pyarrow.parquet", f"Reading {address}")
+    with _open(address) as file, parquet.ParquetFile(file, pre_buffer=False) as table:
+        yield table
+
+
+_DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError, json.JSONDecodeError)
+
+
+def _is_network(error: BaseException) -> bool:
+    """Returns whether reading may succeed later; a damaged file stays damaged."""
+    if isinstance(error, _DAMAGE):
+        return False
+    if storage.is_transient(error) or isinstance(error, ConnectionError | TimeoutError):
+        return True
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if names & {"TransportError", "ClientError", "ServerTimeoutError", "ConnectionError"}:
+        return True
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status is not None and (status >= 500 or status in (408, 429))
+
+
+def short(address: str) -> str:
+    """Returns an address without the revision of a dataset on the hub."""
+    head, at, tail = address.partition("@")
+    return f"{head}/{tail.partition('/')[2]}" if at and head.startswith("hf://") else address

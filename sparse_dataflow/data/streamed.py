@@ -1,0 +1,173 @@
+"""Corpora whose files stay where they are: what is streamed, and what is held out of it.
+
+The held-out documents are the first ones of the validation or test split.  A corpus without one
+holds out the first twentieth of what begins its first file.
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from sparse_dataflow.data import shards
+from sparse_dataflow.data.documents import Document
+from sparse_dataflow.data.shards import Shard, Skipped
+from sparse_dataflow.files.errors import UserError
+
+FORMAT = 1
+"""Part of a corpus's identity: raise it when other documents are held out or joined otherwise."""
+
+HELD_OUT_CHARACTERS = 8 * 2**20
+"""Most characters of held-out text."""
+
+HELD_OUT_OF = 20
+MOST_PARTS = 64
+"""Shards that the files of a corpus are divided into, where they are fewer and Parquet."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The training documents of a corpus that is streamed.
+
+    Attributes:
+      name: of the corpus.
+      shards: its shards, without held-out documents.
+      column: column or field with the text.
+      file_bytes: bytes of the files, compressed or not.
+    """
+
+    name: str
+    shards: tuple[Shard, ...]
+    column: str
+    file_bytes: int
+
+
+class SampleDocuments(Sequence[Document]):
+    """The first documents of some shards of a stream, read when first needed.
+
+    A tokenizer is trained on them, and evaluation compares with them.
+    """
+
+    SHARDS = 16
+    CHARACTERS = 4 * 2**20
+
+    def __init__(self, stream: Stream):
+        self._stream = stream
+
+    @functools.cached_property
+    def _documents(self) -> list[Document]:
+        stream = self._stream
+        step = max(1, len(stream.shards) // self.SHARDS)
+        documents = []
+        for shard in stream.shards[::step][: self.SHARDS]:
+            size = 0
+            for row, text in shards.texts(shard, stream.column, 0, Skipped()):
+                documents.append(Document(f"{shard.address}:{row}", text))
+                size += len(text)
+                if size >= self.CHARACTERS:
+                    break
+        if not documents:
+            raise UserError(f"The corpus {stream.name} has no text.")
+        return documents
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def __getitem__(self, index: int) -> Document:  # type: ignore[override]
+        return self._documents[index]
+
+
+@dataclass(frozen=True)
+class StreamedCorpus:
+    """A stream and its held-out documents.
+
+    Attributes:
+      stream: training documents.
+      validation: held-out documents, in memory.
+      identity: what tells the corpus from others without reading it, JSON-able.
+    """
+
+    stream: Stream
+    validation: list[Document]
+    identity: list
+
+
+def streamed_corpus(
+    name: str, splits: Mapping[str, Sequence[str]], column: str = "", whole: bool = False
+) -> StreamedCorpus:
+    """Opens a corpus of files that are read while training.
+
+    Args:
+      name: of the corpus.
+      splits: {split: addresses of its files}.
+      column: see `shards.text_column`.
+      whole: whether no document of the split "train" is held out.
+
+    Raises:
+      UserError: there is no split "train", or a file cannot be read or has no text.
+    """
+    if not splits.get("train"):
+        raise UserError(
+            f"The corpus {name} has no split 'train'; its splits: {', '.join(splits) or 'none'}."
+        )
+    files = list(splits["train"])
+    column = shards.text_column(files[0], column)
+    held_out = next((split for split in ("validation", "test") if splits.get(split)), "")
+    skip, training = 0, _divided(files)
+    if held_out:
+        validation = _first_documents(splits[held_out], column)
+    elif whole:
+        validation = []
+    else:
+        validation, skip = _first_rows(name, files[0], column)
+        # A part that ends before the first row of training has nothing to train on.
+        training = [
+            replace(shard, skip=skip) if shard.address == files[0] else shard
+            for shard in training
+            if shard.address != files[0] or shard.rows is None or shard.rows[1] > skip
+        ]
+    sizes = {shards.short(file): shards.size(file) for file in files}
+    stream = Stream(name, tuple(training), column, sum(sizes.values()))
+    identity = [FORMAT, column, held_out, skip, sorted(sizes.items())]
+    return StreamedCorpus(stream, validation, identity)
+
+
+def _first_documents(files, column) -> list[Document]:
+    documents, size = [], 0
+    for file in files:
+        for row, text in shards.texts(Shard(file), column, 0, Skipped()):
+            documents.append(Document(f"{shards.short(file)}:{row}", text))
+            size += len(text)
+            if size >= HELD_OUT_CHARACTERS:
+                return documents
+    return documents
+
+
+def _first_rows(name, file, column) -> tuple[list[Document], int]:
+    """Returns the held-out documents of the first file, and the number of its rows that they
+    take."""
+    documents, size = [], 0
+    for row, text in shards.texts(Shard(file), column, 0, Skipped()):
+        documents.append((row, Document(f"{shards.short(file)}:{row}", text)))
+        size += len(text)
+        if size >= HELD_OUT_OF * HELD_OUT_CHARACTERS // 2:
+            break
+    if len(documents) < 2:
+        raise UserError(
+            f"The first file of {name} has {len(documents)} documents; legal: 2 or more, as one is "
+            "held out."
+        )
+    count = math.ceil(len(documents) / HELD_OUT_OF)
+    return [document for _, document in documents[:count]], documents[count][0]
+
+
+def _divided(files) -> list[Shard]:
+    """Returns the files as shards; the row groups of a few Parquet files are many shards."""
+    parts = math.ceil(MOST_PARTS / len(files))
+    if parts == 1:
+        return [Shard(file) for file in files]
+    return [
+        shard
+        for file in files
+        for shard in (shards.parts(file, parts) if shards.is_parquet(file) else [Shard(file)])
+    ]

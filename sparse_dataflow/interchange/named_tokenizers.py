@@ -1,0 +1,85 @@
+"""`named_tokenizer`: an existing tokenizer for a new model."""
+
+import os
+from pathlib import Path
+
+from sparse_dataflow.data.local_files import needed_module
+from sparse_dataflow.data.tokenizer import Tokenizer
+from sparse_dataflow.files import json_files
+from sparse_dataflow.files.errors import UserError, first_line
+from sparse_dataflow.interchange import special_tokens, tokenizer_files
+
+PREFIX = "hf:"
+"""Begins the name of a model on the hub: hf:OWNER/NAME or hf:NAME."""
+
+_LISTS = ("vocab.json", "merges.txt")
+_FILES = (tokenizer_files.FILE, "config.json", *special_tokens.FILES, *_LISTS)
+
+
+def named_tokenizer(name: str) -> Tokenizer:
+    """Returns the tokenizer of a Hugging Face directory, a run folder or a model on the hub.
+
+    Its vocabulary has the size that config.json gives, if there is one, else that of its tokens and
+    an end of text.
+
+    Args:
+      name: a folder, or hf:OWNER/NAME, of which only the files of the tokenizer are fetched.
+
+    Raises:
+      UserError: it is missing, damaged, or of another kind than `tokenizer_files` reads.
+    """
+    folder = _fetched(name) if name.startswith(PREFIX) else Path(name).expanduser()
+    path = folder / tokenizer_files.FILE
+    if not path.exists() and not all((folder / file).exists() for file in _LISTS):
+        raise UserError(
+            f"data.tokenizer={name} has no {tokenizer_files.FILE}, nor vocab.json with merges.txt; "
+            "legal: bpe, gpt2, none, a folder that has them, hf:OWNER/NAME."
+        )
+    try:
+        fields = json_files.load(path) if path.exists() else {}
+        if "format" in fields:  # Of a run folder.
+            return Tokenizer.load(path)
+        config = json_files.load(folder / "config.json") if _has_config(folder) else {}
+        if "vocab_size" not in config:
+            config = dict(config) | _sizes(folder, fields)
+    except json_files.MALFORMED as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"The tokenizer {folder} cannot be read: {error}.") from error
+    return tokenizer_files.read(folder, config).tokenizer
+
+
+def _has_config(folder):
+    return (folder / "config.json").exists()
+
+
+def _sizes(folder, fields):
+    """Returns the fields of a config.json that `tokenizer_files.read` needs."""
+    vocab = dict(fields["model"]["vocab"]) if fields else json_files.load(folder / "vocab.json")
+    vocab |= {token["content"]: token["id"] for token in fields.get("added_tokens") or ()}
+    settings, path = {}, folder / special_tokens.SETTINGS
+    if path.exists():
+        settings = json_files.load(path)
+    end = settings.get("eos_token")
+    end = end.get("content") if isinstance(end, dict) else end
+    number = vocab.get(end, vocab.get(tokenizer_files.END_OF_TEXT))
+    size = max(vocab.values()) + 1
+    if number is None:  # A tokenizer without an end of text gets one more token.
+        return {"vocab_size": size + 1}
+    return {"vocab_size": size, "eos_token_id": number}
+
+
+def _fetched(name) -> Path:
+    library = needed_module("huggingface_hub", f"data.tokenizer={name}")
+    try:
+        folder = library.snapshot_download(
+            name.removeprefix(PREFIX),
+            allow_patterns=list(_FILES),
+            endpoint=os.environ.get("HF_ENDPOINT"),
+        )
+    except Exception as error:  # The library raises errors of any type.
+        raise UserError(
+            f"data.tokenizer={name} could not be fetched ({first_line(error).rstrip('.')}). Check "
+            "its name and the network; legal: hf:OWNER/NAME."
+        ) from error
+    return Path(folder)

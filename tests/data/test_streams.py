@@ -1,0 +1,364 @@
+"""Corpora that are streamed: what comes, in which order, from which place on."""
+
+import collections
+import gzip
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fake_hub import FakeHub
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_dataflow.data import lanes, shards, stream_batches, streamed
+from sparse_dataflow.data.batches import TrainBatches
+from sparse_dataflow.data.corpora import load_corpus
+from sparse_dataflow.data.lanes import Position
+from sparse_dataflow.data.shards import Shard, Skipped
+from sparse_dataflow.data.stream_batches import StreamBatches, drawn, drawn_before
+from sparse_dataflow.data.streamed import Stream, streamed_corpus
+from sparse_dataflow.data.tokenizer import byte_tokenizer
+from sparse_dataflow.files.errors import UserError
+
+BYTES = byte_tokenizer(260)
+DOCUMENTS = 120
+
+
+def text(file, row):
+    return f"file {file} row {row} " + "é" * (row % 40)
+
+
+def write(path, texts, **columns):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [dict(zip((*columns, "text"), row)) for row in zip(*columns.values(), texts)]
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=10)
+        return path
+    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if path.suffix == ".gz":
+        data = gzip.compress(data)
+    elif path.suffix == ".zst":
+        data = pa.Codec("zstd").compress(data, asbytes=True)
+    path.write_bytes(data)
+    return path
+
+
+@pytest.fixture(params=["parquet", "jsonl.gz", "jsonl.zst", "jsonl"])
+def files(request, tmp_path):
+    """Four files of 30 documents."""
+    folder = tmp_path / "owner" / "name"
+    return [
+        str(write(folder / f"train-{n}.{request.param}", [text(n, row) for row in range(30)]))
+        for n in range(4)
+    ]
+
+
+@pytest.fixture
+def four(tmp_path, monkeypatch):
+    """A stream of four files of one part each, whose blocks have two batches of four rows."""
+    monkeypatch.setattr(lanes, "BUFFER_BATCHES", 2)
+    monkeypatch.setattr(streamed, "MOST_PARTS", 4)
+    paths = [
+        str(write(tmp_path / f"{n}.parquet", [text(n, row) for row in range(30)])) for n in range(4)
+    ]
+    return streamed_corpus("four", {"train": paths})
+
+
+def batches(stream, rows=None, weights=(1.0,), sources=None, **options):
+    sources = sources or (stream,)
+    return StreamBatches((), 4, 16, 7, rows, sources, weights, tokenizer=BYTES, **options)
+
+
+def documents_of(tokens):
+    """The texts between the ends of text; the first and last may be cut."""
+    ends = np.flatnonzero(tokens == BYTES.eot_id)
+    return [BYTES.decode(piece[1:]) for piece in np.split(tokens, ends)][1:-1]
+
+
+def lane_tokens(stream, number=0, count=1, blocks=3):
+    lane = lanes.Lane(stream, number, count, BYTES, 7, 16, 8, {}, Skipped())
+    windows = np.concatenate([lane.block(block) for block in range(blocks)])
+    return np.append(windows[:, :-1].ravel(), windows[-1, -1])
+
+
+def test_every_document_of_training_comes_once_in_an_epoch(files):
+    corpus = streamed_corpus("files", {"train": files})
+    tokens = lane_tokens(corpus.stream, blocks=80)
+    seen = collections.Counter(documents_of(tokens)[: DOCUMENTS * 2])
+    held_out = {document.text for document in corpus.validation}
+    expected = {text(n, row) for n in range(4) for row in range(30)} - held_out
+    assert len(held_out) == 2 and set(seen) == expected
+    whole_epoch = list(seen.elements())[: len(expected)]
+    first = collections.Counter(documents_of(tokens)[: len(expected) - 1])
+    assert max(first.values()) == 1 and len(whole_epoch) == len(expected)
+
+
+def test_a_validation_split_is_held_out_and_all_of_training_is_trained(tmp_path):
+    train = write(tmp_path / "train.jsonl", ["a", "b"])
+    held_out = write(tmp_path / "test.jsonl", ["c", "d"])
+    corpus = streamed_corpus("x", {"train": [str(train)], "test": [str(held_out)]})
+    assert [document.text for document in corpus.validation] == ["c", "d"]
+    assert set(documents_of(lane_tokens(corpus.stream))) == {"a", "b"}
+
+
+def test_a_batch_depends_on_its_step_alone_and_a_process_reads_its_rows(four):
+    whole = batches(four.stream)
+    assert whole.lanes == 4
+    expected = [whole[step]["tokens"] for step in range(9)]
+    other = batches(four.stream)
+    for step in (5, 0, 8, 3):
+        np.testing.assert_array_equal(other[step]["tokens"], expected[step])
+    for rows in ((0, 1), (2, 3), (1,)):
+        local = batches(four.stream, rows)
+        for step, batch in zip(range(9), local.iterate(), strict=False):
+            np.testing.assert_array_equal(batch["tokens"], expected[step][list(rows)])
+        assert {lane for _, lane in local._starts} == set(rows)
+
+
+def test_windows_of_a_block_are_shuffled_and_complete(four):
+    lane = lanes.Lane(four.stream, 0, 1, BYTES, 7, 16, 8, {}, Skipped())
+    mixed, block = [lane.window(number) for number in range(8)], lane.block(0)
+    assert not np.array_equal(mixed, block)
+    np.testing.assert_array_equal(sorted(map(tuple, mixed)), sorted(map(tuple, block)))
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 5, 17, 40])
+def test_a_resumed_stream_continues_at_the_exact_document(four, step):
+    first = batches(four.stream)
+    expected = [first[s]["tokens"] for s in range(step + 3)][step:]
+    positions = json.loads(json.dumps(first.positions(step)))
+    resumed = batches(four.stream)
+    resumed.resume(positions)
+    iterator = resumed.iterate(step)
+    for tokens in expected:
+        np.testing.assert_array_equal(next(iterator)["tokens"], tokens)
+
+
+def test_a_resumed_stream_reads_nothing_before_its_document(four, monkeypatch):
+    first = batches(four.stream)
+    first[6]
+    positions = first.positions(6)
+    starts = sorted(row for _, _, _, row, _ in positions[0])
+    read, texts = [], shards.texts
+
+    def noted(shard, column, row, skipped):
+        read.append(row)
+        return texts(shard, column, row, skipped)
+
+    monkeypatch.setattr(shards, "texts", noted)
+    resumed = batches(four.stream)
+    resumed.resume(positions)
+    monkeypatch.setattr(resumed._ahead, "submit", lambda work: None)
+    resumed[6]
+    assert any(starts) and sorted(read) == starts
+
+
+def test_positions_of_another_corpus_are_refused(four):
+    with pytest.raises(UserError, match="resume with the corpus and batch of its run"):
+        batches(four.stream).resume([[[0, 0, 0, 0, 0]]])
+
+
+def test_the_lanes_divide_the_batch_and_have_shards():
+    def stream(count):
+        return Stream("x", tuple(Shard(str(n)) for n in range(count)), "text", 1)
+
+    counts = [lanes.lane_count([stream(n)], batch) for n, batch in ((1, 8), (7, 12), (999, 1024))]
+    assert counts == [1, 6, 64]
+    assert lanes.lane_count([stream(9), stream(2)], 12) == 2
+
+
+@given(
+    weight=st.floats(0.02, 0.98),
+    phase=st.floats(0, 0.99),
+    number=st.integers(0, 400),
+)
+def test_a_mixture_draws_each_source_by_its_weight_in_order(weight, phase, number):
+    weights = (weight, 1 - weight)
+    counts = [0, 0]
+    for n in range(number):
+        source, index = drawn(weights, phase, n)
+        assert index == counts[source]
+        counts[source] += 1
+    assert drawn_before(weights, phase, number) == counts
+    assert abs(counts[0] - number * weight) <= 2
+
+
+def test_a_mixture_has_windows_of_a_stream_and_of_stored_tokens(four):
+    stored = np.full(17 * 16 + 1, 258, np.uint16)
+    mixed = batches(None, weights=(0.75, 0.25), sources=(four.stream, stored))
+    tokens = np.concatenate([mixed[step]["tokens"] for step in range(8)])
+    of_stored = (tokens == 258).all(axis=1)
+    assert abs(of_stored.sum() - 8) <= 2 and not (tokens[~of_stored] == 258).any()
+    resumed = batches(None, weights=(0.75, 0.25), sources=(four.stream, stored))
+    resumed.resume(mixed.positions(6))
+    np.testing.assert_array_equal(resumed[6]["tokens"], mixed[6]["tokens"])
+    assert isinstance(mixed, TrainBatches)
+
+
+def test_rows_without_text_are_skipped_counted_and_said(tmp_path, caplog):
+    lines = ['{"text": "a"}', "{broken", '{"text": null}', '{"text": 3}', "[]", "", '{"text": " "}']
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, '{"text": "b \\ud800"}']) + "\n")
+    skipped = Skipped()
+    rows = list(shards.texts(Shard(str(tmp_path / "a.jsonl")), "text", 0, skipped))
+    assert rows == [(0, "a"), (7, "b ?")]
+    assert skipped.counts == {
+        "that are no JSON object": 2,
+        "without text": 2,
+        'with a "text" that is no string': 1,
+    }
+    assert "row 1" in skipped.words() and "left out" in caplog.text
+
+
+@pytest.mark.parametrize("row", [0, 1, 9, 10, 11, 29, 30])
+def test_rows_are_numbered_in_the_file_whatever_the_first_is(files, row):
+    for file in files[:1]:
+        rows = list(shards.texts(Shard(file), "text", row, Skipped()))
+        assert rows == [(n, text(0, n)) for n in range(row, 30)]
+
+
+def test_parts_of_a_parquet_file_have_each_row_once(tmp_path):
+    path = str(write(tmp_path / "a.parquet", [text(0, row) for row in range(45)]))
+    pieces = shards.parts(path, 3)
+    rows = [row for piece in pieces for row, _ in shards.texts(piece, "text", 0, Skipped())]
+    assert len(pieces) == 3 and rows == list(range(45))
+    assert len(shards.parts(path, 99)) == 5
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz", "a.jsonl.zst"])
+@pytest.mark.parametrize("damage", ["cut", "other"])
+def test_a_damaged_shard_is_named(tmp_path, name, damage):
+    path = write(tmp_path / name, [text(0, row) * 50 for row in range(500)])
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2] if damage == "cut" else b"x" * len(data))
+    with pytest.raises(UserError, match=r"shard .*a\..* is damaged after row"):
+        list(shards.texts(Shard(str(path)), "text", 0, Skipped()))
+
+
+def test_the_column_is_the_named_one_or_text_or_the_only_one(tmp_path):
+    for kind in ("parquet", "jsonl"):
+        both = str(write(tmp_path / f"both.{kind}", ["a", "b"], title=["c", "d"], n=[1, 2]))
+        one = tmp_path / f"one.{kind}"
+        rows = [{"body": "a", "n": 1}]
+        if kind == "parquet":
+            pq.write_table(pa.Table.from_pylist(rows), one)
+        else:
+            one.write_text(json.dumps(rows[0]))
+        assert shards.text_column(both, "") == "text"
+        assert shards.text_column(both, "title") == "title"
+        assert shards.text_column(str(one), "") == "body"
+        with pytest.raises(UserError, match=r'no column "n" of strings.*legal for data.column'):
+            shards.text_column(both, "n")
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A fake hub that the libraries of this process use."""
+    server = FakeHub(tmp_path / "hub")
+    with server.used_here(monkeypatch, tmp_path / "cached"):
+        yield server
+    server.close()
+
+
+def serve(hub, files=4, rows=30, kind="parquet", config=""):
+    folder = hub.folder / "owner" / "name" / config
+    for n in range(files):
+        name = f"train-{n:05d}-of-{files:05d}.{kind}"
+        write(folder / name, [text(n, row) for row in range(rows)])
+
+
+def test_a_dataset_of_the_hub_is_streamed_and_its_name_has_the_revision(hub, tmp_path):
+    serve(hub)
+    corpus = load_corpus("hf:owner/name", tmp_path / "cache")
+    assert corpus.name == f"hf:owner/name@{hub.revision('owner/name')}"
+    assert corpus.streamed and len(corpus.validation) == 2
+    again = load_corpus(corpus.name, tmp_path / "cache")
+    assert (again.name, again.content_hash) == (corpus.name, corpus.content_hash)
+    assert {document.text for document in corpus.train} | {
+        document.text for document in corpus.validation
+    } == {text(n, row) for n in range(4) for row in range(30)}
+
+
+def test_files_of_a_configuration_are_those_of_its_readme(hub, tmp_path):
+    serve(hub, kind="jsonl.gz", config="en")
+    serve(hub, files=1, config="de")
+    (hub.folder / "owner" / "name" / "README.md").write_text(
+        "---\nconfigs:\n- config_name: en\n  data_files: en/*\n"
+        "- config_name: de\n  data_files: de/*\n---\n"
+    )
+    corpus = load_corpus("hf:owner/name/en", tmp_path / "cache")
+    assert [shard.address.rpartition("/")[2] for shard in corpus.stream.shards] == [
+        f"train-{n:05d}-of-00004.jsonl.gz" for n in range(4)
+    ]
+    with pytest.raises(UserError, match=r"'fr' not found.*\['en', 'de'\]"):
+        load_corpus("hf:owner/name/fr", tmp_path / "cache")
+
+
+def test_a_large_dataset_is_never_fetched_whole(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "_BLOCK", 4096)
+    monkeypatch.setattr(streamed, "HELD_OUT_CHARACTERS", 1000)
+    draw = np.random.default_rng(0)
+    for n in range(4):
+        texts = [draw.bytes(400).hex() for _ in range(2000)]
+        path = write(hub.folder / "owner" / "name" / f"train-{n}-of-4.parquet", [])
+        pq.write_table(pa.table({"text": texts}), path, row_group_size=100)
+    size = sum(path.stat().st_size for path in hub.files("owner/name"))
+    corpus = load_corpus("hf:owner/name", tmp_path / "cache")
+    batch = batches(corpus.stream)[0]["tokens"]
+    assert batch.shape == (4, 17)
+    assert hub.bytes_of(".parquet") < size / 2
+    assert not list(tmp_path.glob("cache/**/*.parquet"))
+
+
+@pytest.mark.parametrize(
+    "name, files, message",
+    [
+        ("hf:owner/missing", {}, r"missing could not be listed.*legal: hf:OWNER/NAME"),
+        ("hf:owner/name", {"train.csv": "text\na\n"}, r"files such as train\.csv; legal: \.parq"),
+        ("hf:owner/name", {"README.md": "# nothing"}, "could not be listed"),
+        ("hf:owner/name", {"train.jsonl": '{"n": 1}\n'}, r'no column "text" of strings.*: n\.'),
+        ("hf:owner/name", {"test.jsonl": '{"text": "a"}\n'}, "no split 'train'"),
+        ("hf:owner/name", {"train.jsonl": '{"text": "a"}\n'}, "1 documents; legal: 2 or more"),
+    ],
+)
+def test_an_unusable_dataset_is_refused(hub, tmp_path, name, files, message):
+    for file, content in files.items():
+        path = hub.folder / "owner" / "name" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    with pytest.raises(UserError, match=message):
+        load_corpus(name, tmp_path / "cache")
+
+
+def test_a_connection_that_breaks_is_opened_again_at_its_row(four, monkeypatch):
+    monkeypatch.setattr(shards.storage, "WAITS", (0.0, 0.0))
+    rows, broken = shards._rows, []
+
+    def breaks(shard, column, row, skipped):
+        for number, value in rows(shard, column, row, skipped):
+            if number % 4 == 3 and (shard, number) not in broken:
+                broken.append((shard, number))
+                raise ConnectionResetError("peer")
+            yield number, value
+
+    expected = [batches(four.stream)[step]["tokens"] for step in range(3)]
+    monkeypatch.setattr(shards, "_rows", breaks)
+    again = [batches(four.stream)[step]["tokens"] for step in range(3)]
+    np.testing.assert_array_equal(expected, again)
+    assert broken
+    broken.clear()
+    monkeypatch.setattr(shards, "_rows", lambda *_: (_ for _ in ()).throw(TimeoutError("slow")))
+    with pytest.raises(UserError, match="check the network, and resume the run"):
+        batches(four.stream)[0]
+
+
+def test_a_lane_reads_ahead_and_its_error_comes_when_it_is_needed(four, monkeypatch):
+    read = []
+    block = lanes.Lane.block
+    monkeypatch.setattr(lanes.Lane, "block", lambda lane, n: read.append(n) or block(lane, n))
+    ahead = batches(four.stream)
+    monkeypatch.setattr(ahead._ahead, "submit", lambda work: work())
+    ahead[0]
+    assert 1 in read
+    assert Position() == (0, 0, 0, 0) and stream_batches._UNKNOWN < 0
