@@ -38,6 +38,7 @@ _HELP_COLUMN = 27
 _SET = "set"
 _FLAGFILE_BYTES = 2**20
 _MOST_FLAGFILES = 100
+_LONGEST_FLAG = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +128,10 @@ def parse(
     if sets:
         absl_flags.DEFINE_multi_string(_SET, [], "path=value", flag_values=values)
     argv = _with_flagfiles(argv)
+    for word in argv[1:]:
+        name = word.lstrip("-").partition("=")[0]
+        if word.startswith("-") and len(name) > _LONGEST_FLAG:  # absl's hint recurses by letters.
+            raise UserError(_unknown(name, flags, sets))
     try:
         rest = values(argv)[1:]
     except absl_flags.UnrecognizedFlagError as error:

@@ -161,6 +161,11 @@ def test_a_flagfile_in_a_flagfile_has_the_same_bounds(content, tmp_path):
         options(f"--flagfile={tmp_path / 'first'}")
 
 
+def test_a_flag_of_any_length_is_unknown():
+    with pytest.raises(UserError, match="unknown flag --xxx"):
+        options("--" + "x" * 5000)
+
+
 def test_flagfiles_in_flagfiles_are_read_in_place(tmp_path):
     (tmp_path / "inner").write_text("--where=inner")
     (tmp_path / "outer").write_text(f"--count=1\n--flagfile={tmp_path / 'inner'}\n--both")
