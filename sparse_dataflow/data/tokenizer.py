@@ -261,7 +261,8 @@ class Tokenizer:
           chat: whether it is of a chat template; see `encode_chat`.
         """
         engine = self._chat_engine if chat else self._engine
-        encoded = engine.encode_batch([text], add_special_tokens=False)[0]
+        with tokenizer_library.failures("encode a text"):
+            encoded = engine.encode_batch([text], add_special_tokens=False)[0]
         ids = np.asarray(encoded.ids, np.int32)
         places = np.asarray(encoded.offsets, np.int64).reshape(-1, 2)
         if self.original:
@@ -490,7 +491,7 @@ def _with_byte_level(engine):
 
 
 def _original_engine(original, vocab_size):
-    """Returns the library's tokenizer of a tokenizer.json, without truncation or padding."""
+    """Returns the library's tokenizer of a tokenizer.json."""
     import tokenizers
 
     try:
@@ -499,8 +500,6 @@ def _original_engine(original, vocab_size):
         raise ValueError(f"its original cannot be read ({error})") from None
     if max(engine.get_vocab().values(), default=0) >= vocab_size:
         raise ValueError(f"its original has ids over {vocab_size - 1}")
-    engine.no_truncation()
-    engine.no_padding()
     engine.encode_special_tokens = True  # As plain text: no text encodes to end of text.
     engine.model.dropout = None  # BPE dropout would make encoding random.
     if engine.decoder is None:

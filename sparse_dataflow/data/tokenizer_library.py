@@ -30,7 +30,7 @@ def failures(activity: str) -> Iterator[None]:
 
 
 def from_text(text: str) -> Any:
-    """Returns the library's tokenizer of a tokenizer.json.
+    """Returns the library's tokenizer of a tokenizer.json, which neither cuts nor pads a text.
 
     Raises:
       ValueError: the library cannot read it, or its steps would make a text endlessly long.
@@ -48,7 +48,11 @@ def from_text(text: str) -> Any:
             f"its steps can make a text {growth:.3g} times as long; legal: up to {MOST_GROWTH}"
         )
     with failures("be read"):
-        return tokenizers.Tokenizer.from_str(text)
+        engine = tokenizers.Tokenizer.from_str(text)
+        # A file may pad every text to any length.
+        engine.no_truncation()
+        engine.no_padding()
+        return engine
 
 
 def _growth(step) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 
 import tokenizers
 
+from sparse_dataflow.data import tokenizer_library
 from sparse_dataflow.data.chat import ChatTemplate
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
@@ -210,7 +211,8 @@ def prefix(
       end: id that ends a document.
       folder: for messages.
     """
-    encoded = engine.encode("a", add_special_tokens=True)
+    with tokenizer_library.failures("encode a text"):
+        encoded = engine.encode("a", add_special_tokens=True)
     special = encoded.special_tokens_mask
     text = [place for place, mark in enumerate(special) if not mark]
     before = encoded.ids[: text[0]] if text else []
