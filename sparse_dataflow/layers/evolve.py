@@ -1,6 +1,7 @@
 """Changes the stored blocks of any nnx model while it trains, with its optimizer state."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,14 @@ from flax import nnx
 
 from sparse_dataflow.config.evolution import EXCHANGED_BLOCKS
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.layers.linear import BlockNorms, BlockSparseLinear
+from sparse_dataflow.layers.layout_state import (
+    LayoutMark,
+    LayoutName,
+    LayoutTable,
+    layout_name,
+    table_mark,
+)
+from sparse_dataflow.layers.linear import BlockSparseLinear, DenseGradient
 from sparse_dataflow.layers.replace import (
     Where,
     balanced_degree,
@@ -22,6 +30,7 @@ from sparse_dataflow.layers.replace import (
 from sparse_dataflow.models.blocks import gather_blocks, stored_norms
 from sparse_dataflow.sparsity.evolution import METHODS, block_sources, largest_blocks
 from sparse_dataflow.sparsity.layout import BlockLayout
+from sparse_dataflow.weights.gradient_norms import zeros_of_norms
 
 GRADUAL, STATIC = "gradual", "static"
 
@@ -102,11 +111,17 @@ def evolve(
     changes = {path: _change(path, layer, choose) for path, layer in layers.items()}
     is_nnx = isinstance(optimizer, nnx.Optimizer)
     state = _carried(optimizer.opt_state if is_nnx else optimizer, changes)
+    names = {
+        path: ("table_mark" if layer.evolving else layout_name(layer.layout), new)
+        for path, (layer, layouts, _) in changes.items()
+        if (new := layout_name(layouts[0])) and (method == STATIC or not layer.evolving)
+    }
+    state = _renamed(state, names)
     for change in changes.values():
         layer, values = change.layer, change.layer.values[...]
         if method != STATIC:
             layer.values.set_value(_gather(values, change.sources, values.ndim - 3))
-        layer.set_layouts(change.layouts, layer.evolving and method != STATIC)
+        _set_layouts(layer, change.layouts, layer.evolving and method != STATIC)
     if not is_nnx:
         return state
     optimizer.opt_state = nnx.data(state)
@@ -172,14 +187,21 @@ def _change(path, layer, choose):
 
 def _carried(state, changes):
     """Returns an optimizer state with the moments of the new blocks."""
-    suffixes = {(*map(str, path), "values"): change for path, change in changes.items()}
+    suffixes = {
+        (*map(str, path), name): change
+        for path, change in changes.items()
+        for name in ("values", "table_mark")
+    }
 
     def carry(path, leaf):
         names = tuple(map(str, key_names(path)))
         matches = [suffix for suffix in suffixes if names[-len(suffix) :] == suffix]
         if not matches or np.size(leaf) <= 1:  # A count, or a place holder.
             return leaf
-        change = suffixes[max(matches, key=len)]
+        suffix = max(matches, key=len)
+        change = suffixes[suffix]
+        if suffix[-1] == "table_mark":
+            return _new_mark(leaf, change)
         stored = change.layer.values.shape[:-2]
         if leaf.shape[: len(stored)] != stored:
             raise UserError(
@@ -191,12 +213,95 @@ def _carried(state, changes):
     return jax.tree_util.tree_map_with_path(carry, state)
 
 
+def _new_mark(mark, change):
+    """Returns an optimizer's copy of a mark for the new tables: an average of the parameters has
+    one, moments have zeros."""
+    tables = [layout.tables() for layout in change.layouts]
+    marks = np.stack([table_mark(each.in_index, each.in_slot) for each in tables])
+    old = np.asarray(change.layer.table_mark[...])
+    scale = np.mean(np.asarray(mark), -1, keepdims=True) / np.mean(old, -1, keepdims=True)
+    new = marks if mark.ndim > 1 else marks[0]
+    return _placed(
+        jnp.asarray(new.reshape(-1, *new.shape[-1:]) * scale.reshape(-1, 1), mark.dtype).reshape(
+            mark.shape
+        ),
+        mark,
+    )
+
+
+def _renamed(state, names):
+    """Returns an optimizer state with the keys of new static layouts.
+
+    Args:
+      state: the state, whose trees of parameters are `nnx.State`s.
+      names: {path of a layer: (old key, new key)}.
+    """
+
+    def renamed(path, leaf):
+        for layer, (old, new) in names.items():
+            if path == (*layer, old):
+                return (*path[:-1], new), _named(leaf, new)
+        return path, leaf
+
+    def rename(node):
+        if not isinstance(node, nnx.State):
+            return node
+        flat = [renamed(tuple(path), leaf) for path, leaf in nnx.to_flat_state(node)]
+        return nnx.from_flat_state(flat)
+
+    return jax.tree.map(rename, state, is_leaf=lambda node: isinstance(node, nnx.State))
+
+
+def _named(leaf, name):
+    """Returns an optimizer's variable of a layout's name, under another name."""
+    if not isinstance(leaf, nnx.Variable):
+        return leaf
+    kind = LayoutName if isinstance(leaf, LayoutMark) else type(leaf)
+    return kind(leaf[...], **leaf.get_metadata() | {"layout": name})
+
+
+def _set_layouts(layer, layouts, evolving):
+    """Sets the layouts of a layer; its tables stay where they are on a mesh."""
+    before = _layout_variables(layer)
+    layer.set_layouts(layouts, evolving)
+    for name, variable in _layout_variables(layer).items():
+        like = before.get(name) or next(iter(before.values()))
+        variable.set_value(_placed(variable[...], like[...]))
+
+
+def _layout_variables(layer):
+    kinds = LayoutName, LayoutMark, LayoutTable
+    return {name: value for name, value in vars(layer).items() if isinstance(value, kinds)}
+
+
 def _gather(array, sources, stack_axes):
     """Returns [*stack, nnz, ...] at new layouts, given sources [1 or layers, new nnz]."""
     stack, rest = array.shape[:stack_axes], array.shape[stack_axes:]
-    layers = array.reshape(-1, *rest)
+    layers = _auto(array).reshape(-1, *rest)
     wide = np.broadcast_to(sources, (len(layers), sources.shape[1]))
-    return gather_blocks(layers, wide).reshape(*stack, sources.shape[1], *rest[1:])
+    new = gather_blocks(layers, wide).reshape(*stack, sources.shape[1], *rest[1:])
+    return _placed(new, array)
+
+
+def _auto(array):
+    """Returns an array whose mesh has no Explicit axes, over which it could not be indexed."""
+    if not isinstance(getattr(array, "sharding", None), jax.NamedSharding):
+        return array
+    mesh = jax.sharding.Mesh(array.sharding.mesh.devices, array.sharding.mesh.axis_names)
+    return jax.device_put(array, jax.NamedSharding(mesh, array.sharding.spec))
+
+
+def _placed(array, like):
+    """Returns an array sharded as another, over axes of the mesh that divide it."""
+    sharding = getattr(like, "sharding", None)
+    if isinstance(array, jax.core.Tracer) or not isinstance(sharding, jax.NamedSharding):
+        return array
+    spec = []
+    for size, axes in zip(array.shape, (*sharding.spec, *(None,) * array.ndim)):
+        names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
+        shards = math.prod(sharding.mesh.shape[name] for name in names)
+        spec.append(axes if size % shards == 0 else None)
+    return jax.device_put(array, jax.NamedSharding(sharding.mesh, jax.P(*spec)))
 
 
 def gradient_norms(
@@ -204,18 +309,20 @@ def gradient_norms(
 ) -> dict[tuple, np.ndarray]:
     """Returns path -> block norms of the dense gradient, float32 [layouts, in_blocks, out_blocks].
 
-    One forward and one backward pass; the dense gradient of one layer at a time is formed.  Norms
-    of a stack that shares a layout are summed, as squares.
+    They are of the sum over all products of a layer: of a layer that is used twice, of
+    micro-batches in a scan, of the examples of `jax.vmap`.  One forward and one backward pass; a
+    dense gradient of a layer is formed, reduced to norms and dropped.  Norms of a stack that shares
+    a layout are summed, as squares.
     """
-    probed = nnx.clone(model)
-    for path, layer in block_sparse_layers(probed, None).items():
-        if path in layers:
-            stack, layout = layer.values.shape[:-3], layers[path].layouts()[0]
-            layer.block_norms = BlockNorms(jnp.zeros((*stack, *layout.mask.shape), jnp.float32))
-    norms = _measure(loss)(probed, *batch)
+    zeros = {}
+    for path, layer in layers.items():
+        stack, layout = layer.values.shape[:-3], layer.layouts()[0]
+        wide = jnp.promote_types(layer.values.dtype, jnp.float32)
+        zeros[dotted(path)] = jnp.zeros((*stack, *layout.mask.shape), wide)
+    norms = _measure(loss)(model, zeros, *batch)
     measured = {}
     for path, layer in layers.items():
-        stacked = np.asarray(_at(norms, (*path, "block_norms")))
+        stacked = np.asarray(norms[dotted(path)])
         stacked = stacked.reshape(-1, *stacked.shape[-2:])
         if len(layer.layouts()) < len(stacked):
             stacked = np.sqrt(np.square(stacked).sum(axis=0, keepdims=True))
@@ -225,11 +332,21 @@ def gradient_norms(
 
 @functools.lru_cache(maxsize=16)
 def _measure(loss):
-    """Returns a compiled (model, *batch) -> state of the gradients of `BlockNorms`."""
-    return nnx.jit(nnx.grad(loss, argnums=nnx.DiffState(0, BlockNorms)))
+    """Returns a compiled (model, zeros of norms by path, *batch) -> norms by path."""
 
+    @nnx.jit
+    def measure(model, zeros, *batch):
+        graph, state = nnx.split(model)
 
-def _at(state, path):
-    for name in path:
-        state = state[name]
-    return state[...]
+        def probed_loss(norms):
+            # New variables: nnx extracts none of an outer trace.
+            probed = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))
+            for path, layer in block_sparse_layers(probed, None).items():
+                if dotted(path) in norms:
+                    gradient = zeros_of_norms(norms[dotted(path)], layer.values.shape[-1])
+                    layer.dense_gradient = DenseGradient(gradient)
+            return loss(probed, *batch)
+
+        return jax.grad(probed_loss)(zeros)
+
+    return measure

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from sparse_dataflow.files.errors import UserError
 
@@ -43,9 +44,13 @@ class Contraction:
                     f"It has batch_axis={dict(module.batch_axis)}, so a matrix for each index; "
                     "legal: no batch_axis."
                 )
+            if module.dot_general_cls is not None:
+                raise UserError("It has a dot_general_cls; legal: None, and a dot_general.")
             shape = (*module.in_features, *module.out_features)
             order, count = tuple(range(len(shape))), len(module.in_features)
             return cls(shape, order, count, axis=tuple(module.axis))
+        if module.einsum_op is not jnp.einsum:
+            raise UserError("It has an einsum_op of its own; legal: jnp.einsum.")
         inputs, kernel, outputs = _terms(module.einsum_str)
         summed = [letter for letter in kernel if letter in inputs]
         new = [letter for letter in outputs if letter in kernel]
@@ -76,9 +81,9 @@ class Contraction:
         axes = [*range(len(stack)), *(len(stack) + axis for axis in self.order)]
         sides = math.prod(self.shape[: self.count]), math.prod(self.shape[self.count :])
         linear = module_like(nnx.Linear, *sides, like=module)
-        linear.kernel = nnx.Param(kernel.transpose(axes).reshape(*stack, *sides))
+        linear.kernel = variable_like(module.kernel, kernel.transpose(axes).reshape(*stack, *sides))
         if module.bias is not None:
-            linear.bias = nnx.Param(module.bias[...].reshape(*stack, -1))
+            linear.bias = variable_like(module.bias, module.bias[...].reshape(*stack, -1))
             linear.use_bias = True
         return linear
 
@@ -96,9 +101,9 @@ class Contraction:
         stack = kernel.shape[:-2]
         back = [len(stack) + self.order.index(axis) for axis in range(len(self.order))]
         kernel = kernel.reshape(*stack, *self.shape).transpose(*range(len(stack)), *back)
-        general.kernel = nnx.Param(kernel)
+        general.kernel = variable_like(linear.kernel, kernel)
         if linear.bias is not None:
-            general.bias = nnx.Param(linear.bias[...].reshape(*stack, *new))
+            general.bias = variable_like(linear.bias, linear.bias[...].reshape(*stack, *new))
         return general
 
     def apply(self, linear: nnx.Module, inputs: jax.Array) -> jax.Array:
@@ -172,14 +177,41 @@ def _terms(equation, rank=None):
 
 
 def module_like(kind: type, *sizes: Any, like: Any, **options: Any) -> Any:
-    """Returns an nnx module of zeros, without a bias, of the dtypes of the module `like`."""
+    """Returns an nnx module of zeros, without a bias, with the settings of the module `like`."""
     if kind is not nnx.Einsum:
         options["use_bias"] = False
+        dot_general = getattr(like, "dot_general", None)
+        options["dot_general"] = lax.dot_general if dot_general is None else dot_general
+    elif getattr(like, "dot_general", lax.dot_general) is not lax.dot_general:
+        raise UserError("An nnx.Einsum takes no dot_general; legal: lax.dot_general.")
+    names = ("dtype", "param_dtype", "precision", "promote_dtype", "preferred_element_type")
     return kind(
         *sizes,
-        dtype=like.dtype,
-        param_dtype=like.param_dtype,
         kernel_init=nnx.initializers.zeros_init(),
         rngs=nnx.Rngs(0),
+        **{name: getattr(like, name) for name in names},
         **options,
     )
+
+
+def variable_like(variable: Any, value: jax.Array) -> nnx.Variable:
+    """Returns a variable of the type and metadata of another.
+
+    Raises:
+      UserError: the metadata name axes and the value has others.
+    """
+    if not isinstance(variable, nnx.Variable):
+        return nnx.Param(value)
+    metadata = variable.get_metadata()
+    axes = next((metadata[name] for name in _AXES if metadata.get(name) is not None), None)
+    if axes is not None and value.ndim != variable.ndim and any(axis for axis in axes):
+        raise UserError(
+            f"A parameter of it is sharded over {tuple(axes)} by its metadata, and a block-sparse "
+            "one has other axes; legal: no such metadata, and sd.partition_specs of the result."
+        )
+    named = {} if axes is None or value.ndim == variable.ndim else dict.fromkeys(_AXES)
+    return type(variable)(value, **{k: v for k, v in metadata.items() if k not in named})
+
+
+_AXES = ("out_sharding", "sharding_names", "sharding")
+"""Metadata of a variable that name its axes, in this and earlier versions of flax."""

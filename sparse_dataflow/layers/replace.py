@@ -2,17 +2,23 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.layers.general import BlockSparseGeneral, Contraction, module_like
+from sparse_dataflow.layers.general import (
+    BlockSparseGeneral,
+    Contraction,
+    module_like,
+    variable_like,
+)
 from sparse_dataflow.layers.linear import BlockSparseLinear
 from sparse_dataflow.models.blocks import collect, expand, grid_norms
 from sparse_dataflow.sparsity.evolution import largest_blocks
@@ -37,14 +43,15 @@ def sparsify(
     model: Model,
     pattern: str = "random",
     *,
-    density: float = 0.125,
+    density: float | Mapping[str, float] = 0.125,
     block: int = 64,
     where: Where | None = None,
     evolving: bool = False,
 ) -> Model:
     """Returns the model with its `nnx.Linear`s replaced by `sd.BlockSparseLinear`s.
 
-    The model itself stays as it is.  An `nnx.LinearGeneral`, and an `nnx.Einsum` that is a product
+    The model itself stays as it is, and shares no array with the result.  Types, metadata and
+    settings of the linears are kept.  An `nnx.LinearGeneral`, and an `nnx.Einsum` that is a product
     with one matrix, become a `BlockSparseLinear` of the matrix, with the axes of before: so do the
     projections of `nnx.MultiHeadAttention`.  A linear whose kernel has leading axes, as `nnx.vmap`
     makes for a scan over layers, becomes a stack of layers with one layout, or with one each if
@@ -55,7 +62,8 @@ def sparsify(
       pattern: "magnitude" keeps the largest blocks of trained weights, with equal fan-in and
         fan-out.  Any pattern of `sd.make_layout` is for weights to be trained from scratch: they
         are scaled by 1 / sqrt(density), which keeps the variance of the outputs.
-      density: fraction of the blocks stored; with 1 the model computes the same function.
+      density: fraction of the blocks stored, of all layers or by path; with 1 the model computes
+        the same function.
       block: side of a square block, in features.
       where: (path, linear) -> whether to replace it; None for every `nnx.Linear`,
         `nnx.LinearGeneral` and `nnx.Einsum`.
@@ -79,6 +87,8 @@ def sparsify(
         )
     names: list[str] = []
     selected: list[str] = []
+    first = sum(isinstance(node, BlockSparseLinear) for _, node in nnx.iter_modules(model))
+    homes = _homes(model)
 
     def replace(path, node):
         if not isinstance(node, LINEARS):
@@ -88,11 +98,13 @@ def sparsify(
             return node
         selected.append(names[-1])
         try:
+            _check_replaceable(node, homes)
             contraction = None if isinstance(node, nnx.Linear) else Contraction.of(node)
             linear = node if contraction is None else contraction.linear(node)
-            if type(node) not in LINEARS:
-                raise UserError(f"{type(node).__name__} is a class of its own; legal: {_KINDS}.")
-            layer = _sparse(linear, pattern, density, block, evolving, len(selected) - 1)
+            number = first + len(selected) - 1
+            layer = _sparse(
+                linear, pattern, _density_of(density, names[-1]), block, evolving, number
+            )
             return layer if contraction is None else BlockSparseGeneral(layer, contraction)
         except UserError as error:
             raise UserError(f"{names[-1]}: {error} Or leave it out with `where`.") from None
@@ -104,7 +116,7 @@ def sparsify(
             if names
             else f"The model has no linear; legal: {_KINDS}. Other modules are not replaced."
         )
-    return sparse
+    return _unshared(sparse, model)
 
 
 def densify(model: Model) -> Model:
@@ -132,7 +144,7 @@ def densify(model: Model) -> Model:
             return node.contraction.module(node.linear)
         return node
 
-    return nnx.recursive_map(replace, model)
+    return _unshared(nnx.recursive_map(replace, model), model)
 
 
 def partition_specs(model: nnx.Module, mesh: Mesh, axis: str) -> nnx.State:
@@ -228,6 +240,56 @@ def balanced_degree(linear: Any, block: int, density: float) -> int:
     return int(layout.fan_in[0]) * math.gcd(*layout.mask.shape) // layout.in_blocks
 
 
+def _unshared(new, model):
+    """Returns a model with variables of its own, and copies of the arrays of `model` that it has.
+
+    So training it, and donating its buffers, leaves `model` as it is.
+    """
+    old = {id(leaf) for leaf in jax.tree.leaves(nnx.state(model))}
+
+    def copy(leaf):
+        return jnp.copy(leaf) if id(leaf) in old and isinstance(leaf, jax.Array) else leaf
+
+    graph, state = nnx.split(new)
+    return nnx.merge(graph, jax.tree.map(copy, state))
+
+
+def _homes(model):
+    """Returns id of a variable -> paths of the modules that have it."""
+    homes: dict[int, list[str]] = {}
+    for path, module in nnx.iter_modules(model):
+        for value in vars(module).values():
+            if isinstance(value, nnx.Variable):
+                homes.setdefault(id(value), []).append(dotted(path))
+    return homes
+
+
+def _check_replaceable(node, homes):
+    """Raises UserError if a linear has something that its block-sparse layer would not have."""
+    if type(node) not in LINEARS:
+        raise UserError(f"{type(node).__name__} is a class of its own; legal: {_KINDS}.")
+    sizes: Any = ("ab,bc->ac", (1, 1)) if type(node) is nnx.Einsum else (1, 1)
+    plain = nnx.eval_shape(lambda: type(node)(*sizes, rngs=nnx.Rngs(0)))
+    if own := sorted(set(vars(node)) - set(vars(plain))):
+        raise UserError(f"It has attributes of its own: {', '.join(own)}; legal: none.")
+    for name in ("kernel", "bias"):
+        others = homes.get(id(getattr(node, name)), [])
+        if len(others) > 1:
+            raise UserError(
+                f"Its {name} is a parameter of {' and '.join(sorted(others))} too; legal: of it "
+                "alone."
+            )
+
+
+def _density_of(density, path):
+    """Returns the density of a layer."""
+    if not isinstance(density, Mapping):
+        return density
+    if path not in density:
+        raise UserError(f"`density` has no value for it; it has: {', '.join(sorted(density))}.")
+    return density[path]
+
+
 def _sparse(linear, pattern, density, block, evolving, number):
     """Returns the block-sparse layer of an nnx.Linear, the `number`-th of its model."""
     kernel, sides = linear.kernel[...], (linear.in_features, linear.out_features)
@@ -244,7 +306,8 @@ def _sparse(linear, pattern, density, block, evolving, number):
         layouts, scale = [layout], 1 / math.sqrt(layout.density)
     values = collect(*positions(layouts, len(dense)), dense, block) * scale
     layer = module_like(BlockSparseLinear, *sides, like=linear, layout=layouts[0])
-    layer.values = nnx.Param(values.astype(kernel.dtype).reshape(*stack, *values.shape[1:]))
+    values = values.astype(kernel.dtype).reshape(*stack, *values.shape[1:])
+    layer.values = variable_like(linear.kernel, values)
     layer.bias, layer.use_bias = linear.bias, linear.use_bias
     layer.set_layouts(layouts, evolving)
     return layer
@@ -264,6 +327,6 @@ def _dense(layer):
     grid = layouts[0].in_blocks, layouts[0].out_blocks
     kernel = expand(*positions(layouts, len(stored)), stored, grid)
     linear = module_like(nnx.Linear, layer.in_features, layer.out_features, like=layer)
-    linear.kernel = nnx.Param(kernel.reshape(*stack, *kernel.shape[1:]))
+    linear.kernel = variable_like(layer.values, kernel.reshape(*stack, *kernel.shape[1:]))
     linear.bias, linear.use_bias = layer.bias, layer.use_bias
     return linear

@@ -28,7 +28,11 @@ from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.kernels.nonzero_rows.api import nonzero_rows_matmul
 from sparse_dataflow.kernels.quantized import api as quantized
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
-from sparse_dataflow.weights.gradient_norms import SumCopies, with_gradient_norms
+from sparse_dataflow.weights.gradient_norms import (
+    SumCopies,
+    with_dense_gradient,
+    with_gradient_norms,
+)
 
 jax.tree_util.register_static(BlockLayout)
 
@@ -325,6 +329,25 @@ class Probed(Wrapper):
     def __rmatmul__(self, x):
         """See `Weight`."""
         return with_gradient_norms(x @ self.base, x, self.norms, self.axes, self.sum_copies)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class WithDenseGradient(Wrapper):
+    """The base, and zeros whose gradient is that of the weight if it were dense.
+
+    Attributes:
+      base: the weight.
+      zeros: float32 or wider [in, out].  No result depends on it.  The gradients of several
+        products add up; see `gradient_norms.zeros_of_norms` for their norms.
+    """
+
+    base: Weight
+    zeros: Any
+
+    def __rmatmul__(self, x):
+        """See `Weight`."""
+        return with_dense_gradient(x @ self.base, x, self.zeros)
 
 
 def _by_rows(x, kernel, product=jnp.matmul):

@@ -54,6 +54,71 @@ def shard_map_difference(x):
     return largest_difference(sharded(params, others, x), gradients(params, others, x))
 
 
+def checked_shard_map_difference(x):
+    """Inside and outside of `shard_map` with its check of varying axes, and by two axes."""
+    graph, params, others = nnx.split(model(), nnx.Param, ...)
+
+    def mean(params, others, x):
+        return jax.lax.pmean(loss(nnx.merge(graph, params, others), x), ("data", "fsdp"))
+
+    def over_devices(function):
+        specs = {"in_specs": (P(), P(), P(("data", "fsdp"))), "out_specs": P()}
+        return jax.shard_map(function, mesh=MESH, **specs)
+
+    expected = jax.grad(lambda params: loss(nnx.merge(graph, params, others), x))(params)
+    results = [
+        jax.jit(jax.grad(over_devices(mean)))(params, others, x),
+        jax.jit(over_devices(jax.grad(mean)))(params, others, x),
+    ]
+    return max(largest_difference(result, expected) for result in results)
+
+
+def explicit_difference(x):
+    """Over Explicit axes, weights replicated and sharded by their partition specs."""
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
+    layers = model()
+    expected = nnx.grad(loss)(layers, x)
+    rows = jax.device_put(x, NamedSharding(mesh, P("data")))
+    differences = []
+    for specs in (
+        jax.tree.map(lambda _: P(), nnx.state(layers)),
+        sd.partition_specs(layers, mesh, "fsdp"),
+    ):
+        put = lambda spec, leaf: jax.device_put(leaf, NamedSharding(mesh, spec))  # noqa: E731
+        placed = nnx.clone(layers)
+        # The axis of the features of a dense kernel is replicated: JAX asks for the rest.
+        specs["layers"][4] = jax.tree.map(lambda _: P(), specs["layers"][4])
+        nnx.update(placed, jax.tree.map(put, specs, nnx.state(layers)))
+        with jax.set_mesh(mesh):
+            gradients = nnx.jit(nnx.grad(loss))(placed, rows)
+        differences.append(largest_difference(gradients, expected))
+    return max(differences)
+
+
+def evolved_shardings(x):
+    """Sharding specs of values, a table and a moment before and after each method."""
+
+    def place(layers, state):
+        specs = sd.partition_specs(layers, MESH, "fsdp")
+        put = lambda spec, leaf: jax.device_put(leaf, NamedSharding(MESH, spec))  # noqa: E731
+        return jax.tree.map(put, specs, state)
+
+    layers, optimizer = trained(place, x)
+
+    def shards():
+        first, second = layers.layers[0], layers.layers[2]
+        arrays = first.values, second.values, optimizer.opt_state[0].mu["layers"][2]["values"]
+        return [array[...].sharding.shard_shape(array.shape)[0] for array in arrays] + [
+            len(second.in_index[...].sharding.device_set)
+        ]
+
+    before = shards()
+    sd.evolve(layers, optimizer, "set", share=0.25, seed=1)
+    after = shards()
+    sd.evolve(layers, optimizer, "gradual", density=0.25)
+    return [before, after, shards()]
+
+
 def trained(place, x):
     layers = model()
     nnx.update(layers, place(layers, nnx.state(layers)))
@@ -95,4 +160,10 @@ def sharded_training(x):
 
 if __name__ == "__main__":
     x = jax.random.normal(jax.random.key(0), (16, 64))
-    print(json.dumps({"shard_map": shard_map_difference(x), **sharded_training(x)}))
+    report = {
+        "shard_map": shard_map_difference(x),
+        "checked_shard_map": checked_shard_map_difference(x),
+        "explicit": explicit_difference(x),
+        "evolved": evolved_shardings(x),
+    }
+    print(json.dumps({**report, **sharded_training(x)}))

@@ -18,6 +18,20 @@ def test_shard_map_over_the_batch_has_the_gradients_of_one_device(report):
     assert report["shard_map"] < 1e-6
 
 
+def test_shard_map_that_checks_varying_axes_has_the_gradients_of_one_device(report):
+    assert report["checked_shard_map"] < 1e-6
+
+
+def test_explicit_axes_have_the_gradients_of_one_device(report):
+    assert report["explicit"] < 1e-6
+
+
+def test_evolution_keeps_arrays_sharded(report):
+    before, after, halved = report["evolved"]
+    assert before == after and before[-1] == 8
+    assert halved[:3] == [blocks // 2 for blocks in before[:3]] and halved[-1] == 8
+
+
 def test_a_model_sharded_by_its_partition_specs_trains_as_on_one_device(report):
     assert report["training"] < 1e-5
     # Stored blocks, their moments, an index table, a dense kernel, a bias of 3.

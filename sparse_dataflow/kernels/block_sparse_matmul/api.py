@@ -76,9 +76,21 @@ def block_sparse_matmul(
         (8, 128)
     """
     static_layout = check_operands(x, values, layout)
+    product = functools.partial(
+        block_sparse_matmul, implementation=implementation, precision=precision
+    )
+    if static_layout is None:
+        y = dispatch.over_auto_axes(product, x, values, layout)
+        x, values, layout = dispatch.equally_varying(x, values, layout)
+    else:
+        specialised = functools.partial(product, layout=layout)
+        y = dispatch.over_auto_axes(specialised, x, values)
+        x, values = dispatch.equally_varying(x, values)
+    if y is not None:
+        return y
     tables = layout.tables() if isinstance(layout, BlockLayout) else layout
     tokens = math.prod(x.shape[:-1])
-    flat = x.reshape(tokens, x.shape[-1])
+    flat = jax.numpy.reshape(x, (tokens, x.shape[-1]))
     groups = static_layout.groups if static_layout else tables.groups
     if precision != PRECISIONS[0]:
         return _quantized(flat, values, tables, groups, implementation, precision).reshape(
@@ -170,7 +182,7 @@ def check_operands(
 
 
 def _choose(x, values, tables, layout, groups):
-    platform, few_rows = dispatch.platform(), len(x) <= xla_few_rows.FEW_ROWS
+    platform, few_rows = dispatch.platform(), dispatch.at_most(x.shape[0], xla_few_rows.FEW_ROWS)
     names = [kernel for kernel, (required, _) in _KERNELS.items() if required == platform]
     if groups and not few_rows:
         # On a GPU a group is a product of the vendor's library.

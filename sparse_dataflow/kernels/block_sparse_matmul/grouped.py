@@ -52,7 +52,7 @@ def operand_shapes(
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Returns the shapes and dtypes of the first two operands of `Products`."""
     features = groups.count * x.shape[-1] // groups.in_parts
-    x = jax.ShapeDtypeStruct((len(x), features), x.dtype)
+    x = jax.ShapeDtypeStruct((x.shape[0], features), x.dtype)
     weight = jax.eval_shape(lambda values: group_values(values, tables, groups), values)
     return x, weight
 
@@ -64,7 +64,7 @@ def own_inputs(x: jax.Array, tables: LayoutTables, groups: Groups, block: int) -
     parts = split(x, groups.in_parts, groups.in_run * block)
     first = tables.in_index[0, 0] // groups.in_run
     return lax.dynamic_slice_in_dim(parts, first, groups.count, axis=2).reshape(
-        len(x), groups.count * x.shape[1] // groups.in_parts
+        x.shape[0], groups.count * x.shape[1] // groups.in_parts
     )
 
 
@@ -76,7 +76,7 @@ def among_outputs(y: jax.Array, tables: LayoutTables, groups: Groups, block: int
     first = tables.out_index[0, 0] // groups.out_run
     shape = (*parts.shape[:2], groups.out_parts, parts.shape[3])
     everywhere = lax.dynamic_update_slice_in_dim(jnp.zeros(shape, y.dtype), parts, first, axis=2)
-    return everywhere.reshape(len(y), len(tables.in_index) * block)
+    return everywhere.reshape(y.shape[0], len(tables.in_index) * block)
 
 
 def dense_products(
@@ -93,7 +93,7 @@ def dense_products(
     """
     x_by_group = split(x, groups.count, groups.in_run * block)
     y = _batched_products(groups.out_run * block, precision, x_by_group, weight)
-    return y.reshape(len(x), len(weight) * weight.shape[2])
+    return y.reshape(x.shape[0], len(weight) * weight.shape[2])
 
 
 def group_values(values: jax.Array, tables: LayoutTables, groups: Groups) -> jax.Array:
@@ -106,7 +106,7 @@ def group_values(values: jax.Array, tables: LayoutTables, groups: Groups) -> jax
 
 def split(x, parts, run):
     """[tokens, features] -> [tokens, outer, parts, run] for runs of `run` features."""
-    return x.reshape(len(x), x.shape[1] // (parts * run), parts, run)
+    return x.reshape(x.shape[0], x.shape[1] // (parts * run), parts, run)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -119,7 +119,7 @@ def _batched_products(out_run, precision, x, weight):
     value, _ = _types(precision)
     by_input = weight.reshape(count, x.shape[1], x.shape[3], outputs)
     y = _dot(x, by_input, ((1, 3), (1, 2)), (2, 0), (value, value))
-    return y.reshape(count, len(x), outputs // out_run, out_run).transpose(1, 2, 0, 3)
+    return y.reshape(count, x.shape[0], outputs // out_run, out_run).transpose(1, 2, 0, 3)
 
 
 def _forward(out_run, precision, x, weight):
@@ -131,7 +131,7 @@ def _backward(out_run, precision, saved, dy):
     value, gradient = _types(precision)
     split = weight.reshape(*weight.shape[:2], dy.shape[1], out_run)
     dx = _dot(dy, split, ((1, 3), (2, 3)), (2, 0), (gradient, value))
-    dx = dx.reshape(len(weight), len(x), x.shape[1], x.shape[3]).transpose(1, 2, 0, 3)
+    dx = dx.reshape(len(weight), x.shape[0], x.shape[1], x.shape[3]).transpose(1, 2, 0, 3)
     dweight = _dot(x, dy, ((0,), (0,)), (2, 2), (value, gradient))
     return dx, dweight.reshape(weight.shape).astype(weight.dtype)
 

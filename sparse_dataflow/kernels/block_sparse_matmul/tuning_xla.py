@@ -60,7 +60,7 @@ def spaces(x: jax.Array, values: jax.Array, tables: LayoutTables) -> dict[Case, 
             bound *= LONGER_SUM
         index = tables.out_index if product == "input_gradient" else tables.in_index
         row_bytes = index.size * block * x.dtype.itemsize
-        spaces_by_product[product] = _space(len(x), row_bytes, bound)
+        spaces_by_product[product] = _space(x.shape[0], row_bytes, bound)
     widths = len(tables.out_index) * block, len(tables.in_index) * block
     return tuned.keyed_by_case("xla", x, values, widths, spaces_by_product)
 

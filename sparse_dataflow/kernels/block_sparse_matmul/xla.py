@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.block_sparse_matmul import xla_few_rows
 from sparse_dataflow.kernels.block_sparse_matmul.tuning_xla import TuningConfig, default_tuning
 from sparse_dataflow.sparsity.layout import LayoutTables
@@ -24,16 +25,19 @@ def block_sparse_matmul(
 
     Tables must be jax arrays. Tile sizes default to `default_tuning`.
     """
-    return _matmul(tuning or default_tuning(x, values, tables), x, values, tables)
+    if tuning is None and isinstance(x.shape[0], int):
+        tuning = default_tuning(x, values, tables)
+    return _matmul(tuning, x, values, tables)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(tuning, x, values, tables):
-    if len(x) <= xla_few_rows.FEW_ROWS:
+    if dispatch.at_most(x.shape[0], xla_few_rows.FEW_ROWS):
         return xla_few_rows.product(x, values, tables)
     weight = _values_by_line(values, tables.in_slot)
     weight = weight.reshape(len(weight), -1, weight.shape[-1])
-    return _product(x, tables.in_index, weight, tuning.forward.tokens)
+    stored = _stored(values, tables.in_slot)
+    return _product(x, tables.in_index, stored, weight, tuning and tuning.forward)
 
 
 def _forward(tuning, x, values, tables):
@@ -45,14 +49,16 @@ def _backward(tuning, saved, dy):
     block = values.shape[-1]
     weight = _values_by_line(values, tables.out_slot).swapaxes(2, 3)
     weight = weight.reshape(len(weight), -1, block)
-    dx = _product(dy, tables.out_index, weight, tuning.input_gradient.tokens)
+    stored = _stored(values, tables.out_slot)
+    dx = _product(dy, tables.out_index, stored, weight, tuning and tuning.input_gradient)
 
     def tile(dy, x):
         # Transpose dy: contracting a left side's major axis is slow on a CPU.
-        dy_blocks = _blocks(dy, block).transpose(1, 2, 0)
-        return _batched_dot(dy_blocks, _gather(x, tables.in_index, block), (2, 0), (0, 1))
+        dy_blocks = _wide_on_cpu(_blocks(dy, block)).transpose(1, 2, 0)
+        x_blocks = _wide_on_cpu(_gather(x, tables.in_index, block))
+        return _batched_dot(dy_blocks, x_blocks, (2, 0), (0, 1))
 
-    dw = _over_tiles(tile, tuning.weight_gradient.tokens, dy, x, summed=True)
+    dw = _over_tiles(tile, tuning and tuning.weight_gradient, dy, x, summed=True)
     # From [out_blocks, block (out), fan_in * block (in)] to the order of values.
     dw = dw.reshape(len(dw), block, -1, block).transpose(0, 2, 3, 1).reshape(-1, block, block)
     slots = tables.in_slot.reshape(-1)
@@ -73,27 +79,37 @@ def _values_by_line(values, slots):
     return values[slots]
 
 
-def _product(x, index, weight, tile_tokens):
+def _stored(values, slots):
+    """Returns which positions of a table are stored, bool [lines, positions]; None for all."""
+    return None if slots.size == len(values) else slots >= 0
+
+
+def _product(x, index, stored, weight, tiles):
     """Multiply gathered x by weight [lines, positions * block, block]: [tokens, lines * block]."""
     block = weight.shape[-1]
 
     def tile(x):
-        y = _batched_dot(_gather(x, index, block), weight, (2, 1), (1, 0))
-        return y.astype(x.dtype).swapaxes(0, 1).reshape(len(x), len(weight) * block)
+        y = _batched_dot(_gather(x, index, block, stored), weight, (2, 1), (1, 0))
+        return y.astype(x.dtype).swapaxes(0, 1).reshape(x.shape[0], len(weight) * block)
 
-    return _over_tiles(tile, tile_tokens, x)
+    return _over_tiles(tile, tiles, x)
 
 
 def _blocks(x, block):
     """[tokens, features] -> [tokens, blocks, block]."""
-    return x.reshape(len(x), x.shape[1] // block, block)
+    return x.reshape(x.shape[0], x.shape[1] // block, block)
 
 
-def _gather(x, index, block):
-    """Gather each line's input blocks: [tokens, features] -> [tokens, lines, positions * block]."""
+def _gather(x, index, block, stored=None):
+    """Gather each line's input blocks: [tokens, features] -> [tokens, lines, positions * block].
+
+    Positions that are not stored read zeros: their weight is zero, but x may be infinite.
+    """
     lines, positions = index.shape
     gathered = _blocks(x, block)[:, index.reshape(-1)]
-    return gathered.reshape(len(x), lines, positions * block)
+    if stored is not None:
+        gathered = jnp.where(stored.reshape(-1, 1), gathered, 0)
+    return gathered.reshape(x.shape[0], lines, positions * block)
 
 
 def _batched_dot(a, b, a_axes, b_axes):
@@ -107,12 +123,21 @@ def _batched_dot(a, b, a_axes, b_axes):
     )
 
 
-def _over_tiles(function, tile, *arrays, summed=False):
+def _wide_on_cpu(x):
+    """Returns float32 of a 16-bit x on a CPU, whose compiler has no such transposed product."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if dispatch.platform() == "cpu" else x
+
+
+def _over_tiles(function, tiles, *arrays, summed=False):
     """Map `function` over token tiles; concatenate the results, or sum them.
 
-    A shorter last tile runs separately, so any number of tokens works.
+    A shorter last tile runs separately, so any number of tokens works.  A symbolic number is one
+    tile.
     """
-    tokens = len(arrays[0])
+    tokens = arrays[0].shape[0]
+    if tiles is None:  # Tokens are a symbolic dimension of `jax.export`.
+        return function(*arrays)
+    tile = tiles.tokens
     whole = tokens // tile
     results = []
     if whole > 1:

@@ -31,7 +31,7 @@ def _product(x, values, layout, transposed):
             x_of_group = take(x, support, layout.block)
             y = dot(x_of_group, weight, 1, 1 if transposed else 0).astype(x.dtype)
         else:
-            y = jnp.zeros((len(x), len(lines) * layout.block), x.dtype)
+            y = jnp.zeros((x.shape[0], len(lines) * layout.block), x.dtype)
         pieces.append((lines, y))
     return assemble(pieces, layout.block)
 
@@ -103,8 +103,10 @@ def take(x: jax.Array, blocks: tuple[int, ...], block: int) -> jax.Array:
     """Gather these blocks' columns of x [rows, features]: one slice where they lie at a stride."""
     if stride := _stride(blocks, x.shape[1] // block):
         count, start, stop = stride
-        parts = x.reshape(len(x), count, x.shape[1] // count)[:, :, start * block : stop * block]
-        return parts.reshape(len(x), len(blocks) * block)
+        parts = x.reshape(x.shape[0], count, x.shape[1] // count)[
+            :, :, start * block : stop * block
+        ]
+        return parts.reshape(x.shape[0], len(blocks) * block)
     slices = [lax.slice_in_dim(x, a * block, b * block, axis=1) for a, b in _runs(blocks)]
     return slices[0] if len(slices) == 1 else jnp.concatenate(slices, axis=1)
 
@@ -116,8 +118,8 @@ def assemble(pieces: list[tuple[tuple[int, ...], jax.Array]], block: int) -> jax
     if len({stride and stride[0] for stride in strides}) == 1 and strides[0]:
         count = strides[0][0]
         ordered = sorted(pieces, key=lambda piece: piece[0])
-        parts = [y.reshape(len(y), count, y.shape[1] // count) for _, y in ordered]
-        return jnp.concatenate(parts, axis=2).reshape(len(parts[0]), total * block)
+        parts = [y.reshape(y.shape[0], count, y.shape[1] // count) for _, y in ordered]
+        return jnp.concatenate(parts, axis=2).reshape(parts[0].shape[0], total * block)
     runs = []
     for blocks, columns in pieces:
         offset = 0
