@@ -1,12 +1,15 @@
 """Settles what a run leaves to the planner: micro-batches, remat and mesh, for given chips.
 
 The fastest plan by predicted step time is chosen that leaves room for the error of the memory
-estimate.  A value that the config has is kept.  Chips without known rates, and the host's CPU, get
-the fewest micro-batches and the least recomputation that fit.  Pure: the same config and chips give
-the same plan, and so does the config that was settled.  Importing this module loads no jax.
+estimate; one with stages where it is faster by more than the error of the times.  A value that the
+config has is kept.  Chips without known rates, and the host's CPU, get the fewest micro-batches and
+the least recomputation that fit.  Pure: the same config and chips give the same plan, and so does
+the config that was settled.  Importing this module loads no jax.
 """
 
+import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -19,7 +22,7 @@ from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.hardware.machines import Machine
-from sparse_dataflow.planning import memory, search
+from sparse_dataflow.planning import bands, memory, search
 from sparse_dataflow.planning import relay as relays
 from sparse_dataflow.planning.memory import USABLE
 from sparse_dataflow.planning.parallel_plan import BUBBLES, ParallelPlan
@@ -103,7 +106,47 @@ def settle(
     """
     if config.parallel.executor == "relay":
         return relayed(config, models_of, machine)
-    priced, possible = priced_plans(config, models_of, machine)
+    best, refusal = None, None
+    try:
+        best = _fastest(config, models_of, machine, check)
+    except UserError as error:
+        refusal = error
+    if _may_pipeline(config, machine):
+        with contextlib.suppress(UserError):
+            pipeline = _fastest(config, models_of, machine, check, staged=True)
+            if best is None or _clearly_faster(pipeline, best):
+                return pipeline
+    if best is None:
+        assert refusal
+        raise refusal
+    return best
+
+
+def _may_pipeline(config, machine):
+    """Returns whether the planner may cut the model by layers."""
+    open_mesh = config.parallel.mesh == AUTO and config.parallel.executor == "auto"
+    if not open_mesh or machine.count == 1 or machine.host or not machine.chip.network:
+        return False
+    if config.model.mask_documents or config.parallel.sub_batches > 1:
+        return False
+    try:
+        config.change(parallel__executor="pipeline")
+    except UserError:  # A setting that pipelines do not have.
+        return False
+    return True
+
+
+def _clearly_faster(plan, other):
+    """Returns whether a plan is faster than another by more than the error of its kind."""
+    seconds = [float(each.request.seconds(each.plan)) for each in (plan, other)]
+    request = plan.request
+    width = bands.tie_width(request.config, request.sequence, request.constants)
+    return math.log(seconds[1] / seconds[0]) > width
+
+
+def _fastest(config, models_of, machine, check, staged=False) -> Settled:
+    """Returns the fastest plan with room; with stages or without."""
+    priced, possible = priced_plans(config, models_of, machine, staged)
     refused: UserError | None = None
     # A second time without room: a plan that just fits is better than none.
     for share in (ROOMY, 1.0) if _is_open(config, machine) else (1.0,):
@@ -150,8 +193,13 @@ def request_of(config: RunConfig, models_of: ModelsOf, machine: Machine) -> Requ
     )
 
 
-def levels(config: RunConfig, request: Request) -> search.Levels:
+def levels(config: RunConfig, request: Request, staged: bool = False) -> search.Levels:
     """Returns the values of each choice of a plan: those that the config has, or all useful ones.
+
+    Args:
+      config: a mesh that is auto has stages where its executor is the pipeline, or with `staged`.
+      request: the search.
+      staged: whether a mesh that is auto has stages.
 
     Raises:
       UserError: the mesh is not one of the machine's chips.
@@ -165,12 +213,15 @@ def levels(config: RunConfig, request: Request) -> search.Levels:
         result |= {axis: (sizes[axis],) for axis in ("tensor", "feature", "stage", "data")}
     else:
         stages = [n for n in result["stage"] if n > 1]
-        result["stage"] = tuple(stages) if parallel.executor == "pipeline" else (1,)
+        several = staged or parallel.executor == "pipeline"
+        result["stage"] = tuple(stages) if several and stages else (1,)
         result["feature"] = (1,)
         result["tensor"] = tuple(n for n in result["tensor"] if n <= _LARGEST_TENSOR)
     result["chunks"] = tuple(sorted({1, int(chunks or 1)}))
     result["schedule"] = schedules
-    result["micro_batch"] = _divisors(request.batch)
+    parts = parallel.sub_batches
+    rows = tuple(n for n in _divisors(request.batch) if n % parts == 0)
+    result["micro_batch"] = rows or _divisors(request.batch)
     result["zero"] = (parallel.zero,)
     result["experts"] = (parallel.experts,) if request.config.experts else ("gather",)
     if request.kinds:
@@ -200,7 +251,7 @@ def _seconds_of(request, machine):
 
 
 def priced_plans(
-    config: RunConfig, models_of: ModelsOf, machine: Machine
+    config: RunConfig, models_of: ModelsOf, machine: Machine, staged: bool = False
 ) -> tuple[search.Priced, np.ndarray]:
     """Returns the prices of all plans, and which of them the config allows.
 
@@ -208,7 +259,8 @@ def priced_plans(
       UserError: the settings contradict each other or the machine.
     """
     request = request_of(config, models_of, machine)
-    priced = search.price(request, levels(config, request), _seconds_of(request, machine))
+    space = levels(config, request, staged)
+    priced = search.price(request, space, _seconds_of(request, machine))
     return priced, allowed(config, priced)
 
 
@@ -251,7 +303,8 @@ def relayed(config: RunConfig, models_of: ModelsOf, machine: Machine) -> Settled
             f"of the relay; legal: --batch={near}."
         )
     count, estimate = largest
-    if estimate.device_total > usable(machine):
+    # On a CPU the device's memory is the host's, which `relay_plan` checks as a whole.
+    if not machine.host and estimate.device_total > usable(machine):
         from sparse_dataflow.planning import settle_advice as advice
 
         raise UserError(
@@ -267,7 +320,6 @@ def relayed(config: RunConfig, models_of: ModelsOf, machine: Machine) -> Settled
     if config.parallel.mesh == AUTO and machine.count > 1:
         chosen["parallel.mesh"] = f"data:{machine.count}"
     changes = {path.replace(".", "__", 1): value for path, value in chosen.items()}
-    # Whether the host's memory suffices, `runs.preflight.relay_plan` says.
     return Settled(config.change(**changes), machine, None, None, estimate, chosen)
 
 

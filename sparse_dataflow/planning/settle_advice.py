@@ -86,10 +86,14 @@ def _advice(config, models_of, machine) -> str:
     if not machine.host:
         options += [f"on {name}" for name in _larger(open_config, models_of, machine)]
         options += _relay_words(config, models_of, machine)
+    elif scale := _smaller(open_config, models_of, machine):
+        return f"the largest scale that fits is --scale={scale}"
     options += _sparser(open_config, models_of, machine)
     if options:
         return f"it fits {' or '.join(options)}"
-    return _smaller(open_config, models_of, machine)
+    if scale := _smaller(open_config, models_of, machine):
+        return f"the largest scale that fits is --scale={scale}"
+    return "no smaller scale fits with these settings"
 
 
 def _changed(config, **training):
@@ -160,10 +164,10 @@ def _smaller(config, models_of, machine):
     for scale in reversed(smaller):
         try:
             if _fits(rescaled(config, scale), models_of, machine):
-                return f"the largest scale that fits is --scale={scale}"
+                return scale
         except UserError:  # These settings describe no model of that scale.
             continue
-    return "no smaller scale fits with these settings"
+    return ""
 
 
 def for_relay(config: RunConfig, models_of: ModelsOf, machine: Machine) -> str:

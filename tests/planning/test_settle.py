@@ -138,6 +138,28 @@ def test_twins_that_train_in_turn_need_the_states_of_both():
     assert both.chip_bytes > alone.chip_bytes + 0.99 * resident
 
 
+def test_stages_are_chosen_where_they_are_clearly_faster():
+    """Dense 175B, as Megatron-LM trains it (arXiv 2104.04473): stages between nodes."""
+    dense = preset("175b", compute_dtype="bfloat16").dense()
+    sizes = parse_mesh(on("h100:1024", dense).config.parallel.mesh, 1024)
+    assert sizes["stage"] > 1
+    for changes in (
+        {"model__mask_documents": True},
+        {"parallel__executor": "whole"},
+        {"parallel__sub_batches": 2, "training__batch": 1536},
+    ):
+        other = on("h100:1024", dense, **changes).config
+        assert parse_mesh(other.parallel.mesh, 1024)["stage"] == 1
+    assert parse_mesh(on("h100:8").config.parallel.mesh, 8)["stage"] == 1
+
+
+def test_a_pipeline_that_is_asked_for_has_stages():
+    config = on("h100:8", parallel__executor="pipeline").config
+    assert parse_mesh(config.parallel.mesh, 8)["stage"] > 1
+    given = on("h100:8", parallel__mesh="stage:2,fsdp:4", parallel__schedule="interleaved:2")
+    assert given.plan.chunks == 2 and given.config.training.micro_batches % 2 == 0
+
+
 def host(gib, count=1):
     return Machine(Chip("cpu", memory_bytes=int(gib * GIB)), count, host=True)
 

@@ -17,11 +17,14 @@ from shipped_plans import SHIPPED, plan_of, result
 
 from experiments import compile_plan
 from sparse_dataflow.aot import compile, topologies
+from sparse_dataflow.config.presets import preset
 from sparse_dataflow.hardware import chips
-from sparse_dataflow.planning import nearest, search
+from sparse_dataflow.hardware.machines import Machine
+from sparse_dataflow.planning import nearest, plan_memory, search
 from sparse_dataflow.runs import command_line
 from sparse_dataflow.runs.planning import compile_report, verify
 from sparse_dataflow.runs.planning.options import named_model
+from sparse_dataflow.runs.preflight import settling
 
 GOLDEN = Path(__file__).with_name("compile_plan.txt")
 
@@ -55,12 +58,28 @@ def test_the_planner_predicts_the_compilers_memory_and_is_never_far_below(name):
     predicted, compiled = compile_report.predicted_bytes(plan), shipped["bytes"]
     assert set(predicted) == set(compiled)
     assert 0.95 < sum(predicted.values()) / sum(compiled.values()) < 1.15
+    low, high = plan_memory.ERROR
+    assert 1 + low < sum(compiled.values()) / sum(predicted.values()) < 1 + high
     for category in ("parameters", "moments", "gradients", "activations"):
         assert predicted[category] == pytest.approx(compiled[category], rel=0.06), category
     allocated = shipped["memory_analysis"]
     results = allocated["output"] - allocated["alias"]
     sizes = [allocated[name] for name in ("argument", "temp", "generated_code")]
     assert sum(compiled.values()) == sum(sizes) + results
+
+
+OF_A_RUN = ("13b_density-0-125_h100-1", "13b_density-0-125_h100-8", "13b_density-0-125_v5e-8x8")
+
+
+@pytest.mark.parametrize("name", [name for name in OF_A_RUN if name in SHIPPED])
+def test_a_run_chooses_the_plan_that_the_compiler_confirmed(name):
+    compiled = plan_of(result(name)["plan"])
+    machine = Machine(compiled.topology.chip, compiled.topology.size)
+    chosen = settling.settle(preset("13b", compute_dtype="bfloat16"), machine)
+    assert compiled.config == dataclasses.replace(chosen.request.config, remat=chosen.plan.remat)
+    names = ("mesh", "accumulation", "micro_batch", "remat", "zero")
+    for field in names:
+        assert getattr(compiled.parallel, field) == getattr(chosen.plan, field), field
 
 
 def text():
