@@ -2,7 +2,7 @@
 
     python -m experiments.gpt13b_dense                  a laptop: about 3 minutes
     python -m experiments.gpt13b_dense --scale=13b --corpus=hf:allenai/c4/en \\
-        --set data.tokenizer=gpt2 --steps=17500   # needs h100:8
+        --set data.tokenizer=gpt2 --steps=17500   # needs h100:4, h100:8, v5e-64 or v5p-64
 
 Leaves runs/gpt13b_dense-DATE/ with report.html, metrics and checkpoints.
 """

@@ -51,13 +51,14 @@ def test_layers_that_cannot_share_a_block_are_refused(changes, words):
 
 def test_executors_without_all_layers_refuse_a_shared_block():
     model = variants(SHARED)[0].phases[0].model
+    training = SHARED.without_auto().training
     mesh = meshes.make(meshes.parse("stage:1", 1), jax.devices()[:1])
     staged = Pipelined(mesh, division=divide(model.num_layers, 1, 1))
     dropping = RelayExecutor(RelayConfig(depth=DepthSchedule("drop", 0.5)))
     for executor, words in ((staged, "a mesh without stages"), (dropping, "constant")):
         with pytest.raises(UserError, match=f"shared_to_own .*legal.*: {words}"):
-            executor.check(model, SHARED.training)
-        executor.check(dataclasses.replace(model, shared_layers=False), SHARED.training)
+            executor.check(model, training)
+        executor.check(dataclasses.replace(model, shared_layers=False), training)
 
 
 def test_a_dense_model_shares_its_block_and_a_dense_twin_does_not():
