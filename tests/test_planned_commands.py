@@ -1,7 +1,10 @@
 """Every documented command is parsed, resolved and planned on the machine that its page names."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import planned_commands
 import pytest
@@ -146,3 +149,46 @@ def test_what_an_error_advises_is_planned(line):
         [better] = commands(f"{start}{kept} {' '.join(flags)}   {needs}")
         assert problem(better) == "", (option, better)
     assert tried
+
+
+def small_trainings():
+    """Returns (flags, module) of commands that train a laptop's model from scratch on a laptop."""
+    result = set()
+    for _, line in LINES:
+        for command in commands(line):
+            paths = {flag.partition("=")[0] for flag in command.flags}
+            elsewhere = {"--init_from", "--resume", "--describe", "--chips"} & paths
+            texts = " ".join(command.flags)
+            scale = re.search(r"--scale=(\w+)", texts)
+            small = not scale or scale[1] in ("pico", "3m", "nano")
+            here = not elsewhere and "training.teacher=" not in texts and "processes=" not in texts
+            laptop = command.machines == (planned_commands.LAPTOP,) and "--help" not in texts
+            if command.name in MAIN and small and here and laptop and "--resume=" not in line:
+                result.add((tuple(f for f in command.flags if not LENGTH.match(f)), command.name))
+    return sorted(result)
+
+
+LENGTH = re.compile(r"--(steps|minutes|out|corpus)=")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    small_trainings(),
+    ids=lambda text: " ".join(text) if isinstance(text, tuple) else text,
+)
+def test_a_small_command_really_trains_a_step(flags, name, tmp_path):
+    """As printed, but one step, and a folder of text instead of the page's corpus."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(40):
+        lines = [f"def f{number}_{i}(x): return x * {i} + {number}\n" for i in range(400)]
+        (texts / f"{number}.txt").write_text("".join(lines))
+    command = (sys.executable, "-m", name, *flags)
+    ends = ("--steps=1", f"--corpus={texts}", f"--out={tmp_path}/run")
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": f"{tmp_path}/cache"}
+    done = subprocess.run(
+        [*command, *ends], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "run" / "report.html").exists()
