@@ -7,7 +7,7 @@ the ratio of FLOPs, which bounds it, and writes them as JSON.
 
     python -m experiments.block_bench
     python -m experiments.block_bench --scale=13b --block=128 --batch=8 \\
-        --set model.compute_dtype=bfloat16
+        --set model.compute_dtype=bfloat16   # needs h200:1
 """
 
 from sparse_dataflow.runs import command_line

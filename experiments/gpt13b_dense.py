@@ -1,9 +1,8 @@
 """Dense GPT-13B: the twin of gpt13b_sparse, alone (arXiv 2304.05511).
 
     python -m experiments.gpt13b_dense                  a laptop: about 3 minutes
-    python -m experiments.gpt13b_dense --scale=13b      four GPUs with 80 GB or more, or TPUs
-    XLA_PYTHON_CLIENT_MEM_FRACTION=0.98 python -m experiments.gpt13b_dense --scale=13b --batch=1 \\
-        --set model.remat=full --set training.state_dtype=bfloat16      one H200, which it fills
+    python -m experiments.gpt13b_dense --scale=13b --corpus=hf:allenai/c4/en \\
+        --set data.tokenizer=gpt2 --steps=17500   # needs h100:4, h100:8, v5e-64 or v5p-64
 
 Leaves runs/gpt13b_dense-DATE/ with report.html, metrics and checkpoints.
 """

@@ -4,12 +4,15 @@ At the scale that fits the machine: on a laptop a wide, shallow replica in which
 the share of the FLOPs that they hold in the 13B, and the dense twin for the same wall-clock time.
 
     python -m experiments.gpt13b_sparse                 a laptop: about 6 minutes
-    python -m experiments.gpt13b_sparse --scale=13b     one GPU with 80 GB, or several, or TPUs
-    python -m experiments.gpt13b_sparse --scale=13b --chips=h100:8,v5e-64
-                                                        what it takes there; needs no accelerator
+    python -m experiments.gpt13b_sparse --scale=13b --corpus=hf:allenai/c4/en \\
+        --set data.tokenizer=gpt2 --steps=2500   # needs h100:1
+    python -m experiments.gpt13b_sparse --scale=13b --corpus=hf:allenai/c4/en \\
+        --set data.tokenizer=gpt2 --steps=17500   # needs h100:8, v5e-64 or v5p-64
+    python -m experiments.gpt13b_sparse --scale=13b --steps=17500 --chips=h100:8,v5e-64,v5p-64
 
-Micro-batches, recomputation and mesh are planned for the chips at hand. The 13B reads 300 billion
-tokens: months on one GPU, as --chips says.
+Micro-batches, recomputation and mesh are planned for the chips at hand. --chips prints days, memory
+and expected loss for chips that need not be here, as docs/recipes.md does. 300 billion tokens, as
+GPT-3 read, are out of reach on one GPU: more than half a year.
 
 Leaves runs/gpt13b_sparse-DATE/ with report.html, metrics and checkpoints.
 """

@@ -5,7 +5,8 @@ rematerialisation) by the planner's cost model, after arXiv 2312.12705. Needs no
 
     python -m experiments.layout_search --scale=175b --hardware=mi250x --chips=1024 --batch=10240
     python -m experiments.layout_search --scale=13b --density=0.125 --hardware=h100 --chips=64
-    python -m experiments.layout_search --scale=1.3b --experts=64 --top_k=2 --expert_capacity=1.25
+    python -m experiments.layout_search --scale=1.3b --experts=64 --top_k=2 \\
+        --expert_capacity=1.25 --hardware=h100 --chips=64 --batch=1024
 
 Prints the ten best with their days, memory and ties, the terms of the best one, how much each
 choice decides, and the commands that train under the recommended plan. Where the compiler for the

@@ -5,8 +5,9 @@ relay (stash on the device, and on the host) against the whole executor with ful
 device. The paper reports batches up to 256, 45% less memory and 40% more throughput on a 16 GB
 V100. With --scale=pico (the default on a CPU) the same runs at a toy's shape.
 
-    python -m experiments.relay_bert_large --scale=350m          a GPU
-    XLA_PYTHON_CLIENT_MEM_FRACTION=0.11 python -m experiments.relay_bert_large --scale=350m
+    python -m experiments.relay_bert_large --scale=350m   # needs h200:1
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.11 python -m experiments.relay_bert_large \\
+        --scale=350m   # needs h200:1, of which it takes 16 GB
     python -m experiments.relay_bert_large --clipping=eager      updates overlap with compute
 """
 

@@ -5,10 +5,11 @@ memory and step time beside the plan, and writes them as JSON. Neither compile t
 memory depends on the depth; the time of a step is proportional to it.
 
     python -m experiments.relay_depth
-    python -m experiments.relay_depth --scale=6.7b --depths=8,32,128 --density=0.125
+    python -m experiments.relay_depth --scale=6.7b --depths=8,32,128 --density=0.125 \\
+        --batch=32   # needs h200:1
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.11 python -m experiments.relay_depth --scale=6.7b \\
         --density=1 --depths=32 --batch=32 --set training.micro_batches=8 \\
-        --clipping=eager                                                    # 16 GB of an H200
+        --clipping=eager   # needs h200:1, of which it takes 16 GB
 """
 
 import dataclasses

@@ -10,11 +10,11 @@ leave it memory.
     python -m experiments.step_bench
     python -m experiments.step_bench --scale=micro --density=0.25
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.98 python -m experiments.step_bench --scale=13b --block=128 \\
-        --batch=1 --set model.remat=full --set training.state_dtype=bfloat16
-                                                       # an H200, which the dense one fills
+        --batch=1 --set model.remat=full --set training.state_dtype=bfloat16 \\
+        --rounds=3   # needs h200:1, which the dense one fills
     XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_PYTHON_CLIENT_MEM_FRACTION=0.98 \\
         python -m experiments.step_bench --scale=13b --block=128 --batch=1 --set model.remat=full \\
-        --set training.state_dtype=bfloat16 --peers    # the same, torch's step first
+        --set training.state_dtype=bfloat16 --peers   # needs h200:1; torch's step first
 """
 
 import dataclasses

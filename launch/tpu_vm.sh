@@ -42,7 +42,7 @@ case $verb in
             mkdir -p sparse_dataflow && cd sparse_dataflow && tar -xzf ../sparse_dataflow.tar.gz
             sh launch/find_python.sh >/dev/null 2>&1 || {
                 sudo apt-get -qq update && sudo apt-get -qq install -y python3.11-venv; }
-            sh launch/make_env.sh .venv tpu'
+            sh launch/make_env.sh .venv tpu,data'
         ;;
     start)
         [ $# -ge 2 ] || usage

@@ -1,5 +1,12 @@
 """Commands of the documentation and the tests that run them."""
 
+import ast
+import pathlib
+import re
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted(page for where in ("", "docs/", "launch/") for page in ROOT.glob(f"{where}*.md"))
+
 E = "tests/experiments/"
 RUN = {
     "experiments.block_bench": E + "test_benches.py::test_block_bench",
@@ -58,3 +65,45 @@ RUN = {
 NOT_RUN = ("clean", "format", "lock", "nightly")
 """Targets that delete or rewrite files, need the network or take hours; only their recipes are
 read."""
+
+
+def join_continued_lines(text):
+    """Joins lines that end with a backslash with the next line."""
+    return re.sub(r" *\\\n *", " ", text)
+
+
+def fenced_commands(page):
+    """Yields the lines of fenced blocks without a language."""
+    text = join_continued_lines(page.read_text(encoding="utf-8"))
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S):
+        if not language:
+            yield from (line.strip() for line in block.splitlines() if line.strip())
+
+
+def inline_commands(page):
+    """Yields the commands between backticks."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for span in re.findall(r"`([^`]+)`", text.replace("\n", " ")):
+        # Cluster commands within a sentence need no comment.
+        if re.match(r"(python|make|sh|\.ci/run)( |$)", span):
+            yield span
+
+
+def split_commands(line):
+    """Returns (commands joined by | or &&, comment) of a line."""
+    commands, _, comment = line.partition(" #")
+    return [c.strip() for c in re.split(r" (?:\||&&) ", commands)], comment
+
+
+def docstring_commands():
+    """Yields (file, command) of the docstrings of experiments, which --help prints, and of launch/.
+
+    The comment "# needs ..." of a command stays; other words after two spaces are left out.
+    """
+    for path in [*sorted((ROOT / "experiments").glob("*.py")), ROOT / "launch/gke/render.py"]:
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        for line in join_continued_lines(text).splitlines():
+            if re.match(r"    ([A-Z_]+=\S+ )*python ", line):
+                command, _, needs = line.partition("# needs")
+                command = re.split(r"  ", command.strip())[0]
+                yield path, f"{command}   # needs{needs}" if needs else command

@@ -1,6 +1,5 @@
 """Every command, flag, setting, link and example in the documentation is legal and short."""
 
-import ast
 import html.parser
 import importlib
 import importlib.util
@@ -14,7 +13,16 @@ import subprocess
 import sys
 
 import pytest
-from documented_commands import NOT_RUN, RUN
+from documented_commands import (
+    NOT_RUN,
+    PAGES,
+    ROOT,
+    RUN,
+    docstring_commands,
+    fenced_commands,
+    inline_commands,
+    split_commands,
+)
 
 import sparse_dataflow
 from sparse_dataflow.config import settings
@@ -24,8 +32,6 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs import command_line
 from sparse_dataflow.runs.request import NAMED, Request
 
-ROOT = pathlib.Path(__file__).parents[1]
-PAGES = sorted(page for where in ("", "docs/", "launch/") for page in ROOT.glob(f"{where}*.md"))
 TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
 # Commands of clusters and clouds must have a comment "# needs ...".
 CLUSTER_COMMANDS = ("docker", "sbatch", "scancel", "squeue", "kubectl", "gcloud")
@@ -42,34 +48,6 @@ CELL_WORDS = 25
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 CI_TARGETS = re.findall(r"^ *make ([a-z-]+)", (ROOT / ".ci" / "run").read_text(), re.M)
 RUN_CONFIG = preset("pico")
-
-
-def join_continued_lines(text):
-    """Joins lines that end with a backslash with the next line."""
-    return re.sub(r" *\\\n *", " ", text)
-
-
-def fenced_commands(page):
-    """Yields the lines of fenced blocks without a language."""
-    text = join_continued_lines(page.read_text(encoding="utf-8"))
-    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S):
-        if not language:
-            yield from (line.strip() for line in block.splitlines() if line.strip())
-
-
-def inline_commands(page):
-    """Yields the commands between backticks."""
-    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    for span in re.findall(r"`([^`]+)`", text.replace("\n", " ")):
-        # Cluster commands within a sentence need no comment.
-        if re.match(r"(python|make|sh|\.ci/run)( |$)", span):
-            yield span
-
-
-def split_commands(line):
-    """Returns (commands joined by | or &&, comment) of a line."""
-    commands, _, comment = line.partition(" #")
-    return [c.strip() for c in re.split(r" (?:\||&&) ", commands)], comment
 
 
 def problem(line):
@@ -154,14 +132,7 @@ def test_every_command_is_legal_and_run_by_a_test_or_has_its_needs(page):
 
 
 def test_commands_in_the_experiments_docstrings_are_legal():
-    lines = [
-        re.split(r"  ", line.strip())[0]
-        for path in sorted((ROOT / "experiments").glob("*.py"))
-        for line in join_continued_lines(
-            ast.get_docstring(ast.parse(path.read_text())) or ""
-        ).splitlines()
-        if line.startswith("    python -m ")
-    ]
+    lines = [line for _, line in docstring_commands()]
     assert len(lines) > 20
     assert {line: reason for line in lines if (reason := problem(line))} == {}
     assert {line: run for line in lines for run in runners(line) if run not in RUN} == {}

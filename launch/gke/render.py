@@ -1,7 +1,9 @@
 """Prints the JobSet manifest of a run on TPUs or GPUs of a Kubernetes cluster.
 
-    python launch/gke/render.py --platform=tpu --accelerator=tpu-v5p-slice --topology=4x4x4 \
-        --name=mine --image=IMAGE --claim=CLAIM gpt13b_sparse --scale=13b | kubectl apply -f -
+    python launch/gke/render.py --platform=tpu --accelerator=tpu-v5p-slice --topology=4x4x4 \\
+        --name=mine --image=IMAGE --claim=CLAIM gpt13b_sparse --scale=13b \\
+        --corpus=hf:allenai/c4/en --set data.tokenizer=gpt2 --steps=17500 \\
+        | kubectl apply -f -   # needs a cluster, v5p:64
 
 After the options come the name of an experiment and its flags. See gke.md.
 """

@@ -103,7 +103,6 @@ def find_chip(seconds: float) -> tuple[ChipFacts, dict[str, str]]:
     try:
         done = subprocess.run(
             [sys.executable, "-c", _FIND_CHIP],
-            env={**chip_rows.ENVIRONMENT, **os.environ},
             capture_output=True,
             text=True,
             timeout=seconds,

@@ -32,9 +32,6 @@ SECONDS = {
 }
 """Row -> seconds that it may take on a CPU, and on an accelerator, whose compilers are slower."""
 
-ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
-"""Variables of every process on a GPU, of which jax takes three quarters by default."""
-
 SMALL_MEMORY = 24 * GIB
 """Device memory below which rows take fewer sequences."""
 
@@ -84,12 +81,11 @@ def rows(chip: ChipFacts, scale: str) -> list[Row]:
     tokens = 1024 if cpu else 4096 if few else 8192
     step_scale, step_batch = step_size(chip, scale)
     small = scale if memory.parameter_count(SIZES[scale]) < 1e9 else "1.3b"
-    environment = ENVIRONMENT if chip.platform == "gpu" else {}
 
     def row(name: str, title: str, command: list[str], measures: Measures, **variables: str) -> Row:
         argv = (sys.executable, "-m", f"experiments.{command[0]}", *command[1:])
         seconds = SECONDS[name][0 if cpu else 1]
-        return Row(name, title, argv, seconds, measures, {**environment, **variables})
+        return Row(name, title, argv, seconds, measures, variables)
 
     def model(name: str, batch: int) -> list[str]:
         return [

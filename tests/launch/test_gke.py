@@ -21,7 +21,7 @@ SCHEMA = json.loads((GOLDEN.parent / "jobset.schema.json").read_text(encoding="u
 COMMON = ("--name=mine", "--image=IMAGE", "--claim=runs")
 TPU = ("--platform=tpu", "--accelerator=tpu-v5p-slice", "--topology=4x4x4", *COMMON)
 GPU = ("--platform=gpu", "--accelerator=nvidia-h100-80gb", "--nodes=4", *COMMON)
-TRAIN = ("gpt13b_sparse", "--scale=13b", "--corpus=c4/en")
+TRAIN = ("gpt13b_sparse", "--scale=13b", "--corpus=hf:allenai/c4/en")
 CASES = {
     "tpu": (*TPU, *TRAIN),
     "tpu_slices": (*TPU, "--slices=2", *TRAIN, "--mesh=data:2,fsdp:64"),

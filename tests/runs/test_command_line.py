@@ -266,3 +266,22 @@ def test_an_experiment_run_as_a_module(tmp_path):
 
 if __name__ == "__main__":
     GOLDEN.write_text(page())
+
+
+def test_jax_takes_the_memory_that_plans_count_on(monkeypatch):
+    """Of a GPU's memory it takes three quarters by default; a variable of the user's is kept."""
+    for before, after in ((None, command_line.MEMORY_FRACTION), ("0.5", "0.5")):
+        monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+        if before:
+            monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", before)
+        seen = []
+        with pytest.raises(SystemExit):
+            command_line.run(
+                lambda request, seen=seen: seen.append(
+                    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]
+                ),
+                "doc",
+                shared=("scale",),
+                argv=["x"],
+            )
+        assert seen == [after]

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from sparse_dataflow.config import settings
+from sparse_dataflow.config.presets import GPT2_VOCABULARY
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
@@ -12,8 +13,8 @@ from sparse_dataflow.runs.request import spelling
 
 NODE = 8
 """GPUs of a node."""
-MEMORY_FRACTION = 0.92
-"""XLA_PYTHON_CLIENT_MEM_FRACTION of a GPU: JAX reserves 0.75 by default, the planner uses 0.9."""
+CORPUS = "hf:allenai/c4/en"
+"""Text that a command names: English of the web, about 156 billion tokens."""
 
 
 def experiment(options: ModelOptions) -> str:
@@ -21,9 +22,17 @@ def experiment(options: ModelOptions) -> str:
     return "gpt13b_dense" if options.density == 1 else "gpt13b_sparse"
 
 
-def flags(options: ModelOptions, plan: ParallelPlan) -> str:
-    """Returns the flags of `experiment` for a plan with numbers as its counts."""
+def flags(options: ModelOptions, plan: ParallelPlan, tokens: float) -> str:
+    """Returns the flags of `experiment` for a plan with numbers as its counts.
+
+    Args:
+      options: the model.
+      plan: the plan.
+      tokens: training tokens.
+    """
     values: dict[str, Any] = {
+        "data.corpus": CORPUS,
+        "training.steps": math.ceil(tokens / (plan.batch * options.sequence_length)),
         "training.sequence": options.sequence_length,
         "training.batch": plan.batch,
         "training.micro_batches": plan.accumulation,
@@ -31,6 +40,8 @@ def flags(options: ModelOptions, plan: ParallelPlan) -> str:
         "parallel.mesh": plan.mesh,
         "parallel.zero": plan.zero,
     }
+    if options.model.vocab_size == GPT2_VOCABULARY:
+        values["data.tokenizer"] = "gpt2"
     if plan.stage > 1:
         values["parallel.schedule"] = schedules.format_schedule(plan.schedule, int(plan.chunks))
     if options.density < 1:
@@ -46,28 +57,22 @@ def flags(options: ModelOptions, plan: ParallelPlan) -> str:
     return " ".join([f"--scale={options.scale}", *words])
 
 
-def command(options: ModelOptions, plan: ParallelPlan, chip: Chip) -> str:
-    """Returns the command of one process."""
-    return f"{_environment(chip)}python -m experiments.{experiment(options)} {flags(options, plan)}"
+def command(options: ModelOptions, plan: ParallelPlan, tokens: float) -> str:
+    """Returns the command of one process; see `flags`."""
+    return f"python -m experiments.{experiment(options)} {flags(options, plan, tokens)}"
 
 
-def launcher(options: ModelOptions, plan: ParallelPlan, chip: Chip) -> str:
+def launcher(options: ModelOptions, plan: ParallelPlan, tokens: float, chip: Chip) -> str:
     """Returns the line of launch/ that starts it on all chips; "" where one process has them."""
     if chip.name.startswith("tpu"):
         return (
             f"sh launch/tpu_vm.sh start NAME ZONE runs/{options.scale} {experiment(options)} "
-            f"{flags(options, plan)}"
+            f"{flags(options, plan, tokens)}"
         )
     if plan.chips <= NODE:
         return ""
     nodes = math.ceil(plan.chips / NODE)
     return (
-        f"{_environment(chip)}EXPERIMENT={experiment(options)} sbatch --nodes={nodes} "
-        f"--gpus-per-node={NODE} launch/slurm.sbatch {flags(options, plan)}"
+        f"EXPERIMENT={experiment(options)} sbatch --nodes={nodes} "
+        f"--gpus-per-node={NODE} launch/slurm.sbatch {flags(options, plan, tokens)}"
     )
-
-
-def _environment(chip):
-    if chip.name.startswith("tpu"):
-        return ""
-    return f"XLA_PYTHON_CLIENT_MEM_FRACTION={MEMORY_FRACTION} "

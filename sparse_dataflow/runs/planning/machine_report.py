@@ -11,13 +11,16 @@ from sparse_dataflow.files import tables
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.hardware.machines import Machine
-from sparse_dataflow.planning import bands, plan_memory
+from sparse_dataflow.planning import bands, expected_loss, plan_memory
+from sparse_dataflow.planning.expected_loss import ExpectedLoss
 from sparse_dataflow.planning.settle import Settled
 from sparse_dataflow.runs.planning import plan_rows
 from sparse_dataflow.runs.planning.options import TOKENS
-from sparse_dataflow.runs.preflight.settling import settle
+from sparse_dataflow.runs.preflight.settling import models_of, settle
 
 _DAY, _HOUR = 86400, 3600
+_LEAST_DAYS = 2
+"""Shorter trainings are given in hours."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +32,16 @@ class MachinePlan:
       tokens: training tokens.
       seconds: of a step of the run's first model; None where the chip has no known rates.
       dense: the best plan of the dense twin; None for a dense run, or where none fits.
+      loss: the expected held-out loss; None where no scaling law describes the run.
+      dense_loss: the same of the dense twin.
     """
 
     settled: Settled
     tokens: float
     seconds: float | None
     dense: Settled | None
+    loss: ExpectedLoss | None = None
+    dense_loss: ExpectedLoss | None = None
 
     @property
     def speed(self) -> float | None:
@@ -64,10 +71,7 @@ class MachinePlan:
     @property
     def error(self) -> float:
         """Relative error of the seconds, in log."""
-        request = self.settled.request
-        if request is None:
-            return bands.OTHER_SOFTWARE
-        return bands.log_error(request.config, request.constants)
+        return _error(self.settled)
 
     @property
     def ratio_error(self) -> float:
@@ -86,7 +90,17 @@ def plan(config: RunConfig, machine: Machine) -> MachinePlan:
     settled = settle(config, machine)
     training = settled.config.training
     tokens = training.steps * training.batch * training.sequence or TOKENS
-    return MachinePlan(settled, tokens, model_seconds(settled), _dense(config, machine))
+    twin = _dense(config, machine)
+    losses = _losses(settled.config, tokens)
+    return MachinePlan(settled, tokens, model_seconds(settled), twin, *losses)
+
+
+def _losses(config, tokens):
+    """Returns the expected loss of the model and of its dense twin."""
+    if config.run.init_from or config.training.teacher or config.evolution.method != "static":
+        return None, None
+    [model], [dense] = (next(iter(models_of(c).values())) for c in (config, config.dense()))
+    return tuple(expected_loss.expected(each, dense, tokens) for each in (model, dense))
 
 
 def _dense(config, machine):
@@ -100,6 +114,14 @@ def _dense(config, machine):
         return settle(twin, machine)
     except UserError:
         return None
+
+
+def _error(settled):
+    """Returns the relative error of the seconds of a plan, in log."""
+    request = settled.request
+    if request is None:
+        return bands.OTHER_SOFTWARE
+    return bands.log_error(request.config, request.constants)
 
 
 def model_seconds(settled: Settled) -> float | None:
@@ -159,8 +181,10 @@ def _times(result):
         ("", "estimate", "from", "to"),
         ("seconds a step", *_range(result.seconds, error)),
         ("tokens a second", *_range(result.speed, error)),
-        (f"days for {result.tokens / 1e9:,.3g} billion tokens", *_range(result.days, error)),
+        _time_for_all(result.tokens, result.days, error),
     ]
+    if result.loss:
+        rows.append(("held-out loss, nats a token", *_loss_range(result.loss)))
     if result.over_dense:
         rows.append(("times the dense twin", *_range(result.over_dense, result.ratio_error)))
     if result.dollars:
@@ -175,9 +199,23 @@ def _times(result):
     if result.dense and result.over_dense:
         choices = " ".join(f"{path}={value}" for path, value in result.dense.chosen.items())
         lines.append(f"  the dense twin's best plan: {choices}")
+        twin = [_time_for_all(result.tokens, result.days * result.over_dense, _error(result.dense))]
+        if result.dense_loss:
+            twin.append(("held-out loss, nats a token", *_loss_range(result.dense_loss)))
+        lines += [f"    {line}" for line in tables.aligned(twin).splitlines()]
     elif settled.config.sparsity.projections and not settled.relay:
         lines.append("  the dense twin has no plan that fits here")
     return lines
+
+
+def _time_for_all(tokens, days, error):
+    """Returns the row of the time for all tokens, in hours where it is below two days."""
+    unit, time = ("hours", 24 * days) if days < _LEAST_DAYS else ("days", days)
+    return (f"{unit} for {tokens / 1e9:,.3g} billion tokens", *_range(time, error))
+
+
+def _loss_range(loss):
+    return tuple(f"{value:.2f}" for value in (loss.estimate, loss.low, loss.high))
 
 
 def _range(value, error):

@@ -61,8 +61,8 @@ def _search(options, request, folder):
     effects, levels = _sensitivity(priced, folder)
     chosen = plans[best.recommended]
     models = _roofline(options, request, chosen, folder)
-    command = launching.command(options, chosen, request.chip)
-    launcher = launching.launcher(options, chosen, request.chip)
+    command = launching.command(options, chosen, options.tokens)
+    launcher = launching.launcher(options, chosen, options.tokens, request.chip)
     page = search_page.Page(
         title=f"{options.scale} on {request.chips:,} {request.chip.name}",
         headline=best.headline,
