@@ -119,7 +119,7 @@ class ChatTemplate:
             lstrip_blocks=True,
             extensions=[_Generation, "jinja2.ext.loopcontrols"],
         )
-        environment.filters["tojson"] = _to_json
+        environment.add_filter("tojson", _to_json)
         environment.globals["raise_exception"] = _raise
         if "strftime_now" in self.text and not _TESTS_THE_CLOCK.search(self.text):
             _LOG.warning("the chat template asks for the date, and gets %s", _DATE.isoformat())
