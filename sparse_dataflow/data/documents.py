@@ -23,6 +23,7 @@ from typing import Protocol
 import numpy as np
 
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.folders import MARK
 
 _EXCLUDED_STDLIB_FOLDERS = {
     "__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"
@@ -180,9 +181,13 @@ class SotuSource:
                 yield Document(name, text)
 
 
+RECORD = "run.json"
+"""A file of every run folder."""
+
+
 def files_below(root: Path, excluded_folders: Set[str] = frozenset()) -> list[Path]:
     """Returns the regular files of a folder and its subfolders, sorted by path, without hidden ones
-    and those in hidden folders."""
+    and those in hidden folders, and in folders that this project writes: runs, caches, studies."""
 
     def raise_unless_missing(error: OSError):
         if not isinstance(error, FileNotFoundError):
@@ -190,6 +195,9 @@ def files_below(root: Path, excluded_folders: Set[str] = frozenset()) -> list[Pa
 
     paths = []
     for folder, subfolders, names in os.walk(root, onerror=raise_unless_missing):
+        if {RECORD, MARK} & set(names) and Path(folder) != root:
+            subfolders.clear()
+            continue
         subfolders[:] = [
             name for name in subfolders if name not in excluded_folders and name[0] != "."
         ]

@@ -253,17 +253,14 @@ def _text(data: bytes, path: Path, position: int) -> str:
 
 
 def _read_lines(path: Path, name: str, column: str) -> Iterator[Document]:
-    chosen = ""
+    # A .json file may be settings of a program, whose only text is no corpus.
+    chosen = (column or "text") if path.name.lower().endswith(JSON) else ""
     for number, record in _records(path):
         if not chosen and isinstance(record, dict):
             chosen = column or "text"
             strings = [key for key, value in record.items() if isinstance(value, str)]
             if chosen not in record and not {"answer", "messages"} & set(record):
-                try:
-                    place = f"{path}, line {number},"
-                    chosen = chosen_column(list(record), strings, column, place)
-                except UserError as error:
-                    raise _kind(path, number)(str(error)) from None
+                chosen = chosen_column(list(record), strings, column, f"{path}, line {number},")
         yield from _documents(f"{name}:{number}", _text_field(record, path, number, chosen))
 
 
@@ -367,11 +364,6 @@ def _json(line: str, path: Path, number: int) -> Any:
         raise UserError(f"{path}, line {number}, is not JSON: {reason}.") from error
 
 
-def _kind(path, number):
-    """Returns the error of a record without text; a .json file of a folder may be no corpus."""
-    return _NoText if number == 1 and path.name.lower().endswith(JSON) else UserError
-
-
 def _text_field(record: Any, path: Path, number: int, column: str) -> str:
     text = record.get(column, 0) if isinstance(record, dict) else None
     if text is None and isinstance(record, dict):
@@ -379,7 +371,8 @@ def _text_field(record: Any, path: Path, number: int, column: str) -> str:
     if not isinstance(text, str):
         examples = isinstance(record, dict) and {"answer", "messages"} & set(record)
         hint = " For prompts with answers, add --set data.loss=answers." if examples else ""
-        raise _kind(path, number)(
+        kind = _NoText if number == 1 and path.name.lower().endswith(JSON) else UserError
+        raise kind(
             f'{path}, line {number}, has no field "{column or "text"}" with a string in it.{hint}'
         )
     try:

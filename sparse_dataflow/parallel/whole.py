@@ -324,12 +324,19 @@ class RoutedLoss(NamedTuple):
 
 
 def routed_loss(
-    config: ModelConfig, weights: ModelWeights, batch: Batch, member: Member = ALONE
+    config: ModelConfig,
+    weights: ModelWeights,
+    batch: Batch,
+    member: Member = ALONE,
+    padded: bool = False,
 ) -> RoutedLoss:
-    """Returns `loss` with the member's routing; a teacher changes it as in `gpt.head_loss`."""
+    """Returns `loss` with the member's routing; a teacher changes it as in `gpt.head_loss`.
+
+    Where rows are `padded`, ends of text before an end of text have no experts.
+    """
     params = weights.merged
     embed, head = (member.section(params, name) for name in ("embed", "head"))
-    x, routing = _residual(config, embed, weights, batch.tokens, member)
+    x, routing = _residual(config, embed, weights, batch.tokens, member, padded)
     targets = batch.tokens[:, 1:]
     with jax.named_scope("head"):
         total = gpt.head_loss(
@@ -338,21 +345,20 @@ def routed_loss(
     return RoutedLoss(total, routing)
 
 
-def _residual(config, embed, weights, tokens, member):
+def _residual(config, embed, weights, tokens, member, padded=False):
     """Returns the residual stream [B, T, D] after all blocks, and the routing."""
     with jax.named_scope("embed"):
         x = gpt.embed(config, embed, tokens[:, :-1], member.shard)
     documents = None
     if config.mask_documents:
         documents = document_numbers(tokens[:, :-1], config.vocab_size - 1)
-    real = _real(config, tokens) if config.experts else None
+    real = _real(config, tokens) if config.experts and padded else None
     with jax.named_scope("blocks"):
         return apply_blocks(config, weights, x, member, documents, real)
 
 
 def _real(config, tokens):
-    """Returns whether each input is no padding, bool [B, T]. Padding is the end of text before the
-    end of text."""
+    """Returns whether each input is no padding, bool [B, T]: the end of text before another."""
     ends = tokens == config.vocab_size - 1
     return ~(ends[:, :-1] & ends[:, 1:])
 
@@ -418,7 +424,8 @@ def loss_and_gradients(
     the auxiliary losses (see `Routing`), which micro-batches have in proportion to their weights.
     """
     targets, teacher = batch.tokens[:, 1:], batch.teacher
-    of_targets = batch.weights
+    # Batches whose targets have weights are rows of text, padded at their end.
+    of_targets, padded = batch.weights, batch.weights is not None
     if of_targets is None:
         mean = 1 / (targets.size * member.batch_shards)
         of_targets = jnp.full(targets.shape, mean, jnp.float32)
@@ -430,7 +437,7 @@ def loss_and_gradients(
         def share(gradients):
             traced = jax.tree.map(Traced, params, gradients)
             traced = dataclasses.replace(weights, params=traced)
-            value, routing = routed_loss(config, traced, part_of_batch, member)
+            value, routing = routed_loss(config, traced, part_of_batch, member, padded)
             if not config.experts:
                 return value, value
             part = weight.sum() / member.shard.devices

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sparse_dataflow.data import local_files
+from sparse_dataflow.data import cache, local_files
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.local_files import LocalSource
 from sparse_dataflow.files.errors import UserError
@@ -220,6 +220,19 @@ def test_files_of_other_kinds_are_skipped_and_said(tmp_path, caplog):
     assert "skipped a file" in caplog.text and "package.json" in caplog.text
     with pytest.raises(UserError, match='has no field "text"'):
         list(LocalSource(tmp_path / "package.json").documents())
+
+
+def test_runs_and_the_cache_inside_a_folder_of_text_are_no_text(tmp_path, monkeypatch):
+    """They change while the corpus is read."""
+    monkeypatch.setattr(cache, "FOLDER", tmp_path / "cache" / "sparse_dataflow")
+    for place in ("runs/a/run.json", "runs/a/sparse/metrics.jsonl"):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text('{"text": "not mine"}')
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text(f"text {number}")
+    corpus = load_corpus(str(tmp_path), cache.FOLDER)
+    assert len(corpus.train) + len(corpus.validation) == 40
+    assert len(load_corpus(str(tmp_path), cache.FOLDER).train) == len(corpus.train)
 
 
 def test_copies_in_a_saved_dataset_are_in_one_split(tmp_path):

@@ -14,6 +14,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.models import gpt, stacks
+from sparse_dataflow.models.linear import arrays
 from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning import cost
@@ -90,12 +91,12 @@ def test_decoding_bytes_are_those_of_the_weights_and_caches(config, dtype):
     weights = kv_cache.random_weights(config, seed=0)
     # The cost model neglects positions, norms and gates.
     leaves = [weights.embed["tokens"]]
-    for params, _ in weights.layers:
+    for layer in weights.layers:
         leaves += [
             leaf
-            for name, module in params.items()
+            for name, linear in layer.items()
             if "norm" not in name
-            for leaf_name, leaf in module.items()
+            for leaf_name, leaf in arrays(linear).items()
             if leaf_name != "gate"
         ]
     read = sum(leaf.nbytes for leaf in leaves)
