@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from sparse_dataflow.config.run import RunConfig
+from sparse_dataflow.data import hub
 from sparse_dataflow.data.corpora import Corpus, corpus_of_texts
 from sparse_dataflow.data.examples import as_text
 from sparse_dataflow.data.token_ids import with_text
@@ -222,7 +223,8 @@ class Job:
         """The corpus of the texts, or of the config; a resumed run keeps the revision of a dataset
         on the hub."""
         if texts is None:
-            return corpus_of(self.config.data, record.corpus if record else "")
+            streams = record is not None and hub.PREFIX in record.corpus
+            return corpus_of(self.config.data, record.corpus if record and streams else "")
         if self.config.data.loss == "answers":
             raise UserError("data.loss=answers reads examples of data.corpus; give it, not texts.")
         return corpus_of_texts(texts)

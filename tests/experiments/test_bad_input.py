@@ -75,8 +75,8 @@ def test_illegal_flags(new, arguments, words):
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({}, ["has no .txt, .jsonl", ".parquet file"]),
-        ({"a.md": b"text"}, ["has no .txt, .jsonl", ".parquet file"]),
+        ({}, ["has no .txt, .md", ".parquet file"]),
+        ({"a.csv": b"text"}, ["has no .txt, .md", ".parquet file"]),
         ({"a.txt": b"", "b.txt": b" \n"}, ["empty", "hold no text"]),
         ({"a.txt": b"text", "b.txt": b"caf\xe9"}, ["b.txt", "not UTF-8", "byte 3"]),
         ({"a.jsonl": b'{"text": "yes"}\n{"words": "no"}\n'}, ["a.jsonl, line 2", '"text"']),

@@ -136,8 +136,9 @@ def test_a_student_of_itself_has_no_divergence():
     for executor, micro_batches in ((SINGLE_DEVICE, 2), (Sharded(mesh), 1)):
         program = Teacher(MODEL, params, {}).program(MODEL, executor, TOKENS, micro_batches)
         output = TeacherOutput(*program(TOKENS), jnp.float32(0.25))
-        loss, gradient = jax.jit(executor.loss_and_gradients, static_argnums=(0, 4))(
-            MODEL, params, {}, TOKENS, micro_batches, teacher=output
+        batch, how = whole.Batch(TOKENS, None, output), whole.Accumulation(micro_batches)
+        loss, gradient = jax.jit(executor.loss_and_gradients, static_argnums=(0, 3))(
+            MODEL, weights_of(params), batch, how
         )
         assert float(loss) == pytest.approx(0.75 * plain, rel=1e-5)
         gradients.append(gradient)

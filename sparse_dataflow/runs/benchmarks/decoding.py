@@ -11,6 +11,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.evaluation import activation_sparsity, kv_cache
 from sparse_dataflow.evaluation.composition import Composition
 from sparse_dataflow.kernels import dispatch
+from sparse_dataflow.models.linear import with_threshold
 from sparse_dataflow.planning import cost
 from sparse_dataflow.runs import measurement
 from sparse_dataflow.runs.benchmarks import benchmark
@@ -140,8 +141,8 @@ def _with_zeros(
         positions=np.full((batch, 1), cached, np.int32),
     )
     layers = (
-        (params, activation_sparsity.thresholds(tables, of_layer))
-        for (params, tables), of_layer in zip(weights.layers, levels, strict=True)
+        {**layer, **{name: with_threshold(layer[name], level) for name, level in of_layer.items()}}
+        for layer, of_layer in zip(weights.layers, levels, strict=True)
     )
     return weights._replace(layers=tuple(layers))
 
