@@ -72,8 +72,8 @@ class ObjectStore:
     def keys(self, bucket: str, prefix: str = "") -> list[str]:
         """Names of the objects, sorted."""
         pages = self._client().get_paginator("list_objects_v2")
-        found = pages.paginate(Bucket=bucket, Prefix=prefix)
-        return sorted(each["Key"] for page in found for each in page.get("Contents", ()))
+        listing = pages.paginate(Bucket=bucket, Prefix=prefix)
+        return sorted(each["Key"] for page in listing for each in page.get("Contents", ()))
 
     def read(self, bucket: str, key: str) -> bytes:
         """Content of an object."""

@@ -142,11 +142,11 @@ def test_what_an_error_advises_is_planned(line):
         if not flags and not machine:
             continue
         tried += 1
-        kept, _, needs = line.partition("   #")
+        command, _, needs = line.partition("   #")
         for name in [flag.partition("=")[0] for flag in flags]:
-            kept = re.sub(rf"{re.escape(name)}=\S+", "", kept)
+            command = re.sub(rf"{re.escape(name)}=\S+", "", command)
         needs = f"# needs {machine[0]}" if machine else f"#{needs}"
-        [better] = commands(f"{start}{kept} {' '.join(flags)}   {needs}")
+        [better] = commands(f"{start}{command} {' '.join(flags)}   {needs}")
         assert problem(better) == "", (option, better)
     assert tried
 

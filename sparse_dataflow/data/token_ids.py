@@ -14,6 +14,7 @@ from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.stored import ChainedArray, MappedArray
 from sparse_dataflow.data.tokenizer import Tokenizer
+from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 
 _CHUNK = 2**22
@@ -46,7 +47,7 @@ def mapped(
     key = hashlib.sha256(f"{digest}:{len(array)}:{tokenizer.content_hash}".encode()).hexdigest()
     path = cache_dir / "tokens" / f"counts-{key[:32]}.json"
     try:
-        return ids, Counts(**json.loads(path.read_text()))
+        return ids, Counts(**json_files.parse(path.read_text()))
     except (OSError, ValueError, TypeError):
         pass
     bytes_of = np.asarray(tokenizer.token_bytes, np.int64)

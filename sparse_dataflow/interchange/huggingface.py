@@ -171,7 +171,7 @@ def _with_source(tokenizer, source):
 def _source(tokenizer):
     """Returns the config.json that the model of a tokenizer was imported with, or None."""
     content = tokenizer.identity.content(CONFIG)
-    return None if content is None else json.loads(content)
+    return None if content is None else json_files.parse(content)
 
 
 def _exported_fields(name, representation, tokenizer):
@@ -190,7 +190,7 @@ def _exported_fields(name, representation, tokenizer):
         if lost:
             _LOG.warning("the export has another shape; its config.json lacks %s", ", ".join(lost))
     generation = tokenizer.identity.content(special_tokens.GENERATION) or b"{}"
-    if fields.get("eos_token_id") is None and not json.loads(generation).get("eos_token_id"):
+    if fields.get("eos_token_id") is None and not json_files.parse(generation).get("eos_token_id"):
         rest = sorted(ids[number] for number in tokenizer.ends - {tokenizer.eot_id})
         fields["eos_token_id"] = special_tokens.listed([ids[tokenizer.eot_id], *rest])
         _LOG.warning("the export's config.json gets eos_token_id=%s", fields["eos_token_id"])

@@ -6,7 +6,6 @@ places, and what a store could not take is on this machine.
 """
 
 import hashlib
-import json
 import re
 import tempfile
 from collections.abc import Iterable
@@ -17,7 +16,7 @@ from sparse_dataflow.checkpoint.copies import AddressCopies
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.data import cache
 from sparse_dataflow.distributed import processes
-from sparse_dataflow.files import addresses, folder_lock, folders, manifest
+from sparse_dataflow.files import addresses, folder_lock, folders, json_files, manifest
 from sparse_dataflow.files.address_lock import AddressLock
 from sparse_dataflow.files.addresses import Address
 from sparse_dataflow.files.errors import UserError
@@ -145,7 +144,9 @@ def holds(address: Address, folder: Path) -> bool:
     """
     try:
         (address / CONFIG).read()
-        return json.loads((address / RECORD).read()) == json.loads((folder / RECORD).read_bytes())
+        return json_files.parse((address / RECORD).read()) == json_files.parse(
+            (folder / RECORD).read_bytes()
+        )
     except FileNotFoundError:
         return False
     except OSError as error:

@@ -106,10 +106,10 @@ def changed(draw, fields):
     }
     for name in draw.sample(sorted(fields_of_steps), 2):
         # With the step of bytes that every tokenizer here has.
-        own = [fields[name]] * bool(fields[name])
+        present = [fields[name]] * bool(fields[name])
         fields[name] = {
             "type": "Sequence",
-            fields_of_steps[name]: steps(draw, fields_of_steps[name]) + own,
+            fields_of_steps[name]: steps(draw, fields_of_steps[name]) + present,
         }
     if draw.random() < 0.2:
         fields["added_tokens"] += [

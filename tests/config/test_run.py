@@ -80,7 +80,9 @@ def test_supar_has_rates_of_its_own():
 @pytest.mark.parametrize("scale", presets.SIZES)
 def test_a_config_prints_what_differs_from_its_defaults_as_python_that_makes_it_again(scale):
     config = preset(scale).change(training__steps=7)
-    parts = {type(part).__name__: type(part) for part in vars(config).values()}
-    assert eval(repr(config), {"RunConfig": RunConfig, "LinearSpec": LinearSpec, **parts}) == config
+    classes = {type(field).__name__: type(field) for field in vars(config).values()}
+    assert (
+        eval(repr(config), {"RunConfig": RunConfig, "LinearSpec": LinearSpec, **classes}) == config
+    )
     assert "steps=7" in repr(config) and "clip" not in repr(config)
     assert repr(LinearSpec("dense", rank=2)) == "LinearSpec(rank=2)"

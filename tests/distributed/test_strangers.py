@@ -96,17 +96,17 @@ FORGED = "\x1b]0;title\x07\x1b[2J\nerror: forged \u202e line"
 
 
 def test_text_of_a_stranger_is_escaped_in_the_log(capfd):
-    port, said = free_port(), []
+    port, lines = free_port(), []
     first = threading.Thread(
-        target=lambda: said.extend(meet_all((0, 2, {"a": 1}), port=port, token="", timeout=3.0))
+        target=lambda: lines.extend(meet_all((0, 2, {"a": 1}), port=port, token="", timeout=3.0))
     )
     first.start()
     [words] = meet_all((1, 2, {"a": FORGED, FORGED: 1}), port=port, token="", timeout=2.0)
     first.join()
-    assert "other settings" in words and "\\x1b[2J\\nerror: forged" in said[0]
-    lines_said = [*said, words, *capfd.readouterr().err.splitlines()]
-    assert all(line.isprintable() for line in lines_said)
-    assert not any(line.startswith("error: forged") for line in lines_said)
+    assert "other settings" in words and "\\x1b[2J\\nerror: forged" in lines[0]
+    all_lines = [*lines, words, *capfd.readouterr().err.splitlines()]
+    assert all(line.isprintable() for line in all_lines)
+    assert not any(line.startswith("error: forged") for line in all_lines)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_the_last_words_of_a_peer_are_escaped(message, monkeypatch, capfd):
     theirs.sendall(json.dumps(message).encode() + b"\n")
     assert ended.wait(10)
     theirs.close()
-    said = capfd.readouterr().err
-    assert said.startswith("error: process ") and said.rstrip("\n").isprintable()
+    output = capfd.readouterr().err
+    assert output.startswith("error: process ") and output.rstrip("\n").isprintable()
 
 
 def test_no_message_of_a_peer_ends_the_thread_that_reads_it(monkeypatch):

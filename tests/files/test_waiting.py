@@ -13,5 +13,5 @@ def test_a_block_that_takes_long_is_told_and_a_short_one_is_not(caplog, monkeypa
     with caplog.at_level(logging.WARNING), waiting.told("reading the long file"):
         while not caplog.records:
             time.sleep(0.01)
-    said = [record.getMessage() for record in caplog.records]
-    assert said[0].startswith("still reading the long file after 0 s")
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages[0].startswith("still reading the long file after 0 s")

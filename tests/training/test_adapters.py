@@ -146,8 +146,11 @@ def test_weights_of_the_targets_are_those_of_the_loss_and_its_gradient():
     weights /= weights.sum()
     params = gpt.init(DENSE, jax.random.key(0))
     run = jax.jit(
-        lambda params, parts: whole.loss_and_gradients(
-            DENSE, weights_of(params), whole.Batch(TOKENS, weights), whole.Accumulation(parts)
+        lambda params, micro_batches: whole.loss_and_gradients(
+            DENSE,
+            weights_of(params),
+            whole.Batch(TOKENS, weights),
+            whole.Accumulation(micro_batches),
         ),
         static_argnums=1,
     )

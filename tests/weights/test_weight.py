@@ -181,7 +181,12 @@ def test_a_weight_prints_its_shapes_and_its_layout():
     text = repr(
         Linear(PlusLowRank(weight, *map(np.float32, (np.ones((IN, 2)), np.ones((2, OUT)), 1))))
     )
-    for part in ("values=f64[32,4,4]", "a_kernel=f32[32,2]", "gate=f32[]", repr(weight.layout)):
-        assert part in text
+    for text_part in (
+        "values=f64[32,4,4]",
+        "a_kernel=f32[32,2]",
+        "gate=f32[]",
+        repr(weight.layout),
+    ):
+        assert text_part in text
     assert "precision" not in text and "bias" not in text and "\n" not in text
     assert "values=bf16[2]" in repr(BlockSparse(jnp.ones(2, jnp.bfloat16), weight.layout))

@@ -162,9 +162,11 @@ def test_copies_that_are_not_kept_change_no_bit(clipping):
         relay = Relay(model, how, RelayConfig(clipping=clipping, copies=copies))
         runs.append(relay_run(relay, fresh_state(model, how)))
         assert bool(relay.server._copies) == copies
-    (kept, expected), (made, reports) = runs
+    (with_copies, expected), (without_copies, reports) = runs
     assert reports == expected
-    for mine, theirs in zip(*map(jax.tree.leaves, (made.params, kept.params)), strict=True):
+    for mine, theirs in zip(
+        *map(jax.tree.leaves, (without_copies.params, with_copies.params)), strict=True
+    ):
         assert mine.tobytes() == theirs.tobytes()
 
 
