@@ -226,5 +226,4 @@ def test_a_new_term_has_moments_of_the_same_dtype():
 def test_illegal_dtypes_are_refused():
     with pytest.raises(UserError, match=r"float16 is unknown\. Legal: float32, bfloat16"):
         dataclasses.replace(TRAINING, state_dtype="float16")
-    with pytest.raises(UserError, match=r"legal.*: --set training.state_dtype=float32"):
-        RelayExecutor().check(DENSE, TRAINING)
+    RelayExecutor().check(DENSE, TRAINING)
