@@ -45,7 +45,7 @@ def trained_model(name, folder, factors=None):
     )  # fmt: skip
     (folder / "dense").mkdir(parents=True)
     (folder / "dense" / "metrics.jsonl").touch()
-    weights = jax.device_get(state.weights)
+    weights = jax.device_get(state.weights.merged)
     return Model(folder, "dense", model, weights, {}, start.tokenizer, 1, TRAINING, record, {})
 
 
