@@ -139,8 +139,8 @@ def has_text_suffix(name: str) -> bool:
 
 @functools.cache
 def say_once(text: str) -> None:
-    """Logs a line; a corpus is read several times."""
-    _LOG.warning("%s", text)
+    """Logs a line; a corpus is read several times.  Names of files need not be Unicode."""
+    _LOG.warning("%s", text.encode("utf-8", "backslashreplace").decode())
 
 
 class _NoText(UserError):
