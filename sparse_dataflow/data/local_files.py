@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from sparse_dataflow.data.chat import checked_example
 from sparse_dataflow.data.documents import Document, files_below, is_file, listing_digest
 from sparse_dataflow.files import json_files, waiting
-from sparse_dataflow.files.errors import UserError, first_line
+from sparse_dataflow.files.errors import UserError, escaped, first_line
 
 _COMPRESSIONS = ("", ".gz", ".zst")
 TEXT = tuple(f"{e}{c}" for e in (".txt", ".md", ".rst", ".py") for c in _COMPRESSIONS)
@@ -140,7 +140,7 @@ def has_text_suffix(name: str) -> bool:
 @functools.cache
 def say_once(text: str) -> None:
     """Logs a line; a corpus is read several times.  Names of files need not be Unicode."""
-    _LOG.warning("%s", text.encode("utf-8", "backslashreplace").decode())
+    _LOG.warning("%s", escaped(text))
 
 
 class _NoText(UserError):

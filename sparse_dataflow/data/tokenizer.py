@@ -24,7 +24,7 @@ from sparse_dataflow.data.chat import ChatTemplate
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.identity import NO_IDENTITY, Identity
 from sparse_dataflow.files import json_files, storage
-from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.errors import UserError, escaped
 
 _LOG = logging.getLogger(__name__)
 
@@ -376,9 +376,8 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, cache_dir: Path) -> Tokeniz
         cached = _load_or_none(path)
         if cached is not None and cached.vocab_size == vocab_size:
             return cached
-        _LOG.warning(
-            "training the tokenizer of %d tokens on the corpus %s", vocab_size, corpus.name
-        )
+        name = escaped(corpus.name)
+        _LOG.warning("training the tokenizer of %d tokens on the corpus %s", vocab_size, name)
         tokenizer = _train(_short_words(_training_texts(corpus)), vocab_size)
         tokenizer.save(path)
     return tokenizer

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+from sparse_dataflow.files.errors import escaped
+
 SECONDS = 8.0
 """Seconds until the first line; each later one comes after twice the time."""
 
@@ -20,7 +22,7 @@ def told(activity: str) -> Iterator[None]:
     def tell():
         pause = SECONDS
         while not ended.wait(pause):
-            _LOG.warning("still %s after %.0f s", activity, time.monotonic() - start)
+            _LOG.warning("still %s after %.0f s", escaped(activity), time.monotonic() - start)
             pause = time.monotonic() - start
 
     with contextlib.suppress(RuntimeError):  # No more threads.
