@@ -65,7 +65,7 @@ def _sizes(folder, fields):
     number = vocab.get(end, vocab.get(tokenizer_files.END_OF_TEXT))
     size = max(vocab.values()) + 1
     if number is None:  # A tokenizer without an end of text gets one more token.
-        return {"vocab_size": size + 1}
+        return {"vocab_size": size + 1, "eos_token_id": size}
     return {"vocab_size": size, "eos_token_id": number}
 
 
