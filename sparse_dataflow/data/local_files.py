@@ -95,7 +95,7 @@ class LocalSource:
         name = re.sub(r"[^a-zA-Z0-9]+", "_", self.path.stem)[:40]
         name += "-examples" if self.examples else ""
         name += f"-{re.sub(r'[^a-zA-Z0-9]+', '_', self.column)[:40]}" if self.column else ""
-        return f"{name}-{listing_digest(self.path.resolve(), self._files())}"
+        return f"{name}-{listing_digest(Path(os.path.realpath(self.path)), self._files())}"
 
     def documents(self) -> Iterator[Document]:
         """Yields the documents in the order of their files.
