@@ -53,15 +53,15 @@ test: $(READY) ## run the tests; TESTS="tests/sparsity -k layout" runs some
 quick: $(READY) ## run the tests that are not marked slow
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow and not nightly' $(TESTS)
 
-nightly: $(READY) ## run the tests that are too long for every day
-	$(BIN)/python -m pytest -m nightly $(TESTS)
+nightly: $(READY) ## run the tests that are too long for every day, and new draws of the drawn ones
+	$(BIN)/python -m pytest -m 'nightly or hypothesis' --hypothesis-profile=new-draws $(TESTS)
 
 optional: ## run what needs torch, transformers, wandb, mlflow and others (fetches 4 GB into .venv-optional)
 	@sh launch/make_env.sh .venv-optional dev,optional
 	.venv-optional/bin/python -m pytest -n $(WORKERS) --dist worksteal -m '' $(OPTIONAL_TESTS) $(TESTS)
 
 faults: $(READY) ## every fault test, measured for docs/surviving.md; ARGS="--kills=200"
-	FAULTS=$(CURDIR)/tests/experiments/faults.json $(BIN)/python -m pytest -m "" $(FAULT_TESTS) $(TESTS) $(ARGS); \
+	FAULTS=$(CURDIR)/tests/experiments/faults.json $(BIN)/python -m pytest -m "" --hypothesis-profile=new-draws $(FAULT_TESTS) $(TESTS) $(ARGS); \
 	ended=$$?; $(BIN)/python tests/experiments/fault_records.py && exit $$ended
 
 aot-tpu: ## compile the TPU kernels and plans for v4 to v6e, without one (fetches libtpu: 200 MB in .venv-tpu)

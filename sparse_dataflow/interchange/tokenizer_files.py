@@ -300,6 +300,9 @@ def _settings(tokenizer, context):
         named = {"bos_token": tokenizer.start_id, "eos_token": tokenizer.eot_id}
         texts = {n: engine.id_to_token(tokenizer.original_ids[i]) for n, i in named.items()}
         names = {name: text for name, text in texts.items() if text is not None}
+        if tokenizer.chat_template:
+            # A template renders the names that it was imported with, and no others.
+            names = {}
         space = _adds_prefix_space(json_files.parse(tokenizer.original)["pre_tokenizer"])
     return special_tokens.settings_of(names, context, space, tokenizer.chat_template)
 

@@ -8,7 +8,7 @@ import directories
 import numpy as np
 import pytest
 from directories import SPECIALS, VOCAB, config, engine, weights, write
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import sparse_dataflow as sd
@@ -267,6 +267,7 @@ FIELDS = {
     "num_key_value_heads": st.just(None),
     "transformers_version": st.just("4.46.3"),
 }
+TEMPLATE = "{{ bos_token }}{{ messages[0]['content'] }}"
 JSON_FILES = {
     "tokenizer_config__json": names,
     "generation_config__json": st.fixed_dictionaries(
@@ -275,12 +276,13 @@ JSON_FILES = {
     "special_tokens_map__json": st.fixed_dictionaries(
         {}, optional={"bos_token": token, "pad_token": token, "eos_token": token}
     ),
-    "chat_template__jinja": st.just("{{ bos_token }}{{ messages[0]['content'] }}"),
+    "chat_template__jinja": st.just(TEMPLATE),
     "special_notes__txt": st.just("not read by anyone"),
 }
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@example({"eos_token_id": END}, {"chat_template__jinja": TEMPLATE}, False, False)
 @given(
     st.fixed_dictionaries({}, optional=FIELDS),
     st.fixed_dictionaries({}, optional=JSON_FILES),
