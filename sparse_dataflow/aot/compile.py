@@ -107,7 +107,7 @@ def abstract_arguments(
       changing: whether layouts may change without recompilation.
 
     Returns:
-      ((state, tokens, learning rate), `Executor.arrays`).
+      ((state without tables, layouts, tokens, learning rate), `Executor.arrays`).
     """
     tables = stacks.layout_tables(stacks.layouts(model))
     shape = (training.batch, training.sequence + 1)
@@ -119,7 +119,7 @@ def abstract_arguments(
     )
     state = executor.placed_shapes(abstract_state(model, training, executor), model)
     rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=executor.replicated())
-    arguments = state._replace(tables=runtime_tables), arrays["batch"]["tokens"], rate
+    arguments = state, runtime_tables, arrays["batch"]["tokens"], rate
     return arguments, arrays
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from sparse_dataflow.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.data import hub
 from sparse_dataflow.data.corpora import Corpus, corpus_of_texts
@@ -40,10 +41,10 @@ from sparse_dataflow.runs import address_runs, devices, distillation, report, ru
 from sparse_dataflow.runs.preflight import relay_plan, remat_plan, settling, step_plan
 from sparse_dataflow.runs.training_data import corpus_of, thin_data, tokenizer_of, training_data
 from sparse_dataflow.sparsity.allocation import allocation_table
-from sparse_dataflow.training import run_files
+from sparse_dataflow.training import hooks, run_files
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.monitoring import goodput, profiles, trackers
-from sparse_dataflow.training.monitoring.metrics import read_metrics, say
+from sparse_dataflow.training.monitoring.metrics import MetricsWriter, read_metrics, say
 from sparse_dataflow.training.monitoring.stalls import stall_alerts
 from sparse_dataflow.training.phases import refuse_unfit
 from sparse_dataflow.training.programs import Compiled, TrainingData, compile_programs
@@ -296,25 +297,21 @@ class Job:
                 flops += data.teacher.flops_per_token(v.training.sequence)
             return cost.mfu(flops, speed / executor.devices, self.chip, model.compute_dtype)
 
+        every = eval_every, config.run.checkpoint_every or 2 * eval_every
+        names = trackers.tracker_names(config.run.trackers)
+        mirror = self.mirror / v.name / "checkpoints" if self.mirror else None
         return Trainer(
-            v.name,
+            v,
             self.folder / v.name,
-            v.model,
-            v.training,
             data,
             programs,
-            eval_every=eval_every,
-            checkpoint_every=config.run.checkpoint_every or 2 * eval_every,
-            evolution=v.evolution,
+            hooks.usual(*every, v.training.skip_spikes, mfu=mfu, position=position),
             executor=executor,
-            mfu=mfu,
-            position=position,
             start=self._start(v, data),
             base=self._frozen(v, record),
             clock=self.clock,
-            mirror=self.mirror / v.name if self.mirror else None,
-            trackers=trackers.tracker_names(config.run.trackers),
-            config=config.to_json(),
+            checkpoints=functools.partial(Checkpoints, mirror=mirror),
+            metrics=functools.partial(MetricsWriter, tracker_names=names, config=config.to_json()),
         )
 
     def _advance(self, trainers: list[Trainer], stop, goodput_log: goodput.GoodputLog) -> bool:

@@ -1,7 +1,6 @@
-"""The training loop of one model: steps, metrics, evaluation, checkpoints and resume."""
+"""The training loop of one model: steps, hooks, and resuming from a checkpoint."""
 
-import functools
-import itertools
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,43 +10,32 @@ from typing import Any
 import jax
 
 from sparse_dataflow.checkpoint.checkpoint import Checkpoints
-from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.data.batches import bits_per_byte
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.distributed.clock import Clock
 from sparse_dataflow.files import storage
-from sparse_dataflow.files.addresses import Address
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import stacks
-from sparse_dataflow.optim.loss_spikes import SpikeHistory, is_accepted, refuse_more_rollbacks
 from sparse_dataflow.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
-from sparse_dataflow.sparsity.evolution import exchanged_share, guide_share, new_shares
-from sparse_dataflow.training.monitoring.metrics import MetricsWriter, Progress, say, seconds_at
-from sparse_dataflow.training.monitoring.trackers import TENSORBOARD
-from sparse_dataflow.training.phases import phase_before, phases, phases_flops, refuse_unfit
-from sparse_dataflow.training.plateau import Plateau, with_next_start
-from sparse_dataflow.training.programs import (
-    Compiled,
-    TrainingData,
-    convert_state,
-    evolve_layouts,
-    held_out_nats,
-    run_step,
-)
-from sparse_dataflow.training.routing import non_finite_routers, routing_numbers
+from sparse_dataflow.sparsity.evolution import guide_share
+from sparse_dataflow.training import held_out
+from sparse_dataflow.training.hooks import Hook, StepDone
+from sparse_dataflow.training.monitoring.metrics import MetricsWriter, seconds_at
+from sparse_dataflow.training.phases import Phase, phase_before, phases_flops, refuse_unfit
+from sparse_dataflow.training.programs import Compiled, TrainingData, run_step
+from sparse_dataflow.training.routing import non_finite_routers
 from sparse_dataflow.training.saved_state import (
     FrozenBase,
     SavedProgress,
     abstract_saved_state,
     completed,
     identity,
+    reading_extra,
     refuse_other_layouts,
 )
 from sparse_dataflow.training.step import initial_state
+from sparse_dataflow.training.variants import Variant
 
 
 class DivergedError(UserError):
@@ -57,86 +45,80 @@ class DivergedError(UserError):
 class Trainer:
     """Trains one model to its last step.
 
-    `advance` does one step with its evaluation and checkpoint.  The files are in one folder:
+    `advance` does one step; what happens besides is in hooks.  The files are in one folder:
     `metrics.jsonl`, `tensorboard/`, `checkpoints/`.
+
+    Attributes:
+      name: of the model, such as "sparse".
+      training: batch, steps and optimizer settings.
+      evolution: how layouts or model change.
+      executor: runs the programs.
+      clock: records what this process is doing.
+      checkpoints: of this training.
+      phases: the models that are trained in turn; a hook may move their first steps.
+      phase_number: index of the phase of the state.
+      state: as placed by the executor, with canonical tables.
+      step: number of steps done.
+      seconds: training time so far.
+      last_evaluation: newest row of `evaluate`; None before the first of this process.
     """
 
     def __init__(
         self,
-        name: str,
+        variant: Variant,
         folder: Path,
-        model: ModelConfig,
-        training: TrainingConfig,
         data: TrainingData,
         programs: Sequence[Compiled],
+        hooks: Sequence[Hook],
         *,
-        evolution: EvolutionConfig | None = None,
         executor: Executor = SINGLE_DEVICE,
-        eval_every: int,
-        checkpoint_every: int,
-        keep: int = 3,
-        mfu: Callable[[ModelConfig, float], float | None] = lambda model, tokens_per_second: None,
-        position: int = 0,
         start: Callable[[], TrainState] | None = None,
         base: FrozenBase | None = None,
         clock: Clock | None = None,
-        mirror: Path | Address | None = None,
-        trackers: Sequence[str] = (TENSORBOARD,),
-        config: Mapping[str, Any] | None = None,
+        checkpoints: Callable[..., Checkpoints] = Checkpoints,
+        metrics: Callable[[Path, int], MetricsWriter] = MetricsWriter,
     ):
         """Opens the folder and resumes from its newest verified checkpoint, if there is one.
 
         Args:
-          name: of the variant, such as "sparse".
+          variant: the model and how it is trained: the identity of its checkpoints.
           folder: created if missing.
-          model: config of the model; part of a checkpoint's identity.
-          training: batch, steps and optimizer settings; part of a checkpoint's identity.
           data: training and held-out batches.
           programs: from `compile_programs`, one per phase.
-          evolution: how layouts or model change, part of a checkpoint's identity; None for static.
+          hooks: what happens besides the steps, in this order; see `hooks.usual`.
           executor: the executor that the programs were compiled for.
-          eval_every: steps between evaluations on the held-out windows.
-          checkpoint_every: steps between checkpoints.
-          keep: number of newest checkpoints to keep, in addition to the best one.
-          mfu: (model, tokens per second) -> model FLOPs utilisation, or None if the chip's peak is
-            unknown.
-          position: row of the progress bar.
           start: returns the state before the first step, which is saved at once.  If None, the
             state is drawn from the training seed.
           base: frozen weights, which a checkpoint names instead of storing them; None if all
             weights are trained.
-          clock: records what this process is doing; a new one if None.
-          mirror: folder or address of a second copy of the checkpoints; None for none.
-          trackers: names of the trackers of metrics and alerts.
-          config: the `RunConfig` as JSON, for trackers.
+          clock: see the attribute; a new one if None.
+          checkpoints: (folder, config=..., completed=...) -> checkpoints.
+          metrics: (folder, step) -> the writer of metrics and alerts.
 
         Raises:
           UserError: the folder cannot be written or has checkpoints of another config, or the
             evolution does not fit the model or the number of steps.
         """
-        self.name, self.training, self.executor, self._base = name, training, executor, base
-        self._clock = clock or Clock()
-        self.evolution = evolution or EvolutionConfig()
-        refuse_unfit(model, self.evolution, training.steps)
-        self._data, self._programs, self._mfu = data, programs, mfu
-        self._eval_every, self._checkpoint_every = eval_every, checkpoint_every
+        self.name, self.training, self.executor, self._base = (
+            variant.name, variant.training, executor, base,
+        )  # fmt: skip
+        self.clock, self.evolution = clock or Clock(), variant.evolution
+        refuse_unfit(variant.model, self.evolution, self.training.steps)
+        self._data, self._programs, self._hooks = data, programs, hooks
         processes.on_first(lambda: _make_folder(folder))
-        saved_config = identity(model, training, self.evolution, data.tokenizer_hash)
-        self._checkpoints = Checkpoints(
-            folder / "checkpoints",
-            keep,
-            config=saved_config,
-            completed=completed,
-            mirror=mirror / "checkpoints" if mirror else None,
+        saved_config = identity(variant.model, self.training, self.evolution, data.tokenizer_hash)
+        self.checkpoints = checkpoints(
+            folder / "checkpoints", config=saved_config, completed=completed
         )
-        restored, progress = self._restore(phases(model, self.evolution, training.steps))
+        restored, progress = self._restore(variant.phases)
         self.phases, self.seconds = progress.phases, progress.seconds
-        self._plateau, self._spikes = progress.plateau, progress.spikes
         saved_step = None if restored is None else int(restored.step)
 
         def first_state():
             if restored is None:
-                return start() if start else initial_state(self.phases[0].model, training, executor)
+                if start:
+                    return start()
+                return initial_state(self.phases[0].model, self.training, executor)
             phase = self.phases[phase_before(self.phases, int(restored.step))]
             refuse_other_layouts(restored.tables, phase)
             frozen = base.read() if base else ()
@@ -146,41 +128,57 @@ class Trainer:
             self.state = first_state()
         else:
             self.state = programs[0].start_state(
-                name, training, saved_config, saved_step, first_state, from_seed=start is None
-            )
+                self.name, self.training, saved_config, saved_step, first_state,
+                from_seed=start is None,
+            )  # fmt: skip
         self.step = int(self.state.step)
         if saved_step is not None and self.step != saved_step:
             self.seconds = seconds_at(folder, self.step, self.seconds)
-        self._phase = phase_before(self.phases, self.step)
-        self._tables = self._programs[self._phase].tables(self.state.tables)
+        self.phase_number = phase_before(self.phases, self.step)
         if progress.positions is not None:
             data.train.resume(progress.positions)
         self._batches = data.train.iterate(self.step)
-        self._metrics = MetricsWriter(folder, self.step, trackers, config)
-        self._progress = Progress(name, training.steps, self.step, position)
+        self._metrics = metrics(folder, self.step)
         self.last_evaluation: dict | None = None
         if saved_step is not None:
-            self.alert("restart", f"resumed after step {self.step} of {training.steps}")
+            self.alert("restart", f"resumed after step {self.step} of {self.training.steps}")
         if start is not None and restored is None:
             self.save()  # So that a resumed run does not need `start` again.
 
     def _restore(self, planned):
-        """Returns (state of the newest checkpoint or None, progress at that step)."""
-        progress = SavedProgress(0.0, planned, Plateau(), SpikeHistory())
+        """Returns (state of the newest checkpoint or None, progress at that step), with the hooks
+        as they were."""
+        extra: Any = None
 
-        def abstract_state(step, extra):
-            nonlocal progress
-            progress = SavedProgress.from_extra(extra, planned)
-            return abstract_saved_state(progress.phases, self.training, step, self.executor)
+        def abstract_state(step, saved):
+            nonlocal extra
+            extra = saved
+            phases = SavedProgress.from_extra(extra, planned).phases
+            return abstract_saved_state(phases, self.training, step, self.executor)
 
-        with self._clock.during("checkpoint"):
-            restored = self._checkpoints.restore(abstract_state)
-        return restored[0] if restored else None, progress
+        with self.clock.during("checkpoint"):
+            restored = self.checkpoints.restore(abstract_state)
+        if restored is None:
+            return None, SavedProgress(0.0, planned)
+        with reading_extra():
+            for hook in self._hooks:
+                hook.restore(extra)
+        return restored[0], SavedProgress.from_extra(extra, planned)
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the state."""
+        return self.phases[self.phase_number]
+
+    @property
+    def programs(self) -> Compiled:
+        """The compiled programs of the phase."""
+        return self._programs[self.phase_number]
 
     @property
     def model(self) -> ModelConfig:
         """The model of the current phase."""
-        return self.phases[self._phase].model
+        return self.phase.model
 
     @property
     def flops(self) -> float:
@@ -203,170 +201,67 @@ class Trainer:
         self._metrics.alert(kind, text, self.step)
 
     def advance(self) -> None:
-        """Does one optimizer step, then the evaluation and the checkpoint that are due.
-
-        Changes of the model or its layouts come before the step.  So a checkpoint holds the state
-        right after a step, and a resumed run makes the same changes again.
+        """Does one optimizer step, and what the hooks do before and after it.
 
         Raises:
           DivergedError: a loss or gradient is not finite; names the step, the parameter groups and
             the last good checkpoint.
         """
-        self._clock.step = f"step {self.step + 1} of {self.name}"
-        with self._clock.during("data"):
+        self.clock.step = f"step {self.step + 1} of {self.name}"
+        with self.clock.during("data"):
             batch = self._put(next(self._batches))
-        self._evolve()
-        rate = learning_rate_schedule(self.training)(self.step)
-        sigmas = self.training.skip_spikes
-        limit = self._spikes.loss_limit(sigmas) if sigmas else None
-        with self._clock.during("step"):
+        for hook in self._hooks:
+            hook.before_step(self)
+        limits = [limit for hook in self._hooks if (limit := hook.limit()) is not None]
+        limit = min(limits, default=None)
+        with self.clock.during("step"):
             start = time.perf_counter()
-            self.state, self._tables, report = run_step(
-                self._programs[self._phase],
-                self.state,
-                self._tables,
-                batch,
-                rate,
-                limit,
-                guide_share(self.step, self.phases[self._phase].stop),
-            )
+            rate = learning_rate_schedule(self.training)(self.step)
+            share = guide_share(self.step, self.phase.stop)
+            self.state, report = run_step(self.programs, self.state, batch, rate, limit, share)
             report = jax.device_get(report)
-            report = report._replace(
-                loss=float(report.loss),
-                gradient_norms={name: float(n) for name, n in report.gradient_norms.items()},
-            )
+            loss = float(report.loss)
+            norms = {name: float(norm) for name, norm in report.gradient_norms.items()}
             elapsed = time.perf_counter() - start
-        self._clock.record_step(elapsed)
+        self.clock.record_step(elapsed)
         self.step += 1
         self.seconds += elapsed
-        if limit is not None and not is_accepted(report.loss, report.gradient_norms, limit):
-            self._record_skipped(report.loss, float(limit))
-        else:
-            self._refuse_non_finite("gradients", report.gradient_norms, report.loss, report.routing)
-            self._spikes = self._spikes.with_accepted(report.loss)
-            self._record_step(report, rate, elapsed)
-        if self.step % self._eval_every == 0 or self.finished:
-            self._check_plateau(self.evaluate()["bits_per_byte"])
-        if self.step % self._checkpoint_every == 0 or self.finished:
-            self.save()
+        done = StepDone(loss, norms, report.routing, rate, elapsed, limit)
+        if done.accepted:
+            self._refuse_non_finite("gradients", norms, loss, report.routing)
+        for hook in self._hooks:
+            hook.after_step(self, done)
 
-    def _write_row(self, kind, step=None, **values):
-        """Writes a row of metrics; returns it."""
+    def write(
+        self, kind: str, values: Mapping[str, Any], step: int | None = None
+    ) -> dict[str, Any]:
+        """Writes a row of metrics, of this step if None; returns it."""
         counters = {"tokens": self.tokens, "seconds": self.seconds}
         row = {"kind": kind, "step": self.step if step is None else step, **counters, **values}
         self._metrics.write(row)
         return row
 
-    def _record_skipped(self, loss, limit):
-        """Records a skipped step; rolls back after several."""
-        self._spikes = self._spikes.with_skipped()
-        values = {"loss": loss, "limit": limit}
-        finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
-        self._write_row("skipped", **finite)
-        text = f"step {self.step} skipped: loss {loss:.4g}, limit {limit:.4g}"
-        say(f"{self.name:>6}: {text}")
-        self.alert("spike", text)
-        if self._spikes.needs_rollback:
-            self._roll_back()
-
-    def _roll_back(self):
-        """Restores the parameters of a checkpoint from before the skipped steps."""
-        refuse_more_rollbacks(self.name, self.step, self._spikes)
-        self._checkpoints.wait()
-        saved_steps = processes.on_first(self._checkpoints.steps)
-        target = self._spikes.rollback_step(saved_steps, self.step, self._checkpoint_every)
-        self._spikes = self._spikes.with_rollback()
-        if target is None or phase_before(self.phases, target) != self._phase:
-            say(f"{self.name:>6}: no rollback: this phase has no checkpoint from before the spike")
-            return
-        with self._clock.during("checkpoint"):
-            state = abstract_saved_state(self.phases, self.training, target, self.executor)
-            restored = self._checkpoints.restore(state, target)
+    def restore_parameters(self, step: int) -> None:
+        """Takes parameters, moments and layouts from the checkpoint of an earlier step."""
+        with self.clock.during("checkpoint"):
+            state = abstract_saved_state(self.phases, self.training, step, self.executor)
+            restored = self.checkpoints.restore(state, step)
         assert restored is not None
         self.state = self.executor.place(restored[0], self.model)._replace(
             step=self.state.step, frozen=self.state.frozen
         )
-        self._tables = self._programs[self._phase].tables(self.state.tables)
-        self._write_row("rollback", to=target)
-        text = f"rolled back to the parameters of step {target}"
-        say(f"{self.name:>6}: {text}")
-        self.alert("rollback", text)
 
-    def _record_step(self, report, rate, elapsed):
-        speed = self.training.batch * self.training.sequence / elapsed
-        self._write_row(
-            "train",
-            loss=report.loss,
-            learning_rate=rate,
-            gradient_norm=math.hypot(*report.gradient_norms.values()),
-            tokens_per_second=speed,
-            mfu=self._mfu(self.model, speed),
-            **routing_numbers(report.routing),
-        )
-        if report.routing and (self.step % self._eval_every == 0 or self.finished):
-            self._write_row("routing", load=report.routing.load.tolist())
-        left = self.seconds / self.step * (self.training.steps - self.step)
-        self._progress.update(self.step, f"loss {report.loss:.3f}  {speed:,.0f} tokens/s", left)
-
-    def _check_plateau(self, bits_per_byte):
-        """Starts the next phase if the evaluations of this one no longer improve."""
-        if not self.evolution.plateau or self._phase + 1 == len(self.phases) or self.finished:
-            return
-        self._plateau = self._plateau.after(bits_per_byte)
-        if self._plateau.stale >= self.evolution.plateau:
-            self.phases = with_next_start(self.phases, self._phase, self.step)
-            self._plateau = Plateau()
-            say(f"{self.name:>6}: plateau: the next phase starts after step {self.step}")
-
-    def _evolve(self):
-        """Changes the model or its layouts if that is due before the next step."""
-        share = exchanged_share(self.evolution, self.step, self.training.steps)
-        if not share and self.step != self.phases[self._phase].stop:
-            return
-        with self._clock.during("evolution"):
-            self._evolve_now(share)
-
-    def _evolve_now(self, share):
-        start, changed = time.perf_counter(), {}
-        if self.step == self.phases[self._phase].stop:
-            before, after = self.phases[self._phase : self._phase + 2]
-            self.state = convert_state(self.state, before.model, after.model, self.executor)
-            self._phase += 1
-        else:
-            programs = self._programs[self._phase]
-            layouts = functools.partial(stacks.layouts_from_tables, self.model)
-            old = layouts(self.state.tables)
-            self.state = evolve_layouts(
-                self.state,
-                self.model,
-                programs,
-                self.evolution,
-                share,
-                # Read ahead: training reads the same batches again, so a resumed run does as well.
-                (self._put(self._data.train[step]) for step in itertools.count(self.step)),
-                self.executor,
-            )
-            shares = new_shares(old, layouts(self.state.tables))
-            changed = {f"changed/{name}": share for name, share in shares.items()}
-        self._tables = self._programs[self._phase].tables(self.state.tables)
-        elapsed = time.perf_counter() - start
-        self.seconds += elapsed
-        self._write_row(
-            "evolution",
-            self.step + 1,
-            update_seconds=elapsed,
-            exchanged=share,
-            parameters=sum(leaf.size for leaf in jax.tree.leaves(self.state.params)),
-            **changed,
-        )
+    def batch(self, step: int) -> dict[str, Any]:
+        """Returns the batch of a step (from 0) as put by the executor."""
+        return self._put(self._data.train[step])
 
     @property
     def timeline(self) -> list:
         """Spans of the last step; empty if the executor records none."""
-        return list(self._programs[self._phase].timeline())
+        return list(self.programs.timeline())
 
     def _put(self, batch):
-        self._clock.progress += 1
+        self.clock.progress += 1
         return self.executor.put(batch, self.training.batch)
 
     @property
@@ -385,32 +280,16 @@ class Trainer:
         """Evaluates all held-out windows; returns and writes a row "final"."""
         return self._evaluate("final", lambda corpus: (corpus.final, corpus.final_bytes))
 
-    def _evaluate(self, kind, held_out):
-        """Writes the loss of the windows, or of each corpus of a mixture and their mean.
-
-        `held_out` returns the windows and their bytes, of `TrainingData` or of a `HeldOut`.
-        """
-        with self._clock.during("evaluation"):
-            if not self._data.mixture:
-                loss, bits = self._loss(*held_out(self._data))
-                return self._write_row(kind, loss=loss, bits_per_byte=bits)
-            values = {"loss": 0.0, "bits_per_byte": 0.0}
-            token_bytes = 0.0
-            for source in self._data.mixture:
-                batches, total_bytes = held_out(source)
-                loss, bits = self._loss(batches, total_bytes)
-                values |= {f"loss/{source.name}": loss, f"bits_per_byte/{source.name}": bits}
-                values["loss"] += source.weight * loss
-                token_bytes += source.weight * total_bytes / batches.total_tokens
-            # Of text that is drawn with the weights.
-            values["bits_per_byte"] = bits_per_byte(values["loss"], token_bytes)
-            return self._write_row(kind, **values)
-
-    def _loss(self, batches, total_bytes):
-        """Returns the loss of held-out windows in nats a token and in bits per byte."""
-        weights = self.state._replace(tables=self._tables).weights
-        total = held_out_nats(self._programs[self._phase], weights, map(self._put, batches))
-        return total / batches.total_tokens, bits_per_byte(total, total_bytes)
+    def _evaluate(self, kind, windows):
+        """Writes the loss of the windows of `TrainingData` or of each `HeldOut`."""
+        with self.clock.during("evaluation"):
+            weights = self.programs.weights(self.state)
+            values = held_out.losses(
+                self._data,
+                windows,
+                lambda batches: held_out.nats(self.programs, weights, map(self._put, batches)),
+            )
+            return self.write(kind, values)
 
     def save(self) -> None:
         """Starts a checkpoint of the current step, unless there is one.
@@ -419,32 +298,31 @@ class Trainer:
           DivergedError: a parameter is not finite.
           UserError: the folder cannot be written.
         """
-        parameter_norms = self._programs[self._phase].parameter_norms
+        parameter_norms = self.programs.parameter_norms
         norms = jax.device_get(parameter_norms(self.state.params))
         self._refuse_non_finite("parameters", norms)
         last = self.last_evaluation
         metric = last["bits_per_byte"] if last and last["step"] == self.step else None
-        extra = {
+        extra: dict[str, Any] = {
             "seconds": self.seconds,
             "data_position": self.step,
             "bits_per_byte": metric,
             "starts": [phase.start for phase in self.phases],
-            "plateau": self._plateau.to_json(),
         }
+        for hook in self._hooks:
+            extra |= hook.saved()
         if (positions := self._data.train.positions(self.step)) is not None:
             extra["data_positions"] = positions
-        if self.training.skip_spikes:
-            extra["spikes"] = self._spikes.to_json()
         if self._base:
             extra["base"] = dict(self._base.source)
-        with self._clock.during("checkpoint"):
+        with self.clock.during("checkpoint"):
             saved = self.executor.canonical(self.state._replace(frozen=()), self.model)
-            self._checkpoints.save(self.step, saved, extra, metric)
+            self.checkpoints.save(self.step, saved, extra, metric)
 
     @property
     def save_retry_due(self) -> bool:
         """Whether this process's last save failed with a transient error and may be retried now."""
-        return self._checkpoints.retry_due
+        return self.checkpoints.retry_due
 
     def save_and_wait(self) -> None:
         """Saves the current step and waits until it is on disk, with retries.
@@ -452,14 +330,14 @@ class Trainer:
         Raises:
           UserError: see `save`.
         """
-        with self._clock.during("checkpoint"):
+        with self.clock.during("checkpoint"):
             self.save()
             for seconds in storage.WAITS:
-                if self._checkpoints.finish_save() is None:
+                if self.checkpoints.finish_save() is None:
                     return
                 time.sleep(seconds)
                 self.save()
-            self._checkpoints.wait()
+            self.checkpoints.wait()
 
     def close(self) -> None:
         """Waits for the save under way and closes the files.
@@ -467,18 +345,18 @@ class Trainer:
         Raises:
           UserError: the last rows or the last checkpoint could not be written.
         """
-        self._progress.close()
-        try:
-            self._metrics.close()
-        finally:
-            self._checkpoints.wait()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.checkpoints.wait)
+            stack.callback(self._metrics.close)
+            for hook in self._hooks:
+                stack.callback(hook.close)
 
     def _refuse_non_finite(self, kind, norms, loss=0.0, routing=()):
         broken = [group for group, norm in norms.items() if not math.isfinite(norm)]
         if math.isfinite(loss) and not broken:
             return
-        self._checkpoints.wait()
-        good = self._checkpoints.steps()
+        self.checkpoints.wait()
+        good = self.checkpoints.steps()
         values = [f"{kind} of {', '.join(broken)}"] if broken else []
         values += [f"loss {loss}"] if loss else []
         values += [f"router of layer {layer}" for layer in non_finite_routers(routing)[:1]]

@@ -4,7 +4,8 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import stacks
 from sparse_dataflow.models.model_weights import Fixed, ModelWeights
-from sparse_dataflow.optim.train_state import group_norms
+from sparse_dataflow.optim.train_state import StepReport, TrainState, group_norms
 from sparse_dataflow.parallel.block_gradients import mean_norms, portions
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
 from sparse_dataflow.sparsity.evolution import METHODS, PhaseSpec
@@ -81,13 +82,13 @@ class Compiled:
     """The compiled programs of one model.
 
     Attributes:
-      train_step: (state, tokens, learning rate) -> (state, StepReport); donates the state. With
-        training.skip_spikes it also takes the highest accepted loss, and where batches have
-        weights, those by name.
+      train_step: (state without tables, layouts, tokens, learning rate) -> (state without tables,
+        StepReport); donates the state. With training.skip_spikes it also takes the highest accepted
+        loss, and where batches have weights, those by name.
       eval_step: (`ModelWeights`, tokens, weights) -> sum of weighted losses, in nats.
       seconds: compile time.
-      tables: canonical numpy tables -> tables that both programs take; `Fixed` if the programs are
-        specialised to them.
+      layouts: canonical numpy tables -> layouts as the programs take them; `Fixed` if the programs
+        are specialised to them.
       gradient_norms: (`ModelWeights`, iterator over the tokens of training batches) -> norms of the
         dense gradient's blocks; None if the evolution does not read them.
       update_seconds: measured seconds of one layout update.
@@ -104,7 +105,7 @@ class Compiled:
     train_step: Callable
     eval_step: Callable
     seconds: float
-    tables: Callable = Fixed
+    layouts: Callable = Fixed
     gradient_norms: Callable | None = None
     update_seconds: float = 0.0
     parameter_norms: Callable = group_norms
@@ -112,6 +113,10 @@ class Compiled:
     timeline: Callable = lambda: ()
     guided: bool = False
     teach: Callable | None = None
+
+    def weights(self, state: TrainState) -> ModelWeights:
+        """Returns the weights of a state with canonical tables, as the programs take them."""
+        return ModelWeights(state.params, self.layouts(state.tables), state.frozen)
 
 
 def compile_programs(
@@ -163,9 +168,9 @@ def _compile(phase, training, data, executor):
         programs = executor.programs(model, training, data, phase.runtime_layouts)
         return Compiled(**programs, seconds=time.perf_counter() - start)
     canonical = stacks.layout_tables(stacks.layouts(model))
-    tables = functools.partial(executor.tables, model=model, changing=phase.runtime_layouts)
+    place = functools.partial(executor.tables, model=model, changing=phase.runtime_layouts)
     shapes = executor.placed_shapes(abstract_state(model, training, executor), model)
-    shapes = shapes._replace(tables=tables(canonical))
+    layouts = place(canonical)
     replicated = executor.replicated()
     train_step = jitted_train_step(model, training, executor, shapes)
     eval_step = jax.jit(make_eval_step(model, executor), out_shardings=replicated)
@@ -184,14 +189,29 @@ def _compile(phase, training, data, executor):
     share = 0.0 if model.guided else None
     arguments, named = _step_arguments(batch, 0.0, no_loss_limit(training), share, teach)
     return Compiled(
-        train_step.lower(shapes, *arguments, **named).compile(),
-        eval_step.lower(shapes.weights, *windows).compile(),
+        train_step.lower(shapes, layouts, *arguments, **named).compile(),
+        eval_step.lower(shapes._replace(tables=layouts).weights, *windows).compile(),
         time.perf_counter() - start,
-        tables,
+        _newest(place),
         parameter_norms=parameter_norms.lower(shapes.params).compile(),
         guided=model.guided,
         teach=teach,
     )
+
+
+def _newest(function):
+    """Returns a function of one argument that keeps its last result while the argument is the same
+    object, as the layouts of a state are from one update to the next."""
+    argument: Any = None
+    result: Any = None
+
+    def newest(given):
+        nonlocal argument, result
+        if result is None or given is not argument:
+            argument, result = given, function(given)
+        return result
+
+    return newest
 
 
 def _with_updates(programs, phase, training, data, evolution, executor):
@@ -214,8 +234,7 @@ def _with_updates(programs, phase, training, data, evolution, executor):
     batch = executor.put(data.train.example, data.train.batch_size)
     for _ in range(2):
         # Updates get the output state of a step, as in training.
-        tables = programs.tables(state.tables)
-        state, *_ = run_step(programs, state, tables, batch, 0.0, no_loss_limit(training))
+        state, _ = run_step(programs, state, batch, 0.0, no_loss_limit(training))
         jax.block_until_ready(state.params)
         start = time.perf_counter()
         state = evolve_layouts(
@@ -243,32 +262,28 @@ def no_loss_limit(training: TrainingConfig) -> np.float32 | None:
 
 def run_step(
     programs: Compiled,
-    state,
-    tables,
+    state: TrainState,
     batch,
     learning_rate: float,
     limit=None,
     guide_share: float = 0.0,
-):
+) -> tuple[TrainState, StepReport]:
     """Runs one training step.
 
     Args:
       programs: of the state's model.
-      state: as placed by the executor; donated.
-      tables: `programs.tables(state.tables)`; donated.
+      state: as placed by the executor, with canonical tables; donated but for these.
       batch: as put by the executor.
       learning_rate: of this step.
       limit: highest accepted loss; None if the programs were compiled without a limit.
       guide_share: the guides' share of the products; read by a guided model alone.
-
-    Returns:
-      (state with its canonical tables, tables for the next step, StepReport).
     """
-    state, before = state._replace(tables=tables), state.tables
+    layouts, before = programs.layouts(state.tables), state.tables
     share = guide_share if programs.guided else None
     arguments, named = _step_arguments(batch, learning_rate, limit, share, programs.teach)
-    after, report = programs.train_step(state, *arguments, **named)
-    return after._replace(tables=before), after.tables, report
+    arrays = state._replace(tables=())
+    after, report = programs.train_step(arrays, layouts, *arguments, **named)
+    return after._replace(tables=before), report
 
 
 def _step_arguments(batch, learning_rate, limit, guide_share, teach):
@@ -280,16 +295,6 @@ def _step_arguments(batch, learning_rate, limit, guide_share, teach):
     if teach is not None:
         named["teacher"] = teach(batch["tokens"])
     return [batch["tokens"], *numbers], named
-
-
-def held_out_nats(programs: Compiled, weights: ModelWeights, batches: Iterable) -> float:
-    """Returns the sum of weighted next-token losses over `batches`, in nats.
-
-    The executor has put the batches, which have "tokens" and "weights".
-    """
-    return sum(
-        float(programs.eval_step(weights, batch["tokens"], batch["weights"])) for batch in batches
-    )
 
 
 def evolve_layouts(
@@ -318,8 +323,7 @@ def evolve_layouts(
     if method.reads_gradients:
         assert programs.gradient_norms is not None
         tokens = (batch["tokens"] for batch in batches)
-        weights = state._replace(tables=programs.tables(state.tables)).weights
-        norms = programs.gradient_norms(weights, tokens)
+        norms = programs.gradient_norms(programs.weights(state), tokens)
     state = executor.canonical(state, model)
     state = update_layouts(state, model, method.update, share, norms, evolution.row_shards)
     return executor.place(state, model)

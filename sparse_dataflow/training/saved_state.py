@@ -1,5 +1,6 @@
 """The content of a training's checkpoints, and the config that must match to restore one."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,11 +12,10 @@ from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import stacks
-from sparse_dataflow.optim.loss_spikes import SpikeHistory
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.training.phases import Phase, phase_before
-from sparse_dataflow.training.plateau import Plateau, with_starts
+from sparse_dataflow.training.plateau import with_starts
 from sparse_dataflow.training.step import abstract_state
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -92,15 +92,11 @@ class SavedProgress:
     Attributes:
       seconds: training time until the checkpoint's step.
       phases: with the first steps known then.
-      plateau: plateau detection of the current phase.
-      spikes: history of loss spikes.
       positions: of a streamed corpus; see `TrainBatches.positions`.
     """
 
     seconds: float
     phases: tuple[Phase, ...]
-    plateau: Plateau
-    spikes: SpikeHistory
     positions: Any = None
 
     @classmethod
@@ -114,19 +110,23 @@ class SavedProgress:
         Raises:
           UserError: `extra` is not from a training with these phases.
         """
-        try:
+        with reading_extra():
             starts, seconds = extra["starts"], float(extra["seconds"])
             if not all(type(start) is int for start in starts) or sorted(starts) != starts:
                 raise ValueError("its phases are out of order")
-            phases = with_starts(planned, starts)
-            plateau, spikes = Plateau.from_json(extra["plateau"]), extra.get("spikes")
-            history, positions = SpikeHistory.from_json(spikes), extra.get("data_positions")
-            return cls(seconds, phases, plateau, history, positions)
-        except json_files.MALFORMED as error:
-            raise UserError(
-                f"A checkpoint's extra.json was not written by this training ({error}). Move its "
-                "folder away to resume from the previous checkpoint."
-            ) from None
+            return cls(seconds, with_starts(planned, starts), extra.get("data_positions"))
+
+
+@contextlib.contextmanager
+def reading_extra():
+    """Turns what a malformed extra.json raises into a UserError."""
+    try:
+        yield
+    except json_files.MALFORMED as error:
+        raise UserError(
+            f"A checkpoint's extra.json was not written by this training ({error}). Move its "
+            "folder away to resume from the previous checkpoint."
+        ) from None
 
 
 def refuse_other_layouts(tables: Any, phase: Phase) -> None:

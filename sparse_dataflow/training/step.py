@@ -138,19 +138,26 @@ def make_train_step(
 def jitted_train_step(
     model: ModelConfig, training: TrainingConfig, executor: Executor, shapes: TrainState
 ) -> jax.stages.Wrapped:
-    """Returns the jitted `make_train_step`, which donates the state and keeps its sharding.
+    """Returns `make_train_step` jitted, with the layouts apart: (state without tables, its tables,
+    tokens, ...) -> (state without tables, StepReport).
+
+    It donates the state, whose sharding stays, and not the layouts.
 
     Args:
       model: see `make_train_step`, also for `training` and `executor`.
-      shapes: shapes of the state, as placed by the executor.
+      shapes: shapes of the state without tables, as placed by the executor.
     """
     step = make_train_step(model, training, executor)
-    replicated = executor.replicated()
-    shardings = executor.shardings(shapes._replace(tables=()), model)
+    shardings = executor.shardings(shapes, model)
     if shardings is not None:
-        report = StepReport(replicated, replicated, replicated)
-        shardings = shardings._replace(tables=None), report
-    return jax.jit(step, donate_argnums=0, out_shardings=shardings)
+        replicated = executor.replicated()
+        shardings = shardings, StepReport(replicated, replicated, replicated)
+
+    def apart(state, layouts, *arguments, **named):
+        after, report = step(state._replace(tables=layouts), *arguments, **named)
+        return after._replace(tables=()), report
+
+    return jax.jit(apart, donate_argnums=0, out_shardings=shardings)
 
 
 def make_eval_step(model: ModelConfig, executor: Executor = SINGLE_DEVICE) -> Callable:

@@ -63,7 +63,7 @@ def test_ctrl_c_before_training_leaves_nothing(job, undisturbed, tmp_path, momen
 MOMENTS = {
     "reading the corpus": {"events": [(r"/tokens/", 1, "{}")]},
     "compiling": {"events": [(r"jit_train_step", 1, "{}")]},
-    "the final evaluation": {"calls": [("sparse_dataflow.training.loop.held_out_nats", 3, "{}")]},
+    "the final evaluation": {"calls": [("sparse_dataflow.training.held_out.nats", 3, "{}")]},
     "the report": {"events": [(r"report\.json", 1, "{}")]},
 }
 

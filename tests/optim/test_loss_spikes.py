@@ -24,11 +24,13 @@ from sparse_dataflow.optim.loss_spikes import (
     is_accepted,
 )
 from sparse_dataflow.optim.train_state import StepReport
+from sparse_dataflow.training import hooks
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.monitoring.metrics import read_metrics
 from sparse_dataflow.training.programs import Compiled, TrainingData
 from sparse_dataflow.training.step import initial_state, make_train_step
 from sparse_dataflow.training.turns import advance_side_by_side
+from sparse_dataflow.training.variants import Variant
 
 MODEL = ModelConfig(1, 8, 1, 32, 300, 4)
 TRAINING = TrainingConfig(steps=40, batch=2, sequence=4, skip_spikes=6.0)
@@ -70,7 +72,7 @@ def test_rollbacks_go_to_regular_checkpoints_from_before_the_spike(saved, step, 
 def trainer(folder, losses, training=TRAINING):
     """Returns a trainer whose step adds one to every parameter; `losses` is {step: loss}."""
 
-    def train_step(state, tokens, learning_rate, limit):
+    def train_step(state, layouts, tokens, learning_rate, limit):
         step = int(state.step)
         loss = losses.get(step + 1, 2.0 + 0.01 * (step % 3))
         accepted = is_accepted(loss, {}, limit)
@@ -78,9 +80,8 @@ def trainer(folder, losses, training=TRAINING):
         return state._replace(step=state.step + 1, params=params), StepReport(loss, {"embed": 1.0})
 
     programs = [Compiled(train_step, lambda *_: 3.0, 0.0)]
-    return Trainer(
-        "sparse", folder, MODEL, training, DATA, programs, eval_every=50, checkpoint_every=4
-    )
+    variant = Variant("sparse", MODEL, training)
+    return Trainer(variant, folder, DATA, programs, hooks.usual(50, 4, training.skip_spikes))
 
 
 def train(t, steps=None):

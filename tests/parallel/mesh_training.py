@@ -38,6 +38,7 @@ from sparse_dataflow.parallel.pipeline.pipelined import Pipelined
 from sparse_dataflow.parallel.pipeline.stages import Division, divide
 from sparse_dataflow.parallel.sharded import Sharded
 from sparse_dataflow.sparsity.evolution import phase_specs
+from sparse_dataflow.training import hooks
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.programs import TrainingData, compile_programs
 from sparse_dataflow.training.step import (
@@ -47,6 +48,7 @@ from sparse_dataflow.training.step import (
     make_train_step,
 )
 from sparse_dataflow.training.teacher import Teacher
+from sparse_dataflow.training.variants import Variant
 
 STEPS, BATCH, SEQUENCE = 3, 16, 8
 DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=48, max_len=8)
@@ -336,10 +338,9 @@ def evolve(name, texts):
             phase_specs(model, evolution), training, data, evolution, executor=executor
         )
         with tempfile.TemporaryDirectory() as folder:
-            trainer = Trainer(
-                "sparse", Path(folder), model, training, data, programs,
-                evolution=evolution, executor=executor, eval_every=3, checkpoint_every=3,
-            )  # fmt: skip
+            variant = Variant("sparse", model, training, evolution)
+            usual = hooks.usual(3, 3)
+            trainer = Trainer(variant, Path(folder), data, programs, usual, executor=executor)
             while not trainer.finished:
                 trainer.advance()
             trainer.close()

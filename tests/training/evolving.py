@@ -11,9 +11,11 @@ from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.sparsity.evolution import phase_specs
+from sparse_dataflow.training import hooks
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.programs import TrainingData, compile_programs
 from sparse_dataflow.training.turns import advance_side_by_side
+from sparse_dataflow.training.variants import Variant
 
 SPARSE = LinearSpec("block_sparse", "monarch", density=0.25, block=4, rank=2, hadamard=8)
 MODEL = ModelConfig(2, 32, 2, 64, vocab_size=40, max_len=8).with_linears(SPARSE)
@@ -48,7 +50,8 @@ def trainer(folder, method, evolution=None, **options):
     every = {"eval_every": 5, "checkpoint_every": 20} | options
     evolution = evolution or EVOLUTIONS[method]
     model, programs = MODELS[method], programs_of(method)
-    return Trainer("sparse", folder, model, TRAINING, DATA, programs, evolution=evolution, **every)
+    variant = Variant("sparse", model, TRAINING, evolution)
+    return Trainer(variant, folder, DATA, programs, hooks.usual(**every))
 
 
 def train(t, until=10):

@@ -15,7 +15,7 @@ from sparse_dataflow.models import stacks
 from sparse_dataflow.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.parallel.block_gradients import Portions, mean_norms, portions
 from sparse_dataflow.planning import cost
-from sparse_dataflow.training import plateau
+from sparse_dataflow.training import hooks, plateau
 from sparse_dataflow.training.monitoring.metrics import read_metrics
 from sparse_dataflow.training.phases import phases, refuse_unfit, run_flops, update_steps
 
@@ -131,7 +131,7 @@ def test_the_dense_phase_starts_at_the_loss_of_the_sparse_model(tmp_path):
     assert t.model == MODEL
     sparse = t.last_evaluation["loss"]
     t = trainer(tmp_path, "sparse_to_dense")
-    t._evolve()
+    hooks.Evolve().before_step(t)
     assert not t.model.sparse_projections and t.state.tables == {}
     assert t.evaluate()["loss"] == pytest.approx(sparse, rel=1e-5)
     t.close()

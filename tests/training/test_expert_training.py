@@ -15,10 +15,12 @@ from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.model_weights import weights_of
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.sparsity.evolution import PhaseSpec
+from sparse_dataflow.training import hooks
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.monitoring.metrics import read_metrics
 from sparse_dataflow.training.programs import TrainingData, compile_programs
 from sparse_dataflow.training.step import make_eval_step
+from sparse_dataflow.training.variants import Variant
 
 MODEL = ModelConfig(
     2, 16, 2, 32, vocab_size=300, max_len=8, experts=4, top_k=2, expert_capacity=0.5
@@ -37,7 +39,8 @@ def programs():
 def test_a_resumed_mixture_trains_to_the_same_bits(tmp_path, programs):
     def train(folder, steps):
         every = {"eval_every": 2, "checkpoint_every": 2}
-        trainer = Trainer("sparse", folder, MODEL, TRAINING, DATA, programs, **every)
+        variant = Variant("sparse", MODEL, TRAINING)
+        trainer = Trainer(variant, folder, DATA, programs, hooks.usual(**every))
         for _ in range(steps):
             trainer.advance()
         trainer.close()

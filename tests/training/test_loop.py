@@ -18,12 +18,14 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models.experts import Routing
 from sparse_dataflow.optim.train_state import StepReport
 from sparse_dataflow.sparsity import patterns
+from sparse_dataflow.training import hooks
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.monitoring.metrics import read_metrics
 from sparse_dataflow.training.phases import phases
 from sparse_dataflow.training.programs import Compiled, HeldOut, TrainingData
 from sparse_dataflow.training.saved_state import refuse_other_layouts
 from sparse_dataflow.training.turns import advance_side_by_side
+from sparse_dataflow.training.variants import Variant
 
 MODEL = ModelConfig(1, 8, 1, 32, 300, 4)
 TRAINING = TrainingConfig(steps=9, batch=2, sequence=4)
@@ -35,7 +37,7 @@ DATA = TrainingData(TrainBatches(TOKENS, 2, 4), WINDOWS, 16, WINDOWS, 16, "hash"
 def trainer(folder, bad_step=None, bad="gradients", training=TRAINING, **options):
     """Returns a trainer whose step adds one to every parameter and fails at `bad_step`."""
 
-    def train_step(state, tokens, learning_rate):
+    def train_step(state, layouts, tokens, learning_rate):
         step = int(state.step) + 1
         broken = step == bad_step
         params = jax.tree.map(lambda p: p + 1, state.params)
@@ -52,7 +54,8 @@ def trainer(folder, bad_step=None, bad="gradients", training=TRAINING, **options
 
     programs = [Compiled(train_step, lambda *_: 3.0, 0.0)]
     every = {"eval_every": 4, "checkpoint_every": 2} | options
-    return Trainer("sparse", folder, MODEL, training, DATA, programs, **every)
+    variant = Variant("sparse", MODEL, training)
+    return Trainer(variant, folder, DATA, programs, hooks.usual(**every))
 
 
 def train(trainers, stop=lambda: False):
@@ -126,7 +129,8 @@ def test_layouts_that_a_pattern_does_not_choose_any_more_are_refused(tmp_path, m
 
     def resume():
         every = {"eval_every": 4, "checkpoint_every": 2}
-        return Trainer("sparse", tmp_path, model, TRAINING, DATA, programs, **every)
+        variant = Variant("sparse", model, TRAINING)
+        return Trainer(variant, tmp_path, DATA, programs, hooks.usual(**every))
 
     first = resume()
     first.save()
@@ -146,12 +150,13 @@ def test_only_remat_may_change_between_a_checkpoint_and_its_resumption(tmp_path)
     every = {"eval_every": 4, "checkpoint_every": 2}
     programs = [Compiled(None, None, 0.0)]
     remat = dataclasses.replace(MODEL, remat="full")
-    t = Trainer("sparse", tmp_path, remat, TRAINING, DATA, programs, **every)
+    variant = Variant("sparse", remat, TRAINING)
+    t = Trainer(variant, tmp_path, DATA, programs, hooks.usual(**every))
     t.close()
     assert t.finished
     with pytest.raises(UserError, match=r"another config.*norm"):
-        other = dataclasses.replace(MODEL, norm="rmsnorm")
-        Trainer("sparse", tmp_path, other, TRAINING, DATA, programs, **every)
+        other = Variant("sparse", dataclasses.replace(MODEL, norm="rmsnorm"), TRAINING)
+        Trainer(other, tmp_path, DATA, programs, hooks.usual(**every))
 
 
 def test_a_mixture_has_a_loss_for_each_corpus_and_their_weighted_mean(tmp_path, monkeypatch):

@@ -114,10 +114,14 @@ class RelayExecutor(MultiProgramExecutor):
         relay = Relay(
             model, training, self.config, eval_shape=held_out, mesh=self.mesh, changing=changing
         )
+
+        def train_step(state, layouts, *arguments, **named):
+            return relay.train_step(state._replace(tables=layouts), *arguments, **named)
+
         return {
-            "train_step": relay.train_step,
+            "train_step": train_step,
             "eval_step": relay.eval_step,
-            "tables": functools.partial(self.tables, model=model, changing=changing),
+            "layouts": functools.partial(self.tables, model=model, changing=changing),
             "gradient_norms": functools.partial(_gradient_norms, relay),
             "parameter_norms": parameter_norms,
             "start_state": functools.partial(self._start, relay),

@@ -121,16 +121,17 @@ def compiled_step(
       executor: where it runs.
     """
     state = initial_state(model, training, executor)
-    state = state._replace(tables=executor.tables(state.tables, model, changing=False))
+    layouts = executor.tables(state.tables, model, changing=False)
+    state = state._replace(tables=())
     step = jitted_train_step(model, training, executor, state)
     tokens = executor.put({"tokens": tokens}, len(tokens))["tokens"]
     start = time.perf_counter()
-    compiled = step.lower(state, tokens, np.float32(0)).compile()
+    compiled = step.lower(state, layouts, tokens, np.float32(0)).compile()
     seconds = time.perf_counter() - start
 
     def run():
         nonlocal state
-        state, report = compiled(state, tokens, np.float32(LEARNING_RATE))
+        state, report = compiled(state, layouts, tokens, np.float32(LEARNING_RATE))
         return report
 
     parameters = memory.parameter_count(model)

@@ -98,11 +98,10 @@ def _phase_seconds(variants, programs, data, executor=SINGLE_DEVICE, rounds=ROUN
     for _ in range(rounds):
         for key, (model, training, program) in phases.items():
             state = initial_state(model, training, executor)
-            tables = program.tables(state.tables)
             for step in range(1 + STEPS_A_ROUND):
                 start = time.perf_counter()
                 limit = no_loss_limit(training)
-                state, tables, report = run_step(program, state, tables, batch, 0.0, limit)
+                state, report = run_step(program, state, batch, 0.0, limit)
                 jax.block_until_ready(report)
                 if step:
                     times[key].append(time.perf_counter() - start)

@@ -5,6 +5,7 @@ A study trains many models on one corpus, each into a folder of its own.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ from sparse_dataflow.runs.preflight import settling
 from sparse_dataflow.runs.request import Request, spelling
 from sparse_dataflow.runs.train import detect_chip
 from sparse_dataflow.runs.training_data import FINAL_WINDOWS, corpus_of, tokenizer_of, training_data
-from sparse_dataflow.training import variants
+from sparse_dataflow.training import hooks, variants
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.monitoring.metrics import read_metrics, say
 from sparse_dataflow.training.phases import refuse_unfit
@@ -193,16 +194,12 @@ def train(
     _keep(where / "steps.json", variant.training.steps)
     every = max(1, variant.training.steps // evaluations)
     trainer = Trainer(
-        variant.name[:6],
+        dataclasses.replace(variant, name=variant.name[:6]),
         where,
-        variant.model,
-        variant.training,
         data,
         programs,
-        evolution=variant.evolution,
-        eval_every=every,
-        checkpoint_every=2 * every,
-        keep=1,
+        hooks.usual(every, 2 * every, variant.training.skip_spikes),
+        checkpoints=functools.partial(Checkpoints, keep=1),
     )
     say(f"{label}, {variant.training.steps} steps into {where}")
     with contextlib.closing(trainer):
