@@ -53,20 +53,15 @@ def with_thresholds(model: Model, tokens: TokenArray, share: float) -> Model:
     Raises:
       UserError: the model has experts.
     """
-    config, tables = model.model, []
-    layers = stacks.weights(config, model.params["blocks"], model.tables)
+    config, groups = model.model, []
+    layers = stacks.weights(config, model.weights)
     windows = calibration_windows(tokens, model.context)
     levels = input_levels(config, model.params["embed"], layers, windows, share)
-    for group, stacked in zip(layer_groups(config), split_groups(model.tables), strict=True):
+    for group, layouts in zip(layer_groups(config), split_groups(model.tables), strict=True):
         of_group = levels[group.layers.start : group.layers.stop]
         joined = {name: np.stack([layer[name] for layer in of_group]) for name in of_group[0]}
-        tables.append(thresholds(stacked, joined))
-    return dataclasses.replace(model, tables=join_groups(tables))
-
-
-def thresholds(tables: dict, levels: Levels) -> dict[str, InputThreshold]:
-    """Returns the tables of a layer, or of stacked layers, with the levels of all projections."""
-    return {name: InputThreshold(tables.get(name), level) for name, level in levels.items()}
+        groups.append({n: InputThreshold(layouts.get(n), level) for n, level in joined.items()})
+    return dataclasses.replace(model, tables=join_groups(groups))
 
 
 def calibration_windows(tokens: TokenArray, context: int) -> np.ndarray:

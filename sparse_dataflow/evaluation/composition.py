@@ -102,7 +102,7 @@ class Composition:
 
     def add(self, name: str, model: Model) -> None:
         """Copies a model to host memory; its parameters on the device are the caller's to free."""
-        self.add_weights(name, kv_cache.prepare(model.model, model.params, model.tables))
+        self.add_weights(name, kv_cache.prepare(model.model, model.weights))
         self.models[name] = dataclasses.replace(model, params={})
 
     def add_weights(self, name: str, weights: kv_cache.Weights) -> None:

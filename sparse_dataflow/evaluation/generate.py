@@ -89,7 +89,7 @@ def generate(
         raise UserError(f"{len(seed)} seeds do not fit {len(tokens)} prompts; legal: one each.")
     sampling = Sampling(temperature, top_k, top_p, seed)
     if weights is None:
-        weights = kv_cache.prepare(model.model, model.params, model.tables)
+        weights = kv_cache.prepare(model.model, model.weights)
     stream = generate_tokens(
         model.model,
         weights,

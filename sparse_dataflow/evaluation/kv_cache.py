@@ -19,6 +19,7 @@ from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.experts import ROUTER
 from sparse_dataflow.models.linear import layer_weights
+from sparse_dataflow.models.model_weights import ModelWeights
 
 
 class Weights(NamedTuple):
@@ -48,20 +49,17 @@ class LayerCache(NamedTuple):
     values: jax.Array
 
 
-def prepare(config: ModelConfig, params: dict, tables: dict) -> Weights:
-    """Casts the weights layer by layer to the compute dtype; see `gpt` for params and tables.
-
-    Routers stay float32.
-    """
+def prepare(config: ModelConfig, of_model: ModelWeights) -> Weights:
+    """Casts the weights layer by layer to the compute dtype; routers stay float32."""
     dtype = jnp.dtype(config.compute_dtype)
     cast = functools.partial(jax.tree.map, lambda leaf: jnp.asarray(leaf, dtype))
-    layers = []
-    for stacked, stacked_tables in zip(
-        split_groups(params["blocks"]), split_groups(tables), strict=True
+    params, layers = of_model.merged, []
+    for stacked, layouts in zip(
+        split_groups(params["blocks"]), split_groups(of_model.tables), strict=True
     ):
         for i in range(len(jax.tree.leaves(stacked)[0])):
-            layer_tables = jax.tree.map(lambda table, i=i: jnp.asarray(table[i]), stacked_tables)
-            layers.append(layer_weights(config, _layer(stacked, i, dtype), layer_tables))
+            layout = jax.tree.map(lambda table, i=i: jnp.asarray(table[i]), layouts)
+            layers.append(layer_weights(config, _layer(stacked, i, dtype), layout))
     return Weights(cast(params["embed"]), tuple(layers), cast(params["head"]))
 
 
@@ -85,8 +83,8 @@ def random_weights(config: ModelConfig, seed: int) -> Weights:
         init = jax.jit(functools.partial(gpt.init, layer_config))
         for i, layer in enumerate(group.layers):
             params = init(jax.random.fold_in(key, layer))
-            layer_tables = jax.tree.map(lambda table, i=i: table[i : i + 1], stacked)
-            weights = prepare(layer_config, params, layer_tables)
+            layouts = jax.tree.map(lambda table, i=i: table[i : i + 1], stacked)
+            weights = prepare(layer_config, ModelWeights(params, layouts))
             layers += weights.layers
     return weights._replace(layers=tuple(layers))
 

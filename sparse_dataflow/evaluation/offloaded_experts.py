@@ -34,6 +34,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.expert_rows import collect, dispatch, spread
 from sparse_dataflow.models.linear import without_layout
+from sparse_dataflow.models.model_weights import ModelWeights
 from sparse_dataflow.models.shard import WHOLE
 
 
@@ -115,13 +116,15 @@ class OffloadedExperts:
         params = jax.tree.map(np.asarray, model.params)
         others = {**params, "blocks": join_groups([*map(_others, split_groups(params["blocks"]))])}
         others = jax.device_put(others, self._device)
-        weights = jax.device_put(kv_cache.prepare(config, others, model.tables), self._device)
+        weights = jax.device_put(
+            kv_cache.prepare(config, ModelWeights(others, model.tables)), self._device
+        )
         del others  # Frees the float32 weights before the slots are allocated.
         self.other_bytes = _bytes(weights)
         self._ends = weights._replace(layers=())
         self._layers: list[_Layer] = []
         dtype = jnp.dtype(config.compute_dtype)
-        layers = stacks.weights(config, params["blocks"], model.tables)
+        layers = stacks.weights(config, ModelWeights(params, model.tables))
         for resident, stored in zip(weights.layers, layers, strict=True):
             stacked = _experts(stored)
             experts = [

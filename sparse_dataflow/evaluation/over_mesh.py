@@ -27,7 +27,7 @@ def mesh_forward(trained: Model, executor: Sharded) -> Forward:
         trained.model, dataclasses.replace(trained.training, batch=shards, micro_batches=1)
     )
     state = TrainState(np.int32(0), trained.params, (), trained.tables, ())
-    tables = executor.tables(trained.tables, trained.model, changing=False)
+    tables = executor.layouts(trained.tables, trained.model, changing=False)
     state = executor.place(state, trained.model)._replace(tables=tables)
     program = jax.jit(functools.partial(executor.token_scores, trained.model))
 

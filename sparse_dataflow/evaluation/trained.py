@@ -16,6 +16,7 @@ from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import guides
+from sparse_dataflow.models.model_weights import ModelWeights
 from sparse_dataflow.training.phases import phase_before, phases
 from sparse_dataflow.training.run_files import (
     RunRecord,
@@ -79,6 +80,11 @@ class Model:
     def context(self) -> int:
         """Context length of the training in tokens."""
         return self.training.sequence
+
+    @property
+    def weights(self) -> ModelWeights:
+        """All weights with their layouts."""
+        return ModelWeights(self.params, self.tables)
 
     def tree_flatten_with_keys(self) -> tuple[tuple, "_Static"]:
         """See `jax.tree_util.register_pytree_with_keys_class`.

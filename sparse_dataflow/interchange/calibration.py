@@ -7,7 +7,6 @@ of the output, summed over the tokens, if the block is removed and inputs are un
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +17,12 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.inputs import observed_block
+from sparse_dataflow.models.model_weights import ModelWeights
 
 
 def input_norms(
     model: ModelConfig,
-    params: dict,
-    tables: Any,
+    weights: ModelWeights,
     batches: Iterable[np.ndarray],
     mixed: Mapping[str, int],
 ) -> dict[str, np.ndarray]:
@@ -34,8 +33,7 @@ def input_norms(
 
     Args:
       model: config of the model that runs.
-      params: its parameter tree.
-      tables: its layout tables.
+      weights: its weights.
       batches: int32 [B, T] token ids.
       mixed: projection -> width of the Hadamard transform of the inputs that are measured.
     """
@@ -43,9 +41,10 @@ def input_norms(
     widths = tuple(sorted(mixed.items()))
     squares: list[dict[str, np.ndarray]] = []
     for tokens in batches:
-        x = gpt.embed(model, jax.tree.map(jnp.asarray, params["embed"]), jnp.asarray(tokens))
+        embed = jax.tree.map(jnp.asarray, weights.merged["embed"])
+        x = gpt.embed(model, embed, jnp.asarray(tokens))
         of_batch = []
-        layers = stacks.weights(model, params["blocks"], tables)
+        layers = stacks.weights(model, weights)
         for group, layer in zip(groups, layers, strict=True):
             x, sums = _apply(group.model, widths, jax.tree.map(jnp.asarray, layer), x)
             of_batch.append(jax.device_get(sums))

@@ -12,12 +12,13 @@ from sparse_dataflow.config.projections import LOW_RANK, MLP
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models import stacks
 from sparse_dataflow.models.experts import expert_layout
+from sparse_dataflow.models.model_weights import ModelWeights
 from sparse_dataflow.sparsity.layout import BlockLayout
 
 QKV = ("q", "k", "v")
 
 
-def dense_form(model: ModelConfig, params: dict, tables: dict) -> tuple[ModelConfig, dict]:
+def dense_form(model: ModelConfig, weights: ModelWeights) -> tuple[ModelConfig, dict]:
     """Converts a model to a dense one of standard parametrization.
 
     Blocks that are not stored become zeros, two factors their product. Hadamard transforms and
@@ -26,16 +27,15 @@ def dense_form(model: ModelConfig, params: dict, tables: dict) -> tuple[ModelCon
 
     Args:
       model: config of the model, without a shared expert.
-      params: its parameter tree; see `gpt`.
-      tables: its concrete layout tables.
+      weights: its weights.
 
     Returns:
       (dense config, dense parameter tree in numpy float32).
     """
-    layouts = stacks.layouts_from_tables(model, tables)
+    params, layouts = weights.merged, stacks.layouts_from_tables(model, weights.tables)
     dense = dataclasses.replace(model, linears={}, parametrization="standard")
     layers = []
-    for i, (layer_params, _) in enumerate(stacks.layers(params["blocks"], tables)):
+    for i, (layer_params, _) in enumerate(stacks.layers(params["blocks"], weights.tables)):
         layer = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), layer_params)
         for name in model.projections:
             if model.experts and name in MLP:

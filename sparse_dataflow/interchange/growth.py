@@ -10,7 +10,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,20 +24,20 @@ from sparse_dataflow.interchange.equivalent_forms import dense_module
 from sparse_dataflow.interchange.width import SPREAD, WIDTHS, head_sources, wider
 from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.experts import ROUTER, expert_layout
+from sparse_dataflow.models.model_weights import ModelWeights
 
 
 def grown(
-    old: ModelConfig, params: dict, tables: Any, new: ModelConfig, key: jax.Array
-) -> tuple[ModelConfig, dict, Any]:
-    """Returns (config, parameters, layout tables) of the shape of `new` and the function of `old`.
+    old: ModelConfig, weights: ModelWeights, new: ModelConfig, key: jax.Array
+) -> tuple[ModelConfig, ModelWeights]:
+    """Returns (config, weights) of the shape of `new` and the function of `old`.
 
     Storage is that of the old model, except that stored blocks become dense where experts are, or
     where the wider model cannot repeat them.
 
     Args:
-      old: config of the parameters.
-      params: parameter tree; see `gpt`.
-      tables: concrete layout tables.
+      old: config of the weights.
+      weights: with concrete layouts.
       new: config of the larger model.
       key: draws new parameters.
 
@@ -49,13 +48,13 @@ def grown(
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel().tolist())
     spread = 0.0
     if any(getattr(old, name) != getattr(new, name) for name in WIDTHS):
-        old, params, tables = wider(old, params, tables, new, rng)
+        old, weights = wider(old, weights, new, rng)
         spread = SPREAD
     if new.num_layers > old.num_layers:
-        old, params, tables = _deeper(old, params, tables, new.num_layers, spread, rng)
+        old, weights = _deeper(old, weights, new.num_layers, spread, rng)
     if new.experts and not old.experts:
-        old, params, tables = _with_experts(old, params, tables, new, key)
-    return old, params, tables
+        old, weights = _with_experts(old, weights, new, key)
+    return old, weights
 
 
 def refuse_other_shapes(old: ModelConfig, new: ModelConfig) -> None:
@@ -101,19 +100,19 @@ def by_layer(multipliers: Sequence[float], num_layers: int) -> tuple[float, ...]
     return tuple(multipliers[i] for i in layer_sources(len(multipliers), num_layers))
 
 
-def _deeper(old, params, tables, num_layers, spread, rng):
+def _deeper(old, weights, num_layers, spread, rng):
     """Inserts blocks that add nothing to the residual stream."""
     by_depth = by_layer(old.density_by_depth, num_layers)
     config = dataclasses.replace(old, num_layers=num_layers, density_by_depth=by_depth)
-    trees = list(stacks.layers(params["blocks"], tables))
+    trees = list(stacks.layers(weights.params["blocks"], weights.tables))
     sources = layer_sources(old.num_layers, num_layers)
     is_new = np.diff(sources, prepend=-1) == 0
     layers = [
         _silent(trees[i][0], spread, rng) if new else trees[i][0] for i, new in zip(sources, is_new)
     ]
     blocks = stacks.stacked_layers(config, layers)
-    tables = stacks.stacked_layers(config, [trees[i][1] for i in sources])
-    return config, {**params, "blocks": blocks}, tables
+    layouts = stacks.stacked_layers(config, [trees[i][1] for i in sources])
+    return config, ModelWeights({**weights.params, "blocks": blocks}, layouts)
 
 
 def _silent(tree, spread, rng):
@@ -140,7 +139,7 @@ def _silent(tree, spread, rng):
     return result
 
 
-def _with_experts(old, params, tables, new, key):
+def _with_experts(old, weights, new, key):
     """Puts the MLP in every expert, over the number of experts whose outputs are summed."""
     if new.top_k == 1:
         raise UserError(
@@ -148,7 +147,7 @@ def _with_experts(old, params, tables, new, key):
             "experts that begin as the MLP of the initial weights have another function; legal: "
             "model.top_k of 2 or more."
         )
-    layouts = stacks.layouts_from_tables(old, tables)
+    layouts = stacks.layouts_from_tables(old, weights.tables)
     names = [name for name in old.projections if name in MLP]
     stored = [name for name in names if new.linear(name).kind == "block_sparse"]
     for name in stored:
@@ -158,8 +157,9 @@ def _with_experts(old, params, tables, new, key):
     config = dataclasses.replace(old, **fields, linears=linears)
     share = np.float32(1 / (new.prototypes + new.shared_expert))
     routers = _drawn_routers(config, key)
-    layers, layer_tables = [], []
-    for i, (layer, tables_of_layer) in enumerate(stacks.layers(params["blocks"], tables)):
+    layers, kept = [], []
+    trees = stacks.layers(weights.params["blocks"], weights.tables)
+    for i, (layer, of_layer) in enumerate(trees):
         layer, mlp = dict(layer), {}
         for name in names:
             module = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), layer.pop(name))
@@ -172,11 +172,9 @@ def _with_experts(old, params, tables, new, key):
         experts = {ROUTER: routers[i], **jax.tree.map(copies, mlp)}
         experts |= {"shared": mlp} if new.shared_expert else {}
         layers.append({**layer, "experts": experts})
-        layer_tables.append(
-            {name: t for name, t in tables_of_layer.items() if name not in names or name in stored}
-        )
-    blocks, tables = (stacks.stacked_layers(config, trees) for trees in (layers, layer_tables))
-    return config, {**params, "blocks": blocks}, tables
+        kept.append({n: t for n, t in of_layer.items() if n not in names or n in stored})
+    blocks, of_blocks = (stacks.stacked_layers(config, of_all) for of_all in (layers, kept))
+    return config, ModelWeights({**weights.params, "blocks": blocks}, of_blocks)
 
 
 def _refuse_other_layouts(old, new, name, layouts):

@@ -40,6 +40,7 @@ from sparse_dataflow.interchange.equivalent_forms import (
     with_zero_biases,
 )
 from sparse_dataflow.interchange.sparse_form import CONFIG, MODEL_TYPE, SOURCE
+from sparse_dataflow.models.model_weights import ModelWeights
 from sparse_dataflow.training.run_files import RunRecord
 
 CARD = "README.md"
@@ -281,7 +282,7 @@ def write(
             f"The architecture {architecture!r} is unknown; legal: {AUTO}, "
             f"{', '.join(architectures.ARCHITECTURES)}."
         )
-    params = _reordered(params, tokenizer.ids_from_original)
+    weights = ModelWeights(_reordered(params, tokenizer.ids_from_original), tables)
     ids = tokenizer.original_ids
     end_of_text = ids[tokenizer.eot_id] if ids else tokenizer.eot_id
     if form == "dense":
@@ -294,12 +295,11 @@ def write(
         if form == "dense":
             config = _exported_fields(name, representation, tokenizer)
             (partial / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-            dense, weights = dense_form(model, params, tables)
-            arrays = _tensors(name, representation, dense, weights)
+            arrays = _tensors(name, representation, *dense_form(model, weights))
             files = tensors.write(partial, arrays, {})
         else:
             more = {"end_of_text": end_of_text, SOURCE: _source(tokenizer)}
-            files = sparse_form.write(partial, model, params, tables, context, more)
+            files = sparse_form.write(partial, model, weights, context, more)
         for path in files:  # safetensors creates files that only their owner can read.
             shutil.copymode(partial / CONFIG, path)
         tokenizer_files.write(partial, tokenizer, context)

@@ -23,6 +23,7 @@ from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import tensors
 from sparse_dataflow.models import gpt, stacks
+from sparse_dataflow.models.model_weights import ModelWeights
 
 MODEL_TYPE = "sparse_dataflow"
 FORMAT = "sparse_dataflow-1"
@@ -32,8 +33,7 @@ CONFIG, SOURCE = "config.json", "source"
 def write(
     folder: Path,
     model: ModelConfig,
-    params: dict,
-    tables: dict,
+    weights: ModelWeights,
     context: int,
     more: Mapping[str, Any],
 ) -> list[Path]:
@@ -45,15 +45,17 @@ def write(
         "model": model.to_json(),
         "context": context,
         **{name: value for name, value in more.items() if value is not None},
-        "layout": _digest(tables),
+        "layout": _digest(weights.tables),
     }
+    params = weights.merged
     (folder / CONFIG).write_text(json.dumps(fields, indent=1) + "\n")
     other_sections = {name: section for name, section in params.items() if name != "blocks"}
     arrays = {name: np.asarray(leaf, np.float32) for name, leaf in flatten(other_sections).items()}
-    for i, (layer_params, layer_tables) in enumerate(stacks.layers(params["blocks"], tables)):
-        for name, leaf in flatten(layer_params).items():
+    layers = stacks.layers(params["blocks"], weights.tables)
+    for i, (of_layer, layouts) in enumerate(layers):
+        for name, leaf in flatten(of_layer).items():
             arrays[f"blocks.{i}.{name}"] = np.asarray(leaf, np.float32)
-        for name, table in flatten(layer_tables).items():
+        for name, table in flatten(layouts).items():
             arrays[f"blocks.{i}.{name}"] = np.asarray(table)
     return tensors.write(folder, arrays, {"sparse_dataflow": FORMAT})
 

@@ -38,6 +38,7 @@ from sparse_dataflow.interchange.calibration import input_norms
 from sparse_dataflow.interchange.fetched_model import on_this_machine
 from sparse_dataflow.models import adapters, gpt, stacks
 from sparse_dataflow.models.experts import expert_layout
+from sparse_dataflow.models.model_weights import ModelWeights
 from sparse_dataflow.optim.optimizers import make_optimizer
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
@@ -62,6 +63,11 @@ class StartingPoint(NamedTuple):
     tables: dict
     tokenizer: Tokenizer
     provenance: dict[str, Any]
+
+    @property
+    def weights(self) -> ModelWeights:
+        """The weights with their layouts."""
+        return ModelWeights(self.params, self.tables)
 
 
 def run_config(
@@ -266,15 +272,15 @@ def initial_state_from(
       UserError: the weights of `start` do not fit `model`.
     """
     step, key = jnp.zeros((), jnp.int32), jax.random.key(training.seed)
-    larger = growth.grown(start.model, start.params, start.tables, model, key)
-    start = StartingPoint(*larger, start.tokenizer, start.provenance)
+    larger, weights = growth.grown(start.model, start.weights, model, key)
+    start = start._replace(model=larger, params=weights.params, tables=weights.tables)
     _refuse_mismatch(start.model, model)
     stacks.check_layouts(model)
     norms = None
     if calibration is not None:
         mixed = {name: model.linear(name).hadamard for name in model.projections}
         shape = dataclasses.replace(start.model, compute_dtype=model.compute_dtype)
-        norms = input_norms(shape, start.params, start.tables, calibration, mixed)
+        norms = input_norms(shape, start.weights, calibration, mixed)
         norms = processes.broadcast_arrays(norms)  # Each process has other rows of the batches.
     params = jax.tree.map(jnp.array, start.params)
     state = TrainState(step, params, (), start.tables, key)

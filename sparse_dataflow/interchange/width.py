@@ -20,6 +20,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.equivalent_forms import dense_module
 from sparse_dataflow.models import stacks
 from sparse_dataflow.models.experts import ROUTER
+from sparse_dataflow.models.model_weights import ModelWeights
 from sparse_dataflow.sparsity.layout import BlockLayout
 
 SPREAD = 0.5
@@ -83,17 +84,16 @@ def head_sources(old: ModelConfig, new: ModelConfig) -> tuple[np.ndarray, np.nda
 
 
 def wider(
-    old: ModelConfig, params: dict, tables: dict, new: ModelConfig, rng: np.random.Generator
-) -> tuple[ModelConfig, dict, dict]:
-    """Returns (config, parameters, layout tables) of the widths of `new`, with equal logits.
+    old: ModelConfig, weights: ModelWeights, new: ModelConfig, rng: np.random.Generator
+) -> tuple[ModelConfig, ModelWeights]:
+    """Returns (config, weights) of the widths of `new`, with equal logits.
 
     Stored blocks stay stored blocks where every feature has equally many copies: the layout is
     repeated.  Elsewhere they become dense.
 
     Args:
-      old: config of the parameters.
-      params: parameter tree; see `gpt`.
-      tables: concrete layout tables.
+      old: config of the weights.
+      weights: with concrete layouts.
       new: config of the wider model; `growth.grown` refuses other shapes.
       rng: draws the shares.
 
@@ -101,7 +101,7 @@ def wider(
       UserError: `new` stores blocks of a projection that cannot have the old ones.
     """
     sources = Sources.of(old, new)
-    layouts = stacks.layouts_from_tables(old, tables)
+    layouts = stacks.layouts_from_tables(old, weights.tables)
     unstored = [name for name in layouts if not _repeats(sources, name)]
     for name in layouts:
         _refuse_other_blocks(old, new, name, name in unstored)
@@ -110,8 +110,8 @@ def wider(
     config = dataclasses.replace(old, **widths, linears=linears)
     wide_layouts: dict[str, list[BlockLayout]] = {}
     layers = []
-    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params)
-    for i, (layer, _) in enumerate(stacks.layers(params["blocks"], tables)):
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), weights.merged)
+    for i, (layer, _) in enumerate(stacks.layers(params["blocks"], weights.tables)):
         for name in unstored:
             layer[name] = dense_module(old, name, layer[name], layouts[name][i])
         stored = {name: layouts[name][i] for name in linears if name in layouts}
@@ -131,7 +131,7 @@ def wider(
         head = {"norm": {n: leaf[sources.stream] for n, leaf in norm.items()}, "output": output}
     blocks = stacks.stacked_layers(config, layers)
     wide_params = {"embed": embed, "blocks": blocks, "head": head}
-    return config, wide_params, stacks.layout_tables(wide_layouts)
+    return config, ModelWeights(wide_params, stacks.layout_tables(wide_layouts))
 
 
 def _block(tree, sources, layouts, rng):

@@ -8,7 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparse_dataflow.models import adapters
+from sparse_dataflow.config.layer_groups import group_index_of_path, split_groups
+from sparse_dataflow.models import adapters, stacks
+from sparse_dataflow.sparsity.layout import LayoutTables
 
 
 @jax.tree_util.register_static
@@ -68,6 +70,17 @@ class ModelWeights:
     def tables(self) -> Any:
         """Layout tables of all layers, in numpy if they are fixed; {} for none."""
         return (self.layouts.tables if isinstance(self.layouts, Fixed) else self.layouts) or {}
+
+    def with_groups(self) -> "ModelWeights":
+        """Returns the weights with the groups of layouts that have them; see `stacks`."""
+        return dataclasses.replace(self, layouts=stacks.with_groups(self.tables))
+
+    def layout_at(self, path: tuple) -> LayoutTables | None:
+        """Returns the layouts of the stacked weight at a `jax.tree_util` path of `params`; None for
+        what is not block-sparse."""
+        if not self.tables or path[-1].key != "values":
+            return None
+        return split_groups(self.tables)[group_index_of_path(path)][path[-2].key]
 
 
 def weights_of(params: Any, tables: Any = None, frozen: Any = ()) -> ModelWeights:

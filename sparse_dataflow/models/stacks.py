@@ -91,10 +91,10 @@ def layers(blocks: Any, tables: Any) -> Iterator[tuple[dict, dict]]:
             yield jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
 
 
-def weights(config: ModelConfig, blocks: Any, tables: Any) -> Iterator[dict]:
-    """Yields the `layer_weights` of each layer in order, from the stacked trees."""
-    for params, of_layer in layers(blocks, tables):
-        yield layer_weights(config, params, of_layer)
+def weights(config: ModelConfig, of_model: Any) -> Iterator[dict]:
+    """Yields the `layer_weights` of each layer in order, from `ModelWeights`."""
+    for params, layouts in layers(of_model.merged["blocks"], of_model.tables):
+        yield layer_weights(config, params, layouts)
 
 
 def stacked_layers(config: ModelConfig, trees: Sequence) -> Any:

@@ -94,19 +94,19 @@ class Matrices:
         return units.reshape(*units.shape[:-4], -1, *self.unit[1:])
 
 
-def matrices_of(shape: tuple[int, ...], tables: LayoutTables | None) -> Matrices:
+def matrices_of(shape: tuple[int, ...], layout: LayoutTables | None) -> Matrices:
     """Returns the matrices of a weight.
 
     Args:
       shape: of its stored form: [..., inputs, outputs], or [..., nnz, block, block].
-      tables: tables of its layout, as the executor has them; None for a dense weight.  Without
+      layout: tables of its layout, as the executor has them; None for a dense weight.  Without
         `groups`, as those of layouts that change, each stored block is a matrix.  If devices share
         the weight, the groups are those of a device.
     """
-    if tables is None or tables.groups is None:
+    if layout is None or layout.groups is None:
         return Matrices(tuple(shape[-2:]))
-    groups = tables.groups
-    in_blocks, out_blocks = tables.out_index.shape[-2], tables.in_index.shape[-2]
+    groups = layout.groups
+    in_blocks, out_blocks = layout.out_index.shape[-2], layout.in_index.shape[-2]
     sides = in_blocks // groups.in_parts, out_blocks // groups.out_parts
     if sides[1] == groups.out_run:  # The blocks of a group follow one another.
         groups, (in_blocks, out_blocks) = Groups(1, *sides), sides

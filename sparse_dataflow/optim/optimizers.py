@@ -12,12 +12,12 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sparse_dataflow.config.layer_groups import group_index_of_path, layer_groups, split_groups
+from sparse_dataflow.config.layer_groups import group_index_of_path, layer_groups
 from sparse_dataflow.config.model import SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models.guides import GUIDE
+from sparse_dataflow.models.model_weights import ModelWeights
 from sparse_dataflow.optim import muon
-from sparse_dataflow.sparsity.layout import LayoutTables
 
 B1, B2, EPS = 0.9, 0.95, 1e-8
 """Adam's decay rates of the moments, from GPT-3 (arXiv 2005.14165, appendix B), and epsilon.
@@ -61,8 +61,8 @@ def make_optimizer(
     """Returns clipping, Adam or Muon, decoupled weight decay and per-parameter multipliers.
 
     The caller multiplies the updates by minus the learning rate.  The learning rate is an argument
-    of the train step, so a schedule never recompiles.  `update` takes the layout tables as keyword
-    `tables`: Muon's matrices are the groups of layouts that have them and cannot change.
+    of the train step, so a schedule never recompiles.  `update` takes the `ModelWeights` as keyword
+    `weights`: Muon's matrices are the groups of layouts that have them and cannot change.
 
     Args:
       model: config of the model.
@@ -71,8 +71,8 @@ def make_optimizer(
         None for one device.
     """
 
-    def scale(updates, state, params=None, *, tables=None, **_):
-        multipliers = learning_rate_multipliers(model, training, updates, tables)
+    def scale(updates, state, params=None, *, weights=None, **_):
+        multipliers = learning_rate_multipliers(model, training, updates, weights)
         return jax.tree.map(lambda u, m: u * m, updates, multipliers), state
 
     return optax.chain(
@@ -112,7 +112,7 @@ def _moments(training, mesh):
         state = adam.init(others(params))
         return rounded(state._replace(mu=jax.tree.map(jnp.zeros_like, params)))
 
-    def update(gradients, state, params=None, *, tables=None, **_):
+    def update(gradients, state, params=None, *, weights=None, **_):
         widen = lambda tree, like: jax.tree.map(lambda m, g: m.astype(g.dtype), tree, like)  # noqa: E731
         mu, rest = widen(state.mu, gradients), others(gradients)
         small = state._replace(mu=others(mu), nu=widen(state.nu, rest))
@@ -120,7 +120,9 @@ def _moments(training, mesh):
         mu = with_matrices(lambda _, *x: muon.with_gradient(*x), small.mu, mu, gradients)
 
         def move(path, momentum, gradient):
-            matrices = muon.matrices_of(gradient.shape, tables_of_path(tables, path))
+            matrices = muon.matrices_of(
+                gradient.shape, weights.layout_at(path) if weights else None
+            )
             return _matrix_updates(momentum, gradient, small.count, mesh, matrices)
 
         updates = with_matrices(move, updates, mu, gradients)
@@ -129,18 +131,6 @@ def _moments(training, mesh):
         return updates, rounded(small._replace(mu=mu))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def tables_of_path(tables: Any, path: tuple) -> LayoutTables | None:
-    """Returns the stacked tables of the weight at a `jax.tree_util` path; None if it has none.
-
-    Args:
-      tables: of all groups of layers, see `stacks.layout_tables`; () or None for none.
-      path: of a leaf of the params.
-    """
-    if not tables or path[-1].key != "values":
-        return None
-    return split_groups(tables)[group_index_of_path(path)][path[-2].key]
 
 
 def _matrix_updates(momentum, gradient, number, mesh, matrices):
@@ -202,7 +192,10 @@ def decay_mask(params: dict) -> dict:
 
 
 def learning_rate_multipliers(
-    model: ModelConfig, training: TrainingConfig, params: dict, tables: Any = None
+    model: ModelConfig,
+    training: TrainingConfig,
+    params: dict,
+    weights: ModelWeights | None = None,
 ) -> dict:
     """Returns the learning-rate multiplier of each parameter.
 
@@ -229,7 +222,7 @@ def learning_rate_multipliers(
       model: config of the model.
       training: optimizer settings.
       params: the parameters, or shapes or updates like them.
-      tables: layout tables, see `make_optimizer`.
+      weights: for their layouts, see `make_optimizer`; None without any.
     """
 
     def multiplier(path, leaf):
@@ -251,7 +244,8 @@ def learning_rate_multipliers(
             rate *= SUPAR_WIDTH / (model.d_model * read[name])
             if has_muon:
                 inputs = model.projection_shape(projection)[0]
-                matrix = muon.matrices_of(leaf.shape, tables_of_path(tables, path)).shape
+                layout = weights.layout_at(path) if weights else None
+                matrix = muon.matrices_of(leaf.shape, layout).shape
                 share = 1.0 if name in muon.FACTORS else matrix[0] / inputs
                 rate *= math.sqrt(model.d_model * share / SUPAR_WIDTH)
         return rate

@@ -88,7 +88,7 @@ class Executor:
         """Inverts `place`, except that arrays stay on their devices."""
         return state
 
-    def tables(self, tables: dict, model: ModelConfig, changing: bool) -> Any:
+    def layouts(self, tables: dict, model: ModelConfig, changing: bool) -> Any:
         """Returns the programs' tables; `Fixed` if the programs are specialised to them.
 
         Args:
@@ -105,9 +105,9 @@ class Executor:
 
         Args:
           state: shapes, without tables.
-          tables: as in `tables`.
+          tables: as in `layouts`.
           model: config of the model.
-          changing: as in `tables`.
+          changing: as in `layouts`.
           batch: shapes of a whole batch by name.
         """
         return {

@@ -305,7 +305,7 @@ class Sharded(Executor):
         placed = jax.tree_util.tree_map_with_path(place, arrays, self.shardings(arrays, model))
         return placed._replace(tables=state.tables)
 
-    def tables(self, tables, model, changing):
+    def layouts(self, tables, model, changing):
         """See `Executor`."""
         target = NamedSharding(self.mesh, TABLES)
         return jax.tree.map(

@@ -295,6 +295,6 @@ def _continuations(trainers, corpus, tokenizer):
 def _continued(trainer, prompts):
     """Returns int [prompts, tokens], the greedy continuations, as long as the prompts."""
     model = dataclasses.replace(trainer.model, precision=PRECISIONS[0])
-    weights = kv_cache.prepare(model, trainer.state.weights.merged, trainer.state.tables)
+    weights = kv_cache.prepare(model, trainer.state.weights)
     count, context = len(prompts[0]), trainer.training.sequence
     return np.transpose([*generate_tokens(model, weights, prompts, count, context)])

@@ -37,15 +37,14 @@ def activation_changes(
       stream, averaged over layers.
     """
     state = initial_state(model, training)
-    tables = state.tables
-    state = state._replace(tables=Fixed(tables))
+    state = state._replace(tables=Fixed(state.tables))
     step = jax.jit(make_train_step(model, training))
-    activations = jax.jit(functools.partial(_activations, model, tables=tables))
-    before = activations(state.params, tokens=batches[0][:, :-1])
+    activations = jax.jit(functools.partial(_activations, model))
+    before = activations(state.weights, batches[0][:, :-1])
     changes = []
     for tokens in batches:
         state, _ = step(state, tokens, np.float32(training.learning_rate))
-        after = activations(state.params, tokens=batches[0][:, :-1])
+        after = activations(state.weights, batches[0][:, :-1])
         changes.append({name: _rms(after[name] - before[name]) for name in ACTIVATIONS})
     return {name: np.array([float(c[name]) for c in changes]) for name in ACTIVATIONS}
 
@@ -54,11 +53,12 @@ def _rms(x):
     return jnp.sqrt(jnp.mean(jnp.square(x)))
 
 
-def _activations(model, params, tables, tokens):
+def _activations(model, of_model, tokens):
+    params = of_model.params
     x = gpt.embed(model, params["embed"], tokens)
     activations = {"embed": x}
     branches = []
-    for weights in stacks.weights(model, params["blocks"], tables):
+    for weights in stacks.weights(model, of_model):
         middle, x_after, _ = gpt.bind_block(model, weights).residuals(x)
         branches.append((middle - x, x_after - middle))
         x = x_after

@@ -120,7 +120,7 @@ class Trainer:
                     return start()
                 return initial_state(self.phases[0].model, self.training, executor)
             phase = self.phases[phase_before(self.phases, int(restored.step))]
-            refuse_other_layouts(restored.tables, phase)
+            refuse_other_layouts(restored, phase)
             frozen = base.read() if base else ()
             return executor.place(restored._replace(frozen=frozen), phase.model)
 

@@ -168,7 +168,7 @@ def _compile(phase, training, data, executor):
         programs = executor.programs(model, training, data, phase.runtime_layouts)
         return Compiled(**programs, seconds=time.perf_counter() - start)
     canonical = stacks.layout_tables(stacks.layouts(model))
-    place = functools.partial(executor.tables, model=model, changing=phase.runtime_layouts)
+    place = functools.partial(executor.layouts, model=model, changing=phase.runtime_layouts)
     shapes = executor.placed_shapes(abstract_state(model, training, executor), model)
     layouts = place(canonical)
     replicated = executor.replicated()

@@ -129,15 +129,15 @@ def reading_extra():
         ) from None
 
 
-def refuse_other_layouts(tables: Any, phase: Phase) -> None:
-    """Refuses the tables of a checkpoint that the phase's programs were not specialised to.
+def refuse_other_layouts(state: TrainState, phase: Phase) -> None:
+    """Refuses the layouts of a checkpoint that the phase's programs were not specialised to.
 
     Raises:
       UserError: a pattern of this version chooses other blocks than the version that trained.
     """
     if phase.runtime_layouts:
         return
-    saved = stacks.layouts_from_tables(phase.model, tables)
+    saved = stacks.layouts_from_tables(phase.model, state.tables)
     expected = stacks.layouts(phase.model)
     if names := sorted(name for name in expected if saved[name] != expected[name]):
         raise UserError(

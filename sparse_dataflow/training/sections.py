@@ -47,26 +47,22 @@ def section_seconds(
     dtype = jnp.dtype(model.compute_dtype)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
     # Layouts of quantised products never change, and need their groups.
-    layer_tables = (
-        stacks.with_groups(jax.device_get(state.tables)) if model.quantized else state.tables
-    )
+    layouts = stacks.with_groups(jax.device_get(state.tables)) if model.quantized else state.tables
     first_layers = [
         jax.tree.map(lambda leaf: leaf[0], stacked)
-        for stacked in zip(
-            split_groups(state.params["blocks"]), split_groups(layer_tables), strict=True
-        )
+        for stacked in zip(split_groups(state.params["blocks"]), split_groups(layouts), strict=True)
     ]
 
-    def bound(params, tables):
-        return gpt.bind_block(model, layer_weights(model, params, tables))
+    def bound(layer):
+        return gpt.bind_block(model, layer_weights(model, *layer))
 
     def all_layers(apply, width):
         """Times `apply(block, x)` in the first layer of each group; returns the sum."""
         x, total = draw(B, T, width), 0.0
-        for group, (params, tables) in zip(layer_groups(model), first_layers, strict=True):
+        for group, (params, layout) in zip(layer_groups(model), first_layers, strict=True):
 
-            def forward(params, x, tables=tables):
-                return apply(bound(params, tables), x)
+            def forward(params, x, layout=layout):
+                return apply(bound((params, layout)), x)
 
             total += len(group.layers) * _seconds(forward, (params, x))
         return total
@@ -79,7 +75,7 @@ def section_seconds(
         return all_layers(lambda block, x: block.experts(x, WHOLE)[0], D)
 
     def elementwise(params, x, normed, products):
-        block = bound(params, first_layers[0][1])
+        block = bound((params, first_layers[0][1]))
         heads = [getattr(block, name)(leaf) for name, leaf in normed.items()]
         activated = () if model.experts else activate(model, *products)
         return block.norm1(x), block.norm2(x), heads, activated
@@ -136,7 +132,7 @@ def _seconds(function: Callable, inputs: tuple, *data) -> float:
 
 def _optimizer_seconds(model, training, state):
     optimizer = make_optimizer(model, training)
-    update = jax.jit(functools.partial(optimizer.update, tables=stacks.with_groups(state.tables)))
+    update = jax.jit(functools.partial(optimizer.update, weights=state.weights.with_groups()))
     return _median(lambda: update(state.params, state.moments, state.params))
 
 

@@ -72,7 +72,7 @@ def test_each_tensor_has_the_share_of_zeros():
     @jax.jit
     def all_shares(params):
         x, shares = gpt.embed(config, params["embed"], tokens), []
-        for layer in stacks.weights(config, params["blocks"], model.tables):
+        for layer in stacks.weights(config, model.weights):
             x, of_layer = observed_block(config, layer, x, zeros)
             shares.append(of_layer)
         return shares

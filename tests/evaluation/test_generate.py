@@ -13,7 +13,7 @@ from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.generate import bucket, generate, generate_tokens
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt, stacks
-from sparse_dataflow.models.model_weights import weights_of
+from sparse_dataflow.models.model_weights import ModelWeights, weights_of
 from sparse_dataflow.parallel import whole
 
 
@@ -38,7 +38,7 @@ def draw_prompts(lengths, vocab_size=40, seed=1):
 
 def greedy_tokens(config, prompts, count, context=16):
     params, tables = confident_model(config)
-    weights = kv_cache.prepare(config, params, tables)
+    weights = kv_cache.prepare(config, ModelWeights(params, tables))
     return list(zip(*generate_tokens(config, weights, prompts, count, context)))
 
 
@@ -86,7 +86,7 @@ def trained():
     config = dataclasses.replace(SPARSE, vocab_size=BYTES.vocab_size, max_len=32)
     params, tables = confident_model(config)
     return types.SimpleNamespace(
-        model=config, params=params, tables=tables, tokenizer=BYTES, context=32
+        model=config, weights=ModelWeights(params, tables), tokenizer=BYTES, context=32
     )
 
 

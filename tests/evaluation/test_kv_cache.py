@@ -15,7 +15,7 @@ from sparse_dataflow.config.projections import LinearSpec
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.linear import arrays
-from sparse_dataflow.models.model_weights import weights_of
+from sparse_dataflow.models.model_weights import ModelWeights, weights_of
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning import cost
 
@@ -36,7 +36,7 @@ def random_model(config, seed=0):
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_incremental_logits_equal_those_of_the_complete_text(config):
     params, tables = random_model(config)
-    weights = kv_cache.prepare(config, params, tables)
+    weights = kv_cache.prepare(config, ModelWeights(params, tables))
     whole_logits = jax.jit(
         lambda params, tokens: whole.logits(config, weights_of(params, tables), tokens)
     )
@@ -68,7 +68,7 @@ def test_incremental_logits_equal_those_of_the_complete_text(config):
 def test_logits_depend_on_the_position():
     """Guards the test above against being vacuous."""
     params, tables = random_model(DENSE)
-    weights = kv_cache.prepare(DENSE, params, tables)
+    weights = kv_cache.prepare(DENSE, ModelWeights(params, tables))
     prompts, lengths = np.full((1, 4), 3, np.int32), np.array([4], np.int32)
     _, caches = kv_cache.prefill(DENSE, weights, prompts, lengths, cache_tokens=8)
     right = decode_token(DENSE, weights, caches, np.array([5]), np.array([4]))[0]
@@ -78,7 +78,7 @@ def test_logits_depend_on_the_position():
 
 def test_weights_are_cast_once():
     config = dataclasses.replace(SPARSE, compute_dtype="bfloat16")
-    weights = kv_cache.prepare(config, *random_model(config))
+    weights = kv_cache.prepare(config, ModelWeights(*random_model(config)))
     floats = [a for a in jax.tree.leaves(weights) if not np.issubdtype(a.dtype, np.integer)]
     assert {str(leaf.dtype) for leaf in floats} == {"bfloat16"}
     assert len(weights.layers) == config.num_layers

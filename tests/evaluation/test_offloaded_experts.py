@@ -64,7 +64,7 @@ def tokens_of(model, weights, lengths):
 @pytest.mark.parametrize(("config", "slots", "lengths"), CASES.values(), ids=CASES)
 def test_tokens_are_those_of_experts_on_the_device(config, slots, lengths):
     model = drawn(config)
-    expected = tokens_of(model, kv_cache.prepare(config, model.params, model.tables), lengths)
+    expected = tokens_of(model, kv_cache.prepare(config, model.weights), lengths)
     offloaded = OffloadedExperts(model, slots)
     assert tokens_of(model, offloaded, lengths) == expected
     assert len(np.unique(expected)) > 2  # guards against a constant output

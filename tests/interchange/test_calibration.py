@@ -38,8 +38,8 @@ def start_of(config):
 @pytest.mark.parametrize("config", [DENSE, LLAMA, SPARSE], ids=["gpt", "llama", "sparse"])
 def test_norms_are_those_of_the_inputs(config):
     start = start_of(config)
-    norms = input_norms(config, start.params, start.tables, BATCHES, {})
-    first = next(stacks.weights(config, start.params["blocks"], start.tables))
+    norms = input_norms(config, start.weights, BATCHES, {})
+    first = next(stacks.weights(config, start.weights))
     block = gpt.bind_block(config, jax.tree.map(np.asarray, first))
     inputs = [block.norm1(gpt.embed(config, start.params["embed"], tokens)) for tokens in BATCHES]
     expected = np.sqrt(sum(np.square(x).sum((0, 1)) for x in inputs))
@@ -62,7 +62,7 @@ def test_the_blocks_of_largest_score_are_stored(before, mixed):
     state = initial_state_from(start, after, TRAINING, calibration=BATCHES)
     plain = initial_state_from(start, after, TRAINING)
     layouts, by_weight = (stacks.layouts_from_tables(after, s.tables) for s in (state, plain))
-    norms = input_norms(before, start.params, start.tables, BATCHES, dict.fromkeys(layouts, mixed))
+    norms = input_norms(before, start.weights, BATCHES, dict.fromkeys(layouts, mixed))
     old = stacks.layouts_from_tables(before, start.tables)
     changed = 0
     for name, chosen in layouts.items():

@@ -18,6 +18,7 @@ from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models import stacks as layer_stacks
+from sparse_dataflow.models.model_weights import ModelWeights
 from sparse_dataflow.optim import muon
 from sparse_dataflow.optim.optimizers import (
     B1,
@@ -170,7 +171,8 @@ def test_layouts_that_change_move_by_blocks():
     state = optimizer.init(params)
 
     def updates(tables):
-        move = jax.jit(optimizer.update)(params, state, params, tables=tables)
+        weights = None if tables is None else ModelWeights(params, tables)
+        move = jax.jit(optimizer.update)(params, state, params, weights=weights)
         return move[0]["blocks"]["mlp_in"]
 
     by_group, by_block = updates(layer_stacks.with_groups(tables)), updates(tables)
@@ -213,7 +215,8 @@ def test_supar_keeps_the_change_of_an_output_over_width_density_and_block():
         model = model.with_linears(spec)
         params = jax.eval_shape(lambda key, m=model: gpt.init(m, key), jax.random.key(0))
         tables = layer_stacks.with_groups(layer_stacks.layout_tables(layer_stacks.layouts(model)))
-        module = learning_rate_multipliers(model, TRAINING, params, tables)["blocks"]["qkv"]
+        weights = ModelWeights(params, tables)
+        module = learning_rate_multipliers(model, TRAINING, params, weights)["blocks"]["qkv"]
         grouped = pattern == "monarch" or density == 1
         side = round(density * width) if grouped else block
         rate = module["values" if block else "kernel"]

@@ -178,7 +178,7 @@ def train(model, executor, micro_batches, start=None, **changes):
 def tables_of(model, executor):
     """Returns the layouts' tables: canonical, and those of the programs."""
     tables = stacks.layout_tables(stacks.layouts(model))
-    return tables, executor.tables(tables, model, changing=False)
+    return tables, executor.layouts(tables, model, changing=False)
 
 
 def compiled_step(model, training, executor, state, batch, **counted):

@@ -16,9 +16,8 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import CHIPS, Chip
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models import stacks as layer_stacks
-from sparse_dataflow.models.model_weights import weights_of
+from sparse_dataflow.models.model_weights import ModelWeights, weights_of
 from sparse_dataflow.optim import muon
-from sparse_dataflow.optim.optimizers import tables_of_path
 from sparse_dataflow.parallel import whole
 from sparse_dataflow.planning import cost
 from sparse_dataflow.planning.parallel_plan import RECOMPUTED
@@ -35,7 +34,7 @@ def test_flops_of_newton_schulz_are_those_of_the_program(pattern):
     params = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
     tables = layer_stacks.with_groups(layer_stacks.layout_tables(layer_stacks.layouts(model)))
     stacks = [
-        (leaf, muon.matrices_of(leaf.shape, tables_of_path(tables, path)))
+        (leaf, muon.matrices_of(leaf.shape, ModelWeights(params, tables).layout_at(path)))
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
         if muon.is_matrix(path)
     ]

@@ -142,7 +142,7 @@ def test_layouts_that_a_pattern_does_not_choose_any_more_are_refused(tmp_path, m
             resume()
         # Programs of imported layouts take them as arguments.
         (phase,) = phases(model, EvolutionConfig(given_layouts=True), TRAINING.steps)
-        refuse_other_layouts(first.state.tables, phase)
+        refuse_other_layouts(first.state, phase)
 
 
 def test_only_remat_may_change_between_a_checkpoint_and_its_resumption(tmp_path):

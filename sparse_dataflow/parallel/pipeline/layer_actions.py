@@ -22,10 +22,10 @@ class LayerActions(NamedTuple):
     """The four programs; `saved`, `recomputed` and `pending` are tuples of arrays to store.
 
     Attributes:
-      forward: (params, tables, x) -> (y, saved).
-      recompute: (params, tables, saved) -> recomputed; () if nothing is recomputed.
-      backward: (params, tables, saved, recomputed, dy) -> (dx, pending).
-      weights: (params, tables, saved, recomputed, pending) -> gradient in params.
+      forward: (params, constants, x) -> (y, saved).
+      recompute: (params, constants, saved) -> recomputed; () if nothing is recomputed.
+      backward: (params, constants, saved, recomputed, dy) -> (dx, pending).
+      weights: (params, constants, saved, recomputed, pending) -> gradient in params.
     """
 
     forward: Callable
@@ -35,25 +35,25 @@ class LayerActions(NamedTuple):
 
 
 def layer_actions(
-    layer: Callable[[Any, Any, jax.Array], jax.Array], params, tables, x, recompute: bool
+    layer: Callable[[Any, Any, jax.Array], jax.Array], params, constants, x, recompute: bool
 ) -> LayerActions:
     """Splits a layer and its gradient into programs.
 
     Args:
-      layer: (params, tables, x) -> y like x; differentiable in params and x.
+      layer: (params, constants, x) -> y like x; differentiable in params and x.
       params: a pytree of float arrays or their shapes.
-      tables: a pytree of arrays or their shapes.
+      constants: a pytree of arrays or their shapes, such as the layouts.
       x: an array or its shape.
       recompute: whether `recompute` runs all equations that do not need dy; otherwise the two
         gradients run them.
     """
 
-    def joint(params, tables, x, dy):
-        y, pullback = jax.vjp(lambda p, x: layer(p, tables, x), params, x)
+    def joint(params, constants, x, dy):
+        y, pullback = jax.vjp(lambda p, x: layer(p, constants, x), params, x)
         dparams, dx = pullback(dy)
         return y, dx, dparams
 
-    operands, structure = jax.tree.flatten((params, tables, x, x))
+    operands, structure = jax.tree.flatten((params, constants, x, x))
     closed = jax.make_jaxpr(lambda *flat: joint(*jax.tree.unflatten(structure, flat)))(*operands)
     closed = jax.make_jaxpr(lambda *flat: _evaluate(closed, flat))(*operands)
     jaxpr, consts = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts))
@@ -74,8 +74,8 @@ def layer_actions(
         outvars = [*results[action], *stored[action]]
         function = _program(jaxpr, invars, outvars, equations[action])
 
-        def run(params, tables, *values):
-            out = function(*jax.tree.leaves((params, tables)), *consts.values(), *values)
+        def run(params, constants, *values):
+            out = function(*jax.tree.leaves((params, constants)), *consts.values(), *values)
             count = len(results[action])
             return out[:count], tuple(out[count:])
 
@@ -88,21 +88,21 @@ def layer_actions(
     weights = program(_WEIGHTS, saved, recomputed, pending)
     like_params = jax.tree.structure(params)
 
-    def run_forward(params, tables, x):
-        (y,), saved = forward(params, tables, x)
+    def run_forward(params, constants, x):
+        (y,), saved = forward(params, constants, x)
         return y, saved
 
-    def run_backward(params, tables, saved, recomputed, dy):
-        (dx,), pending = backward(params, tables, *saved, *recomputed, dy)
+    def run_backward(params, constants, saved, recomputed, dy):
+        (dx,), pending = backward(params, constants, *saved, *recomputed, dy)
         return dx, pending
 
-    def run_weights(params, tables, saved, recomputed, pending):
-        leaves, _ = weights(params, tables, *saved, *recomputed, *pending)
+    def run_weights(params, constants, saved, recomputed, pending):
+        leaves, _ = weights(params, constants, *saved, *recomputed, *pending)
         return jax.tree.unflatten(like_params, leaves)
 
     return LayerActions(
         run_forward,
-        lambda params, tables, saved: recomputation(params, tables, *saved)[1],
+        lambda params, constants, saved: recomputation(params, constants, *saved)[1],
         run_backward,
         run_weights,
     )

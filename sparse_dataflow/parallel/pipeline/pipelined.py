@@ -98,13 +98,13 @@ class Pipelined(Sharded):
         def local(table, weights, batch):
             split = lambda a: a.reshape(micro_batches, -1, a.shape[1])  # noqa: E731
             full = self._gathered(model, weights.params, specs.params)
-            tables = local_weights(weights).tables
+            layouts = local_weights(weights).tables
             tokens, of_targets = split(batch.tokens), split(batch.weights)
 
-            def layer(params, tables, x):
-                return gpt.block(model, layer_weights(model, params, tables), x, member.shard)
+            def layer(params, layouts, x):
+                return gpt.block(model, layer_weights(model, params, layouts), x, member.shard)
 
-            work = self._work(model, member, full, tables, tokens, of_targets, layer)
+            work = self._work(model, member, full, layouts, tokens, of_targets, layer)
             share, _ = pipeline.run_stage(plan, table[0], work)
             return lax.psum(share, EVERY_AXIS)
 
@@ -130,13 +130,13 @@ class Pipelined(Sharded):
             of_targets = jnp.full(tokens[..., 1:].shape, mean, jnp.float32)
             part = 1 / (micro_batches * member.batch_shards * member.shard.devices)
 
-            def block(params, tables, x):
-                layer = layer_weights(model, params, tables)
+            def block(params, layouts, x):
+                layer = layer_weights(model, params, layouts)
                 return gpt.trained_block(model, layer, x, part, member.shard)
 
             layer = whole.rematerialised(model, block)
-            tables = local_weights(weights).tables
-            work = self._work(model, member, full, tables, tokens, of_targets, layer)
+            layouts = local_weights(weights).tables
+            work = self._work(model, member, full, layouts, tokens, of_targets, layer)
             share, gradients = pipeline.run_stage(plan, table[0], work)
             ends = {name: gradients[name] for name in ("embed", "head")}
             gradients = gradients | lax.psum(ends, "stage")

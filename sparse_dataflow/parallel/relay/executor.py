@@ -121,7 +121,7 @@ class RelayExecutor(MultiProgramExecutor):
         return {
             "train_step": train_step,
             "eval_step": relay.eval_step,
-            "layouts": functools.partial(self.tables, model=model, changing=changing),
+            "layouts": functools.partial(self.layouts, model=model, changing=changing),
             "gradient_norms": functools.partial(_gradient_norms, relay),
             "parameter_norms": parameter_norms,
             "start_state": functools.partial(self._start, relay),
@@ -167,7 +167,7 @@ class RelayExecutor(MultiProgramExecutor):
         fields = {"step": state.step, "params": state.params, "moments": state.moments}
         return state._replace(**jax.tree.map(_writable, fields))
 
-    def tables(self, tables, model, changing):
+    def layouts(self, tables, model, changing):
         """See `Executor`."""
         return tables if changing else stacks.with_groups(tables)
 

@@ -27,12 +27,12 @@ from sparse_dataflow.config.layer_groups import group_index, layer_groups, split
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.hardware.detect import cpu_count
+from sparse_dataflow.models.model_weights import ModelWeights
 from sparse_dataflow.optim.muon import matrices_of
 from sparse_dataflow.optim.optimizers import (
     adam_state,
     decay_mask,
     learning_rate_multipliers,
-    tables_of_path,
 )
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.relay import host_optimizer
@@ -235,13 +235,14 @@ class ServerStep:
         masters = view(self._before[0], section)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(masters)]
         decayed = jax.tree.leaves(decay_mask(masters))
-        model, tables = server.model, self._state.tables
+        model, layouts = server.model, self._state.tables
         if isinstance(section, int):
             group = group_index(model, section)
             model = layer_groups(model)[group].model
-            tables = split_groups(tables)[group] if tables else tables
+            layouts = split_groups(layouts)[group] if layouts else layouts
+        weights = ModelWeights(masters, layouts)
         multipliers = jax.tree.leaves(
-            learning_rate_multipliers(model, server.training, masters, tables)
+            learning_rate_multipliers(model, server.training, masters, weights)
         )
         before, after = (_leaves(paths, trees, section) for trees in (self._before, self._after))
         # Without kept copies the masters stand for them and are not written twice.
@@ -253,7 +254,7 @@ class ServerStep:
         for path, old, new, gradient, copy, multiplier, decays in leaves:
             update, unit = host_optimizer.update, 1
             if new.nu is None:
-                matrices = matrices_of(gradient.shape, tables_of_path(tables, path))
+                matrices = matrices_of(gradient.shape, weights.layout_at(path))
                 update = functools.partial(host_optimizer.update_matrices, matrices=matrices)
                 unit = math.prod(matrices.unit)
             if not server.copies or device_dtype(server.model, path) == new.parameter.dtype:

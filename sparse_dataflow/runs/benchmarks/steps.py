@@ -121,7 +121,7 @@ def compiled_step(
       executor: where it runs.
     """
     state = initial_state(model, training, executor)
-    layouts = executor.tables(state.tables, model, changing=False)
+    layouts = executor.layouts(state.tables, model, changing=False)
     state = state._replace(tables=())
     step = jitted_train_step(model, training, executor, state)
     tokens = executor.put({"tokens": tokens}, len(tokens))["tokens"]

@@ -22,6 +22,7 @@ from sparse_dataflow.evaluation.composition import Composition
 from sparse_dataflow.evaluation.router import Router
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt, stacks
+from sparse_dataflow.models.model_weights import ModelWeights
 from sparse_dataflow.runs import command_line
 from sparse_dataflow.runs.evaluation import composition
 from sparse_dataflow.training.variants import variant
@@ -148,7 +149,7 @@ def test_the_page_has_the_bytes_of_a_switch_at_the_13b():
         tables = stacks.layout_tables(stacks.layouts(model))
         weights = jax.eval_shape(
             lambda key, model=model, tables=tables: kv_cache.prepare(
-                model, gpt.init(model, key), tables
+                model, ModelWeights(gpt.init(model, key), tables)
             ),
             jax.random.key(0),
         )
