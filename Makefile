@@ -41,7 +41,7 @@ help: ## list the targets
 env: $(READY) ## make the environment, or bring it up to date
 	@:
 
-$(READY): setup.cfg pyproject.toml $(GONE)
+$(READY): setup.cfg setup.py pyproject.toml $(GONE)
 	@sh launch/make_env.sh $(VENV)
 
 demo: $(READY) ## train a sparse GPT and two dense ones here; ARGS="--help" lists the flags

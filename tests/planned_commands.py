@@ -21,6 +21,7 @@ from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.hardware.machines import Machine
 from sparse_dataflow.planning import memory, plan_memory, search, settle
 from sparse_dataflow.runs import command_line
+from sparse_dataflow.runs.commands import EVERYDAY
 from sparse_dataflow.runs.planning import compile_report, launching, search_table
 from sparse_dataflow.runs.preflight import settling
 from sparse_dataflow.runs.request import Request
@@ -69,8 +70,19 @@ def commands(line):
     return result
 
 
+def spelled_out(words):
+    """Returns the words of a command, of the console script as `python -m experiments.NAME`."""
+    for start in (["sparse-dataflow"], ["python", "-m", "sparse_dataflow"]):
+        if words[: len(start)] == start and len(words) > len(start):
+            name, *rest = words[len(start) :]
+            module = EVERYDAY.get(name, name.replace("-", "_"))
+            return ["python", "-m", f"experiments.{module}", *rest]
+    return words
+
+
 def _started(words, environment):
     """Returns (module, flags, devices) of what a command starts, None where it is no experiment."""
+    words = spelled_out(words)
     joined = " ".join(words[:3])
     options = dict(word[2:].partition("=")[::2] for word in words if word.startswith("--"))
     if "launch/slurm.sbatch" in words:

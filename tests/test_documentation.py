@@ -23,6 +23,7 @@ from documented_commands import (
     inline_commands,
     split_commands,
 )
+from planned_commands import spelled_out
 
 import sparse_dataflow
 from sparse_dataflow.config import settings
@@ -62,6 +63,7 @@ def command_problem(command, comment):
     words = shlex.split(command)
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         del words[0]
+    words = spelled_out(words)
     if words[0] in CLUSTER_COMMANDS:
         return "" if "needs" in comment else "add a comment with what it needs"
     if words[0] == "make":

@@ -12,7 +12,7 @@ PACKAGE = "sparse_dataflow"
 ROOMS = [
     "files", "hardware", "config", "distributed", "data", "sparsity", "kernels", "weights",
     "models", "layers", "optim", "planning", "checkpoint", "parallel", "training", "aot",
-    "evaluation", "interchange", "reporting", "runs", "experiments",
+    "evaluation", "interchange", "reporting", "runs", "__main__", "experiments",
 ]  # fmt: skip
 """Lowest first.  A room that does not exist yet has its place already."""
 

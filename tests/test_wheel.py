@@ -1,4 +1,4 @@
-"""The wheel has every file of the packages, and works without the source tree."""
+"""The wheel has every file of package and experiments, and works without the source tree."""
 
 import os
 import pathlib
@@ -10,13 +10,14 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = ("sparse_dataflow", "experiments")
+BUILD_FILES = ("setup.cfg", "setup.py", "pyproject.toml", "README.md")
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """The wheel, built from a copy because the build creates folders in its source."""
     copy = tmp_path_factory.mktemp("source")
-    files = [p for p in ROOT.iterdir() if p.name in ("setup.cfg", "pyproject.toml", "README.md")]
+    files = [p for p in ROOT.iterdir() if p.name in BUILD_FILES]
     files += [ROOT / "LICENSE", *sources()]
     for path in files:
         target = copy / path.relative_to(ROOT)
@@ -40,7 +41,9 @@ def sources():
 def test_the_wheel_has_exactly_the_files_of_the_packages(wheel):
     with zipfile.ZipFile(wheel) as archive:
         files = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert files == {str(path.relative_to(ROOT)) for path in sources()}
+    expected = {str(path.relative_to(ROOT)) for path in sources()}
+    inside = {f"sparse_dataflow/{name}" for name in expected if name.startswith("experiments/")}
+    assert files == {name for name in expected if not name.startswith("experiments/")} | inside
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +76,16 @@ def installed(wheel, tmp_path_factory):
     return run
 
 
-SMALL = ("-m", "experiments.gpt13b_sparse", "--scale=pico", "--block=16")
+SMALL = ("-m", "sparse_dataflow", "train", "--scale=pico", "--block=16")
 
 
 @pytest.mark.slow
 def test_the_installed_wheel_starts_and_describes_a_plan(installed, tmp_path):
-    probe = "import experiments, sparse_dataflow as s; print(s.__file__, experiments.__file__)"
-    paths = installed("-c", probe, cwd=tmp_path).split()
-    assert all(path.startswith(str(installed.folder)) for path in paths)
+    probe = "import sparse_dataflow as s; print(s.__file__)"
+    assert installed("-c", probe, cwd=tmp_path).startswith(str(installed.folder))
+    assert not (installed.folder / "experiments").exists()
+    script = [str(installed.folder / "bin" / "sparse-dataflow"), "train", "--help"]
+    assert installed(*script, cwd=tmp_path).startswith("usage: sparse-dataflow train [")
     out = installed(*SMALL, "--mesh=fsdp:2,tensor:2", "--describe", cwd=tmp_path)
     assert "4 chips" in out and "sparse" in out
 

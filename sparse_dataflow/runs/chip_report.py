@@ -29,6 +29,7 @@ from sparse_dataflow.reporting.chip_data import (
 )
 from sparse_dataflow.runs import chip_rows
 from sparse_dataflow.runs.chip_rows import Row
+from sparse_dataflow.runs.commands import command_of
 
 OWNER = "chip_report"
 SAVED, PAGE, OUTPUT = "report.json", "report.html", "output.txt"
@@ -71,7 +72,7 @@ def run(options) -> int:
     print(f"{chip.name}: {options.minutes:g} minutes, scale {scale}", flush=True)
     if chip.platform == "cpu" and shutil.which("nvidia-smi"):
         print('An NVIDIA GPU is not used; to use it: pip install -e ".[cuda]"', flush=True)
-    command = f"python -m experiments.{OWNER} {shlex.join(sys.argv[1:])}".strip()
+    command = f"{command_of(OWNER)} {shlex.join(sys.argv[1:])}".strip()
     empty = ChipReport(chip, scale, chip_rows.DENSITY, command, _now(), versions)
     report = collect(folder, empty, chip_rows.rows(chip, scale), deadline)
     print(f"\n{report.answer}\n{folder / PAGE}", flush=True)

@@ -83,7 +83,7 @@ def rows(chip: ChipFacts, scale: str) -> list[Row]:
     small = scale if memory.parameter_count(SIZES[scale]) < 1e9 else "1.3b"
 
     def row(name: str, title: str, command: list[str], measures: Measures, **variables: str) -> Row:
-        argv = (sys.executable, "-m", f"experiments.{command[0]}", *command[1:])
+        argv = (sys.executable, "-m", "sparse_dataflow", *command)
         seconds = SECONDS[name][0 if cpu else 1]
         return Row(name, title, argv, seconds, measures, variables)
 

@@ -29,7 +29,7 @@ from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import TEMPORARY, UserError, in_words, is_exhausted
 from sparse_dataflow.files.output import best_effort_errors, flush_or_exit
 from sparse_dataflow.hardware import xla_flags
-from sparse_dataflow.runs import request
+from sparse_dataflow.runs import commands, request
 from sparse_dataflow.runs.request import Request
 
 MEMORY_FRACTION = "0.92"
@@ -199,7 +199,8 @@ def _unknown(name: str, flags: Sequence[Flag], sets: bool) -> str:
 def help_text(doc: str, program: str, flags: Sequence[Flag], sets: bool, all: bool = False) -> str:
     """The help page: the experiment's docstring, then each flag with its default; with `all` every
     setting that --set takes as well."""
-    paragraphs = [f"usage: {program} [--flag=value ...]", doc.strip()]
+    doc = commands.with_commands(doc.strip())
+    paragraphs = [f"usage: {program} [--flag=value ...]", doc]
     lines = [_help_lines(f"  --{f.name}={f.default}", f.setting) for f in flags]
     paragraphs.append("\n".join(["Flags, with their defaults:", *lines]))
     if sets:
@@ -322,9 +323,13 @@ def _request(flags: Sequence[Flag], flag_values: Mapping[str, Any], sets: Sequen
 
 
 def program() -> str:
-    """How this process was started: "python -m experiments.NAME", or the script's path."""
+    """How this process was started: "python -m experiments.NAME", "sparse-dataflow NAME", or the
+    script's path."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return f"python -m {spec.name}" if spec else f"python {sys.argv[0]}"
+    if spec is None:
+        return f"python {sys.argv[0]}"
+    package, _, name = spec.name.rpartition(".")
+    return commands.command_of(name) if package == commands.PACKAGE else f"python -m {spec.name}"
 
 
 def _help_kind(argv: Sequence[str]) -> str:

@@ -38,6 +38,7 @@ from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.planning import cost
 from sparse_dataflow.reporting.report import PAGE
 from sparse_dataflow.runs import address_runs, devices, distillation, report, run_folder
+from sparse_dataflow.runs.commands import command_of
 from sparse_dataflow.runs.preflight import relay_plan, remat_plan, settling, step_plan
 from sparse_dataflow.runs.training_data import corpus_of, thin_data, tokenizer_of, training_data
 from sparse_dataflow.sparsity.allocation import allocation_table
@@ -166,7 +167,7 @@ class Job:
             if uncopied := address_runs.finished(folder, self.mirror, config.variants):
                 say(uncopied)
             place = config.run.out if is_address(config.run.out) else str(folder)
-            again = f"python -m experiments.{self.experiment} --resume={shlex.quote(place)}"
+            again = f"{command_of(self.experiment)} --resume={shlex.quote(place)}"
             say(f"stopped; resume with: {again}")
             return Run(folder, config, False, status=processes.stopped_status(stop()))
         headline = ""
@@ -263,7 +264,7 @@ class Job:
         start = self.config.run.init_from
         record = RunRecord(
             experiment=self.experiment,
-            command=(f"python -m experiments.{self.experiment}", *sys.argv[1:]),
+            command=(command_of(self.experiment), *sys.argv[1:]),
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             versions=_versions(),
             machine=f"{self.chip.name} ({platform.machine()})",

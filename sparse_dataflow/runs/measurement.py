@@ -20,6 +20,7 @@ import numpy as np
 from sparse_dataflow.distributed.warm_up import warm_up
 from sparse_dataflow.files import json_files
 from sparse_dataflow.hardware import detect as hardware
+from sparse_dataflow.runs.commands import command_of
 
 K = TypeVar("K")
 
@@ -84,7 +85,7 @@ def provenance(machine: str) -> dict:
     """Returns command, date, machine and versions of this process, for a result file."""
     module = Path(sys.argv[0]).stem
     return {
-        "command": f"python -m experiments.{module} {shlex.join(sys.argv[1:])}".strip(),
+        "command": f"{command_of(module)} {shlex.join(sys.argv[1:])}".strip(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine,
         "versions": {

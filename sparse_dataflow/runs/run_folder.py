@@ -20,6 +20,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.folder_lock import FolderLock
 from sparse_dataflow.files.json_difference import differences
 from sparse_dataflow.runs import address_runs
+from sparse_dataflow.runs.commands import command_of
 from sparse_dataflow.training.monitoring.metrics import say
 from sparse_dataflow.training.run_files import (
     CONFIG,
@@ -212,8 +213,7 @@ def refuse_other_experiment(folder: str | Path, experiment: str) -> None:
     other = address_runs.saved_run(folder)[1].experiment
     if other != experiment:
         raise UserError(
-            f"{folder} is a run of {other}; resume it with "
-            f"python -m experiments.{other} --resume={folder}."
+            f"{folder} is a run of {other}; resume it with {command_of(other)} --resume={folder}."
         )
 
 

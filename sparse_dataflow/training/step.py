@@ -153,11 +153,11 @@ def jitted_train_step(
         replicated = executor.replicated()
         shardings = shardings, StepReport(replicated, replicated, replicated)
 
-    def apart(state, layouts, *arguments, **named):
+    def train_step(state, layouts, *arguments, **named):
         after, report = step(state._replace(tables=layouts), *arguments, **named)
         return after._replace(tables=()), report
 
-    return jax.jit(apart, donate_argnums=0, out_shardings=shardings)
+    return jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
 
 
 def make_eval_step(model: ModelConfig, executor: Executor = SINGLE_DEVICE) -> Callable:

@@ -1,0 +1,57 @@
+"""The console script: `sparse-dataflow COMMAND --flag=value`, or `python -m sparse_dataflow`."""
+
+import runpy
+import sys
+
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs import commands
+
+
+def main() -> None:
+    """Runs the command that the first argument names; without one, lists them.
+
+    Raises:
+      SystemExit: always.
+    """
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help", "-help", "help"):
+        print(_page())
+        sys.exit(0)
+    try:
+        experiment = _experiment(arguments[0])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.argv = sys.argv[:1] + arguments[1:]
+    runpy.run_module(f"{commands.PACKAGE}.{experiment}", run_name="__main__", alter_sys=True)
+
+
+def _experiment(word):
+    known = commands.experiments()
+    experiment = commands.EVERYDAY.get(word, word.replace("-", "_"))
+    if experiment not in known:
+        from sparse_dataflow.config import settings
+
+        names = [*commands.EVERYDAY, *known]
+        near = settings.did_you_mean(settings.shown(word), names, "")
+        legal = ", ".join(commands.EVERYDAY)
+        raise UserError(
+            f"unknown command {settings.shown(word)!r}; {near or f'legal: {legal}.'} "
+            f"{commands.SCRIPT} alone lists all."
+        )
+    return experiment
+
+
+def _page():
+    sentences = commands.experiments()
+    lines = [f"usage: {commands.SCRIPT} COMMAND [--flag=value ...]", ""]
+    lines += [f"  {name:<12}  {sentences[module]}" for name, module in commands.EVERYDAY.items()]
+    others = sorted(set(sentences) - set(commands.EVERYDAY.values()))
+    lines += ["", "Benchmarks and studies:", ""]
+    lines += [f"  {name:<18}  {sentences[name]}" for name in others]
+    lines += ["", f"{commands.SCRIPT} COMMAND --help lists its flags."]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
