@@ -11,7 +11,7 @@ import numpy as np
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.models.model_weights import Fixed, ModelWeights
 from sparse_dataflow.optim.optimizers import adam_state
-from sparse_dataflow.parallel import whole
+from sparse_dataflow.parallel import support, whole
 from sparse_dataflow.parallel.block_gradients import block_gradient_norms
 from sparse_dataflow.parallel.whole import Accumulation, Batch
 
@@ -42,8 +42,14 @@ class Executor:
         """Returns a few words for reports."""
         return "one device"
 
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """How devices share a model: some of `support.WAYS`."""
+        return ()
+
     def check(self, model: ModelConfig, training: Any) -> None:
         """Raises a UserError that names the legal values if this model cannot run."""
+        support.refuse(self, support.Job(model, training))
 
     def loss(self, model: ModelConfig, weights: ModelWeights, batch: Batch) -> jax.Array:
         """Returns the float32 [] sum of weighted losses in nats; arguments as in `whole.loss`."""

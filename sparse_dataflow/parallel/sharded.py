@@ -20,7 +20,7 @@ from sparse_dataflow.models import adapters, stacks
 from sparse_dataflow.models.model_weights import Fixed, ModelWeights
 from sparse_dataflow.models.shard import Shard
 from sparse_dataflow.optim.optimizers import adam_state
-from sparse_dataflow.parallel import cuts, residual, sharding, whole
+from sparse_dataflow.parallel import cuts, residual, sharding, support, whole
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.block_gradients import block_gradient_norms
 from sparse_dataflow.parallel.executor import Executor
@@ -61,8 +61,16 @@ class Sharded(Executor):
             flags += f" --set parallel.sub_batches={self.sub_batches}"
         return flags + (" --set parallel.experts=exchange" if self.exchange else "")
 
+    @property
+    def ways(self):
+        """See `Executor`."""
+        longer = {axis for axis, size in self.mesh.shape.items() if size > 1}
+        rows = (support.ROWS,) if longer & set(BATCH_AXES) else ()
+        return (*rows, *(way for way in support.WAYS if way in longer))
+
     def check(self, model, training):
         """See `Executor`."""
+        super().check(model, training)
         if self.exchange:
             sharding.refuse_exchange(self.mesh, model, self.zero)
         sharding.refuse_indivisible(
@@ -81,11 +89,6 @@ class Sharded(Executor):
                 f"a micro-batch on a device; legal: {legal}."
             )
         residual.refuse(self.mesh, model)
-        if training.teacher and self.mesh.size > meshes.batch_shards(self.mesh):
-            raise UserError(
-                f"training.teacher on --mesh={meshes.describe(self.mesh)}, which cuts the model; "
-                "legal with it: the axes data and fsdp."
-            )
         for group in split_groups(stacks.layout_tables(stacks.layouts(model))):
             sharded = cuts.cut(group, self.tensor_shards, False, self._kv_copies(model))
             for name in set(sharded) & set(MLP) if model.experts else ():

@@ -16,12 +16,13 @@ from sparse_dataflow.files.redaction import redact
 from sparse_dataflow.models import stacks
 from sparse_dataflow.parallel import describe as tables
 from sparse_dataflow.parallel import mesh as meshes
+from sparse_dataflow.parallel import support
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
-from sparse_dataflow.parallel.pipeline.pipelined import Pipelined, executor_over
+from sparse_dataflow.parallel.pipeline.pipelined import executor_over
 from sparse_dataflow.parallel.relay.depth_schedule import DepthSchedule
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.parallel.relay.relay import RelayConfig
-from sparse_dataflow.parallel.sharded import Sharded
+from sparse_dataflow.parallel.support import Job
 from sparse_dataflow.runs.request import Request
 from sparse_dataflow.training.step import abstract_state
 from sparse_dataflow.training.variants import Variant, variants
@@ -87,12 +88,16 @@ def executor(config: RunConfig, described: int | None = None) -> Executor:
         return SINGLE_DEVICE
     mesh: meshes.AnyMesh
     if imagined:
-        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        mesh = _imagined(sizes)
     else:
         mesh = meshes.make(sizes)
     return executor_over(
         mesh, plan.zero, config.model.num_layers, plan.schedule, exchange, plan.sub_batches
     )
+
+
+def _imagined(sizes):
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
 def _without_sub_batches(plan):
@@ -122,7 +127,9 @@ def relay(plan: ParallelConfig, described: int | None = None) -> RelayExecutor:
         )
     depth = DepthSchedule.parse(plan.depth_schedule)
     config = RelayConfig(plan.stash, plan.clipping, depth)
-    mesh = meshes.make(sizes) if count > 1 and not described else None
+    mesh: meshes.AnyMesh | None = None
+    if count > 1:
+        mesh = _imagined(sizes) if described else meshes.make(sizes)
     return RelayExecutor(config, plan.server_dir, mesh)
 
 
@@ -192,34 +199,11 @@ def check(executor: Executor, config: RunConfig, variants: list[Variant]) -> Non
     Raises:
       UserError: naming what does not fit.
     """
-    relay = isinstance(executor, RelayExecutor)
-    if config.model.mask_documents and (relay or isinstance(executor, Pipelined)):
-        raise UserError(
-            f"model.mask_documents=yes with {executor.describe()}, whose blocks do not see the "
-            "tokens; legal: model.mask_documents=no, or a mesh without stages."
-        )
-    if config.data.loss == "answers" and isinstance(executor, Pipelined):
-        raise UserError(
-            f"data.loss=answers with {executor.describe()}, which counts all tokens; legal: a mesh "
-            "without stages."
-        )
-    if config.data.loss == "answers" and config.model.experts and relay:
-        raise UserError(
-            f"data.loss=answers and model.experts with {executor.describe()}, whose router would "
-            "count the padding of examples; legal: a mesh without the relay."
-        )
     for variant in variants:
         changes = len(variant.phase_specs) > 1 or variant.phase_specs[0].runtime_layouts
-        if changes and isinstance(executor, Sharded) and executor.mesh.shape["feature"] > 1:
-            if variant.evolution.given_layouts:
-                raise UserError(
-                    f"--init_from with {executor.describe()}, whose axis feature cuts each stored "
-                    "block; legal: drawn weights, dense weights, or a mesh without feature."
-                )
-            raise UserError(
-                f"--evolution={variant.evolution.method} with {executor.describe()}, whose axis "
-                "feature cuts each stored block; legal: --evolution=static, or a mesh without "
-                "feature."
-            )
+        evolution = variant.evolution.method if changes else ""
+        given = changes and variant.evolution.given_layouts
         for phase in variant.phase_specs:
+            job = Job(phase.model, variant.training, config.data.loss, evolution, given)
+            support.refuse(executor, job)
             executor.check(phase.model, variant.training)

@@ -160,7 +160,7 @@ def test_executors_whose_steps_take_no_share_refuse_guides():
     assert model == GUIDED
     mesh = meshes.make(meshes.parse("stage:1", 1), jax.devices()[:1])
     staged = Pipelined(mesh, division=divide(2, 1, 1))
-    for executor, words in ((staged, "a mesh without stages"), (RelayExecutor(), "whole, auto")):
-        with pytest.raises(UserError, match=f"self_guided .*legal.*: {words}"):
+    for executor in (staged, RelayExecutor()):
+        with pytest.raises(UserError, match=r"self_guided .*; legal: a mesh without stages"):
             executor.check(model, TRAINING)
         executor.check(PLAIN, TRAINING)

@@ -208,7 +208,7 @@ def test_models_and_forms_without_factors_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"model\.precision=int8.*legal with them: compute_dtype"):
         dataclasses.replace(MODEL, precision="int8")
     RelayExecutor().check(MODEL, TrainingConfig(20, 4, 8))
-    with pytest.raises(UserError, match="legal with it: adamw, or another executor"):
+    with pytest.raises(UserError, match=r"legal: training.optimizer=adamw, or another executor"):
         RelayExecutor().check(MODEL, TrainingConfig(20, 4, 8, optimizer="muon"))
     with pytest.raises(UserError, match="two factors; legal: form=dense"):
         huggingface.write(tmp_path / "sparse", "sparse", MODEL, {}, {}, None, context=8, card="")

@@ -224,9 +224,10 @@ def test_every_row_is_a_legal_command_of_its_experiment(chip, scale):
     rows = chip_rows.rows(chip, scale)
     assert rows[0].name == chip_data.ANSWER and {r.name for r in rows} <= chip_rows.SECONDS.keys()
     for each in rows:
-        module = importlib.import_module(each.command[2])
+        assert each.command[2] == "sparse_dataflow"
+        module = importlib.import_module(f"experiments.{each.command[3]}")
         shared = getattr(module, "SHARED", ())
-        arguments = command_line.arguments(each.command[2:], shared, module.Options)
+        arguments = command_line.arguments(each.command[3:], shared, module.Options)
         if shared:
             config = arguments[0].config(chip.platform, chip.memory_bytes)
             assert config.model.compute_dtype == chip_rows._dtype(chip)

@@ -46,7 +46,7 @@ def test_adapters_of_experts_are_refused():
 
 
 def test_relay_on_several_devices_is_refused():
-    with pytest.raises(UserError, match=r"The relay on 2 devices with model\.experts=4"):
+    with pytest.raises(UserError, match=r"model\.experts=4 with the relay on 2 devices"):
         RelayExecutor(mesh=mesh("data:2")).check(MODEL, TRAINING)
     RelayExecutor().check(MODEL, TRAINING)
 

@@ -100,7 +100,7 @@ def test_executors_whose_blocks_do_not_see_tokens_refuse_masked_documents(change
     ("change", "words"),
     [
         ({"data__loss": "answers"}, "which counts all tokens; legal: a mesh without stages"),
-        ({"training__adapter_rank": 2}, "on a mesh with stages; legal with it: the axes data"),
+        ({"training__adapter_rank": 2}, "which trains all weights; legal: the axes data"),
     ],
 )
 def test_a_mesh_with_stages_trains_neither_adapters_nor_answers(change, words):

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from sparse_dataflow.config.model import REMATS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.linear import Probe, layer_weights
-from sparse_dataflow.parallel import cuts, sharding, whole
+from sparse_dataflow.parallel import cuts, sharding, support, whole
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.mesh import BATCH_AXES
 from sparse_dataflow.parallel.pipeline import pipeline, schedules
@@ -40,6 +39,11 @@ class Pipelined(Sharded):
     division: Division
     schedule: str = "1f1b"
 
+    @property
+    def ways(self):
+        """See `Executor`."""
+        return tuple(dict.fromkeys((*super().ways, support.STAGE)))
+
     def describe(self):
         """See `Executor`."""
         schedule = schedules.format_schedule(self.schedule, self.division.chunks)
@@ -51,36 +55,6 @@ class Pipelined(Sharded):
             raise UserError(
                 f"--mesh={meshes.describe(self.mesh)} cuts the residual stream that stages send; "
                 "legal with stage: the axes data, fsdp and tensor."
-            )
-        if training.adapter_rank:
-            raise UserError(
-                f"training.adapter_rank={training.adapter_rank} on a mesh with stages; legal with "
-                "it: the axes data, fsdp and tensor."
-            )
-        if training.teacher:
-            raise UserError(
-                "training.teacher on a mesh with stages; legal with it: the axes data and fsdp."
-            )
-        if model.shared_layers:
-            raise UserError(
-                "--evolution=shared_to_own trains one block for all layers, and the stages of a "
-                "pipeline have layers of their own; legal: a mesh without stages."
-            )
-        if model.guided:
-            raise UserError(
-                "--evolution=self_guided on a mesh with stages, whose steps take no share of the "
-                "guides; legal: a mesh without stages."
-            )
-        if model.density_by_depth:
-            raise UserError(
-                "--executor=pipeline needs the same density in every layer, and "
-                "--set sparsity.budget=depth varies it; legal: --executor=whole or relay, or "
-                "another sparsity.budget."
-            )
-        if model.remat not in REMATS:
-            raise UserError(
-                f"model.remat={model.remat[:60]} on a mesh with stages, whose blocks are all "
-                f"treated alike; legal with it: {', '.join(REMATS)}."
             )
         super().check(model, training)
         self._plan(model, training.micro_batches)

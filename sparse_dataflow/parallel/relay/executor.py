@@ -8,14 +8,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.distributed import processes
-from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import stacks
 from sparse_dataflow.optim.train_state import TrainState
+from sparse_dataflow.parallel import support
 from sparse_dataflow.parallel.executor import MultiProgramExecutor
 from sparse_dataflow.parallel.relay import host_state, server_files
 from sparse_dataflow.parallel.relay import programs as relay_programs
@@ -34,12 +34,13 @@ class RelayExecutor(MultiProgramExecutor):
     Attributes:
       config: options of the relay.
       server_dir: folder of mapped files for masters and moments; host memory if empty.
-      mesh: its axis "data" shards each micro-batch; a single device if None.
+      mesh: its axis "data" shards each micro-batch; a single device if None. Without devices it
+        plans and does not train.
     """
 
     config: RelayConfig = dataclasses.field(default_factory=RelayConfig)
     server_dir: str = ""
-    mesh: Mesh | None = None
+    mesh: Mesh | AbstractMesh | None = None
 
     @property
     def devices(self) -> int:
@@ -50,26 +51,16 @@ class RelayExecutor(MultiProgramExecutor):
         """See `Executor`."""
         return f"the relay on {self.devices} device{'s' if self.devices > 1 else ''}"
 
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """See `Executor`."""
+        depth = (support.RELAY_DEPTH,) if self.config.depth != DepthSchedule() else ()
+        devices = (support.RELAY_DEVICES,) if self.devices > 1 else ()
+        return support.RELAY, *depth, *devices
+
     def check(self, model: ModelConfig, training: TrainingConfig) -> None:
         """See `Executor`."""
-        if self.devices > 1:
-            model.refuse_experts(f"The relay on {self.devices} devices", "one device")
-        if model.low_rank_projections and training.optimizer == "muon":
-            raise UserError(
-                "--executor=relay updates one array at a time, and training.optimizer=muon needs "
-                "both factors of sparsity.pattern=low_rank; legal with it: adamw, or another "
-                "executor."
-            )
-        if model.shared_layers and self.config.depth != DepthSchedule():
-            raise UserError(
-                "--evolution=shared_to_own trains one block for all layers, of which "
-                "parallel.depth_schedule leaves some out; legal with it: constant."
-            )
-        if model.guided:
-            raise UserError(
-                "--evolution=self_guided with --executor=relay, whose steps take no share of the "
-                "guides; legal with it: whole, auto."
-            )
+        super().check(model, training)
         relay_programs.refuse_unsupported(training, self.devices)
 
     def refuse_unusable_files(self, needs: Mapping[str, int]) -> None:
@@ -110,6 +101,7 @@ class RelayExecutor(MultiProgramExecutor):
         self, model: ModelConfig, training: TrainingConfig, data, changing: bool
     ) -> dict[str, Any]:
         """See `MultiProgramExecutor`."""
+        assert not isinstance(self.mesh, AbstractMesh), "planned devices do not train"
         held_out = data.validation[0]["weights"].shape
         relay = Relay(
             model, training, self.config, eval_shape=held_out, mesh=self.mesh, changing=changing
