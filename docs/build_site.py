@@ -33,7 +33,15 @@ ASSETS = (
     *("notebooks/sparse_gpt_colab.ipynb", "notebooks/chip_report_colab.ipynb"),
 )
 REFERENCE = {
-    "Layers": ["BlockSparseLinear", "sparsify", "densify", "evolve", "partition_specs"],
+    "Layers": [
+        "BlockSparseLinear",
+        "sparsify",
+        "densify",
+        "evolve",
+        "erk_densities",
+        "cubic_density",
+        "partition_specs",
+    ],
     "Layouts and products": [
         "BlockLayout",
         "make_layout",

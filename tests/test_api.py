@@ -71,7 +71,7 @@ def test_the_example_of_the_package_runs():
 
 
 def test_there_are_about_twenty_and_no_others():
-    assert 20 <= len(sd.__all__) <= 25 and sd.__all__ == sorted(sd.__all__)
+    assert 20 <= len(sd.__all__) <= 27 and sd.__all__ == sorted(sd.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         sd.nothing  # noqa: B018
 
