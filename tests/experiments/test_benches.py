@@ -41,9 +41,9 @@ def measure_cpu(job, monkeypatch):
     """measure_cpu(folder) runs the chip report of this CPU; its rows are forks."""
 
     def run_row(command, environment, output, seconds):
-        assert command[:2] == [sys.executable, "-m"]
-        flags = " ".join(command[3:]).replace("--set ", "--set=").split()
-        done = job.run(*flags, experiment=command[2].removeprefix("experiments."))
+        assert command[:3] == [sys.executable, "-m", "sparse_dataflow"]
+        flags = " ".join(command[4:]).replace("--set ", "--set=").split()
+        done = job.run(*flags, experiment=command[3])
         output.write_text(done.stdout + done.stderr)
         return done.returncode
 
