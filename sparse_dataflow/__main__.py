@@ -1,5 +1,6 @@
 """The console script: `sparse-dataflow COMMAND --flag=value`, or `python -m sparse_dataflow`."""
 
+import importlib.metadata
 import runpy
 import sys
 
@@ -14,6 +15,9 @@ def main() -> None:
       SystemExit: always.
     """
     arguments = sys.argv[1:]
+    if arguments == ["--version"]:
+        print(f"{commands.SCRIPT} {importlib.metadata.version('sparse_dataflow')}")
+        sys.exit(0)
     if not arguments or arguments[0] in ("-h", "--help", "-help", "help"):
         print(_page())
         sys.exit(0)

@@ -1,5 +1,6 @@
 """The console script starts the same experiments as `python -m experiments.NAME`."""
 
+import importlib.metadata
 import subprocess
 import sys
 
@@ -11,6 +12,11 @@ from sparse_dataflow.runs import commands
 def run(*words):
     command = [sys.executable, "-m", "sparse_dataflow", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_the_version_is_that_of_the_package():
+    done = run("--version")
+    assert done.stdout == f"sparse-dataflow {importlib.metadata.version('sparse_dataflow')}\n"
 
 
 def test_without_a_command_all_are_listed():
