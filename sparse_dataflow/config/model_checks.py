@@ -25,11 +25,13 @@ def check_attention(model: "ModelConfig") -> None:
             f"num_kv_heads {model.num_kv_heads} does not divide num_heads {model.num_heads}; "
             f"legal: {_divisors(model.num_heads)}."
         )
-    if model.positions == "rotary" and model.head_width % 2:
+    if model.positions == "rotary":
+        model.check_rotary(model.head_width)
+    model.check_layer_types()
+    if model.rotary_local_base and not model.window:
         raise UserError(
-            f"rotary positions need an even head width, but d_model {model.d_model} over "
-            f"{model.num_heads} heads is {model.head_width}; legal: fewer heads, an even "
-            "head_dim, or learned positions."
+            f"model.rotary_local_base={model.rotary_local_base:g} is for layers with a window; "
+            "legal with model.window=0: 0."
         )
     if model.rotary_low >= model.rotary_high:
         raise UserError(

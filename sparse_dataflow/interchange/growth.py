@@ -84,6 +84,15 @@ def refuse_other_shapes(old: ModelConfig, new: ModelConfig) -> None:
             f"of some heads of the initial weights, {old.num_heads} with {old.kv_heads} (legal: "
             "more query heads for each key/value head)"
         )
+    if "+" in old.layer_types and old.num_layers != new.num_layers:
+        problems.append(
+            f"new layers would move model.layer_types={old.layer_types[:60]} (legal: "
+            f"model.num_layers={old.num_layers})"
+        )
+    if old.scaled_embeddings and old.d_model != new.d_model:
+        problems.append(
+            f"model.scaled_embeddings scales by the width (legal: model.d_model={old.d_model})"
+        )
     if problems:
         raise UserError(f"The initial weights cannot grow into this run: {'; '.join(problems)}.")
 

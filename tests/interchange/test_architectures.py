@@ -96,6 +96,21 @@ def need_transformers(name=""):
             pytest.skip(f"transformers {module.__version__} has no {name}")
 
 
+def drawn_scaling(pick, pairs=0):
+    """A rope_scaling of yarn, linear or dynamic; of longrope if pairs of features are given."""
+    factor = {"factor": pick(2.0, 3.7)}
+    if pairs:
+        lists = {name: [pick(1.0, 1.7, 4.0) for _ in range(pairs)] for name in ("short", "long")}
+        return {"rope_type": "longrope"} | {f"{name}_factor": v for name, v in lists.items()}
+    yarn = factor | {"rope_type": "yarn", "original_max_position_embeddings": pick(8, 16)}
+    return pick(
+        factor | {"rope_type": "linear"},
+        factor | {"rope_type": "dynamic"},
+        yarn | pick({}, {"attention_factor": 1.3}) | pick({}, {"beta_fast": 4.0, "beta_slow": 0.5}),
+        yarn | {"mscale": 0.7, "mscale_all_dim": pick(1.1, 0.4)},
+    )
+
+
 def drawn_shape(name, rng):
     """Fields of a small random config.json of an architecture."""
     pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
@@ -127,7 +142,7 @@ def drawn_shape(name, rng):
     window = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}
     own = {
         "llama": {"attention_bias": pick(True, False), "mlp_bias": pick(True, False)}
-        | pick({}, {"rope_scaling": dict(LLAMA3_SCALING)})
+        | pick({}, {"rope_scaling": dict(LLAMA3_SCALING)}, {"rope_scaling": drawn_scaling(pick)})
         | pick({}, {"head_dim": 4}),
         "mistral": {"sliding_window": pick(None, 4)} | pick({}, {"head_dim": 10}),
         "qwen2": pick({}, window),
@@ -147,8 +162,34 @@ def drawn_shape(name, rng):
             {"num_experts_per_tok": 1, "norm_topk_prob": False},
             {"num_experts_per_tok": 3, "norm_topk_prob": True},
         ),
+        "phi3": {"sliding_window": pick(None, 5), "partial_rotary_factor": pick(1.0, 0.7)}
+        | {"hidden_size": pick(24, 40), "pad_token_id": None},
+        "gemma2": drawn_gemma(pick)
+        | {"attn_logit_softcapping": pick(None, 2.5)}
+        | {"final_logit_softcapping": pick(None, 5.0)},
+        "gemma3_text": drawn_gemma(pick)
+        | {"rope_theta": 3e3, "rope_local_base_freq": pick(1e2, 9e3)},
     }
+    if name == "phi3" and rng.integers(2):
+        pairs = int(own[name]["hidden_size"] // heads * own[name]["partial_rotary_factor"]) // 2
+        own[name]["rope_scaling"] = drawn_scaling(pick, pairs)
+        own[name]["original_max_position_embeddings"] = pick(16, 32)
     return shape | own[name]
+
+
+def drawn_gemma(pick):
+    """Fields of a Gemma: an odd number of layers, windows in any of them, an odd width."""
+    layers = pick(1, 3, 5)
+    kinds = pick(*[["sliding_attention"] * n + ["full_attention"] for n in (1, 2, 4)])
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": pick(20, 28),
+        "head_dim": pick(6, 10),
+        "sliding_window": pick(3, 7),
+        "query_pre_attn_scalar": pick(5, 10),
+        "hidden_activation": pick("gelu_pytorch_tanh", "gelu"),
+        "attention_bias": pick(True, False),
+    } | pick({}, {"layer_types": (kinds * layers)[:layers]})
 
 
 @each_architecture
@@ -236,8 +277,37 @@ def config_of(name, **changes):
 @pytest.mark.parametrize(
     ("name", "changes", "problems"),
     [
-        ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["type 'yarn' (legal: def"]),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic"}}, ["rope_parameters of type 'dyn"]),
+        (
+            "llama",
+            {"rope_scaling": {"type": "ntk", "factor": 4.0}},
+            ["type 'ntk' (legal: default,"],
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic"}},
+            ["rope_parameters without factor"],
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": False}},
+            ["rope_scaling.truncate=False (legal: true)"],
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": 4.0, "scale": 2}},
+            ["rope_scaling.scale=2 (legal: none of type linear)"],
+        ),
+        (
+            "llama",
+            {
+                "rope_scaling": {
+                    "rope_type": "longrope",
+                    "short_factor": [1.0],
+                    "long_factor": [1.0],
+                }
+            },
+            ["model.rotary_factors has 1 numbers with model.rotary_scaling=longrope and 8 rotat"],
+        ),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8}}, ["without low_freq_"]),
         ("llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5 (legal: 1)"]),
         ("qwen2", {"attention_bias": 3, "hidden_act": "relu2"}, ["hidden_act='relu2'"]),
