@@ -11,7 +11,8 @@ from sparse_dataflow.config.rotary import RotarySettings
 EXPERT_TRAINING = ("expert_capacity", "balance_loss", "router_z_loss")
 """Fields of `ModelConfig` that say how experts are trained, not what they compute."""
 
-MIXTURE = ("experts", "top_k", "prototypes", "shared_expert", *EXPERT_TRAINING)
+MIXTURE = ("experts", "top_k", "prototypes", "shared_expert", "shared_gate", "raw_gates",
+           *EXPERT_TRAINING)  # fmt: skip
 """Fields of `ModelConfig` that only a mixture of experts has."""
 
 FAMILY_FIELDS = (

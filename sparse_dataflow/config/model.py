@@ -81,8 +81,8 @@ class ModelConfig(AttentionSettings, RotarySettings):
       experts: each expert is an MLP of d_ff with the storage of `linears`; all experts of a layer
         have one layout.
       top_k: outputs are summed, times their router probabilities; with top_k above 1 these are
-        divided by their sum (Mixtral, arXiv 2401.04088), with 1 they are not (Switch, arXiv
-        2101.03961).
+        divided by their sum (Mixtral, arXiv 2401.04088) unless raw_gates, with 1 they are not
+        (Switch, arXiv 2101.03961).
       prototypes: each group of experts has a softmax of its own (M6-T, arXiv 2105.15082).
       expert_capacity: later choices of an expert that is full are dropped.  A device and
         micro-batch count by themselves; evaluation and generation drop nothing.
@@ -184,8 +184,17 @@ class ModelConfig(AttentionSettings, RotarySettings):
         "Equal groups of experts; a token has model.top_k of each group.",
         legal=between(1, MOST_EXPERTS),
     )
-    shared_expert: bool = setting(
-        False, "Add an expert that every token has and no router chooses."
+    shared_expert: int = setting(
+        0,
+        "Width of an expert that every token has and no router chooses, as a multiple of "
+        "model.d_ff; 0 is none.",
+        legal=between(0, MOST_EXPERTS),
+    )
+    shared_gate: bool = setting(
+        False, "Multiply the shared expert's output by the sigmoid of a product with its input."
+    )
+    raw_gates: bool = setting(
+        False, "Router probabilities of a token's experts are not divided by their sum."
     )
     expert_capacity: float = setting(
         0.0,
@@ -208,6 +217,9 @@ class ModelConfig(AttentionSettings, RotarySettings):
     seed: int = 0
 
     def __post_init__(self):
+        # Files of earlier versions say whether there is a shared expert.
+        if isinstance(self.shared_expert, bool):
+            object.__setattr__(self, "shared_expert", int(self.shared_expert))
         validate(self, "model")
         if self.remat != remat.AUTO:
             remat.terms(self.remat)  # Refuses an illegal text.
@@ -328,11 +340,13 @@ class ModelConfig(AttentionSettings, RotarySettings):
 
     @property
     def active_experts(self) -> int:
-        """Experts that compute a token, the shared one included; 1 for a model without experts."""
+        """Experts of width d_ff that compute a token, with the width of the shared one; 1 for a
+        model without experts."""
         return self.prototypes * self.top_k + self.shared_expert if self.experts else 1
 
     def stored_copies(self, projection: str) -> int:
-        """Returns how many weights of a projection a layer stores: one, or one for each expert."""
+        """Returns how many weights of a projection a layer stores: one, or one for each expert of
+        width d_ff."""
         return self.experts + self.shared_expert if self.experts and projection in MLP else 1
 
     def has_guide(self, projection: str) -> bool:

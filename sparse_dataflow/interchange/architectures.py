@@ -8,6 +8,7 @@ returns the same config, except that it may have more biases, which are zeros th
 """
 
 import dataclasses
+import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from sparse_dataflow.interchange.config_rules import (
     Only,
     Rule,
     Same,
+    SharedExpert,
     Window,
     unsupported,
 )
@@ -136,6 +138,7 @@ def _llama_row(
     mlp=_LLAMA_MLP,
     tied=False,
     activation=("hidden_act", "silu"),
+    extra=types.MappingProxyType({}),
     **more,
 ):
     """Returns the row of an architecture that differs from Llama in a few rules.
@@ -164,7 +167,7 @@ def _llama_row(
         ),
         _LLAMA_ATTENTION | mlp,
         ("model.", ""),
-        extra={"attention_dropout": 0.0},
+        extra={"attention_dropout": 0.0, **extra},
         ignored=("rotary_emb.inv_freq",),
         **more,
     )
@@ -305,6 +308,26 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         # transformers 5 writes num_local_experts; both generations read num_experts.
         aliases={"num_local_experts": "num_experts"},
     ),
+    "qwen2_moe": _llama_row(
+        "Qwen2MoeForCausalLM",
+        Biases(switches={"qkv_bias": QKV}, default=True),
+        Window(4096, switched=True),
+        Only("use_sliding_window", False),
+        Mixture("num_experts", "norm_topk_prob"),
+        SharedExpert("shared_expert_intermediate_size", "moe_intermediate_size"),
+        Only("decoder_sparse_step", 1),
+        Only("mlp_only_layers", []),
+        kv_heads=16,
+        width="moe_intermediate_size",
+        mlp=_expert_tensors("mlp", "gate_proj", "up_proj", "down_proj")
+        | {
+            "blocks.experts.shared.router": "layers.{}.mlp.shared_expert_gate.weight",
+            "blocks.experts.shared.mlp_gate": "layers.{}.mlp.shared_expert.gate_proj",
+            "blocks.experts.shared.mlp_in": "layers.{}.mlp.shared_expert.up_proj",
+            "blocks.experts.shared.mlp_out": "layers.{}.mlp.shared_expert.down_proj",
+        },
+        aliases={"num_local_experts": "num_experts"},
+    ),
     "gemma2": _gemma_row(
         "Gemma2ForCausalLM",
         Window(4096, period=2),
@@ -328,9 +351,16 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             share=True, kinds=("longrope",), names={"su": "longrope", "yarn": "longrope"}
         ),
         mlp=_PHI,
+        extra={"pad_token_id": None},  # Its default is 32,000, whatever the vocabulary is.
     ),
 }
 """model_type -> its row. An export takes the first row that represents the model."""
+
+_OTHERS = {
+    "gpt_oss": "Its attention has sinks, which no model here has.",
+    "gemma3": "It reads images; its text model alone has the type gemma3_text.",
+}
+"""model_type -> why it is not supported."""
 
 _MIXTURES = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
@@ -349,8 +379,9 @@ def row(fields: Mapping[str, Any]) -> Architecture:
     if kind in ARCHITECTURES:
         return ARCHITECTURES[kind]
     experts = [f"{name}={fields[name]}" for name in _MIXTURES if fields.get(name)]
-    mixture = f" It is a mixture of experts ({', '.join(experts)})." if experts else ""
-    raise UserError(f"it has a model of type {kind!r}; legal: {', '.join(ARCHITECTURES)}.{mixture}")
+    more = f" It is a mixture of experts ({', '.join(experts)})." if experts else ""
+    more += f" {_OTHERS[kind]}" if kind in _OTHERS else ""
+    raise UserError(f"it has a model of type {kind!r}; legal: {', '.join(ARCHITECTURES)}.{more}")
 
 
 def read_config(fields: Mapping[str, Any]) -> ModelConfig:
@@ -477,6 +508,8 @@ def _comparable(model):
         changes["head_dim"] = 0
     if model.attention_scalar == model.head_width:
         changes["attention_scalar"] = 0
+    if model.top_k == 1:
+        changes["raw_gates"] = False
     kinds = [model.layer_type(layer) for layer in range(model.num_layers)]
     changes["layer_types"] = pattern(kinds) if SLIDING in kinds else SLIDING
     if SLIDING not in kinds:

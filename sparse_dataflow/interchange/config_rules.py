@@ -283,10 +283,10 @@ class Mixture:
         if not self.switch and chosen == 1:
             raise unsupported("num_experts_per_tok", chosen, "2 or more")
         divided = fields.get(self.switch, False)
-        if self.switch and divided != (chosen != 1):
-            legal = "true with num_experts_per_tok of 2 or more, else false"
-            raise unsupported(self.switch, divided, legal)
-        return {"experts": experts, "top_k": chosen}
+        if self.switch and divided and chosen == 1:
+            raise unsupported(self.switch, divided, "true with num_experts_per_tok of 2 or more")
+        raw = bool(self.switch) and not divided and chosen > 1
+        return {"experts": experts, "top_k": chosen, "raw_gates": raw}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Rule`."""
@@ -294,7 +294,33 @@ class Mixture:
         fewest = 1 if self.switch else 2
         chosen = max(fewest, model.top_k)
         fields = {self.name: max(fewest, model.experts), "num_experts_per_tok": chosen}
-        return fields | ({self.switch: chosen > 1} if self.switch else {})
+        divided = chosen > 1 and not model.raw_gates
+        return fields | ({self.switch: divided} if self.switch else {})
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedExpert:
+    """An expert of every token, of a multiple of the others' width, with a gate.
+
+    Attributes:
+      name: name in config.json of its width.
+      width: name of the width of the others.
+    """
+
+    name: str
+    width: str
+
+    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Rule`."""
+        shared, width = (_value(fields, name, REQUIRED) for name in (self.name, self.width))
+        if not shared or shared % width:
+            raise unsupported(self.name, shared, f"multiples of {self.width}={width}")
+        return {"shared_expert": shared // width, "shared_gate": True}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Rule`."""
+        # The least that can be read, so that reading it back shows what differs.
+        return {self.name: max(1, model.shared_expert) * model.d_ff}
 
 
 def _value(fields, name, default):

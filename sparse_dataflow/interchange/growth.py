@@ -156,6 +156,12 @@ def _with_experts(old, weights, new, key):
             "experts that begin as the MLP of the initial weights have another function; legal: "
             "model.top_k of 2 or more."
         )
+    if new.raw_gates or new.shared_gate or new.shared_expert > 1:
+        raise UserError(
+            "Experts that begin as the MLP of the initial weights have its function with "
+            "model.raw_gates=no, model.shared_gate=no and model.shared_expert of 0 or 1; legal: "
+            "these."
+        )
     layouts = stacks.layouts_from_tables(old, weights.tables)
     names = [name for name in old.projections if name in MLP]
     stored = [name for name in names if new.linear(name).kind == "block_sparse"]

@@ -27,6 +27,7 @@ Parameters are float32.  [V] vocab_size, [D] d_model, [K] head_width:
 | block | experts.router | [D, experts] | experts |
 | block | experts.PROJECTION.* | [experts, ...], each as above and below | experts, for the MLP |
 | block | experts.shared.PROJECTION.* | as above and below | shared_expert, for the MLP |
+| block | experts.shared.router | [D, 1] | shared_gate |
 | block | PROJECTION.a_kernel, b_kernel, gate | [in, rank], [rank, out], [] | spec.rank > 0 |
 | block | PROJECTION.guide, guide_share | [in, out], [] | guided, for block-sparse names |
 | head | norm.scale | [D] | all |

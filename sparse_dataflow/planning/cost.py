@@ -136,7 +136,7 @@ def flops_per_token(
         active = config.active_experts if name in MLP else 1
         forward[name] = 2.0 * layers * weights * active
     if config.experts:
-        forward["router"] = 2.0 * layers * config.d_model * config.experts
+        forward["router"] = 2.0 * layers * config.d_model * (config.experts + config.shared_gate)
     forward["head"] = 2.0 * config.d_model * config.vocab_size
     # Attention has no weights, so its backward pass is always whole.
     trained = {**trained, "attention": forward["attention"]} if adapters else forward

@@ -45,8 +45,8 @@ def parameter_count(config: ModelConfig) -> int:
     d_model for learned positions); per block two norms, or four with post_norms (scale, and bias
     for layernorm), those of queries and keys, and for each projection its stored weights (blocks or
     factors), bias and low-rank term (rank (in + out), and a gate), for every expert; a router
-    (d_model experts); a dense guide (in out); and the final norm.  A block that all layers share
-    counts once.
+    (d_model experts) and the gate of a shared expert (d_model); a dense guide (in out); and the
+    final norm.  A block that all layers share counts once.
 
     Args:
       config: the model.
@@ -71,7 +71,7 @@ def parameter_count(config: ModelConfig) -> int:
         block += fan_in * fan_out * config.has_guide(name)
         block += fan_out * copies if name in config.biases else 0
         block += rank * (fan_in + fan_out) + 1 if rank else 0
-    block += config.d_model * config.experts
+    block += config.d_model * (config.experts + config.shared_gate)
     return embeddings(config) + stored + config.stored_layers * block + norm
 
 

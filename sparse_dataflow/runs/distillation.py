@@ -39,8 +39,8 @@ def teacher_of(
         )
     if start.model.logit_cap:
         raise UserError(
-            f"training.teacher={path} has model.logit_cap={start.model.logit_cap:g}; legal: a model "
-            "without one."
+            f"training.teacher={path} has model.logit_cap={start.model.logit_cap:g}; legal: a "
+            "model without one."
         )
     name = f"With training.teacher={path}, training.sequence={sequence}"
     start.model.check_context(sequence, name)

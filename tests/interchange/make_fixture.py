@@ -19,7 +19,7 @@ FOLDERS = {name: Path(__file__).with_name(name) for name in ARCHITECTURES}
 FOLDER, OPT_FOLDER = FOLDERS["gpt2"], FOLDERS["opt"]
 BYTES = Tokenizer(tuple(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())), (), 260)
 OPT_SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
-MIXTURES = ("mixtral", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen3_moe", "qwen2_moe")
 SHARDED = "mistral"
 """The fixture whose weights are in several files."""
 
@@ -92,6 +92,14 @@ SHAPES = {
         "num_experts": 4,
         "num_experts_per_tok": 3,
         "norm_topk_prob": True,
+    },
+    "qwen2_moe": _LLAMA
+    | {
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 48,
+        "num_experts": 4,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
     },
     "gemma2": _LLAMA
     | {

@@ -187,7 +187,7 @@ def attention(config, layer, x, number):
         scores = capped(config.attention_cap, scores / math.sqrt(config.attention_scalar or width))
         at = np.arange(len(x))
         distance = at[:, None] - at
-        seen = (distance >= 0) & (distance < (sliding and config.window or len(x)))
+        seen = (distance >= 0) & (distance < ((config.window if sliding else 0) or len(x)))
         weights = np.exp(np.where(seen, scores, -np.inf))
         attended.append(weights / weights.sum(-1, keepdims=True) @ v)
     return linear(layer["attn_out"], np.concatenate(attended, -1))

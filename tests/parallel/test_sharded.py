@@ -44,6 +44,9 @@ def mesh_text(shape, zero=3, micro_batches=1):
         # Micro-batches of a mesh have other rows, and the load-balance loss is theirs.
         ("experts", ["data:2,tensor:4/0/1"]),
         ("experts_sparse", ["fsdp:2,stage:2,tensor:2/3/1/1f1b/1"]),
+        # Rows whose ends are padding, as data.loss=answers has them.
+        ("experts_alone+answers", ["data:2,fsdp:2,tensor:2/3/1"]),
+        ("experts+answers", ["data:2,fsdp:2,tensor:2/2/1"]),
         # Each axis, schedule and model of these is in a case above or of the next tests;
         # sparse_depth is in test_feature.py.
         *(
