@@ -158,9 +158,8 @@ def _with_experts(old, weights, new, key):
         )
     if new.raw_gates or new.shared_gate or new.shared_expert > 1:
         raise UserError(
-            "Experts that begin as the MLP of the initial weights have its function with "
-            "model.raw_gates=no, model.shared_gate=no and model.shared_expert of 0 or 1; legal: "
-            "these."
+            "Experts that begin as the MLP of the initial weights would have another function; "
+            "legal: model.raw_gates=no, model.shared_gate=no and model.shared_expert of 0 or 1."
         )
     layouts = stacks.layouts_from_tables(old, weights.tables)
     names = [name for name in old.projections if name in MLP]
