@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from sparse_dataflow.config.attention import FULL, SLIDING
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
 
@@ -47,6 +48,35 @@ def layer_groups(model: ModelConfig) -> tuple[LayerGroup, ...]:
 def group_index(model: ModelConfig, layer: int) -> int:
     """Returns the index of the group of a layer."""
     return next(number for number, group in enumerate(layer_groups(model)) if layer in group.layers)
+
+
+@functools.cache
+def layer_model(model: ModelConfig, layer: int) -> ModelConfig:
+    """Returns the model whose every layer is as one layer of `model`.
+
+    Blocks compute with it: it has the layer's density, window and rotary base.
+    """
+    model, kind = layer_groups(model)[group_index(model, layer)].model, model.layer_type(layer)
+    changes: dict[str, Any] = {}
+    if model.layer_types != SLIDING:
+        changes["layer_types"] = SLIDING
+    if kind == FULL:
+        changes |= {"window": 0, "rotary_local_base": 0.0}
+    elif model.rotary_local_base:
+        changes |= {"rotary_base": model.rotary_local_base, "rotary_local_base": 0.0}
+        changes |= {"rotary_scaling": "llama3", "rotary_factor": 1.0, "rotary_factors": ()}
+    return dataclasses.replace(model, **changes) if changes else model
+
+
+@functools.cache
+def layer_models(model: ModelConfig) -> tuple[ModelConfig, ...]:
+    """Returns the different `layer_model`s in order of their first layers."""
+    return tuple(dict.fromkeys(layer_model(model, i) for i in range(model.num_layers)))
+
+
+def layer_model_index(model: ModelConfig, layer: int) -> int:
+    """Returns the index of the `layer_model` of a layer among `layer_models`."""
+    return layer_models(model).index(layer_model(model, layer))
 
 
 def layer_linear(model: ModelConfig, projection: str, layer: int) -> LinearSpec:

@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparse_dataflow.config import model_checks, remat
+from sparse_dataflow.config.attention import AttentionSettings
 from sparse_dataflow.config.families import FAMILY_FIELDS
 from sparse_dataflow.config.projections import DENSE, LOW_RANK, MLP, PROJECTIONS, LinearSpec
+from sparse_dataflow.config.rotary import RotarySettings
 from sparse_dataflow.config.settings import (
     ADOPTED,
     MOST_EXPERTS,
     MOST_INTEGER,
     MOST_SIZE,
-    Readable,
     between,
     positive,
     setting,
@@ -54,7 +55,7 @@ MOST_LAYERS = 2**14
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class ModelConfig(Readable):
+class ModelConfig(AttentionSettings, RotarySettings):
     """A decoder-only transformer: pre-norm blocks of attention and an MLP.
 
     The defaults are GPT-3 (arXiv 2005.14165, section 2.1).  `families.FAMILIES` has the fields in
@@ -77,14 +78,11 @@ class ModelConfig(Readable):
       head_dim: width of a head, 0 for the default; `head_width` is the resolved width.
       gated_mlp: the MLP is mlp_out(activation(mlp_gate(x)) * mlp_in(x)) (arXiv 2002.05202), not
         mlp_out(activation(mlp_in(x))).
-      rotary_factor: Llama 3's scaling of the rotary frequencies (`transformers` type "llama3"):
-        wavelengths above rotary_length / rotary_low are multiplied by this factor, those below
-        rotary_length / rotary_high are unchanged, and between them the frequency is interpolated.
       experts: each expert is an MLP of d_ff with the storage of `linears`; all experts of a layer
         have one layout.
       top_k: outputs are summed, times their router probabilities; with top_k above 1 these are
-        divided by their sum (Mixtral, arXiv 2401.04088), with 1 they are not (Switch, arXiv
-        2101.03961).
+        divided by their sum (Mixtral, arXiv 2401.04088) unless raw_gates, with 1 they are not
+        (Switch, arXiv 2101.03961).
       prototypes: each group of experts has a softmax of its own (M6-T, arXiv 2105.15082).
       expert_capacity: later choices of an expert that is full are dropped.  A device and
         micro-batch count by themselves; evaluation and generation drop nothing.
@@ -159,14 +157,6 @@ class ModelConfig(Readable):
     )
     fused_qkv: bool = setting(True, "One projection qkv, or separate q, k and v.")
     gated_mlp: bool = setting(False, "Multiply mlp_in by the activation of a projection mlp_gate.")
-    qk_norm: bool = setting(
-        False, "Normalise queries and keys over the width of a head, before rotation."
-    )
-    window: int = setting(
-        0,
-        "Last tokens that each token attends to, itself included; 0 is all.",
-        legal=between(0, MOST_SIZE),
-    )
     tied_embeddings: bool = setting(True, "Use the token embedding as the output layer.")
     biases: tuple[str, ...] = setting(
         PROJECTIONS,
@@ -174,22 +164,14 @@ class ModelConfig(Readable):
         choices=PROJECTIONS,
     )
     norm_epsilon: float = setting(1e-5, "Added to the variance in each norm.", legal=positive(1))
-    rotary_base: float = setting(10_000.0, "Base of the rotary frequencies.", legal=positive(1e12))
-    rotary_factor: float = setting(
-        1.0,
-        "Llama 3's scaling factor of long rotary wavelengths; 1 is none.",
-        legal=between(1, MOST_SIZE),
+    post_norms: bool = setting(
+        False, "Normalise the outputs of attention and of the MLP too, before they are added."
     )
-    rotary_low: float = setting(
-        1.0, "low_freq_factor of Llama 3's rotary scaling.", legal=positive(MOST_SIZE)
+    scaled_embeddings: bool = setting(
+        False, "Multiply the embedding of a token by the square root of model.d_model."
     )
-    rotary_high: float = setting(
-        4.0, "high_freq_factor of Llama 3's rotary scaling.", legal=positive(MOST_SIZE)
-    )
-    rotary_length: int = setting(
-        8192,
-        "original_max_position_embeddings of Llama 3's scaling, in tokens.",
-        legal=between(1, MOST_SIZE),
+    logit_cap: float = setting(
+        0.0, "Soft cap of the logits; 0 is none.", legal=between(0, MOST_SIZE)
     )
     experts: int = setting(
         0, "Experts of each MLP; 0 is one MLP for all tokens.", legal=between(0, MOST_EXPERTS)
@@ -202,8 +184,17 @@ class ModelConfig(Readable):
         "Equal groups of experts; a token has model.top_k of each group.",
         legal=between(1, MOST_EXPERTS),
     )
-    shared_expert: bool = setting(
-        False, "Add an expert that every token has and no router chooses."
+    shared_expert: int = setting(
+        0,
+        "Width of an expert that every token has and no router chooses, as a multiple of "
+        "model.d_ff; 0 is none.",
+        legal=between(0, MOST_EXPERTS),
+    )
+    shared_gate: bool = setting(
+        False, "Multiply the shared expert's output by the sigmoid of a product with its input."
+    )
+    raw_gates: bool = setting(
+        False, "Router probabilities of a token's experts are not divided by their sum."
     )
     expert_capacity: float = setting(
         0.0,
@@ -226,6 +217,9 @@ class ModelConfig(Readable):
     seed: int = 0
 
     def __post_init__(self):
+        # Files of earlier versions say whether there is a shared expert.
+        if isinstance(self.shared_expert, bool):
+            object.__setattr__(self, "shared_expert", int(self.shared_expert))
         validate(self, "model")
         if self.remat != remat.AUTO:
             remat.terms(self.remat)  # Refuses an illegal text.
@@ -346,11 +340,13 @@ class ModelConfig(Readable):
 
     @property
     def active_experts(self) -> int:
-        """Experts that compute a token, the shared one included; 1 for a model without experts."""
+        """Experts of width d_ff that compute a token, with the width of the shared one; 1 for a
+        model without experts."""
         return self.prototypes * self.top_k + self.shared_expert if self.experts else 1
 
     def stored_copies(self, projection: str) -> int:
-        """Returns how many weights of a projection a layer stores: one, or one for each expert."""
+        """Returns how many weights of a projection a layer stores: one, or one for each expert of
+        width d_ff."""
         return self.experts + self.shared_expert if self.experts and projection in MLP else 1
 
     def has_guide(self, projection: str) -> bool:
@@ -378,6 +374,23 @@ class ModelConfig(Readable):
         return dataclasses.replace(self, expert_capacity=0.0) if self.expert_capacity else self
 
     @property
+    def longest(self) -> int:
+        """Longest context in tokens: max_len, or rotary_length with longrope."""
+        is_long = self.positions == "rotary" and self.rotary_scaling == "longrope"
+        return min(self.max_len, self.rotary_length) if is_long else self.max_len
+
+    def check_context(self, tokens: int, name: str = "") -> None:
+        """Raises UserError if a context, by its name, is longer than the model's positions."""
+        learned = self.positions == "learned"
+        if tokens > self.longest and (learned or self.rotary_scaling in ("dynamic", "longrope")):
+            scaled = "" if learned else f" of {self.rotary_scaling} scaling"
+            more = ", or model.positions=rotary" if learned else ""
+            raise UserError(
+                f"{name or f'Sequence of {tokens} tokens'} is longer than the model's "
+                f"{self.longest} positions{scaled}; legal: 1 to {self.longest}{more}."
+            )
+
+    @property
     def kv_heads(self) -> int:
         """Heads of keys and values."""
         return self.num_kv_heads or self.num_heads
@@ -386,6 +399,11 @@ class ModelConfig(Readable):
     def head_width(self) -> int:
         """Width of a head, in features."""
         return self.head_dim or self.d_model // self.num_heads
+
+    @property
+    def attention_width(self) -> int:
+        """Number whose square root divides the attention scores."""
+        return self.attention_scalar or self.head_width
 
     def family_fields(self) -> dict[str, Any]:
         """Returns the values of FAMILY_FIELDS that differ from GPT-3's."""
@@ -420,12 +438,14 @@ class ModelConfig(Readable):
     def to_json(self) -> dict:
         """Returns a JSON-compatible dict; `from_json` is its inverse."""
         linears = {name: dict(vars(spec)) for name, spec in dict(self.linears).items()}
-        lists = {name: list(getattr(self, name)) for name in ("density_by_depth", "biases")}
+        names = ("density_by_depth", "biases", "rotary_factors")
+        lists = {name: list(getattr(self, name)) for name in names}
         return {**vars(self), "linears": linears, **lists}
 
     @classmethod
     def from_json(cls, fields: Mapping) -> "ModelConfig":
         """Builds the config from a dict of `to_json`; absent fields take their defaults."""
         linears = {k: LinearSpec(**v) for k, v in fields["linears"].items()}
-        biases = tuple(fields.get("biases", PROJECTIONS))
-        return cls(**{**fields, "linears": linears, "biases": biases})
+        tuples = {"biases": tuple(fields.get("biases", PROJECTIONS))}
+        tuples["rotary_factors"] = tuple(fields.get("rotary_factors", ()))
+        return cls(**{**fields, "linears": linears, **tuples})

@@ -25,11 +25,13 @@ def check_attention(model: "ModelConfig") -> None:
             f"num_kv_heads {model.num_kv_heads} does not divide num_heads {model.num_heads}; "
             f"legal: {_divisors(model.num_heads)}."
         )
-    if model.positions == "rotary" and model.head_width % 2:
+    if model.positions == "rotary":
+        model.check_rotary(model.head_width)
+    model.check_layer_types()
+    if model.rotary_local_base and not model.window:
         raise UserError(
-            f"rotary positions need an even head width, but d_model {model.d_model} over "
-            f"{model.num_heads} heads is {model.head_width}; legal: fewer heads, an even "
-            "head_dim, or learned positions."
+            f"model.rotary_local_base={model.rotary_local_base:g} is for layers with a window; "
+            "legal with model.window=0: 0."
         )
     if model.rotary_low >= model.rotary_high:
         raise UserError(
@@ -41,7 +43,8 @@ def check_attention(model: "ModelConfig") -> None:
 def check_experts(model: "ModelConfig") -> None:
     """Checks the groups of experts, and that experts have the storage that a mixture can."""
     if not model.experts:
-        names = ("top_k", "prototypes", "expert_capacity", "shared_expert")
+        names = ("top_k", "prototypes", "expert_capacity", "shared_expert", "shared_gate",
+                 "raw_gates")  # fmt: skip
         if given := [name for name in names if name in model.family_fields()]:
             raise UserError(
                 f"model.{given[0]}={getattr(model, given[0])} needs experts; legal with it: "
@@ -58,6 +61,13 @@ def check_experts(model: "ModelConfig") -> None:
         raise UserError(
             f"model.top_k={model.top_k} is above the {group} experts of a group; legal: 1 to "
             f"{group}."
+        )
+    if model.shared_gate and not model.shared_expert:
+        raise UserError("model.shared_gate=yes needs a shared expert; legal without one: no.")
+    if model.shared_expert > 1 and set(MLP) & set(model.sparse_projections):
+        raise UserError(
+            f"model.shared_expert={model.shared_expert} with block-sparse experts, whose layouts "
+            "it shares; legal: 0, 1, or sparsity.projections of attention alone."
         )
     if model.quantized:
         raise UserError(

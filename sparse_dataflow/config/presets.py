@@ -93,7 +93,7 @@ def preset(scale: str, *, compute_dtype: str = "float32") -> RunConfig:
         model=dataclasses.replace(size, compute_dtype=compute_dtype, remat=remat.AUTO),
         sparsity=SparsityConfig(block=BLOCKS.get(scale, SparsityConfig().block)),
         training=TrainingConfig(
-            sequence=min(size.max_len, LONGEST_SEQUENCE), micro_batches=0, **vars(recipe)
+            sequence=min(size.longest, LONGEST_SEQUENCE), micro_batches=0, **vars(recipe)
         ),
         run=RunSettings(scale=scale, twin="yes" if scale in LAPTOP_SCALES else "no"),
     )

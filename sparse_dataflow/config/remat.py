@@ -8,6 +8,7 @@ Pure Python: importing this module loads no jax.
 
 import itertools
 import re
+from typing import Any
 
 from sparse_dataflow.files.errors import UserError
 
@@ -95,19 +96,19 @@ def loops(text: str, layers: int, part: range | None = None) -> Terms:
         if part.start <= start and stop <= part.stop:
             result.append((pattern, repeats))
         elif part.start < stop and start < part.stop:
-            return _segments(of_layers[part.start : part.stop])
+            return segments(of_layers[part.start : part.stop])
         start = stop
     return tuple(result)
 
 
-def _segments(of_layers: tuple[str, ...]) -> Terms:
-    """Returns the kinds as few (pattern, repeats): from each block on, the term that covers most.
+def segments(of_layers: tuple[Any, ...]) -> tuple[tuple[tuple[Any, ...], int], ...]:
+    """Returns what blocks have as few (pattern, repeats): from each on, the term that covers most.
 
     Of equal covers it takes the shortest pattern.
     """
     result, start = [], 0
     while start < len(of_layers):
-        best: tuple[tuple[str, ...], int] = (of_layers[start : start + 1], 1)
+        best: tuple[tuple[Any, ...], int] = (of_layers[start : start + 1], 1)
         for period in range(1, MOST_PATTERN + 1):
             pattern, repeats = of_layers[start : start + period], 1
             while of_layers[start + period * repeats :][:period] == pattern:

@@ -181,12 +181,12 @@ class RunConfig(Readable):
             )
         self.sparsity.linears(self.model)
         self._check_remat()
-        learned = self.model.positions == "learned"
-        if learned and self.training.sequence > self.model.max_len:
+        sequence = self.training.sequence
+        self.model.check_context(sequence, f"training.sequence={sequence}")
+        if self.training.teacher and self.model.logit_cap:
             raise UserError(
-                f"training.sequence={self.training.sequence} is longer than model.max_len="
-                f"{self.model.max_len}, the learned positions; legal: 1 to {self.model.max_len}, "
-                "or model.positions=rotary."
+                f"training.teacher with model.logit_cap={self.model.logit_cap:g}; legal with a "
+                "teacher: 0."
             )
         if self.sparsity.pattern == LOW_RANK and self.sparsity.projections:
             self._check_low_rank()

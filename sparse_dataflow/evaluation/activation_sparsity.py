@@ -9,7 +9,7 @@ thresholded.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from sparse_dataflow.config.layer_groups import join_groups, layer_groups, split_groups
+from sparse_dataflow.config.layer_groups import join_groups, layer_groups, layer_model, split_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.data.stored import TokenArray
 from sparse_dataflow.evaluation.trained import Model
@@ -103,13 +103,12 @@ def input_levels(
             "The inputs of experts have no thresholds; legal for a model with experts: "
             "activation_sparsity=0."
         )
-    groups: Sequence[Any] = [group for group in layer_groups(config) for _ in group.layers]
     at = None if positions is None else jnp.asarray(positions)
     x = gpt.embed(config, jax.tree.map(jnp.asarray, embed), jnp.asarray(tokens), positions_BxT=at)
     levels = []
-    for group, layer in zip(groups, layers, strict=True):
+    for i, layer in enumerate(layers):
         weights = jax.tree.map(jnp.asarray, layer)
-        x, of_layer = _apply(group.model, share, attend, weights, x, at)
+        x, of_layer = _apply(layer_model(config, i), share, attend, weights, x, at)
         levels.append(jax.device_get(of_layer))
     return levels
 

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sparse_dataflow.config.layer_groups import layer_groups, split_groups
+from sparse_dataflow.config.layer_groups import layer_groups, layer_model, split_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.kernels.attention.api import causal_attention
+from sparse_dataflow.kernels.attention.dot_product import masked_attention
 from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.experts import ROUTER
 from sparse_dataflow.models.linear import layer_weights
@@ -113,16 +114,18 @@ def prefill(
     caches: list[LayerCache] = []
     attend = functools.partial(prompt_attention, caches, cache_tokens)
     x_BxTxD = gpt.embed(config, weights.embed, tokens_BxT)
-    for layer in weights.layers:
-        x_BxTxD = gpt.block(config, layer, x_BxTxD, attend=attend)
+    for i, layer in enumerate(weights.layers):
+        x_BxTxD = gpt.block(layer_model(config, i), layer, x_BxTxD, attend=attend)
     return last_logits(config, weights, x_BxTxD, lengths_B), tuple(caches)
 
 
-def prompt_attention(caches: list[LayerCache], cache_tokens: int, q, k, v, window) -> jax.Array:
+def prompt_attention(
+    caches: list[LayerCache], cache_tokens: int, q, k, v, window, cap=0.0
+) -> jax.Array:
     """Attention of complete prompts, as `gpt.Block` calls it; appends the layer's cache."""
     room = [(0, 0), (0, 0), (0, cache_tokens - k.shape[1]), (0, 0)]
     caches.append(LayerCache(*(jnp.pad(a.swapaxes(1, 2), room) for a in (k, v))))
-    return causal_attention(q, k, v, window=window)
+    return causal_attention(q, k, v, window=window, cap=cap)
 
 
 def decode_token(
@@ -147,14 +150,15 @@ def decode_token(
     positions_BxT = positions_B[:, None]
     x_BxTxD = gpt.embed(config, weights.embed, tokens_B[:, None], positions_BxT=positions_BxT)
     new_caches: list[LayerCache] = []
-    for layer, cache in zip(weights.layers, caches):
+    for i, (layer, cache) in enumerate(zip(weights.layers, caches)):
         attend = functools.partial(token_attention, new_caches, cache, positions_B)
-        x_BxTxD = gpt.block(config, layer, x_BxTxD, attend=attend, positions_BxT=positions_BxT)
+        of_layer = layer_model(config, i)
+        x_BxTxD = gpt.block(of_layer, layer, x_BxTxD, attend=attend, positions_BxT=positions_BxT)
     return last_logits(config, weights, x_BxTxD, jnp.ones_like(positions_B)), tuple(new_caches)
 
 
 def token_attention(
-    caches: list[LayerCache], cache: LayerCache, positions_B: jax.Array, q, k, v, window
+    caches: list[LayerCache], cache: LayerCache, positions_B: jax.Array, q, k, v, window, cap=0.0
 ) -> jax.Array:
     """Attention of one token a row, as `gpt.Block` calls it; appends the updated cache."""
     rows = jnp.arange(len(positions_B))
@@ -166,8 +170,7 @@ def token_attention(
     values = cache.values.at[rows, :, positions_B].set(v[:, 0])
     caches.append(LayerCache(keys, values))
     keys, values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
-    mask = visible[:, None, None, :]
-    return jax.nn.dot_product_attention(q, keys, values, mask=mask, implementation="xla")
+    return masked_attention(q, keys, values, visible[:, None, None, :], cap)
 
 
 def last_logits(

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from sparse_dataflow.config.layer_groups import join_groups, split_groups
+from sparse_dataflow.config.layer_groups import join_groups, layer_model, split_groups
 from sparse_dataflow.config.projections import MLP
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.composition import DEVICE, HOST
@@ -195,10 +195,11 @@ class OffloadedExperts:
         )
         self._fetch_ahead(layers[0], np.asarray(predicted_NxK)[real_N])
         new_caches = []
-        for layer, following, cache in zip(layers, [*layers[1:], None], caches, strict=True):
+        of_layers = zip(layers, [*layers[1:], None], caches, strict=True)
+        for i, (layer, following, cache) in enumerate(of_layers):
             # The last layer predicts for itself, which no one reads: one program serves all layers.
             x_BxTxD, attended, cache = _attention(
-                config,
+                layer_model(config, i),
                 layer.weights,
                 (following or layer).weights,
                 x_BxTxD,
@@ -366,8 +367,9 @@ def _products(config, weights, normed_BxTxD, slots_NxK, y_NxKxD):
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="x_BxTxD")
 def _combine(config, weights, x_BxTxD, normed_BxTxD, gates_NxK, y_NxKxD):
     """Adds the experts' outputs to the residual stream."""
-    experts = gpt.bind_block(config, weights).experts
-    return x_BxTxD + experts.combine(gates_NxK, y_NxKxD, normed_BxTxD, WHOLE)
+    block = gpt.bind_block(config, weights)
+    y_BxTxD = block.experts.combine(gates_NxK, y_NxKxD, normed_BxTxD, WHOLE)
+    return block.add_mlp(x_BxTxD, y_BxTxD, WHOLE)
 
 
 @functools.partial(jax.jit, donate_argnames="slots")

@@ -12,6 +12,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from sparse_dataflow.config.attention import SLIDING, pattern
 from sparse_dataflow.config.families import EXPERT_TRAINING
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import PROJECTIONS
@@ -22,13 +23,14 @@ from sparse_dataflow.interchange.config_rules import (
     Mixture,
     Named,
     Only,
-    Rotary,
     Rule,
     Same,
+    SharedExpert,
     Window,
     unsupported,
 )
 from sparse_dataflow.interchange.equivalent_forms import QKV, split_config, unit_gate_config
+from sparse_dataflow.interchange.rotary_rule import Rotary, comparable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Architecture:
       extra: fields of config.json that an export has in addition.
       ignored: ends of the names of tensors that a checkpoint may have and that hold no weights.
       aliases: other names of fields of config.json that transformers reads.
+      norm_offset: what the scale of a norm is above the tensor that stores it.
     """
 
     class_name: str
@@ -58,6 +61,7 @@ class Architecture:
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    norm_offset: float = 0.0
 
 
 OUTPUT = "lm_head.weight"
@@ -106,6 +110,23 @@ def _expert_tensors(parent, gate, inside, outside):
     }
 
 
+_SANDWICH = {
+    "blocks.norm1_out": "layers.{}.post_attention_layernorm",
+    "blocks.norm2": "layers.{}.pre_feedforward_layernorm",
+    "blocks.norm2_out": "layers.{}.post_feedforward_layernorm",
+}
+
+_PHI = {
+    **{f"blocks.{name}": "layers.{}.self_attn.qkv_proj" for name in QKV},
+    "blocks.mlp_gate": "layers.{}.mlp.gate_up_proj",
+    "blocks.mlp_in": "layers.{}.mlp.gate_up_proj",
+    "blocks.mlp_out": "layers.{}.mlp.down_proj",
+}
+
+
+_ROTARY = Rotary()
+
+
 def _llama_row(
     class_name,
     *rules,
@@ -113,14 +134,18 @@ def _llama_row(
     head_dim=0,
     width="intermediate_size",
     epsilon=1e-6,
-    rotary_base=10_000.0,
+    rotary=_ROTARY,
     mlp=_LLAMA_MLP,
-    aliases=types.MappingProxyType({}),
+    tied=False,
+    activation=("hidden_act", "silu"),
+    extra=types.MappingProxyType({}),
+    **more,
 ):
     """Returns the row of an architecture that differs from Llama in a few rules.
 
-    `kv_heads`, `head_dim`, `epsilon` and `rotary_base` are the defaults of its config class; heads
-    of 0 follow the other sizes. `width` is the name of d_ff.
+    `kv_heads`, `head_dim`, `epsilon`, `tied` and the second of `activation` are the defaults of its
+    config class; heads of 0 follow the other sizes. `width` is the name of d_ff, and the first of
+    `activation` that of the activation. `more` are fields of `Architecture`.
     """
     return Architecture(
         class_name,
@@ -135,16 +160,35 @@ def _llama_row(
             Same("num_key_value_heads", "num_kv_heads", kv_heads, "kv_heads", null=0),
             Same("head_dim", "head_dim", head_dim, "head_width"),
             Same("rms_norm_eps", "norm_epsilon", epsilon),
-            Same("tie_word_embeddings", "tied_embeddings", False),
-            Named("hidden_act", "activation", _GATED_ACTIVATIONS, "silu"),
-            Rotary(rotary_base),
+            Same("tie_word_embeddings", "tied_embeddings", tied),
+            Named(activation[0], "activation", _GATED_ACTIVATIONS, activation[1]),
+            rotary,
             *rules,
         ),
         _LLAMA_ATTENTION | mlp,
         ("model.", ""),
-        extra={"attention_dropout": 0.0},
+        extra={"attention_dropout": 0.0, **extra},
         ignored=("rotary_emb.inv_freq",),
-        aliases=aliases,
+        **more,
+    )
+
+
+def _gemma_row(class_name, *rules, **options):
+    """Returns the row of a Gemma from the second on: norms around attention and the MLP."""
+    return _llama_row(
+        class_name,
+        Always({"post_norms": True, "scaled_embeddings": True}),
+        Biases(switches={"attention_bias": _ATTENTION}),
+        Same("query_pre_attn_scalar", "attention_scalar", 256, "attention_width"),
+        Only("use_bidirectional_attention", False),
+        *rules,
+        head_dim=256,
+        kv_heads=4,
+        mlp=_LLAMA_MLP | _SANDWICH,
+        tied=True,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        norm_offset=1.0,
+        **options,
     )
 
 
@@ -235,7 +279,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         Mixture("num_local_experts"),
         kv_heads=8,
         epsilon=1e-5,
-        rotary_base=1e6,
+        rotary=Rotary(1e6),
         mlp=_expert_tensors("block_sparse_moe", "w1", "w3", "w2"),
         aliases={"num_experts": "num_local_experts"},
     ),
@@ -264,8 +308,59 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         # transformers 5 writes num_local_experts; both generations read num_experts.
         aliases={"num_local_experts": "num_experts"},
     ),
+    "qwen2_moe": _llama_row(
+        "Qwen2MoeForCausalLM",
+        Biases(switches={"qkv_bias": QKV}, default=True),
+        Window(4096, switched=True),
+        Only("use_sliding_window", False),
+        Mixture("num_experts", "norm_topk_prob"),
+        SharedExpert("shared_expert_intermediate_size", "moe_intermediate_size"),
+        Only("decoder_sparse_step", 1),
+        Only("mlp_only_layers", []),
+        kv_heads=16,
+        width="moe_intermediate_size",
+        mlp=_expert_tensors("mlp", "gate_proj", "up_proj", "down_proj")
+        | {
+            "blocks.experts.shared.router": "layers.{}.mlp.shared_expert_gate.weight",
+            "blocks.experts.shared.mlp_gate": "layers.{}.mlp.shared_expert.gate_proj",
+            "blocks.experts.shared.mlp_in": "layers.{}.mlp.shared_expert.up_proj",
+            "blocks.experts.shared.mlp_out": "layers.{}.mlp.shared_expert.down_proj",
+        },
+        aliases={"num_local_experts": "num_experts"},
+    ),
+    "gemma2": _gemma_row(
+        "Gemma2ForCausalLM",
+        Window(4096, period=2),
+        Same("attn_logit_softcapping", "attention_cap", 50.0, null=0.0, zero=None),
+        Same("final_logit_softcapping", "logit_cap", 30.0, null=0.0, zero=None),
+    ),
+    "gemma3_text": _gemma_row(
+        "Gemma3ForCausalLM",
+        Always({"qk_norm": True}),
+        Window(4096, period=6, named=True),
+        Same("final_logit_softcapping", "logit_cap", 0.0, null=0.0, zero=None),
+        Only("attn_logit_softcapping", None),
+        rotary=Rotary(1e6, local=1e4),
+    ),
+    "phi3": _llama_row(
+        "Phi3ForCausalLM",
+        Biases(),
+        Window(),
+        epsilon=1e-5,
+        rotary=Rotary(
+            share=True, kinds=("longrope",), names={"su": "longrope", "yarn": "longrope"}
+        ),
+        mlp=_PHI,
+        extra={"pad_token_id": None},  # Its default is 32,000, whatever the vocabulary is.
+    ),
 }
 """model_type -> its row. An export takes the first row that represents the model."""
+
+_OTHERS = {
+    "gpt_oss": "Its attention has sinks, which no model here has.",
+    "gemma3": "It reads images; its text model alone has the type gemma3_text.",
+}
+"""model_type -> why it is not supported."""
 
 _MIXTURES = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
@@ -284,8 +379,9 @@ def row(fields: Mapping[str, Any]) -> Architecture:
     if kind in ARCHITECTURES:
         return ARCHITECTURES[kind]
     experts = [f"{name}={fields[name]}" for name in _MIXTURES if fields.get(name)]
-    mixture = f" It is a mixture of experts ({', '.join(experts)})." if experts else ""
-    raise UserError(f"it has a model of type {kind!r}; legal: {', '.join(ARCHITECTURES)}.{mixture}")
+    more = f" It is a mixture of experts ({', '.join(experts)})." if experts else ""
+    more += f" {_OTHERS[kind]}" if kind in _OTHERS else ""
+    raise UserError(f"it has a model of type {kind!r}; legal: {', '.join(ARCHITECTURES)}.{more}")
 
 
 def read_config(fields: Mapping[str, Any]) -> ModelConfig:
@@ -310,6 +406,8 @@ def read_config(fields: Mapping[str, Any]) -> ModelConfig:
         raise UserError(f"config.json has {'; '.join(problems)}.")
     if ours.get("fused_qkv", True):
         ours["biases"] = tuple(dict.fromkeys("qkv" if n in QKV else n for n in ours["biases"]))
+    if not ours.get("window"):
+        ours.pop("rotary_local_base", None)
     return _comparable(ModelConfig(**ours))
 
 
@@ -408,10 +506,15 @@ def _comparable(model):
         changes["num_kv_heads"] = 0
     if model.head_dim * model.num_heads == model.d_model:
         changes["head_dim"] = 0
-    for field in dataclasses.fields(ModelConfig):
-        learned = model.positions == "learned" and field.name.startswith("rotary")
-        if learned or (model.rotary_factor == 1 and field.name in Rotary.SCALED.values()):
-            changes[field.name] = field.default
+    if model.attention_scalar == model.head_width:
+        changes["attention_scalar"] = 0
+    if model.top_k == 1:
+        changes["raw_gates"] = False
+    kinds = [model.layer_type(layer) for layer in range(model.num_layers)]
+    changes["layer_types"] = pattern(kinds) if SLIDING in kinds else SLIDING
+    if SLIDING not in kinds:
+        changes |= {"window": 0, "rotary_local_base": 0.0}
+    changes |= comparable(dataclasses.replace(model, **changes))
     return dataclasses.replace(model, **changes)
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.config.layer_groups import layer_groups
+from sparse_dataflow.config.layer_groups import layer_model
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.kernels.hadamard.api import hadamard
 from sparse_dataflow.models import gpt, stacks
@@ -37,7 +37,6 @@ def input_norms(
       batches: int32 [B, T] token ids.
       mixed: projection -> width of the Hadamard transform of the inputs that are measured.
     """
-    groups = [group for group in layer_groups(model) for _ in group.layers]
     widths = tuple(sorted(mixed.items()))
     squares: list[dict[str, np.ndarray]] = []
     for tokens in batches:
@@ -45,8 +44,8 @@ def input_norms(
         x = gpt.embed(model, embed, jnp.asarray(tokens))
         of_batch = []
         layers = stacks.weights(model, weights)
-        for group, layer in zip(groups, layers, strict=True):
-            x, sums = _apply(group.model, widths, jax.tree.map(jnp.asarray, layer), x)
+        for i, layer in enumerate(layers):
+            x, sums = _apply(layer_model(model, i), widths, jax.tree.map(jnp.asarray, layer), x)
             of_batch.append(jax.device_get(sums))
         squares = jax.tree.map(np.add, squares, of_batch) if squares else of_batch
     return {name: np.sqrt(np.stack([layer[name] for layer in squares])) for name in squares[0]}

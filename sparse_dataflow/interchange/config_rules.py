@@ -10,8 +10,9 @@ A rule is data of one row of `architectures.ARCHITECTURES`. It has two methods:
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
+from sparse_dataflow.config.attention import FULL, SLIDING, pattern
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.files.errors import UserError
 
@@ -49,6 +50,7 @@ class Same:
       default: value where config.json lacks the field.
       written: attribute of `ModelConfig` that is written; "" for `ours`.
       null: value where config.json has null; that of `default` if None.
+      zero: what is written for 0.
     """
 
     theirs: str
@@ -56,6 +58,7 @@ class Same:
     default: Default = REQUIRED
     written: str = ""
     null: Any = None
+    zero: Any = 0
 
     def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """See `Rule`."""
@@ -66,7 +69,8 @@ class Same:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Rule`."""
-        return {self.theirs: getattr(model, self.written or self.ours)}
+        value = getattr(model, self.written or self.ours)
+        return {self.theirs: self.zero if value == 0 and value is not False else value}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,55 +178,86 @@ class Biases:
         return {name: bool(biases & set(p)) for name, p in self.switches.items()}
 
 
+_LAYER_TYPES = {SLIDING: "sliding_attention", FULL: "full_attention"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Sliding-window attention, of all layers or of none.
+    """Sliding-window attention, of all layers, of some, or of none.
 
     Attributes:
       default: window where config.json lacks `sliding_window`.
       switched: whether `use_sliding_window` must be true, as in Qwen.
       counted: whether `max_window_layers` counts the first layers without a window.
+      period: every layer of this number has no window, as in Gemma; 0 where all layers are alike.
+      named: whether `sliding_window_pattern` has the period.
     """
 
     default: int | None = None
     switched: bool = False
     counted: bool = False
+    period: int = 0
+    named: bool = False
 
     def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """See `Rule`."""
         window = fields.get("sliding_window", self.default) or 0
-        layers = fields.get("num_hidden_layers")
+        layers = fields.get("num_hidden_layers") or 0
         if self.switched and not fields.get("use_sliding_window", False):
             window = 0
         kinds = fields.get("layer_types")
-        if kinds is None and self.counted and window:
-            full = fields.get("max_window_layers", 28)
-            if 0 < full < layers:
-                raise unsupported("max_window_layers", full, f"0, or {layers} and more: one window")
-            window = window if full <= 0 else 0
-        elif kinds is not None:
-            legal = f"{layers} times sliding_attention, or {layers} times full_attention"
-            if not isinstance(kinds, list) or kinds not in (
-                [kind] * len(kinds) for kind in ("sliding_attention", "full_attention")
-            ):
-                raise unsupported("layer_types", kinds, legal)
-            if len(kinds) != layers:
-                raise unsupported("layer_types", kinds, legal)
-            sliding = "sliding_attention" in kinds
-            # Where a switch may turn the window off, transformers obeys layer_types.
-            if sliding != bool(window) and (sliding or not self.switched):
-                has = f"sliding_window={fields.get('sliding_window', self.default)!r}"
-                raise unsupported("layer_types", kinds, f"one that agrees with {has}")
-            window = window if sliding else 0
-        return {"window": window}
+        period = self._period(fields)
+        if kinds is not None:
+            kinds, window = self._listed(fields, kinds, window, layers)
+        elif self.counted and window:
+            full = min(max(fields.get("max_window_layers", 28), 0), layers)
+            kinds = [FULL] * full + [SLIDING] * (layers - full)
+        elif period and window:
+            kinds = [SLIDING if (i + 1) % period else FULL for i in range(layers)]
+        if not kinds or not window:
+            return {"window": window}
+        if SLIDING not in kinds:
+            return {"window": 0}
+        return {"window": window, "layer_types": pattern(kinds)}
+
+    def _period(self, fields):
+        period = fields.get("sliding_window_pattern", self.period) if self.named else self.period
+        if not isinstance(period, int) or period < 0:
+            raise unsupported("sliding_window_pattern", period, "a whole number")
+        return period
+
+    def _listed(self, fields, kinds, window, layers):
+        """Returns our name of each of `layer_types`, and the window."""
+        ours = {theirs: kind for kind, theirs in _LAYER_TYPES.items()}
+        legal = f"{layers} of {', '.join(ours)}"
+        if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= set(ours):
+            raise unsupported("layer_types", kinds, legal)
+        kinds = [ours[kind] for kind in kinds]
+        mixed = len(set(kinds)) > 1
+        if mixed and not (self.counted or self.period):
+            raise unsupported("layer_types", fields["layer_types"], f"one of {', '.join(ours)}")
+        # Where a switch may turn the window off, transformers obeys layer_types.
+        sliding, obeyed = SLIDING in kinds, self.switched or self.period
+        if sliding != bool(window) and (sliding or not obeyed):
+            has = f"sliding_window={fields.get('sliding_window', self.default)!r}"
+            raise unsupported("layer_types", fields["layer_types"], f"one that agrees with {has}")
+        return kinds, window if sliding else 0
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Rule`."""
+        kinds = [model.layer_type(i) if model.window else FULL for i in range(model.num_layers)]
         fields: dict[str, Any] = {"sliding_window": model.window or None}
+        if self.period and not model.window:
+            fields["sliding_window"] = self.default
         if self.switched:
             fields["use_sliding_window"] = bool(model.window)
         if self.counted:
-            fields["max_window_layers"] = 0
+            first = kinds.index(SLIDING) if model.window else 0
+            fields["max_window_layers"] = first
+        if self.period or (len(set(kinds)) > 1 and self.counted):
+            fields["layer_types"] = [_LAYER_TYPES[kind] for kind in kinds]
+        if self.named and FULL in kinds[:-1]:
+            fields["sliding_window_pattern"] = kinds.index(FULL) + 1
         return fields
 
 
@@ -248,10 +283,10 @@ class Mixture:
         if not self.switch and chosen == 1:
             raise unsupported("num_experts_per_tok", chosen, "2 or more")
         divided = fields.get(self.switch, False)
-        if self.switch and divided != (chosen != 1):
-            legal = "true with num_experts_per_tok of 2 or more, else false"
-            raise unsupported(self.switch, divided, legal)
-        return {"experts": experts, "top_k": chosen}
+        if self.switch and divided and chosen == 1:
+            raise unsupported(self.switch, divided, "true with num_experts_per_tok of 2 or more")
+        raw = bool(self.switch) and not divided and chosen > 1
+        return {"experts": experts, "top_k": chosen, "raw_gates": raw}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Rule`."""
@@ -259,79 +294,33 @@ class Mixture:
         fewest = 1 if self.switch else 2
         chosen = max(fewest, model.top_k)
         fields = {self.name: max(fewest, model.experts), "num_experts_per_tok": chosen}
-        return fields | ({self.switch: chosen > 1} if self.switch else {})
+        divided = chosen > 1 and not model.raw_gates
+        return fields | ({self.switch: divided} if self.switch else {})
 
 
 @dataclasses.dataclass(frozen=True)
-class Rotary:
-    """Base and scaling of rotary positions.
-
-    transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 one `rope_parameters`.
-    Both read the former, which this writes.
+class SharedExpert:
+    """An expert of every token, of a multiple of the others' width, with a gate.
 
     Attributes:
-      base: base where config.json lacks it.
+      name: name in config.json of its width.
+      width: name of the width of the others.
     """
 
-    base: float = 10_000.0
-
-    SCALED: ClassVar[Mapping[str, str]] = {
-        "factor": "rotary_factor",
-        "low_freq_factor": "rotary_low",
-        "high_freq_factor": "rotary_high",
-        "original_max_position_embeddings": "rotary_length",
-    }
-    """Field of scaling type "llama3" -> field of `ModelConfig`."""
+    name: str
+    width: str
 
     def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """See `Rule`."""
-        given = [name for name in ("rope_parameters", "rope_scaling") if fields.get(name)]
-        settings = [self._read(fields, name) for name in given] or [self._read(fields, "")]
-        if settings[0] != settings[-1]:
-            value, legal = fields[given[1]], f"the values of {given[0]}, or one of both"
-            raise unsupported(given[1], value, legal)
-        return settings[0]
-
-    def _read(self, fields, name):
-        """Returns the settings by one of two fields, or by the base alone."""
-        scaling = fields.get(name) or {}
-        if not isinstance(scaling, Mapping):
-            raise unsupported(name, scaling, "an object")
-        nested = [key for key, value in scaling.items() if isinstance(value, Mapping)]
-        if nested:
-            raise unsupported(name, dict(scaling), "one for all layers")
-        for key, other in (
-            ("rope_theta", fields.get("rope_theta")),
-            ("partial_rotary_factor", fields.get("partial_rotary_factor")),
-            ("type", scaling.get("rope_type")),
-        ):
-            if None not in (scaling.get(key), other) and scaling[key] != other:
-                raise unsupported(f"{name}.{key}", scaling[key], f"{other!r}, as elsewhere")
-        base = scaling.get("rope_theta") or fields.get("rope_theta") or self.base
-        kind = scaling.get("rope_type") or scaling.get("type")
-        if name == "rope_scaling" and kind is None:
-            raise unsupported(name, dict(scaling), "with rope_type")
-        kind = kind or "default"
-        partial = scaling.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1
-        if partial != 1:
-            raise unsupported("partial_rotary_factor", partial, "1")
-        ours = {"rotary_base": float(base)}
-        if kind == "default":
-            return ours
-        if kind != "llama3":
-            raise UserError(f"{name} of type {kind!r} (legal: default, llama3)")
-        missing = [theirs for theirs in self.SCALED if scaling.get(theirs) is None]
-        if missing:
-            raise UserError(f"{name} without {', '.join(missing)} (legal: all of type llama3)")
-        return ours | {ours_name: scaling[theirs] for theirs, ours_name in self.SCALED.items()}
+        shared, width = (_value(fields, name, REQUIRED) for name in (self.name, self.width))
+        if not shared or shared % width:
+            raise unsupported(self.name, shared, f"multiples of {self.width}={width}")
+        return {"shared_expert": shared // width, "shared_gate": True}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Rule`."""
-        scaling = None
-        if model.rotary_factor != 1:
-            scaling = {theirs: getattr(model, ours) for theirs, ours in self.SCALED.items()}
-            scaling["rope_type"] = "llama3"
-        return {"rope_theta": model.rotary_base, "rope_scaling": scaling}
+        # The least that can be read, so that reading it back shows what differs.
+        return {self.name: max(1, model.shared_expert) * model.d_ff}
 
 
 def _value(fields, name, default):

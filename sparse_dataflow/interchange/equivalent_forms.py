@@ -26,7 +26,7 @@ def dense_form(model: ModelConfig, weights: ModelWeights) -> tuple[ModelConfig, 
     into the parameters before them.
 
     Args:
-      model: config of the model, without a shared expert.
+      model: config of the model.
       weights: its weights.
 
     Returns:
@@ -40,7 +40,9 @@ def dense_form(model: ModelConfig, weights: ModelWeights) -> tuple[ModelConfig, 
         for name in model.projections:
             if model.experts and name in MLP:
                 layout = expert_layout(model, name) if name in layouts else None
-                layer["experts"][name] = dense_module(model, name, layer["experts"][name], layout)
+                for experts in (layer["experts"], layer["experts"].get("shared")):
+                    if experts:
+                        experts[name] = dense_module(model, name, experts[name], layout)
             else:
                 layout = layouts[name][i] if name in layouts else None
                 layer[name] = dense_module(model, name, layer[name], layout)

@@ -84,6 +84,15 @@ def refuse_other_shapes(old: ModelConfig, new: ModelConfig) -> None:
             f"of some heads of the initial weights, {old.num_heads} with {old.kv_heads} (legal: "
             "more query heads for each key/value head)"
         )
+    if "+" in old.layer_types and old.num_layers != new.num_layers:
+        problems.append(
+            f"new layers would move model.layer_types={old.layer_types[:60]} (legal: "
+            f"model.num_layers={old.num_layers})"
+        )
+    if old.scaled_embeddings and old.d_model != new.d_model:
+        problems.append(
+            f"model.scaled_embeddings scales by the width (legal: model.d_model={old.d_model})"
+        )
     if problems:
         raise UserError(f"The initial weights cannot grow into this run: {'; '.join(problems)}.")
 
@@ -146,6 +155,11 @@ def _with_experts(old, weights, new, key):
             "model.top_k=1 multiplies the output of an expert by its router probability, so "
             "experts that begin as the MLP of the initial weights have another function; legal: "
             "model.top_k of 2 or more."
+        )
+    if new.raw_gates or new.shared_gate or new.shared_expert > 1:
+        raise UserError(
+            "Experts that begin as the MLP of the initial weights would have another function; "
+            "legal: model.raw_gates=no, model.shared_gate=no and model.shared_expert of 0 or 1."
         )
     layouts = stacks.layouts_from_tables(old, weights.tables)
     names = [name for name in old.projections if name in MLP]

@@ -110,7 +110,7 @@ def read(folder: str | Path) -> Imported:
         model = _with_own_output(folder, fields, model, files)
         params = tensor_names.read(architectures.row(fields), model, files)
         source = None if fields == _fields_without_source(architecture, model) else fields
-        _say_unread(folder, fields)
+        _say_unread(folder, fields, model)
     tokenizer, order = tokenizer_files.read(folder, fields)
     if source:
         tokenizer = _with_source(tokenizer, source)
@@ -134,8 +134,13 @@ def _with_own_output(folder, fields, model, files):
     return dataclasses.replace(model, tied_embeddings=False)
 
 
-def _say_unread(folder, fields):
-    """Says which fields of config.json and which files are not used."""
+def _say_unread(folder, fields, model):
+    """Says which fields of config.json, which positions and which files are not used."""
+    if model.longest < model.max_len:
+        _LOG.warning(
+            "%s: contexts have up to %d tokens; longer ones need longrope's long_factor, which is "
+            "not supported", folder, model.longest,
+        )  # fmt: skip
     names = source_config.unread(fields)
     if names:
         values = ", ".join(f"{name}={fields[name]!r}"[:60] for name in names)

@@ -72,14 +72,14 @@ def load(folder: str | Path, variant: str = "", checkpoint: str = NEWEST) -> Mod
         tables=imported.tables,
         tokenizer=imported.tokenizer,
         step=0,
-        training=TrainingConfig(sequence=_context(path, imported.model.max_len)),
+        training=TrainingConfig(sequence=_context(path, imported.model.longest)),
         record=None,
         facts={},
     )
 
 
-def _context(folder, max_len):
+def _context(folder, longest):
     """The context that an export was trained with, or else that of the model."""
     context = json_files.load(folder / huggingface.CONFIG).get("context")
     legal = type(context) is int and 1 <= context
-    return min(max_len, LONGEST_SEQUENCE, context if legal else max_len)
+    return min(longest, LONGEST_SEQUENCE, context if legal else longest)

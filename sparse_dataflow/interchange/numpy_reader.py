@@ -23,16 +23,37 @@ def load(folder):
 def logits(config, tensors, ids):
     """Token ids [tokens] -> float32 logits [tokens, vocab]."""
     x = tensors["embed.tokens"][ids]
+    if config["scaled_embeddings"]:
+        x = x * np.float32(config["d_model"] ** 0.5)
     if config["positions"] == "learned":
         x = x + tensors["embed.positions"][: len(ids)]
+    post_norms = config["post_norms"]
     for layer in range(config["num_layers"]):
-        at = f"blocks.{layer}"
-        x = x + attention(config, tensors, norm(config, tensors, x, f"{at}.norm1"), at)
-        x = x + mlp(config, tensors, norm(config, tensors, x, f"{at}.norm2"), at)
+        at, of_layer = f"blocks.{layer}", layer_config(config, layer)
+        for half, number in ((attention, 1), (mlp, 2)):
+            y = half(of_layer, tensors, norm(config, tensors, x, f"{at}.norm{number}"), at)
+            x = x + (norm(config, tensors, y, f"{at}.norm{number}_out") if post_norms else y)
     x = norm(config, tensors, x, "head.norm")
     if config["parametrization"] == "supar":
         x = x * np.float32(256 / config["d_model"])
-    return x @ tensors.get("head.output", tensors["embed.tokens"]).T
+    y = x @ tensors.get("head.output", tensors["embed.tokens"]).T
+    return capped(y, config["logit_cap"])
+
+
+def layer_config(config, layer):
+    """The config with the window and the rotary positions of one layer."""
+    types = config["layer_types"].split("+")
+    if types[layer % len(types)] == "full":
+        return {**config, "window": 0}
+    if config["rotary_local_base"]:
+        local = {"rotary_base": config["rotary_local_base"], "rotary_scaling": "dynamic"}
+        return {**config, **local}
+    return config
+
+
+def capped(x, cap):
+    """Values whose magnitude stays below a cap, if it is not 0."""
+    return cap * np.tanh(x / cap) if cap else x
 
 
 def linear(config, tensors, x, at):
@@ -120,8 +141,10 @@ def attention(config, tensors, x, at):
     tokens, _, width = query.shape
     shared = query.shape[1] // key.shape[1]
     key, value = np.repeat(key, shared, axis=1), np.repeat(value, shared, axis=1)
-    scale = 8 / width if config["parametrization"] == "supar" else width**-0.5
+    scale = 8 / width**0.5 if config["parametrization"] == "supar" else 1
+    scale = scale * (config["attention_scalar"] or width) ** -0.5
     scores = np.einsum("qhw,khw->hqk", query, key) * np.float32(scale)
+    scores = capped(scores, config["attention_cap"])
     distance = np.arange(tokens)[:, None] - np.arange(tokens)
     seen = (distance >= 0) & (distance < (config["window"] or tokens))
     scores = np.where(seen, scores, -np.inf)
@@ -132,17 +155,41 @@ def attention(config, tensors, x, at):
 
 
 def rotate(config, x):
-    """Rotates x [tokens, heads, width] by position; halves of a head are paired.
-
-    With a factor above 1, long wavelengths are stretched by it, as in Llama 3.1.
-    """
-    width = x.shape[-1]
-    frequency = config["rotary_base"] ** (-np.arange(0, width, 2) / width)
-    low, high = config["rotary_low"], config["rotary_high"]
-    turns = config["rotary_length"] * frequency / (2 * np.pi)
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    frequency = frequency * (kept + (1 - kept) / config["rotary_factor"])
+    """Rotates the first features of x [tokens, heads, width] by position, their halves paired."""
+    width = int(x.shape[-1] * config["rotary_share"])
+    frequency, scale = frequencies(config, width)
     angle = np.arange(len(x))[:, None, None] * frequency
-    sin, cos = np.sin(angle).astype(x.dtype), np.cos(angle).astype(x.dtype)
-    first, second = np.split(x, 2, axis=-1)
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    sin, cos = (scale * np.sin(angle)).astype(x.dtype), (scale * np.cos(angle)).astype(x.dtype)
+    first, second = np.split(x[..., :width], 2, axis=-1)
+    rotated = first * cos - second * sin, second * cos + first * sin
+    return np.concatenate([*rotated, x[..., width:]], axis=-1)
+
+
+def frequencies(config, width):
+    """Angles between positions [width / 2], and the scale of the rotations.
+
+    With a factor above 1, long wavelengths are stretched by it, as the model's scaling says.
+    """
+    frequency = config["rotary_base"] ** (-np.arange(0, width, 2) / width)
+    kind, factor, length = (config[f"rotary_{n}"] for n in ("scaling", "factor", "length"))
+    scale = config["rotary_attention"]
+    if kind == "longrope":
+        scale = scale or math.sqrt(1 + math.log(factor) / math.log(length))
+        return frequency / np.array(config["rotary_factors"]), scale
+    if kind == "linear":
+        return frequency / factor, 1
+    if kind == "dynamic":
+        return frequency, 1
+    low, high = config["rotary_low"], config["rotary_high"]
+    if kind == "llama3":
+        kept = np.clip((length * frequency / (2 * np.pi) - low) / (high - low), 0, 1)
+        scale = 1
+    else:
+        low, high = (
+            width * math.log(length / (2 * math.pi * turns)) / (2 * math.log(config["rotary_base"]))
+            for turns in (low, high)
+        )
+        first, last = max(math.floor(high), 0), min(math.ceil(low), width - 1)
+        kept = 1 - np.clip((np.arange(width // 2) - first) / (last - first or 1e-3), 0, 1)
+        scale = scale or 0.1 * math.log(factor) + 1
+    return frequency * (kept + (1 - kept) / factor), scale

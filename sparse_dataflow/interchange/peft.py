@@ -41,12 +41,17 @@ def write(folder: Path, trained: Model) -> list[Path]:
     architecture = ARCHITECTURES[source["architecture"]]
     tensors = dict(_tensors(architecture, trained.model, trained.params))
     modules = sorted({name.split(".")[-3] for name in tensors})
+    ranks = {n.split(".")[-3]: len(a) for n, a in tensors.items() if n.endswith("lora_A.weight")}
+    others = {n: r / trained.training.adapter_rank for n, r in ranks.items()}
+    others = {module: times for module, times in others.items() if times != 1}
     fields: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": source["path"],
         "r": trained.training.adapter_rank,
         "lora_alpha": trained.training.adapter_alpha,
+        "rank_pattern": {module: ranks[module] for module in others},
+        "alpha_pattern": {m: times * trained.training.adapter_alpha for m, times in others.items()},
         "target_modules": modules,
         "lora_dropout": 0.0,
         "bias": "none",
@@ -74,10 +79,28 @@ def _tensors(
         by_module.setdefault(architecture.tensors[f"blocks.{name}"], []).append(name)
     for module, names in by_module.items():
         names = [name for name in (*QKV, *names) if name in names]
-        names = list(dict.fromkeys(names))  # q, k and v side by side in one module share A.
-        stacked = np.concatenate([outputs[name]["b_kernel"] for name in names], axis=-1)
+        names = list(dict.fromkeys(names))
+        kernels = [outputs[name]["b_kernel"] for name in names]
+        a_kernel = inputs[names[0]]
+        if model.fused_qkv or len(names) == 1:  # q, k and v side by side in one module share A.
+            b_kernel = np.concatenate(kernels, axis=-1)
+        else:
+            a_kernel = np.concatenate([inputs[name] for name in names], axis=-1)
+            b_kernel = _block_diagonal(kernels)
         for layer in range(model.num_layers):
             prefix = f"base_model.model.{architecture.prefixes[0]}{module.format(layer)}"
-            a, b = inputs[names[0]][layer], stacked[layer]
+            a, b = a_kernel[layer], b_kernel[layer]
             yield f"{prefix}.lora_A.weight", np.ascontiguousarray(a.T, np.float32)
             yield f"{prefix}.lora_B.weight", np.ascontiguousarray(b.T, np.float32)
+
+
+def _block_diagonal(kernels):
+    """Returns [layers, sum of rows, sum of columns] with the kernels [layers, rows, columns]."""
+    rows, columns = (sum(kernel.shape[axis] for kernel in kernels) for axis in (1, 2))
+    result = np.zeros((len(kernels[0]), rows, columns), kernels[0].dtype)
+    row = column = 0
+    for kernel in kernels:
+        end, last = row + kernel.shape[1], column + kernel.shape[2]
+        result[:, row:end, column:last] = kernel
+        row, column = end, last
+    return result

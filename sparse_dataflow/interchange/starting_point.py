@@ -101,7 +101,7 @@ def run_config(
         sparsity=(
             _sparsity(model, shape.num_layers) if model.sparse_projections else base.sparsity
         ),
-        training=dataclasses.replace(base.training, sequence=min(shape.max_len, LONGEST_SEQUENCE)),
+        training=dataclasses.replace(base.training, sequence=min(shape.longest, LONGEST_SEQUENCE)),
         run=dataclasses.replace(base.run, init_from=str(folder)),
     )
 

@@ -31,6 +31,7 @@ class _Entry(NamedTuple):
         the model.
       transposed: whether it is stored transposed.
       skip: its first rows, which we do not have.
+      offset: what our parameter is above it.
     """
 
     name: str
@@ -39,6 +40,7 @@ class _Entry(NamedTuple):
     counts: tuple[int, ...]
     transposed: bool
     skip: int
+    offset: float
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -70,6 +72,7 @@ def read(architecture: Architecture, model: ModelConfig, files: Tensors) -> dict
         rows = []
         for name in entry.names:
             tensor = files.read(name, entry.shape)[entry.skip :]
+            tensor = tensor + np.float32(entry.offset) if entry.offset else tensor
             rows.append(tensor.T if entry.transposed else tensor)
         stacked = np.stack(rows).reshape(*entry.counts, *rows[0].shape)
         ends = np.cumsum([shape[-1] for shape in entry.shapes])[:-1]
@@ -97,6 +100,7 @@ def write(architecture: Architecture, model: ModelConfig, params: dict) -> dict[
         for name, tensor in zip(entry.names, rows, strict=True):
             skipped = np.zeros((entry.skip, *tensor.shape[1:]), np.float32)
             tensor = np.concatenate([skipped, tensor]) if entry.skip else tensor
+            tensor = tensor - np.float32(entry.offset) if entry.offset else tensor
             tensors[name] = np.asarray(tensor.T if entry.transposed else tensor, np.float32)
     return tensors
 
@@ -116,6 +120,7 @@ def _entries(architecture, model, shapes, prefix) -> Iterator[_Entry]:
             leaves[group[0]].shape[:axes],
             architecture.transposed and group[0].endswith((".kernel", f".{ROUTER}")),
             architecture.position_offset if group[0] == "embed.positions" else 0,
+            architecture.norm_offset if group[0].endswith(".scale") else 0.0,
         )
 
 

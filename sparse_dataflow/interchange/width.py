@@ -142,7 +142,7 @@ def _block(tree, sources, layouts, rng):
             result[name] = _projection(name, module, sources, layouts.get(name), rng)
         elif name == ROUTER:
             result[name] = _shared(module, sources.stream, rng)
-        elif name in ("norm1", "norm2"):
+        elif name in ("norm1", "norm2", "norm1_out", "norm2_out"):
             result[name] = {leaf: array[sources.stream] for leaf, array in module.items()}
         elif name in ("experts", "shared"):
             result[name] = _block(module, sources, layouts, rng)

@@ -80,7 +80,7 @@ class Experts(nnx.Module):
             if name in MLP:
                 setattr(self, name, nnx.Param(draw_experts(config, name, rngs)))
         if config.shared_expert:
-            self.shared = Mlp(config, rngs=rngs)
+            self.shared = SharedExpert(config, rngs=rngs)
         self.config = config
 
     def __call__(self, x_BxTxD, shard, real_BxT=None):
@@ -120,7 +120,7 @@ class Experts(nnx.Module):
         y_NxD = jnp.einsum("nk,nkd->nd", gates_NxK, y_NxKxD)
         y_BxTxD = shard.reduce(y_NxD.astype(x_BxTxD.dtype).reshape(x_BxTxD.shape))
         if self.config.shared_expert:
-            y_BxTxD += self.shared.mlp(x_BxTxD, shard)
+            y_BxTxD += self.shared(x_BxTxD, shard)
         return y_BxTxD
 
     def products(self, x_SxD, tiles_T, shard):
@@ -167,7 +167,7 @@ class Experts(nnx.Module):
         by_group = logits.reshape(len(logits), config.prototypes, size)
         probabilities = jax.nn.softmax(by_group)
         gates, chosen = lax.top_k(probabilities, config.top_k)
-        if config.top_k > 1:
+        if config.top_k > 1 and not config.raw_gates:
             gates /= gates.sum(-1, keepdims=True)
         experts = chosen + size * jnp.arange(config.prototypes)[:, None]
         z_N = jnp.square(jax.nn.logsumexp(by_group, axis=-1)).sum(-1)
@@ -186,6 +186,27 @@ class Experts(nnx.Module):
         routing = Routing(size * jnp.sum(even * mean), z, load, jnp.zeros(()))
         flat = lambda a: a.reshape(len(logits), -1)  # noqa: E731
         return flat(gates), flat(experts), routing
+
+
+class SharedExpert(Mlp):
+    """The expert of all tokens, and its gate if the config has one; see `ModelConfig`."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        width = config.shared_expert * config.d_ff
+        super().__init__(dataclasses.replace(config, d_ff=width), rngs=rngs)
+        if config.shared_gate:
+            scale = 1 / math.sqrt(config.d_model)
+            self.router = nnx.Param(normal(rngs, (config.d_model, 1), scale))
+
+    def __call__(self, x_BxTxD, shard):
+        """Applies the expert to gathered tokens; returns the output of this device's tokens."""
+        y_BxTxD = self.mlp(x_BxTxD, shard)
+        if not self.config.shared_gate:
+            return y_BxTxD
+        x_BxTxD = shard.slice(x_BxTxD, axis=1).astype(jnp.float32)
+        router = self.router[...].astype(jnp.float32)
+        logits = jnp.matmul(x_BxTxD, router, precision=lax.Precision.HIGHEST)
+        return y_BxTxD * jax.nn.sigmoid(logits).astype(y_BxTxD.dtype)
 
 
 def _mean(values, real_N):

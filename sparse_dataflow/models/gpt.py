@@ -17,6 +17,7 @@ Parameters are float32.  [V] vocab_size, [D] d_model, [K] head_width:
 | embed | positions | [max_len, D] | positions="learned" |
 | block | norm1.scale, norm2.scale | [D] | all |
 | block | norm1.bias, norm2.bias | [D] | norm="layernorm" |
+| block | norm1_out, norm2_out: as norm1 | [D] | post_norms |
 | block | q_norm.scale, k_norm.scale | [K] | qk_norm |
 | block | q_norm.bias, k_norm.bias | [K] | qk_norm and norm="layernorm" |
 | block | PROJECTION.kernel | projection_shape: [in, out] | each dense name in `projections` |
@@ -26,6 +27,7 @@ Parameters are float32.  [V] vocab_size, [D] d_model, [K] head_width:
 | block | experts.router | [D, experts] | experts |
 | block | experts.PROJECTION.* | [experts, ...], each as above and below | experts, for the MLP |
 | block | experts.shared.PROJECTION.* | as above and below | shared_expert, for the MLP |
+| block | experts.shared.router | [D, 1] | shared_gate |
 | block | PROJECTION.a_kernel, b_kernel, gate | [in, rank], [rank, out], [] | spec.rank > 0 |
 | block | PROJECTION.guide, guide_share | [in, out], [] | guided, for block-sparse names |
 | head | norm.scale | [D] | all |
@@ -51,7 +53,6 @@ from flax import nnx
 from sparse_dataflow.config.layer_groups import join_groups, layer_groups
 from sparse_dataflow.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.config.projections import MLP
-from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.kernels.cross_entropy import api as cross_entropy
 from sparse_dataflow.kernels.cross_entropy import vocabulary
@@ -76,6 +77,7 @@ class Embed(nnx.Module):
             shape = (config.max_len, config.d_model)
             self.positions = nnx.Param(0.01 * jax.random.normal(rngs.params(), shape))
         self.dtype = jnp.dtype(config.compute_dtype)
+        self.scale = math.sqrt(config.d_model) if config.scaled_embeddings else 1.0
 
     def __call__(self, tokens_BxT, shard=WHOLE, positions_BxT=None):
         """Embeds int32 [B, T] -> [B, T, D] in the compute dtype; T / devices tokens under a shard.
@@ -89,6 +91,8 @@ class Embed(nnx.Module):
         else:
             x_BxTxD = table_VxD[shard.slice(tokens_BxT, axis=1)]
             x_BxTxD = shard.slice_features(x_BxTxD, shard.residual_run)
+        if self.scale != 1:
+            x_BxTxD *= jnp.asarray(self.scale, self.dtype)
         if self.learned:
             at = slice(tokens_BxT.shape[1]) if positions_BxT is None else positions_BxT
             positions = self.positions[...].astype(self.dtype)[at]
@@ -113,10 +117,14 @@ class Block(Mlp):
         if config.qk_norm:
             self.q_norm = _norm(config, rngs, config.head_width)
             self.k_norm = _norm(config, rngs, config.head_width)
+        if config.post_norms:
+            self.norm1_out, self.norm2_out = _norm(config, rngs), _norm(config, rngs)
         self.config = config
         # Keys and queries align in training, so their product grows with head_dim instead of its
         # square root: scale by 1 / head_dim, not 1 / sqrt(head_dim) (arXiv 2203.03466, 4.1).
         self.query_scale = math.sqrt(SUPAR_HEAD / config.head_width) if config.supar else 1.0
+        if config.attention_scalar:
+            self.query_scale *= math.sqrt(config.head_width / config.attention_scalar)
 
     def __call__(self, x_BxTxD, shard=WHOLE, attend=causal_attention, positions_BxT=None):
         """Applies the block: [B, T, D] -> [B, T, D]; T / devices tokens under a shard.
@@ -125,7 +133,7 @@ class Block(Mlp):
           x_BxTxD: residual stream.
           shard: shard of the weights.
           attend: attention, called as attend(queries [B, T, H, K], keys [B, T, kv heads, K],
-            values like keys, window=config.window).
+            values like keys, window=config.window, cap=config.attention_cap).
           positions_BxT: int32 positions of the tokens; None is 0 to T - 1.
         """
         return self.residuals(x_BxTxD, shard, attend, positions_BxT)[1]
@@ -147,7 +155,13 @@ class Block(Mlp):
             y_BxTxD, routing = self.experts(normed, shard, real_BxT)
         else:
             y_BxTxD = self.mlp(normed, shard)
-        return x_BxTxD, x_BxTxD + y_BxTxD, routing
+        return x_BxTxD, self.add_mlp(x_BxTxD, y_BxTxD, shard), routing
+
+    def add_mlp(self, x_BxTxD, y_BxTxD, shard):
+        """Adds the output of the MLP or of the experts to the residual stream."""
+        if self.config.post_norms:
+            y_BxTxD = shard.normalise(self.norm2_out, y_BxTxD)
+        return x_BxTxD + y_BxTxD
 
     def attention(self, x_BxTxD, shard, attend, positions_BxT):
         """Returns the residual stream [B, T, D] after attention."""
@@ -160,9 +174,12 @@ class Block(Mlp):
             q, k = rotate(config, q, positions_BxT), rotate(config, k, positions_BxT)
         if self.query_scale != 1:
             q *= self.query_scale
-        attended = attend(q, k, v, window=config.window)
+        attended = attend(q, k, v, window=config.window, cap=config.attention_cap)
         attended = shard.gather_features(attended.reshape(*attended.shape[:2], -1))
-        return x_BxTxD + self.attn_out(attended, shard.reduce)
+        y_BxTxD = self.attn_out(attended, shard.reduce)
+        if config.post_norms:
+            y_BxTxD = shard.normalise(self.norm1_out, y_BxTxD)
+        return x_BxTxD + y_BxTxD
 
     def _heads(self, x_BxTxD, shard):
         """Returns queries [B, T, heads, K], keys and values [B, T, kv heads, K] of the shard."""
@@ -250,14 +267,9 @@ def embed(
       positions_BxT: int32 positions of the tokens; None is 0 to T - 1.
 
     Raises:
-      UserError: T exceeds the learned positions.
+      UserError: T exceeds the positions that the model has.
     """
-    if config.positions == "learned" and tokens_BxT.shape[1] > config.max_len:
-        raise UserError(
-            f"Sequence of {tokens_BxT.shape[1]} tokens is longer than the model's "
-            f"{config.max_len} positions; legal: 1 to {config.max_len}, or --set "
-            "model.positions=rotary."
-        )
+    config.check_context(tokens_BxT.shape[1])
     return _bind(Embed, config, params)(tokens_BxT, shard, positions_BxT)
 
 
@@ -358,8 +370,8 @@ def head_loss(
     if teacher is not None:
         teacher = teacher._replace(x=_rows(teacher.x))
         return distillation_loss(x_NxD, embedding, targets, weights, teacher)
-    axes, size = shard.vocabulary_axes, config.vocab_size
-    return cross_entropy.weighted_loss(x_NxD, embedding, targets, weights, axes, size)
+    axes, size, cap = shard.vocabulary_axes, config.vocab_size, config.logit_cap
+    return cross_entropy.weighted_loss(x_NxD, embedding, targets, weights, axes, size, cap)
 
 
 def head_scores(
@@ -399,6 +411,7 @@ def head_scores(
         targets_BxT.reshape(-1)[local],
         shard.vocabulary_axes,
         config.vocab_size,
+        config.logit_cap,
     )
     if shard.vocabulary:
         return losses, largest
@@ -409,7 +422,8 @@ def logits(config: ModelConfig, params: dict, x_BxTxD: jax.Array) -> jax.Array:
     """Returns float32 [B, T, vocab_size] logits from the output of the last block."""
     x = head(config, params["head"], x_BxTxD)
     embedding = params["head"].get("output", params["embed"]["tokens"]).astype(x.dtype)
-    return jnp.einsum("btd,vd->btv", x, embedding, preferred_element_type=jnp.float32)
+    logits = jnp.einsum("btd,vd->btv", x, embedding, preferred_element_type=jnp.float32)
+    return cross_entropy.capped(logits, config.logit_cap)
 
 
 def _rows(x_BxTxD):

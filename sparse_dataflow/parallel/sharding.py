@@ -57,7 +57,7 @@ RULES = (
     (rf"{_MODULES}({_ROW})\.a_factor", P("stage", ("tensor", "fsdp"))),
     (rf"{_MODULES}({_ROW})\.b_factor", P("stage", None, "fsdp")),
     (rf"{_MODULES}({_ROW})\.bias", P("stage", "feature")),
-    (rf"{_BLOCKS}norm[12]\..*", P("stage", "feature")),
+    (rf"{_BLOCKS}norm[12](_out)?\..*", P("stage", "feature")),
     (r"blocks\..*", P("stage")),
     (r"head\.norm\..*", P("feature")),
     (r"head\..*", P()),

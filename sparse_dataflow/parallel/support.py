@@ -136,6 +136,15 @@ RULES = (
         "--executor=whole or relay, or another sparsity.budget",
     ),
     Rule(
+        "`model.layer_types` of two kinds",
+        lambda job: (
+            "+" in job.model.layer_types and f"model.layer_types={job.model.layer_types[:60]}"
+        ),
+        (STAGE,),
+        "whose blocks all run one program",
+        "a mesh without stages, or --executor=relay",
+    ),
+    Rule(
         "`model.remat` by layer",
         _by_layer,
         (STAGE, RELAY),

@@ -12,7 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.config import remat
-from sparse_dataflow.config.layer_groups import layer_groups, split_groups
+from sparse_dataflow.config.layer_groups import layer_groups, layer_model, split_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.attention.api import causal_attention
@@ -134,6 +134,7 @@ def apply_blocks(
     # jax.checkpoint traces concrete tables, whose groups would be lost with them.
     tables, blocks = stacks.with_groups(weights.tables), weights.merged["blocks"]
     kinds = remat.kinds(config.remat, config.num_layers)
+    models = [layer_model(config, layer) for layer in range(config.num_layers)]
     # An evaluation may have fewer rows than parts.
     parts = math.gcd(member.sub_batches, len(x_BxTxD))
     xs, attend = _split(x_BxTxD, parts), [causal_attention] * parts
@@ -143,13 +144,14 @@ def apply_blocks(
     groups = zip(layer_groups(config), split_groups(blocks), split_groups(tables), strict=True)
     for group, (layer_group, group_params, group_tables) in enumerate(groups):
         layers = layer_group.layers
-        of_group = kinds[layers.start : layers.stop]
+        of_group = tuple(zip(kinds, models))[layers.start : layers.stop]
         run = {
-            kind: _layer(config, member, group, attend, real_BxT, kind) for kind in set(of_group)
+            each: _layer(each[1], member, group, attend, real_BxT, each[0])
+            for each in dict.fromkeys(of_group)
         }
         if config.shared_layers:
             shared = jax.tree.map(lambda t: _with_gradient(t)[0], group_params, is_leaf=_traced)
-            run = {kind: _with_block(each, shared) for kind, each in run.items()}
+            run = {each: _with_block(apply, shared) for each, apply in run.items()}
             group_params = ()
         if unrolled:
             for i, layer in enumerate(_unstack(group_params) or [()] * config.num_layers):
@@ -158,7 +160,13 @@ def apply_blocks(
                 routing.append(jax.tree.map(lambda leaf: leaf[None], of_layer))
         else:
             stacked = group_params, group_tables
-            loops = remat.loops(config.remat, config.num_layers, layers)
+            if len({model for _, model in of_group}) > 1:
+                loops = remat.segments(of_group)
+            else:
+                loops = tuple(
+                    (tuple((kind, models[layers.start]) for kind in pattern), count)
+                    for pattern, count in remat.loops(config.remat, config.num_layers, layers)
+                )
             xs, of_layers = _scan(run, loops, xs, stacked)
             routing += of_layers
     return jnp.concatenate(xs), jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *routing)
@@ -169,7 +177,7 @@ def _split(rows, parts):
 
 
 def _scan(run, loops, x, stacked):
-    """Scans the layers of a group, a repeated pattern of kinds of remat after the other.
+    """Scans the layers of a group, a repeated pattern of (kind of remat, model) after the other.
 
     A single pattern needs no copy of the stacked arrays; several slice them.
 

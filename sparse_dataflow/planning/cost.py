@@ -23,6 +23,7 @@ import functools
 import math
 from collections.abc import Iterable, Mapping
 
+from sparse_dataflow.config.attention import SLIDING
 from sparse_dataflow.config.layer_groups import mean_multiplier
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import MLP, PROJECTIONS
@@ -135,7 +136,7 @@ def flops_per_token(
         active = config.active_experts if name in MLP else 1
         forward[name] = 2.0 * layers * weights * active
     if config.experts:
-        forward["router"] = 2.0 * layers * config.d_model * config.experts
+        forward["router"] = 2.0 * layers * config.d_model * (config.experts + config.shared_gate)
     forward["head"] = 2.0 * config.d_model * config.vocab_size
     # Attention has no weights, so its backward pass is always whole.
     trained = {**trained, "attention": forward["attention"]} if adapters else forward
@@ -149,9 +150,12 @@ def flops_per_token(
 
 
 def visible_keys(config: ModelConfig, sequence: int) -> float:
-    """Returns the mean keys that a query sees: half of the sequence, or fewer under a window."""
+    """Returns the mean keys that a query sees, over the layers: half of the sequence, or fewer
+    under a window."""
+    sliding = sum(config.layer_type(i) == SLIDING for i in range(config.num_layers))
     window = min(config.window or sequence, sequence)
-    return window - window**2 / (2 * sequence)
+    within = window - window**2 / (2 * sequence)
+    return within + (1 - sliding / config.num_layers) * (sequence / 2 - within)
 
 
 def training_flops(

@@ -42,10 +42,11 @@ def parameter_count(config: ModelConfig) -> int:
     """Counts the stored parameters.
 
     The sum of: embeddings (vocab_size d_model, again for an output layer of its own, and max_len
-    d_model for learned positions); per block two norms (scale, and bias for layernorm), those of
-    queries and keys, and for each projection its stored weights (blocks or factors), bias and
-    low-rank term (rank (in + out), and a gate), for every expert; a router (d_model experts); a
-    dense guide (in out); and the final norm.  A block that all layers share counts once.
+    d_model for learned positions); per block two norms, or four with post_norms (scale, and bias
+    for layernorm), those of queries and keys, and for each projection its stored weights (blocks or
+    factors), bias and low-rank term (rank (in + out), and a gate), for every expert; a router
+    (d_model experts) and the gate of a shared expert (d_model); a dense guide (in out); and the
+    final norm.  A block that all layers share counts once.
 
     Args:
       config: the model.
@@ -57,7 +58,11 @@ def parameter_count(config: ModelConfig) -> int:
     fractions = stored_fractions(config)
     leaves = 2 if config.norm == "layernorm" else 1
     norm = leaves * config.d_model
-    block, stored = 2 * norm + (2 * leaves * config.head_width if config.qk_norm else 0), 0
+    block, stored = (
+        (4 if config.post_norms else 2) * norm
+        + (2 * leaves * config.head_width if config.qk_norm else 0),
+        0,
+    )
     for name in config.projections:
         fan_in, fan_out = config.projection_shape(name)
         rank = config.linear(name).rank
@@ -66,7 +71,7 @@ def parameter_count(config: ModelConfig) -> int:
         block += fan_in * fan_out * config.has_guide(name)
         block += fan_out * copies if name in config.biases else 0
         block += rank * (fan_in + fan_out) + 1 if rank else 0
-    block += config.d_model * config.experts
+    block += config.d_model * (config.experts + config.shared_gate)
     return embeddings(config) + stored + config.stored_layers * block + norm
 
 
@@ -365,15 +370,19 @@ def activation_bytes(
     scores = 0 if fused_attention else config.num_heads * sequence * (4 + compute)
     if config.kv_heads < config.num_heads and not fused_attention:
         scores += 3 * widths.queries * compute
+    if config.attention_cap and not fused_attention:
+        scores += 4 * config.num_heads * sequence
+    before_norms = 2 * d if config.post_norms else 0
     # Of each expert of a token, its input and its output.
     rows = 2 * active * d if config.experts else 0
     unfused = 5 * d + heads + widths.queries + heads + widths.normed + widths.hidden + rows
+    unfused += before_norms
     unfused += sum(config.factor_rank(name) for name in config.projections)
     whole_block = (unfused + 3 * active * config.d_ff) * compute + scores
     products = 0 if has_one_op_mlp(config) else widths.products
     saved = {
         "full": d * compute,
-        "dots": (2 * d + heads + products + rows // 2) * compute,
+        "dots": (2 * d + heads + products + rows // 2 + before_norms) * compute,
         "none": unfused * compute + scores,
     }[config.remat]
     # "full": input; "dots": also attn_out's output; "none": also both sums and both norm outputs.

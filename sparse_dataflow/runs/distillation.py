@@ -37,11 +37,13 @@ def teacher_of(
             f"than this run ({tokenizer.vocab_size}); legal: a model of the same tokenizer, such "
             "as a run on the same corpus with the same model.vocab_size."
         )
-    if start.model.positions == "learned" and sequence > start.model.max_len:
+    if start.model.logit_cap:
         raise UserError(
-            f"training.sequence={sequence} is longer than the {start.model.max_len} positions of "
-            f"training.teacher={path}; legal: 1 to {start.model.max_len}."
+            f"training.teacher={path} has model.logit_cap={start.model.logit_cap:g}; legal: a "
+            "model without one."
         )
+    name = f"With training.teacher={path}, training.sequence={sequence}"
+    start.model.check_context(sequence, name)
     teacher = Teacher(start.model, start.params, start.tables, start.provenance)
     flops = teacher.flops_per_token(sequence)
     say(f"teacher: {path}, {flops:.3g} FLOPs a token, which count in each step")

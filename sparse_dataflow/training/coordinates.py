@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.config.layer_groups import layer_model
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.models import gpt, stacks
@@ -58,8 +59,8 @@ def _activations(model, of_model, tokens):
     x = gpt.embed(model, params["embed"], tokens)
     activations = {"embed": x}
     branches = []
-    for weights in stacks.weights(model, of_model):
-        middle, x_after, _ = gpt.bind_block(model, weights).residuals(x)
+    for i, weights in enumerate(stacks.weights(model, of_model)):
+        middle, x_after, _ = gpt.bind_block(layer_model(model, i), weights).residuals(x)
         branches.append((middle - x, x_after - middle))
         x = x_after
     activations["attention branch"], activations["MLP branch"] = map(jnp.stack, zip(*branches))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.config.layer_groups import layer_groups, split_groups
+from sparse_dataflow.config.layer_groups import layer_groups, layer_model, split_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.distributed.warm_up import warm_up
@@ -78,13 +78,26 @@ def section_seconds(
         block = bound((params, first_layers[0][1]))
         heads = [getattr(block, name)(leaf) for name, leaf in normed.items()]
         activated = () if model.experts else activate(model, *products)
-        return block.norm1(x), block.norm2(x), heads, activated
+        after = (block.norm1_out(x), block.norm2_out(x)) if model.post_norms else ()
+        return block.norm1(x), block.norm2(x), after, heads, activated
 
     q, k, v = (
         draw(B, T, heads, model.head_width)
         for heads in (model.num_heads, model.kv_heads, model.kv_heads)
     )
-    attend = functools.partial(causal_attention, window=model.window)
+
+    def attention():
+        """Times the attention of all layers."""
+        kinds = [layer_model(model, i) for i in range(model.num_layers)]
+        return sum(
+            kinds.count(kind)
+            * _seconds(
+                functools.partial(causal_attention, window=kind.window, cap=kind.attention_cap),
+                (q, k, v),
+            )
+            for kind in dict.fromkeys(kinds)
+        )
+
     targets = jnp.asarray(rng.integers(model.vocab_size, size=(B, T)), jnp.int32)
     weights = jnp.full((B, T), 1 / (B * T), jnp.float32)
     embed_params, head_params = state.params["embed"], state.params["head"]
@@ -99,7 +112,7 @@ def section_seconds(
     micro_batch = {
         "embed": _seconds(embed, (embed_params,), targets),
         **{name: projection(name) for name in of_attention},
-        "attention": layers * _seconds(attend, (q, k, v)),
+        "attention": attention(),
         "attn_out": projection("attn_out"),
         **mlp,
         "norms and GELU": layers * _seconds(elementwise, inputs),

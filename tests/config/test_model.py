@@ -147,8 +147,14 @@ def test_a_fields_default_is_gpt3_in_configs_of_earlier_versions():
             {"linears": {"mlp_in": LinearSpec("block_sparse", hadamard=64)}},
             "sparsity.hadamard=64 does not divide the 32 input features of mlp_in; .* up to 32",
         ),
-        ({"positions": "rotary", "num_heads": 32}, "rotary positions need an even head width"),
-        ({"positions": "rotary", "head_dim": 7}, "rotary positions need an even head width"),
+        (
+            {"positions": "rotary", "num_heads": 32},
+            "an even number of rotated features, and",
+        ),
+        (
+            {"positions": "rotary", "head_dim": 7},
+            "an even number of rotated features, and",
+        ),
         ({"num_kv_heads": 3}, "num_kv_heads 3 does not divide num_heads 4; legal: 1, 2, 4"),
         ({"window": -1}, "window=-1 is not legal: it must be from 0"),
         ({"norm_epsilon": 0.0}, "norm_epsilon=0.0 is not legal: it must be above 0"),

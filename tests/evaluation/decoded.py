@@ -23,6 +23,29 @@ CONFIGS = {
         DENSE, **FAMILIES["llama"], num_kv_heads=2, head_dim=12, window=3
     ).with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=4)),
     "qwen3": dataclasses.replace(DENSE, **FAMILIES["qwen3"], num_kv_heads=1, window=1),
+    "gemma2": dataclasses.replace(
+        DENSE,
+        **FAMILIES["gemma2"] | {"window": 3, "attention_cap": 0.7, "logit_cap": 2.0},
+        num_kv_heads=2,
+        attention_scalar=5,
+    ).with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=8)),
+    "gemma3": dataclasses.replace(
+        DENSE,
+        num_layers=4,
+        **FAMILIES["gemma3"] | {"window": 3, "layer_types": "sliding+sliding+full"},
+        num_kv_heads=1,
+        head_dim=12,
+    ),
+    "yarn": dataclasses.replace(
+        DENSE,
+        positions="rotary",
+        rotary_scaling="yarn",
+        rotary_factor=4.0,
+        rotary_share=0.5,
+        rotary_length=16,
+        rotary_high=32.0,
+        rotary_base=100.0,
+    ),
     "rotary": dataclasses.replace(SPARSE, positions="rotary", norm="rmsnorm"),
 }
 

@@ -19,7 +19,7 @@ FOLDERS = {name: Path(__file__).with_name(name) for name in ARCHITECTURES}
 FOLDER, OPT_FOLDER = FOLDERS["gpt2"], FOLDERS["opt"]
 BYTES = Tokenizer(tuple(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())), (), 260)
 OPT_SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
-MIXTURES = ("mixtral", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen3_moe", "qwen2_moe")
 SHARDED = "mistral"
 """The fixture whose weights are in several files."""
 
@@ -92,6 +92,47 @@ SHAPES = {
         "num_experts": 4,
         "num_experts_per_tok": 3,
         "norm_topk_prob": True,
+    },
+    "qwen2_moe": _LLAMA
+    | {
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 48,
+        "num_experts": 4,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+    },
+    "gemma2": _LLAMA
+    | {
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 11,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 4.0,
+    },
+    "gemma3_text": _LLAMA
+    | {
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 11,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    },
+    "phi3": _LLAMA
+    | {
+        "sliding_window": 7,
+        "pad_token_id": None,
+        "original_max_position_embeddings": 16,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.5],
+            "long_factor": [1.0, 4.0],
+        },
+        "partial_rotary_factor": 0.7,
     },
 }
 """Architecture -> fields of its fixture's config.json."""

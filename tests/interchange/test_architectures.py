@@ -17,10 +17,12 @@ from sparse_dataflow.checkpoint.named_arrays import flatten
 from sparse_dataflow.config.families import FAMILIES
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
+from sparse_dataflow.evaluation.generate import generate
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import architectures, huggingface, tensors
 from sparse_dataflow.interchange.architectures import ARCHITECTURES
 from sparse_dataflow.interchange.equivalent_forms import split_config
+from sparse_dataflow.interchange.load import load
 from sparse_dataflow.models import gpt
 
 IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (2, 16), np.int32)
@@ -29,6 +31,8 @@ each_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
 ROTARY = dataclasses.replace(DENSE, positions="rotary", norm="rmsnorm")
 """This project's own recipe: GPT's biases and MLP with rotary positions and RMSNorm."""
 SPLIT = dataclasses.replace(ROTARY, **FAMILIES["llama"], num_kv_heads=2, head_dim=16)
+GEMMA = {"post_norms": True, "scaled_embeddings": True, "tied_embeddings": True,
+         "activation": "gelu", "attention_scalar": 11}  # fmt: skip
 OWN = {
     "gpt": (DENSE, "gpt2"),
     "rotary and rmsnorm": (ROTARY, "llama"),
@@ -56,6 +60,50 @@ OWN = {
         "mixtral",
     ),
     "qwen3_moe": (dataclasses.replace(SPLIT, qk_norm=True, experts=5), "qwen3_moe"),
+    "qwen2_moe": (
+        dataclasses.replace(
+            SPLIT,
+            experts=5,
+            top_k=2,
+            raw_gates=True,
+            shared_expert=2,
+            shared_gate=True,
+            head_dim=0,
+            biases=("q", "k", "v"),
+        ),
+        "qwen2_moe",
+    ),
+    "gemma2": (
+        dataclasses.replace(
+            SPLIT,
+            **GEMMA,
+            window=5,
+            layer_types="sliding+full",
+            attention_cap=2.0,
+            logit_cap=9.0,
+        ),
+        "gemma2",
+    ),
+    "gemma3": (
+        dataclasses.replace(
+            SPLIT,
+            **GEMMA,
+            window=5,
+            layer_types="full+sliding",
+            qk_norm=True,
+            rotary_local_base=30.0,
+            rotary_scaling="linear",
+            rotary_factor=2.0,
+        ),
+        "gemma3_text",
+    ),
+    "phi3": (dataclasses.replace(SPLIT, rotary_share=0.75, head_dim=0), "phi3"),
+    "yarn": (
+        dataclasses.replace(
+            SPLIT, rotary_scaling="yarn", rotary_factor=2.0, rotary_length=8, rotary_high=32.0
+        ),
+        "llama",
+    ),
 }
 each_own = pytest.mark.parametrize(("config", "expected"), OWN.values(), ids=OWN)
 
@@ -96,6 +144,21 @@ def need_transformers(name=""):
             pytest.skip(f"transformers {module.__version__} has no {name}")
 
 
+def drawn_scaling(pick, pairs=0):
+    """A rope_scaling of yarn, linear or dynamic; of longrope if pairs of features are given."""
+    factor = {"factor": pick(2.0, 3.7)}
+    if pairs:
+        lists = {name: [pick(1.0, 1.7, 4.0) for _ in range(pairs)] for name in ("short", "long")}
+        return {"rope_type": "longrope"} | {f"{name}_factor": v for name, v in lists.items()}
+    yarn = factor | {"rope_type": "yarn", "original_max_position_embeddings": pick(8, 16)}
+    return pick(
+        factor | {"rope_type": "linear"},
+        factor | {"rope_type": "dynamic"},
+        yarn | pick({}, {"attention_factor": 1.3}) | pick({}, {"beta_fast": 4.0, "beta_slow": 0.5}),
+        yarn | {"mscale": 0.7, "mscale_all_dim": pick(1.1, 0.4)},
+    )
+
+
 def drawn_shape(name, rng):
     """Fields of a small random config.json of an architecture."""
     pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
@@ -127,7 +190,7 @@ def drawn_shape(name, rng):
     window = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}
     own = {
         "llama": {"attention_bias": pick(True, False), "mlp_bias": pick(True, False)}
-        | pick({}, {"rope_scaling": dict(LLAMA3_SCALING)})
+        | pick({}, {"rope_scaling": dict(LLAMA3_SCALING)}, {"rope_scaling": drawn_scaling(pick)})
         | pick({}, {"head_dim": 4}),
         "mistral": {"sliding_window": pick(None, 4)} | pick({}, {"head_dim": 10}),
         "qwen2": pick({}, window),
@@ -145,10 +208,44 @@ def drawn_shape(name, rng):
         | {"num_experts": pick(4, 7), "use_sliding_window": pick(True, False), "sliding_window": 3}
         | pick(
             {"num_experts_per_tok": 1, "norm_topk_prob": False},
-            {"num_experts_per_tok": 3, "norm_topk_prob": True},
+            {"num_experts_per_tok": 3, "norm_topk_prob": pick(True, False)},
         ),
+        "qwen2_moe": {
+            "moe_intermediate_size": 10,
+            "shared_expert_intermediate_size": pick(10, 30),
+            "num_experts": pick(4, 7),
+            "num_experts_per_tok": pick(2, 3),
+            "norm_topk_prob": pick(True, False),
+            "qkv_bias": pick(True, False),
+        },
+        "phi3": {"sliding_window": pick(None, 5), "partial_rotary_factor": pick(1.0, 0.7)}
+        | {"hidden_size": pick(24, 40), "pad_token_id": None},
+        "gemma2": drawn_gemma(pick)
+        | {"attn_logit_softcapping": pick(None, 2.5)}
+        | {"final_logit_softcapping": pick(None, 5.0)},
+        "gemma3_text": drawn_gemma(pick)
+        | {"rope_theta": 3e3, "rope_local_base_freq": pick(1e2, 9e3)},
     }
+    if name == "phi3" and rng.integers(2):
+        pairs = int(own[name]["hidden_size"] // heads * own[name]["partial_rotary_factor"]) // 2
+        own[name]["rope_scaling"] = drawn_scaling(pick, pairs)
+        own[name]["original_max_position_embeddings"] = pick(16, 32)
     return shape | own[name]
+
+
+def drawn_gemma(pick):
+    """Fields of a Gemma: an odd number of layers, windows in any of them, an odd width."""
+    layers = pick(1, 3, 5)
+    kinds = pick(*[["sliding_attention"] * n + ["full_attention"] for n in (1, 2, 4)])
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": pick(20, 28),
+        "head_dim": pick(6, 10),
+        "sliding_window": pick(3, 7),
+        "query_pre_attn_scalar": pick(5, 10),
+        "hidden_activation": pick("gelu_pytorch_tanh", "gelu"),
+        "attention_bias": pick(True, False),
+    } | pick({}, {"layer_types": (kinds * layers)[:layers]})
 
 
 @each_architecture
@@ -213,6 +310,28 @@ def test_transformers_reads_an_export_of_its_own_model(tmp_path, name):
     np.testing.assert_allclose(actual, saved["logits"], rtol=0, atol=1e-4)
 
 
+@each_architecture
+def test_a_batch_of_unequal_prompts_goes_on_as_in_transformers(name):
+    """There each prompt alone and without a cache, so that no padding and no cache agree."""
+    need_transformers(name)
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    order, rng = order_of(name), np.random.default_rng(1)
+    theirs = AutoModelForCausalLM.from_pretrained(FOLDERS[name]).eval()
+    prompts = [rng.integers(0, 256, count).tolist() for count in (1, 4, 9)]
+    texts = generate(load(FOLDERS[name]), prompts, max_new_tokens=6)
+    for prompt, text in zip(prompts, texts, strict=True):
+        ids = order[prompt].tolist()
+        for _ in range(6):
+            with torch.no_grad():
+                logits = theirs(torch.tensor([ids])).logits[0, -1].numpy()
+            ids.append(int(order[logits[order].argmax()]))
+        expected = np.argsort(order)[ids[len(prompt) :]].tolist()
+        assert text.tokens == expected[: len(text.tokens)] and text.tokens
+        assert text.stopped_by == "end" or len(text.tokens) == 6
+
+
 @pytest.mark.parametrize("form", huggingface.FORMS)
 def test_a_large_export_has_shards_that_are_read_back(tmp_path, monkeypatch, form):
     write = tensors.write
@@ -236,8 +355,37 @@ def config_of(name, **changes):
 @pytest.mark.parametrize(
     ("name", "changes", "problems"),
     [
-        ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["type 'yarn' (legal: def"]),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic"}}, ["rope_parameters of type 'dyn"]),
+        (
+            "llama",
+            {"rope_scaling": {"type": "ntk", "factor": 4.0}},
+            ["type 'ntk' (legal: default,"],
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic"}},
+            ["rope_parameters without factor"],
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": False}},
+            ["rope_scaling.truncate=False (legal: true)"],
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": 4.0, "scale": 2}},
+            ["rope_scaling.scale=2 (legal: none of type linear)"],
+        ),
+        (
+            "llama",
+            {
+                "rope_scaling": {
+                    "rope_type": "longrope",
+                    "short_factor": [1.0],
+                    "long_factor": [1.0],
+                }
+            },
+            ["model.rotary_factors has 1 numbers with model.rotary_scaling=longrope and 8 rotat"],
+        ),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8}}, ["without low_freq_"]),
         ("llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5 (legal: 1)"]),
         ("qwen2", {"attention_bias": 3, "hidden_act": "relu2"}, ["hidden_act='relu2'"]),
@@ -269,9 +417,8 @@ def config_of(name, **changes):
         ("mixtral", {"num_local_experts": "absent"}, ["no num_local_experts, which is required"]),
         (
             "qwen3_moe",
-            {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [0]},
+            {"decoder_sparse_step": 2, "mlp_only_layers": [0]},
             [
-                "norm_topk_prob=False (legal: true with num_experts_per_tok of 2 or more, else fa",
                 "decoder_sparse_step=2 (legal: 1)",
                 "mlp_only_layers=[0] (legal: [])",
             ],
@@ -281,6 +428,15 @@ def config_of(name, **changes):
             {"num_experts_per_tok": 1},
             ["norm_topk_prob=True (legal: true with num_exp"],
         ),
+        (
+            "qwen2_moe",
+            {"shared_expert_intermediate_size": 33, "use_sliding_window": True},
+            [
+                "shared_expert_intermediate_size=33 (legal: multiples of moe_intermediate_size=16)",
+                "use_sliding_window=True (legal: False)",
+            ],
+        ),
+        ("llama", {"model_type": "gpt_oss"}, ["type 'gpt_oss'; legal: gpt2,", "has sinks"]),
         ("qwen3_moe", {"num_experts": 0}, ["num_experts=0 (legal: 1 or more)"]),
         ("qwen3_moe", {"num_experts": 2}, ["model.top_k=3 is above the 2 experts"]),
     ],
@@ -338,7 +494,7 @@ def test_a_model_that_no_architecture_represents_is_refused(tmp_path, changes, p
     [
         ({"top_k": 1}, ["LlamaForCausalLM has no experts=4 (legal: 0)", "no top_k=1 (legal: 2)"]),
         ({"prototypes": 2}, ["MixtralForCausalLM has no prototypes=2 (legal: 1)"]),
-        ({"shared_expert": True}, ["MixtralForCausalLM has no shared_expert=True (legal: False)"]),
+        ({"shared_expert": True}, ["MixtralForCausalLM has no shared_expert=1 (legal: 0)"]),
         ({"gated_mlp": False}, ["MixtralForCausalLM has no gated_mlp=False (legal: True)"]),
         ({"biases": ("mlp_in",)}, ["MixtralForCausalLM has no biases of mlp_in"]),
     ],

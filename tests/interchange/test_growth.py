@@ -65,6 +65,7 @@ def test_the_first_loss_of_a_mixture_is_that_of_the_dense_model():
     ("old", "new", "message"),
     [
         (DENSE, {"experts": 4}, "model.top_k=1 multiplies .* legal: model.top_k of 2 or more"),
+        (DENSE, MIXTURE | {"raw_gates": True}, "legal: model.raw_gates=no, model.shared_gate=no"),
         (
             DENSE,
             MIXTURE | {"linears": {"mlp_in": STORED}},

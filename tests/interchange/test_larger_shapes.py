@@ -135,6 +135,16 @@ def test_the_first_loss_is_equal_and_three_steps_part_the_copies():
             {"d_ff": 128},
             "mlp_in of the experts is block-sparse .* legal: model.d_model=32 with model.d_ff=64",
         ),
+        (
+            dataclasses.replace(SMALL, window=4, layer_types="sliding+full"),
+            {"num_layers": 3},
+            r"new layers would move model.layer_types=sliding\+full \(legal: model.num_layers=2",
+        ),
+        (
+            dataclasses.replace(SMALL, scaled_embeddings=True),
+            {"d_model": 32, "head_dim": 8},
+            r"model.scaled_embeddings scales by the width \(legal: model.d_model=16\)",
+        ),
         (SMALL, {"max_len": 32, "num_layers": 3}, "max_len is 16 .* and 32 in this run"),
     ],
 )  # fmt: skip

@@ -99,6 +99,29 @@ READABLE = {
     "density by depth": DEPTH,
     "supar": SUPAR,
     "rotary": dataclasses.replace(SPARSE, positions="rotary"),
+    "yarn": dataclasses.replace(
+        DENSE,
+        positions="rotary",
+        rotary_scaling="yarn",
+        rotary_factor=3.0,
+        rotary_length=64,
+        rotary_high=32.0,
+        rotary_share=0.75,
+    ),
+    "linear": dataclasses.replace(
+        DENSE, positions="rotary", rotary_scaling="linear", rotary_factor=3.0
+    ),
+    "dynamic": dataclasses.replace(
+        DENSE, positions="rotary", rotary_scaling="dynamic", rotary_factor=3.0
+    ),
+    "longrope": dataclasses.replace(
+        DENSE,
+        positions="rotary",
+        rotary_scaling="longrope",
+        rotary_factor=3.0,
+        rotary_length=32,
+        rotary_factors=(1.0, 1.0, 2.0, 4.0),
+    ),
     "rmsnorm": dataclasses.replace(SPARSE, norm="rmsnorm"),
     "relu": dataclasses.replace(SPARSE, activation="relu"),
     "llama": dataclasses.replace(
@@ -108,6 +131,29 @@ READABLE = {
     "qwen3": dataclasses.replace(
         DENSE, **FAMILIES["qwen3"], head_dim=16, num_kv_heads=1, rotary_base=50.0
     ).with_linears(LinearSpec("block_sparse", "random", 0.5, 8, rank=2)),
+    "gemma2": dataclasses.replace(
+        DENSE,
+        **FAMILIES["llama"],
+        window=5,
+        layer_types="sliding+full",
+        attention_cap=0.7,
+        attention_scalar=11,
+        post_norms=True,
+        scaled_embeddings=True,
+        logit_cap=2.0,
+    ),
+    "gemma3": dataclasses.replace(
+        SPARSE,
+        positions="rotary",
+        norm="rmsnorm",
+        window=3,
+        layer_types="full+sliding",
+        rotary_local_base=20.0,
+        rotary_scaling="linear",
+        rotary_factor=4.0,
+        qk_norm=True,
+        post_norms=True,
+    ),
     "grouped qkv": dataclasses.replace(SPARSE, num_kv_heads=2, activation="gelu_exact", window=3),
     "all": dataclasses.replace(
         DEPTH, positions="rotary", norm="rmsnorm", activation="relu", parametrization="supar"

@@ -17,7 +17,7 @@ from sparse_dataflow.kernels.attention.api import causal_attention
 
 SUITE = {
     "reference": reference.causal_attention,
-    "xla": lambda *a, window=0: causal_attention(*a, implementation="xla", window=window),
+    "xla": functools.partial(causal_attention, implementation="xla"),
     "splash": functools.partial(splash.causal_attention, interpret=True),
 }
 every_implementation = pytest.mark.parametrize("name", SUITE)
@@ -30,7 +30,7 @@ def draw(shape, dtype, seed=0, kv_heads=0):
     return [rng.normal(size=shape).astype(jnp.dtype(dtype)) for shape in shapes]
 
 
-def exact_attention(query, key, value, window=0):
+def exact_attention(query, key, value, window=0, cap=0):
     """[batch, tokens, heads, head_dim] in float64: one query at a time, over what it may see."""
     query, key, value = (np.asarray(a, np.float64) for a in (query, key, value))
     key, value = (np.repeat(a, query.shape[2] // a.shape[2], axis=2) for a in (key, value))
@@ -39,6 +39,7 @@ def exact_attention(query, key, value, window=0):
         first = max(0, t + 1 - window) if window else 0
         seen_key, seen_value = key[:, first : t + 1], value[:, first : t + 1]
         scores = np.einsum("bhd,bshd->bhs", query[:, t], seen_key) / math.sqrt(query.shape[-1])
+        scores = cap * np.tanh(scores / cap) if cap else scores
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         result[:, t] = np.einsum("bhs,bshd->bhd", weights, seen_value)
@@ -77,15 +78,33 @@ def test_splash_attention_shares_keys_and_sees_a_window(kv_heads, window):
     check_against_exact("splash", (2, 256, 4, 64), "float32", 3, kv_heads, window)
 
 
-def check_against_exact(name, shape, dtype, seed, kv_heads=0, window=0):
+@pytest.mark.parametrize(("name", "window"), [("xla", 0), ("xla", 3), ("splash", 100)])
+def test_scores_have_a_soft_cap(name, window):
+    shape = (2, 128, 4, 32) if name == "splash" else (2, 9, 4, 6)
+    check_against_exact(name, shape, "float32", 3, 2, window, cap=0.8)
+
+
+@pytest.mark.parametrize("name", ["xla", "splash"])
+def test_the_soft_cap_has_the_gradients_of_the_reference(name):
+    operands = draw((1, 128, 2, 8), "float32")
+
+    def gradients(attend):
+        loss = lambda *a: jnp.sum(jnp.sin(attend(*a, window=70, cap=0.5)))  # noqa: E731
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*operands)
+
+    for actual, expected in zip(gradients(SUITE[name]), gradients(SUITE["reference"])):
+        np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def check_against_exact(name, shape, dtype, seed, kv_heads=0, window=0, cap=0.0):
     operands = draw(shape, dtype, seed, kv_heads)
-    attended = jax.jit(functools.partial(SUITE[name], window=window))(*operands)
+    attended = jax.jit(functools.partial(SUITE[name], window=window, cap=cap))(*operands)
     assert attended.shape == shape and attended.dtype == dtype
     # Scores are rounded to the dtype; a softmax turns their absolute error into a relative one.
     tolerance = 30 * float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(
         np.asarray(attended, np.float64),
-        exact_attention(*operands, window=window),
+        exact_attention(*operands, window=window, cap=cap),
         atol=tolerance,
         rtol=tolerance,
     )

@@ -127,6 +127,24 @@ def test_gradients_match_finite_differences():
     assert along == pytest.approx(float(slope), rel=1e-7)
 
 
+def test_capped_logits_have_the_gradients_of_automatic_differentiation():
+    """Also with a padding row, whose logit is -inf."""
+    x, embedding, targets, weights = operands(11, 3, 7, "float32")
+    x = 4 * x
+
+    def exact(x, embedding, targets, weights):
+        log_probability = jax.nn.log_softmax(2 * jnp.tanh(x @ embedding[:6].T / 2))
+        return -jnp.sum(log_probability[jnp.arange(len(x)), targets] * weights)
+
+    capped = lambda *a: api.weighted_loss(*a, None, 6, 2.0)  # noqa: E731
+    targets = targets % 6
+    loss, gradients = loss_and_gradients(capped, x, embedding, targets, weights)
+    expected, of_exact = loss_and_gradients(exact, x, embedding, targets, weights)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    for gradient, right in zip(gradients, of_exact):
+        np.testing.assert_allclose(gradient, right, rtol=1e-4, atol=1e-6)
+
+
 def test_large_logits_stay_finite():
     x = np.full((10, 4), 1e4, np.float32)
     embedding = np.eye(6, 4, dtype=np.float32) * 10

@@ -65,7 +65,7 @@ def apply(config, params, x_NxD, choices):
             total = exponentials[start : start + size].sum()
             z += math.log(total) ** 2 / tokens
             mine = [(e, has_room) for e, has_room in of_token if start <= e < start + size]
-            if config.top_k > 1:
+            if config.top_k > 1 and not config.raw_gates:
                 divisor = sum(exponentials[e] for e, _ in mine)
             else:
                 divisor = total
@@ -76,5 +76,7 @@ def apply(config, params, x_NxD, choices):
                 share = counts[expert] / counts.sum()
                 balance += size * share * exponentials[expert] / total / tokens
         if config.shared_expert:
-            y[n] += mlp(config, params["shared"], x)
+            shared = params["shared"]
+            gate = 1 / (1 + np.exp(-x @ shared["router"])) if config.shared_gate else 1
+            y[n] += gate * mlp(config, shared, x)
     return y, balance, z

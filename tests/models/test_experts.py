@@ -28,18 +28,22 @@ MONARCH = LinearSpec("block_sparse", "monarch", density=0.5, block=4)
 def configs(draw):
     """Draws models with experts, dense or block-sparse."""
     prototypes, group = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    shared = draw(st.integers(0, 2))
     config = dataclasses.replace(
         TINY,
         experts=prototypes * group,
         prototypes=prototypes,
         top_k=draw(st.integers(1, group)),
-        shared_expert=draw(st.booleans()),
+        shared_expert=shared,
+        shared_gate=bool(shared) and draw(st.booleans()),
+        raw_gates=draw(st.booleans()),
         expert_capacity=draw(st.sampled_from([0.0, 0.5, 1.0, 1.5])),
         gated_mlp=draw(st.booleans()),
         activation=draw(st.sampled_from(["gelu", "silu"])),
         biases=draw(st.sampled_from([(), ("mlp_in", "mlp_out")])),
     )
-    return config.with_linears(MONARCH, ["mlp_in", "mlp_out"]) if draw(st.booleans()) else config
+    sparse = shared < 2 and draw(st.booleans())
+    return config.with_linears(MONARCH, ["mlp_in", "mlp_out"]) if sparse else config
 
 
 def arbitrary(config, seed):
@@ -158,7 +162,7 @@ def test_router_is_float32_in_a_bfloat16_model():
         ({"experts": 4, "prototypes": 2, "top_k": 3}, "above the 2 experts of a group"),
         ({"experts": 0, "top_k": 2}, "model.top_k=2 needs experts"),
         ({"experts": 0, "top_k": 1, "prototypes": 2}, "model.prototypes=2 needs experts"),
-        ({"experts": 0, "top_k": 1, "shared_expert": True}, "model.shared_expert=True needs"),
+        ({"experts": 0, "top_k": 1, "shared_expert": True}, "model.shared_expert=1 needs"),
         ({"experts": -1}, "from 0 to 4,096"),
         ({"expert_capacity": -1.0}, "from 0 to 4,096"),
         ({"precision": "int8"}, "legal with experts: compute_dtype"),

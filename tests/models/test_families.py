@@ -14,6 +14,7 @@ from random_models import HALF, arbitrary_params, as_dense, logits_of, tokens_of
 from sparse_dataflow.config.families import FAMILIES
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
+from sparse_dataflow.config.rotary import SCALINGS
 
 TINY = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=16)
 
@@ -22,6 +23,13 @@ TINY = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40
 def configs(draw):
     """Draws models with grouped queries, windows, gates, norms, biases and rotary scalings."""
     family = FAMILIES[draw(st.sampled_from(sorted(FAMILIES)))]
+    head_dim, share = draw(st.sampled_from([0, 6, 12])), draw(st.sampled_from([1.0, 0.7, 0.4]))
+    scaling = draw(st.sampled_from(SCALINGS))
+    pairs = int((head_dim or 8) * share) // 2
+    if int((head_dim or 8) * share) % 2:
+        pairs, share = (head_dim or 8) // 2, 1.0
+    factors = st.sampled_from([1.0, 1.7, 6.0])
+    window, kinds = draw(st.sampled_from([0, 1, 3])), ("sliding", "sliding+full", "full+sliding")
     fused = draw(st.booleans())
     names = ("qkv",) if fused else ("q", "k", "v")
     biases = draw(st.sets(st.sampled_from([*names, "attn_out", "mlp_in", "mlp_out"])))
@@ -32,8 +40,15 @@ def configs(draw):
             "fused_qkv": fused,
             "biases": tuple(sorted(biases)),
             "num_kv_heads": draw(st.sampled_from([0, 1, 2])),
-            "head_dim": draw(st.sampled_from([0, 6, 12])),
-            "window": draw(st.sampled_from([0, 1, 3])),
+            "head_dim": head_dim,
+            "window": window,
+            "layer_types": draw(st.sampled_from(kinds)) if window else "sliding",
+            "rotary_local_base": draw(st.sampled_from([0.0, 30.0])) if window else 0.0,
+            "attention_cap": draw(st.sampled_from([0.0, 0.6])),
+            "attention_scalar": draw(st.sampled_from([0, 5])),
+            "logit_cap": draw(st.sampled_from([0.0, 3.0])),
+            "post_norms": draw(st.booleans()),
+            "scaled_embeddings": draw(st.booleans()),
             "qk_norm": draw(st.booleans()),
             "tied_embeddings": draw(st.booleans()),
             "activation": draw(st.sampled_from(["gelu", "gelu_exact", "relu", "silu"])),
@@ -41,6 +56,12 @@ def configs(draw):
             "rotary_base": draw(st.sampled_from([100.0, 5e5])),
             "rotary_factor": draw(st.sampled_from([1.0, 8.0])),
             "rotary_length": draw(st.sampled_from([16, 64])),
+            "rotary_share": share,
+            "rotary_scaling": scaling,
+            "rotary_attention": draw(st.sampled_from([0.0, 1.3])),
+            "rotary_factors": tuple(draw(factors) for _ in range(pairs))
+            if scaling == "longrope"
+            else (),
             "parametrization": draw(st.sampled_from(["standard", "supar"])),
         },
     )
@@ -96,6 +117,7 @@ def exact_logits(config, params, tokens):
     """Logits [tokens, vocabulary] of one sequence, in float64."""
     embed, head = params["embed"], params["head"]
     x = embed["tokens"].astype(np.float64)[tokens]
+    x = x * (math.sqrt(config.d_model) if config.scaled_embeddings else 1)
     if config.positions == "learned":
         x = x + embed["positions"][: len(tokens)]
     for i in range(config.num_layers):
@@ -103,10 +125,16 @@ def exact_logits(config, params, tokens):
             name: {leaf: np.float64(stacked[i]) for leaf, stacked in module.items()}
             for name, module in params["blocks"].items()
         }
-        x = x + attention(config, layer, norm(config, layer["norm1"], x))
-        x = x + mlp(config, layer, norm(config, layer["norm2"], x))
+        y = attention(config, layer, norm(config, layer["norm1"], x), i)
+        x = x + (norm(config, layer["norm1_out"], y) if config.post_norms else y)
+        y = mlp(config, layer, norm(config, layer["norm2"], x))
+        x = x + (norm(config, layer["norm2_out"], y) if config.post_norms else y)
     x = norm(config, head["norm"], x) * (256 / config.d_model if config.supar else 1)
-    return x @ np.float64(head.get("output", embed["tokens"])).T
+    return capped(config.logit_cap, x @ np.float64(head.get("output", embed["tokens"])).T)
+
+
+def capped(cap, x):
+    return cap * np.tanh(x / cap) if cap else x
 
 
 def linear(module, x):
@@ -136,8 +164,11 @@ def mlp(config, layer, x):
     return linear(layer["mlp_out"], hidden)
 
 
-def attention(config, layer, x):
+def attention(config, layer, x, number):
     """One query head at a time, with the keys and values of its group."""
+    types = config.layer_types.split("+")
+    sliding = types[number % len(types)] == "sliding"
+    local = config.rotary_local_base if sliding else 0
     group, width = config.num_heads // config.kv_heads, config.head_width
     attended = []
     for head in range(config.num_heads):
@@ -151,23 +182,41 @@ def attention(config, layer, x):
         if config.qk_norm:
             q, k = norm(config, layer["q_norm"], q), norm(config, layer["k_norm"], k)
         if config.positions == "rotary":
-            q, k = rotate(config, q), rotate(config, k)
-        scores = q @ k.T / (width / 8 if config.supar else math.sqrt(width))
+            q, k = rotate(config, q, local), rotate(config, k, local)
+        scores = q @ k.T * math.sqrt(64 / width if config.supar else 1)
+        scores = capped(config.attention_cap, scores / math.sqrt(config.attention_scalar or width))
         at = np.arange(len(x))
         distance = at[:, None] - at
-        seen = (distance >= 0) & (distance < (config.window or len(x)))
+        seen = (distance >= 0) & (distance < ((config.window if sliding else 0) or len(x)))
         weights = np.exp(np.where(seen, scores, -np.inf))
         attended.append(weights / weights.sum(-1, keepdims=True) @ v)
     return linear(layer["attn_out"], np.concatenate(attended, -1))
 
 
-def rotate(config, x):
-    """As complex numbers, with Llama 3's scaling as `transformers` states it."""
-    half = x.shape[-1] // 2
-    frequency = config.rotary_base ** -(np.arange(half) / half)
-    if config.rotary_factor > 1:
-        wavelength, length = 2 * np.pi / frequency, config.rotary_length
-        low, high, factor = config.rotary_low, config.rotary_high, config.rotary_factor
+def rotate(config, x, local):
+    """As complex numbers, with the scalings as `transformers` states them."""
+    half = int(x.shape[-1] * config.rotary_share) // 2
+    frequency = (local or config.rotary_base) ** -(np.arange(half) / half)
+    factor, length, scale = config.rotary_factor, config.rotary_length, 1.0
+    if local:
+        pass
+    elif config.rotary_scaling == "linear":
+        frequency = frequency / factor
+    elif config.rotary_scaling == "longrope":
+        frequency = frequency / np.array(config.rotary_factors)
+        scale = config.rotary_attention or math.sqrt(1 + math.log(factor) / math.log(length))
+    elif config.rotary_scaling == "yarn":
+        index = [
+            half * math.log(length / (2 * math.pi * turns)) / math.log(config.rotary_base)
+            for turns in (config.rotary_high, config.rotary_low)
+        ]
+        low, high = max(math.floor(index[0]), 0), min(math.ceil(index[1]), 2 * half - 1)
+        ramp = np.clip((np.arange(half) - low) / (high - low or 0.001), 0, 1)
+        frequency = frequency / factor * ramp + frequency * (1 - ramp)
+        scale = config.rotary_attention or 0.1 * math.log(factor) + 1
+    elif config.rotary_scaling == "llama3" and factor > 1:
+        wavelength = 2 * np.pi / frequency
+        low, high = config.rotary_low, config.rotary_high
         smooth = (length / wavelength - low) / (high - low)
         between = (1 - smooth) * frequency / factor + smooth * frequency
         frequency = np.where(
@@ -175,5 +224,6 @@ def rotate(config, x):
             frequency / factor,
             np.where(wavelength < length / high, frequency, between),
         )
-    turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * np.arange(len(x))[:, None] * frequency)
-    return np.concatenate([turned.real, turned.imag], -1)
+    turns = scale * np.exp(1j * np.arange(len(x))[:, None] * frequency)
+    turned = (x[:, :half] + 1j * x[:, half : 2 * half]) * turns
+    return np.concatenate([turned.real, turned.imag, x[:, 2 * half :]], -1)

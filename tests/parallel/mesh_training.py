@@ -83,6 +83,19 @@ MODELS = {
         DENSE, **FAMILIES["llama"], num_kv_heads=2, vocab_size=45, remat="full", window=5
     ).with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8)),
     "qwen3": dataclasses.replace(DENSE, **FAMILIES["qwen3"], num_kv_heads=2, head_dim=12),
+    "gemma2": dataclasses.replace(
+        DENSE,
+        **FAMILIES["gemma2"] | {"window": 3, "attention_cap": 0.7, "logit_cap": 2.0},
+        num_kv_heads=2,
+        attention_scalar=5,
+    ).with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8)),
+    "gemma3": dataclasses.replace(
+        DENSE,
+        num_layers=3,
+        **FAMILIES["gemma3"] | {"window": 3, "layer_types": "sliding+sliding+full"},
+        num_kv_heads=1,
+        head_dim=12,
+    ),
     "multi_query": dataclasses.replace(
         DENSE, **FAMILIES["llama"] | {"biases": ("q", "k", "v")}, num_kv_heads=1, remat="dots"
     ).with_linears(LinearSpec("block_sparse", "random", 0.5, 4, rank=4, hadamard=8)),
@@ -93,6 +106,16 @@ MODELS = {
         for precision in ("fp8", "int8")
     },
     "experts": dataclasses.replace(DENSE, experts=4, top_k=2, shared_expert=True, gated_mlp=True),
+    "experts_alone": dataclasses.replace(
+        DENSE,
+        experts=4,
+        top_k=2,
+        shared_expert=2,
+        shared_gate=True,
+        raw_gates=True,
+        balance_loss=0.0,
+        router_z_loss=0.0,
+    ),
     "experts_sparse": dataclasses.replace(
         DENSE, experts=4, prototypes=2, shared_expert=True
     ).with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8)),
@@ -123,11 +146,12 @@ OPTIONS = {
     "muon": {"optimizer": "muon"},
     "adapters": {"adapter_rank": 4},
     "teacher": {"teacher": "folder"},
+    "answers": {"padded": True},
 }
-"""What follows "+" in the name of a model -> changes of its training."""
+"""What follows "+" in the name of a model -> changes of its training; rows are `padded` or not."""
 
 
-def train(model, executor, micro_batches, start=None, **changes):
+def train(model, executor, micro_batches, start=None, padded=False, **changes):
     """Returns losses, norms, canonical moments and params, eval loss and program text by name.
 
     `start` is a state on one device; None draws it with the executor.
@@ -144,11 +168,18 @@ def train(model, executor, micro_batches, start=None, **changes):
     evaluate = jax.jit(make_eval_step(model, executor), out_shardings=executor.replicated())
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, model.vocab_size, (STEPS, BATCH, SEQUENCE + 1)).astype(np.int32)
-    batches = [executor.put({"tokens": t}, BATCH)["tokens"] for t in tokens]
     weights = rng.uniform(size=(BATCH, SEQUENCE)).astype(np.float32)
+    if padded:
+        # Auxiliary losses of a device are weighted by its targets, and so not by its tokens.
+        fewest = SEQUENCE - 3 if model.balance_loss else 1
+        ends = rng.integers(fewest, SEQUENCE - 2, BATCH)
+        padding = np.arange(SEQUENCE) >= ends[:, None]
+        tokens[:, :, 1:] = np.where(padding, model.vocab_size - 1, tokens[:, :, 1:])
+        weights = np.where(padding, 0, 1 if model.balance_loss else weights).astype(np.float32)
+    batches = [executor.put({"tokens": t}, BATCH)["tokens"] for t in tokens]
     state = state._replace(tables=placed_tables)
     counted = {}
-    if training.adapter_rank:
+    if training.adapter_rank or padded:
         counted = executor.put({"weights": weights / weights.sum()}, BATCH)
     teach = lambda batch: {}  # noqa: E731
     if training.teacher:
@@ -259,7 +290,9 @@ def compare(name, texts):
     model, changes, errors = MODELS[name], OPTIONS[option], {}
     start = initial_state(
         adapters.with_adapters(model, changes.get("adapter_rank", 0)),
-        TrainingConfig(STEPS, BATCH, SEQUENCE, **changes),
+        TrainingConfig(
+            STEPS, BATCH, SEQUENCE, **{n: v for n, v in changes.items() if n != "padded"}
+        ),
     )
     right: dict = {}
     for text in texts:

@@ -22,6 +22,7 @@ nightly = pytest.mark.nightly
         pytest.param("dense_odd", "data:2,feature:4/0/1", marks=nightly),
         pytest.param("sparse_deep_full", "data:4,feature:2/0/1", marks=nightly),
         pytest.param("llama", "fsdp:4,feature:2/3/2", marks=nightly),
+        pytest.param("gemma2", "data:2,feature:2,tensor:2/3/1", marks=nightly),
         pytest.param("qwen3", "data:4,feature:2/0/1", marks=nightly),
         pytest.param("sparse+muon", "fsdp:2,feature:2,tensor:2/3/2", marks=nightly),
         pytest.param("sparse_depth+adapters", "fsdp:2,feature:2,tensor:2/3/1", marks=nightly),

@@ -40,9 +40,13 @@ def mesh_text(shape, zero=3, micro_batches=1):
         ("llama", ["data:2,tensor:4/0/1"]),
         ("qwen3", ["stage:2,data:2,tensor:2/1/2/zero_bubble/1"]),
         ("multi_query", ["data:2,tensor:4/0/1"]),
+        ("gemma2", ["data:2,fsdp:2,tensor:2/3/2"]),
         # Micro-batches of a mesh have other rows, and the load-balance loss is theirs.
         ("experts", ["data:2,tensor:4/0/1"]),
         ("experts_sparse", ["fsdp:2,stage:2,tensor:2/3/1/1f1b/1"]),
+        # Rows whose ends are padding, as data.loss=answers has them.
+        ("experts_alone+answers", ["data:2,fsdp:2,tensor:2/3/1"]),
+        ("experts+answers", ["data:2,fsdp:2,tensor:2/2/1"]),
         # Each axis, schedule and model of these is in a case above or of the next tests;
         # sparse_depth is in test_feature.py.
         *(
@@ -56,6 +60,7 @@ def mesh_text(shape, zero=3, micro_batches=1):
                 ("llama", ["stage:2,fsdp:2,tensor:2/3/2/1f1b/1"]),
                 ("qwen3", ["data:4,tensor:2/0/1", "stage:2,tensor:4/1/2/zero_bubble/1"]),
                 ("qwen3", ["fsdp:2,tensor:4/3/2"]),
+                ("gemma3", ["data:2,tensor:4/0/1"]),
                 ("multi_query", ["data:2,fsdp:2,tensor:2/3/2"]),
                 ("experts_sparse", ["stage:2,fsdp:4/2/1/1f1b/1", "data:2,tensor:4/0/1"]),
                 ("experts_sparse", ["data:2,fsdp:4/3/1"]),

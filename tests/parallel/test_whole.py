@@ -84,6 +84,16 @@ def test_blocks_of_different_remat_change_nothing(unrolled, monkeypatch):
     assert_same(run(plan), run(deep))
 
 
+@pytest.mark.parametrize("remat", ["none", "dots", "full:2,none:3"])
+@pytest.mark.parametrize("layer_types", ["sliding+full", "full+sliding+sliding"])
+def test_scanned_layers_keep_their_windows(remat, layer_types, monkeypatch):
+    local = dict(window=2, layer_types=layer_types, rotary_local_base=20.0)
+    deep = dataclasses.replace(DENSE, num_layers=5, positions="rotary", remat=remat, **local)
+    unrolled = run(dataclasses.replace(deep, remat="none"))
+    monkeypatch.setattr(whole, "UNROLL_LAYERS", 1)
+    assert_same(run(deep), unrolled)
+
+
 MIXED = "offload+none:2,dots:1"
 
 

@@ -18,6 +18,7 @@ def causal_attention(
     implementation: str | None = None,
     *,
     window: int = 0,
+    cap: float = 0.0,
 ) -> jax.Array:
     """Compute softmax(q kᵀ / sqrt(head_dim)) v with a causal mask; differentiable.
 
@@ -29,6 +30,7 @@ def causal_attention(
       implementation: one of IMPLEMENTATIONS, or None to choose: cuDNN on a GPU, splash attention on
         a TPU, else XLA.  XLA is also the fallback; a refusal is logged once.
       window: tokens that each query sees, itself and those before it; 0 is all.
+      cap: the scores s become cap * tanh(s / cap) before the softmax; 0 leaves them.
 
     Returns:
       [batch, tokens, heads, head_dim] in query's dtype; the softmax runs in float32.
@@ -37,14 +39,14 @@ def causal_attention(
       UserError: if shapes or dtypes disagree, or a named implementation cannot run.
     """
     _check(query, key, value, window)
-    name = implementation or _choose(query, key, window)
-    if implementation and (reason := _refusal(name, query, key, window)):
+    name = implementation or _choose(query, key, window, cap)
+    if implementation and (reason := _refusal(name, query, key, window, cap)):
         raise UserError(f"Attention implementation {name!r} cannot run: {reason}")
     if name == "reference":
-        return reference.causal_attention(query, key, value, window)
+        return reference.causal_attention(query, key, value, window, cap)
     if name == "splash":
-        return _splash().causal_attention(query, key, value, window)
-    return dot_product.causal_attention(query, key, value, window, implementation=name)
+        return _splash().causal_attention(query, key, value, window, cap)
+    return dot_product.causal_attention(query, key, value, window, cap, implementation=name)
 
 
 def _check(query, key, value, window):
@@ -61,15 +63,15 @@ def _check(query, key, value, window):
         raise UserError(f"window is {window}; legal: 1 or more tokens, or 0 for all.")
 
 
-def _choose(query, key, window=0):
+def _choose(query, key, window=0, cap=0.0):
     fastest = {"gpu": "cudnn", "tpu": "splash"}.get(dispatch.platform(), "xla")
-    reason = _refusal(fastest, query, key, window)
+    reason = _refusal(fastest, query, key, window, cap)
     name = "xla" if reason else fastest
     dispatch.log_choice("causal_attention", name, dispatch.platform(), reason)
     return name
 
 
-def _refusal(name, query, key, window):
+def _refusal(name, query, key, window, cap=0.0):
     """Return why a named implementation cannot run here; empty if it can."""
     if name not in IMPLEMENTATIONS:
         return f"the name is unknown; legal: {', '.join(IMPLEMENTATIONS)}."
@@ -77,6 +79,8 @@ def _refusal(name, query, key, window):
     required = {"cudnn": "gpu", "splash": "tpu"}.get(name, platform)
     if required != platform:
         return f"it runs on {required}, and this is {platform}; legal here: reference, xla."
+    if name == "cudnn" and cap:
+        return "cuDNN has no soft cap of scores."
     if name == "cudnn":
         return dot_product.cudnn_refusal(query, key, window)
     if name == "splash":

@@ -18,7 +18,12 @@ def document_numbers(tokens: jax.Array, eot_id: int) -> jax.Array:
 
 
 def document_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array, window: int = 0
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    documents: jax.Array,
+    window: int = 0,
+    cap: float = 0.0,
 ) -> jax.Array:
     """Compute `api.causal_attention` where query and key have equal `documents`; differentiable.
 
@@ -30,8 +35,9 @@ def document_attention(
       value: like key.
       documents: int32 [batch, tokens], see `document_numbers`.
       window: tokens that each query sees, itself and those before it; 0 is all.
+      cap: see `api.causal_attention`.
     """
     within = documents[:, None, :, None] == documents[:, None, None, :]
     return dot_product.causal_attention(
-        query, key, value, window, implementation="xla", mask=within
+        query, key, value, window, cap, implementation="xla", mask=within
     )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def causal_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, window: int = 0
+    query: jax.Array, key: jax.Array, value: jax.Array, window: int = 0, cap: float = 0.0
 ) -> jax.Array:
     """Compute softmax(q kᵀ / sqrt(head_dim) where key <= query) v, in float32 or wider.
 
@@ -21,6 +21,8 @@ def causal_attention(
     seen = jnp.tri(query.shape[1], dtype=bool)
     if window:
         seen &= ~jnp.tri(query.shape[1], k=-window, dtype=bool)
-    scores = jnp.where(seen, scores / math.sqrt(query.shape[-1]), -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1)
+    scores /= math.sqrt(query.shape[-1])
+    if cap:
+        scores = cap * jnp.tanh(scores / cap)
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
     return jnp.einsum("bhts,bshk->bthk", weights, value.astype(wide)).astype(query.dtype)

@@ -21,6 +21,7 @@ def causal_attention(
     key: jax.Array,
     value: jax.Array,
     window: int = 0,
+    cap: float = 0.0,
     *,
     interpret: bool = False,
 ) -> jax.Array:
@@ -31,13 +32,14 @@ def causal_attention(
       key: [batch, tokens, kv heads, head_dim].
       value: like key.
       window: see `api.causal_attention`.
+      cap: see `api.causal_attention`.
       interpret: whether to interpret the kernels on a CPU.
     """
     batch, tokens, heads, width = query.shape
     # The kernel does not scale; scaling rounds unless sqrt(width) is a power of two.
     query = (query.astype(jnp.float32) / math.sqrt(width)).astype(query.dtype)
     q, k, v = (array.swapaxes(1, 2) for array in (query, key, value))
-    kernel = _kernel(tokens, heads, k.shape[1], window, interpret)
+    kernel = _kernel(tokens, heads, k.shape[1], window, cap, interpret)
     if k.shape[1] == heads:
         return jax.vmap(kernel)(q, k, v).swapaxes(1, 2)
     grouped = q.reshape(batch, k.shape[1], -1, tokens, width)
@@ -56,7 +58,7 @@ def refusal(query: jax.Array) -> str:
     return ""
 
 
-def _kernel(tokens, heads, kv_heads, window, interpret):
+def _kernel(tokens, heads, kv_heads, window, cap, interpret):
     """Return the kernel of all heads, or of the query heads of one key/value head."""
     tile = next(tile for tile in TILES if tokens % tile == 0)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
@@ -78,5 +80,6 @@ def _kernel(tokens, heads, kv_heads, window, interpret):
         return make(
             splash_attention.MultiHeadMask([mask] * (heads // kv_heads if grouped else heads)),
             block_sizes=splash_attention.BlockSizes(**sizes),
+            attn_logits_soft_cap=cap or None,
             interpret=interpret,
         )

@@ -30,6 +30,7 @@ def token_scores(
     targets: jax.Array,
     axis: Axis | None = None,
     size: int | None = None,
+    cap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Return each target's negative log-likelihood in nats, and whether it is a likeliest token.
 
@@ -39,13 +40,15 @@ def token_scores(
       targets: int32 [tokens].
       axis: axes of `shard_map` over which the embedding's rows are sharded, or None.
       size: vocabulary size, if the embedding has padding rows after it.
+      cap: soft cap of the logits, see `capped`.
 
     Returns:
       (float32 [tokens], bool [tokens]).
     """
 
     def chunk(x, targets):
-        logits = vocabulary.mask_padding(logits_of(x, embedding), size, axis)
+        logits = capped(logits_of(x, embedding), cap)
+        logits = vocabulary.mask_padding(logits, size, axis)
         rows = vocabulary.local_rows(targets, len(embedding), axis)
         target = vocabulary.at(logits, rows, axis)
         largest = vocabulary.largest(logits, axis)
@@ -57,7 +60,7 @@ def token_scores(
     return results
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def weighted_loss(
     x: jax.Array,
     embedding: jax.Array,
@@ -65,13 +68,14 @@ def weighted_loss(
     weights: jax.Array,
     axis: Axis | None = None,
     size: int | None = None,
+    cap: float = 0.0,
 ) -> jax.Array:
     """Return the sum over tokens of weights * the losses of `token_scores`, a float32 scalar.
 
     `weights` is float32 [tokens].  Differentiable in x and embedding.  Over an axis, every device
     returns an equal share of the sum, and dx of its own rows: sum both over the devices.
     """
-    losses, _ = token_scores(x, embedding, targets, axis, size)
+    losses, _ = token_scores(x, embedding, targets, axis, size, cap)
     return _share(jnp.sum(losses * weights), axis)
 
 
@@ -79,20 +83,22 @@ def _share(total, axis):
     return total if axis is None else total / lax.axis_size(axis)
 
 
-def _forward(x, embedding, targets, weights, axis, size):
+def _forward(x, embedding, targets, weights, axis, size, cap):
     def chunk(x, targets, weights):
-        logits = vocabulary.mask_padding(logits_of(x, embedding), size, axis)
+        within = capped(logits_of(x, embedding), cap)
+        logits = vocabulary.mask_padding(within, size, axis)
         lse = vocabulary.logsumexp(logits, axis)
         rows = vocabulary.local_rows(targets, len(embedding), axis)
         loss = jnp.sum((lse - vocabulary.at(logits, rows, axis)) * weights)
         hit = jnp.arange(len(embedding)) == rows[:, None]
-        return loss, (jnp.exp(logits - lse[:, None]) - hit) * weights[:, None]
+        dlogits = (jnp.exp(logits - lse[:, None]) - hit) * weights[:, None]
+        return loss, dlogits * (1 - jnp.square(within / cap)) if cap else dlogits
 
     loss, gradients = loss_and_gradients(chunk, embedding, x, targets, weights)
     return _share(loss, axis), gradients
 
 
-def _backward(axis, size, gradients, cotangent):
+def _backward(axis, size, cap, gradients, cotangent):
     return *scaled(gradients, cotangent), None, None
 
 
@@ -143,6 +149,11 @@ def logits_of(x: jax.Array, embedding: jax.Array) -> jax.Array:
     return lax.dot_general(
         x, embedding, (((1,), (1,)), ((), ())), preferred_element_type=wide(x.dtype)
     )
+
+
+def capped(logits: jax.Array, cap: float) -> jax.Array:
+    """Return cap * tanh(logits / cap), or the logits for a cap of 0."""
+    return cap * jnp.tanh(logits / cap) if cap else logits
 
 
 def over_chunks(step: Callable, carry: Any, arrays: tuple[jax.Array, ...]) -> tuple[Any, Any]:

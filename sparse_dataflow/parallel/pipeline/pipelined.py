@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from sparse_dataflow.config.layer_groups import layer_model
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.linear import Probe, layer_weights
@@ -64,7 +65,7 @@ class Pipelined(Sharded):
         rows = len(batch.tokens) // meshes.batch_shards(self.mesh)
         # Evaluation batches have any size; this fills the stages if possible.
         micro_batches = math.gcd(rows, 4 * self.division.stages)
-        stages, chunks = self.division.stages, self.division.chunks
+        stages, chunks, of_layer = self.division.stages, self.division.chunks, layer_model(model, 0)
         schedule = schedules.forward_only(stages, micro_batches, chunks)
         member, specs, _ = self._member(model, weights)
         plan = pipeline.make_plan(self.division, schedule)
@@ -76,7 +77,7 @@ class Pipelined(Sharded):
             tokens, of_targets = split(batch.tokens), split(batch.weights)
 
             def layer(params, layouts, x):
-                return gpt.block(model, layer_weights(model, params, layouts), x, member.shard)
+                return gpt.block(of_layer, layer_weights(model, params, layouts), x, member.shard)
 
             work = self._work(model, member, full, layouts, tokens, of_targets, layer)
             share, _ = pipeline.run_stage(plan, table[0], work)
@@ -93,7 +94,7 @@ class Pipelined(Sharded):
         `check` and `runs.devices` refuse frozen parameters, weights of targets and a teacher.
         """
         assert not weights.frozen and batch.weights is None and batch.teacher is None
-        micro_batches = how.micro_batches
+        micro_batches, of_layer = how.micro_batches, layer_model(model, 0)
         plan = self._plan(model, micro_batches)
         member, specs, gradient_specs = self._member(model, weights)
 
@@ -106,7 +107,7 @@ class Pipelined(Sharded):
 
             def block(params, layouts, x):
                 layer = layer_weights(model, params, layouts)
-                return gpt.trained_block(model, layer, x, part, member.shard)
+                return gpt.trained_block(of_layer, layer, x, part, member.shard)
 
             layer = whole.rematerialised(model, block)
             layouts = local_weights(weights).tables
@@ -132,7 +133,7 @@ class Pipelined(Sharded):
 
     def block_gradient_norms(self, model, weights, tokens):
         """See `Executor`."""
-        plan = self._plan(model, 1, "gpipe")
+        plan, of_layer = self._plan(model, 1, "gpipe"), layer_model(model, 0)
         member, specs, _ = self._member(model, weights)
         axes = self._measured_axes(tokens)
         shards = math.prod(self.mesh.shape[axis] for axis in axes)
@@ -149,7 +150,7 @@ class Pipelined(Sharded):
             def probed(norms, constants, x):
                 params, tables = constants
                 probe = Probe.of(tables, norms, axes, member.shard)
-                return gpt.block(model, layer_weights(model, params, probe), x, member.shard)
+                return gpt.block(of_layer, layer_weights(model, params, probe), x, member.shard)
 
             layer = whole.rematerialised(model, probed)
             constants, params = (full["blocks"], tables), full | {"blocks": norms}

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.config.layer_groups import group_index, layer_groups
+from sparse_dataflow.config.layer_groups import layer_model_index, layer_models
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.linear import Probe, layer_weights
@@ -44,23 +44,23 @@ def block_gradient_norms(
       {block-sparse projection: float32 [layers, in_blocks, out_blocks]}.
     """
     rows, length = tokens.shape[0], tokens.shape[1] - 1
-    group_programs = [
-        _compiled(dataclasses.replace(group.model, num_layers=1), (1, rows, length))
-        for group in layer_groups(model)
+    programs_by_kind = [
+        _compiled(dataclasses.replace(each, num_layers=1), (1, rows, length))
+        for each in layer_models(model)
     ]
-    block_programs = lambda layer: group_programs[group_index(model, layer)]  # noqa: E731
+    block_programs = lambda layer: programs_by_kind[layer_model_index(model, layer)]  # noqa: E731
     inputs, targets = tokens[None, :, :-1], tokens[None, :, 1:]
     weights = np.full(targets.shape, 1 / targets.size, np.float32)
     layers = range(model.num_layers)
     layer_tables = lambda layer: jax.tree.map(np.asarray, layer_view(tables, layer))  # noqa: E731
     (embed,) = fetch("embed")
-    stash = [group_programs[0].embed(embed, inputs)]
+    stash = [programs_by_kind[0].embed(embed, inputs)]
     for layer in layers:
         operands = fetch(layer, layer_tables(layer))
         stash.append(block_programs(layer).forward(*operands, stash[-1]))
     (head,) = fetch("head")
     tied = gpt.tied_output(model, embed)
-    _, dx, _ = group_programs[0].head(head, tied, stash.pop(), targets, weights)
+    _, dx, _ = programs_by_kind[0].head(head, tied, stash.pop(), targets, weights)
     norms = []
     for layer in reversed(layers):
         operands = fetch(layer, layer_tables(layer))

@@ -1,7 +1,7 @@
 """The relay's programs: one per kind of section and direction, independent of depth.
 
-Layers of different density form several layer groups (`config.layer_groups`), each with its own
-block programs. A program takes the device's copy of one section's parameters and all micro-batches
+Layers that differ in density or attention (`config.layer_groups.layer_models`) have block programs
+of their own. A program takes the device's copy of one section's parameters and all micro-batches
 of a step.
 
 Shapes in names: M micro-batches, B their batch, T tokens, D d_model, V vocabulary.
@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled
 
-from sparse_dataflow.config.layer_groups import layer_groups, split_groups
+from sparse_dataflow.config.layer_groups import group_index, layer_model, split_groups
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
@@ -209,7 +209,7 @@ def compile_groups(
     evaluation: bool = False,
     changing: bool = True,
 ) -> tuple[Programs[Compiled] | EvalPrograms[Compiled], ...]:
-    """Compiles the programs of each layer group for the default backend.
+    """Compiles the programs of each of `layer_models` for the default backend.
 
     Programs are cached; models that differ in depth alone share them.
 
@@ -220,23 +220,26 @@ def compile_groups(
       evaluation: whether to compile the evaluation programs.
       changing: whether layouts may change; otherwise the programs are specialised to their groups.
     """
-    first, *others = (
-        dataclasses.replace(group.model, num_layers=1, shared_layers=False)
-        for group in layer_groups(model)
-    )
     tables = stacks.layout_tables(stacks.layouts(model))
     structures = [
         frozenset((name, stacked.groups) for name, stacked in group.items())
         for group in split_groups(tables if changing else stacks.with_groups(tables))
     ]
+    kinds: dict[ModelConfig, frozenset] = {}
+    for layer in range(model.num_layers):
+        kinds.setdefault(layer_model(model, layer), structures[group_index(model, layer)])
+    first, *others = (
+        (dataclasses.replace(each, num_layers=1, shared_layers=False), structure)
+        for each, structure in kinds.items()
+    )
     options = shape, mesh, evaluation
-    shared = _compiled(first, structures[0], *options)
-    return shared, *(_compiled(*group, *options, shared) for group in zip(others, structures[1:]))
+    shared = _compiled(*first, *options)
+    return shared, *(_compiled(*each, *options, shared) for each in others)
 
 
 @functools.cache
 def _compiled(model, structure, shape, mesh, evaluation, shared=None):
-    """Compiles a model of one layer group; only its block programs if others are `shared`.
+    """Compiles a model of equal layers; only its block programs if others are `shared`.
 
     `structure` has (projection, groups of its tables).
     """

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from sparse_dataflow.config.layer_groups import group_index
+from sparse_dataflow.config.layer_groups import layer_model_index
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.parallel import CLIPPINGS, STASHES
 from sparse_dataflow.config.training import TrainingConfig
@@ -263,8 +263,8 @@ class Relay:
         return results, self._watching.submit(_watch, smallest, *span)
 
     def _group_programs(self, programs, section):
-        """Returns the programs of a section's layer group."""
-        return programs[group_index(self.model, section) if isinstance(section, int) else 0]
+        """Returns the programs of a section."""
+        return programs[layer_model_index(self.model, section) if isinstance(section, int) else 0]
 
     def eval_step(self, of_model: ModelWeights, tokens, weights) -> np.ndarray:
         """Returns the float32 [] sum of weighted losses in nats of int32 [B, T + 1] tokens.

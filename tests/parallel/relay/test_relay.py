@@ -48,6 +48,18 @@ MODELS["llama"] = MODELS["llama"].with_linears(SPARSE, ["q", "v", "mlp_gate"])
 MODELS["qwen3"] = dataclasses.replace(
     DENSE, **{**FAMILIES["qwen3"], "tied_embeddings": True}, num_kv_heads=1, head_dim=12
 )
+MODELS["gemma2"] = dataclasses.replace(
+    DENSE,
+    **FAMILIES["gemma2"] | {"window": 3, "attention_cap": 0.7, "logit_cap": 2.0},
+    num_kv_heads=2,
+    attention_scalar=5,
+).with_linears(SPARSE, ["q", "mlp_in", "mlp_out"])
+MODELS["gemma3"] = dataclasses.replace(
+    DENSE,
+    **FAMILIES["gemma3"] | {"window": 3, "layer_types": "sliding+sliding+full"},
+    num_kv_heads=1,
+    head_dim=12,
+)
 MODELS["experts"] = dataclasses.replace(DENSE, experts=4, prototypes=2, shared_expert=True)
 MODELS["experts"] = MODELS["experts"].with_linears(
     LinearSpec("block_sparse", "monarch", density=0.25, block=4), ["mlp_in", "mlp_out"]
@@ -107,7 +119,11 @@ def assert_same_reports(mine, theirs, rtol):
     [
         *itertools.product(("dense", "llama"), ("device", "host")),
         ("shared", "device"),
-        *(pytest.param(name, "device", marks=pytest.mark.slow) for name in ("mixed", "by_depth")),
+        ("gemma3", "device"),
+        *(
+            pytest.param(name, "device", marks=pytest.mark.slow)
+            for name in ("mixed", "by_depth", "gemma2")
+        ),
         # Their layers are in the models above, and so is the stash in host memory.
         *(
             pytest.param(*case, marks=pytest.mark.nightly)
