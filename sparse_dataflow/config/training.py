@@ -106,8 +106,8 @@ class TrainingConfig(Readable):
     )
     teacher: str = setting(
         "",
-        "Run folder, or Hugging Face directory, with the same tokenizer, whose distribution of the "
-        "next token the model learns too; empty is none.",
+        "Run folder, Hugging Face directory or name on the hub, with the same tokenizer, whose "
+        "distribution of the next token the model learns too; empty is none.",
         path=True,
         address=True,
     )

@@ -31,11 +31,10 @@ from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.files import manifest
-from sparse_dataflow.files.addresses import is_address
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.interchange import growth, huggingface
+from sparse_dataflow.interchange import growth, hub_models, huggingface
 from sparse_dataflow.interchange.calibration import input_norms
-from sparse_dataflow.interchange.fetched_model import on_this_machine
+from sparse_dataflow.interchange.fetched_model import on_this_machine, origin
 from sparse_dataflow.models import adapters, gpt, stacks
 from sparse_dataflow.models.experts import expert_layout
 from sparse_dataflow.optim.optimizers import make_optimizer
@@ -139,7 +138,7 @@ def read(folder: str) -> StartingPoint:
     """
     local = on_this_machine(folder)
     _refuse_missing(local, folder)
-    provenance: dict[str, Any] = {"path": _absolute(folder)}
+    provenance: dict[str, Any] = {"path": origin(folder, local)}
     if huggingface.is_directory(local):
         model, params, tables, tokenizer, digest, architecture = huggingface.read(local)
         provenance |= {"model": model.to_json(), "weights": digest, "architecture": architecture}
@@ -148,13 +147,9 @@ def read(folder: str) -> StartingPoint:
     return _of_run(folder, "dense" if "dense" in names else names[0], trained.NEWEST)
 
 
-def _absolute(place):
-    """Returns an address as it is, and the absolute path of a folder."""
-    return place if is_address(place) else str(Path(place).expanduser().absolute())
-
-
 def _of_run(folder, variant, checkpoint):
-    run = load_run(on_this_machine(folder, checkpoint), variant, checkpoint)
+    local = on_this_machine(folder, checkpoint)
+    run = load_run(local, variant, checkpoint)
     if run.model.low_rank_projections:
         raise UserError(
             f"{folder} has weights of two factors (sparsity.pattern=low_rank), which no run begins "
@@ -162,7 +157,7 @@ def _of_run(folder, variant, checkpoint):
         )
     checkpoint_folder = run.folder / variant / "checkpoints" / str(run.step)
     provenance = {
-        "path": _absolute(str(folder)),
+        "path": origin(folder, local),
         "model": run.model.to_json(),
         "variant": variant,
         "step": run.step,
@@ -240,8 +235,8 @@ def _refuse_missing(local, place):
     if not (local / huggingface.CONFIG).exists():
         raise UserError(
             f"{place} is neither a run folder nor a Hugging Face directory: it has no "
-            f"{huggingface.CONFIG}. Legal: a folder on this machine, or an address such as "
-            "gs://BUCKET/MODEL."
+            f"{huggingface.CONFIG}. Legal: a folder on this machine, an address such as "
+            f"gs://BUCKET/MODEL, or {hub_models.LEGAL}."
         )
 
 
