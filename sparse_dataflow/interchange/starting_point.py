@@ -32,7 +32,7 @@ from sparse_dataflow.distributed import processes
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.files import manifest
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.interchange import growth, hub_models, huggingface
+from sparse_dataflow.interchange import extended_vocabulary, growth, hub_models, huggingface
 from sparse_dataflow.interchange.calibration import input_norms
 from sparse_dataflow.interchange.fetched_model import on_this_machine, origin
 from sparse_dataflow.models import adapters, gpt, stacks
@@ -167,6 +167,37 @@ def _of_run(folder, variant, checkpoint):
     return StartingPoint(
         run.model, jax.device_get(run.params), run.tables, run.tokenizer, provenance
     )
+
+
+def with_vocabulary(start: StartingPoint, tokenizer: Tokenizer) -> StartingPoint:
+    """Returns the weights with rows for the tokens that a tokenizer adds to theirs.
+
+    A new row, also of an output layer of its own, is the mean of the rows of the old tokens that
+    the new one joins.
+
+    Args:
+      start: the weights.
+      tokenizer: see `extended_vocabulary.extended`.
+    """
+    old = start.tokenizer
+    moved = tokenizer.ids_from_original[np.asarray(old.original_ids or range(old.vocab_size))]
+    parts = extended_vocabulary.parts(old, tokenizer)
+
+    def extended(rows):
+        rows = np.asarray(rows)
+        result = np.empty((tokenizer.vocab_size, *rows.shape[1:]), rows.dtype)
+        result[moved] = rows
+        for number, joined in enumerate(parts, len(old.tokens)):
+            result[number] = rows[joined].mean(0)
+        return result
+
+    embed, head = start.params["embed"], start.params["head"]
+    embed = {**embed, "tokens": extended(embed["tokens"])}
+    if "output" in head:
+        head = {**head, "output": extended(head["output"])}
+    model = dataclasses.replace(start.model, vocab_size=tokenizer.vocab_size)
+    params = {**start.params, "embed": embed, "head": head}
+    return start._replace(model=model, params=params, tokenizer=tokenizer)
 
 
 def load_run(

@@ -92,7 +92,7 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
     config = config.without_auto()
     dense = dataclasses.replace(
         config.model,
-        vocab_size=vocab_size or config.model.vocab_size,
+        vocab_size=vocab_size or config.model.vocab_size + config.data.extend_vocabulary,
         seed=config.training.seed,
     )
     rank = config.training.adapter_rank
