@@ -218,7 +218,7 @@ class RunConfig(Readable):
             self._check_vocabulary()
         if self.data.loss == "answers":
             self._check_answers()
-        if self.training.adapter_rank:
+        if self.training.adapter_rank or self.training.frozen_dtype != "compute":
             self._check_adapters()
         if self.training.teacher:
             self._check_teacher()
@@ -321,6 +321,17 @@ class RunConfig(Readable):
             )
 
     def _check_adapters(self):
+        frozen = f"training.frozen_dtype={self.training.frozen_dtype}"
+        if not self.training.adapter_rank:
+            raise UserError(
+                f"{frozen} stores the weights under adapters; legal with training.adapter_rank of "
+                "1 or more."
+            )
+        if self.training.frozen_dtype != "compute" and self.sparsity.projections:
+            raise UserError(
+                f"{frozen} is for dense weights, and sparsity.projections stores blocks; legal "
+                "with them: compute."
+            )
         rank = f"training.adapter_rank={self.training.adapter_rank}"
         if not self.run.init_from:
             raise UserError(f"{rank} trains adapters of given weights; legal with run.init_from.")

@@ -3,6 +3,7 @@
 import dataclasses
 
 from sparse_dataflow.config.model import DTYPES
+from sparse_dataflow.config.projections import FROZEN_DTYPES
 from sparse_dataflow.config.settings import (
     A_FRACTION,
     A_SHARE,
@@ -104,6 +105,12 @@ class TrainingConfig(Readable):
     )
     adapter_alpha: float = setting(
         16.0, "Adapters are multiplied by this over their rank.", legal=positive(10**6)
+    )
+    frozen_dtype: str = setting(
+        "compute",
+        "Dtype of the dense projections under adapters: compute is model.compute_dtype, int8 has "
+        "a scale for each output.",
+        choices=FROZEN_DTYPES,
     )
     new_rows_first: float = setting(
         0.0,

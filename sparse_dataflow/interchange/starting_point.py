@@ -214,8 +214,8 @@ def load_run(
     base = read_base(run.saved_record, run.folder)
     wide = dataclasses.replace(run.model, compute_dtype="float32")
     frozen = adapters.frozen(wide, base.params, run.training.adapter_scale)
-    params = jax.tree.map(jnp.asarray, adapters.merged(run.params, frozen))
-    return dataclasses.replace(run, params=params)
+    model, params = adapters.dequantised(run.model, adapters.merged(run.params, frozen))
+    return dataclasses.replace(run, model=model, params=jax.tree.map(jnp.asarray, params))
 
 
 def read_base(record: RunRecord, folder: str | Path) -> StartingPoint:

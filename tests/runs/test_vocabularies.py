@@ -179,7 +179,7 @@ def test_a_resumed_run_ends_at_the_same_bits(place, run):
         if path.name == "4":
             shutil.rmtree(path)
     shutil.rmtree(place / "cache" / "tokenizers")  # The run has its own copy.
-    again = sd.train(request.Request(resume=str(folder)).config(sparse=False), resume=folder)
+    again = sd.train(request.Request(resume=str(folder)).config(sparse=False), resume=True)
     assert losses(again.folder) == losses(trained.folder)
     equal = jax.tree.map(np.array_equal, again.model().params, trained.model().params)
     assert jax.tree.all(equal)
