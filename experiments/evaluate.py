@@ -38,7 +38,7 @@ COMPARED = VARIANTS[:2]
 class Options(ActivationOptions):
     """The flags."""
 
-    run: str = setting("", "Run folder, or Hugging Face directory.", path=True)
+    run: str = setting("", "Run folder, Hugging Face directory, or its name on the hub.", path=True)
     against: str = setting(
         "",
         "Another run on the same corpus, or a Hugging Face directory: its model, the dense one "

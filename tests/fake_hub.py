@@ -1,5 +1,7 @@
 """A Hugging Face hub on 127.0.0.1 that serves datasets and models, FOLDER/OWNER/NAME.
 
+A folder FOLDER/OWNER/NAME@REVISION is another branch of the same repository.
+
 It answers what `huggingface_hub` and `datasets` ask of the real one: the revision and the files of
 a repository, and the files themselves, whole or by ranges.
 """
@@ -20,10 +22,14 @@ class FakeHub:
     Attributes:
       requests: (method, path, range or "", bytes sent) of each request, in order.
       failures: paths of files that answer the given status, by the end of their name.
+      codes: value of X-Error-Code of those answers, by status.
+      cut: numbers of bytes after which the connection breaks, by the end of a file's name.
     """
 
     def __init__(self, folder: Path):
         self.folder, self.requests, self.failures = folder, [], {}
+        self.codes: dict[int, str] = {}
+        self.cut: dict[str, int] = {}
         hub = self
 
         class Handler(_Handler):
@@ -68,6 +74,24 @@ class FakeHub:
             digest.update(path.name.encode() + path.read_bytes())
         return digest.hexdigest()
 
+    def sizes(self, name: str) -> dict[str, int]:
+        """Returns the bytes of each file of a repository."""
+        files = self.files(name)
+        root = self.folder / name
+        return {path.relative_to(root).as_posix(): path.stat().st_size for path in files}
+
+    def root(self, name: str, revision: str) -> str:
+        """Returns the folder OWNER/NAME or OWNER/NAME@BRANCH of a branch or commit; "" for none."""
+        for folder in sorted(self.folder.glob(f"{name}*")):
+            place = folder.relative_to(self.folder).as_posix()
+            end = place.removeprefix(name)
+            branch = end[1:] or "main"
+            if end[:1] not in ("", "@"):
+                continue
+            if folder.is_dir() and revision in (branch, self.revision(place)):
+                return place
+        return ""
+
     def files(self, dataset: str) -> list[Path]:
         return sorted(path for path in (self.folder / dataset).rglob("*") if path.is_file())
 
@@ -99,6 +123,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if not match or not (self.hub.folder / match[1]).is_dir():
                 return self._send(path, 404, b"", {"X-Error-Code": "RepoNotFound"})
             dataset, rest = match[1], match[2] or ""
+            asked = re.match(r"/(?:revision|tree|paths-info)/([^/]+)", rest)
+            dataset = self.hub.root(dataset, asked[1] if asked else "main")
+            if not dataset:
+                return self._send(path, 404, b"", {"X-Error-Code": "RevisionNotFound"})
+            if status := self.hub.failures.get("api"):
+                return self._failure(path, status)
             if rest.startswith("/tree/"):
                 return self._json(path, self._tree(dataset, rest, url.query))
             if rest.startswith("/paths-info/"):
@@ -106,8 +136,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 asked = form["paths"] if form else json.loads(body)["paths"]
                 rows = self._rows(dataset)
                 return self._json(path, [row for row in rows if row["path"] in asked])
-            siblings = [{"rfilename": row["path"]} for row in self._rows(dataset, False)]
-            answer = {"id": dataset, "sha": self.hub.revision(dataset), "siblings": siblings}
+            sizes = self.hub.sizes(dataset)
+            siblings = [{"rfilename": path, "size": size} for path, size in sizes.items()]
+            answer = {"id": match[1], "sha": self.hub.revision(dataset), "siblings": siblings}
             self._json(path, answer | {"private": False, "gated": False, "tags": []})
 
     def _rows(self, dataset, folders=True):
@@ -132,11 +163,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return [row for row in rows if deep or "/" not in row["path"].removeprefix(prefix)]
 
     def _file(self, path, dataset, revision, name):
-        file = self.hub.folder / dataset / name
         for ending, status in self.hub.failures.items():
             if name.endswith(ending):
-                return self._send(path, status, b"")
-        if not (self.hub.folder / dataset).is_dir():
+                return self._failure(path, status)
+        dataset = self.hub.root(dataset, revision)
+        file = self.hub.folder / dataset / name
+        if not dataset:
             return self._send(path, 404, b"", {"X-Error-Code": "RepoNotFound"})
         if not file.is_file():
             return self._send(path, 404, b"", {"X-Error-Code": "EntryNotFound"})
@@ -153,6 +185,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self._send(path, 206, part, headers)
         self._send(path, 200, content, headers)
 
+    def _failure(self, path, status):
+        self._send(path, status, b"", {"X-Error-Code": self.hub.codes.get(status, "")})
+
     def _json(self, path, value):
         self._send(path, 200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
@@ -164,5 +199,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
+        for ending, count in self.hub.cut.items():
+            if sent and path.endswith(ending):
+                self.wfile.write(content[:count])
+                self.close_connection = True
+                return None
         if sent:
             self.wfile.write(content)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from sparse_dataflow.config.settings import Readable, setting, validate
+from sparse_dataflow.config.settings import MOST_SIZE, Readable, between, setting, validate
 from sparse_dataflow.files.errors import UserError
 
 TOKENIZERS = ("bpe", "gpt2", "none")
@@ -41,6 +41,12 @@ class DataConfig(Readable):
         "bpe is trained on the corpus; gpt2 is GPT-2's own; DIR or hf:NAME is that of a Hugging "
         "Face directory or run folder; none is for token ids alone.",
         path=True,
+    )
+    extend_vocabulary: int = setting(
+        0,
+        "Tokens to add to the tokenizer of run.init_from, learned from data.corpus, of a mixture "
+        "from its first corpus. Their rows begin as the mean of the tokens that they join.",
+        legal=between(0, MOST_SIZE),
     )
     loss: str = setting(
         "all",

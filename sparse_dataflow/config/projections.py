@@ -30,6 +30,9 @@ MLP = ("mlp_gate", "mlp_in", "mlp_out")
 """Projections of the MLP; in a mixture of experts, those of each expert."""
 
 
+FROZEN_DTYPES = ("compute", "int8")
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class LinearSpec(Readable):
     """Storage of one projection.
@@ -45,6 +48,8 @@ class LinearSpec(Readable):
         block-sparse product (`kernels.hadamard`): a power of 2 that divides them; 0 for none.
       turned_dense: whether a dense weight was block-sparse before, which raises its learning rate;
         see `optim.optimizers`.
+      frozen_dtype: how a dense weight under an adapter is stored: in the compute dtype, or as int8
+        with a scale for each output.
       max_fan_out: width of a layout's tables by input block, as a multiple of the mean fan-out;
         above 1 for a layout that training changes (`sparsity.evolution`).
 
@@ -62,6 +67,7 @@ class LinearSpec(Readable):
     hadamard: int = setting(0, legal=between(0, MOST_SIZE))
     turned_dense: bool = setting(False)
     max_fan_out: float = setting(1.0, legal=AT_LEAST_ONE)
+    frozen_dtype: str = setting("compute", choices=FROZEN_DTYPES)
 
     def __post_init__(self):
         validate(self, "LinearSpec")

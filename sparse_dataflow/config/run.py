@@ -57,8 +57,8 @@ class RunSettings(Readable):
     )
     init_from: str = setting(
         "",
-        "Run folder, or Hugging Face directory of GPT-2, OPT, Llama, Mistral or Qwen, whose "
-        "weights, shape and tokenizer the run begins with.",
+        "Run folder, or Hugging Face directory of GPT-2, OPT, Llama, Mistral or Qwen, or its name "
+        "on the hub (OWNER/NAME@REVISION), whose weights, shape and tokenizer the run begins with.",
         path=True,
         address=True,
     )
@@ -214,14 +214,44 @@ class RunConfig(Readable):
                 "run.prune_by=activations chooses blocks of given weights; legal with "
                 "run.init_from."
             )
+        if self.data.extend_vocabulary or self.training.new_rows_first:
+            self._check_vocabulary()
         if self.data.loss == "answers":
             self._check_answers()
-        if self.training.adapter_rank:
+        if self.training.adapter_rank or self.training.frozen_dtype != "compute":
             self._check_adapters()
         if self.training.teacher:
             self._check_teacher()
         if self.parallel.executor == "relay":
             self._check_relay()
+
+    def _check_vocabulary(self):
+        count = self.data.extend_vocabulary
+        if not count:
+            raise UserError(
+                f"training.new_rows_first={self.training.new_rows_first:g} trains the rows of "
+                "data.extend_vocabulary first; legal without it: 0."
+            )
+        named = f"data.extend_vocabulary={count}"
+        if not self.run.init_from:
+            raise UserError(
+                f"{named} adds tokens to those of given weights; legal with run.init_from. "
+                "model.vocab_size is the size of a new tokenizer."
+            )
+        for path, value, legal in (
+            ("data.loss", self.data.loss, "all"),
+            # It freezes the embedding, which has the new rows.
+            ("training.adapter_rank", self.training.adapter_rank, 0),
+            # It has another tokenizer.
+            ("training.teacher", self.training.teacher, ""),
+        ):
+            if value != legal:
+                raise UserError(f"{path}={value} with {named}; legal with it: {legal or 'none'}.")
+        if self.parallel.executor == "relay" and self.training.new_rows_first:
+            raise UserError(
+                f"training.new_rows_first={self.training.new_rows_first:g} with --executor=relay, "
+                "which updates each section by itself; legal with it: 0."
+            )
 
     def _check_teacher(self):
         for path, value, legal in (
@@ -291,6 +321,17 @@ class RunConfig(Readable):
             )
 
     def _check_adapters(self):
+        frozen = f"training.frozen_dtype={self.training.frozen_dtype}"
+        if not self.training.adapter_rank:
+            raise UserError(
+                f"{frozen} stores the weights under adapters; legal with training.adapter_rank of "
+                "1 or more."
+            )
+        if self.training.frozen_dtype != "compute" and self.sparsity.projections:
+            raise UserError(
+                f"{frozen} is for dense weights, and sparsity.projections stores blocks; legal "
+                "with them: compute."
+            )
         rank = f"training.adapter_rank={self.training.adapter_rank}"
         if not self.run.init_from:
             raise UserError(f"{rank} trains adapters of given weights; legal with run.init_from.")

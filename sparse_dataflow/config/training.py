@@ -3,9 +3,11 @@
 import dataclasses
 
 from sparse_dataflow.config.model import DTYPES
+from sparse_dataflow.config.projections import FROZEN_DTYPES
 from sparse_dataflow.config.settings import (
     A_FRACTION,
     A_SHARE,
+    AT_LEAST_ZERO,
     MOST_SEQUENCES,
     MOST_SIZE,
     MOST_STEPS,
@@ -104,10 +106,25 @@ class TrainingConfig(Readable):
     adapter_alpha: float = setting(
         16.0, "Adapters are multiplied by this over their rank.", legal=positive(10**6)
     )
+    frozen_dtype: str = setting(
+        "compute",
+        "Dtype of the dense projections under adapters: compute is model.compute_dtype, int8 has "
+        "a scale for each output.",
+        choices=FROZEN_DTYPES,
+    )
+    new_rows_first: float = setting(
+        0.0,
+        "Share of the steps, the first ones, that train the rows of the tokens of "
+        "data.extend_vocabulary alone; 0 trains all weights from the start.",
+        legal=A_SHARE,
+    )
+    new_rows: tuple[int, ...] = setting(
+        (), "First of these rows and their number; a run that begins sets it.", legal=AT_LEAST_ZERO
+    )
     teacher: str = setting(
         "",
-        "Run folder, or Hugging Face directory, with the same tokenizer, whose distribution of the "
-        "next token the model learns too; empty is none.",
+        "Run folder, Hugging Face directory or name on the hub, with the same tokenizer, whose "
+        "distribution of the next token the model learns too; empty is none.",
         path=True,
         address=True,
     )
@@ -135,6 +152,11 @@ class TrainingConfig(Readable):
                 f"{self.micro_batches} equal micro-batches; legal: "
                 f"{', '.join(map(str, divisors[:_DIVISORS_SHOWN]))}{more}."
             )
+
+    @property
+    def new_rows_steps(self) -> int:
+        """Steps in which `new_rows` alone are trained; 0 without such rows."""
+        return round(self.new_rows_first * self.steps) if self.new_rows else 0
 
     @property
     def adapter_scale(self) -> float:

@@ -115,7 +115,7 @@ class Tokenizer:
             raise UserError("texts must be a list of strings, one a document.")
         _refuse_small(vocab_size)
         pieces = (piece for text in texts for piece in split_text(text))
-        return _train(_short_words(pieces), vocab_size)
+        return _train(short_words(pieces), vocab_size)
 
     @property
     def eot_id(self) -> int:
@@ -378,7 +378,7 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, cache_dir: Path) -> Tokeniz
             return cached
         name = escaped(corpus.name)
         _LOG.warning("training the tokenizer of %d tokens on the corpus %s", vocab_size, name)
-        tokenizer = _train(_short_words(_training_texts(corpus)), vocab_size)
+        tokenizer = _train(short_words(training_texts(corpus)), vocab_size)
         tokenizer.save(path)
     return tokenizer
 
@@ -506,11 +506,11 @@ def _original_engine(original, vocab_size):
     return engine
 
 
-def _training_texts(corpus: Corpus, limit: float | None = None) -> Iterator[str]:
+def training_texts(corpus: Corpus, limit: float | None = None) -> Iterator[str]:
     """Yields up to `limit` characters of a corpus; of a mixture, by the weights of its corpora."""
     limit = TRAINING_CHARACTERS if limit is None else limit
     for _, source, weight in corpus.mixture:
-        yield from _training_texts(source, limit * weight)
+        yield from training_texts(source, limit * weight)
     if corpus.mixture:
         return
     stride, characters = 64, 0
@@ -523,7 +523,7 @@ def _training_texts(corpus: Corpus, limit: float | None = None) -> Iterator[str]
                     return
 
 
-def _short_words(texts: Iterator[str]) -> Iterator[str]:
+def short_words(texts: Iterator[str]) -> Iterator[str]:
     """Yields texts cut after each run of `LONGEST_WORD` characters of one kind; says so."""
     said = False
     for text in texts:

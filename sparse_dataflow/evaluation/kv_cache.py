@@ -18,6 +18,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.kernels.attention.api import causal_attention
 from sparse_dataflow.kernels.attention.dot_product import masked_attention
 from sparse_dataflow.models import gpt, stacks
+from sparse_dataflow.models.adapters import SCALE
 from sparse_dataflow.models.experts import ROUTER
 from sparse_dataflow.models.linear import layer_weights
 from sparse_dataflow.models.model_weights import ModelWeights
@@ -69,7 +70,7 @@ def _layer(stacked, i, dtype):
     """Returns layer i, in one program: an array at a time compiles one for each shape."""
 
     def cast(path, leaf):
-        return leaf[i] if path[-1].key == ROUTER else leaf[i].astype(dtype)
+        return leaf[i] if path[-1].key in (ROUTER, SCALE) else leaf[i].astype(dtype)
 
     return jax.tree_util.tree_map_with_path(cast, stacked)
 

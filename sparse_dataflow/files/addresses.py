@@ -30,6 +30,10 @@ _PIECE = 2**24
 
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://(.*)", re.S)
 _ONE_SLASH = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/(?!/)|(gs|gcs|s3|az|abfs|abfss):(?!/)", re.I)
+_HUB = re.compile(
+    r"(?:hf://|https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)(?!(?:datasets|spaces|buckets)/)"
+    r"([^/@?#]+/[^/@?#]+)(?:@([^?#]+)|/tree/([^?#]+?))?/?(?:[?#].*)?"
+)
 _LOCAL = ("file", "local")
 _VERSIONS = ("ETag", "etag", "md5Hash", "generation", "oid", "LastModified", "last_modified",
              "updated", "mtime")  # fmt: skip
@@ -81,7 +85,13 @@ def refusal(text: str, legal: bool = True) -> str:
 
 
 def normal(text: str) -> str:
-    """Returns an address in one spelling, that of file:///PATH being the path; else the text."""
+    """Returns an address in one spelling, that of file:///PATH being the path; else the text.
+
+    That of a model on the Hugging Face hub, as its page or hf://OWNER/NAME, is hf:OWNER/NAME.
+    """
+    if match := _HUB.fullmatch(text):
+        revision = match[2] or match[3]
+        return f"hf:{match[1]}" + f"@{revision}" * bool(revision)
     match = _SCHEME.fullmatch(text)
     if match is None:
         return text

@@ -1,4 +1,4 @@
-"""Models at addresses of object stores, fetched into the cache before they are read."""
+"""Models at addresses of object stores or on the hub, fetched before they are read."""
 
 import re
 from collections.abc import Iterable
@@ -8,6 +8,7 @@ from sparse_dataflow.data import cache
 from sparse_dataflow.data.fetched import fetched
 from sparse_dataflow.evaluation.trained import NEWEST
 from sparse_dataflow.files import addresses, manifest
+from sparse_dataflow.interchange import hub_models
 from sparse_dataflow.training.run_files import CONFIG, RECORD, TOKENIZER
 
 _DIRECTORY = (".json", ".safetensors", ".txt", ".jinja")
@@ -21,15 +22,30 @@ def on_this_machine(place: str | Path, checkpoint: str = NEWEST) -> Path:
     its own files without subfolders.
 
     Args:
-      place: folder or address of a run or a Hugging Face directory.
+      place: folder or address of a run or a Hugging Face directory, or name on the hub.
       checkpoint: of a run: "newest" or a step number.
 
     Raises:
-      UserError: the address is empty or cannot be read.
+      UserError: the address is empty or cannot be read, or see `hub_models.fetched`.
     """
-    if not addresses.is_address(str(place)):
-        return Path(place).expanduser()
+    if not addresses.is_address(addresses.normal(str(place))):
+        return hub_models.local_folder(place)
     return fetched(str(place), cache.FOLDER, lambda names: _needed(set(names), checkpoint))
+
+
+def origin(place: str | Path, folder: Path) -> str:
+    """Returns where a model came from: an address, a name on the hub with its commit, or the
+    absolute path of a folder.
+
+    Args:
+      place: what `on_this_machine` got.
+      folder: what it returned.
+    """
+    name = hub_models.hub_name(place)
+    if name is not None:
+        return hub_models.pinned(name, folder)
+    text = addresses.normal(str(place))
+    return text if addresses.is_address(text) else str(Path(text).expanduser().absolute())
 
 
 def _needed(names: set[str], checkpoint: str) -> Iterable[str]:

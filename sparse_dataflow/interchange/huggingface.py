@@ -88,6 +88,13 @@ def is_sparse_form(folder: str | Path) -> bool:
     return bool(sparse_form.read_config(folder).sparse_projections)
 
 
+def refuse_unknown(folder: Path) -> None:
+    """Raises UserError unless `read` reads models with the folder's config.json."""
+    fields = _read_config(folder)
+    if fields["model_type"] != MODEL_TYPE:
+        _read_model(folder, fields)
+
+
 def read(folder: str | Path) -> Imported:
     """Reads a Hugging Face directory of one of `architectures`, or the sparse form.
 

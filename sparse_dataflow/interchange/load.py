@@ -10,7 +10,7 @@ from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.evaluation.trained import NEWEST, Model
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.interchange import huggingface
+from sparse_dataflow.interchange import hub_models, huggingface
 from sparse_dataflow.interchange.starting_point import load_run
 from sparse_dataflow.training.run_files import read_config
 
@@ -19,8 +19,9 @@ def variants(folder: str | Path) -> tuple[str, ...]:
     """Returns the variants of a run; for a Hugging Face directory "sparse" or "dense" alone.
 
     Raises:
-      UserError: the folder is neither.
+      UserError: the folder is neither, or see `hub_models.fetched`.
     """
+    folder = hub_models.local_folder(folder)
     if huggingface.is_directory(folder):
         return ("sparse" if huggingface.is_sparse_form(folder) else "dense",)
     return read_config(folder).variants
@@ -35,7 +36,8 @@ def load(folder: str | Path, variant: str = "", checkpoint: str = NEWEST) -> Mod
     project in either form.
 
     Args:
-      folder: run folder or Hugging Face directory.
+      folder: run folder, Hugging Face directory, or name of a model on the hub, such as
+        Qwen/Qwen3-0.6B or hf:gpt2@main.
       variant: "sparse", "dense" or "narrow"; "" for the first that the folder has.
       checkpoint: of a run: "newest", "best" (lowest held-out loss) or a step number.
 
@@ -52,6 +54,7 @@ def load(folder: str | Path, variant: str = "", checkpoint: str = NEWEST) -> Mod
         >>> bool(np.all(again.params["embed"]["tokens"] == model.params["embed"]["tokens"]))
         True
     """
+    folder = hub_models.local_folder(folder)
     names = variants(folder)
     if not huggingface.is_directory(folder):
         return load_run(folder, variant or names[0], checkpoint)
@@ -62,17 +65,16 @@ def load(folder: str | Path, variant: str = "", checkpoint: str = NEWEST) -> Mod
             f"{folder} is a Hugging Face directory, which has no checkpoint {checkpoint!r}; "
             f"legal: {NEWEST}."
         )
-    path = Path(folder).expanduser()
-    imported = huggingface.read(path)
+    imported = huggingface.read(folder)
     return Model(
-        folder=path,
+        folder=folder,
         variant=names[0],
         model=imported.model,
         params=jax.tree.map(jnp.asarray, imported.params),
         tables=imported.tables,
         tokenizer=imported.tokenizer,
         step=0,
-        training=TrainingConfig(sequence=_context(path, imported.model.longest)),
+        training=TrainingConfig(sequence=_context(folder, imported.model.longest)),
         record=None,
         facts={},
     )

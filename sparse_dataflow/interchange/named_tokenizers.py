@@ -1,16 +1,11 @@
 """`named_tokenizer`: an existing tokenizer for a new model."""
 
-import os
 from pathlib import Path
 
-from sparse_dataflow.data.local_files import needed_module
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import json_files
-from sparse_dataflow.files.errors import UserError, first_line
-from sparse_dataflow.interchange import special_tokens, tokenizer_files
-
-PREFIX = "hf:"
-"""Begins the name of a model on the hub: hf:OWNER/NAME or hf:NAME."""
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.interchange import hub_models, special_tokens, tokenizer_files
 
 _LISTS = ("vocab.json", "merges.txt")
 _FILES = (tokenizer_files.FILE, "config.json", *special_tokens.FILES, *_LISTS)
@@ -23,12 +18,13 @@ def named_tokenizer(name: str) -> Tokenizer:
     an end of text.
 
     Args:
-      name: a folder, or hf:OWNER/NAME, of which only the files of the tokenizer are fetched.
+      name: a folder, or a model on the hub, of which only the files of the tokenizer are fetched.
 
     Raises:
       UserError: it is missing, damaged, or of another kind than `tokenizer_files` reads.
     """
-    folder = _fetched(name) if name.startswith(PREFIX) else Path(name).expanduser()
+    on_hub = hub_models.hub_name(name)
+    folder = hub_models.fetched(on_hub, _FILES) if on_hub else Path(name).expanduser()
     path = folder / tokenizer_files.FILE
     if not path.exists() and not all((folder / file).exists() for file in _LISTS):
         raise UserError(
@@ -67,19 +63,3 @@ def _sizes(folder, fields):
     if number is None:  # A tokenizer without an end of text gets one more token.
         return {"vocab_size": size + 1, "eos_token_id": size}
     return {"vocab_size": size, "eos_token_id": number}
-
-
-def _fetched(name) -> Path:
-    library = needed_module("huggingface_hub", f"data.tokenizer={name}")
-    try:
-        folder = library.snapshot_download(
-            name.removeprefix(PREFIX),
-            allow_patterns=list(_FILES),
-            endpoint=os.environ.get("HF_ENDPOINT"),
-        )
-    except Exception as error:  # The library raises errors of any type.
-        raise UserError(
-            f"data.tokenizer={name} could not be fetched ({first_line(error).rstrip('.')}). Check "
-            "its name and the network; legal: hf:OWNER/NAME."
-        ) from error
-    return Path(folder)

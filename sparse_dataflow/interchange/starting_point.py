@@ -31,11 +31,10 @@ from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.distributed import processes
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.files import manifest
-from sparse_dataflow.files.addresses import is_address
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.interchange import growth, huggingface
+from sparse_dataflow.interchange import extended_vocabulary, growth, hub_models, huggingface
 from sparse_dataflow.interchange.calibration import input_norms
-from sparse_dataflow.interchange.fetched_model import on_this_machine
+from sparse_dataflow.interchange.fetched_model import on_this_machine, origin
 from sparse_dataflow.models import adapters, gpt, stacks
 from sparse_dataflow.models.experts import expert_layout
 from sparse_dataflow.models.model_weights import ModelWeights
@@ -145,7 +144,7 @@ def read(folder: str) -> StartingPoint:
     """
     local = on_this_machine(folder)
     _refuse_missing(local, folder)
-    provenance: dict[str, Any] = {"path": _absolute(folder)}
+    provenance: dict[str, Any] = {"path": origin(folder, local)}
     if huggingface.is_directory(local):
         model, params, tables, tokenizer, digest, architecture = huggingface.read(local)
         provenance |= {"model": model.to_json(), "weights": digest, "architecture": architecture}
@@ -154,13 +153,9 @@ def read(folder: str) -> StartingPoint:
     return _of_run(folder, "dense" if "dense" in names else names[0], trained.NEWEST)
 
 
-def _absolute(place):
-    """Returns an address as it is, and the absolute path of a folder."""
-    return place if is_address(place) else str(Path(place).expanduser().absolute())
-
-
 def _of_run(folder, variant, checkpoint):
-    run = load_run(on_this_machine(folder, checkpoint), variant, checkpoint)
+    local = on_this_machine(folder, checkpoint)
+    run = load_run(local, variant, checkpoint)
     if run.model.low_rank_projections:
         raise UserError(
             f"{folder} has weights of two factors (sparsity.pattern=low_rank), which no run begins "
@@ -168,7 +163,7 @@ def _of_run(folder, variant, checkpoint):
         )
     checkpoint_folder = run.folder / variant / "checkpoints" / str(run.step)
     provenance = {
-        "path": _absolute(str(folder)),
+        "path": origin(folder, local),
         "model": run.model.to_json(),
         "variant": variant,
         "step": run.step,
@@ -178,6 +173,37 @@ def _of_run(folder, variant, checkpoint):
     return StartingPoint(
         run.model, jax.device_get(run.params), run.tables, run.tokenizer, provenance
     )
+
+
+def with_vocabulary(start: StartingPoint, tokenizer: Tokenizer) -> StartingPoint:
+    """Returns the weights with rows for the tokens that a tokenizer adds to theirs.
+
+    A new row, also of an output layer of its own, is the mean of the rows of the old tokens that
+    the new one joins.
+
+    Args:
+      start: the weights.
+      tokenizer: see `extended_vocabulary.extended`.
+    """
+    old = start.tokenizer
+    moved = tokenizer.ids_from_original[np.asarray(old.original_ids or range(old.vocab_size))]
+    parts = extended_vocabulary.parts(old, tokenizer)
+
+    def extended(rows):
+        rows = np.asarray(rows)
+        result = np.empty((tokenizer.vocab_size, *rows.shape[1:]), rows.dtype)
+        result[moved] = rows
+        for number, joined in enumerate(parts, len(old.tokens)):
+            result[number] = rows[joined].mean(0)
+        return result
+
+    embed, head = start.params["embed"], start.params["head"]
+    embed = {**embed, "tokens": extended(embed["tokens"])}
+    if "output" in head:
+        head = {**head, "output": extended(head["output"])}
+    model = dataclasses.replace(start.model, vocab_size=tokenizer.vocab_size)
+    params = {**start.params, "embed": embed, "head": head}
+    return start._replace(model=model, params=params, tokenizer=tokenizer)
 
 
 def load_run(
@@ -194,8 +220,8 @@ def load_run(
     base = read_base(run.saved_record, run.folder)
     wide = dataclasses.replace(run.model, compute_dtype="float32")
     frozen = adapters.frozen(wide, base.params, run.training.adapter_scale)
-    params = jax.tree.map(jnp.asarray, adapters.merged(run.params, frozen))
-    return dataclasses.replace(run, params=params)
+    model, params = adapters.dequantised(run.model, adapters.merged(run.params, frozen))
+    return dataclasses.replace(run, model=model, params=jax.tree.map(jnp.asarray, params))
 
 
 def read_base(record: RunRecord, folder: str | Path) -> StartingPoint:
@@ -246,8 +272,8 @@ def _refuse_missing(local, place):
     if not (local / huggingface.CONFIG).exists():
         raise UserError(
             f"{place} is neither a run folder nor a Hugging Face directory: it has no "
-            f"{huggingface.CONFIG}. Legal: a folder on this machine, or an address such as "
-            "gs://BUCKET/MODEL."
+            f"{huggingface.CONFIG}. Legal: a folder on this machine, an address such as "
+            f"gs://BUCKET/MODEL, or {hub_models.LEGAL}."
         )
 
 

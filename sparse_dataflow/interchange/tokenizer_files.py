@@ -175,11 +175,11 @@ def _parse_json(folder, files, names):
         if vocab.get(name, number) != number:
             raise ValueError(f"two tokens have the text {token['content']!r}")
         vocab[name] = number
-    spell = _spell_fallback if fallback else str
+    spell = spell_fallback if fallback else str
     return _Parsed(vocab, merges, specials, texts - specials, spell, original)
 
 
-def _spell_fallback(token):
+def spell_fallback(token):
     """Returns the bytes of a token of a tokenizer with byte fallback, in the byte alphabet."""
     if _BYTE_TOKEN.fullmatch(token):
         return from_bytes(bytes.fromhex(token[3:5]))
@@ -218,7 +218,7 @@ def _parse_lists(folder, files, names):
 
 def _with_original(result, text):
     """Adds the file's text to the tokenizer, unless `write` gives the same text without it."""
-    if text == _plain_text(result.tokenizer):
+    if text == plain_text(result.tokenizer):
         return result
     ids = tuple(result.order.tolist())
     tokenizer = dataclasses.replace(result.tokenizer, original=text, original_ids=ids)
@@ -278,7 +278,7 @@ def write(folder: Path, tokenizer: Tokenizer, context: int) -> None:
       tokenizer: tokenizer to write.
       context: sequence length of the training, in tokens.
     """
-    text, identity = tokenizer.original or _plain_text(tokenizer), tokenizer.identity
+    text, identity = tokenizer.original or plain_text(tokenizer), tokenizer.identity
     (folder / FILE).write_bytes(text.encode())
     files = {n: c.encode("latin-1") for n, c in identity.files if n in special_tokens.FILES}
     if special_tokens.SETTINGS not in files:
@@ -312,7 +312,7 @@ def _adds_prefix_space(pre_tokenizer):
     return any(step.get("add_prefix_space", False) for step in steps)
 
 
-def _plain_text(tokenizer):
+def plain_text(tokenizer):
     """Returns a tokenizer.json of the tokens and merges, with GPT-2's settings."""
     vocab = {token: number for number, token in enumerate(tokenizer.tokens)}
     vocab |= {END_OF_TEXT: tokenizer.eot_id}

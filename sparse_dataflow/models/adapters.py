@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparse_dataflow.config.layer_groups import join_groups, split_groups
 from sparse_dataflow.config.model import ModelConfig
@@ -19,12 +20,20 @@ from sparse_dataflow.files.errors import UserError
 FACTORS = ("a_kernel", "b_kernel")
 """Leaves of a projection that are trained."""
 
+SCALE = "kernel_scale"
+"""Leaf with the scales of an int8 `kernel`."""
+
 MATRICES = ("kernel", "values", "tokens", "positions", "output")
 """Leaves that a frozen base stores in the compute dtype; its vectors stay float32."""
 
 
-def with_adapters(model: ModelConfig, rank: int) -> ModelConfig:
+def with_adapters(model: ModelConfig, rank: int, frozen_dtype: str = "compute") -> ModelConfig:
     """Returns the model with an adapter on every projection; the model itself for rank 0.
+
+    Args:
+      model: config without adapters.
+      rank: of every adapter.
+      frozen_dtype: of the weights under them; see `LinearSpec`.
 
     Raises:
       UserError: a projection is narrower than the rank, or has a low-rank term already.
@@ -45,13 +54,15 @@ def with_adapters(model: ModelConfig, rank: int) -> ModelConfig:
             "term already; legal: weights without one, such as the dense form that "
             "experiments.export writes."
         )
-    specs = {n: dataclasses.replace(model.linear(n), rank=rank) for n in model.projections}
+    changes: dict[str, Any] = {"rank": rank, "frozen_dtype": frozen_dtype}
+    specs = {n: dataclasses.replace(model.linear(n), **changes) for n in model.projections}
     return dataclasses.replace(model, linears=specs)
 
 
 def without_adapters(model: ModelConfig) -> ModelConfig:
     """Returns the base of `with_adapters`."""
-    specs = {name: dataclasses.replace(spec, rank=0) for name, spec in dict(model.linears).items()}
+    changes: dict[str, Any] = {"rank": 0, "frozen_dtype": "compute"}
+    specs = {n: dataclasses.replace(spec, **changes) for n, spec in dict(model.linears).items()}
     return dataclasses.replace(model, linears=specs)
 
 
@@ -79,7 +90,8 @@ def frozen(model: ModelConfig, params: dict, scale: float) -> dict:
     dtype = jnp.dtype(model.compute_dtype)
 
     def cast(path, leaf):
-        return leaf.astype(dtype) if path[-1].key in MATRICES else leaf
+        matrix = path[-1].key in MATRICES and leaf.dtype != jnp.int8
+        return leaf.astype(dtype) if matrix else leaf
 
     def with_gate(module, name):
         if not model.linear(name).rank:
@@ -88,12 +100,61 @@ def frozen(model: ModelConfig, params: dict, scale: float) -> dict:
         base = {leaf: array for leaf, array in module.items() if leaf not in FACTORS}
         return {**base, "gate": jnp.full(len(weight), scale, jnp.float32)}
 
+    def with_int8(module, name):
+        if model.linear(name).frozen_dtype != "int8" or "kernel" not in module:
+            return module
+        kernel, kernel_scale = quantised(module["kernel"])
+        return {**module, "kernel": kernel, SCALE: kernel_scale}
+
+    groups = [
+        {name: with_int8(module, name) for name, module in group.items()}
+        for group in split_groups(params["blocks"])
+    ]
+    params = {**params, "blocks": join_groups(groups)}
     base = jax.tree_util.tree_map_with_path(cast, params)
     groups = [
         {name: with_gate(module, name) for name, module in group.items()}
         for group in split_groups(base["blocks"])
     ]
     return {**base, "blocks": join_groups(groups)}
+
+
+def quantised(kernel: Any) -> tuple[Any, Any]:
+    """Returns matrices as int8 with a scale for each output, as qwix has them.
+
+    The largest magnitude of an output is 127.5 scales.
+
+    Args:
+      kernel: float [..., in, out], in jax or numpy, as the results are.
+
+    Returns:
+      (int8 [..., in, out], float32 [..., out]); their product is within half a scale of `kernel`.
+    """
+    arrays: Any = jnp if isinstance(kernel, jax.Array) else np
+    wide = kernel.astype(arrays.float32)
+    largest = arrays.max(arrays.abs(wide), axis=-2)
+    scale = arrays.where(largest > 0, largest / 127.5, 1).astype(arrays.float32)
+    numbers = arrays.clip(arrays.round(wide / scale[..., None, :]), -127, 127)
+    return numbers.astype(arrays.int8), scale
+
+
+def dequantised(model: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
+    """Returns a model of adapters, and all of its parameters, without int8 weights."""
+    plain: dict[str, Any] = {"frozen_dtype": "compute"}
+    specs = {n: dataclasses.replace(s, **plain) for n, s in dict(model.linears).items()}
+
+    def wide(module):
+        if SCALE not in module:
+            return module
+        rest = {name: leaf for name, leaf in module.items() if name != SCALE}
+        return {**rest, "kernel": module["kernel"] * module[SCALE][..., None, :]}
+
+    groups = [
+        {name: wide(module) for name, module in group.items()}
+        for group in split_groups(params["blocks"])
+    ]
+    model = dataclasses.replace(model, linears=specs)
+    return model, {**params, "blocks": join_groups(groups)}
 
 
 def merged(params: Any, base: Any) -> Any:

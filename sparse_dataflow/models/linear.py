@@ -14,6 +14,7 @@ from sparse_dataflow.config.layer_groups import layer_linear
 from sparse_dataflow.config.model import PRECISIONS, ModelConfig
 from sparse_dataflow.config.projections import KEY_VALUE, PROJECTIONS, ROW_PARALLEL, LinearSpec
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.models.adapters import SCALE
 from sparse_dataflow.models.shard import WHOLE, Shard
 from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
 from sparse_dataflow.sparsity.patterns import make_layout
@@ -26,6 +27,7 @@ from sparse_dataflow.weights.weight import (
     LowRank,
     PlusLowRank,
     Probed,
+    Quantised,
     Thresholded,
     Weight,
 )
@@ -67,14 +69,14 @@ def linear(
     """Returns a projection from its arrays, as parameter trees and checkpoints name them.
 
     The spec says how a weight is computed; which arrays there are says how it is stored: `kernel`;
-    or `values`; or `a_factor` and `b_factor`.  In addition there may be `guide` and `guide_share`;
-    `a_kernel`, `b_kernel` and `gate`; and `bias`.
+      `kernel` of int8 and `kernel_scale`; or `values`; or `a_factor` and `b_factor`.  In addition
+      there may be `guide` and `guide_share`; `a_kernel`, `b_kernel` and `gate`; and `bias`.
 
-    Args:
-      config: the model.
-      projection: its name.
-      arrays: the arrays, also stacked over layers or experts; of any dtype.
-      layout: of block-sparse values; or a `Probe` or `InputThreshold`.
+      Args:
+        config: the model.
+        projection: its name.
+        arrays: the arrays, also stacked over layers or experts; of any dtype.
+        layout: of block-sparse values; or a `Probe` or `InputThreshold`.
     """
     if isinstance(layout, InputThreshold):
         return with_threshold(linear(config, projection, arrays, layout.tables), layout.level)
@@ -87,6 +89,8 @@ def linear(
         weight = BlockSparse(arrays["values"], layout, precision)
     elif "a_factor" in arrays:
         weight = LowRank(arrays["a_factor"], arrays["b_factor"])
+    elif SCALE in arrays:
+        weight = Quantised(arrays["kernel"], arrays[SCALE])
     else:
         weight = Dense(arrays["kernel"], precision)
     if "guide" in arrays:

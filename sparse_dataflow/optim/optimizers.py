@@ -4,7 +4,7 @@ parameter."""
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,16 +71,61 @@ def make_optimizer(
         None for one device.
     """
 
+    new_rows = training.new_rows if training.new_rows_first else ()
+
+    def init(params):
+        steps = jnp.asarray(training.new_rows_steps, jnp.int32)
+        return NewRowsState(steps) if new_rows else optax.EmptyState()
+
     def scale(updates, state, params=None, *, weights=None, **_):
         multipliers = learning_rate_multipliers(model, training, updates, weights)
-        return jax.tree.map(lambda u, m: u * m, updates, multipliers), state
+        updates = jax.tree.map(lambda u, m: u * m, updates, multipliers)
+        if not new_rows:
+            return updates, state
+        updates = _new_rows_alone(updates, new_rows, state.left > 0)
+        return updates, NewRowsState(jnp.maximum(state.left - 1, 0))
 
     return optax.chain(
         optax.clip_by_global_norm(training.clip),
         _moments(training, mesh),
         optax.add_decayed_weights(training.weight_decay, mask=decay_mask),
-        optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), scale),
+        optax.GradientTransformationExtraArgs(init, scale),
     )
+
+
+class NewRowsState(NamedTuple):
+    """State of an optimizer that trains the rows of new tokens first.
+
+    Attributes:
+      left: int32 [], steps in which these rows alone are still to be trained. It is data, since the
+        number of steps is known after programs are compiled.
+    """
+
+    left: Any
+
+
+VOCABULARY = ("tokens", "output")
+"""Leaves with a row for each token."""
+
+
+def _new_rows_alone(updates, rows, alone):
+    """Returns the updates; those of the rows of new tokens alone where `alone`, bool [], is true.
+
+    Args:
+      updates: like the params.
+      rows: first row and number of rows, see `TrainingConfig.new_rows`.
+      alone: whether nothing else is updated.
+    """
+    first, count = rows
+
+    def masked(path, update):
+        updated = jnp.zeros((), bool)
+        if path[-1].key in VOCABULARY:
+            row = jnp.arange(update.shape[0])[:, None]
+            updated = (first <= row) & (row < first + count)
+        return jnp.where(updated | ~alone, update, 0)
+
+    return jax.tree_util.tree_map_with_path(masked, updates)
 
 
 def _moments(training, mesh):

@@ -45,6 +45,7 @@ RULES = (
     (rf"{_EXPERTS}({_COLUMN}|{_ROW})\.values", P("stage", "fsdp", "tensor")),
     (rf"{_MODULES}({_COLUMN})\.values", P("stage", ("tensor", "fsdp"), "feature")),
     (rf"{_MODULES}({_COLUMN})\.(kernel|guide)", P("stage", ("feature", "fsdp"), "tensor")),
+    (rf"{_MODULES}({_COLUMN})\.kernel_scale", P("stage", "tensor")),
     (rf"{_MODULES}({_COLUMN})\.a_kernel", P("stage", ("feature", "fsdp"))),
     (rf"{_MODULES}({_COLUMN})\.b_kernel", P("stage", "fsdp", "tensor")),
     (rf"{_MODULES}({_COLUMN})\.a_factor", P("stage", "fsdp")),
@@ -52,6 +53,7 @@ RULES = (
     (rf"{_MODULES}({_COLUMN})\.bias", P("stage", MODEL_AXES)),
     (rf"{_MODULES}({_ROW})\.values", P("stage", ("tensor", "fsdp"), None, "feature")),
     (rf"{_MODULES}({_ROW})\.(kernel|guide)", P("stage", "tensor", ("feature", "fsdp"))),
+    (rf"{_MODULES}({_ROW})\.kernel_scale", P("stage", "feature")),
     (rf"{_MODULES}({_ROW})\.a_kernel", P("stage", "tensor", "fsdp")),
     (rf"{_MODULES}({_ROW})\.b_kernel", P("stage", "fsdp", "feature")),
     (rf"{_MODULES}({_ROW})\.a_factor", P("stage", ("tensor", "fsdp"))),
@@ -216,7 +218,9 @@ def gather(params: dict, specs: dict, dtype: jnp.dtype) -> dict:
     def gather_leaf(leaf, spec):
         for dim, entry in enumerate(spec):
             if "fsdp" in entry_axes(entry):
-                return checkpoint_name(_all_gather(leaf, dim, jnp.dtype(dtype)), GATHERED)
+                stored = leaf.dtype == jnp.int8  # It is cast where it is multiplied.
+                to = leaf.dtype if stored else jnp.dtype(dtype)
+                return checkpoint_name(_all_gather(leaf, dim, to), GATHERED)
         return leaf
 
     return jax.tree.map(gather_leaf, params, specs)

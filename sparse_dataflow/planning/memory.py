@@ -196,7 +196,8 @@ def training_bytes(
     frozen = frozen_bytes(config) if adapters else 0
     return MemoryEstimate(
         parameters=parameters * MASTER_BYTES + frozen,
-        working_copy=copied * compute if compute != MASTER_BYTES else 0,
+        working_copy=(copied * compute if compute != MASTER_BYTES else 0)
+        + int8_count(config if config.remat == "none" else single_layer(config)) * compute,
         gradients=parameters * gradient_bytes(accumulation, state_dtype),
         moments=moment_bytes(parameters, matrices, state_dtype, optimizer),
         layout_tables=table_bytes(config),
@@ -240,11 +241,25 @@ def training_config_bytes(
     return MemoryEstimate(**{name: round(mean) for name, mean in means.items()})
 
 
+def _int8_projections(config):
+    return [n for n in config.projections if config.linear(n).frozen_dtype == "int8"]
+
+
+def int8_count(config: ModelConfig) -> int:
+    """Counts the weights in int8, of which products need a copy in the compute dtype: one of a
+    layer at a time, or with remat "none" of all, for the backward pass."""
+    return matrix_count(config, _int8_projections(config))
+
+
 def frozen_bytes(config: ModelConfig) -> int:
-    """Returns the bytes of the weights under adapters: matrices in the compute dtype."""
+    """Returns the bytes of the weights under adapters: matrices in the compute dtype, or in int8
+    with float32 scales."""
+    int8, small = _int8_projections(config), int8_count(config)
+    scales = config.num_layers * sum(config.projection_shape(name)[1] for name in int8)
     matrices = embeddings(config) + matrix_count(config)
     vectors = parameter_count(config) - adapter_count(config) - matrices
-    return matrices * DTYPE_BYTES[config.compute_dtype] + vectors * MASTER_BYTES
+    wide = (matrices - small) * DTYPE_BYTES[config.compute_dtype]
+    return wide + small + (vectors + scales) * MASTER_BYTES
 
 
 def alternating_bytes(estimates: Sequence[MemoryEstimate]) -> int:

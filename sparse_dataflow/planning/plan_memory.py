@@ -112,12 +112,15 @@ def run_bytes(
     trained = memory.adapter_count(config)
     gradient = memory.gradient_bytes(np.asarray(plan.accumulation), plan.state_dtype)
     compute = memory.DTYPE_BYTES[config.compute_dtype]
+    gathers = (np.asarray(plan.fsdp) > 1) & (plan.zero == 3)
+    whole_copy = gathers | (plan.remat == "none")  # See `_working_copy`.
     return dataclasses.replace(
         estimate,
         parameters=trained * memory.MASTER_BYTES + memory.frozen_bytes(config) * share,
-        # The frozen weights have the compute dtype already.
+        # The frozen weights have the compute dtype already, but for those in int8.
         working_copy=estimate.working_copy
-        - memory.parameter_count(config) * share * compute * (config.remat == "none"),
+        - memory.parameter_count(config) * share * compute * whole_copy
+        + memory.int8_count(config) * share * compute * (plan.remat == "none"),
         gradients=trained * gradient,
         moments=memory.moment_bytes(trained, 0, plan.state_dtype, "adamw"),
     )

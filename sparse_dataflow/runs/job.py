@@ -16,7 +16,7 @@ import numpy as np
 
 from sparse_dataflow.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.config.run import RunConfig
-from sparse_dataflow.data import hub
+from sparse_dataflow.data import cache, hub
 from sparse_dataflow.data.corpora import Corpus, corpus_of_texts
 from sparse_dataflow.data.examples import as_text
 from sparse_dataflow.data.token_ids import with_text
@@ -37,7 +37,14 @@ from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.planning import cost
 from sparse_dataflow.reporting.report import PAGE
-from sparse_dataflow.runs import address_runs, devices, distillation, report, run_folder
+from sparse_dataflow.runs import (
+    address_runs,
+    devices,
+    distillation,
+    report,
+    run_folder,
+    vocabularies,
+)
 from sparse_dataflow.runs.commands import command_of
 from sparse_dataflow.runs.preflight import relay_plan, remat_plan, settling, step_plan
 from sparse_dataflow.runs.training_data import corpus_of, thin_data, tokenizer_of, training_data
@@ -120,7 +127,8 @@ class Job:
         record = self._saved_record() if resume else None
         self._refuse_unfit_machine()
         corpus = self._corpus(texts, record)
-        tokenizer = self._tokenizer(corpus, resume)
+        tokenizer = self.tokenizer = self._tokenizer(corpus, resume)
+        config = self.config
         corpus = with_text(corpus, tokenizer)
         if record:
             run_folder.refuse_other_data(folder, record, corpus, tokenizer)
@@ -218,7 +226,7 @@ class Job:
             if config.training.adapter_rank:
                 starting_point.refuse_other_base(self._base(record), v.model)
             elif config.run.init_from and not record:
-                weights = starting_point.read(config.run.init_from)
+                weights = self._weights()
                 growth.refuse_other_shapes(weights.model, v.phase_specs[0].model)
 
     def _corpus(self, texts: Sequence[str] | None, record: RunRecord | None) -> Corpus:
@@ -238,7 +246,20 @@ class Job:
             return Tokenizer.load(self.folder / run_files.TOKENIZER)
         if not self.config.run.init_from:
             return tokenizer_of(self.config, corpus)
-        return starting_point.read(self.config.run.init_from).tokenizer
+        base = starting_point.read(self.config.run.init_from).tokenizer
+        if not self.config.data.extend_vocabulary:
+            return base
+        tokenizer = vocabularies.learned(base, corpus, self.config.data, cache.FOLDER)
+        rows = len(base.tokens), len(tokenizer.tokens) - len(base.tokens)
+        self.config = self.config.change(training__new_rows=rows)
+        return tokenizer
+
+    def _weights(self) -> StartingPoint:
+        """The weights to begin with, with rows for the tokens that the run adds."""
+        start = starting_point.read(self.config.run.init_from)
+        if not self.config.data.extend_vocabulary:
+            return start
+        return starting_point.with_vocabulary(start, self.tokenizer)
 
     def _compiled(self, models: list[Variant], data: TrainingData) -> dict[str, list[Compiled]]:
         programs: dict[str, list[Compiled]] = {}
@@ -261,7 +282,10 @@ class Job:
         return models
 
     def _new_record(self, models, corpus, tokenizer, data) -> RunRecord:
-        start = self.config.run.init_from
+        start = dict(self._weights().provenance) if self.config.run.init_from else None
+        if start and self.config.data.extend_vocabulary:
+            base = starting_point.read(self.config.run.init_from).tokenizer
+            start["vocabulary"] = vocabularies.measured(base, tokenizer, corpus)
         record = RunRecord(
             experiment=self.experiment,
             command=(command_of(self.experiment), *sys.argv[1:]),
@@ -273,7 +297,7 @@ class Job:
             tokenizer=tokenizer.content_hash,
             vocab_size=tokenizer.vocab_size,
             steps={v.name: v.training.steps for v in models},
-            init_from=starting_point.read(start).provenance if start else None,
+            init_from=start,
             teacher=dict(data.teacher.source) if data.teacher else None,
         )
         return RunRecord(**record.to_json())  # The report shows it, without secrets.
@@ -357,7 +381,7 @@ class Job:
 
         def initial():
             run, calibration = self.config.run, None
-            start = starting_point.read(run.init_from)
+            start = self._weights()
             if v.training.adapter_rank:
                 return starting_point.adapter_state_from(start, v.model, v.training, self.executor)
             if run.prune_by == "activations" and v.model.sparse_projections:
@@ -380,7 +404,7 @@ class Job:
         """Returns the weights that adapters freeze; those of its start for a resumed run."""
         if record:
             return starting_point.read_base(record, self.folder)
-        return starting_point.read(self.config.run.init_from)
+        return self._weights()
 
     def _frozen(self, v: Variant, record: RunRecord) -> FrozenBase | None:
         if not v.training.adapter_rank:

@@ -13,7 +13,7 @@ from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.data.tokenizer import Tokenizer, byte_tokenizer
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.interchange import huggingface, peft, starting_point
+from sparse_dataflow.interchange import hub_models, huggingface, peft, starting_point
 from sparse_dataflow.interchange.model_card import model_card
 from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.model_weights import weights_of
@@ -29,8 +29,8 @@ def preset(scale: str | Path, *, compute_dtype: str = "float32") -> RunConfig:
     weights bring their layout settings.
 
     Args:
-      scale: name of a scale, such as "3m"; or run folder or Hugging Face directory, whose weights
-        and tokenizer the run begins with.
+      scale: name of a scale, such as "3m"; or run folder, Hugging Face directory or name of a model
+        on the hub, whose weights and tokenizer the run begins with.
       compute_dtype: dtype of activations; bfloat16 suits accelerators.
 
     Raises:
@@ -44,7 +44,9 @@ def preset(scale: str | Path, *, compute_dtype: str = "float32") -> RunConfig:
         >>> sd.preset(folder).change(training__steps=10).sparsity.block
         16
     """
-    if scale not in presets.SIZES and Path(scale).expanduser().is_dir():
+    if scale in presets.SIZES:
+        return presets.preset(str(scale), compute_dtype=compute_dtype)
+    if Path(scale).expanduser().is_dir() or hub_models.hub_name(scale):
         return starting_point.run_config(scale, compute_dtype)
     return presets.preset(str(scale), compute_dtype=compute_dtype)
 

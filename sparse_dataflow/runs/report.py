@@ -25,6 +25,7 @@ from sparse_dataflow.reporting.report_data import (
     ReportData,
     VariantData,
 )
+from sparse_dataflow.runs import vocabularies
 from sparse_dataflow.runs.evaluation import report as evaluation_report
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.monitoring import profiles
@@ -78,7 +79,7 @@ def write(
         versions=dict(record.versions),
         corpus=f"{corpus.name} ({corpus.content_hash[:12]})",
         tokenizer=f"{tokenizer.vocab_size} tokens ({tokenizer.content_hash[:12]})",
-        notes=_notes(trainers, variants, timed),
+        notes=_notes(trainers, variants, timed) + vocabularies.notes(record),
         variants=variants,
         layouts=_layouts(trainers, model),
         flop_ceiling=cost.flop_ceiling(model, sequence) if sparse else None,

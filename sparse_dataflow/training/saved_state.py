@@ -30,7 +30,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         ("evolution", EvolutionConfig),
     )
 }
-_READ_WITH = {"teacher_weight": "teacher", "adapter_alpha": "adapter_rank"}
+_READ_WITH = {
+    "teacher_weight": "teacher",
+    "adapter_alpha": "adapter_rank",
+    "frozen_dtype": "adapter_rank",
+}
 """Settings of `TrainingConfig` that nothing reads where another setting is empty or 0."""
 
 

@@ -92,16 +92,16 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
     config = config.without_auto()
     dense = dataclasses.replace(
         config.model,
-        vocab_size=vocab_size or config.model.vocab_size,
+        vocab_size=vocab_size or config.model.vocab_size + config.data.extend_vocabulary,
         seed=config.training.seed,
     )
-    rank = config.training.adapter_rank
+    adapted = config.training.adapter_rank, config.training.frozen_dtype
     if name != "sparse" and config.sparsity.projections:
         # A twin is the plain training to compare with: no teacher, and dense from the start.
         plain = dataclasses.replace(config.training, teacher="")
         config = dataclasses.replace(config, training=plain)
     if name == "dense":
-        model = adapters.with_adapters(dense, rank)
+        model = adapters.with_adapters(dense, *adapted)
         shared = config.evolution.method == "shared_to_own" and not config.sparsity.projections
         evolution = config.evolution if shared else EvolutionConfig()
         return Variant(name, model, config.training, evolution)
@@ -109,7 +109,7 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
         sparse = variant(config, "sparse", vocab_size)
         return Variant(name, dense, config.training).at_flops_of(sparse)
     model = dataclasses.replace(dense, linears=config.sparsity.linears(config.model))
-    model = adapters.with_adapters(allocate(model, config.sparsity.budget), rank)
+    model = adapters.with_adapters(allocate(model, config.sparsity.budget), *adapted)
     stacks.check_layouts(model)
     from_start = bool(config.run.init_from)
     evolution = dataclasses.replace(config.evolution, given_layouts=from_start)

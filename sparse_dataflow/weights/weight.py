@@ -1,8 +1,9 @@
 """The kinds of weights: `y = x @ w`, whatever w stores.
 
-A model writes `x @ w` and knows no layout.  `Dense`, `BlockSparse` and `LowRank` store a matrix.  A
-wrapper has a `base` and changes its product: `PlusLowRank`, `Guided`, `Hadamard`, `Thresholded` and
-`Probed`.  Every weight is a pytree.  Its arrays have the names that checkpoints use.
+A model writes `x @ w` and knows no layout.  `Dense`, `Quantised`, `BlockSparse` and `LowRank` store
+a matrix.  A wrapper has a `base` and changes its product: `PlusLowRank`, `Guided`, `Hadamard`,
+`Thresholded` and `Probed`.  Every weight is a pytree.  Its arrays have the names that checkpoints
+use.
 
 A `BlockLayout` is metadata of the tree, so a program is specialised to it.  `LayoutTables` are
 leaves: a program takes any layout of their shapes.  Numpy tables are constants of a program.
@@ -125,6 +126,31 @@ class Dense(Weight):
     def dense(self):
         """See `Weight`."""
         return self.kernel
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Quantised(Weight):
+    """A stored matrix of int8 numbers times a scale for each output, which is not trained.
+
+    Whole numbers up to 127 are exact in every dtype of x, so a product is that of the scaled
+    matrix to rounding.
+
+    Attributes:
+      kernel: int8 [..., in, out].
+      kernel_scale: float32 [..., out].
+    """
+
+    kernel: Any
+    kernel_scale: Any
+
+    def __rmatmul__(self, x):
+        """See `Weight`."""
+        return (_by_rows(x, self.kernel) * self.kernel_scale).astype(x.dtype)
+
+    def dense(self):
+        """See `Weight`."""
+        return self.kernel * self.kernel_scale[..., None, :]
 
 
 @jax.tree_util.register_dataclass

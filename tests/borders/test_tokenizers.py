@@ -93,7 +93,7 @@ def steps(draw, role):
 @pytest.fixture(scope="module")
 def fields():
     trained = Tokenizer.from_texts(["to be or not to be a b ab"] * 9, 270)
-    return json.loads(tokenizer_files._plain_text(trained))
+    return json.loads(tokenizer_files.plain_text(trained))
 
 
 def changed(draw, fields):

@@ -124,7 +124,7 @@ def test_a_tokenizer_is_trained_on_unbroken_text(text, tmp_path, caplog):
 
 @given(text=st.text(st.sampled_from("aé1 _-\n\u0301漢"), max_size=400))
 def test_only_long_words_are_cut_before_training(text):
-    pieces = list(tokenizer_module._short_words(iter([text])))
+    pieces = list(tokenizer_module.short_words(iter([text])))
     assert "".join(pieces) == text
     if max(map(len, re.split(r"\s", text))) < 128 and " " * 128 not in text:
         assert len(pieces) == 1 or "\n" in text
@@ -211,7 +211,7 @@ def test_a_damaged_cached_tokenizer_is_trained_again(prose, tmp_path):
 
 def test_training_reads_no_more_than_its_limit(prose, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer_module, "TRAINING_CHARACTERS", 2000)
-    texts = list(tokenizer_module._training_texts(prose))
+    texts = list(tokenizer_module.training_texts(prose))
     assert 2000 <= sum(map(len, texts)) < 2000 + max(map(len, texts))
 
 

@@ -75,7 +75,7 @@ def test_a_name_of_the_hub_fetches_the_files_of_the_tokenizer_alone(tmp_path, mo
     (tmp_path / "hub" / "owner" / "model" / "model.safetensors").write_bytes(b"x" * 10**6)
     with hub.used_here(monkeypatch, tmp_path / "cached"):
         tokenizer = named_tokenizer("hf:owner/model")
-        with pytest.raises(UserError, match=r"hf:owner/other could not be fetched"):
+        with pytest.raises(UserError, match=r"hf:owner/other cannot be fetched: the hub has no"):
             named_tokenizer("hf:owner/other")
     hub.close()
     assert_encodes_as(tokenizer, engine)

@@ -145,6 +145,7 @@ OPTIONS = {
     "bfloat16": {"state_dtype": "bfloat16"},
     "muon": {"optimizer": "muon"},
     "adapters": {"adapter_rank": 4},
+    "int8": {"adapter_rank": 4, "frozen_dtype": "int8"},
     "teacher": {"teacher": "folder"},
     "answers": {"padded": True},
 }
@@ -157,7 +158,7 @@ def train(model, executor, micro_batches, start=None, padded=False, **changes):
     `start` is a state on one device; None draws it with the executor.
     """
     training = TrainingConfig(STEPS, BATCH, SEQUENCE, micro_batches, learning_rate=1e-3, **changes)
-    model = adapters.with_adapters(model, training.adapter_rank)
+    model = adapters.with_adapters(model, training.adapter_rank, training.frozen_dtype)
     if start is None:
         state = initial_state(model, training, executor)
     else:

@@ -109,6 +109,32 @@ def test_a_loaded_run_is_its_base_with_adapters_and_an_export_has_them_merged(ru
     assert text.text is not None
 
 
+def test_adapters_on_an_int8_base_load_resume_and_export_as_they_were_trained(place):
+    trained = sd.train(config_of(place, "int8", training__frozen_dtype="int8"))
+    model, base = sd.load(trained.folder), sd.load(place / "base")
+    for name, module in model.params["blocks"].items():
+        if "a_kernel" in module:
+            kernel = np.asarray(base.params["blocks"][name]["kernel"])
+            scale = np.abs(kernel).max(-2, keepdims=True) / 127.5
+            apart = np.abs(module["kernel"] - kernel)
+            assert 0 < apart.max() and (apart <= 0.51 * scale).all()
+    expected = np.asarray(sd.logits(model, IDS))
+    again = sd.load(sd.save(model, place / "int8_dense", "dense"))
+    np.testing.assert_allclose(sd.logits(again, IDS), expected, atol=1e-5)
+    assert (sd.save(model, place / "int8_adapter", "adapter") / "adapter_config.json").exists()
+    resumed = place / "int8_resumed"
+    shutil.copytree(trained.folder, resumed)
+    shutil.rmtree(checkpoint(resumed, 4))
+    assert sd.train(request.Request(resume=str(resumed)).config(sparse=False), resume=True).finished
+    same = jax.tree.map(np.array_equal, sd.load(resumed).params, model.params)
+    assert all(jax.tree.leaves(same))
+    losses = [
+        [row["loss"] for row in read_metrics(f / "dense" / "metrics.jsonl") if row["kind"] == kind]
+        for f, kind in ((trained.folder, "train"), (resumed, "final"), (trained.folder, "final"))
+    ]
+    assert losses[0][-1] < losses[0][0] and losses[1][-1] == losses[2][-1]
+
+
 def test_an_evaluation_counts_the_answers_that_training_counts(run, place):
     pytest.importorskip("lm_eval")
     task = place / "task.jsonl"

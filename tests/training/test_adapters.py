@@ -43,7 +43,7 @@ each_base = pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 
 def start(base, training=TRAINING):
     """Returns (config with adapters, initial state, layout tables)."""
-    model = adapters.with_adapters(base, training.adapter_rank)
+    model = adapters.with_adapters(base, training.adapter_rank, training.frozen_dtype)
     tables = stacks.layout_tables(stacks.layouts(model))
     return model, initial_state(model, training)._replace(tables=Fixed(tables)), tables
 

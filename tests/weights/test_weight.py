@@ -22,6 +22,7 @@ from sparse_dataflow.weights.weight import (
     LowRank,
     PlusLowRank,
     Probed,
+    Quantised,
     Thresholded,
 )
 
@@ -44,6 +45,9 @@ def stored(rng, kind):
     if kind == "dense":
         kernel = normal(rng, IN, OUT)
         return Dense(kernel), kernel
+    if kind == "int8":
+        kernel, scale = rng.integers(-127, 128, (IN, OUT)).astype(np.int8), normal(rng, OUT)
+        return Quantised(kernel, scale), kernel * scale
     if kind == "low rank":
         factors = normal(rng, IN, 3), normal(rng, 3, OUT)
         return LowRank(*factors), factors[0] @ factors[1]
@@ -59,7 +63,7 @@ def stored(rng, kind):
     return BlockSparse(values, layout.tables() if kind == "tables" else layout), matrix
 
 
-STORED = ("dense", "low rank", "groups", "layout", "tables")
+STORED = ("dense", "int8", "low rank", "groups", "layout", "tables")
 WRAPPED = ("plain", "hadamard", "low-rank term", "guide", "all")
 
 

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 
@@ -13,6 +12,7 @@ from sparse_dataflow.evaluation.composition import Composition
 from sparse_dataflow.evaluation.router import Router
 from sparse_dataflow.files.errors import UserError, first_line
 from sparse_dataflow.interchange import load as loading
+from sparse_dataflow.interchange.hub_models import local_folder
 from sparse_dataflow.interchange.huggingface import is_directory
 from sparse_dataflow.runs.evaluation.load_model import keep_programs
 from sparse_dataflow.runs.training_data import corpus_of
@@ -91,9 +91,9 @@ def _training_text(name: str) -> Corpus:
         f"The router needs the training text of {name}; name a text for each run with "
         "--router_corpora, or the run of each prompt with --prompts. "
     )
-    if is_directory(name):
+    folder = local_folder(name)
+    if is_directory(folder):
         raise UserError(f"{needs}The folder is a Hugging Face directory, which names no corpus.")
-    folder = Path(name)
     config = read_config(folder)
     record = read_record(folder, config)
     answers = config.data.loss == "answers"

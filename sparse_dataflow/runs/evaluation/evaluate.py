@@ -4,6 +4,8 @@ Needs the extra `eval`.
 """
 
 import dataclasses
+import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -24,6 +26,7 @@ from sparse_dataflow.evaluation.trained import NEWEST, Model
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
+from sparse_dataflow.interchange.hub_models import hub_name, local_folder
 from sparse_dataflow.interchange.huggingface import is_directory
 from sparse_dataflow.interchange.load import load, variants
 from sparse_dataflow.parallel import mesh as meshes
@@ -41,6 +44,7 @@ from sparse_dataflow.training.monitoring.metrics import say
 from sparse_dataflow.training.run_files import RunRecord, read_config, read_record
 
 BASELINES = ("unigram", "bigram")
+_PLACES = ("run", "against")
 
 
 def evaluate(options) -> None:
@@ -61,6 +65,10 @@ def evaluate(options) -> None:
             f"--activation_sparsity={share:g} needs one device, and this process has "
             f"{jax.device_count()}; legal here: 0."
         )
+    results = _folder_of_results(options.run)
+    # Of a name on the hub, everything below reads one commit.
+    places = {n: str(local_folder(getattr(options, n))) for n in _PLACES if getattr(options, n)}
+    options = dataclasses.replace(options, **places)
     # A name that is wrong, or that the network does not reach, costs no load.
     corpus_name = _corpus_name(options)
     named = evaluation_tasks.named(options, corpus_name)
@@ -97,10 +105,22 @@ def evaluate(options) -> None:
         "rows": [_loss_row(losses, first.tokenizer), *rows],
     }
     print(evaluation_report.text(result))
-    say(f"kept in {evaluation_report.keep(first.folder, result)}")
-    report = evaluation_report.add_to_report(first.folder, result)
+    results = results or first.folder
+    say(f"kept in {evaluation_report.keep(results, result)}")
+    report = evaluation_report.add_to_report(results, result)
     if report or first.record:
         say(f"report: {report}" if report else "no report yet: the run has not ended")
+
+
+def _folder_of_results(place) -> Path | None:
+    """The folder for the result of a model on the hub, whose own is the library's cache; None for
+    that of the model."""
+    name = hub_name(place)
+    if name is None:
+        return None
+    folder = Path("runs", re.sub(r"[^\w.-]", "--", name.name))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _models(options) -> dict[str, Model]:

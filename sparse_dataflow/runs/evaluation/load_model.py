@@ -28,7 +28,7 @@ class ActivationOptions:
 class ModelOptions:
     """Flags that name a trained model; a base of the options of experiments that load one."""
 
-    run: str = setting("", "Run folder, or Hugging Face directory.", path=True)
+    run: str = setting("", "Run folder, Hugging Face directory, or its name on the hub.", path=True)
     variant: str = setting("", "Model of the run; empty is sparse where it has one.")
     checkpoint: str = setting("newest", "newest, best (held-out loss) or a step.")
 
@@ -43,7 +43,8 @@ def load(options: ModelOptions) -> "Model":
 
     if not options.run:
         raise UserError(
-            "No run is named; give a run folder or a Hugging Face directory with --run."
+            "No run is named; give a run folder, a Hugging Face directory or its name on the hub "
+            "with --run."
         )
     keep_programs()
     return load.load(options.run, options.variant, options.checkpoint)

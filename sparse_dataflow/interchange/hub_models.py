@@ -1,0 +1,285 @@
+"""Models by their name on the Hugging Face hub, fetched into the cache of its own library.
+
+A name stands for one commit. The library's cache is shared with `transformers`; without a network
+what lies there is used.
+"""
+
+import concurrent.futures
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sparse_dataflow.data.local_files import needed_module
+from sparse_dataflow.files import addresses, json_files, waiting
+from sparse_dataflow.files.errors import UserError, first_line
+from sparse_dataflow.interchange import huggingface, tensors
+
+PREFIX = "hf:"
+"""Begins the name of a model on the hub: hf:OWNER/NAME or hf:NAME, with @REVISION after either."""
+
+LEGAL = "hf:OWNER/NAME or hf:OWNER/NAME@REVISION"
+
+SECONDS = 5.0
+"""Seconds after which a hub that did not list its files counts as out of reach."""
+
+_LOG = logging.getLogger(__name__)
+_WORD = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
+_NAME = re.compile(rf"((?:{_WORD}/)?{_WORD})(?:@([A-Za-z0-9._][A-Za-z0-9._/-]*))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SMALL = (".json", ".txt", ".jinja", "tokenizer.model")
+_WEIGHTS = ".safetensors"
+_GIB = 2**30
+
+
+class HubName(NamedTuple):
+    """A model on the hub.
+
+    Attributes:
+      name: OWNER/NAME, or NAME alone.
+      revision: branch, tag or commit; "" for the main branch.
+    """
+
+    name: str
+    revision: str = ""
+
+    def __str__(self) -> str:
+        return f"{PREFIX}{self.name}" + f"@{self.revision}" * bool(self.revision)
+
+
+def hub_name(place: str | Path) -> HubName | None:
+    """Returns the model on the hub that a text names; None for a path or an address.
+
+    OWNER/NAME without "hf:" names one unless there is a folder of that name, or a folder OWNER.
+
+    Raises:
+      UserError: the text begins with "hf:" and names none.
+    """
+    text = addresses.normal(str(place))
+    if addresses.is_address(text):
+        return None
+    marked = text.startswith(PREFIX)
+    match = _NAME.fullmatch(text.removeprefix(PREFIX))
+    if not marked and (match is None or "/" not in match[1] or isinstance(place, Path)):
+        return None
+    if match is None or ".." in text or "--" in text:
+        raise UserError(f"{text} is no name of a model on the hub; legal: {LEGAL}.")
+    if not marked and os.path.lexists(text.partition("/")[0]):
+        if huggingface.is_directory(text):
+            _LOG.warning("%s is the folder here; %s%s is the model on the hub", text, PREFIX, text)
+        return None
+    return HubName(match[1], match[2] or "")
+
+
+def fetched(name: HubName, files: Collection[str] = ()) -> Path:
+    """Returns the folder of a model's files, which are fetched unless the cache has them.
+
+    A download that was killed goes on. The config.json is fetched and checked before any weights,
+    of which one copy is fetched.
+
+    Args:
+      name: the model.
+      files: names of those that are read, where the repository has them; () for the whole model.
+
+    Raises:
+      UserError: the hub does not have the model, keeps it from this user, or cannot be reached and
+        the cache has not all of its files; or its config.json is of no model that is read here.
+    """
+    hub = needed_module("huggingface_hub", str(name))
+    for module in ("errors", "constants"):  # Those that the library does not import itself.
+        needed_module(f"huggingface_hub.{module}", str(name))
+    if _COMMIT.fullmatch(name.revision) and (folder := _cached(hub, name, files)):
+        return folder
+    try:
+        with waiting.told(f"asking the hub for {name}"):
+            facts = _within(SECONDS, lambda: _facts(hub, name))
+    except Exception as error:  # The library raises errors of any type.
+        refused = _is_refusal(hub, error)
+        folder = None if refused == _NO_REVISION else _cached(hub, name, files)
+        if folder is None:
+            raise UserError(_sentence(name, error, refused)) from error
+        _LOG.warning("%s is read from the cache, commit %s: %s", name, folder.name,
+                     refused or f"the hub cannot be reached ({_reason(error)})")  # fmt: skip
+        return folder
+    sizes = {file.rfilename: getattr(file, "size", None) or 0 for file in facts.siblings or ()}
+    small = [file for file in sizes if "/" not in file and file.endswith(_SMALL)]
+    chosen = [file for file in sizes if file in files] if files else small
+    if (not files and huggingface.CONFIG not in chosen) or not chosen:
+        needed = ", ".join(files) or huggingface.CONFIG
+        raise UserError(f"{name} has no {needed}; legal: a model of transformers.")
+    folder = _download(hub, name, facts.sha, {file: sizes[file] for file in chosen})
+    if not files:
+        huggingface.refuse_unknown(folder)
+        weights = _weights(folder)
+        _refuse_missing(name, sizes, weights)
+        folder = _download(hub, name, facts.sha, {file: sizes[file] for file in weights})
+    return folder
+
+
+def pinned(name: HubName, folder: Path) -> str:
+    """Returns the name with the commit of a folder that `fetched` returned."""
+    return str(HubName(name.name, folder.name))
+
+
+def local_folder(place: str | Path) -> Path:
+    """Returns the folder that a path is; that of a name on the hub is `fetched`."""
+    name = hub_name(place)
+    return Path(place).expanduser() if name is None else fetched(name)
+
+
+def _within(seconds: float, work: Callable[[], Any]) -> Any:
+    """Returns the result of `work`; raises TimeoutError after so many seconds.
+
+    A thread is left behind then: looking up a host name cannot be interrupted.
+    """
+    result: concurrent.futures.Future = concurrent.futures.Future()
+
+    def run():
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return result.result(seconds)
+    except concurrent.futures.TimeoutError:
+        raise TimeoutError(f"no answer in {seconds:g} seconds") from None
+
+
+def _facts(hub, name):
+    api = hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+    return api.model_info(
+        name.name, revision=name.revision or None, timeout=SECONDS, files_metadata=True
+    )
+
+
+def _download(hub, name, commit, sizes) -> Path:
+    """Fetches files of a commit and returns their folder."""
+    total = sum(sizes.values())
+    root = Path(hub.constants.HF_HUB_CACHE).expanduser()
+    place = next((path for path in (root, *root.parents) if path.exists()), Path("/"))
+    held = {file for file in sizes if _held(hub, name, commit, file)}
+    needed = total - sum(sizes[file] for file in held)
+    if needed > shutil.disk_usage(place).free:
+        raise UserError(
+            f"{name} has {total / _GIB:,.1f} GiB, and {root} has room for "
+            f"{shutil.disk_usage(place).free / _GIB:,.1f}; name another folder with HF_HUB_CACHE."
+        )
+    if any(file.endswith(_WEIGHTS) for file in set(sizes) - held):
+        _LOG.warning("fetching %.2f GiB of %s into %s", needed / _GIB, name, root)
+    try:
+        with waiting.told(f"fetching {name}"):
+            for file in sizes:
+                path = hub.hf_hub_download(
+                    name.name, file, revision=commit, endpoint=os.environ.get("HF_ENDPOINT")
+                )
+                if sizes[file] and os.path.getsize(path) != sizes[file]:
+                    raise UserError(
+                        f"{path} has {os.path.getsize(path):,} bytes and not {sizes[file]:,} as on "
+                        "the hub; delete it, so that it is fetched anew."
+                    )
+            _remember(root, name, commit)
+    except UserError:
+        raise
+    except Exception as error:  # The library raises errors of any type.
+        raise UserError(_sentence(name, error, _is_refusal(hub, error))) from error
+    return Path(path).parent
+
+
+def _held(hub, name, commit, file) -> bool:
+    return isinstance(hub.try_to_load_from_cache(name.name, file, revision=commit), str)
+
+
+def _repository(root, name) -> Path:
+    """Returns the folder of a model in the library's cache."""
+    return root / f"models--{name.name.replace('/', '--')}"
+
+
+def _remember(root, name, commit):
+    """Keeps the commit of a branch or tag as the library does, for a time without a network."""
+    revision = name.revision or "main"
+    if _COMMIT.fullmatch(revision):
+        return
+    path = _repository(root, name) / "refs" / revision
+    if not path.exists() or path.read_text() != commit:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        partial.write_text(commit)
+        partial.replace(path)
+
+
+def _cached(hub, name, files) -> Path | None:
+    """Returns the folder of a model whose files are all in the cache; None without it."""
+    root = _repository(Path(hub.constants.HF_HUB_CACHE).expanduser(), name)
+    revision = name.revision or "main"
+    try:
+        commit = revision
+        if not _COMMIT.fullmatch(revision):
+            commit = (root / "refs" / revision).read_text().strip()
+        folder = root / "snapshots" / commit
+        cached = {path.name for path in folder.iterdir() if path.is_file()}
+        if files:
+            return folder if cached & set(files) else None
+        return folder if {huggingface.CONFIG, *_weights(folder)} <= cached else None
+    except json_files.MALFORMED:
+        return None
+
+
+def _weights(folder) -> list[str]:
+    """Returns the files of the weights of a folder that has its small files."""
+    index = folder / tensors.INDEX
+    if not index.exists():
+        return [tensors.FILE]
+    try:
+        return sorted(set(json_files.load(index)["weight_map"].values()))
+    except json_files.MALFORMED as error:
+        raise UserError(f"{index} is damaged ({type(error).__name__}: {error}).") from None
+
+
+def _refuse_missing(name, sizes, weights):
+    missing = [file for file in weights if file not in sizes]
+    if missing:
+        others = [f for f in sizes if f.endswith((".bin", ".gguf", ".pth", ".pt", ".h5", ".ckpt"))]
+        has = f", only {others[0]}" if others else ""
+        raise UserError(
+            f"{name} has no {missing[0]}{has}; legal: a model with {tensors.FILE}, or "
+            f"{tensors.INDEX} with its files."
+        )
+
+
+_NO_REVISION = "it has no such revision"
+
+
+def _is_refusal(hub, error) -> str:
+    """Returns what the hub answered, where it refuses the model; "" where it did not answer."""
+    if isinstance(error, hub.errors.GatedRepoError):
+        return "its owner gives access on request; ask there, and log in with `hf auth login`"
+    if isinstance(error, hub.errors.RevisionNotFoundError):
+        return _NO_REVISION
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, hub.errors.RepositoryNotFoundError) or status == 404:
+        return "the hub has no such model, or it is private; log in with `hf auth login`"
+    if status in (401, 403):
+        return "this user has no access; log in with `hf auth login`"
+    if isinstance(error, hub.errors.HFValidationError):
+        return "the hub has no such names"
+    # The library hides an answer behind an error about its cache.
+    return _is_refusal(hub, error.__cause__) if error.__cause__ else ""
+
+
+def _sentence(name, error, refused) -> str:
+    if refused:
+        return f"{name} cannot be fetched: {refused}. Legal: {LEGAL}, or a folder."
+    return (
+        f"{name} cannot be fetched, as the hub cannot be reached ({_reason(error)}), and the cache "
+        "has not all of it. Check the network and HF_HUB_OFFLINE, or name a folder."
+    )
+
+
+def _reason(error) -> str:
+    return first_line(error).rstrip(".")[:160]
