@@ -1,6 +1,7 @@
 """Settings of rotary positions: base, rotated share of a head, scaling for long contexts."""
 
 import dataclasses
+import math
 
 from sparse_dataflow.config.settings import MOST_SIZE, Readable, between, positive, setting
 from sparse_dataflow.files.errors import UserError
@@ -21,6 +22,9 @@ USED = {
     "longrope": ("rotary_factor", "rotary_length", "rotary_attention", "rotary_factors"),
 }
 """Scaling -> the settings that it reads."""
+
+WHOLE = ("yarn", "longrope")
+"""Scalings that count pairs of features, so that an odd share is not legal."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -74,15 +78,20 @@ class RotarySettings(Readable):
     )
 
     def rotated(self, head_width: int) -> int:
-        """Returns how many features of a head are rotated, the first ones."""
-        return int(head_width * self.rotary_share)
+        """Returns how many features of a head are rotated, the first ones.
+
+        As in `transformers`, an odd share is rounded up, and its frequencies are those of the odd
+        width.
+        """
+        return 2 * math.ceil(int(head_width * self.rotary_share) / 2)
 
     def check_rotary(self, head_width: int) -> None:
         """Raises UserError if the settings do not fit the width of a head or each other."""
         width = self.rotated(head_width)
-        if width % 2 or not width:
+        share, whole = int(head_width * self.rotary_share), self.rotary_scaling in WHOLE
+        if not 0 < width <= head_width or (whole and share % 2):
             raise UserError(
-                f"rotary positions need an even number of rotated features, and {width} of "
+                f"rotary positions need an even number of rotated features, and {share} of "
                 f"{head_width} are; legal: fewer heads, another model.head_dim or "
                 "model.rotary_share, or learned positions."
             )

@@ -158,6 +158,7 @@ def rotate(config, x):
     """Rotates the first features of x [tokens, heads, width] by position, their halves paired."""
     width = int(x.shape[-1] * config["rotary_share"])
     frequency, scale = frequencies(config, width)
+    width = 2 * len(frequency)  # An odd share is rounded up.
     angle = np.arange(len(x))[:, None, None] * frequency
     sin, cos = (scale * np.sin(angle)).astype(x.dtype), (scale * np.cos(angle)).astype(x.dtype)
     first, second = np.split(x[..., :width], 2, axis=-1)

@@ -20,7 +20,7 @@ def rotate(
       positions_BxT: int32 positions of the tokens; None is 0 to T - 1.
     """
     T, width = x_BxTxHxK.shape[1], config.rotated(x_BxTxHxK.shape[-1])
-    frequency, scale = frequencies(config, width)
+    frequency, scale = frequencies(config, int(x_BxTxHxK.shape[-1] * config.rotary_share))
     positions = jnp.arange(T) if positions_BxT is None else positions_BxT
     angle = (positions[..., None] * frequency)[..., None, :]
     sin, cos = jnp.sin(angle), jnp.cos(angle)
@@ -35,11 +35,12 @@ def rotate(
 
 
 def frequencies(config: ModelConfig, width: int) -> tuple[jax.Array, float]:
-    """Returns the angles between positions, float32 [width / 2], and the scale of the rotations.
+    """Returns the angles between positions, float32 [width / 2, rounded up], and the scale of the
+    rotations.
 
     Args:
       config: the model.
-      width: rotated features of a head.
+      width: share of a head's features, before it is rounded up.
     """
     frequency = config.rotary_base ** (-jnp.arange(0, width, 2) / width)
     kind, factor = config.rotary_scaling, config.rotary_factor

@@ -41,7 +41,8 @@ def configs(draw):
             st.sampled_from([n for n in range(heads + 1) if heads % (n or 1) == 0])
         ),
         "head_dim": 2 * draw(st.integers(0, 100)),
-        "window": draw(st.integers(0, 100)),
+        # Layers of two kinds need a window.
+        "window": draw(st.integers(1 if "layer_types" in family else 0, 100)),
         "norm_epsilon": draw(st.floats(1e-12, 1)),
     }
     make = functools.partial(

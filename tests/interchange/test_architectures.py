@@ -211,8 +211,8 @@ def drawn_shape(name, rng):
             {"num_experts_per_tok": 3, "norm_topk_prob": pick(True, False)},
         ),
         "qwen2_moe": {
-            "moe_intermediate_size": 10,
-            "shared_expert_intermediate_size": pick(10, 30),
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": pick(12, 36),
             "num_experts": pick(4, 7),
             "num_experts_per_tok": pick(2, 3),
             "norm_topk_prob": pick(True, False),
@@ -227,7 +227,8 @@ def drawn_shape(name, rng):
         | {"rope_theta": 3e3, "rope_local_base_freq": pick(1e2, 9e3)},
     }
     if name == "phi3" and rng.integers(2):
-        pairs = int(own[name]["hidden_size"] // heads * own[name]["partial_rotary_factor"]) // 2
+        pairs = own[name]["hidden_size"] // heads // 2
+        own[name]["partial_rotary_factor"] = 1.0
         own[name]["rope_scaling"] = drawn_scaling(pick, pairs)
         own[name]["original_max_position_embeddings"] = pick(16, 32)
     return shape | own[name]

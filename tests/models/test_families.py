@@ -14,7 +14,7 @@ from random_models import HALF, arbitrary_params, as_dense, logits_of, tokens_of
 from sparse_dataflow.config.families import FAMILIES
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
-from sparse_dataflow.config.rotary import SCALINGS
+from sparse_dataflow.config.rotary import SCALINGS, WHOLE
 
 TINY = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=16)
 
@@ -26,7 +26,7 @@ def configs(draw):
     head_dim, share = draw(st.sampled_from([0, 6, 12])), draw(st.sampled_from([1.0, 0.7, 0.4]))
     scaling = draw(st.sampled_from(SCALINGS))
     pairs = int((head_dim or 8) * share) // 2
-    if int((head_dim or 8) * share) % 2:
+    if scaling in WHOLE and int((head_dim or 8) * share) % 2:
         pairs, share = (head_dim or 8) // 2, 1.0
     factors = st.sampled_from([1.0, 1.7, 6.0])
     window, kinds = draw(st.sampled_from([0, 1, 3])), ("sliding", "sliding+full", "full+sliding")
@@ -195,8 +195,9 @@ def attention(config, layer, x, number):
 
 def rotate(config, x, local):
     """As complex numbers, with the scalings as `transformers` states them."""
-    half = int(x.shape[-1] * config.rotary_share) // 2
-    frequency = (local or config.rotary_base) ** -(np.arange(half) / half)
+    width = int(x.shape[-1] * config.rotary_share)
+    half = math.ceil(width / 2)
+    frequency = (local or config.rotary_base) ** -(2 * np.arange(half) / width)
     factor, length, scale = config.rotary_factor, config.rotary_length, 1.0
     if local:
         pass

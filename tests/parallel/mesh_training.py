@@ -175,6 +175,7 @@ def train(model, executor, micro_batches, start=None, padded=False, **changes):
         fewest = SEQUENCE - 3 if model.balance_loss else 1
         ends = rng.integers(fewest, SEQUENCE - 2, BATCH)
         padding = np.arange(SEQUENCE) >= ends[:, None]
+        tokens %= model.vocab_size - 1  # An end of text in front of padding would be padding.
         tokens[:, :, 1:] = np.where(padding, model.vocab_size - 1, tokens[:, :, 1:])
         weights = np.where(padding, 0, 1 if model.balance_loss else weights).astype(np.float32)
     batches = [executor.put({"tokens": t}, BATCH)["tokens"] for t in tokens]
