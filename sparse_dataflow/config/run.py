@@ -321,16 +321,10 @@ class RunConfig(Readable):
             )
 
     def _check_adapters(self):
-        frozen = f"training.frozen_dtype={self.training.frozen_dtype}"
         if not self.training.adapter_rank:
             raise UserError(
-                f"{frozen} stores the weights under adapters; legal with training.adapter_rank of "
-                "1 or more."
-            )
-        if self.training.frozen_dtype != "compute" and self.sparsity.projections:
-            raise UserError(
-                f"{frozen} is for dense weights, and sparsity.projections stores blocks; legal "
-                "with them: compute."
+                f"training.frozen_dtype={self.training.frozen_dtype} stores the weights under "
+                "adapters; legal with training.adapter_rank of 1 or more."
             )
         rank = f"training.adapter_rank={self.training.adapter_rank}"
         if not self.run.init_from:

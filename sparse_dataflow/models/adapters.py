@@ -36,11 +36,17 @@ def with_adapters(model: ModelConfig, rank: int, frozen_dtype: str = "compute") 
       frozen_dtype: of the weights under them; see `LinearSpec`.
 
     Raises:
-      UserError: a projection is narrower than the rank, or has a low-rank term already.
+      UserError: a projection is narrower than the rank, has a low-rank term already, or stores
+        blocks and is to be int8.
     """
     if not rank:
         return model
     model.refuse_experts(f"training.adapter_rank={rank}", "0")
+    if frozen_dtype == "int8" and model.sparse_projections:
+        raise UserError(
+            f"training.frozen_dtype=int8 is for dense weights, and {model.sparse_projections[0]} "
+            "stores blocks; legal with them: compute."
+        )
     narrowest = min(min(model.projection_shape(name)) for name in model.projections)
     if rank > narrowest:
         raise UserError(

@@ -12,7 +12,7 @@ from sparse_dataflow.files.errors import UserError
     [
         (
             {"training__sequence": 65},
-            ["training.sequence=65", "model.max_len=64", "model.positions=rotary"],
+            ["training.sequence=65", "64 positions", "model.positions=rotary"],
         ),
         (
             {"training__batch": 12, "training__micro_batches": 5},

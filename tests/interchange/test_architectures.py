@@ -392,13 +392,6 @@ def config_of(name, **changes):
         ("qwen2", {"attention_bias": 3, "hidden_act": "relu2"}, ["hidden_act='relu2'"]),
         ("qwen3", {"attention_bias": 3}, ["attention_bias=3 (legal: true, false)"]),
         ("mistral", {"quantization_config": {"quant_method": "awq"}}, ["quantization_config={'q"]),
-        ("qwen3", {"layer_types": ["sliding_attention", "full_attention"]}, ["layer_types=['sli"]),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
-            | {"layer_types": None},
-            ["max_window_layers=1 (legal: 0, or 2 and more"],
-        ),
         ("llama", {"hidden_size": "absent"}, ["no hidden_size, which is required"]),
         ("opt", {"word_embed_proj_dim": 8}, ["word_embed_proj_dim=8 (legal: 16)"]),
         (

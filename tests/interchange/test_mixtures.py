@@ -76,7 +76,7 @@ def test_other_storage_of_experts_is_refused(before, after, message):
         initial_state_from(start, MIXTURE.with_linears(after), TRAINING)
 
 
-@pytest.mark.parametrize("change", [{"experts": 8}, {"top_k": 1}, {"shared_expert": True}])
+@pytest.mark.parametrize("change", [{"experts": 8}, {"top_k": 1}, {"shared_expert": 1}])
 def test_another_mixture_is_refused(change):
     ((name, value),) = change.items()
     message = f"{name} is {getattr(MIXTURE, name)} in the initial weights and {value} in this run"

@@ -291,7 +291,9 @@ def compare(name, texts):
     name, _, option = name.partition("+")
     model, changes, errors = MODELS[name], OPTIONS[option], {}
     start = initial_state(
-        adapters.with_adapters(model, changes.get("adapter_rank", 0)),
+        adapters.with_adapters(
+            model, changes.get("adapter_rank", 0), changes.get("frozen_dtype", "compute")
+        ),
         TrainingConfig(
             STEPS, BATCH, SEQUENCE, **{n: v for n, v in changes.items() if n != "padded"}
         ),

@@ -122,13 +122,19 @@ def test_a_checkpoint_moves_between_meshes_with_and_without_travelling_tokens():
 @pytest.mark.parametrize(
     ("model", "texts"),
     [
-        ("llama", ["data:2,fsdp:2,tensor:2/3/2"]),
-        pytest.param("llama", ["data:2,tensor:4/0/1", "fsdp:8/2/1"], marks=_NIGHTLY),
-        pytest.param("sparse_depth", ["data:2,fsdp:2,tensor:2/3/2", "fsdp:8/2/1"], marks=_NIGHTLY),
+        ("llama+adapters", ["data:2,fsdp:2,tensor:2/3/2"]),
+        ("llama+int8", ["fsdp:2,feature:2,tensor:2/3/1"]),
+        pytest.param("llama+adapters", ["data:2,tensor:4/0/1", "fsdp:8/2/1"], marks=_NIGHTLY),
+        pytest.param("llama+int8", ["data:2,tensor:4/0/1", "fsdp:8/3/2"], marks=_NIGHTLY),
+        pytest.param(
+            "sparse_depth+adapters",
+            ["data:2,fsdp:2,tensor:2/3/2", "fsdp:8/2/1"],
+            marks=_NIGHTLY,
+        ),
     ],
 )
 def test_adapters_train_over_a_mesh_as_on_a_single_device(model, texts):
-    assert_like_single_device(mesh_training("compare", f"{model}+adapters", *texts))
+    assert_like_single_device(mesh_training("compare", model, *texts))
 
 
 GROUP_SHAPES = {"16x48", "16x16", "16x32", "32x16"}

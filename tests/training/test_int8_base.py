@@ -138,11 +138,15 @@ def test_a_model_of_13b_fits_24_gb_in_int8_alone():
         planned("13b", "compute")
 
 
+def test_stored_blocks_are_refused():
+    with pytest.raises(UserError, match="frozen_dtype=int8 is for dense weights, and q"):
+        adapters.with_adapters(BASES["sparse"], 3, "int8")
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
         ({"training__adapter_rank": 0}, "legal with training.adapter_rank of 1 or more"),
-        ({"sparsity__projections": ("qkv",)}, "frozen_dtype=int8 is for dense weights"),
         ({"training__frozen_dtype": "int4"}, "Legal: compute, int8"),
     ],
 )
