@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.kernels import derivatives
 from sparse_dataflow.weights.gradient_norms import with_dense_gradient
 from sparse_dataflow.weights.weight import Weight, WithDenseGradient
 
@@ -36,23 +37,19 @@ def in_precision(precision: Any, x: jax.Array, weight: Weight) -> jax.Array:
     return x @ weight if name is None else _in_precision(name, x, weight)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_precision(name, x, weight):
+def _product(name, x, weight):
     with jax.default_matmul_precision(name):
         return x @ weight
 
 
-def _forward(name, x, weight):
+def _backward(name, saved, dy):
     with jax.default_matmul_precision(name):
-        return jax.vjp(lambda x, weight: x @ weight, x, weight)
+        return jax.vjp(lambda x, weight: x @ weight, *saved)[1](dy)
 
 
-def _backward(name, pullback, dy):
-    with jax.default_matmul_precision(name):
-        return pullback(dy)
-
-
-_in_precision.defvjp(_forward, _backward)
+_in_precision = derivatives.differentiable(
+    _product, _backward, tangent=derivatives.tangent_of(_product)
+)
 
 
 def by_dot_general(

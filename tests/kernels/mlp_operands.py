@@ -5,6 +5,34 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.sparsity.layout import BlockLayout
+from sparse_dataflow.sparsity.patterns import make_layout
+
+
+def mlp_layouts(pattern, ring=8, degree=2, wide=4, block=4, offsets=(2, 3)):
+    """Return layouts of mlp_in and mlp_out: `ring` blocks outside, `wide` times as many inside."""
+    outside, inside = ring * block, ring * wide * block
+    return (
+        make_layout(pattern, outside, inside, block, degree / ring, offsets[0]),
+        make_layout(pattern, inside, outside, block, degree / ring, offsets[1]),
+    )
+
+
+def irregular(block, seed=0):
+    """Return layouts of 3 to 5 to 4 blocks, with empty lines on both sides."""
+    rng = np.random.default_rng(seed)
+    masks = [rng.random(shape) < 0.5 for shape in ((3, 5), (5, 4))]
+    masks[0][:, 1] = masks[1][2] = False
+    masks[0][2] = masks[1][:, 3] = False
+    return tuple(BlockLayout.from_mask(mask, block) for mask in masks)
+
+
+def permuted_groups(block=3):
+    """Return layouts of three unequal groups whose blocks lie at no stride."""
+    inside, hidden, outside = map(np.array, ([0, 1, 1, 2, 0], [2, 0, 1, 0, 2, 2], [1, 0, 2]))
+    masks = inside[:, None] == hidden, hidden[:, None] == outside
+    return tuple(BlockLayout.from_mask(mask, block) for mask in masks)
+
 
 def draw_operands(layouts, tokens, dtype, seed=0):
     """Return (x, values_in, bias_in, values_out) and a cotangent; activations near 1."""

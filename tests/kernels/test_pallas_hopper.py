@@ -231,29 +231,6 @@ def test_the_derivative_of_the_activation_before_is_fused(block):
 
 
 @needs_mosaic
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 2e-2), ("float32", 1e-4)])
-def test_gradients_follow_finite_differences(dtype, tolerance):
-    """Along a random direction of the exact function; the kernel's differences are rounding."""
-    layout = BlockLayout.from_mask(IRREGULAR.mask, 64)
-    operands = draw(layout, 40, jnp.dtype(dtype))
-    with simulated_hopper():
-        gradients = jax.jit(lambda *o: fused(pallas_hopper, *o, layout.tables()))(*operands)[1:4]
-    x, values, dy, bias = (np.asarray(array, np.float64) for array in operands)
-    rng, step = np.random.default_rng(1), 1e-6
-    directions = [rng.normal(size=array.shape) for array in (x, values, bias)]
-
-    def along(amount):
-        moved = [a + amount * d for a, d in zip((x, values, bias), directions)]
-        y = exact(layout, moved[0], moved[1], dy, moved[2])[0]
-        return np.sum(y * dy)
-
-    slope = (along(step) - along(-step)) / (2 * step)
-    products = [np.asarray(g, np.float64) * d for g, d in zip(gradients, directions)]
-    size = sum(np.sqrt(np.sum(p**2)) for p in products)
-    assert abs(sum(p.sum() for p in products) - slope) <= tolerance * size
-
-
-@needs_mosaic
 @pytest.mark.parametrize("block", [64, pytest.param(128, marks=pytest.mark.nightly)])
 def test_float32_is_as_exact_as_float32(block):
     """Numbers of many magnitudes; the last of three lines has no neighbour to merge with."""
@@ -420,7 +397,7 @@ def test_another_gpu_runs_xla_and_logs_it_once(monkeypatch):
 def refused(layout, dtype=jnp.bfloat16, kind="NVIDIA H200", **options):
     x, values, *_ = draw(layout, 8, dtype)
     with pytest.raises(UserError) as refusal, targeted_gpu(kind):
-        pallas_hopper.block_sparse_matmul(x, values, layout.tables(), **options)
+        api.block_sparse_matmul(x, values, layout.tables(), "pallas_hopper", **options)
     return str(refusal.value)
 
 
@@ -429,14 +406,12 @@ def test_illegal_operands_are_refused():
     legal = make_layout("cyclic", 256, 256, 64, 0.5)
     assert "legal: 32, 64, 128, 256" in refused(make_layout("cyclic", 64, 64, 16, 0.5))
     assert "legal: bfloat16, float32" in refused(legal, np.float16)
-    assert "legal: gelu" in refused(legal, activation="relu")
-    assert "legal: (256,)" in refused(legal, bias=np.zeros(8, np.float32))
     x, values, *_ = draw(legal, 8, jnp.bfloat16)
     with pytest.raises(UserError, match=r"legal: bfloat16 \(8, 256\)"), targeted_gpu():
         z = np.zeros((8, 256), np.float32)
         pallas_hopper.input_gradient(x, values, legal.tables(), preactivation=z)
     assert "compute capability 9.0" in refused(legal, kind="NVIDIA A100-SXM4-80GB")
-    with pytest.raises(UserError, match="runs on gpu, and this is cpu; legal here"):
+    with pytest.raises(UserError, match=r"runs on gpu, and this is cpu\. Legal here"):
         kernels_chosen(legal, "pallas_hopper")
 
 

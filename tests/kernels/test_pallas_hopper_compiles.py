@@ -10,6 +10,7 @@ from simulated_hopper import targeted_gpu
 
 from sparse_dataflow.kernels.block_sparse_matmul.hopper import api as pallas_hopper
 from sparse_dataflow.kernels.sparse_mlp import pallas_hopper as hopper_mlp
+from sparse_dataflow.kernels.sparse_mlp.operands import Operands
 from sparse_dataflow.sparsity.patterns import make_layout
 
 pytest.importorskip(
@@ -218,7 +219,7 @@ def test_the_mlp_is_six_kernels_and_saves_at_most_three_activations(compiled):
 
     def mlp(x, values_in, bias, values_out, dy, *tables):
         y, pullback = jax.vjp(
-            lambda *o: hopper_mlp.sparse_mlp(*o, *tables), x, values_in, bias, values_out
+            lambda *o: hopper_mlp.sparse_mlp(Operands(*o, *tables)), x, values_in, bias, values_out
         )
         return y, *pullback(dy)
 

@@ -12,6 +12,7 @@ from simulated import targeted_tpu
 
 from sparse_dataflow.kernels.block_sparse_matmul.tpu import api as pallas_tpu
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu as mlp
+from sparse_dataflow.kernels.sparse_mlp.operands import Operands
 from sparse_dataflow.sparsity.patterns import make_layout
 
 pytest.importorskip(
@@ -139,7 +140,11 @@ def test_concrete_tables_compile(name):
 
 def mlp_gradients(x, values_in, bias, values_out, dy, tables_in, tables_out):
     y, pullback = jax.vjp(
-        lambda *o: mlp.sparse_mlp(*o, tables_in, tables_out), x, values_in, bias, values_out
+        lambda *o: mlp.sparse_mlp(Operands(*o, tables_in, tables_out)),
+        x,
+        values_in,
+        bias,
+        values_out,
     )
     return y, *pullback(dy)
 
@@ -165,7 +170,7 @@ def test_the_sparse_mlp_compiles(device, block, dtype, tokens, density):
     arguments = [x, values_in, bias, values_out, dy, first.tables(), second.tables()]
     program = compiled(mlp_gradients, arguments, device)
     with targeted_tpu(device.device_kind, device.num_cores):
-        tiles = mlp.default_tuning(x, values_in, values_out, *arguments[-2:])
+        tiles = mlp.default_tuning(Operands(x, values_in, bias, values_out, *arguments[-2:]))
     if tiles.forward and tiles.backward:
         assert kernels_in(program) == 4
         # The hidden layer and its gradient, once, for dW; ragged tokens add padded copies.

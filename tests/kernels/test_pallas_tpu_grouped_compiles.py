@@ -43,7 +43,7 @@ def operands(projection, count, dtype=jnp.bfloat16, tokens=2048):
 
 def products(groups, x, weight, dy):
     """Return (y, dx, dW): three kernels."""
-    y, pullback = jax.vjp(lambda x, w: kernels.grouped_matmul(x, w, groups, block=BLOCK), x, weight)
+    y, pullback = jax.vjp(lambda x, w: kernels.products(x, w, groups, block=BLOCK), x, weight)
     return y, *pullback(dy)
 
 

@@ -1,31 +1,189 @@
-"""The block-sparse MLP against the dense one in float64."""
+"""One suite for every implementation of the block-sparse MLP, against the dense one in float64."""
 
 import contextlib
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from grouped_operands import layout_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from mlp_operands import assert_close, draw_gated, draw_operands, exact, exact_gated
+from mlp_operands import (
+    assert_close,
+    draw_gated,
+    draw_operands,
+    exact,
+    exact_gated,
+    irregular,
+    mlp_layouts,
+    permuted_groups,
+)
+from simulated import simulated_tpu
+from simulated_hopper import simulated_hopper
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.kernels.sparse_mlp import xla_static
+from sparse_dataflow.kernels.sparse_mlp import api, xla_static
 from sparse_dataflow.kernels.sparse_mlp.api import gated_sparse_mlp, sparse_mlp
-from sparse_dataflow.sparsity.layout import BlockLayout
-from sparse_dataflow.sparsity.patterns import PATTERNS, make_layout
-
-TOKENS = 7  # Divides no width below, so that an array's size identifies it.
+from sparse_dataflow.sparsity.layout import BlockLayout, Groups
+from sparse_dataflow.sparsity.patterns import PATTERNS
 
 
-def mlp_layouts(pattern, ring=8, degree=2, wide=4, block=4, offsets=(2, 3)):
-    """Return layouts of mlp_in and mlp_out: `ring` blocks outside, `wide` times as many inside."""
-    outside, inside = ring * block, ring * wide * block
-    return (
-        make_layout(pattern, outside, inside, block, degree / ring, offsets[0]),
-        make_layout(pattern, inside, outside, block, degree / ring, offsets[1]),
-    )
+class Implementation(NamedTuple):
+    """An implementation, and cases that it supports."""
+
+    name: str
+    layouts: tuple[BlockLayout, BlockLayout]
+    dtypes: tuple[str, ...]
+    gated: bool = False
+    environment: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+
+    def run(self, operands, tables):
+        """The MLP, plain with four operands and a bias, or gated with a tuple of values."""
+        if isinstance(operands[1], tuple):
+            y = gated_sparse_mlp(*operands, [tables[0], *tables], "silu")
+            assert y is not None
+            return y
+        return sparse_mlp(*operands, *tables, self.name)
+
+
+GROUPS = layout_of(Groups(2, 1, 2), 4, 8, 128), layout_of(Groups(2, 2, 1), 8, 4, 128)
+SUITE = [
+    Implementation("products", irregular(8), ("float64", "bfloat16")),
+    Implementation("xla_static", mlp_layouts("monarch"), ("float64", "bfloat16"), gated=True),
+    Implementation(
+        "pallas_tpu", irregular(128), ("float32", "bfloat16"), environment=simulated_tpu
+    ),
+    Implementation("pallas_tpu_grouped", GROUPS, ("float32", "bfloat16"), True, simulated_tpu),
+    Implementation("pallas_hopper", irregular(64), ("bfloat16",), environment=simulated_hopper),
+]
+every_implementation = pytest.mark.parametrize("implementation", SUITE, ids=lambda i: i.name)
+every_case = pytest.mark.parametrize(
+    ("implementation", "gated"),
+    [
+        pytest.param(each, gated, id=f"{each.name}-{'gated' if gated else 'plain'}")
+        for each in SUITE
+        for gated in (False, True)[: 1 + each.gated]
+    ],
+)
+
+
+@pytest.fixture(autouse=True)
+def environment(request):
+    """Enter the context that the implementation needs to run here."""
+    callspec = getattr(request.node, "callspec", None)
+    implementation = callspec and callspec.params.get("implementation")
+    with implementation.environment() if implementation else contextlib.nullcontext():
+        yield
+
+
+def draw(implementation, gated, tokens, dtype, seed=0):
+    """Return operands, a cotangent, and the exact (y, *gradients)."""
+    layouts = implementation.layouts
+    if not gated:
+        operands, dy = draw_operands(layouts, tokens, dtype, seed)
+        return operands, dy, exact(operands, dy, layouts)
+    (x, up, gate, out), dy = draw_gated(layouts, tokens, dtype, seed)
+    y, dx, dup, dgate, dout = exact_gated((x, up, gate, out), dy, layouts, "silu")
+    return (x, (gate, up, out)), dy, (y, dx, dgate, dup, dout)
+
+
+def gradients(implementation, operands, dy):
+    """Return [y, *gradients] by concrete tables."""
+    tables = [layout.tables() for layout in implementation.layouts]
+    y, pull = jax.vjp(lambda *operands: implementation.run(operands, tables), *operands)
+    return jax.tree.leaves((y, pull(dy)))
+
+
+def test_no_implementation_escapes_the_suite():
+    assert {each.name for each in SUITE} == set(api.IMPLEMENTATIONS)
+
+
+@every_case
+def test_value_and_gradients_are_those_of_the_dense_mlp(implementation, gated):
+    for dtype in implementation.dtypes:
+        operands, dy, expected = draw(implementation, gated, (37,), dtype)
+        with precision(dtype):
+            run = jax.jit(lambda *o: gradients(implementation, o[:-1], o[-1]))
+            assert_close(run(*operands, dy), expected, dtype)
+
+
+@every_case
+def test_vmap_is_a_loop(implementation, gated):
+    dtype = implementation.dtypes[0]
+    several = [draw(implementation, gated, (40,), dtype, seed) for seed in range(2)]
+    (_, *weights), *_ = several[0]
+    inputs = [(operands[0], dy) for operands, dy, _ in several]
+    run = lambda x, dy: gradients(implementation, [x, *weights], dy)  # noqa: E731
+    with precision(dtype):
+        together = jax.jit(jax.vmap(run))(*map(np.stack, zip(*inputs)))
+        for number, (x, dy) in enumerate(inputs):
+            alone = jax.jit(run)(x, dy)
+            for one, both in zip(alone, together, strict=True):
+                one, both = np.asarray(one, np.float64), np.asarray(both[number], np.float64)
+                tolerance = (1e-6 if dtype != "bfloat16" else 1e-2) * max(1, np.abs(one).max())
+                np.testing.assert_allclose(both, one, atol=tolerance)
+
+
+@every_case
+def test_forward_mode_is_the_transpose_of_the_gradient(implementation, gated):
+    """⟨dy, J v⟩ = ⟨Jᵀ dy, v⟩, with the exact gradient on the right."""
+    dtype = implementation.dtypes[0]
+    operands, dy, (_, *expected) = draw(implementation, gated, (40,), dtype)
+    directions, _, _ = draw(implementation, gated, (40,), dtype, seed=5)
+    tables = [layout.tables() for layout in implementation.layouts]
+    with precision(dtype):
+        # Not under jit: interpreted kernels have effects, which the linear primitive hides.
+        primals, tangents = (jax.tree.map(jnp.asarray, tuple(o)) for o in (operands, directions))
+        moved = jax.jvp(lambda *o: implementation.run(o, tables), primals, tangents)[1]
+        moved = np.asarray(moved, np.float64)
+    leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(directions)]
+    terms = [np.sum(g * leaf) for g, leaf in zip(expected, leaves, strict=True)]
+    size = np.sqrt(sum(np.sum((g * leaf) ** 2) for g, leaf in zip(expected, leaves, strict=True)))
+    tolerance = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.3}[dtype]
+    assert abs(np.sum(np.asarray(dy, np.float64) * moved) - sum(terms)) <= tolerance * size
+
+
+@every_implementation
+def test_second_derivatives_are_right_or_refused_in_words(implementation):
+    dtype = implementation.dtypes[0]
+    operands, *_ = draw(implementation, False, (40,), dtype)
+    tables = [layout.tables() for layout in implementation.layouts]
+
+    def curvature(run, x):
+        slope = jax.grad(lambda x: jnp.sum(jnp.sin(run((x, *operands[1:]), tables))))
+        return jax.grad(lambda x: jnp.sum(slope(x) ** 2))(x)
+
+    if implementation.name.startswith("pallas"):
+        with pytest.raises(UserError, match="first derivatives alone; legal"):
+            curvature(implementation.run, operands[0])
+    else:
+        with precision(dtype):
+            both = [curvature(run, operands[0]) for run in (implementation.run, SUITE[0].run)]
+        np.testing.assert_allclose(*both, atol=1e-9 * np.abs(both[0]).max())
+
+
+@every_case
+def test_no_tokens_have_zero_gradients(implementation, gated):
+    dtype = implementation.dtypes[0]
+    operands, dy, _ = draw(implementation, gated, (0,), dtype)
+    if gated and jax.sharding.get_abstract_mesh().empty:
+        return  # Few rows have no fused op on a CPU.
+    y, dx, *others = gradients(implementation, operands, dy)
+    assert y.shape == dy.shape and dx.shape == operands[0].shape
+    for gradient in others:
+        np.testing.assert_array_equal(gradient, np.zeros_like(gradient))
+
+
+@pytest.mark.parametrize("name", [each.name for each in SUITE if each.name.startswith("pallas")])
+def test_kernels_run_on_their_platform_alone(name):
+    operands, _ = draw_operands(GROUPS, (8,), "float32")
+    tables = [layout.tables() for layout in GROUPS]
+    with pytest.raises(UserError, match=r"it runs on .*, and this is cpu\. Legal here: products"):
+        sparse_mlp(*operands, *tables, name)
 
 
 @st.composite
@@ -83,18 +241,6 @@ def test_values_and_gradients(layouts, tokens, dtype, traced_tables):
     assert_close(actual, exact(operands, dy, layouts), dtype)
 
 
-def sizes_of(array_sizes, layouts, gradient=True):
-    """Return the sizes of all arrays in the program for TOKENS tokens and concrete tables."""
-    operands, dy = draw_operands(layouts, (TOKENS,), "float32")
-    tables = [layout.tables() for layout in layouts]
-
-    def program(operands, dy):
-        y, pull = jax.vjp(lambda *operands: sparse_mlp(*operands, *tables), *operands)
-        return (y, pull(dy)) if gradient else y
-
-    return array_sizes(program, operands, dy)
-
-
 @pytest.mark.parametrize("pattern", ["monarch", "butterfly", "random"])
 def test_concrete_and_traced_tables_agree(pattern):
     layouts = mlp_layouts(pattern)
@@ -104,59 +250,19 @@ def test_concrete_and_traced_tables_agree(pattern):
         np.testing.assert_allclose(mine, other, atol=2e-5)
 
 
-def test_no_array_has_the_dense_size(array_sizes):
-    layouts = mlp_layouts("monarch", degree=1)
-    dense = layouts[0].in_features * layouts[0].out_features
-    assert max(sizes_of(array_sizes, layouts)) < dense
-
-
-def test_named_implementation_agrees():
-    layouts = mlp_layouts("monarch")
-    operands, dy = draw_operands(layouts, (5,), "float32")
-    tables = [layout.tables() for layout in layouts]
-    y = sparse_mlp(*operands, *tables, implementation="products")
-    assert_close([y], exact(operands, dy, layouts)[:1], "float32")
-
-
-def permuted_groups(block=3):
-    """Return layouts of three unequal groups whose blocks lie at no stride."""
-    inside, hidden, outside = map(np.array, ([0, 1, 1, 2, 0], [2, 0, 1, 0, 2, 2], [1, 0, 2]))
-    masks = inside[:, None] == hidden, hidden[:, None] == outside
-    return tuple(BlockLayout.from_mask(mask, block) for mask in masks)
-
-
-CHAINS = {
-    "at a stride": mlp_layouts("monarch"),
-    "permuted": permuted_groups(),
-}
 MANY = 33  # Rows for which a CPU goes group by group.
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("layouts", [CHAINS["at a stride"], CHAINS["permuted"]])
-def test_groups_by_themselves(layouts, dtype):
+def test_permuted_groups_by_themselves():
+    layouts = permuted_groups()
     assert xla_static.chain(*layouts)  # So this implementation is chosen.
-    operands, dy = draw_operands(layouts, (3, 11), dtype)
-    with precision(dtype):
-        assert_close(run(operands, dy, layouts), exact(operands, dy, layouts), dtype)
-
-
-@pytest.mark.parametrize("activation", ["gelu", "silu"])
-def test_groups_with_a_gate(activation):
-    layouts = CHAINS["at a stride"]
-    (x, up, gate, out), dy = draw_gated(layouts, (MANY,), "float64")
-    tables = [layout.tables() for layout in (layouts[0], *layouts)]
+    operands, dy = draw_operands(layouts, (3, 11), "float64")
     with precision("float64"):
-        y, pull = jax.vjp(
-            lambda x, *values: gated_sparse_mlp(x, values, tables, activation), x, gate, up, out
-        )
-        dx, dgate, dup, dout = pull(dy)
-    expected = exact_gated((x, up, gate, out), dy, layouts, activation)
-    assert_close([y, dx, dup, dgate, dout], expected, "float64")
+        assert_close(run(operands, dy, layouts), exact(operands, dy, layouts), "float64")
 
 
-def test_no_array_has_the_whole_hidden_layer(array_sizes):
-    layouts = CHAINS["at a stride"]
+def test_no_array_has_the_whole_hidden_layer_or_a_dense_weight(array_sizes):
+    layouts = mlp_layouts("monarch")
     operands, dy = draw_operands(layouts, (MANY,), "float32")
     tables = [layout.tables() for layout in layouts]
 
@@ -169,6 +275,8 @@ def test_no_array_has_the_whole_hidden_layer(array_sizes):
 
     hidden = MANY * layouts[0].out_features
     assert hidden in sizes("products") and hidden not in sizes(None)
+    dense = layouts[0].in_features * layouts[0].out_features
+    assert dense not in sizes("products") + sizes(None)
 
 
 def test_hidden_groups_that_mix_are_refused():
@@ -178,3 +286,15 @@ def test_hidden_groups_that_mix_are_refused():
     assert not xla_static.chain(*layouts)
     with pytest.raises(UserError, match="does not read the hidden blocks of each group"):
         sparse_mlp(*operands, *tables, implementation="xla_static")
+
+
+def test_illegal_operands_are_refused():
+    layouts = mlp_layouts("monarch")
+    (x, values_in, bias, values_out), _ = draw_operands(layouts, (MANY,), "float32")
+    tables = [layout.tables() for layout in layouts]
+    with pytest.raises(UserError, match="'fast' is unknown; legal: products, pallas_tpu"):
+        sparse_mlp(x, values_in, bias, values_out, *tables, "fast")
+    with pytest.raises(UserError, match=r"bias_in has shape \(5,\); legal: \(128,\)"):
+        sparse_mlp(x, values_in, jnp.ones(5), values_out, *tables)
+    with pytest.raises(UserError, match=r"x has shape \(0, 128\); the layout reads \[..., 32\]"):
+        sparse_mlp(x, values_in, bias, values_out, tables[0], tables[0])

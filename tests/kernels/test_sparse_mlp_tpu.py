@@ -1,32 +1,23 @@
-"""The fused sparse MLP's TPU kernels, interpreted, against the dense MLP in float64."""
+"""The fused sparse MLP's TPU kernels beyond the shared suite: tiles, what is fused, traffic."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from mlp_operands import assert_close, draw_operands, exact
+from mlp_operands import assert_close, draw_operands, exact, irregular
 from simulated import simulated_tpu, targeted_tpu
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.sparse_mlp import api, pallas_tpu, tuning
-from sparse_dataflow.sparsity.layout import BlockLayout
+from sparse_dataflow.kernels.sparse_mlp.operands import Operands
 from sparse_dataflow.sparsity.patterns import make_layout
-
-
-def irregular(block, seed=0):
-    """Return layouts of 3 to 5 to 4 blocks, with empty lines on both sides."""
-    rng = np.random.default_rng(seed)
-    masks = [rng.random(shape) < 0.5 for shape in ((3, 5), (5, 4))]
-    masks[0][:, 1] = masks[1][2] = False
-    masks[0][2] = masks[1][:, 3] = False
-    return tuple(BlockLayout.from_mask(mask, block) for mask in masks)
 
 
 def gradients(operands, dy, tables, tiles=None):
     """Return (y, gradients in the four operands) of the kernels."""
-    y, pull = jax.vjp(lambda *o: pallas_tpu.sparse_mlp(*o, *tables, tuning=tiles), *operands)
+    run = lambda *o: api.sparse_mlp(*o, *tables, "pallas_tpu", tiles)  # noqa: E731
+    y, pull = jax.vjp(run, *operands)
     return y, *pull(dy)
 
 
@@ -35,39 +26,11 @@ def tables_of(layouts):
 
 
 def default_tuning(operands, tables):
-    x, values_in, _, values_out = operands
-    return pallas_tpu.default_tuning(x, values_in, values_out, *tables)
+    return pallas_tpu.default_tuning(Operands(*operands, *tables))
 
 
 def small(tiles, **sizes):
     return dataclasses.replace(tiles, tokens=16, rows=16, lines=2, **sizes)
-
-
-@pytest.mark.parametrize(("block", "dtype"), [(128, "float32"), (64, "bfloat16")])
-def test_irregular_layouts_and_ragged_widths(block, dtype):
-    layouts = irregular(block)
-    operands, dy = draw_operands(layouts, (37,), dtype)
-    with simulated_tpu():
-        tables = tables_of(layouts)
-        tiles = default_tuning(operands, tables)
-        assert tiles.forward and tiles.backward
-        actual = jax.jit(lambda o, dy: gradients(o, dy, tables, tiles))(operands, dy)
-    assert_close(actual, exact(operands, dy, layouts), dtype)
-
-
-def test_vmap_is_a_loop():
-    layouts = irregular(128)
-    several = [draw_operands(layouts, (16,), "float32", seed) for seed in range(2)]
-    inputs = [(operands[0], dy) for operands, dy in several]
-    weights = several[0][0][1:]
-    with simulated_tpu():
-        tables = tables_of(layouts)
-        tiles = default_tuning(several[0][0], tables)
-        run = lambda x, dy: gradients([x, *weights], dy, tables, tiles)  # noqa: E731
-        together = jax.jit(jax.vmap(run))(*map(np.stack, zip(*inputs)))
-    for number, (x, dy) in enumerate(inputs):
-        right = exact([x, *weights], dy, layouts)
-        assert_close([result[number] for result in together], right, "float32")
 
 
 @pytest.mark.parametrize("buffers", [1, 2])
@@ -156,29 +119,7 @@ def test_the_forward_pass_never_writes_the_hidden_layer(array_sizes):
         assert hidden in array_sizes(products, *operands)
 
 
-def test_zero_tokens_have_zero_gradients():
-    operands, tables = structs(0, 128, 1 / 2, (256, 512))
-    operands = [jnp.ones(operand.shape, operand.dtype) for operand in operands]
-    with simulated_tpu():
-        y, *grads = gradients(operands, jnp.ones((0, 256), jnp.bfloat16), tables)
-    assert y.shape == (0, 256)
-    for gradient, operand in zip(grads, operands):
-        np.testing.assert_array_equal(gradient, np.zeros_like(operand))
-
-
-def test_illegal_operands_are_refused():
-    operands, tables = structs(8, 128, 1 / 2, (256, 512))
-    operands = [jnp.ones(operand.shape, operand.dtype) for operand in operands]
-    with pytest.raises(UserError, match=r"runs on tpu, and this is cpu\. Legal: products"):
-        api.sparse_mlp(*operands, *tables, implementation="pallas_tpu")
-    with pytest.raises(UserError, match="'fast' is unknown; legal: products, pallas_tpu"):
-        api.sparse_mlp(*operands, *tables, implementation="fast")
-    with pytest.raises(UserError, match=r"bias_in has shape \(5,\); legal: \(512,\)"):
-        api.sparse_mlp(*operands[:2], jnp.ones(5), operands[3], *tables)
-    with pytest.raises(UserError, match=r"x has shape \(0, 512\); the layout reads \[..., 256\]"):
-        api.sparse_mlp(*operands, tables[0], tables[0])
+def test_illegal_blocks_are_refused():
+    operands, tables = structs(8, 16, 1 / 2, (32, 64))
     with targeted_tpu(), pytest.raises(UserError, match="legal: 32, 64, 128, 256"):
-        small_blocks, small_tables = structs(8, 16, 1 / 2, (32, 64))
-        jax.eval_shape(
-            lambda *o: api.sparse_mlp(*o, *small_tables, implementation="pallas_tpu"), *small_blocks
-        )
+        jax.eval_shape(lambda *o: api.sparse_mlp(*o, *tables, "pallas_tpu"), *operands)

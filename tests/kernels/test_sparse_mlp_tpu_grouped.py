@@ -1,4 +1,4 @@
-"""The grouped sparse MLP's TPU kernels, interpreted, against the dense MLP in float64."""
+"""The grouped sparse MLP's TPU kernels beyond the shared suite: tiles, and who takes them."""
 
 import dataclasses
 
@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grouped_operands import layout_of, weight_of
+from grouped_operands import layout_of
 from mlp_operands import assert_close, draw_gated, draw_operands, exact, exact_gated
 from simulated import simulated_tpu, targeted_tpu
 
 from sparse_dataflow.config.families import FAMILIES
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
-from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul.sharded import cut_columns, cut_rows
 from sparse_dataflow.kernels.sparse_mlp import api, tuning_grouped
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu_grouped as kernels
+from sparse_dataflow.kernels.sparse_mlp.operands import Operands
 from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.linear import layer_weights
 from sparse_dataflow.sparsity.layout import Groups
@@ -33,68 +33,33 @@ SMALL_TILES = tuning_grouped.GroupedMlpTuning(
 )
 
 
-def gradients(operands, dy, **options):
-    """Return (y, gradients in the four operands) of the kernels."""
-    y, pull = jax.vjp(lambda *o: kernels.grouped_mlp(*o, IN, OUT, block=128, **options), *operands)
-    return y, *pull(dy)
-
-
 @pytest.mark.parametrize(
     ("tokens", "dtype", "chip", "tuning"),
     [
-        (37, "float32", ("TPU v5 lite", 1), None),
         (144, "bfloat16", ("TPU v6 lite", 1), None),
         (200, "float32", ("TPU v5", 2), SMALL_TILES),
         (300, "float32", ("TPU v5", 2, "eager"), SMALL_TILES),
     ],
-    ids=["one tile", "overlapping tiles", "small tiles over two cores", "early copies"],
+    ids=["overlapping tiles", "small tiles over two cores", "early copies"],
 )
-def test_aligned_groups_agree_with_the_dense_mlp(tokens, dtype, chip, tuning):
+@pytest.mark.parametrize("gate", [None, pytest.param("gelu", marks=pytest.mark.slow), "silu"])
+def test_aligned_groups_agree_with_the_dense_mlp(gate, tokens, dtype, chip, tuning):
     layouts = layout_of(IN, 4, 8, 128), layout_of(OUT, 8, 4, 128)
-    (x, values_in, bias, values_out), dy = draw_operands(layouts, (tokens,), dtype)
-    expected = list(exact((x, values_in, bias, values_out), dy, layouts))
-    weights = [weight_of(*pair, 2) for pair in zip(layouts, (values_in, values_out))]
-    for place, layout in ((2, layouts[0]), (4, layouts[1])):
-        expected[place] = weight_of(layout, expected[place], 2)
-    with simulated_tpu(*chip):
-        actual = jax.jit(lambda o, dy: gradients(o, dy, tuning=tuning))(
-            (x, weights[0], bias, weights[1]), dy
-        )
-    assert_close(actual, expected, dtype)
+    tables = [layout.tables().with_groups() for layout in layouts]
+    operands, dy = (draw_gated if gate else draw_operands)(layouts, (tokens,), dtype)
+    expected = exact_gated(operands, dy, layouts, gate) if gate else exact(operands, dy, layouts)
 
-
-@pytest.mark.parametrize(
-    ("activation", "tokens", "dtype", "chip", "tuning"),
-    [
-        ("silu", 37, "float32", ("TPU v5 lite", 1), None),
-        ("silu", 144, "bfloat16", ("TPU v6 lite", 1), None),
-        ("gelu", 200, "float32", ("TPU v5", 2), SMALL_TILES),
-        ("silu", 300, "float32", ("TPU v5", 2, "eager"), SMALL_TILES),
-    ],
-)
-def test_a_gated_mlp_agrees_with_three_dense_products(activation, tokens, dtype, chip, tuning):
-    layouts = layout_of(IN, 4, 8, 128), layout_of(OUT, 8, 4, 128)
-    (x, *values), dy = draw_gated(layouts, (tokens,), dtype)
-    expected = list(exact_gated((x, *values), dy, layouts, activation))
-    places = layouts[0], layouts[0], layouts[1]
-    weights = [weight_of(*pair, 2) for pair in zip(places, values)]
-    expected[2:] = [weight_of(*pair, 2) for pair in zip(places, expected[2:])]
-
-    def run(x, weight_in, weight_gate, weight_out):
-        return kernels.grouped_mlp(
-            *(x, weight_in, None, weight_out, IN, OUT),
-            block=128,
-            weight_gate=weight_gate,
-            activation=activation,
-            tuning=tuning,
-        )
+    def run(x, values_in, bias_or_gate, values_out):
+        bias, gating = (None, (bias_or_gate, gate)) if gate else (bias_or_gate, ())
+        mlp = Operands(x, values_in, bias, values_out, *tables, *gating)
+        return kernels.sparse_mlp(mlp, tuning=tuning)
 
     def both(operands, dy):
         y, pull = jax.vjp(run, *operands)
         return y, *pull(dy)
 
     with simulated_tpu(*chip):
-        actual = jax.jit(both)((x, *weights), dy)
+        actual = jax.jit(both)(operands, dy)
     assert_close(actual, expected, dtype)
 
 
@@ -121,31 +86,17 @@ def test_the_forward_pass_never_writes_the_hidden_layer(array_sizes):
         assert hidden not in array_sizes(run, *operands)
 
 
-def test_zero_tokens_have_zero_gradients():
-    shapes = (0, 256), (2, 128, 256), (512,), (2, 256, 128)
-    operands = [jnp.ones(shape) for shape in shapes]
-    with targeted_tpu():
-        y, *grads = gradients(operands, jnp.ones((0, 256)))
-    assert y.shape == (0, 256)
-    for gradient, operand in zip(grads, operands):
-        np.testing.assert_array_equal(gradient, np.zeros_like(operand))
+def test_illegal_groups_are_refused():
+    def reason(first, second, groups_out=OUT):
+        x, *weights = (jax.ShapeDtypeStruct(s, "f4") for s in ((8, 2 * first[1]), first, second))
+        with targeted_tpu("TPU v4"):
+            return kernels.groups_refusal(x, *weights, IN, groups_out, block=128)
 
-
-def refused(first, second, groups_out=OUT, bias=None):
-    x = jnp.ones((8, 2 * first[1]))
-    bias = jnp.ones(2 * first[2]) if bias is None else bias
-    with pytest.raises(UserError) as refusal, targeted_tpu("TPU v4"):
-        kernels.grouped_mlp(x, jnp.ones(first), bias, jnp.ones(second), IN, groups_out, block=128)
-    return str(refusal.value)
-
-
-def test_illegal_operands_are_refused():
     legal = (2, 128, 256), (2, 256, 128)
-    assert "legal: as many groups, with the same hidden blocks" in refused(
-        *legal, groups_out=Groups(2, in_run=1, out_run=1)
-    )
-    assert "bias_in has shape (5,); legal: (512,)" in refused(*legal, bias=jnp.ones(5))
-    assert "do not fit VMEM; legal: more groups" in refused((2, 1024, 1024), (2, 1024, 1024))
+    assert reason(*legal) == ""
+    other = Groups(2, in_run=1, out_run=1)
+    assert "legal: as many groups, with the same hidden blocks" in reason(*legal, other)
+    assert "do not fit VMEM; legal: more groups" in reason((2, 1024, 1024), (2, 1024, 1024))
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -233,20 +184,3 @@ def test_shards_of_a_gated_mlp_run_as_products():
         for place, chosen in ((first, True), (jax.tree.map(jnp.asarray, first), False)):
             run = lambda x, values, place=place: api.gated_sparse_mlp(x, values, place, "silu")  # noqa: E731
             assert (jax.eval_shape(run, x, values) is not None) == chosen
-
-
-def test_an_unknown_activation_and_another_gate_are_refused():
-    shapes = (16, 256), (2, 128, 256), (2, 256, 128)
-    x, weight_in, weight_out = map(jnp.ones, shapes)
-    with targeted_tpu():
-        for gate, activation, message in (
-            (weight_in, "relu", "activation 'relu' is unknown; legal: gelu, silu"),
-            (weight_out, "silu", r"weight_gate has shape .*; legal: \(2, 128, 256\)"),
-        ):
-            with pytest.raises(UserError, match=message):
-                kernels.grouped_mlp(
-                    *(x, weight_in, None, weight_out, IN, OUT),
-                    block=128,
-                    weight_gate=gate,
-                    activation=activation,
-                )

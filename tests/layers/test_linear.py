@@ -342,3 +342,14 @@ def test_what_does_not_fit_is_refused_in_words():
         make()(inputs(2), out_sharding=jax.sharding.PartitionSpec("data"))
     with pytest.raises(sd.UserError, match=r"reads \[..., 64\]"):
         make()(jnp.ones((2, 32)))
+
+
+@pytest.mark.parametrize("evolving", [False, True])
+def test_forward_mode_is_that_of_the_dense_layer(evolving):
+    layer = sd.BlockSparseLinear(16, 32, density=0.5, block=8, evolving=evolving, rngs=nnx.Rngs(0))
+    dense = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+    dense.kernel[...], dense.bias[...] = sd.densify(layer).kernel[...], layer.bias[...]
+    x = jax.random.normal(jax.random.key(0), (16,))
+    for transform in (jax.jacfwd, jax.hessian):
+        mine, right = (transform(lambda x, f=f: jnp.sin(f(x[None])))(x) for f in (layer, dense))
+        np.testing.assert_allclose(mine, right, atol=1e-5)

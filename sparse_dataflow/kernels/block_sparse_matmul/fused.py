@@ -1,19 +1,18 @@
 """The gradient of activation(x W + bias), for any kernels of the three products."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.kernels import derivatives
+from sparse_dataflow.kernels.gelu.api import gelu_backward
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Static options of the op; an implementation may add its own.
+    """Static options of the op.
 
     Attributes:
       gelu: whether a GELU follows the product; its input is then saved for the backward pass.
@@ -29,7 +28,7 @@ class Options:
 def differentiable(product: Callable, gradients: Callable) -> Callable:
     """Return the differentiable op (options, x, values, bias, tables) -> y.
 
-    It has first derivatives, in reverse mode.  `jax.vmap` runs its kernels once for each element.
+    It has first derivatives.  `jax.vmap` runs its kernels once for each element.
 
     Args:
       product: (options, x, values, bias, tables, keep=...) -> [y], or with `keep`
@@ -39,10 +38,9 @@ def differentiable(product: Callable, gradients: Callable) -> Callable:
         compute the sum.  Without an activation `preactivation` is None and dz is dy.
     """
 
-    product, gradients = batchable(product), batchable(gradients)
+    product, gradients = map(derivatives.batchable, (product, gradients))
 
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-    def matmul(options, x, values, bias, tables):
+    def value(options, x, values, bias, tables):
         return product(options, x, values, bias, tables, keep=False)[0]
 
     def forward(options, x, values, bias, tables):
@@ -60,30 +58,15 @@ def differentiable(product: Callable, gradients: Callable) -> Callable:
             dbias = dbias.reshape(bias.shape).astype(bias.dtype)
         return dx, dvalues, dbias, None
 
-    matmul.defvjp(forward, backward)
+    def tangent(options, saved, tangents):
+        x, values, _, preactivation, tables = saved
+        dx, dvalues, dbias, _ = tangents
+        linear = dataclasses.replace(options, gelu=False)
+        terms = [] if dx is None else [matmul(linear, dx, values, None, tables)]
+        terms += [] if dvalues is None else [matmul(linear, x, dvalues, None, tables)]
+        terms += [] if dbias is None else [dbias.astype(x.dtype)]
+        dz = jnp.broadcast_to(sum(terms), (len(x), options.out_features))
+        return dz if preactivation is None else gelu_backward(dz, preactivation)
+
+    matmul = derivatives.differentiable(value, backward, forward=forward, tangent=tangent)
     return matmul
-
-
-def batchable(kernels: Callable) -> Callable:
-    """Return `kernels` for use in a custom derivative, where `jax.vmap` then runs them in a loop.
-
-    Args:
-      kernels: (options, *arrays, **static) -> arrays; `static` is not traced.
-
-    The result raises a UserError where it is differentiated again.
-    """
-
-    def run(options, *arrays, **static):
-        call = functools.partial(kernels, options, **static)
-        once = jax.custom_jvp(jax.custom_batching.sequential_vmap(call))
-        once.defjvp(_refuse_second_derivative)
-        return once(*arrays)
-
-    return run
-
-
-def _refuse_second_derivative(primals, tangents):
-    raise UserError(
-        "Pallas kernels of block-sparse weights have first derivatives alone; legal for higher "
-        "ones: implementation='xla' ('products' for the MLP)."
-    )

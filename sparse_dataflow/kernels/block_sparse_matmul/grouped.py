@@ -6,7 +6,6 @@ contiguous.  Elsewhere XLA moves whole blocks, in the elementwise pass before or
 if there is one.
 """
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_dataflow.config.model import PRECISIONS
-from sparse_dataflow.kernels import dispatch
+from sparse_dataflow.kernels import derivatives, dispatch
 from sparse_dataflow.kernels.quantized import api as quantized
 from sparse_dataflow.sparsity.layout import Groups, LayoutTables
 
@@ -29,7 +28,7 @@ def block_sparse_matmul(
     x: jax.Array,
     values: jax.Array,
     tables: LayoutTables,
-    groups: Groups,
+    *,
     products: Products | None = None,
 ) -> jax.Array:
     """Computes `x @ W` for x [tokens, in_features], values [nnz, block, block], in x's dtype.
@@ -37,14 +36,21 @@ def block_sparse_matmul(
     Args:
       x: the input.
       values: stored blocks, as `BlockLayout` orders them.
-      tables: tables of the layout; only shapes are read, and in a shard the first group's part.
-      groups: structure of the layout.
+      tables: tables of the layout, with groups; only shapes are read, and in a shard the first
+        group's part.
       products: multiplies each group; None for one batched dot.
     """
-    weight, block = group_values(values, tables, groups), values.shape[-1]
+    groups, block = tables.groups, values.shape[-1]
+    assert groups is not None
+    weight = group_values(values, tables, groups)
     x = own_inputs(x, tables, groups, block)
     y = (products or dense_products)(x, weight, groups, block=block)
     return among_outputs(y, tables, groups, block)
+
+
+def refusal(x: dispatch.Shaped, values: dispatch.Shaped, tables: LayoutTables) -> str:
+    """Returns why a layout is no batch of dense products; empty if it is."""
+    return "" if tables.groups else "the layout has no equal groups, or may change."
 
 
 def operand_shapes(
@@ -92,7 +98,7 @@ def dense_products(
     Arguments as in `Products`, and a precision as in `ModelConfig`.
     """
     x_by_group = split(x, groups.count, groups.in_run * block)
-    y = _batched_products(groups.out_run * block, precision, x_by_group, weight)
+    y = _batched_products((groups.out_run * block, precision), x_by_group, weight)
     return y.reshape(x.shape[0], len(weight) * weight.shape[2])
 
 
@@ -109,12 +115,12 @@ def split(x, parts, run):
     return x.reshape(x.shape[0], x.shape[1] // (parts * run), parts, run)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _batched_products(out_run, precision, x, weight):
+def _value(options, x, weight):
     """Multiplies each group: x [tokens, outer, groups, run], weight [groups, inputs, outputs].
 
     Returns [tokens, outer, groups, out_run], in x's dtype.
     """
+    out_run, precision = options
     count, _, outputs = weight.shape
     value, _ = _types(precision)
     by_input = weight.reshape(count, x.shape[1], x.shape[3], outputs)
@@ -122,12 +128,8 @@ def _batched_products(out_run, precision, x, weight):
     return y.reshape(count, x.shape[0], outputs // out_run, out_run).transpose(1, 2, 0, 3)
 
 
-def _forward(out_run, precision, x, weight):
-    return _batched_products(out_run, precision, x, weight), (x, weight)
-
-
-def _backward(out_run, precision, saved, dy):
-    x, weight = saved
+def _backward(options, saved, dy):
+    (out_run, precision), (x, weight) = options, saved
     value, gradient = _types(precision)
     split = weight.reshape(*weight.shape[:2], dy.shape[1], out_run)
     dx = _dot(dy, split, ((1, 3), (2, 3)), (2, 0), (gradient, value))
@@ -136,7 +138,7 @@ def _backward(out_run, precision, saved, dy):
     return dx, dweight.reshape(weight.shape).astype(weight.dtype)
 
 
-_batched_products.defvjp(_forward, _backward)
+_batched_products = derivatives.bilinear(_value, _backward)
 
 
 def _types(precision):

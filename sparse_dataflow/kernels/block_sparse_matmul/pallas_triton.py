@@ -22,8 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.kernels.block_sparse_matmul import fused
+from sparse_dataflow.kernels import derivatives
 from sparse_dataflow.kernels.dispatch import Shaped
 from sparse_dataflow.sparsity.layout import LayoutTables
 
@@ -47,26 +46,9 @@ OLDEST = 8
 
 
 def block_sparse_matmul(x: jax.Array, values: jax.Array, tables: LayoutTables) -> jax.Array:
-    """Compute `x @ W`; differentiable in x and values.
-
-    Args:
-      x: bfloat16 [tokens, in_features].
-      values: bfloat16 [nnz, block, block], as `BlockLayout` orders them.
-      tables: `BlockLayout.tables()`, concrete or traced.
-
-    Returns:
-      bfloat16 [tokens, out_features].
-
-    Raises:
-      UserError: if `refusal` gives a reason.
-    """
-    if reason := refusal(x, values, tables):
-        raise UserError(f"block_sparse_matmul in Triton: {reason}")
-    out_features = len(tables.in_index) * values.shape[-1]
-    if len(x) == 0:
-        return jnp.zeros((0, out_features), x.dtype)
+    """Compute `api.block_sparse_matmul` of bfloat16 operands."""
     arrays = jax.tree.map(jnp.asarray, tables._replace(groups=None))
-    return _matmul(fused.Options(False, None, out_features), x, values, None, arrays)
+    return _matmul(None, x, values, arrays)
 
 
 def refusal(x: Shaped, values: Shaped, tables: LayoutTables) -> str:
@@ -95,18 +77,16 @@ def _too_old():
     return f"this is {device.device_kind}; legal: NVIDIA GPUs of compute capability {OLDEST}.0 on."
 
 
-def _product(options, x, values, bias, tables, keep):
-    del options, bias, keep
-    return [_line_product(x, values, tables.in_index, tables.in_slot, transposed=False)]
+def _value(_, x, values, tables):
+    return _line_product(x, values, tables.in_index, tables.in_slot, transposed=False)
 
 
-def _gradients(options, x, values, preactivation, dy, tables):
-    del options, preactivation
+def _gradients(_, x, values, tables, dy):
     dx = _line_product(dy, values, tables.out_index, tables.out_slot, transposed=True)
-    return dx, _line_gradient(x, dy, values, tables), dy, None
+    return dx, _line_gradient(x, dy, values, tables)
 
 
-_matmul = fused.differentiable(_product, _gradients)
+_matmul = derivatives.kernel_product(_value, _gradients)
 
 
 def _line_product(x, values, index, slot, transposed):

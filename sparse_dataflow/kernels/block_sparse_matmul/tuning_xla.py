@@ -40,13 +40,7 @@ TuningConfig = ProductTuning[TokenTiles, TokenTiles]
 
 
 def default_tuning(x: jax.Array, values: jax.Array, tables: LayoutTables) -> TuningConfig:
-    """Return measured tile sizes for these shapes, else as many tokens as GATHERED_BYTES hold.
-
-    Args:
-      x: [tokens, in_features]; only shapes and dtypes are read.
-      values: [nnz, block, block].
-      tables: layout tables, concrete or traced.
-    """
+    """Return measured tile sizes for these shapes, else as many tokens as GATHERED_BYTES hold."""
     return TuningConfig(**tuned.choose_tiles(spaces(x, values, tables)))
 
 

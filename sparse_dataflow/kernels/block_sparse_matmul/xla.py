@@ -6,13 +6,11 @@ The gradient is explicit, because autodiff of a gather is a scatter.  Few rows o
 `xla_few_rows`.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_dataflow.kernels import dispatch
+from sparse_dataflow.kernels import derivatives, dispatch
 from sparse_dataflow.kernels.block_sparse_matmul import xla_few_rows
 from sparse_dataflow.kernels.block_sparse_matmul.tuning_xla import TuningConfig, default_tuning
 from sparse_dataflow.sparsity.layout import LayoutTables
@@ -30,18 +28,13 @@ def block_sparse_matmul(
     return _matmul(tuning, x, values, tables)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(tuning, x, values, tables):
+def _value(tuning, x, values, tables):
     if dispatch.at_most(x.shape[0], xla_few_rows.FEW_ROWS):
         return xla_few_rows.product(x, values, tables)
     weight = _values_by_line(values, tables.in_slot)
     weight = weight.reshape(len(weight), -1, weight.shape[-1])
     stored = _stored(values, tables.in_slot)
     return _product(x, tables.in_index, stored, weight, tuning and tuning.forward)
-
-
-def _forward(tuning, x, values, tables):
-    return _matmul(tuning, x, values, tables), (x, values, tables)
 
 
 def _backward(tuning, saved, dy):
@@ -69,7 +62,7 @@ def _backward(tuning, saved, dy):
     return dx, dw.astype(values.dtype), None
 
 
-_matmul.defvjp(_forward, _backward)
+_matmul = derivatives.bilinear(_value, _backward)
 
 
 def _values_by_line(values, slots):

@@ -12,12 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparse_dataflow.kernels import derivatives
+from sparse_dataflow.kernels.dispatch import Shaped
 from sparse_dataflow.sparsity.layout import BlockLayout
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def block_sparse_matmul(x: jax.Array, values: jax.Array, layout: BlockLayout) -> jax.Array:
     """Compute `x @ W` for x [tokens, in_features], values [nnz, block, block], in x's dtype."""
+    return _matmul(layout, x, values)
+
+
+def refusal(x: Shaped, values: Shaped, layout: BlockLayout | None) -> str:
+    """Return why a layout cannot be specialised; empty if it can."""
+    return "" if layout else "it needs concrete numpy tables, not traced ones."
+
+
+def _value(layout, x, values):
     return _product(x, values, layout, transposed=False)
 
 
@@ -36,10 +46,6 @@ def _product(x, values, layout, transposed):
     return assemble(pieces, layout.block)
 
 
-def _forward(x, values, layout):
-    return block_sparse_matmul(x, values, layout), (x, values)
-
-
 def _backward(layout, saved, dy):
     x, values = saved
     dx = _product(dy, values, layout, transposed=True)
@@ -51,7 +57,7 @@ def _backward(layout, saved, dy):
     return dx, stored_gradient(groups, layout).astype(values.dtype)
 
 
-block_sparse_matmul.defvjp(_forward, _backward)
+_matmul = derivatives.bilinear(_value, _backward)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -5,7 +5,6 @@ chunk's logits, and the backward pass only scales them (arXiv 2411.09009; Liger'
 cross-entropy, arXiv 2410.10989).
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_dataflow.kernels import dispatch
+from sparse_dataflow.kernels import derivatives, dispatch
 from sparse_dataflow.kernels.cross_entropy import vocabulary
 from sparse_dataflow.kernels.cross_entropy.vocabulary import Axis
 
@@ -60,7 +59,6 @@ def token_scores(
     return results
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def weighted_loss(
     x: jax.Array,
     embedding: jax.Array,
@@ -75,15 +73,21 @@ def weighted_loss(
     `weights` is float32 [tokens].  Differentiable in x and embedding.  Over an axis, every device
     returns an equal share of the sum, and dx of its own rows: sum both over the devices.
     """
-    losses, _ = token_scores(x, embedding, targets, axis, size, cap)
-    return _share(jnp.sum(losses * weights), axis)
+    return _weighted_loss((axis, size, cap), x, embedding, targets, weights)
+
+
+def _value(options, x, embedding, targets, weights):
+    losses, _ = token_scores(x, embedding, targets, *options)
+    return _share(jnp.sum(losses * weights), options[0])
 
 
 def _share(total, axis):
     return total if axis is None else total / lax.axis_size(axis)
 
 
-def _forward(x, embedding, targets, weights, axis, size, cap):
+def _forward(options, x, embedding, targets, weights):
+    axis, size, cap = options
+
     def chunk(x, targets, weights):
         within = capped(logits_of(x, embedding), cap)
         logits = vocabulary.mask_padding(within, size, axis)
@@ -98,11 +102,11 @@ def _forward(x, embedding, targets, weights, axis, size, cap):
     return _share(loss, axis), gradients
 
 
-def _backward(axis, size, cap, gradients, cotangent):
+def _backward(_, gradients, cotangent):
     return *scaled(gradients, cotangent), None, None
 
 
-weighted_loss.defvjp(_forward, _backward)
+_weighted_loss = derivatives.differentiable(_value, _backward, forward=_forward)
 
 
 def loss_and_gradients(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sparse_dataflow.kernels import derivatives
 from sparse_dataflow.kernels.cross_entropy.api import logits_of, loss_and_gradients, scaled
 
 
@@ -25,7 +26,6 @@ class TeacherOutput(NamedTuple):
     weight: jax.Array
 
 
-@jax.custom_vjp
 def distillation_loss(
     x: jax.Array,
     embedding: jax.Array,
@@ -49,10 +49,14 @@ def distillation_loss(
     Returns:
       A float32 scalar.
     """
-    return _forward(x, embedding, targets, weights, teacher)[0]
+    return _distillation_loss(None, x, embedding, targets, weights, teacher)
 
 
-def _forward(x, embedding, targets, weights, teacher):
+def _value(_, *operands):
+    return _forward(_, *operands)[0]
+
+
+def _forward(_, x, embedding, targets, weights, teacher):
     def chunk(x, targets, weights, teacher_x):
         log_student = jax.nn.log_softmax(logits_of(x, embedding))
         log_teacher = jax.nn.log_softmax(logits_of(teacher_x, teacher.embedding))
@@ -67,8 +71,8 @@ def _forward(x, embedding, targets, weights, teacher):
     return loss_and_gradients(chunk, embedding, x, targets, weights, teacher.x)
 
 
-def _backward(gradients, cotangent):
+def _backward(_, gradients, cotangent):
     return *scaled(gradients, cotangent), None, None, None
 
 
-distillation_loss.defvjp(_forward, _backward)
+_distillation_loss = derivatives.differentiable(_value, _backward, forward=_forward)

@@ -9,13 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparse_dataflow.kernels import derivatives
+
 _PRODUCT, _TRANSPOSED = "sgd,gdf->sgf", "sgf,gdf->sgd"
 
 
-@jax.custom_vjp
 def expert_matmul(x_SxGxD: jax.Array, weights_ExGxDxF: jax.Array, tiles_T: jax.Array) -> jax.Array:
     """See `api.expert_matmul`."""
-    return _products(x_SxGxD, weights_ExGxDxF, tiles_T, _PRODUCT)
+    return _matmul(None, x_SxGxD, weights_ExGxDxF, tiles_T)
+
+
+def _value(_, x, weights, tiles):
+    return _products(x, weights, tiles, _PRODUCT)
 
 
 def _products(x, weights, tiles, equation):
@@ -45,11 +50,7 @@ def _einsum(equation, a, b):
     return jnp.einsum(equation, a.astype(wide), b.astype(wide))
 
 
-def _forward(x, weights, tiles):
-    return expert_matmul(x, weights, tiles), (x, weights, tiles)
-
-
-def _backward(saved, dy):
+def _backward(_, saved, dy):
     x, weights, tiles = saved
     dx = _products(dy, weights, tiles, _TRANSPOSED)
     wide = jnp.promote_types(weights.dtype, jnp.float32)
@@ -62,4 +63,4 @@ def _backward(saved, dy):
     return dx, total.astype(weights.dtype), None
 
 
-expert_matmul.defvjp(_forward, _backward)
+_matmul = derivatives.bilinear(_value, _backward)

@@ -8,13 +8,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from sparse_dataflow.kernels import derivatives
+
 _SCALE, _CUBIC = 0.7978845608028654, 0.044715  # sqrt(2 / pi), and the paper's constant
 
 
-@jax.custom_vjp
 def gelu(x: jax.Array) -> jax.Array:
     """Compute 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x³))), elementwise, in x's dtype."""
-    return value_and_derivative(x)[0]
+    return _gelu(x)
 
 
 def value_and_derivative(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -42,12 +43,12 @@ def gelu_backward(dy: jax.Array, preactivation: jax.Array) -> jax.Array:
 
 def saving_input(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
     """Return an elementwise function whose gradient saves only the input."""
-    saving = jax.custom_vjp(function)
-    saving.defvjp(lambda x: (function(x), x), lambda x, dy: jax.vjp(function, x)[1](dy))
-    return saving
+    return derivatives.elementwise(function, lambda x, dy: jax.vjp(function, x)[1](dy)[0])
 
 
 silu = saving_input(jax.nn.silu)
 """x sigmoid(x), elementwise."""
 
-gelu.defvjp(lambda x: (gelu(x), x), lambda x, dy: (dy * value_and_derivative(x)[1],))
+_gelu = derivatives.elementwise(
+    lambda x: value_and_derivative(x)[0], lambda x, dy: dy * value_and_derivative(x)[1]
+)

@@ -8,7 +8,6 @@ The backward pass quantises its operands along the axes that it sums.  No scale 
 another token's activations in the forward pass, nor on weights of another output.
 """
 
-import functools
 import importlib
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.kernels import derivatives
 
 
 class Types(NamedTuple):
@@ -80,18 +80,17 @@ def dot_general(
     return qwix.dot_general(*operands, dimension_numbers).astype(a.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul(x: jax.Array, weight: jax.Array, precision: str) -> jax.Array:
     """Multiplies x [tokens, inputs] and weight [inputs, outputs] in a precision of TYPES.
 
     Both products of the backward pass are quantised too.
     """
+    return _matmul(precision, x, weight)
+
+
+def _value(precision, x, weight):
     value = TYPES[precision].value
     return dot_general(x, weight, (((1,), (0,)), ((), ())), (value, value))
-
-
-def _forward(x, weight, precision):
-    return matmul(x, weight, precision), (x, weight)
 
 
 def _backward(precision, saved, dy):
@@ -102,4 +101,4 @@ def _backward(precision, saved, dy):
     return dx, dweight.astype(weight.dtype)
 
 
-matmul.defvjp(_forward, _backward)
+_matmul = derivatives.bilinear(_value, _backward)

@@ -1,32 +1,36 @@
 """The products of a block-sparse MLP as one op, so that a kernel may fuse them."""
 
-import importlib
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.block_sparse_matmul import api as matmul
 from sparse_dataflow.kernels.block_sparse_matmul import xla_few_rows
-from sparse_dataflow.kernels.gelu.api import gelu
+from sparse_dataflow.kernels.op import Implementation, Op
+from sparse_dataflow.kernels.sparse_mlp.operands import Operands
 from sparse_dataflow.sparsity.layout import LayoutTables
 
-_KERNELS = {
-    "pallas_tpu_grouped": "tpu",
-    "pallas_tpu": "tpu",
-    "pallas_hopper": "gpu",
-    "xla_static": "cpu",
-}
-"""Module of each fused implementation -> the platform that it runs on.  Of several, the first that
-does not refuse runs."""
+OP = Op(
+    __package__,
+    {
+        "products": Implementation("products"),
+        "pallas_tpu_grouped": Implementation("pallas_tpu_grouped", "tpu", partitioned=False),
+        "pallas_tpu": Implementation("pallas_tpu", "tpu", partitioned=False),
+        "pallas_hopper": Implementation("pallas_hopper", "gpu", partitioned=False),
+        "xla_static": Implementation("xla_static", "cpu"),
+    },
+    fallback=("products",),
+)
+"""An implementation has `sparse_mlp(operands)`, for `Operands` of at least one token, and `refusal`
+of them.  If it has tiles, it takes them as `tuning`."""
 
-_GATED = {"tpu": "pallas_tpu_grouped", "cpu": "xla_static"}
-"""Platform -> the implementation that has a gate."""
-
-IMPLEMENTATIONS = ("products", *_KERNELS)
+IMPLEMENTATIONS = tuple(OP.implementations)
 
 
 def sparse_mlp(
@@ -37,6 +41,7 @@ def sparse_mlp(
     tables_in: LayoutTables,
     tables_out: LayoutTables,
     implementation: str | None = None,
+    tuning: Any = None,
 ) -> jax.Array:
     """Compute gelu(x W_in + bias_in) W_out; differentiable in the first four arguments.
 
@@ -52,6 +57,7 @@ def sparse_mlp(
         hidden layer in VMEM, of equal groups and where that is faster; "pallas_hopper" fuses the
         GELU and its derivative into the products; "xla_static" runs group by group, of concrete
         tables whose groups of W_out each read the hidden features of one group of W_in.
+      tuning: tile sizes of a named implementation, or None for its heuristic's.
 
     Returns:
       [..., out_features] in x's dtype.
@@ -59,26 +65,18 @@ def sparse_mlp(
     Raises:
       UserError: if shapes disagree or a named implementation cannot run.
     """
-    tables_in, tables_out = _checked(x, (values_in, values_out), (tables_in, tables_out))
-    features = len(tables_in.in_index) * values_in.shape[-1]
-    if bias_in.shape != (features,):
-        raise UserError(f"bias_in has shape {bias_in.shape}; legal: ({features},).")
+    tables = _checked(x, (values_in, values_out), (tables_in, tables_out))
     flat = x.reshape(-1, x.shape[-1])
-    stored = (values_in, values_out, tables_in, tables_out)
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise UserError(
-            f"implementation {implementation!r} is unknown; legal: {', '.join(IMPLEMENTATIONS)}."
-        )
+    mlp = Operands(flat, values_in, bias_in, values_out, *tables)
+    if bias_in.shape != (legal := mlp.hidden.shape[1:]):
+        raise UserError(f"bias_in has shape {bias_in.shape}; legal: {legal}.")
     if implementation is None:
-        implementation = _choose(flat, *stored)
-    elif reason := _refusal(implementation, flat, *stored):
-        raise UserError(f"implementation {implementation!r} cannot run: {reason} Legal: products.")
-    if implementation == "products":
-        hidden = matmul.block_sparse_matmul(x, values_in, tables_in) + bias_in
-        return matmul.block_sparse_matmul(gelu(hidden.astype(x.dtype)), values_out, tables_out)
-    operands = (flat, values_in, bias_in, values_out)
-    y = _import_kernels(implementation).sparse_mlp(*operands, tables_in, tables_out)
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+        # A GPU multiplies groups by dense products of the vendor's library.
+        grouped = dispatch.platform() == "gpu" and all(each.groups for each in tables)
+        implementation = OP.choose([] if grouped or _few_rows(x) else OP.of_platform(), mlp)
+    else:
+        OP.check(implementation, mlp)
+    return _run(implementation, x, mlp, tuning)
 
 
 def gated_sparse_mlp(
@@ -103,28 +101,26 @@ def gated_sparse_mlp(
     Raises:
       UserError: if shapes disagree.
     """
-    platform = dispatch.platform()
-    if not (name := _GATED.get(platform)) or _has_few_rows(x):
-        return None
     values_gate, values_in, values_out = values
-    tables_gate, tables_in, tables_out = _checked(x, values, tables)
-    flat, kernels = x.reshape(-1, x.shape[-1]), _import_kernels(name)
-    if activation not in kernels.ACTIVATIONS:
-        reason = f"the activation is {activation}; legal: {', '.join(kernels.ACTIVATIONS)}."
-    elif values_gate.shape != values_in.shape or not _equal_layouts(tables_gate, tables_in):
-        reason = "the layouts of W_gate and W_in differ, or are shards of layouts."
-    else:
-        operands = flat, values_in, values_out, tables_in, tables_out
-        reason = kernels.refusal(*operands, gated=True) or _sharding_refusal(name)
-    chosen = "products" if reason else name
-    dispatch.log_choice("gated_sparse_mlp", chosen, platform, reason)
-    if reason:
+    if _few_rows(x):
         return None
-    y = kernels.sparse_mlp(
-        *(flat, values_in, None, values_out, tables_in, tables_out),
-        values_gate=values_gate,
-        activation=activation,
-    )
+    tables_gate, tables_in, tables_out = _checked(x, values, tables)
+    if values_gate.shape != values_in.shape or not _equal_layouts(tables_gate, tables_in):
+        return None
+    flat = x.reshape(-1, x.shape[-1])
+    stored = values_in, None, values_out, tables_in, tables_out, values_gate
+    mlp = Operands(flat, *stored, activation=activation)
+    name = OP.choose(OP.of_platform(), mlp)
+    return None if name in OP.fallback else _run(name, x, mlp)
+
+
+def _run(name, x, mlp, tuning=None):
+    if mlp.x.shape[0] == 0:
+        features = len(mlp.tables_out.in_index) * mlp.values_out.shape[-1]
+        return jnp.zeros((*x.shape[:-1], features), x.dtype)
+    mlp = mlp._replace(x=x) if name == "products" else mlp
+    tiles = {} if tuning is None else {"tuning": tuning}
+    y = OP.load(name).sparse_mlp(mlp, **tiles)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -160,41 +156,6 @@ def _checked(x, values, tables):
     ]
 
 
-def _choose(flat, *stored):
-    """Return the first implementation of the target platform that does not refuse."""
-    platform, reasons = dispatch.platform(), []
-    names = [name for name, required in _KERNELS.items() if required == platform]
-    # A GPU multiplies groups by dense products of the vendor's library.
-    if _has_few_rows(flat) or (platform == "gpu" and all(tables.groups for tables in stored[2:])):
-        names = []
-    for name in [*names, "products"]:
-        reason = _refusal(name, flat, *stored)
-        if not reason:
-            break
-        reasons.append(reason)
-    dispatch.log_choice("sparse_mlp", name, platform, " ".join(reasons))
-    return name
-
-
-def _has_few_rows(x):
+def _few_rows(x):
     """Whether a CPU has products of their own for so few rows of x [..., features]."""
     return dispatch.platform() == "cpu" and math.prod(x.shape[:-1]) <= xla_few_rows.FEW_ROWS
-
-
-def _refusal(name, flat, *stored):
-    """Return why an implementation cannot run here; empty if it can."""
-    if name == "products":
-        return ""
-    required = _KERNELS[name]
-    if dispatch.platform() != required:
-        return f"it runs on {required}, and this is {dispatch.platform()}."
-    return _import_kernels(name).refusal(flat, *stored) or _sharding_refusal(name)
-
-
-def _sharding_refusal(name):
-    """Return why a Pallas kernel cannot run here; empty for one that can, and for plain XLA."""
-    return "" if name == "xla_static" else dispatch.sharding_refusal()
-
-
-def _import_kernels(name):
-    return importlib.import_module(f"{__package__}.{name}")

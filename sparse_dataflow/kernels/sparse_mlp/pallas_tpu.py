@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.kernels import derivatives
 from sparse_dataflow.kernels.block_sparse_matmul import fused
 from sparse_dataflow.kernels.block_sparse_matmul.tpu import api as products
 from sparse_dataflow.kernels.block_sparse_matmul.tpu import tuning as sizes
@@ -23,8 +23,8 @@ from sparse_dataflow.kernels.block_sparse_matmul.tpu.shapes import (
 )
 from sparse_dataflow.kernels.block_sparse_matmul.tpu.tables import smem_bytes
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu_kernels as kernels
+from sparse_dataflow.kernels.sparse_mlp.operands import Operands
 from sparse_dataflow.kernels.sparse_mlp.tuning import MlpShape, MlpTuning, fused_tuning
-from sparse_dataflow.sparsity.layout import LayoutTables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,69 +35,32 @@ class _Options:
     out_features: int
 
 
-def sparse_mlp(
-    x: jax.Array,
-    values_in: jax.Array,
-    bias_in: jax.Array,
-    values_out: jax.Array,
-    tables_in: LayoutTables,
-    tables_out: LayoutTables,
-    *,
-    tuning: MlpTuning | None = None,
-) -> jax.Array:
-    """Compute `api.sparse_mlp` of bfloat16 or float32 [tokens, in_features].
-
-    Takes its other arguments too, and `tuning`, the tile sizes; None for `default_tuning`.
-
-    Returns:
-      [tokens, out_features] in x's dtype; sums, bias and activation in float32.
-
-    Raises:
-      UserError: if `refusal` gives a reason.
-    """
-    if reason := refusal(x, values_in, values_out, tables_in, tables_out):
-        raise UserError(f"sparse_mlp on TPU: {reason}")
-    out_features = len(tables_out.in_index) * values_out.shape[1]
-    if len(x) == 0:
-        return jnp.zeros((0, out_features), x.dtype)
-    tuning = tuning or default_tuning(x, values_in, values_out, tables_in, tables_out)
-    options = _Options(tuning, out_features)
-    lines = (
-        build_tile_tables(tables_in, values_in.shape[1]),
-        build_tile_tables(tables_out, values_out.shape[1]),
-    )
+def sparse_mlp(mlp: Operands, *, tuning: MlpTuning | None = None) -> jax.Array:
+    """Compute the MLP of bfloat16 or float32; sums, bias and activation in float32."""
+    tuning = tuning or default_tuning(mlp)
+    options = _Options(tuning, len(mlp.tables_out.in_index) * mlp.values_out.shape[1])
     # Two products save the pre-activation themselves.
     run = _pair if tuning.forward is None else _mlp
-    return run(options, x, values_in, bias_in, values_out, *lines)
+    return run(options, *mlp[:4], *_lines(mlp))
 
 
-def refusal(
-    x: jax.Array,
-    values_in: jax.Array,
-    values_out: jax.Array,
-    tables_in: LayoutTables,
-    tables_out: LayoutTables,
-) -> str:
+def refusal(mlp: Operands) -> str:
     """Return why the target TPU cannot run these operands; empty if it can."""
-    return products.refusal(x, values_in, tables_in, activated=True) or products.refusal(
-        x, values_out, tables_out
+    return (
+        mlp.plain_refusal()
+        or products.refusal(mlp.x, mlp.values_in, mlp.tables_in, activated=True)
+        or products.refusal(mlp.x, mlp.values_out, mlp.tables_out)
     )
 
 
-def default_tuning(
-    x: jax.Array,
-    values_in: jax.Array,
-    values_out: jax.Array,
-    tables_in: LayoutTables,
-    tables_out: LayoutTables,
-) -> MlpTuning:
+def default_tuning(mlp: Operands) -> MlpTuning:
     """Return the tile sizes on the target TPU, and which passes are fused.
 
     Raises:
       UserError: if no tile of a single product fits VMEM.
     """
-    lines_in = build_tile_tables(tables_in, values_in.shape[1])
-    lines_out = build_tile_tables(tables_out, values_out.shape[1])
+    x, values_in, _, values_out, *_ = mlp
+    lines_in, lines_out = _lines(mlp)
     unfused = MlpTuning(
         forward=None,
         backward=None,
@@ -107,6 +70,13 @@ def default_tuning(
     )
     shape = _shape(x, values_in, values_out, lines_in, lines_out)
     return unfused if shape is None else fused_tuning(unfused, shape, sizes.budget())
+
+
+def _lines(mlp):
+    return (
+        build_tile_tables(mlp.tables_in, mlp.values_in.shape[1]),
+        build_tile_tables(mlp.tables_out, mlp.values_out.shape[1]),
+    )
 
 
 def _shape(x, values_in, values_out, lines_in, lines_out):
@@ -129,12 +99,7 @@ def _stored_bytes(values):
     return values.shape[0] * values.shape[1] * tile_side(values) * values.dtype.itemsize
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(options, *operands):
-    return _value(options, *operands)
-
-
-@fused.batchable
+@derivatives.batchable
 def _value(options, x, values_in, bias_in, values_out, lines_in, lines_out):
     y = kernels.forward(
         pad_to(x, padded_widths(lines_in, values_in)[0]),
@@ -149,15 +114,11 @@ def _value(options, x, values_in, bias_in, values_out, lines_in, lines_out):
     return y[: len(x), : options.out_features]
 
 
-def _forward(options, *operands):
-    return _value(options, *operands), (operands,)
-
-
 def _backward(options, saved, dy):
-    return *_gradients(options, *saved[0], dy), None, None
+    return *_gradients(options, *saved, dy), None, None
 
 
-@fused.batchable
+@derivatives.batchable
 def _gradients(options, x, values_in, bias_in, values_out, lines_in, lines_out, dy):
     tuning = options.tuning
     if tuning.backward is None:
@@ -185,9 +146,6 @@ def _gradients(options, x, values_in, bias_in, values_out, lines_in, lines_out, 
     return dx[: len(x), : x.shape[1]], dvalues_in, dbias, dvalues_out
 
 
-_mlp.defvjp(_forward, _backward)
-
-
 def _pair(options, x, values_in, bias_in, values_out, lines_in, lines_out):
     """Compute the MLP as two products, the first with bias and GELU in its epilogue."""
     tuning = options.tuning
@@ -195,6 +153,9 @@ def _pair(options, x, values_in, bias_in, values_out, lines_in, lines_out):
     second = fused.Options(False, tuning.product_out, options.out_features)
     hidden = products.fused_product(first, x, values_in, bias_in, lines_in)
     return products.fused_product(second, hidden, values_out, None, lines_out)
+
+
+_mlp = derivatives.differentiable(_value, _backward, tangent=derivatives.tangent_of(_pair))
 
 
 def _bias(bias, lines, values):

@@ -6,24 +6,21 @@ pre-activations, as single products would; a forward pass alone writes nothing b
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 
-from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.kernels.block_sparse_matmul import fused, grouped
+from sparse_dataflow.kernels import derivatives
+from sparse_dataflow.kernels.block_sparse_matmul import grouped
 from sparse_dataflow.kernels.block_sparse_matmul.tpu.tuning import LANES, limits
 from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped import api as products
 from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped.windows import Columns
 from sparse_dataflow.kernels.dispatch import Shaped
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu_grouped_kernels as kernels
 from sparse_dataflow.kernels.sparse_mlp import tuning_grouped
+from sparse_dataflow.kernels.sparse_mlp.operands import Operands
 from sparse_dataflow.kernels.sparse_mlp.tuning_grouped import GroupedMlpTuning
-from sparse_dataflow.sparsity.layout import Groups, LayoutTables
-
-ACTIVATIONS = tuple(kernels.ACTIVATIONS)
-"""Legal activations."""
+from sparse_dataflow.sparsity.layout import Groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,34 +32,12 @@ class _Options:
     activation: str
 
 
-def sparse_mlp(
-    x: jax.Array,
-    values_in: jax.Array,
-    bias_in: jax.Array | None,
-    values_out: jax.Array,
-    tables_in: LayoutTables,
-    tables_out: LayoutTables,
-    values_gate: jax.Array | None = None,
-    activation: str = "gelu",
-) -> jax.Array:
-    """Compute the MLP of `grouped_mlp` from stored blocks; arguments as in `api.sparse_mlp`.
-
-    Args:
-      x: see `api.sparse_mlp`, also for the next five.
-      values_in: of W_in.
-      bias_in: of W_in; None for none.
-      values_out: of W_out.
-      tables_in: layout of W_in and W_gate, with groups.
-      tables_out: layout of W_out, with groups.
-      values_gate: stored blocks of W_gate; None for an MLP without a gate.
-      activation: key of `pallas_tpu_grouped_kernels.ACTIVATIONS`.
-
-    Raises:
-      UserError: if `refusal` gives a reason.
-    """
+def sparse_mlp(mlp: Operands, *, tuning: GroupedMlpTuning | None = None) -> jax.Array:
+    """Compute the MLP of `grouped_mlp` from stored blocks."""
+    x, values_in, bias_in, values_out, tables_in, tables_out, values_gate, activation = mlp
     groups_in, groups_out = tables_in.groups, tables_out.groups
-    block = values_in.shape[-1]
     assert groups_in and groups_out
+    block = values_in.shape[-1]
     weight_in = grouped.group_values(values_in, tables_in, groups_in)
     x = grouped.own_inputs(x, tables_in, groups_in, block)
     y = grouped_mlp(
@@ -77,30 +52,25 @@ def sparse_mlp(
             None if values_gate is None else grouped.group_values(values_gate, tables_in, groups_in)
         ),
         activation=activation,
+        tuning=tuning,
     )
     return grouped.among_outputs(y, tables_out, groups_out, block)
 
 
-def refusal(
-    x: Shaped,
-    values_in: Shaped,
-    values_out: Shaped,
-    tables_in: LayoutTables,
-    tables_out: LayoutTables,
-    gated: bool = False,
-) -> str:
+def refusal(mlp: Operands) -> str:
     """Return why the target TPU cannot run these operands; empty if it can."""
-    groups_in, groups_out = tables_in.groups, tables_out.groups
+    groups_in, groups_out = mlp.tables_in.groups, mlp.tables_out.groups
     if not groups_in or not groups_out:
         return "a layout has no equal groups, or may change."
-    block = values_in.shape[-1]
-    if values_out.shape[-1] != block:
-        return f"the blocks have sides of {block} and {values_out.shape[-1]}; legal: one side."
-    x, weight_in = grouped.operand_shapes(x, values_in, tables_in, groups_in)
-    hidden = jax.ShapeDtypeStruct((len(x), len(tables_in.in_index) * block), x.dtype)
-    weight_out = grouped.operand_shapes(hidden, values_out, tables_out, groups_out)[1]
+    if mlp.activation not in kernels.ACTIVATIONS:
+        return f"the activation is {mlp.activation}; legal: {', '.join(kernels.ACTIVATIONS)}."
+    block, sides = mlp.values_in.shape[-1], {mlp.values_in.shape[-1], mlp.values_out.shape[-1]}
+    if len(sides) > 1:
+        return f"the blocks have sides of {sorted(sides)}; legal: one side."
+    x, weight_in = grouped.operand_shapes(mlp.x, mlp.values_in, mlp.tables_in, groups_in)
+    weight_out = grouped.operand_shapes(mlp.hidden, mlp.values_out, mlp.tables_out, groups_out)[1]
     groups_in = products.lane_groups(groups_in, weight_in, block)
-    groups = groups_in, groups_out
+    groups, gated = (groups_in, groups_out), mlp.values_gate is not None
     return groups_refusal(x, weight_in, weight_out, *groups, block=block, gated=gated)
 
 
@@ -135,25 +105,10 @@ def grouped_mlp(
 
     Returns:
       [tokens, out_features] in x's dtype; sums, bias and activation in float32.
-
-    Raises:
-      UserError: if `groups_refusal` gives a reason, or the bias has another shape.
     """
-    gated, groups = weight_gate is not None, (groups_in, groups_out)
-    if reason := groups_refusal(x, weight_in, weight_out, *groups, block=block, gated=gated):
-        raise UserError(f"sparse_mlp on TPU: {reason}")
-    if weight_gate is not None and weight_gate.shape != weight_in.shape:
-        raise UserError(f"weight_gate has shape {weight_gate.shape}; legal: {weight_in.shape}.")
-    if activation not in ACTIVATIONS:
-        legal = ", ".join(ACTIVATIONS)
-        raise UserError(f"activation {activation!r} is unknown; legal: {legal}.")
     left, hidden = products.sides_of(weight_in, groups_in, block)
     right = products.sides_of(weight_out, groups_out, block)[1]
-    if bias_in is not None and bias_in.shape != (hidden.features,):
-        raise UserError(f"bias_in has shape {bias_in.shape}; legal: ({hidden.features},).")
-    if len(x) == 0:
-        return jnp.zeros((0, right.features), x.dtype)
-    tuning = tuning or default_tuning(x, weight_in, weight_out, gated)
+    tuning = tuning or default_tuning(x, weight_in, weight_out, weight_gate is not None)
     assert tuning is not None
     options = _Options(tuning, (left, hidden, right), activation)
     weights_in = (weight_in,) if weight_gate is None else (weight_in, weight_gate)
@@ -179,8 +134,8 @@ def groups_refusal(
         )
     hidden = jax.ShapeDtypeStruct((len(x), len(weight_out) * weight_out.shape[1]), x.dtype)
     for reason in (
-        products.refusal(x, weight_in, groups_in, block=block),
-        products.refusal(hidden, weight_out, groups_out, block=block),
+        products.groups_refusal(x, weight_in, groups_in, block=block),
+        products.groups_refusal(hidden, weight_out, groups_out, block=block),
     ):
         if reason:
             return reason
@@ -201,7 +156,7 @@ def default_tuning(
     return tuning_grouped.choose_tuning(products.padded_tokens(x), group, x.dtype.itemsize)
 
 
-@fused.batchable
+@derivatives.batchable
 def _product(options, x, weights_in, bias_in, weight_out, *, with_preactivation):
     left, hidden, right = options.columns
     return kernels.forward(
@@ -217,22 +172,20 @@ def _product(options, x, weights_in, bias_in, weight_out, *, with_preactivation)
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(options, *operands):
+def _value(options, *operands):
     return _product(options, *operands, with_preactivation=False)[0][: len(operands[0])]
 
 
 def _forward(options, *operands):
     y, preactivation = _product(options, *operands, with_preactivation=True)
-    return y[: len(operands[0])], (operands, preactivation)
+    return y[: len(operands[0])], (*operands, preactivation)
 
 
 def _backward(options, saved, dy):
-    operands, preactivation = saved
-    return _gradients(options, *operands, preactivation, dy)
+    return _gradients(options, *saved, dy)
 
 
-@fused.batchable
+@derivatives.batchable
 def _gradients(options, x, weights_in, bias_in, weight_out, preactivation, dy):
     left, hidden, right = options.columns
     dx, dweights_in, dbias, dweight_out = kernels.backward(
@@ -252,4 +205,16 @@ def _gradients(options, x, weights_in, bias_in, weight_out, preactivation, dy):
     return dx[: len(x)], dweights_in, dbias, dweight_out
 
 
-_mlp.defvjp(_forward, _backward)
+def _products(options, x, weights_in, bias_in, weight_out):
+    """Computes the MLP as single products."""
+    left, middle, right = options.columns
+    totals = [products.product(x, weight, (left, middle)) for weight in weights_in]
+    totals[0] += 0 if bias_in is None else bias_in.astype(x.dtype)
+    hidden = kernels.ACTIVATIONS[options.activation](totals[-1].astype(jnp.float32))[0]
+    hidden = hidden * totals[0] if len(totals) > 1 else hidden
+    return products.product(hidden.astype(x.dtype), weight_out, (middle, right))
+
+
+_mlp = derivatives.differentiable(
+    _value, _backward, forward=_forward, tangent=derivatives.tangent_of(_products)
+)

@@ -10,11 +10,12 @@ from collections.abc import Callable
 
 import jax
 
-from sparse_dataflow.kernels import dispatch
+from sparse_dataflow.kernels import derivatives
 from sparse_dataflow.kernels.block_sparse_matmul import xla_static
 from sparse_dataflow.kernels.block_sparse_matmul.api import MAX_STATIC_GROUPS, check_operands
 from sparse_dataflow.kernels.gelu.api import gelu, silu
-from sparse_dataflow.sparsity.layout import BlockLayout, LayoutTables
+from sparse_dataflow.kernels.sparse_mlp.operands import Operands
+from sparse_dataflow.sparsity.layout import BlockLayout
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"gelu": gelu, "silu": silu}
 """Elementwise functions of the hidden layer, or of its gate."""
@@ -23,48 +24,18 @@ Chain = tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
 """(Input blocks, hidden blocks, output blocks) of each group."""
 
 
-def sparse_mlp(
-    x: jax.Array,
-    values_in: jax.Array,
-    bias_in: jax.Array | None,
-    values_out: jax.Array,
-    tables_in: LayoutTables,
-    tables_out: LayoutTables,
-    *,
-    values_gate: jax.Array | None = None,
-    activation: str = "gelu",
-) -> jax.Array:
-    """Compute activation(x W_in + bias_in) W_out, or (activation(x W_gate) * x W_in) W_out.
-
-    Args:
-      x: float [tokens, in_features].
-      values_in: stored blocks of W_in, [nnz, block, block].
-      bias_in: [hidden_features], or None.
-      values_out: stored blocks of W_out.
-      tables_in: concrete tables of W_in's layout.
-      tables_out: concrete tables of W_out's layout.
-      values_gate: stored blocks of W_gate, in W_in's layout, or None.
-      activation: key of ACTIVATIONS.
-
-    Returns:
-      [tokens, out_features] in x's dtype; products accumulate in float32 or wider.
-    """
-    layouts = _layouts(x, values_in, values_out, tables_in, tables_out)
-    values = (values_in, values_out, *([] if values_gate is None else [values_gate]))
-    return _mlp(x, values, bias_in, layouts, activation)
+def sparse_mlp(mlp: Operands) -> jax.Array:
+    """Compute the MLP of concrete layouts; products accumulate in float32 or wider."""
+    gate = [] if mlp.values_gate is None else [mlp.values_gate]
+    values = (mlp.values_in, mlp.values_out, *gate)
+    return _mlp((_layouts(mlp), mlp.activation), mlp.x, values, mlp.bias_in)
 
 
-def refusal(
-    x: dispatch.Shaped,
-    values_in: dispatch.Shaped,
-    values_out: dispatch.Shaped,
-    tables_in: LayoutTables,
-    tables_out: LayoutTables,
-    gated: bool = False,
-) -> str:
+def refusal(mlp: Operands) -> str:
     """Return why the operands have no chain of groups or too many; empty if this can run them."""
-    layouts = _layouts(x, values_in, values_out, tables_in, tables_out)
-    if not layouts:
+    if mlp.activation not in ACTIVATIONS:
+        return f"the activation is {mlp.activation}; legal: {', '.join(ACTIVATIONS)}."
+    if not (layouts := _layouts(mlp)):
         return "a layout is data, or the blocks of the weights have two sides."
     if not (groups := chain(*layouts)):
         return "W_out does not read the hidden blocks of each group of W_in together."
@@ -83,23 +54,22 @@ def chain(layout_in: BlockLayout, layout_out: BlockLayout) -> Chain:
     return tuple(groups) if whole and inputs == list(range(layout_in.in_blocks)) else ()
 
 
-def _layouts(x, values_in, values_out, tables_in, tables_out):
+def _layouts(mlp):
     """Return both layouts, of one block size; None if a layout is data."""
-    hidden = jax.ShapeDtypeStruct((len(x), len(tables_in.in_index) * values_in.shape[-1]), x.dtype)
-    layout_in = check_operands(x, values_in, tables_in)
-    layout_out = check_operands(hidden, values_out, tables_out)
+    layout_in = check_operands(mlp.x, mlp.values_in, mlp.tables_in)
+    layout_out = check_operands(mlp.hidden, mlp.values_out, mlp.tables_out)
     if layout_in is None or layout_out is None or layout_in.block != layout_out.block:
         return None
     return layout_in, layout_out
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _mlp(x, values, bias, layouts, activation):
-    return _forward(x, values, bias, layouts, activation)[0]
+def _value(options, *operands):
+    return _forward(options, *operands)[0]
 
 
-def _forward(x, values, bias, layouts, activation):
+def _forward(options, x, values, bias):
     """The output, and of each group the function that gives its gradients."""
+    layouts, activation = options
     layout_in, layout_out = layouts
     block, pieces, pulls = layout_in.block, [], []
     for rows, hidden, outs in chain(*layouts):
@@ -113,7 +83,8 @@ def _forward(x, values, bias, layouts, activation):
     return xla_static.assemble(pieces, block), pulls
 
 
-def _backward(layouts, activation, pulls, dy):
+def _backward(options, pulls, dy):
+    layouts, _ = options
     layout_in, layout_out = layouts
     dxs, dweights, dbiases = [], [], []
     for (rows, hidden, outs), pull in zip(chain(*layouts), pulls):
@@ -131,7 +102,7 @@ def _backward(layouts, activation, pulls, dy):
     return xla_static.assemble(dxs, layout_in.block), dvalues, dbias
 
 
-_mlp.defvjp(_forward, _backward)
+_mlp = derivatives.differentiable(_value, _backward, forward=_forward)
 
 
 def _group(activation, x, weights, bias):

@@ -74,9 +74,9 @@ def block_sparse_matmul(
     derivative of the activation *before* this product.
 
     Args:
-      x: bfloat16 or float32 [tokens, in_features].
-      values: [nnz, block, block] in x's dtype, as `BlockLayout` orders them.
-      tables: `BlockLayout.tables()`, concrete or traced.
+      x: as in `api.block_sparse_matmul`, also the next two; `refusal` has nothing against them.
+      values: stored blocks.
+      tables: index tables.
       bias: [out_features], any float dtype.
       activation: None or "gelu" (tanh form, `kernels.gelu`).  bfloat16 uses the hardware's tanh,
         exact to about 11 bits; float32 uses XLA's.
@@ -84,21 +84,10 @@ def block_sparse_matmul(
 
     Returns:
       [tokens, out_features] in x's dtype; sums, bias and activation in float32.
-
-    Raises:
-      UserError: if `refusal` gives a reason, shapes disagree, or the activation is unknown.
     """
-    if reason := refusal(x, values, tables):
-        raise UserError(f"block_sparse_matmul on Hopper GPUs: {reason}")
-    if activation not in (None, "gelu"):
-        raise UserError(f"activation {activation!r} is unknown; legal: gelu, or None.")
-    result = jax.ShapeDtypeStruct((len(x), len(tables.in_index) * values.shape[1]), x.dtype)
-    if bias is not None and bias.shape != result.shape[1:]:
-        raise UserError(f"The bias has shape {bias.shape}; legal: {result.shape[1:]}.")
-    if len(x) == 0:
-        return jnp.zeros(result.shape, result.dtype)
     tuning = tuning or default_tuning(x, values, tables)
-    options = fused.Options(activation is not None, tuning, result.shape[1])
+    out_features = len(tables.in_index) * values.shape[1]
+    options = fused.Options(activation is not None, tuning, out_features)
     lines = jax.tree.map(jnp.asarray, build_line_tables(tables, len(values), tuning))
     return _matmul(options, x, values, bias, lines)
 
@@ -188,11 +177,7 @@ def default_tuning(
 ) -> TuningConfig:
     """Return the tile sizes for these shapes on the target GPU.
 
-    Args:
-      x: [tokens, in_features]; only shapes and dtypes are read.
-      values: [nnz, block, block].
-      tables: layout tables, concrete or traced.
-      derivative: whether dx is multiplied by an activation's derivative.
+    `derivative` says whether dx is multiplied by an activation's derivative.
     """
     tiles = tuned.choose_tiles(spaces(x, values, tables, derivative=derivative))
     return TuningConfig(**tiles, multiprocessors=sizes.multiprocessors())

@@ -15,7 +15,6 @@ tokens are not a multiple of 16 (of 8 for 32-bit elements).
 import jax
 import jax.numpy as jnp
 
-from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul import fused
 from sparse_dataflow.kernels.block_sparse_matmul.tpu import tuning as sizes
 from sparse_dataflow.kernels.block_sparse_matmul.tpu.gradient import line_gradient
@@ -53,48 +52,26 @@ def block_sparse_matmul(
     activation: str | None = None,
     tuning: TuningConfig | None = None,
 ) -> jax.Array:
-    """Compute activation(x W + bias); differentiable in x, values and bias.
+    """Compute activation(x W + bias) in float32, rounded to x's dtype; differentiable.
 
     Args:
-      x: bfloat16 or float32 [tokens, in_features].
-      values: [nnz, block, block] in x's dtype, as `BlockLayout` orders them.
-      tables: `BlockLayout.tables()`, concrete or traced.
+      x: as in `api.block_sparse_matmul`, also the next two; `refusal` has nothing against them.
+      values: stored blocks.
+      tables: index tables.
       bias: [out_features], any float dtype.
       activation: None or "gelu" (tanh form, `kernels.gelu`).
       tuning: tile sizes; None for `default_tuning`.
-
-    Returns:
-      [tokens, out_features] in x's dtype; sums, bias and activation in float32.
-
-    Raises:
-      UserError: if `refusal` gives a reason, shapes disagree, or the activation is unknown.
     """
-    if reason := refusal(x, values, tables, activated=activation is not None):
-        raise UserError(f"block_sparse_matmul on TPU: {reason}")
-    if activation not in (None, "gelu"):
-        raise UserError(f"activation {activation!r} is unknown; legal: gelu, or None.")
     out_features = len(tables.in_index) * values.shape[1]
-    _check_shape("x", x, (len(x), len(tables.out_index) * values.shape[1]))
-    _check_shape("bias", bias, (out_features,))
-    if len(x) == 0:
-        return jnp.zeros((0, out_features), x.dtype)
     lines = build_tile_tables(tables, values.shape[1])
     tuning = tuning or require_tuning(x, values, lines, activation is not None)
     options = fused.Options(activation is not None, tuning, out_features)
     return fused_product(options, x, values, bias, lines)
 
 
-def _check_shape(name, array, legal):
-    if array is not None and array.shape != legal:
-        raise UserError(f"{name} has shape {array.shape}; legal: {legal}.")
-
-
 def refusal(x: Shaped, values: Shaped, tables: LayoutTables, *, activated: bool = False) -> str:
     """Return why the target TPU cannot run these operands; empty if it can."""
     block = values.shape[-1]
-    if x.ndim != 2 or values.shape != (len(values), block, block):
-        legal = "[tokens, in_features] and [nnz, block, block]"
-        return f"x has shape {x.shape} and values have {values.shape}; legal: {legal}."
     if block not in BLOCKS:
         return f"block {block} does not fit the tiles; legal: {', '.join(map(str, BLOCKS))}."
     if x.dtype != values.dtype or x.dtype not in DTYPES:
@@ -115,11 +92,7 @@ def default_tuning(
 ) -> TuningConfig | None:
     """Return the tile sizes for these shapes on the target TPU; None if no tile fits VMEM.
 
-    Args:
-      x: [tokens, in_features]; only shapes and dtypes are read.
-      values: [nnz, block, block].
-      tables: layout tables, concrete or traced.
-      activated: whether the GELU is fused.
+    `activated` says whether the GELU is fused.
     """
     return choose_tuning(x, values, build_tile_tables(tables, values.shape[-1]), activated)
 

@@ -6,12 +6,13 @@ which copies them, only if the tokens are not a multiple of 16 (for dW also if f
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 
-from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.kernels.block_sparse_matmul import fused, grouped
+from sparse_dataflow.kernels import derivatives
+from sparse_dataflow.kernels.block_sparse_matmul import grouped
 from sparse_dataflow.kernels.block_sparse_matmul.tpu.shapes import pad_to
 from sparse_dataflow.kernels.block_sparse_matmul.tpu.tuning import LANES, limits
 from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped import kernels
@@ -19,54 +20,32 @@ from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped import tuning as si
 from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped.tuning import GroupedTuning
 from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped.windows import Columns
 from sparse_dataflow.kernels.dispatch import Shaped
-from sparse_dataflow.sparsity.layout import Groups
+from sparse_dataflow.sparsity.layout import Groups, LayoutTables
 
 DTYPES = ("bfloat16", "float32")
 """Legal dtypes of x and weight."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Options(fused.Options):
-    """Static options of the op.
-
-    Attributes:
-      sides: columns of x and of y.
-    """
-
-    sides: tuple[Columns, Columns]
-
-
-def grouped_matmul(
+def product(
     x: jax.Array,
     weight: jax.Array,
-    groups: Groups,
-    *,
-    block: int,
+    sides: tuple[Columns, Columns],
     tuning: GroupedTuning | None = None,
 ) -> jax.Array:
-    """Compute x W; differentiable in x and weight.
+    """Compute x W of groups whose runs are whole lanes; differentiable in x and weight.
 
     Args:
       x: bfloat16 or float32 [tokens, in_features].
       weight: [count, in_features / count, out_features / count] in x's dtype; a group's rows and
         columns ascend.
-      groups: which blocks of x and y each group has.
-      block: features of a block.
+      sides: columns of x and of y that each group has.
       tuning: tile sizes; None for `default_tuning`.
 
     Returns:
       [tokens, out_features] in x's dtype; sums in float32.
-
-    Raises:
-      UserError: if `refusal` gives a reason.
     """
-    if reason := refusal(x, weight, groups, block=block):
-        raise UserError(f"grouped_matmul on TPU: {reason}")
-    sides = sides_of(weight, groups, block)
-    if len(x) == 0:
-        return jnp.zeros((0, sides[1].features), x.dtype)
-    tuning = tuning or default_tuning(x, weight, groups, block=block)
-    return _matmul(Options(False, tuning, sides[1].features, sides), x, weight, None, ())
+    tuning = tuning or sizes.choose_tuning(padded_tokens(x), sides, x.dtype.itemsize)
+    return _matmul((tuning, sides), x, weight)
 
 
 def lane_groups(groups: Groups, weight: Shaped, block: int) -> Groups:
@@ -83,14 +62,42 @@ def on_lanes(x: jax.Array, groups: Groups, weight: Shaped, block: int) -> jax.Ar
     return grouped.split(x, groups.count, groups.in_run * block).swapaxes(1, 2).reshape(x.shape)
 
 
-def products(x: jax.Array, weight: jax.Array, groups: Groups, *, block: int) -> jax.Array:
+def products(
+    x: jax.Array,
+    weight: jax.Array,
+    groups: Groups,
+    *,
+    block: int,
+    tuning: GroupedTuning | None = None,
+) -> jax.Array:
     """Compute x W of groups whose runs may be narrower than the lanes; see `grouped.Products`."""
-    x = on_lanes(x, groups, weight, block)
-    return grouped_matmul(x, weight, lane_groups(groups, weight, block), block=block)
+    x, groups = on_lanes(x, groups, weight, block), lane_groups(groups, weight, block)
+    return product(x, weight, sides_of(weight, groups, block), tuning)
 
 
-def refusal(x: Shaped, weight: Shaped, groups: Groups, *, block: int) -> str:
-    """Return why the target TPU cannot run these operands; empty if it can."""
+def block_sparse_matmul(
+    x: jax.Array,
+    values: jax.Array,
+    tables: LayoutTables,
+    *,
+    tuning: GroupedTuning | None = None,
+) -> jax.Array:
+    """Compute `grouped.block_sparse_matmul` of bfloat16 or float32."""
+    kernels = functools.partial(products, tuning=tuning)
+    return grouped.block_sparse_matmul(x, values, tables, products=kernels)
+
+
+def refusal(x: Shaped, values: Shaped, tables: LayoutTables) -> str:
+    """Return why the target TPU cannot run stored blocks; empty if it can."""
+    groups, block = tables.groups, values.shape[-1]
+    if groups is None:
+        return grouped.refusal(x, values, tables)
+    shapes = grouped.operand_shapes(x, values, tables, groups)
+    return groups_refusal(*shapes, lane_groups(groups, shapes[1], block), block=block)
+
+
+def groups_refusal(x: Shaped, weight: Shaped, groups: Groups, *, block: int) -> str:
+    """Return why the target TPU cannot run the operands of `product`; empty if it can."""
     if x.ndim != 2 or weight.ndim != 3:
         legal = "[tokens, in_features] and [groups, inputs of a group, outputs of a group]"
         return f"x has shape {x.shape} and weight has {weight.shape}; legal: {legal}."
@@ -127,37 +134,20 @@ def sides_of(weight: Shaped, groups: Groups, block: int) -> tuple[Columns, Colum
     )
 
 
-def _gradients(options, x, weight, before, dy, tables):
-    del before, tables
-    dweight = kernels.gradient(
-        pad_rows(x, LANES),
-        pad_rows(dy, LANES),
-        options.sides,
-        options.tuning.weight_gradient,
-        **limits(options.tuning),
-    )
-    dx = kernels.product(
-        pad_rows(dy),
-        weight,
-        options.sides[::-1],
-        options.tuning.input_gradient,
-        transposed=True,
-        **limits(options.tuning),
-    )
-    return dx[: len(x)], dweight, dy, None
+def _gradients(options, x, weight, dy):
+    tuning, sides = options
+    rows = pad_rows(x, LANES), pad_rows(dy, LANES)
+    dweight = kernels.gradient(*rows, sides, tuning.weight_gradient, **limits(tuning))
+    tiles, sides = tuning.input_gradient, sides[::-1]
+    dx = kernels.product(pad_rows(dy), weight, sides, tiles, transposed=True, **limits(tuning))
+    return dx[: len(x)], dweight
 
 
-def _product(options, x, weight, bias, tables, keep):
-    del bias, tables, keep
-    y = kernels.product(
-        pad_rows(x),
-        weight,
-        options.sides,
-        options.tuning.forward,
-        transposed=False,
-        **limits(options.tuning),
-    )
-    return [y[: len(x)]]
+def _value(options, x, weight):
+    tuning, sides = options
+    tiles = tuning.forward
+    y = kernels.product(pad_rows(x), weight, sides, tiles, transposed=False, **limits(tuning))
+    return y[: len(x)]
 
 
 def padded_tokens(x: Shaped) -> int:
@@ -182,4 +172,4 @@ def from_group(bias: jax.Array, columns: Columns) -> jax.Array:
     return bias.reshape(columns.groups, -1, columns.run).swapaxes(0, 1).reshape(-1)
 
 
-_matmul = fused.differentiable(_product, _gradients)
+_matmul = derivatives.kernel_product(_value, _gradients)
