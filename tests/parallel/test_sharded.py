@@ -123,9 +123,9 @@ def test_a_checkpoint_moves_between_meshes_with_and_without_travelling_tokens():
     ("model", "texts"),
     [
         ("llama+adapters", ["data:2,fsdp:2,tensor:2/3/2"]),
-        ("llama+int8", ["fsdp:2,feature:2,tensor:2/3/1"]),
+        ("dense+int8", ["fsdp:2,feature:2,tensor:2/3/1"]),
         pytest.param("llama+adapters", ["data:2,tensor:4/0/1", "fsdp:8/2/1"], marks=_NIGHTLY),
-        pytest.param("llama+int8", ["data:2,tensor:4/0/1", "fsdp:8/3/2"], marks=_NIGHTLY),
+        pytest.param("dense+int8", ["data:2,tensor:4/0/1", "fsdp:8/3/2"], marks=_NIGHTLY),
         pytest.param(
             "sparse_depth+adapters",
             ["data:2,fsdp:2,tensor:2/3/2", "fsdp:8/2/1"],
