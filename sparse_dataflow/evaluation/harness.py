@@ -22,6 +22,7 @@ from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation import scoring
 from sparse_dataflow.evaluation.generate import generate
 from sparse_dataflow.evaluation.scoring import Counts, Forward, Limits, Request, Score
+from sparse_dataflow.evaluation.tasks import task_border
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
 
@@ -237,7 +238,7 @@ def evaluate(
       there is one, follows its metric.
 
     Raises:
-      UserError: a task has no rows, or too few for the examples.
+      UserError: a task has no rows, or too few for the examples, or its templates do not fit them.
     """
     groups = {name: each for name, each in tasks.items() if isinstance(each, Group)}
     singles = {name: task for name, task in tasks.items() if name not in groups}
@@ -245,8 +246,9 @@ def evaluate(
         if shots is not None:
             task.set_config(key="num_fewshot", value=shots)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
-        _refuse_few_rows(task)
-    with quiet():
+        with task_border.failures(f"The task {task.config.task} cannot be used"):
+            _refuse_few_rows(task)
+    with task_border.failures(f"The tasks {', '.join(singles)} cannot be scored"), quiet():
         results = evaluator.evaluate(
             lm,
             {"tasks": singles, "groups": groups},
