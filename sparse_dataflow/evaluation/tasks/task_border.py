@@ -120,6 +120,9 @@ def _check(path, trusted, including, load):
     fields = load(path, resolve_func=False, recursive=False)
     if _values(fields, {}, 0) > MOST_VALUES:
         raise ValueError(f"it has more than {MOST_VALUES:,} values")
+    for name, kinds in (("task", str | list), ("group", str)):
+        if not isinstance(fields.get(name, ""), kinds):
+            raise ValueError(f"its {name} is no name")
     if not trusted and ".yaml" in str(fields.get("use_prompt")):
         raise UserError("use_prompt names a file; put its templates into the task's own file")
     included = fields.get("include", [])
