@@ -92,7 +92,7 @@ class HarnessLM(TemplateLM):
         continuation that merges into the last token of its context has no tokens. Here it is
         encoded by itself, so it is scored given the same context as the other choices.
         """
-        pairs = [_move_trailing_spaces(*request.args) for request in requests]
+        pairs = [_move_trailing_spaces(*_texts(request, 2)) for request in requests]
         texts = list(dict.fromkeys(text for a, b in pairs for text in (a, a + b)))
         tokens = dict(zip(texts, (ids.tolist() for ids in self._tokenizer.encode_batch(texts))))
         prefix = list(self._tokenizer.identity.prefix)
@@ -117,7 +117,7 @@ class HarnessLM(TemplateLM):
         windows: list[tuple[list[int], list[int]]] = []
         request_indices: list[int] = []
         for index, request in enumerate(requests):
-            tokens = self.tok_encode(request.args[0], add_special_tokens=False)
+            tokens = self.tok_encode(_texts(request, 1)[0], add_special_tokens=False)
             rolling = get_rolling_token_windows(tokens, self.prefix_token_id, self._context, 1)
             windows += map(make_disjoint_window, rolling)
             request_indices += [index] * (len(windows) - len(request_indices))
@@ -138,15 +138,36 @@ class HarnessLM(TemplateLM):
             arguments = requests[indices[0]].args[1]
             given = (arguments[name] for name in NEW_TOKENS if arguments.get(name) is not None)
             # At least half of the context is for the prompt.
-            new_tokens = min(int(next(given, _DEFAULT_NEW_TOKENS)), self._context // 2)
+            with _arguments_checked():
+                new_tokens = min(int(next(given, _DEFAULT_NEW_TOKENS)), self._context // 2)
             room = self._context - new_tokens
-            prompts = [self.tok_encode(requests[i].args[0]) for i in indices]
+            prompts = [self.tok_encode(_texts(requests[i], 1)[0]) for i in indices]
             truncated = [prompt[-room:] or [self.prefix_token_id] for prompt in prompts]
             for i, text in zip(indices, self._generator(truncated, new_tokens, arguments)):
                 texts[i] = text
             count = sum(len(prompt) > room for prompt in prompts)
             self.counts += Counts(requests=len(prompts), truncated=count)
         return texts
+
+
+def _texts(request, count: int) -> tuple[str, ...]:
+    """Returns the first arguments of a request; raises UserError where a task made no text."""
+    texts = request.args[:count]
+    if not all(isinstance(text, str) for text in texts):
+        raise UserError(
+            "A task asks for what is no text; doc_to_text, doc_to_choice and doc_to_target must "
+            "give text."
+        )
+    return texts
+
+
+@contextlib.contextmanager
+def _arguments_checked() -> Iterator[None]:
+    """Makes errors of the values of generation_kwargs a UserError."""
+    try:
+        yield
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise UserError(f"The generation_kwargs of a task are not legal: {error}.") from error
 
 
 def _move_trailing_spaces(context: str, continuation: str) -> tuple[str, str]:
@@ -188,16 +209,22 @@ def _generate(trained, rows, prompts, new_tokens, arguments) -> list[str]:
     stochastic = arguments.get("do_sample")
     if stochastic is None:
         stochastic = bool(temperature)
+    with _arguments_checked():
+        sampling: dict[str, Any] = {
+            "temperature": float(1.0 if temperature is None else temperature)
+            if stochastic
+            else 0.0,
+            "top_k": max(0, int(arguments.get("top_k") or 0)),  # vLLM writes -1 for all.
+            "top_p": float(arguments.get("top_p") or 1.0),
+            "stop": [str(s) for s in ([until] if isinstance(until, str) else until) if s],
+        }
     texts: list[str] = []
     for start in range(0, len(prompts), rows):
         continuations = generate(
             trained,
             prompts[start : start + rows],
             max_new_tokens=new_tokens,
-            temperature=float(1.0 if temperature is None else temperature) if stochastic else 0.0,
-            top_k=max(0, int(arguments.get("top_k") or 0)),  # vLLM writes -1 for all.
-            top_p=float(arguments.get("top_p") or 1.0),
-            stop=[s for s in ([until] if isinstance(until, str) else until) if s],
+            **sampling,
             seed=range(start, start + len(prompts[start : start + rows])),
         )
         texts += [continuation.text for continuation in continuations]

@@ -295,6 +295,7 @@ TEMPLATES = {
     "no end": ("doc_to_text", "{% for i in range(99999) %}{% for i in range(99999) %}"
                "{% endfor %}{% endfor %}"),
     "no template": ("doc_to_text", "{% if %}"),
+    "no text": ("output_type", "loglikelihood"),
 }  # fmt: skip
 
 
@@ -310,7 +311,7 @@ def test_templates_that_do_not_fit_the_rows_are_refused(
     (folder / "mine.yaml").write_text(
         "".join(line if each.startswith(name) else f"{each}\n" for each in CHOICE.splitlines())
     )
-    with pytest.raises(UserError, match=r"cannot be (loaded|used|scored)"):
+    with pytest.raises(UserError, match=r"cannot be (loaded|used|scored)|no text"):
         tasks = lm_eval_tasks.load_tasks(str(folder / "mine.yaml"), manager, ())
         harness.evaluate(harness.harness_lm(trained("sparse")), tasks, 0)
 
