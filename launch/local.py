@@ -19,11 +19,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ECHO_SECONDS = 1.0
 """A signal repeated within this time counts once: some senders signal a process and its group."""
+
+PATIENCE_SECONDS = 1.0
+"""Seconds that the launcher waits for a reader of its own messages, and for the last output."""
 
 _GUARD = """
 import os, signal, sys, time
@@ -71,7 +74,6 @@ class Run:
         self._wake, to_wake = os.pipe()
         os.set_blocking(to_wake, False)
         signal.set_wakeup_fd(to_wake, warn_on_full_buffer=False)
-        self._lock = threading.Lock()
         self._readers: list[threading.Thread] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         # The guard ends the processes if this launcher is killed.
@@ -112,9 +114,7 @@ class Run:
     def _copy(self, number, pipe, out):
         prefix = f"[{number}] ".encode()
         for line in pipe:
-            with self._lock, contextlib.suppress(OSError, ValueError):
-                out.buffer.write(prefix + line.rstrip(b"\n") + b"\n")
-                out.buffer.flush()
+            _write(out, prefix + line.rstrip(b"\n") + b"\n")
 
     def _watch(self, number):
         self.processes[number].wait()
@@ -138,13 +138,10 @@ class Run:
             os.read(self._wake, 64)
         return struct.unpack("i", os.read(self._events, struct.calcsize("i")))[0]
 
-    def wait(self, say: Callable[[str], None]) -> int:
+    def wait(self) -> int:
         """Waits until all processes have ended.
 
         The first signal is forwarded to each process; a second one kills them.
-
-        Args:
-          say: prints a message of the launcher.
 
         Returns:
           0, or the status of the first process that failed; 128 + signal if a signal ended it.
@@ -191,8 +188,9 @@ class Run:
         while time.monotonic() < end and self._signal_groups(0):
             time.sleep(0.1)
         self._signal_groups(signal.SIGKILL)
+        end = time.monotonic() + PATIENCE_SECONDS
         for reader in self._readers:
-            reader.join(1.0)
+            reader.join(max(0.0, end - time.monotonic()))
         with contextlib.suppress(OSError):
             os.write(self._to_guard, b"done\n")
         os.close(self._to_guard)
@@ -210,6 +208,24 @@ class Run:
                 os.killpg(process.pid, number)
                 exists = True
         return exists
+
+
+_LOCKS = {sys.stdout: threading.Lock(), sys.stderr: threading.Lock()}
+
+
+def _write(out, line):
+    """Writes a whole line."""
+    with _LOCKS[out], contextlib.suppress(AttributeError, OSError, ValueError):
+        out.buffer.write(line)
+        out.buffer.flush()
+
+
+def say(text: str) -> None:
+    """Prints a message of the launcher to standard error; a reader that stopped delays nothing."""
+    line = f"[launcher] {text}\n".encode(errors="backslashreplace")
+    thread = threading.Thread(target=_write, args=(sys.stderr, line), daemon=True)
+    thread.start()
+    thread.join(PATIENCE_SECONDS)
 
 
 def _earlier(deadline, seconds):
@@ -290,24 +306,20 @@ def _parse(argv):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`; returns the exit status."""
     values, command = _parse(list(sys.argv[1:] if argv is None else argv))
-
-    def say(text):
-        with contextlib.suppress(OSError):
-            print(f"[launcher] {text}", file=sys.stderr, flush=True)
-
     try:
         each = commands(command, values.processes, values.gpus, os.environ, _free_port())
         run = Run(each, Limits(values.stop, values.others, values.finish, values.kill))
     except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         return 2
     try:
         for number in FORWARDED:
             signal.signal(number, run.on_signal)
-        return run.wait(say)
+        return run.wait()
     finally:
         run.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # The end of Python would wait for a reader that stopped.
+    os._exit(main())

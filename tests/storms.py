@@ -23,6 +23,7 @@ KINDS = (
     "templates",
     "corpora",
     "tasks",
+    "tasks of lm-eval",
     "connections",
     "HTTP requests",
     "damaged run folders",

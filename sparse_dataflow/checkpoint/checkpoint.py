@@ -381,7 +381,8 @@ class Checkpoints:
         except OSError:
             steps = []
         last = f"the last finished one is step {steps[-1]}" if steps else "there is no earlier one"
-        todo = advice(OSError(storage.error_number(error) or 0, ""))
+        number = storage.error_number(error)
+        todo = advice(error if number is None else OSError(number, ""))
         return UserError(
             f"The checkpoint of step {step} could not be written to {self._folder} "
             f"({named_arrays.reason(error)}); {last}. {todo.capitalize()}"

@@ -107,7 +107,8 @@ def _held_out(ids, groups):
     values, first, inverse = np.unique(groups[order], return_index=True, return_inverse=True)
     deciding = ids[order][first]
     held = deciding % np.uint64(HOLD_OUT_EVERY) == 0
-    if held.all() or not held.any():
+    # In a small corpus chance holds out none, or most.
+    if not 0 < 2 * held[inverse].sum() <= len(ids):
         held = np.arange(len(held)) == np.argmin(deciding)
     of_document = np.empty(len(ids), bool)
     of_document[order] = held[inverse]

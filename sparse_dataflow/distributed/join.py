@@ -75,8 +75,9 @@ def joined(
             print(f"stopped: {error}", file=sys.stderr)
         else:
             message, status = f"{type(error).__name__}: {error}", 1
-            traceback.print_exc()
+            # The end of another process is the reason on all, and not what follows from it here.
             group.wait_for_cause(rendezvous.GRACE_SECONDS)
+            traceback.print_exc()
         group.fail(message, TEMPORARY if status == TEMPORARY else 2)
         sys.stderr.flush()
         flush_or_exit(status)

@@ -49,6 +49,7 @@ class ProcessSet:
         self.statuses: dict[int, tuple[float, dict[str, Any]]] = {peer: (now, {}) for peer in peers}
         self.on_announcement: Callable[[str], None] = lambda text: None
         self._leaving, self._peer_failed = threading.Event(), threading.Event()
+        self._first_failure = threading.Lock()
         self._ended = {peer: threading.Event() for peer in peers}
         for peer in peers:
             threading.Thread(target=self._listen, args=(peer,), daemon=True).start()
@@ -103,8 +104,12 @@ class ProcessSet:
         with contextlib.suppress(Exception):  # Whatever cannot be read is the end of its sender.
             while not message:
                 message = self._receive(peer)
-        if not message.get("done"):
-            self._peer_failed.set()
+        with self._first_failure:
+            follows = self._peer_failed.is_set()
+            if not message.get("done"):
+                self._peer_failed.set()
+        # Whatever ends after another has failed ends for that reason.
+        if not message.get("done") and not follows:
             origin = message.get("process", peer)
             reason = escaped(
                 message.get("failed", "it gave no reason; its own output may say why.")[:LONGEST]

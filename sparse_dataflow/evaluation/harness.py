@@ -22,6 +22,7 @@ from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation import scoring
 from sparse_dataflow.evaluation.generate import generate
 from sparse_dataflow.evaluation.scoring import Counts, Forward, Limits, Request, Score
+from sparse_dataflow.evaluation.tasks import task_border
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
 
@@ -91,7 +92,7 @@ class HarnessLM(TemplateLM):
         continuation that merges into the last token of its context has no tokens. Here it is
         encoded by itself, so it is scored given the same context as the other choices.
         """
-        pairs = [_move_trailing_spaces(*request.args) for request in requests]
+        pairs = [_move_trailing_spaces(*_texts(request, 2)) for request in requests]
         texts = list(dict.fromkeys(text for a, b in pairs for text in (a, a + b)))
         tokens = dict(zip(texts, (ids.tolist() for ids in self._tokenizer.encode_batch(texts))))
         prefix = list(self._tokenizer.identity.prefix)
@@ -116,7 +117,7 @@ class HarnessLM(TemplateLM):
         windows: list[tuple[list[int], list[int]]] = []
         request_indices: list[int] = []
         for index, request in enumerate(requests):
-            tokens = self.tok_encode(request.args[0], add_special_tokens=False)
+            tokens = self.tok_encode(_texts(request, 1)[0], add_special_tokens=False)
             rolling = get_rolling_token_windows(tokens, self.prefix_token_id, self._context, 1)
             windows += map(make_disjoint_window, rolling)
             request_indices += [index] * (len(windows) - len(request_indices))
@@ -137,15 +138,36 @@ class HarnessLM(TemplateLM):
             arguments = requests[indices[0]].args[1]
             given = (arguments[name] for name in NEW_TOKENS if arguments.get(name) is not None)
             # At least half of the context is for the prompt.
-            new_tokens = min(int(next(given, _DEFAULT_NEW_TOKENS)), self._context // 2)
+            with _arguments_checked():
+                new_tokens = min(int(next(given, _DEFAULT_NEW_TOKENS)), self._context // 2)
             room = self._context - new_tokens
-            prompts = [self.tok_encode(requests[i].args[0]) for i in indices]
+            prompts = [self.tok_encode(_texts(requests[i], 1)[0]) for i in indices]
             truncated = [prompt[-room:] or [self.prefix_token_id] for prompt in prompts]
             for i, text in zip(indices, self._generator(truncated, new_tokens, arguments)):
                 texts[i] = text
             count = sum(len(prompt) > room for prompt in prompts)
             self.counts += Counts(requests=len(prompts), truncated=count)
         return texts
+
+
+def _texts(request, count: int) -> tuple[str, ...]:
+    """Returns the first arguments of a request; raises UserError where a task made no text."""
+    texts = request.args[:count]
+    if not all(isinstance(text, str) for text in texts):
+        raise UserError(
+            "A task asks for what is no text; doc_to_text, doc_to_choice and doc_to_target must "
+            "give text."
+        )
+    return texts
+
+
+@contextlib.contextmanager
+def _arguments_checked() -> Iterator[None]:
+    """Makes errors of the values of generation_kwargs a UserError."""
+    try:
+        yield
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise UserError(f"The generation_kwargs of a task are not legal: {error}.") from error
 
 
 def _move_trailing_spaces(context: str, continuation: str) -> tuple[str, str]:
@@ -187,16 +209,22 @@ def _generate(trained, rows, prompts, new_tokens, arguments) -> list[str]:
     stochastic = arguments.get("do_sample")
     if stochastic is None:
         stochastic = bool(temperature)
+    with _arguments_checked():
+        sampling: dict[str, Any] = {
+            "temperature": float(1.0 if temperature is None else temperature)
+            if stochastic
+            else 0.0,
+            "top_k": max(0, int(arguments.get("top_k") or 0)),  # vLLM writes -1 for all.
+            "top_p": float(arguments.get("top_p") or 1.0),
+            "stop": [str(s) for s in ([until] if isinstance(until, str) else until) if s],
+        }
     texts: list[str] = []
     for start in range(0, len(prompts), rows):
         continuations = generate(
             trained,
             prompts[start : start + rows],
             max_new_tokens=new_tokens,
-            temperature=float(1.0 if temperature is None else temperature) if stochastic else 0.0,
-            top_k=max(0, int(arguments.get("top_k") or 0)),  # vLLM writes -1 for all.
-            top_p=float(arguments.get("top_p") or 1.0),
-            stop=[s for s in ([until] if isinstance(until, str) else until) if s],
+            **sampling,
             seed=range(start, start + len(prompts[start : start + rows])),
         )
         texts += [continuation.text for continuation in continuations]
@@ -237,7 +265,7 @@ def evaluate(
       there is one, follows its metric.
 
     Raises:
-      UserError: a task has no rows, or too few for the examples.
+      UserError: a task has no rows, or too few for the examples, or its templates do not fit them.
     """
     groups = {name: each for name, each in tasks.items() if isinstance(each, Group)}
     singles = {name: task for name, task in tasks.items() if name not in groups}
@@ -245,8 +273,9 @@ def evaluate(
         if shots is not None:
             task.set_config(key="num_fewshot", value=shots)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
-        _refuse_few_rows(task)
-    with quiet():
+        with task_border.failures(f"The task {task.config.task} cannot be used"):
+            _refuse_few_rows(task)
+    with task_border.failures(f"The tasks {', '.join(singles)} cannot be scored"), quiet():
         results = evaluator.evaluate(
             lm,
             {"tasks": singles, "groups": groups},

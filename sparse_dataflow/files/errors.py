@@ -56,10 +56,7 @@ def first_line(error: BaseException) -> str:
 def in_words(error: Exception) -> str:
     """Returns the words for an error of the machine rather than of the code; "" for others."""
     if is_exhausted(error) and isinstance(error, RuntimeError):
-        return (
-            "This process may have no more threads; allow more (ulimit -u, or the limit of the "
-            "container), or end other processes."
-        )
+        return f"This process may have no more threads; {advice(error)}"
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in first_line(error):
         return (
             f"There is too little memory ({first_line(error)}). Use a machine with more, or a "
@@ -107,10 +104,17 @@ def is_exhausted(error: BaseException) -> bool:
 def advice(error: BaseException) -> str:
     """Returns what to do about a file operation that failed, such as "make room there."."""
     number = getattr(error, "errno", None)
+    if is_exhausted(error) and isinstance(error, RuntimeError):
+        return (
+            "allow more threads (ulimit -u, ulimit -v or the limit of the container), or end other "
+            "processes."
+        )
     if number in (errno.EMFILE, errno.ENFILE):
         return "allow more open files (ulimit -n)."
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "make room there."
-    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+    if number == errno.EROFS:
+        return "mount it for writing."
+    if number in (errno.EACCES, errno.EPERM):
         return "give this user the permission."
     return "check that place."

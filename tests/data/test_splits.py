@@ -2,7 +2,7 @@ import hashlib
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparse_dataflow.data.documents import Document
@@ -56,6 +56,7 @@ def test_adding_documents_keeps_the_split_of_the_others():
     }
 
 
+@example([("", "a"), ("", "a"), ("", "b"), ("ª\x97\x8a", "c")])
 @given(st.lists(st.tuples(st.text(max_size=4), st.sampled_from("abcdefgh")), min_size=2))
 def test_copies_of_a_text_are_in_one_split(pairs):
     rows = [Document(f"{number}{name}", text) for number, (name, text) in enumerate(pairs)]

@@ -285,3 +285,20 @@ def test_the_token_comes_from_the_environment():
 def test_an_invalid_address_is_refused(address):
     with pytest.raises(UserError, match="write host:port"):
         rendezvous.meet(address, 2, 0, {}, 1.0)
+
+
+def test_a_process_that_ends_because_another_did_is_not_named(monkeypatch, capfd):
+    statuses = []
+    ended = threading.Event()
+    monkeypatch.setattr(
+        rendezvous.os, "_exit", lambda status: (statuses.append(status), ended.set())
+    )
+    pairs = {number: socket.socketpair() for number in (1, 2, 3)}
+    group = rendezvous.ProcessSet(0, {n: lines.Lines(pair[0]) for n, pair in pairs.items()})
+    pairs[2][1].close()
+    assert group._peer_failed.wait(10)
+    for number in (1, 3):
+        pairs[number][1].close()
+    assert ended.wait(10) and statuses == [75]
+    errors = capfd.readouterr().err.splitlines()
+    assert errors == ["error: process 2 ended: it gave no reason; its own output may say why."]

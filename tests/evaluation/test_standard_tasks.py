@@ -111,14 +111,18 @@ def test_without_network_the_error_names_the_builtin_tasks(lm_eval_tasks, manage
         assert "The tasks cloze, last_word need no network." in message and "lines" not in message
 
 
+def shared(folder):
+    """The fields of a task that say where its rows are."""
+    kwargs = {"data_files": {"test": str(folder / "rows.jsonl")}}
+    return {"dataset_path": "json", "test_split": "test", "dataset_kwargs": kwargs}
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A folder with two tasks of lm-eval and a file that both include."""
     rows = [{"question": f"the {word}", "choices": [" of", " ab"], "answer": 1} for word in "abc"]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shared = {"dataset_path": "json", "test_split": "test"}
-    shared["dataset_kwargs"] = {"data_files": {"test": str(tmp_path / "rows.jsonl")}}
-    (tmp_path / "_shared").write_text(json.dumps(shared))
+    (tmp_path / "_shared").write_text(json.dumps(shared(tmp_path)))
     (tmp_path / "mine.yaml").write_text(CHOICE)
     (tmp_path / "writing.yaml").write_text(WRITING)
     return tmp_path
@@ -223,26 +227,101 @@ def test_a_task_without_rows_is_refused(harness, lm_eval_tasks, trained, folder,
         harness.evaluate(harness.harness_lm(trained("sparse")), tasks, 0)
 
 
-@pytest.mark.parametrize("where", ["file", "included", "folder", "include_path"])
-def test_a_task_file_that_runs_code_is_refused_unless_trusted(lm_eval_tasks, folder, where):
-    code = "process_docs: !function utils.run\n"
-    (folder / "utils.py").write_text("raise SystemExit('it ran')\n")
-    if where == "included":
-        (folder / "_shared").write_text((folder / "_shared").read_text() + "\n" + code)
-    else:
-        (folder / "mine.yaml").write_text(CHOICE + code)
-    name = {"folder": str(folder), "include_path": "mine"}.get(where, str(folder / "mine.yaml"))
+CODE = "process_docs: !function utils.run\n"
+SPELLINGS = {
+    "plain": CODE,
+    "verbatim": CODE.replace("!function", "!<!function>"),
+    "escaped": CODE.replace("!function", "!%66unction"),
+    "utf-16": CODE,
+    "metric": "metric_list: [{metric: ./utils, aggregation: mean, higher_is_better: true}]\n",
+    "metric of a folder": "metric_list: [{metric: utils, aggregation: mean}]\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "spelling"),
+    [(where, "plain") for where in ("file", "included", "elsewhere", "folder", "include_path")]
+    + [("file", spelling) for spelling in SPELLINGS if spelling != "plain"],
+)
+def test_a_task_file_that_runs_code_is_refused_unless_trusted(
+    lm_eval_tasks, folder, monkeypatch, tmp_path_factory, where, spelling
+):
+    monkeypatch.chdir(folder)
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (folder / "utils").mkdir()
+    for place in (folder, folder / "utils", elsewhere):
+        (place / "utils.py").write_text("raise SystemExit('it ran')\n")
+    path = {"included": folder / "_shared", "elsewhere": elsewhere / "_shared"}.get(
+        where, folder / "mine.yaml"
+    )
+    rows = "".join(f"{name}: {json.dumps(value)}\n" for name, value in shared(folder).items())
+    encoding = "utf-16" if spelling == "utf-16" else "utf-8"
+    text = rows if path.name == "_shared" else CHOICE
+    path.write_text(text + SPELLINGS[spelling], encoding=encoding)
+    if where == "elsewhere":
+        (folder / "mine.yaml").write_text(CHOICE.replace("_shared", str(path)))
+    (folder / "writing.yaml").unlink()
     folders = [folder] if where == "include_path" else []
-    with pytest.raises(UserError, match=r"runs Python code of its own .* add --trust_tasks"):
-        lm_eval_tasks.refuse_code(name, folders)
-    lm_eval_tasks.refuse_code("hellaswag")
+    manager = lm_eval_tasks.task_manager(["mine" if folders else "mine.yaml"], folders)
+    name = {"folder": str(folder), "include_path": "mine"}.get(where, str(folder / "mine.yaml"))
+    with pytest.raises(UserError, match=r" code of its own.* add --trust_tasks"):
+        lm_eval_tasks.load_tasks(name, manager, ())
 
 
-def test_templates_of_tasks_run_in_a_sandbox(lm_eval_tasks):
+def test_a_trusted_task_file_runs_code(lm_eval_tasks, folder, manager):
+    (folder / "utils.py").write_text("def run(rows): return rows.select([0])\n")
+    (folder / "mine.yaml").write_text(CHOICE + CODE)
+    tasks = lm_eval_tasks.load_tasks(str(folder / "mine.yaml"), manager, (), trusted=True)
+    assert len(list(tasks["mine"].eval_docs)) == 1
+
+
+def test_templates_of_tasks_run_in_a_sandbox(harness, lm_eval_tasks):
     import lm_eval.utils
 
-    lm_eval_tasks.sandbox_templates()
+    from sparse_dataflow.evaluation.tasks import task_border
+
+    task_border.bound_templates()
     assert lm_eval.utils.apply_template("{{question}} {{x|regex_replace('a', 'b')}}",
                                         {"question": "q", "x": "a"}) == "q b"  # fmt: skip
-    with pytest.raises(Exception, match="unsafe"):
-        lm_eval.utils.apply_template("{{ ''.__class__.__mro__ }}", {})
+    for text in ("{{ ''.__class__.__mro__ }}", "{% for i in range(10**6) %}{% endfor %}"):
+        with pytest.raises(Exception, match=r"unsafe|range"):
+            lm_eval.utils.apply_template(text, {})
+
+
+TEMPLATES = {
+    "no such field": ("doc_to_target", "{{missing}}"),
+    "no such choice": ("doc_to_target", "9"),
+    "no choices": ("doc_to_choice", "[]"),
+    "no end": ("doc_to_text", "{% for i in range(99999) %}{% for i in range(99999) %}"
+               "{% endfor %}{% endfor %}"),
+    "no template": ("doc_to_text", "{% if %}"),
+    "no text": ("output_type", "loglikelihood"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_templates_that_do_not_fit_the_rows_are_refused(
+    harness, lm_eval_tasks, trained, folder, manager, kind
+):
+    from sparse_dataflow.evaluation.tasks import task_border
+
+    task_border.bound_templates()
+    name, template = TEMPLATES[kind]
+    line = f"{name}: {json.dumps(template)}\n"
+    (folder / "mine.yaml").write_text(
+        "".join(line if each.startswith(name) else f"{each}\n" for each in CHOICE.splitlines())
+    )
+    with pytest.raises(UserError, match=r"cannot be (loaded|used|scored)|no text"):
+        tasks = lm_eval_tasks.load_tasks(str(folder / "mine.yaml"), manager, ())
+        harness.evaluate(harness.harness_lm(trained("sparse")), tasks, 0)
+
+
+def test_an_error_of_the_model_is_none_of_the_task(harness, lm_eval_tasks, tokenizer, folder):
+    def scorer(requests):
+        raise ZeroDivisionError
+
+    tasks = lm_eval_tasks.load_tasks(
+        str(folder / "mine.yaml"), lm_eval_tasks.task_manager(["piqa"]), ()
+    )
+    with pytest.raises(ZeroDivisionError):
+        harness.evaluate(harness.HarnessLM(tokenizer, 32, scorer), tasks, 0)

@@ -8,8 +8,9 @@ sends one once the program has noted the first (to Python, two that come togethe
 makes the disk refuse more than 20 kB a file, an error's name ("EIO") makes this operation fail so,
 "clock SECONDS" sets the time of day forward or back.
 
-"calls" are ["module.function", N, WHAT] at its N-th call: a signal, or "full". "SIGTERM in a long
-call" sends it to another thread while the main one is in a C function for a minute.
+"calls" are ["module.function", N, WHAT] at its N-th call: a signal, "full", "no memory" (8 MiB more
+are left to it) or "no threads" of Python. "SIGTERM in a long call" sends it to another thread while
+the main one is in a C function for a minute.
 
 "ignored" are names of signals that are ignored from the start, as under nohup.
 
@@ -57,8 +58,8 @@ def watch(event, arguments):
     if what.startswith("clock "):
         before, jump = time.time, float(what.removeprefix("clock "))
         time.time = lambda: before() + jump
-    elif what == "full":
-        fill_disk()
+    elif what in LIMITS:
+        LIMITS[what]()
     elif what == "SIGINT again":
         give_up = time.monotonic() + 600
         while signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -73,6 +74,22 @@ def fill_disk():
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 
 
+def fill_memory():
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + 2**23
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def fill_threads():
+    def start(*_, **__):
+        raise RuntimeError("can't start new thread")
+
+    threading.Thread.start = start
+
+
+LIMITS = {"full": fill_disk, "no memory": fill_memory, "no threads": fill_threads}
+
+
 def long_call(seconds):
     """A C function that does not return when a signal comes, and lets other threads run."""
     hashlib.pbkdf2_hmac("sha256", b"", b"", 3_000_000 * seconds)
@@ -85,8 +102,8 @@ def at_call(name, count, what):
 
     def counted(*arguments, **options):
         left[0] -= 1
-        if left[0] == 0 and what == "full":
-            fill_disk()
+        if left[0] == 0 and what in LIMITS:
+            LIMITS[what]()
         elif left[0] == 0 and what == "SIGTERM in a long call":
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
             long_call(60)

@@ -24,6 +24,10 @@ FILE = Path(__file__).with_name("faults.json")
 PAGE = Path(__file__).parents[2] / "docs" / "surviving.md"
 RANDOM_KILLS = {1: "random kills in a row", 2: "random kills in a row, of one of two processes"}
 MIRRORED = "the disk lost in the middle of a save, with a mirror"
+MIRROR_KILLS = "random kills while a mirror is written and read"
+THREE = "kill -9 of one of three processes in an evolution, then in the restore"
+TOOL_KILLS = {name: f"random kills of {name}" for name in ("export", "evaluate", "generate")}
+EXHAUSTED = "no more memory or threads, at a save or in a step"
 FAULTS = (
     "kill -9 of a worker",
     "kill -9 of the coordinator",
@@ -31,10 +35,14 @@ FAULTS = (
     "kill -9 during a restore",
     "kill -9 during a layout's evolution",
     "kill -9 of two processes, then of the one that goes on",
+    THREE,
     *RANDOM_KILLS.values(),
+    MIRROR_KILLS,
     MIRRORED,
+    *TOOL_KILLS.values(),
     "SIGSTOP for longer than the heartbeat",
     "SIGSTOP for ten times the heartbeat",
+    EXHAUSTED,
     "disk full",
     "disk full on a worker alone",
     "storage that answers EIO or ESTALE a few times",

@@ -44,7 +44,7 @@ class Pair:
         run = [f"--resume={self.folder}"] if begun else [
             *PICO, *PLAN, *CHANGING, f"--steps={self._steps}", corpus, f"--out={self.folder}"
         ]  # fmt: skip
-        where = f"--set=parallel.coordinator=127.0.0.1:{free_port()}"
+        self.where = where = f"--set=parallel.coordinator=127.0.0.1:{free_port()}"
         self.before, self.began = self.steps(), time.monotonic()
         started = [
             self._job.start(

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from checkpoint_states import restored_step, saved, small_state
-from fault_records import MIRRORED, Record
+from fault_records import MIRROR_KILLS, MIRRORED, Record
 from main_job import PICO, assert_same_results, checkpoint_steps, complaint
 from storage_faults import lost
 
@@ -120,6 +120,43 @@ def test_a_run_whose_checkpoints_are_damaged_is_restored_from_its_mirror(
         assert checkpoint_steps(second, variant)[-1] == 12
     config = json.loads((second / "config.json").read_text())
     assert config["run"]["mirror"] == str(second)
+
+
+@pytest.mark.nightly
+def test_kills_while_a_mirror_is_written_and_read_end_at_the_same_bits(
+    job, undisturbed, tmp_path, pytestconfig
+):
+    """Before random operations on the mirror; now and then the run folder is lost as well."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    record, draw = Record(MIRROR_KILLS), random.Random(0)
+    ended = lost_folders = 0
+    for _ in range(pytestconfig.getoption("--kills") // 3):
+        name = draw.choice(["SIGKILL", "SIGKILL", "SIGTERM"])
+        event = (r"/second/", draw.randint(1, 120), name)
+        if (first / "run.json").exists():
+            run = job.start(f"--resume={first}", events=[event])
+        else:
+            run = job.start(*mirrored_plan(job, tmp_path), events=[event])
+        status = run.wait()
+        assert status in (0, 75, -signal.SIGKILL) and "Traceback" not in run.stderr, run.text
+        ended += status != 0
+        if status == 0:
+            assert_same_results(first, undisturbed)
+            shutil.rmtree(first)
+            shutil.rmtree(second)
+        elif draw.random() < 0.2 and checkpoint_steps(second, "sparse"):
+            lost_folders += 1
+            shutil.rmtree(first)
+            done = job.resume(second)
+            assert done.returncode == 0, done.stderr
+            assert_same_results(second, undisturbed)
+            shutil.rmtree(second)
+        elif not (first / "run.json").exists():
+            shutil.rmtree(first, ignore_errors=True)
+            shutil.rmtree(second, ignore_errors=True)
+    assert ended
+    ending = f"-9 or 75, {ended} times; the run folder lost as well, {lost_folders} times"
+    record.note(ending, None, None, None, True)
 
 
 def test_mirrors_that_cannot_be(job, refused, tmp_path):

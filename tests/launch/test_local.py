@@ -153,6 +153,39 @@ print("saved after", *map(int, received))
     assert sorted(out.splitlines()) == [f"[{n}] saved after {int(sent)}" for n in range(3)]
 
 
+FLOOD = """
+import threading
+def flood():
+    while True: os.write(2, b"x" * 1000 + b"\\n")
+received = []
+signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+threading.Thread(target=flood, daemon=True).start()
+ready()
+while not received: time.sleep(0.02)
+print("saved", flush=True)
+os._exit(75)
+"""
+
+
+@pytest.mark.parametrize("how", ["a signal", "a failure"])
+def test_a_reader_of_standard_error_that_stopped_delays_no_signal_and_no_end(tmp_path, how):
+    run = Launched(tmp_path, FLOOD, processes=2)
+    pids = run.wait_ready()
+    time.sleep(0.5)  # The pipe, of which nothing is read, is full.
+    if how == "a signal":
+        run.process.send_signal(signal.SIGTERM)
+    else:
+        os.kill(pids[0], signal.SIGTERM)
+        run.process.stdout.readline()
+        os.kill(pids[1], signal.SIGTERM)
+    assert run.process.wait(60) == 75
+    out = run.process.stdout.read()
+    assert out.count("saved") == (2 if how == "a signal" else 1)
+    run.assert_no_process_left()
+    run.process.stderr.close()
+    run.process.stdout.close()
+
+
 DEAF = """
 for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
 ready()

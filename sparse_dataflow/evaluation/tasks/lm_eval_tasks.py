@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import jinja2.sandbox
-import lm_eval.tasks
-import lm_eval.utils
-import yaml
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 
 from sparse_dataflow.evaluation.harness import quiet
+from sparse_dataflow.evaluation.tasks import task_border
 from sparse_dataflow.evaluation.tasks.items import Item
-from sparse_dataflow.files.errors import UserError, first_line
+from sparse_dataflow.files import json_files, waiting
+from sparse_dataflow.files.errors import UserError
 
 STANDARD = (
     *("lambada_openai", "hellaswag", "winogrande", "piqa", "arc_easy", "arc_challenge", "boolq"),
@@ -80,124 +78,76 @@ def task_manager(names: Sequence[str], folders: Sequence[Path] = ()) -> TaskMana
       names: tasks, groups, tags, YAML files or folders.
       folders: more folders of tasks, whose names have priority.
     """
-    of_lm_eval = Path(lm_eval.tasks.__file__).parent
     missing = {n for n in names if not n.endswith((".yaml", ".yml")) and not Path(n).is_dir()}
     paths: list[Path] = list(folders)
-    for root in (*folders, of_lm_eval):
+    for root in (*folders, task_border.OF_LM_EVAL):
         for path in sorted(root.rglob("*.yaml")) if missing else ():
             if not missing:
                 break
-            definition = TASK_NAME.search(path.read_bytes())
+            definition = TASK_NAME.search(_content(path))
             if definition and (name := definition[1].decode(errors="replace")) in missing:
                 missing.remove(name)
-                if root is of_lm_eval:
+                if root is task_border.OF_LM_EVAL:
                     paths.insert(0, path.parent)
-    if missing:
-        return TaskManager(include_path=list(folders) or None)
-    return TaskManager(include_path=list(dict.fromkeys(paths)), include_defaults=False)
+    with task_border.guarded():
+        if missing:
+            return TaskManager(include_path=list(folders) or None)
+        return TaskManager(include_path=list(dict.fromkeys(paths)), include_defaults=False)
+
+
+def _content(path: Path) -> bytes:
+    """Returns the content of a task file, empty where it cannot be read."""
+    try:
+        return json_files.read_bytes(path, task_border.MOST_BYTES)
+    except (OSError, ValueError):
+        return b""
 
 
 TASK_NAME = re.compile(rb"^[\"']?task[\"']?:[ \t]*[\"']?([^\s\"'#]+)[\"']?[ \t\r]*(?:#.*)?$", re.M)
 
 
-def refuse_code(name: str, folders: Sequence[Path] = ()) -> None:
-    """Raises UserError where YAML files of a user run Python code, by the tag !function.
-
-    lm-eval's own task files are part of that package and are not read.
-
-    Args:
-      name: a task, a YAML file or a folder of such files.
-      folders: more folders of tasks.
-    """
-    path = Path(name).expanduser()
-    roots = [*folders, *([path] if path.is_dir() else [])]
-    files = [each for root in roots for each in sorted(root.rglob("*")) if each.is_file()]
-    # A file may include others beside it, and a group has its tasks there.
-    files += [path, *sorted(path.parent.glob("*"))] if path.is_file() else []
-    for file in files:
-        if file.suffix in (".yaml", ".yml", "") and b"!function" in file.read_bytes():
-            raise UserError(
-                f"The task file {file} runs Python code of its own (!function); if you trust it, "
-                "add --trust_tasks."
-            )
-
-
-def sandbox_templates() -> None:
-    """Makes lm-eval render the templates of tasks in Jinja's sandbox, where they run no code."""
-    before = lm_eval.utils.env
-    if not isinstance(before, jinja2.sandbox.SandboxedEnvironment):
-        sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            undefined=before.undefined, keep_trailing_newline=before.keep_trailing_newline
-        )
-        sandbox.filters |= before.filters
-        lm_eval.utils.env = sandbox
-
-
-def _group_manager(path: Path, text: str) -> TaskManager:
-    """Returns an index of the group's tasks, which are beside its file or lm-eval's."""
-    try:
-        members = yaml.safe_load(text)["task"]
-    except (yaml.YAMLError, KeyError, TypeError):
-        members = None
-    if not isinstance(members, list) or not all(isinstance(m, str) for m in members):
-        return TaskManager(include_path=path.parent)
-    return task_manager(members, [path.parent])
-
-
-def load_tasks(name: str, manager: TaskManager, builtin: Sequence[str]) -> dict[str, Any]:
+def load_tasks(
+    name: str, manager: TaskManager, builtin: Sequence[str], trusted: bool = False
+) -> dict[str, Any]:
     """Loads lm-eval tasks with their data, and the groups that aggregate some of them.
 
     Args:
       name: a task, group or tag of `manager`, a YAML file, or a folder of YAML files.
       manager: task index of lm-eval.
       builtin: names of the built-in tasks, for error messages.
+      trusted: whether task files may run Python code of their own.
 
     Returns:
       {name: lm-eval task, or a group after its tasks}.
 
     Raises:
-      UserError: there is no such task, its file is damaged, its data cannot be downloaded, or it
-        runs code that the model writes.
+      UserError: there is no such task, its file is damaged or runs code, its data cannot be
+        downloaded, or it runs code that the model writes.
     """
+    named = name in manager.all_tasks
     path, names = Path(name).expanduser(), [name]
-    of_index = name in manager.all_tasks
-    if not of_index and path.is_dir():
-        manager = TaskManager(include_path=path, include_defaults=False)
-        names = [*manager.all_groups, *manager.all_subtasks]
-        if not names:
-            raise UserError(f"The folder {name} has no YAML file with a task of lm-eval.")
-    elif not of_index and path.suffix in (".yaml", ".yml"):
-        if not path.is_file():
-            raise UserError(f"There is no task file {name}.")
-        names = [str(path)]
-        text = path.read_text(encoding="utf-8", errors="replace")
-        if group := re.search(r"^group:[ \t]*[\"']?([^\"'\s#]+)", text, re.M):
-            # A group names its tasks, which stand beside it or are lm-eval's.
-            manager, names = _group_manager(path, text), [group[1]]
-    elif not of_index:
-        legal = [*builtin, *STANDARD, *manager.all_tasks]
-        matches = difflib.get_close_matches(name, legal, n=1)
-        hint = f" Did you mean {matches[0]}?" if matches else ""
-        raise UserError(
-            f"There is no task {name!r}.{hint} Legal: {', '.join(builtin)}, the tasks of lm-eval "
-            f"such as {', '.join(STANDARD)}, YAML files and folders of such tasks, or files of "
-            "JSON lines."
-        )
+    if not named:
+        with task_border.guarded(trusted):
+            manager, names = _of_files(name, path, manager, builtin)
+    problem = (
+        f"The data of the task {name} cannot be downloaded"
+        if named
+        else f"The tasks in {name} cannot be loaded"
+    )
+    advice = f"The tasks {', '.join(builtin)} need no network."
     tasks: dict[str, Any] = {}
     groups: dict[str, Any] = {}
-    try:
-        with quiet():
-            for each in names:
-                if each not in tasks and each not in groups:
-                    loaded = manager.load([each])
-                    tasks |= loaded["tasks"]
-                    groups |= loaded["groups"]
-    except Exception as error:  # A hub, a network, a disk or a file can raise anything.
-        if of_index:
-            problem = f"The data of the task {name} cannot be downloaded ({first_line(error)})."
-        else:
-            problem = f"The tasks in {name} cannot be loaded ({first_line(error)})."
-        raise UserError(f"{problem} The tasks {', '.join(builtin)} need no network.") from error
+    with (
+        task_border.failures(problem, advice),
+        waiting.told(f"loading the task {name}"),
+        task_border.guarded(trusted),
+        quiet(),
+    ):
+        for each in names:
+            if each not in tasks and each not in groups:
+                loaded = manager.load([each])
+                tasks |= loaded["tasks"]
+                groups |= loaded["groups"]
     for task_name, task in tasks.items():
         if getattr(task, "UNSAFE_CODE", False):
             raise UserError(
@@ -205,3 +155,35 @@ def load_tasks(name: str, manager: TaskManager, builtin: Sequence[str]) -> dict[
                 "so, with --confirm_run_unsafe_code."
             )
     return tasks | {name: group for name, group in groups.items() if group.has_aggregation}
+
+
+def _of_files(name, path, manager, builtin) -> tuple[TaskManager, list[str]]:
+    """Returns an index of the tasks in a YAML file or a folder, and their names."""
+    if path.is_dir():
+        manager = TaskManager(include_path=path, include_defaults=False)
+        if names := [*manager.all_groups, *manager.all_subtasks]:
+            return manager, names
+        raise UserError(f"The folder {name} has no YAML file with a task of lm-eval.")
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            raise UserError(f"There is no task file {name}.")
+        fields = task_border.fields(path)
+        if isinstance(group := fields.get("group"), str):
+            # A group names its tasks, which stand beside it or are lm-eval's.
+            return _group_manager(path, fields.get("task")), [group]
+        return manager, [str(path)]
+    legal = [*builtin, *STANDARD, *manager.all_tasks]
+    matches = difflib.get_close_matches(name, legal, n=1)
+    hint = f" Did you mean {matches[0]}?" if matches else ""
+    raise UserError(
+        f"There is no task {name!r}.{hint} Legal: {', '.join(builtin)}, the tasks of lm-eval "
+        f"such as {', '.join(STANDARD)}, YAML files and folders of such tasks, or files of "
+        "JSON lines."
+    )
+
+
+def _group_manager(path: Path, members: Any) -> TaskManager:
+    """Returns an index of the group's tasks, which are beside its file or lm-eval's."""
+    if not isinstance(members, list) or not all(isinstance(m, str) for m in members):
+        return TaskManager(include_path=path.parent)
+    return task_manager(members, [path.parent])

@@ -15,7 +15,7 @@ from lm_eval.api.group import Group
 
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
-from sparse_dataflow.evaluation.tasks import builtin, lm_eval_tasks
+from sparse_dataflow.evaluation.tasks import builtin, lm_eval_tasks, task_border
 from sparse_dataflow.evaluation.tasks.items import Item, read_items
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.training.monitoring.metrics import say
@@ -100,7 +100,7 @@ def named(options, corpus: str) -> dict[str, dict[str, Task] | None]:
     """
     of_project, manager = builtin.task_names(corpus), None
     if not options.trust_tasks:
-        lm_eval_tasks.sandbox_templates()
+        task_border.bound_templates()
     by_name: dict[str, dict[str, Task] | None] = {}
     words = [word.strip() for word in options.tasks.split(",") if word.strip()]
     for name in dict.fromkeys(
@@ -123,10 +123,9 @@ def named(options, corpus: str) -> dict[str, dict[str, Task] | None]:
                 [word for word in words if not _of_project(word)],
                 _folders(options.include_path),
             )
-            folders = _folders(options.include_path)
-            if not options.trust_tasks:
-                lm_eval_tasks.refuse_code(name, folders)
-            of_lm_eval = lm_eval_tasks.load_tasks(name, manager, of_project)
+            of_lm_eval = lm_eval_tasks.load_tasks(
+                name, manager, of_project, trusted=options.trust_tasks
+            )
             by_name[name] = {task: Task.of_lm_eval(it) for task, it in of_lm_eval.items()}
     if not by_name:
         raise UserError(

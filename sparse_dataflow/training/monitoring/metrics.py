@@ -13,6 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from sparse_dataflow.distributed import processes
+from sparse_dataflow.distributed.stopping import Ended
 from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError, advice, first_line
 from sparse_dataflow.files.redaction import redact
@@ -171,7 +172,9 @@ class MetricsWriter:
         for name, tracker in list(self._trackers.items()):
             try:
                 getattr(tracker, method)(*arguments)
-            except Exception as error:  # The code of others raises errors of any type.
+            except (Exception, SystemExit) as error:  # The code of others raises any error.
+                if isinstance(error, Ended):
+                    raise
                 self._trackers.pop(name, None)
                 say(f"the tracker {name} failed ({first_line(error)}) and gets no more rows")
 

@@ -99,6 +99,25 @@ def test_a_tracker_that_fails_gets_no_more_rows_and_ends_no_training(tmp_path, r
     assert len(rows) == 3
 
 
+@pytest.mark.parametrize("error", [OSError("no route"), SystemExit("no route"), RecursionError()])
+@pytest.mark.parametrize("method", ["write", "alert", "close"])
+def test_whatever_a_tracker_raises_in_the_middle_ends_it_alone(
+    tmp_path, recorder, monkeypatch, capsys, method, error
+):
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(recorder, method, fails)
+    writer = MetricsWriter(folder_of(tmp_path), 0, ["my_trackers:Recorder"])
+    for step in (1, 2):
+        writer.write(train_row(step))
+        writer.alert("spike", "loss 99", step)
+    writer.close()
+    assert capsys.readouterr().err.count("my_trackers:Recorder failed") == 1
+    rows = (tmp_path / "my_run" / "sparse" / "metrics.jsonl").read_text().splitlines()
+    assert len(rows) == 2
+
+
 @pytest.mark.parametrize("name", ["my_trackers:Nothing", "no_such_module_here:Tracker"])
 def test_a_tracker_that_cannot_start_is_refused(tmp_path, recorder, name):
     with pytest.raises(UserError, match=f"tracker {name} cannot start"):
