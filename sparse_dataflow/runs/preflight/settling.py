@@ -92,6 +92,7 @@ def memory_table(settled: Settled) -> str:
     """Returns the memory of the fullest device by kind."""
     if settled.relay:
         return f"  {settled.relay.text()}"
+    assert settled.request and settled.plan
     request, usable = settled.request, settled.machine.chip.memory_bytes
     sizes = dict.fromkeys(request.memory(settled.plan).categories, 0.0)
     largest = max(
