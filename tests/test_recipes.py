@@ -7,7 +7,7 @@ from documented_commands import ROOT, fenced_commands
 from planned_commands import MAIN, commands, config_of
 
 from experiments import gpt13b_sparse
-from sparse_dataflow.hardware import machines
+from sparse_dataflow.hardware import detect, machines
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.planning import plan_memory
 from sparse_dataflow.planning.memory import USABLE
@@ -93,7 +93,7 @@ def test_every_recipe_has_its_row():
 def test_a_recommended_plan_keeps_room_for_the_planners_error(name, result):
     """Also of the 92% of a GPU's memory that jax takes."""
     chip = result.settled.machine.chip
-    share = 1.0 if chip.name.startswith("tpu") else float(command_line.MEMORY_FRACTION)
+    share = 1.0 if chip.name.startswith("tpu") else detect.POOL_SHARE
     largest = result.settled.chip_bytes * (1 + plan_memory.ERROR[1])
     assert largest <= USABLE * share * chip.memory_bytes, f"{largest / GIB:.1f} GiB"
 

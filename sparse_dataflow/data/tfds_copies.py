@@ -5,13 +5,16 @@ is, also one of TFRecord files, which tfds itself reads only with tensorflow.
 """
 
 import bisect
+import contextlib
 import difflib
 import importlib.util
 import itertools
 import os
 import re
+import socket
 import struct
-from collections.abc import Mapping, Sequence
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +33,10 @@ _BEAM, _TENSORFLOW = "apache_beam", "tensorflow"
 _LENGTH = struct.Struct("<Q")
 _FRAME = 16
 """Bytes of a TFRecord besides its content: length, checksum of the length, checksum."""
+
+
+_HOST_OF_TFDS = "storage.googleapis.com"
+"""Where tfds looks first; a machine that cannot resolve it has no network."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +179,8 @@ def _prepared(name, root, cache_dir, column, legal) -> Copy:
         builder = tfds.builder(name, data_dir=root, file_format="array_record")
         feature = _text_feature(builder, tfds, column)
         with exclusive(cache_dir, f"tfds-{builder.info.full_name}"):
-            builder.download_and_prepare()
+            with _without_retries_offline():
+                builder.download_and_prepare()
         records = storage.retry(f"Reading the corpus {name}", builder.as_data_source)
     except UserError:
         raise
@@ -189,6 +197,26 @@ def _prepared(name, root, cache_dir, column, legal) -> Copy:
             f"Check its name, its requirements and the network. Legal: {legal}."
         ) from error
     return Copy(records, feature, _identity(builder, feature))
+
+
+@contextlib.contextmanager
+def _without_retries_offline() -> Iterator[None]:
+    """Without a network, the first download that fails is the last; tfds retries for minutes.
+
+    A server on this machine or in its network still serves.
+    """
+    from tensorflow_datasets.core.download import downloader
+
+    before = downloader.MAX_RETRIES
+    if not urllib.request.getproxies():  # A proxy resolves names itself.
+        try:
+            socket.getaddrinfo(_HOST_OF_TFDS, 443)
+        except OSError:
+            downloader.MAX_RETRIES = 0
+    try:
+        yield
+    finally:
+        downloader.MAX_RETRIES = before
 
 
 def _identity(builder, feature) -> list:

@@ -126,6 +126,11 @@ class Chip:
         return peak, self.bandwidth
 
     @property
+    def is_tpu(self) -> bool:
+        """Whether it is a TPU, by its constants."""
+        return self.family.startswith("tpu")
+
+    @property
     def capacity(self) -> float:
         """Bytes of device memory; infinite if unknown."""
         return math.inf if self.memory_bytes is None else self.memory_bytes

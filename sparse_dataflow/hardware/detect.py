@@ -32,6 +32,11 @@ _DEVICE_KINDS = (
 )
 
 
+POOL_SHARE = 0.92
+"""Share of a GPU's memory that jax takes where XLA_PYTHON_CLIENT_MEM_FRACTION is not set.  Its own
+default, 0.75, is less than the planner counts on (`memory.USABLE`)."""
+
+
 def chip_of(device_kind: str) -> Chip:
     """Returns the chip of a JAX `device_kind`; an unknown chip has no rates or memory."""
     for pattern, name in _DEVICE_KINDS:
@@ -47,7 +52,8 @@ def detect(dtypes: Iterable[str] = ("float32",)) -> Chip:
       dtypes: operand dtypes whose peak is measured on a CPU (under 2 s each, once per process).
 
     Returns:
-      On an accelerator the chip of its device kind, with the memory limit of the runtime if known.
+      On an accelerator the chip of its device kind; its memory is that of which jax takes its
+      limit, if known, and at most the memory of the kind.
       On a CPU the measured rates and the host memory.
     """
     import jax
@@ -61,8 +67,12 @@ def detect(dtypes: Iterable[str] = ("float32",)) -> Chip:
             bandwidth=measure_cpu_bandwidth(),
         )
     chip = chip_of(device.device_kind)
-    stats = device.memory_stats() or {}
-    return dataclasses.replace(chip, memory_bytes=stats.get("bytes_limit", chip.memory_bytes))
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is None:
+        return chip
+    # The planner's usable share is of a whole GPU, as `--chips` plans it, and not of jax's pool.
+    whole = limit if device.platform == "tpu" else min(limit / POOL_SHARE, chip.capacity)
+    return dataclasses.replace(chip, memory_bytes=int(whole))
 
 
 def cpu_name() -> str:

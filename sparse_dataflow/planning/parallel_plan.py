@@ -82,6 +82,7 @@ class ParallelPlan:
       fused: whether element-wise operations are fused with each other and into products.
       fused_norms: whether a norm is one kernel where element-wise operations are fused.
       fused_attention: whether attention scores stay on chip (flash attention).
+      tpu: whether the chips are TPUs, whose kernel of a block-sparse MLP recomputes GELU.
       gradient_bytes: bytes of one gradient element in a collective.
       island: number of chips joined by fast links; None for that of the chip.
       state_dtype: dtype of moments, and of the gradients of a micro-batch; see
@@ -106,6 +107,7 @@ class ParallelPlan:
     fused: bool = True
     fused_norms: bool = True
     fused_attention: bool = True
+    tpu: bool = False
     gradient_bytes: int = 4
     island: int | None = None
     state_dtype: str = "float32"

@@ -55,6 +55,7 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     saved, working = _block_bytes(config, sequence, plan, rows)
     saved = np.where(staged, pipeline_bytes(config, plan, rows), saved * layers * in_flight(plan))
     activations = tokens * (saved + gathered_residual(config, plan))
+    activations = activations + _gathered_weights(config, plan, weights)
     chunk = np.minimum(tokens, memory.LOGITS_CHUNK)
     logits = 2.0 * chunk * config.vocab_size * 4 / plan.layer_chips
     # A stage sums the gradients of all its weights in float32, and reduce-scatters them at the end.
@@ -190,10 +191,27 @@ def _block_bytes(config, sequence, plan, expert_rows):
     if config.remat == "none":
         saved = saved + whole_inputs
         if compute < memory.MASTER_BYTES:
-            # As in programs for several TPUs: GELU's input and a norm are saved in float32.
-            wide = memory.MASTER_BYTES * (config.d_model + config.d_ff) / plan.layer_chips
-            saved = saved + np.where(np.asarray(plan.chips) > 1, wide, 0)
+            # As traced for several chips: both norms save three float32 arrays where
+            # `activation_bytes` counts three of the compute dtype, attention saves q, k and v once
+            # and its output twice.
+            widths = memory.block_widths(config, copies, expert_rows)
+            wide = 6 * memory.MASTER_BYTES * config.d_model - compute * (
+                3 * config.d_model + widths.keys_values
+            )
+            saved = saved + np.where(np.asarray(plan.chips) > 1, wide / plan.layer_chips, 0)
+        if plan.tpu and memory.has_one_op_mlp(config):
+            saved = saved - compute * config.d_ff / plan.layer_chips
     return saved, working + whole_inputs
+
+
+def _gathered_weights(config, plan, weights):
+    """Returns the bytes of gathered weights that remat "none" saves for the backward pass."""
+    gathers = (np.asarray(plan.fsdp) > 1) & (plan.zero == 3) & (np.asarray(plan.stage) == 1)
+    if config.remat != "none":
+        return 0.0
+    exchanged = experts.stage_experts(config, plan) * plan.exchanges
+    blocks = weights - memory.embeddings(config) / plan.layer_chips - exchanged
+    return np.where(gathers, blocks * memory.DTYPE_BYTES[config.compute_dtype], 0.0)
 
 
 def _working_copy(config, plan, weights, share):

@@ -104,6 +104,7 @@ class Request:
             **{name: choice[name] for name in NAMES},
             sequence_parallel=True,  # as in parallel/sharded.py
             fused_attention=self.fused_attention,
+            tpu=self.chip.is_tpu,
             state_dtype=self.state_dtype,
             optimizer=self.optimizer,
         )

@@ -28,13 +28,10 @@ from sparse_dataflow.distributed import stopping
 from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import TEMPORARY, UserError, in_words, is_exhausted
 from sparse_dataflow.files.output import best_effort_errors, flush_or_exit
-from sparse_dataflow.hardware import xla_flags
+from sparse_dataflow.hardware import detect, xla_flags
 from sparse_dataflow.runs import commands, request
 from sparse_dataflow.runs.request import Request
 
-MEMORY_FRACTION = "0.92"
-"""XLA_PYTHON_CLIENT_MEM_FRACTION where it is not set: the share of a GPU's memory that jax takes.
-jax's own default, 0.75, is less than the planner counts on."""
 WIDTH = 100
 _HELP = ("help", "helpshort", "helpfull", "h", "?")
 _HELP_COLUMN = 27
@@ -260,7 +257,7 @@ def run(
       SystemExit: always. Status 2 after "error: ..." for a UserError, 130 after Ctrl-C, 75 after
         SIGTERM or SIGHUP.
     """
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(detect.POOL_SHARE))
     with best_effort_errors(), stopping.ended_by_signals():
         _run(main, doc, shared, options, defaults, sys.argv if argv is None else argv)
 

@@ -8,11 +8,13 @@ import struct
 import subprocess
 import sys
 import threading
+import urllib.request
 from pathlib import Path
 
 import google_crc32c
 import pytest
 import tensorflow_datasets as tfds
+from tensorflow_datasets.core.download import downloader
 
 from sparse_dataflow.data import tfds_copies
 from sparse_dataflow.data.corpora import load_corpus
@@ -197,3 +199,23 @@ def test_a_corpus_is_downloaded_and_prepared_end_to_end(tmp_path):
     # From the cache, as nothing is served any more.
     again = load_corpus("served_prose", tmp_path / "cache")
     assert again.content_hash == corpus.content_hash
+
+
+class UnreachableProse(ServedProse):
+    URL = "http://corpus.invalid/corpus.txt"
+
+
+def test_without_a_network_a_download_is_tried_once(tmp_path, monkeypatch):
+    """tfds retries ten times with growing pauses, which takes three minutes."""
+    asked = []
+
+    def unknown(host, *arguments, **options):
+        asked.append(host)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(urllib.request, "getproxies", dict)
+    with pytest.raises(UserError, match="'unreachable_prose' could not be prepared"):
+        load_corpus("unreachable_prose", tmp_path / "cache")
+    assert asked.count("corpus.invalid") == 1
+    assert downloader.MAX_RETRIES > 1

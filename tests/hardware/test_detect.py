@@ -81,9 +81,10 @@ class _Device:
 @pytest.mark.parametrize(
     ("kind", "stats", "memory"),
     [
-        ("NVIDIA H200", {"bytes_limit": 100 * GIB}, 100 * GIB),
+        ("NVIDIA H200", {"bytes_limit": 92 * GIB}, 100 * GIB),
+        ("NVIDIA H200", {"bytes_limit": 2**40}, CHIPS["h200"].memory_bytes),
         ("NVIDIA H200", None, CHIPS["h200"].memory_bytes),
-        ("Neuron 3", {"bytes_limit": 24 * GIB}, 24 * GIB),
+        ("Neuron 3", {"bytes_limit": 23 * GIB}, 25 * GIB),
         ("Neuron 3", {}, None),
     ],
 )

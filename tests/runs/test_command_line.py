@@ -10,6 +10,7 @@ from sparse_dataflow.config import settings
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.config.settings import setting
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware import detect
 from sparse_dataflow.runs import command_line, request
 from sparse_dataflow.runs.request import NAMED
 
@@ -270,7 +271,7 @@ if __name__ == "__main__":
 
 def test_jax_takes_the_memory_that_plans_count_on(monkeypatch):
     """Of a GPU's memory it takes three quarters by default; a variable of the user's is kept."""
-    for before, after in ((None, command_line.MEMORY_FRACTION), ("0.5", "0.5")):
+    for before, after in ((None, str(detect.POOL_SHARE)), ("0.5", "0.5")):
         monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
         if before:
             monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", before)

@@ -17,7 +17,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
 from sparse_dataflow.hardware.detect import cpu_count
 from sparse_dataflow.models.model_weights import ModelWeights
-from sparse_dataflow.optim.muon import matrices_of
+from sparse_dataflow.optim.muon import Matrices, is_matrix, matrices_of
 from sparse_dataflow.optim.optimizers import (
     adam_state,
     decay_mask,
@@ -49,6 +49,47 @@ from sparse_dataflow.parallel.relay.timeline import Timeline
 
 IN_FLIGHT = 2
 """Sections with gradients on the device at once: one is computed, one is returned to the host."""
+
+
+class LeafFacts(NamedTuple):
+    """What the update of one leaf needs and no step changes.
+
+    Attributes:
+      multiplier: of the learning rate.
+      decay: decoupled weight decay; 0 for none.
+      matrices: those of a weight that Muon updates; None for AdamW.
+      device_dtype: dtype of the device's copy.
+    """
+
+    multiplier: float
+    decay: float
+    matrices: Matrices | None
+    device_dtype: np.dtype
+
+
+def _facts(model, training, section, masters, layouts) -> list[LeafFacts]:
+    group = model
+    if isinstance(section, int):
+        index = group_index(model, section)
+        group = layer_groups(model)[index].model
+        layouts = split_groups(layouts)[index] if layouts else layouts
+    weights = ModelWeights(masters, layouts)
+    multipliers = learning_rate_multipliers(group, training, masters, weights)
+    columns = zip(
+        jax.tree_util.tree_leaves_with_path(masters),
+        jax.tree.leaves(multipliers),
+        jax.tree.leaves(decay_mask(masters)),
+        strict=True,
+    )
+
+    def facts(path, master, multiplier, decays):
+        matrices = None
+        if training.optimizer == "muon" and is_matrix(path):
+            matrices = matrices_of(master.shape, weights.layout_at(path))
+        decay = training.weight_decay if decays else 0.0
+        return LeafFacts(multiplier, decay, matrices, device_dtype(model, path))
+
+    return [facts(path, master, *others) for (path, master), *others in columns]
 
 
 class InMemory:
@@ -103,6 +144,8 @@ class ParameterServer:
         self.buffers: dict[Section, list[np.ndarray]] = {}
         self._copies: dict[Section, Any] = {}
         self._copied: dict | None = None
+        self._facts: dict[Section, list[LeafFacts]] = {}
+        self._layouts: Any = None
 
     def copy(self, params: dict, section: Section) -> Any:
         """Returns the host arrays from which the device reads a section's parameters.
@@ -124,6 +167,14 @@ class ParameterServer:
     def pin(self, copy: Any) -> Any:
         """Moves a finished copy to page-locked memory if the device reads from there."""
         return copy if self.pinned is None else jax.device_put(copy, self.pinned)
+
+    def facts(self, section: Section, masters: Any, layouts: Any) -> list["LeafFacts"]:
+        """Returns the facts of each leaf of a section; computed once for the layouts of a state."""
+        if layouts is not self._layouts:
+            self._facts, self._layouts = {}, layouts
+        if section not in self._facts:
+            self._facts[section] = _facts(self.model, self.training, section, masters, layouts)
+        return self._facts[section]
 
     def to_host(self, gradient: jax.Array) -> np.ndarray:
         """Copies a gradient to host memory, through page-locked memory if it is used."""
@@ -233,49 +284,45 @@ class ServerStep:
         """Starts the update of a section on the update threads."""
         server = self._server
         masters = view(self._before[0], section)
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(masters)]
-        decayed = jax.tree.leaves(decay_mask(masters))
-        model, layouts = server.model, self._state.tables
-        if isinstance(section, int):
-            group = group_index(model, section)
-            model = layer_groups(model)[group].model
-            layouts = split_groups(layouts)[group] if layouts else layouts
-        weights = ModelWeights(masters, layouts)
-        multipliers = jax.tree.leaves(
-            learning_rate_multipliers(model, server.training, masters, weights)
-        )
-        before, after = (_leaves(paths, trees, section) for trees in (self._before, self._after))
+        leaves = server.facts(section, masters, self._state.tables)
+        before = after = _leaves(leaves, self._before, section)
+        if self._after is not self._before:
+            after = _leaves(leaves, self._after, section)
         # Without kept copies the masters stand for them and are not written twice.
         old_copies = jax.tree.leaves(
             server.copy(self._state.params, section) if server.copies else masters
         )
-        copies, jobs = [], []
-        leaves = zip(paths, before, after, gradients, old_copies, multipliers, decayed, strict=True)
-        for path, old, new, gradient, copy, multiplier, decays in leaves:
+        copies, work = [], []
+        for leaf, old, new, gradient, copy in zip(
+            leaves, before, after, gradients, old_copies, strict=True
+        ):
             update, unit = host_optimizer.update, 1
-            if new.nu is None:
-                matrices = matrices_of(gradient.shape, weights.layout_at(path))
-                update = functools.partial(host_optimizer.update_matrices, matrices=matrices)
-                unit = math.prod(matrices.unit)
-            if not server.copies or device_dtype(server.model, path) == new.parameter.dtype:
+            if leaf.matrices is not None:
+                update = functools.partial(host_optimizer.update_matrices, matrices=leaf.matrices)
+                unit = math.prod(leaf.matrices.unit)
+            if not server.copies or leaf.device_dtype == new.parameter.dtype:
                 copy = None
             elif not isinstance(copy, np.ndarray):  # A page-locked copy is a jax array.
                 copy = np.empty(copy.shape, jnp.bfloat16)
             copies.append(new.parameter if copy is None else copy)
-            decay = server.training.weight_decay if decays else 0.0
-            rates = Rates(self._count, factor, self._learning_rate * multiplier, decay)
+            rate = self._learning_rate * leaf.multiplier
+            rates = Rates(self._count, factor, rate, leaf.decay)
             for where in host_optimizer.pieces(gradient.size, server.threads, unit):
                 rounded = None if copy is None else copy.reshape(-1)[where]
                 flat = gradient.reshape(-1)[where]
-                job = (old.piece(where), flat, rates, new.piece(where), rounded)
-                jobs.append(server.updating.submit(self._timed, section, update, job))
+                piece = old.piece(where)
+                job = (piece, flat, rates, piece if new is old else new.piece(where), rounded)
+                work.append((flat.size, functools.partial(update, *job)))
         if server.copies:
             self._copies[section] = jax.tree.unflatten(jax.tree.structure(masters), copies)
-        self._updates[section] = jobs
+        self._updates[section] = [
+            server.updating.submit(self._timed, section, jobs) for jobs in _batched(work)
+        ]
 
-    def _timed(self, section, update, job):
+    def _timed(self, section, jobs):
         with self._timeline.span("update", section_name(section)):
-            update(*job)
+            for job in jobs:
+                job()
 
     def _finish_update(self, section):
         """Waits for a section's update, then pins its copy and notifies the storage."""
@@ -329,19 +376,37 @@ class ServerStep:
         self._server.storage.updated(section, tuple(views))
 
 
-def _leaves(paths, trees, section) -> list[Leaf]:
+def _leaves(facts, trees, section) -> list[Leaf]:
     """Returns the leaves of a section's (params, mu, nu); Muon's matrices are not in nu."""
-    params, mu, nu = (jax.tree_util.tree_leaves_with_path(view(tree, section)) for tree in trees)
-    second = dict(nu)
-    return [Leaf(p, m, second.get(path)) for path, (_, p), (_, m) in zip(paths, params, mu)]
+    params, mu, nu = (jax.tree.leaves(view(tree, section)) for tree in trees)
+    second = iter(nu)
+    return [
+        Leaf(p, m, next(second) if leaf.matrices is None else None)
+        for leaf, p, m in zip(facts, params, mu, strict=True)
+    ]
+
+
+def _batched(work):
+    """Yields lists of jobs from (elements, job): small jobs share a list, a thread's task."""
+    batch, size = [], 0
+    for elements, job in work:
+        batch.append(job)
+        size += elements
+        if size >= host_optimizer.PIECE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def square_sums(leaves: Iterable[tuple[tuple, np.ndarray]]) -> dict[str, float]:
     """Returns {dotted path: sum of squares} of a section's leaves with their paths."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): host_optimizer.square_sum(leaf)
-        for path, leaf in leaves
-    }
+    return {_dotted(path): host_optimizer.square_sum(leaf) for path, leaf in leaves}
+
+
+@functools.cache
+def _dotted(path):
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def group_norms(squares: dict[Section, dict[str, float]]) -> dict[str, float]:

@@ -112,6 +112,9 @@ class Relay:
         # On CPUs, collectives of two concurrent programs run in any order on each process, and may
         # deadlock.
         self._serial = jax.process_count() > 1 and jax.default_backend() == "cpu"
+        # A function and no method: a relay that is part of a cycle would hold its state until the
+        # garbage collector runs.
+        self._put = functools.partial(_put, self._replicated)
         relay_programs.refuse_unsupported(training, self._rows.num_devices)
         rows = training.batch // training.micro_batches
         self._train_shape = (training.micro_batches, rows, training.sequence)
@@ -308,21 +311,6 @@ class Relay:
         arrays = tokens[:, :-1], tokens[:, 1:], weights
         return tuple(_placed([np.ascontiguousarray(a).reshape(shape) for a in arrays], self._rows))
 
-    def _put(self, tree):
-        """Copies host arrays, and activations stashed on the host, to the device."""
-        leaves, structure = jax.tree.flatten(tree)
-        # All in one call: on small models a call for each takes longer than the copies.
-        placed = iter(
-            _placed([a for a in leaves if not isinstance(a, jax.Array)], self._replicated)
-        )
-
-        def put(leaf):
-            if isinstance(leaf, jax.Array):
-                return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
-            return next(placed)
-
-        return jax.tree.unflatten(structure, [put(leaf) for leaf in leaves])
-
 
 @jax.jit
 def _widened(gradient):
@@ -388,6 +376,20 @@ def _watch(result, dispatched, section, timeline):
 
 def _layer(tables, layer):
     return jax.tree.map(np.asarray, layer_view(tables, layer))
+
+
+def _put(sharding: Sharding, tree: Any) -> Any:
+    """Copies host arrays, and activations stashed on the host, to the device."""
+    leaves, structure = jax.tree.flatten(tree)
+    # All in one call: on small models a call for each takes longer than the copies.
+    placed = iter(_placed([a for a in leaves if not isinstance(a, jax.Array)], sharding))
+
+    def put(leaf):
+        if isinstance(leaf, jax.Array):
+            return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
+        return next(placed)
+
+    return jax.tree.unflatten(structure, [put(leaf) for leaf in leaves])
 
 
 def _placed(arrays, sharding):

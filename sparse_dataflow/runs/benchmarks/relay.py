@@ -165,7 +165,8 @@ def _relayed(model, training, config: RelayConfig, chip: Chip, count: int) -> di
     """One row: the relay's plan, and the measurements of `count` steps after one untimed step.
 
     Device memory is the runtime's own peak where it reports one, else the most bytes of arrays that
-    were alive on the device when a program was started.
+    were alive on the device when a program was started, with that program's results and
+    temporaries.
 
     Raises:
       UserError: host memory is too small.
@@ -178,10 +179,14 @@ def _relayed(model, training, config: RelayConfig, chip: Chip, count: int) -> di
     state, tokens = fresh_state(model, training), steps.random_tokens(model, training)
     state = state._replace(tables=stacks.with_groups(state.tables))
     before = most = _live_bytes()
+    working = {
+        name: max(_working_bytes(getattr(group, name)) for group in run.programs)
+        for name in run.programs[0]._fields
+    }
 
     def observe(program):
         nonlocal most
-        most = max(most, _live_bytes())
+        most = max(most, _live_bytes() + working[program])
 
     run.observe = observe
 
@@ -250,6 +255,13 @@ def _cell(value):
     if isinstance(value, float):
         return f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _working_bytes(program):
+    """Returns the bytes of a program's results and temporaries, which are no arguments."""
+    analysis = program.memory_analysis()
+    sizes = analysis.temp_size_in_bytes, analysis.output_size_in_bytes
+    return sum(sizes) - analysis.alias_size_in_bytes
 
 
 def _live_bytes():

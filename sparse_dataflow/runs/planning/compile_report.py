@@ -191,6 +191,7 @@ def plan_of(options) -> CompilePlan:
         schedule=schedule,
         remat=options.remat,
         sequence_parallel=True,
+        tpu=topology.chip.is_tpu,
         state_dtype=options.state_dtype,
         optimizer=options.optimizer,
     )

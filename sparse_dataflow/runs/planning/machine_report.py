@@ -11,12 +11,12 @@ from sparse_dataflow.files import tables
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.hardware.machines import Machine
-from sparse_dataflow.planning import bands, expected_loss, plan_memory
+from sparse_dataflow.planning import bands, expected_loss
 from sparse_dataflow.planning.expected_loss import ExpectedLoss
 from sparse_dataflow.planning.settle import Settled
 from sparse_dataflow.runs.planning import plan_rows
 from sparse_dataflow.runs.planning.options import TOKENS
-from sparse_dataflow.runs.preflight.settling import models_of, settle
+from sparse_dataflow.runs.preflight.settling import memory_table, models_of, settle
 
 _DAY, _HOUR = 86400, 3600
 _LEAST_DAYS = 2
@@ -152,7 +152,7 @@ def text(result: MachinePlan) -> str:
         lines.append(f"  no time is known: {machine.chip.name} has no known rates or links")
     else:
         lines += _times(result)
-    lines += ["", _memory(settled)]
+    lines += ["", memory_table(settled)]
     return "\n".join(lines)
 
 
@@ -225,32 +225,6 @@ def _range(value, error):
 
 def _figure(value):
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def _memory(settled):
-    """Returns the memory of the fullest device by kind."""
-    if settled.relay:
-        return f"  {settled.relay.text()}"
-    request, usable = settled.request, settled.machine.chip.memory_bytes
-    sizes = dict.fromkeys(request.memory(settled.plan).categories, 0.0)
-    largest = max(
-        (request.memory(settled.plan, model) for phases in request.models for model in phases),
-        key=lambda each: float(each.total),
-    )
-    sizes = {name: float(size) for name, size in largest.categories.items()}
-    others = settled.chip_bytes - sum(sizes.values())
-    if others > 1:
-        sizes["states of other models"] = others
-    low, high = plan_memory.ERROR
-    rows = [("GiB on the fullest device", "")]
-    rows += [(name.replace("_", " "), f"{size / GIB:,.2f}") for name, size in sizes.items()]
-    rows.append(("all", f"{settled.chip_bytes / GIB:,.2f}"))
-    total = settled.chip_bytes / GIB
-    lines = [f"  {line}" for line in tables.aligned(rows).splitlines()]
-    room = "" if usable is None else f" of {usable / GIB:,.1f}"
-    between = f"{total * (1 + low):,.1f} to {total * (1 + high):,.1f}"
-    lines.append(f"  by the compiler {between}{room} GiB")
-    return "\n".join(lines)
 
 
 def comparison(config_of: Callable[[Machine], RunConfig], machines: Sequence[Machine]) -> str:

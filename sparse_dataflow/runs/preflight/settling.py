@@ -6,9 +6,11 @@ from sparse_dataflow.config import remat as kinds_of_remat
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.distributed import processes
+from sparse_dataflow.files import tables
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.hardware.machines import Machine
+from sparse_dataflow.planning import plan_memory
 from sparse_dataflow.planning import settle as planning
 from sparse_dataflow.planning.settle import Settled
 from sparse_dataflow.runs import devices
@@ -77,9 +79,37 @@ def settled(config: RunConfig, chip: Chip) -> RunConfig:
 
 
 def words(result: Settled) -> str:
-    """Returns a line with the choices of the planner, and the memory that they need."""
-    choices = " ".join(f"{path}={value}" for path, value in result.chosen.items())
-    size, capacity = result.chip_bytes / GIB, result.machine.chip.memory_bytes
-    room = f" of {capacity / GIB:,.1f}" if capacity else ""
-    tight = ", which leaves less room than the estimate's error" if result.tight else ""
-    return f"planned: {choices}; {size:,.1f}{room} GiB a device by the estimate{tight}"
+    """Returns a table with the choices of the planner, and one with the memory that they need."""
+    rows = [(path, str(value)) for path, value in result.chosen.items()]
+    lines = ["planned:", *(f"  {line}" for line in tables.aligned(rows).splitlines())]
+    lines.append(memory_table(result))
+    if result.tight:
+        lines.append("  which leaves less room than the estimate's error")
+    return "\n".join(lines)
+
+
+def memory_table(settled: Settled) -> str:
+    """Returns the memory of the fullest device by kind."""
+    if settled.relay:
+        return f"  {settled.relay.text()}"
+    assert settled.request and settled.plan
+    request, usable = settled.request, settled.machine.chip.memory_bytes
+    sizes = dict.fromkeys(request.memory(settled.plan).categories, 0.0)
+    largest = max(
+        (request.memory(settled.plan, model) for phases in request.models for model in phases),
+        key=lambda each: float(each.total),
+    )
+    sizes = {name: float(size) for name, size in largest.categories.items()}
+    others = settled.chip_bytes - sum(sizes.values())
+    if others > 1:
+        sizes["states of other models"] = others
+    low, high = plan_memory.ERROR
+    rows = [("GiB on the fullest device", "")]
+    rows += [(name.replace("_", " "), f"{size / GIB:,.2f}") for name, size in sizes.items()]
+    rows.append(("all", f"{settled.chip_bytes / GIB:,.2f}"))
+    total = settled.chip_bytes / GIB
+    lines = [f"  {line}" for line in tables.aligned(rows).splitlines()]
+    room = "" if usable is None else f" of {usable / GIB:,.1f}"
+    between = f"{total * (1 + low):,.1f} to {total * (1 + high):,.1f}"
+    lines.append(f"  by the compiler {between}{room} GiB")
+    return "\n".join(lines)

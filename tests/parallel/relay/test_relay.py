@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+import gc
 import itertools
 import math
 import time
+import weakref
 
 import jax
 import numpy as np
@@ -517,3 +519,20 @@ def test_block_gradients_equal_those_of_the_whole_executor(name):
     assert mine.keys() == theirs.keys()
     for name in mine:
         np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-4, atol=1e-7)
+
+
+def test_a_relay_that_is_no_longer_used_frees_its_memory_at_once():
+    """Its weights and gradients are gigabytes, and a benchmark makes one relay after the other."""
+    gc.collect()
+    gc.disable()
+    try:
+        how = training()
+        relay = Relay(DENSE, how)
+        state, _ = relay_run(relay, fresh_state(DENSE, how), steps=1)
+        held = [
+            weakref.ref(each) for each in (relay, relay.server, state.params["embed"]["tokens"])
+        ]
+        del relay, state
+        assert [each() for each in held] == [None, None, None]
+    finally:
+        gc.enable()
