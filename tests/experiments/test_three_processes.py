@@ -3,6 +3,7 @@
 import re
 import signal
 
+import psutil
 import pytest
 from fault_records import THREE, Record
 from main_job import complaint
@@ -62,7 +63,8 @@ def test_a_process_that_joins_a_running_run_is_refused_and_disturbs_nobody(job, 
     """A second process of a number that the run has, in the folder of the run or in another."""
     with Pair(job, tmp_path / "run") as pair:
         started = pair.start(at_0={"calls": [(STEP, 9, "SIGSTOP")]})
-        until(lambda: max(pair.steps(), default=0) >= 4, started)
+        first = psutil.Process(started[0].pid)
+        until(lambda: first.status() == psutil.STATUS_STOPPED, started)
         flags = [pair.where, "--set=parallel.processes=2", f"--set=parallel.process={number}"]
         flags += ["--mesh=data:2", "--set=parallel.join_timeout=5"]
         late = [
