@@ -69,6 +69,27 @@ def test_a_streamed_run_that_is_killed_ends_at_the_bits_of_one_left_alone(
     assert max(block for lane in extra["extra"]["data_positions"][0] for block in lane[:1]) >= 2
 
 
+@pytest.mark.nightly
+def test_a_streamed_run_of_the_125m_shape_that_is_killed_ends_at_the_same_bits(
+    job, served, tmp_path
+):
+    plan = (
+        "--scale=125m", "--batch=2", "--steps=4", "--notwin", "--corpus=hf:owner/name",
+        "--set=training.sequence=64", "--set=run.checkpoint_every=2", "--set=run.eval_every=4",
+        "--set=model.vocab_size=512",
+    )  # fmt: skip
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    done = run(job, served, *plan, f"--out={whole}")
+    assert done.returncode == 0, done.stderr
+    killed = run(
+        job, served, *plan, f"--out={folder}", events=[(r"checkpoints/4\.saving", 1, "SIGKILL")]
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    resumed = run(job, served, f"--resume={folder}")
+    assert "resumes after step 2 of 4" in resumed.stderr and resumed.returncode == 0, resumed.stderr
+    assert_same_results(folder, whole, 4)
+
+
 @pytest.mark.slow
 def test_two_processes_read_their_own_lanes_and_one_continues(job, served, tmp_path):
     one, folder = tmp_path / "one", tmp_path / "run"
