@@ -68,7 +68,7 @@ def test_the_planner_predicts_the_compilers_memory_and_is_never_far_below(name):
     assert sum(compiled.values()) == sum(sizes) + results
 
 
-OF_A_RUN = ("13b_density-0-125_h100-1", "13b_density-0-125_v5e-8x8")
+OF_A_RUN = tuple(f"13b_density-0-125_{name}" for name in ("h100-1", "v5e-8x8", "v5p-2x2x1"))
 
 
 @pytest.mark.parametrize("name", [name for name in OF_A_RUN if name in SHIPPED])
