@@ -127,7 +127,7 @@ def _with_zeros(
     """Returns weights with the thresholds of the token that `_program` writes."""
     before = min(cached, model.window - 1) if model.window else cached
 
-    def attend(q, k, v, window):
+    def attend(q, k, v, window, cap):
         keys, values = (jnp.pad(a, [(0, 0), (before, 0), (0, 0), (0, 0)]) for a in (k, v))
         return jax.nn.dot_product_attention(q, keys, values, implementation="xla")
 
