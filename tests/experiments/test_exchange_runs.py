@@ -95,7 +95,7 @@ def test_lines_are_continued_until_the_input_ends(job, undisturbed):
         (
             "gpt13b_sparse",
             ["--init_from=nowhere"],
-            "Legal: a folder on this machine, or an address",
+            "Legal: a folder on this machine, an address",
         ),
         ("gpt13b_sparse", ["--scale=pico", "--block=64"], "with block=8 or 16"),
         ("gpt13b_sparse", ["--init_from=RUN", "--scale=nano"], "--scale with --init_from"),
