@@ -12,7 +12,7 @@ STEP = "sparse_dataflow.training.loop.run_step"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("call", "what"),
+    ("call", "shortage"),
     [
         ((WRITING, 1), "no memory"),
         pytest.param((WRITING, 2), "no threads", marks=pytest.mark.nightly),
@@ -20,10 +20,10 @@ STEP = "sparse_dataflow.training.loop.run_step"
         pytest.param((STEP, 5), "no threads", marks=pytest.mark.nightly),
     ],
 )
-def test_an_exhausted_run_ends_in_words_and_goes_on(job, undisturbed, tmp_path, call, what):
+def test_an_exhausted_run_ends_in_words_and_goes_on(job, undisturbed, tmp_path, call, shortage):
     """At its first save, at a later one and in a step."""
     record = Record(EXHAUSTED)
-    done = job.new(tmp_path / "run", calls=[(*call, what)])
+    done = job.new(tmp_path / "run", calls=[(*call, shortage)])
     # What is short of memory often lacks it for the stack of a thread first.
     assert re.search("too little memory|more threads", complaint(done))
     again = job.resume(tmp_path / "run")

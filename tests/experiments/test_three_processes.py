@@ -32,8 +32,8 @@ def whole(job, tmp_path_factory):
 
 @pytest.fixture
 def three(job, tmp_path):
-    with Three(job, tmp_path / "run") as begun:
-        yield begun
+    with Three(job, tmp_path / "run") as processes:
+        yield processes
 
 
 @pytest.mark.nightly

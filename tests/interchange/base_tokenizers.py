@@ -92,8 +92,8 @@ def _byte_fallback(name):
             [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()]
         )
     fields = json.loads(engine.to_str())
-    kept = {name: fields["model"][name] for name in ("byte_fallback", "unk_token", "fuse_unk")}
-    fields["model"] = {**model, **kept}
+    flags = {name: fields["model"][name] for name in ("byte_fallback", "unk_token", "fuse_unk")}
+    fields["model"] = {**model, **flags}
     fields["added_tokens"] = [
         {"id": n, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
          "normalized": False, "special": True}

@@ -191,10 +191,10 @@ def test_new_rows_alone_are_trained_first(place):
     trained = sd.train(config)
     model = trained.model(checkpoint="2")
     start = starting_point.read(str(place / "gpt2"))
-    begun = starting_point.with_vocabulary(start, model.tokenizer).params
+    started = starting_point.with_vocabulary(start, model.tokenizer).params
     first, count = trained.config.training.new_rows
     assert count == TOKENS
-    changed = jax.tree.map(lambda a, b: np.asarray(a != b), dict(model.params), dict(begun))
+    changed = jax.tree.map(lambda a, b: np.asarray(a != b), dict(model.params), dict(started))
     for leaf in (changed["embed"].pop("tokens"), changed["head"].pop("output")):
         rows = leaf.any(-1)
         assert rows[first : first + count].all() and rows.sum() == count
