@@ -19,7 +19,7 @@ CHANGING = (
     "--set=training.skip_spikes=1",
 )
 STEP = "sparse_dataflow.training.loop.run_step"
-UPDATE = "sparse_dataflow.training.loop.evolve_layouts"
+UPDATE = "sparse_dataflow.training.hooks.evolve_layouts"
 READ = "sparse_dataflow.checkpoint.named_arrays.read"
 
 
