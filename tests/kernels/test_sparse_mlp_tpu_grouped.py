@@ -141,7 +141,7 @@ def block_of(config):
 
     def apply(params, tables, x):
         weights = layer_weights(config, params, tables)
-        return gpt.block(config, weights, x, attend=lambda q, k, v, window: q)
+        return gpt.block(config, weights, x, attend=lambda q, k, v, window, cap: q)
 
     return apply, (params, tables, x)
 

@@ -37,7 +37,7 @@ class Clone:
     def __init__(self, folder):
         self.folder = folder
         (folder / "launch").mkdir()
-        for name in ("Makefile", "setup.cfg", "pyproject.toml"):
+        for name in ("Makefile", "setup.cfg", "setup.py", "pyproject.toml"):
             shutil.copy(ROOT / name, folder / name)
         for script in (ROOT / "launch").glob("*.sh"):
             shutil.copy(script, folder / "launch")
