@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import pytest
 from described_tpus import TOPOLOGIES, compiled, described, nightly
 
-from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.kernels.block_sparse_matmul.tpu_grouped import api as kernels
 from sparse_dataflow.kernels.sparse_mlp import pallas_tpu_grouped as mlp
 from sparse_dataflow.sparsity.layout import Groups
@@ -115,7 +114,8 @@ def gated_gradients(groups, x, weight_in, weight_gate, weight_out, dy):
     return y, *pullback(dy)
 
 
-def gated_program(name, tokens, d_model, d_ff, count):
+def gated_operands(tokens, d_model, d_ff, count):
+    """Returns (groups of both layouts, shapes of the operands of `gated_gradients`)."""
     inputs, hidden = d_model // count, d_ff // count
     into, out = (count, inputs, hidden), (count, hidden, inputs)
     shapes = (tokens, d_model), into, into, out, (tokens, d_model)
@@ -124,6 +124,11 @@ def gated_program(name, tokens, d_model, d_ff, count):
         make_layout("monarch", *sides, BLOCK, 1 / count, 0, reads).groups
         for sides, reads in (((d_model, d_ff), True), ((d_ff, d_model), False))
     ]
+    return groups, operands
+
+
+def gated_program(name, *sizes):
+    groups, operands = gated_operands(*sizes)
     return compiled(lambda *o: gated_gradients(groups, *o), operands, described(name)[0])
 
 
@@ -137,5 +142,14 @@ def test_the_gated_mlp_of_llama_3_8b_compiles(name):
 
 def test_the_four_groups_of_llama_2_13b_do_not_fit_vmem():
     """Its 40 and 108 blocks have no more groups; a model then runs three products."""
-    with pytest.raises(UserError, match="do not fit VMEM; legal: more groups"):
-        gated_program("v6e", 2048, 5120, 13824, 4)
+    groups, operands = gated_operands(2048, 5120, 13824, 4)
+    reasons = []
+
+    def refusal(x, weight_in, weight_gate, weight_out, dy):
+        reasons.append(
+            mlp.groups_refusal(x, weight_in, weight_out, *groups, block=BLOCK, gated=True)
+        )
+        return x
+
+    compiled(refusal, operands, described("v6e")[0])
+    assert "do not fit VMEM; legal: more groups" in reasons[0]
