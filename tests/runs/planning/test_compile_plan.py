@@ -61,7 +61,7 @@ def test_the_planner_predicts_the_compilers_memory_and_is_never_far_below(name):
     low, high = plan_memory.ERROR
     assert 1 + low < sum(compiled.values()) / sum(predicted.values()) < 1 + high
     for category in ("parameters", "moments", "gradients", "activations"):
-        assert predicted[category] == pytest.approx(compiled[category], rel=0.06), category
+        assert predicted[category] == pytest.approx(compiled[category], rel=0.08), category
     allocated = shipped["memory_analysis"]
     results = allocated["output"] - allocated["alias"]
     sizes = [allocated[name] for name in ("argument", "temp", "generated_code")]
