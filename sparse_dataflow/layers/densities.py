@@ -2,7 +2,6 @@
 
 import math
 
-import jax.numpy as jnp
 from flax import nnx
 
 from sparse_dataflow.files.errors import UserError
@@ -46,10 +45,10 @@ def erk_densities(
         name = dotted(path)
         if not isinstance(node, LINEARS) or (where is not None and not where(name, node)):
             continue
-        linear = node if isinstance(node, nnx.Linear) else Contraction.of(node).linear(node)
-        layers = math.prod(jnp.shape(linear.kernel[...])[:-2])
-        sizes[name] = layers, linear.in_features, linear.out_features
         try:
+            linear = node if isinstance(node, nnx.Linear) else Contraction.of(node).linear(node)
+            layers = math.prod(linear.kernel.shape[:-2])
+            sizes[name] = layers, linear.in_features, linear.out_features
             legal[name] = legal_densities(linear.in_features, linear.out_features, block)
         except UserError as error:
             raise UserError(f"{name}: {error} Or leave it out with `where`.") from None
@@ -117,6 +116,8 @@ def cubic_density(
         >>> [sd.cubic_density(n, first=0, last=100, end=0.25, parts=8) for n in (0, 10, 50, 100)]
         [1.0, 0.875, 0.375, 0.25]
     """
+    if parts < 0:
+        raise UserError(f"parts={parts} is not legal; legal: 0 or more.")
     if not first < last:
         raise UserError(f"last={last} is not after first={first}; legal: {first + 1} or more.")
     if not 0 < end <= start <= 1:

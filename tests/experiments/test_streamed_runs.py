@@ -47,17 +47,22 @@ def run(job, served, *arguments, **options):
     return fork
 
 
+def left_alone_and_killed(job, served, plan, tmp_path, at):
+    """Returns the folders of a run and of the same one, killed while it saved a step."""
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    done = run(job, served, *plan, f"--out={whole}")
+    assert done.returncode == 0, done.stderr
+    saving = rf"checkpoints/{at}\.saving"
+    killed = run(job, served, *plan, f"--out={folder}", events=[(saving, 1, "SIGKILL")])
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    return whole, folder
+
+
 @pytest.mark.slow
 def test_a_streamed_run_that_is_killed_ends_at_the_bits_of_one_left_alone(
     job, served, hub, tmp_path
 ):
-    whole, folder = tmp_path / "whole", tmp_path / "run"
-    done = run(job, served, *PLAN, f"--out={whole}")
-    assert done.returncode == 0, done.stderr
-    killed = run(
-        job, served, *PLAN, f"--out={folder}", events=[(r"checkpoints/40\.saving", 1, "SIGKILL")]
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    whole, folder = left_alone_and_killed(job, served, PLAN, tmp_path, at=40)
     # The dataset grows meanwhile: a run keeps the revision that it began with.
     before = hub.revision("owner/name")
     assert json.loads((folder / "run.json").read_text())["corpus"] == f"hf:owner/name@{before}"
@@ -78,13 +83,7 @@ def test_a_streamed_run_of_the_125m_shape_that_is_killed_ends_at_the_same_bits(
         "--set=training.sequence=64", "--set=run.checkpoint_every=2", "--set=run.eval_every=4",
         "--set=model.vocab_size=512",
     )  # fmt: skip
-    whole, folder = tmp_path / "whole", tmp_path / "run"
-    done = run(job, served, *plan, f"--out={whole}")
-    assert done.returncode == 0, done.stderr
-    killed = run(
-        job, served, *plan, f"--out={folder}", events=[(r"checkpoints/4\.saving", 1, "SIGKILL")]
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    whole, folder = left_alone_and_killed(job, served, plan, tmp_path, at=4)
     resumed = run(job, served, f"--resume={folder}")
     assert "resumes after step 2 of 4" in resumed.stderr and resumed.returncode == 0, resumed.stderr
     assert_same_results(folder, whole, 4)

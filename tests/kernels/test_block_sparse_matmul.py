@@ -85,15 +85,6 @@ SUITE = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def environment(request):
-    """Enter the context that the implementation needs to run here."""
-    callspec = getattr(request.node, "callspec", None)
-    implementation = callspec and callspec.params.get("implementation")
-    with implementation.environment() if implementation else contextlib.nullcontext():
-        yield
-
-
 def suite(*, keep=lambda implementation: True):
     return pytest.mark.parametrize(
         "implementation", [i for i in SUITE if keep(i)], ids=lambda i: i.name

@@ -71,15 +71,6 @@ every_case = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def environment(request):
-    """Enter the context that the implementation needs to run here."""
-    callspec = getattr(request.node, "callspec", None)
-    implementation = callspec and callspec.params.get("implementation")
-    with implementation.environment() if implementation else contextlib.nullcontext():
-        yield
-
-
 def draw(implementation, gated, tokens, dtype, seed=0):
     """Return operands, a cotangent, and the exact (y, *gradients)."""
     layouts = implementation.layouts

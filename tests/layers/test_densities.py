@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -64,6 +65,21 @@ def test_a_model_is_made_with_them():
     assert sparse.layers[1].layout.density == densities["layers.1"]
 
 
+def no_product():
+    return nnx.Sequential(nnx.Einsum("ab,bc->a", (64, 32), rngs=nnx.Rngs(0)))
+
+
+def test_attention_stacks_and_abstract_models_have_densities():
+    attention = nnx.MultiHeadAttention(4, 64, qkv_features=64, rngs=nnx.Rngs(0), decode=False)
+    assert set(sd.erk_densities(attention, 0.5, block=16).values()) == {0.5}
+    stack = nnx.vmap(lambda key: nnx.Linear(32, 64, rngs=nnx.Rngs(key)))(
+        jax.random.split(jax.random.key(0), 3)
+    )
+    assert sd.erk_densities(stack, 0.5, block=8) == {"": 0.5}
+    shapes = nnx.eval_shape(lambda: model_of([(64, 256), (256, 256)]))
+    assert sd.erk_densities(shapes, 0.25, block=16) == {"layers.0": 0.5, "layers.1": 0.1875}
+
+
 def test_the_cubic_schedule():
     of = lambda step, **more: sd.cubic_density(step, first=10, last=110, end=0.2, **more)  # noqa: E731
     assert of(0) == of(10) == 1.0 and of(110) == of(10**9) == pytest.approx(0.2)
@@ -83,7 +99,9 @@ def test_the_cubic_schedule():
         (lambda: sd.erk_densities(model_of([(16, 16)]), math.nan), "above 0 and at most 1"),
         (lambda: sd.erk_densities(model_of([(16, 24)]), 0.5, block=16), "layers.0: .*legal"),
         (lambda: sd.erk_densities(nnx.Sequential(), 0.5), "no linear"),
+        (lambda: sd.erk_densities(no_product(), 0.5), "ab,bc->a is no product .* leave it out"),
         (lambda: sd.cubic_density(1, first=5, last=5, end=0.5), "legal: 6 or more"),
+        (lambda: sd.cubic_density(1, first=0, last=5, end=0.5, parts=-1), "legal: 0 or more"),
         (lambda: sd.cubic_density(1, first=0, last=5, end=0.0), "out of order"),
         (lambda: sd.cubic_density(1, first=0, last=5, end=0.5, start=0.25), "out of order"),
     ],

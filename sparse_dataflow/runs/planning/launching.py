@@ -8,6 +8,7 @@ from sparse_dataflow.config.presets import GPT2_VOCABULARY
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.parallel.pipeline import schedules
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
+from sparse_dataflow.runs.commands import command_of
 from sparse_dataflow.runs.planning.options import ModelOptions
 from sparse_dataflow.runs.request import spelling
 
@@ -59,7 +60,7 @@ def flags(options: ModelOptions, plan: ParallelPlan, tokens: float) -> str:
 
 def command(options: ModelOptions, plan: ParallelPlan, tokens: float) -> str:
     """Returns the command of one process; see `flags`."""
-    return f"python -m experiments.{experiment(options)} {flags(options, plan, tokens)}"
+    return f"{command_of(experiment(options))} {flags(options, plan, tokens)}"
 
 
 def launcher(options: ModelOptions, plan: ParallelPlan, tokens: float, chip: Chip) -> str:
