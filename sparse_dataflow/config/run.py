@@ -7,7 +7,7 @@ from typing import Any
 from sparse_dataflow.config import remat, settings
 from sparse_dataflow.config.data import DataConfig
 from sparse_dataflow.config.evolution import EvolutionConfig
-from sparse_dataflow.config.model import REMATS, ModelConfig
+from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.parallel import ParallelConfig
 from sparse_dataflow.config.projections import LOW_RANK
 from sparse_dataflow.config.settings import (
@@ -255,7 +255,6 @@ class RunConfig(Readable):
 
     def _check_teacher(self):
         for path, value, legal in (
-            ("parallel.executor", self.parallel.executor, ("whole", "auto")),
             ("data.loss", self.data.loss, ("all",)),
             ("training.adapter_rank", self.training.adapter_rank, (0,)),
             # The forward passes of the teacher would be in the FLOPs that a narrow model gets.
@@ -298,11 +297,6 @@ class RunConfig(Readable):
                 f"parallel.memory_limit={self.parallel.memory_limit} with --executor={executor}, "
                 "whose blocks are all treated alike; legal with it: whole, auto."
             )
-        if executor in ("relay", "pipeline") and self.model.remat not in (*REMATS, remat.AUTO):
-            raise UserError(
-                f"model.remat={settings.shown(self.model.remat)} with --executor={executor}; "
-                f"legal with it: {', '.join(REMATS)}."
-            )
 
     def _check_answers(self):
         if not self.run.init_from:
@@ -313,11 +307,6 @@ class RunConfig(Readable):
             raise UserError(
                 "evolution.method=rigl measures gradients of all tokens, and data.loss=answers "
                 "counts some; legal with it: every other method."
-            )
-        if self.parallel.executor in ("relay", "pipeline"):
-            raise UserError(
-                f"data.loss=answers with --executor={self.parallel.executor}, which counts all "
-                "tokens; legal with it: whole, auto."
             )
 
     def _check_adapters(self):
@@ -339,17 +328,8 @@ class RunConfig(Readable):
                 f"run.twin={self.run.twin} trains another model, and {rank} one frozen model; "
                 "legal with it: no."
             )
-        if self.parallel.executor in ("relay", "pipeline"):
-            raise UserError(
-                f"{rank} with --executor={self.parallel.executor}; legal with it: whole, auto."
-            )
 
     def _check_relay(self):
-        if self.training.skip_spikes:
-            raise UserError(
-                f"training.skip_spikes={self.training.skip_spikes:g} with --executor=relay, whose "
-                "updates in host memory cannot be undone; legal: 0."
-            )
         method = self.evolution.method
         if self.parallel.server_dir and method not in ("static", "set", "rigl"):
             raise UserError(

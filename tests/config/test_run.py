@@ -20,10 +20,6 @@ from sparse_dataflow.files.errors import UserError
         ),
         ({"evolution__method": "low_rank_tail"}, ["low_rank_tail", "sparsity.rank", "1 or more"]),
         (
-            {"parallel__executor": "relay", "training__skip_spikes": 6.0},
-            ["training.skip_spikes=6", "relay", "legal: 0"],
-        ),
-        (
             {
                 "parallel__executor": "relay",
                 "parallel__server_dir": "x",

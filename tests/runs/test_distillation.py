@@ -92,8 +92,6 @@ def test_other_tokenizers_and_missing_folders_are_refused_before_the_first_step(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"parallel__executor": "relay"}, "parallel.executor=relay; legal with it: whole, auto"),
-        ({"parallel__executor": "pipeline"}, "pipeline; legal with it: whole, auto"),
         ({"evolution__method": "rigl"}, "legal with it: every other method"),
         (
             {"training__adapter_rank": 2, "run__init_from": "folder", "run__twin": "no"},

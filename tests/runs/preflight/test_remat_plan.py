@@ -96,11 +96,9 @@ def test_a_limit_that_nothing_meets_names_one_that_is_met():
 
 
 @pytest.mark.parametrize("executor", ["relay", "pipeline"])
-def test_executors_whose_blocks_are_alike_refuse_a_limit_and_a_mixed_remat(executor):
+def test_executors_whose_blocks_are_alike_refuse_a_limit(executor):
     with pytest.raises(UserError, match=f"--executor={executor}.*; legal with it: whole, auto"):
         CONFIG.change(parallel__executor=executor, parallel__memory_limit="1GiB")
-    with pytest.raises(UserError, match="legal with it: none, dots, full"):
-        CONFIG.change(parallel__executor=executor, model__remat="offload")
 
 
 @pytest.mark.parametrize(("text", "size"), [("16GiB", 2**34), ("1.5MiB", 3 * 2**19), ("9e9", 9e9)])
