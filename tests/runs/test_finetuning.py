@@ -264,10 +264,7 @@ def test_a_block_sparse_base_keeps_its_blocks_and_its_export_has_low_rank_terms(
     [
         ({"run__init_from": ""}, "legal with run.init_from"),
         ({"run__init_from": "", "training__adapter_rank": 0}, "legal with run.init_from"),
-        (
-            {"parallel__executor": "relay"},
-            "the relay .* which trains all weights; legal: the axes data",
-        ),
+        ({"parallel__executor": "relay"}, "the relay .* which counts all tokens; legal"),
         ({"parallel__executor": "relay", "training__adapter_rank": 0}, "counts all tokens; legal"),
         ({"training__optimizer": "muon"}, "legal with it: adamw"),
         ({"training__adapter_rank": 25}, r"above 16, .* legal: 1 to 16"),
