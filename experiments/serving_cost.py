@@ -1,0 +1,75 @@
+"""Where does weight sparsity pay: equal training FLOPs and equal served FLOPs.
+
+The rival is a narrow dense model that trains for long.  A wide model starts dense, is pruned in
+blocks while it trains, and is served with as many FLOPs a token, attention and output layer
+included, after as many training FLOPs.  Products are dense and masked, which gives the numbers of
+stored blocks; FLOPs are the planner's.  The length of a training is the narrow model's tokens for
+each weight of its projections.
+
+Every arm has the same trials of its learning rate at each length, on tuning documents, beginning
+with the best rate of the nearest cell.  Losses are bits a symbol of other, held-out documents.
+Differences to the narrow model are paired by seed, with intervals of Student's t.
+
+    python -m experiments.serving_cost
+        one core: hours
+    python -m experiments.serving_cost --lengths=160 --arms=narrow,pruned_4,pruned_4_saliency
+        other arms; --help lists them
+
+Leaves OUT/settings.json, OUT/runs.jsonl (a line for each run), OUT/serving_cost.json,
+OUT/serving_cost.md and OUT/serving_cost.png.  The same command goes on where it was stopped; the
+tables have all runs of the folder, also of other lengths, arms, optimizers or seeds.
+"""
+
+import dataclasses
+
+from experiments.serving_cost_study.arms import ARMS
+from sparse_dataflow.config.settings import ABOVE_ZERO, AT_LEAST_ONE, AT_LEAST_ZERO, setting
+from sparse_dataflow.config.training import OPTIMIZERS
+from sparse_dataflow.runs import command_line
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is trained."""
+
+    arms: tuple[str, ...] = setting(
+        ("narrow", "pruned_2", "pruned_4"),
+        "Models: see experiments/serving_cost_study/arms.py.",
+        choices=tuple(ARMS),
+    )
+    lengths: tuple[int, ...] = setting(
+        (40, 160, 640), "Tokens of the narrow model for each weight.", legal=AT_LEAST_ONE
+    )
+    optimizers: tuple[str, ...] = setting(("muon",), "Each is tuned.", choices=OPTIMIZERS)
+    schedule: str = setting(
+        "linear", "Decay of the rate: to zero, or to a tenth.", choices=("linear", "cosine")
+    )
+    learning_rate: float = setting(8e-3, "Peak that the first trial has.", legal=ABOVE_ZERO)
+    vector_rate: float = setting(
+        2.0, "Multiplier of the rate of embeddings and norms.", legal=ABOVE_ZERO
+    )
+    trials: int = setting(3, "Trials of the rate of each arm and length.", legal=AT_LEAST_ONE)
+    seeds: int = setting(3, "Measured seeds of each arm.", legal=AT_LEAST_ONE)
+    width: int = setting(16, "d_model of the narrow model.", legal=AT_LEAST_ONE)
+    hidden: int = setting(192, "d_ff of the narrow model.", legal=AT_LEAST_ONE)
+    layers: int = setting(2, "Layers of every model.", legal=AT_LEAST_ONE)
+    heads: int = setting(2, "Heads of every model.", legal=AT_LEAST_ONE)
+    vocabulary: int = setting(40, "Symbols of the text.", legal=AT_LEAST_ONE)
+    sequence: int = setting(32, "Symbols in a sequence.", legal=AT_LEAST_ONE)
+    batch: int = setting(32, "Sequences in a step.", legal=AT_LEAST_ONE)
+    corpus: str = setting("python_stdlib", "Text; see experiments.gpt13b_sparse.", path=True)
+    decode: int = setting(
+        0, "Rounds of timed decoding of the served models; 0 is none.", legal=AT_LEAST_ZERO
+    )
+    out: str = setting("runs/serving_cost", "Folder to make, or to go on in.", path=True)
+
+
+def main(options):
+    """Trains what is not trained yet, then writes tables and figure."""
+    from experiments.serving_cost_study import study
+
+    return study.run(options)
+
+
+if __name__ == "__main__":
+    command_line.run(main, __doc__, options=Options)

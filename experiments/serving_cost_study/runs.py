@@ -1,0 +1,162 @@
+"""The runs of the study: trials of the learning rate, then seeds; each finished one is a line."""
+
+import dataclasses
+import datetime
+import json
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.serving_cost_study import arms
+from sparse_dataflow.files import json_files
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.measurement import provenance
+from sparse_dataflow.runs.studies import rate_search
+
+LINES, LAST_SETTINGS = "runs.jsonl", "settings.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What has one learning rate: an arm, an optimizer with its schedule, and a length.
+
+    Attributes:
+      arm: name in `arms.ARMS`.
+      optimizer: "muon" or "adamw".
+      schedule: "linear" or "cosine".
+      length: training tokens of the narrow model, for each weight of its projections.
+    """
+
+    arm: str
+    optimizer: str
+    schedule: str
+    length: int
+
+    @property
+    def base(self) -> str:
+        """The arm of the same shape whose rate a variant begins with."""
+        base = "_".join(self.arm.split("_")[:2])
+        return base if base in arms.ARMS else self.arm
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One training of a cell."""
+
+    cell: Cell
+    multiplier: float
+    seed: int
+
+
+Lines = list[dict[str, Any]]
+
+
+def read_lines(folder: Path, settings: Mapping[str, Any]) -> Lines:
+    """Returns the finished runs of a folder, and writes its settings if it is new.
+
+    Raises:
+      UserError: the runs are of other settings, or damaged.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    saved = folder / LAST_SETTINGS
+    if saved.exists() and json_files.load(saved) != settings:
+        raise UserError(
+            f"{folder} has runs of other settings: {json_files.load(saved)}; legal: the same ones, "
+            "or another --out."
+        )
+    saved.write_text(json.dumps(settings, indent=1) + "\n")
+    path = folder / LINES
+    try:
+        return [json_files.parse(line) for line in path.read_text().splitlines()]
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); remove its last line.") from None
+
+
+def append(folder: Path, run: Run, result: Mapping[str, Any], machine: str) -> dict:
+    """Writes a finished run as a line, with what made it; returns the line."""
+    line = {
+        **dataclasses.asdict(run.cell),
+        "multiplier": run.multiplier,
+        "seed": run.seed,
+        **result,
+        **provenance(machine),
+        "commit": _commit(),
+    }
+    with (folder / LINES).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    return line
+
+
+def of_cell(lines: Lines, cell: Cell) -> Lines:
+    """Returns the runs of a cell."""
+    wanted = dataclasses.asdict(cell)
+    return [line for line in lines if all(line[name] == wanted[name] for name in wanted)]
+
+
+def best_multiplier(lines: Lines, cell: Cell) -> float | None:
+    """Returns the multiplier of the cell's best trial on the tuning split; None without one."""
+    trials = _trials(lines, cell)
+    return rate_search.best_multiplier(trials) if trials else None
+
+
+def measured(lines: Lines, cell: Cell) -> dict[int, dict]:
+    """Returns seed -> run at the cell's best rate."""
+    best = best_multiplier(lines, cell)
+    return {line["seed"]: line for line in of_cell(lines, cell) if line["multiplier"] == best}
+
+
+def pending(
+    lines: Lines, cells: Sequence[Cell], trials: int, seeds: Callable[[Cell], int]
+) -> Iterator[Run]:
+    """Yields the runs that are left, one at a time; `lines` has grown before the next one.
+
+    Trials are runs of seed 0; other seeds have the best trial's rate.
+    """
+    for cell in cells:
+        while len(losses := _trials(lines, cell)) < trials:
+            if losses:
+                yield Run(cell, rate_search.next_multiplier(losses), 0)
+            else:
+                yield Run(cell, _first(lines, cell), 0)
+        best = rate_search.best_multiplier(_trials(lines, cell))
+        for seed in range(seeds(cell)):
+            if seed not in measured(lines, cell):
+                yield Run(cell, best, seed)
+
+
+def _trials(lines, cell):
+    """Returns multiplier -> tuning loss of seed 0."""
+    chosen = (line for line in of_cell(lines, cell) if line["seed"] == 0)
+    return {line["multiplier"]: line["tuning"] for line in chosen}
+
+
+def _first(lines, cell):
+    """Returns the multiplier of a cell's first trial: the best one of the nearest cell."""
+    change = dataclasses.replace
+    shorter = sorted({line["length"] for line in lines if line["length"] < cell.length})
+    like = [
+        change(cell, arm=cell.base),
+        *(change(cell, length=length) for length in reversed(shorter)),
+        *(change(cell, arm=cell.base, length=length) for length in reversed(shorter)),
+        change(cell, schedule="linear"),
+        change(cell, arm=cell.base, schedule="linear"),
+    ]
+    found = (best_multiplier(lines, each) for each in like)
+    return next((best for best in found if best is not None), 1.0)
+
+
+def _commit():
+    """Returns the commit of the source, "" outside of a repository."""
+    where = Path(__file__).parent
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=where, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+def now() -> str:
+    """Returns the time for progress lines."""
+    return datetime.datetime.now().strftime("%H:%M:%S")

@@ -1,0 +1,84 @@
+"""The study: trains the runs that are left, then reports on all of the folder."""
+
+from pathlib import Path
+
+from experiments.serving_cost_study import arms, report, runs, text, training
+from experiments.serving_cost_study.runs import Cell
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.hardware.detect import cpu_name
+from sparse_dataflow.planning.equal_cost import stored_parameters
+
+SETTINGS = (
+    "learning_rate", "vector_rate", "width", "hidden", "layers", "heads", "vocabulary", "sequence",
+    "batch", "corpus",
+)  # fmt: skip
+"""Options that all runs of a folder share."""
+
+WARMUP = 0.05
+
+
+def narrow_model(options) -> ModelConfig:
+    """Returns the narrow dense model of the options, whose cost all arms have."""
+    return ModelConfig(
+        options.layers,
+        options.width,
+        options.heads,
+        options.hidden,
+        vocab_size=options.vocabulary,
+        max_len=options.sequence,
+        norm="rmsnorm",
+        activation="relu",
+        biases=(),
+    )
+
+
+def run(options) -> int:
+    """Trains and reports; see `experiments.serving_cost`.
+
+    Raises:
+      UserError: an arm has no shape of the narrow model's cost, or the folder other settings.
+    """
+    narrow, folder = narrow_model(options), Path(options.out)
+    for name in options.arms:
+        arms.served_density(narrow, arms.ARMS[name])
+    lines = runs.read_lines(folder, {name: getattr(options, name) for name in SETTINGS})
+    cells = [
+        Cell(arm, optimizer, options.schedule, length)
+        for optimizer in options.optimizers
+        for length in options.lengths
+        for arm in options.arms
+    ]
+    corpus = text.read(options.corpus, options.vocabulary)
+    machine = cpu_name()
+    for each in runs.pending(lines, cells, options.trials, lambda _: options.seeds):
+        recipe = training.Recipe(
+            each.cell.optimizer,
+            options.learning_rate * each.multiplier,
+            options.vector_rate,
+            each.cell.schedule,
+            WARMUP,
+            options.batch,
+        )
+        result = training.train(
+            narrow,
+            arms.ARMS[each.cell.arm],
+            recipe,
+            narrow_steps(narrow, each.cell.length, options.batch),
+            each.seed,
+            corpus,
+        )
+        lines.append(runs.append(folder, each, result, machine))
+        print(
+            f"{runs.now()} {each.cell} x{each.multiplier:g} seed {each.seed}: tuning "
+            f"{result['tuning']:.4f} held out {result['held_out']:.4f} in "
+            f"{result['seconds']:.0f} s",
+            flush=True,
+        )
+    report.write(options, narrow, corpus, lines, folder)
+    return 0
+
+
+def narrow_steps(narrow: ModelConfig, length: int, batch: int) -> int:
+    """Returns the steps in which the narrow model reads `length` tokens for each weight."""
+    steps = length * stored_parameters(narrow) / (batch * narrow.max_len)
+    return max(1, round(steps / training.CHUNK)) * training.CHUNK

@@ -1,0 +1,268 @@
+"""Training of one arm with masked dense products, which give the numbers of stored blocks.
+
+The model, its loss, the optimizers and the FLOPs are the project's.  A mask multiplies the dense
+weights, so that cut weights, their gradients and their updates are zero.  Muon orthogonalises whole
+masked matrices.
+"""
+
+import dataclasses
+import functools
+import math
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from experiments.serving_cost_study import arms, pruning
+from experiments.serving_cost_study.arms import Arm
+from experiments.serving_cost_study.text import Text
+from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.kernels.cross_entropy.distillation import TeacherOutput
+from sparse_dataflow.kernels.attention.api import causal_attention
+from sparse_dataflow.models import gpt, stacks
+from sparse_dataflow.models.mlp import activate
+from sparse_dataflow.models.model_weights import weights_of
+from sparse_dataflow.optim.optimizers import make_optimizer, map_moments
+from sparse_dataflow.parallel import whole
+from sparse_dataflow.parallel.whole import Batch
+from sparse_dataflow.planning.equal_cost import stored_parameters
+
+CHUNK = 10
+"""Optimizer steps of one call of the compiled program."""
+
+SCORED_CHUNKS = 5
+"""Chunks before a cut whose gradients and inputs score the blocks."""
+
+
+
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How every arm is trained.
+
+    Attributes:
+      optimizer: "muon" or "adamw".
+      learning_rate: peak, of matrices.
+      vector_rate: multiplier of embeddings and norms.
+      schedule: "linear" to zero or "cosine" to a tenth, after the warm-up.
+      warmup: fraction of the steps.
+      batch: sequences in a step.
+    """
+
+    optimizer: str
+    learning_rate: float
+    vector_rate: float
+    schedule: str
+    warmup: float
+    batch: int
+
+
+def train(
+    narrow: ModelConfig, arm: Arm, recipe: Recipe, narrow_steps: int, seed: int, text: Text
+) -> dict[str, Any]:
+    """Trains one arm; returns losses in bits a symbol, and what they cost.
+
+    Args:
+      narrow: the narrow dense model, whose cost all arms have.
+      arm: the model and its pruning.
+      recipe: the optimizer and its peak.
+      narrow_steps: steps of the narrow model with the same training FLOPs.
+      seed: of the weights, the order of the data and random blocks.
+      text: the three splits.
+    """
+    began = time.perf_counter()
+    model = arms.shape(narrow, arm)
+    course = arms.course(narrow, arm, narrow_steps, CHUNK, recipe.batch)
+    cuts = {cut.step: cut.density for cut in course.cuts}
+    rates = _rates(recipe, course, arm.rewarm)
+    rng = np.random.default_rng(seed)
+    program = _program(model, recipe.optimizer, recipe.vector_rate, bool(arm.teacher))
+    state = program.initial(seed)
+    masks = jax.tree.map(lambda leaf: jnp.ones((), leaf.dtype), state[0])
+    scores, teacher, losses, compiling = [], None, [], 0.0
+    for step in range(0, course.steps, CHUNK):
+        if step in cuts:
+            if arm.teacher and teacher is None:
+                teacher = state[0]
+            params = jax.tree.map(jnp.multiply, state[0], masks)
+            blocks = pruning.block_scores(arm, params["blocks"], scores, rng)
+            masks = pruning.with_blocks(masks, arm, blocks, cuts[step])
+            state = _cut(state, masks, arm, fresh=step == 0)
+            scores = []
+        tokens = text.batches(rng, CHUNK, recipe.batch, narrow.max_len)
+        scored = arm.keep in ("activation", "saliency") and any(
+            step < at <= step + SCORED_CHUNKS * CHUNK for at in cuts
+        )
+        # Without a cut the weight is 0, so any parameters do.
+        taught = () if not arm.teacher else state[0] if teacher is None else teacher
+        weight = jnp.float32(arm.teacher if teacher is not None else 0)
+        call = program.scored if scored else program.plain
+        state, loss, more = call(
+            state, masks, rates[step : step + CHUNK], tokens, taught, weight
+        )
+        if scored:
+            scores.append(jax.device_get(more))
+        if step == 0:
+            jax.block_until_ready(loss)
+            compiling = time.perf_counter() - began
+        losses.append(loss)
+    params = jax.tree.map(jnp.multiply, state[0], masks)
+    losses = np.concatenate(jax.device_get(losses))
+    trained = time.perf_counter() - began
+    served = arms.served_model(narrow, arm)
+    return {
+        "held_out": program.evaluate(params, text.windows("held_out", narrow.max_len)),
+        "tuning": program.evaluate(params, text.windows("tuning", narrow.max_len)),
+        "training_loss": float(losses[-200:].mean() / math.log(2)),
+        "steps": course.steps,
+        "cuts": [[cut.step, cut.density] for cut in course.cuts],
+        "tokens": course.steps * recipe.batch * narrow.max_len,
+        "flops": course.flops,
+        "mean_weights": course.mean_weights,
+        "served_flops": sum(arms.served_sections(served).values()),
+        "stored_weights": stored_parameters(served),
+        "kept": pruning.kept_shares(masks, arm),
+        "seconds": trained,
+        "seconds_compiling": compiling,
+    }
+
+
+def _rates(recipe, course, rewarm):
+    """Returns float32 [steps], the learning rate of each step."""
+    step = np.arange(course.steps)
+    warmup = max(1, round(recipe.warmup * course.steps))
+    left = np.clip((course.steps - step) / max(1, course.steps - warmup), 0, 1)
+    if recipe.schedule == "cosine":
+        left = 0.1 + 0.9 * (1 - np.cos(np.pi * left)) / 2
+    rates = recipe.learning_rate * np.where(step < warmup, (step + 1) / warmup, left)
+    for cut in course.cuts:
+        if rewarm and cut.step:
+            after = step - cut.step
+            rates = np.where((after >= 0) & (after < rewarm), rates * (after + 1) / rewarm, rates)
+    return rates.astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """Compiled functions of a model and an optimizer."""
+
+    initial: Any
+    plain: Any
+    scored: Any
+    evaluate: Any
+
+
+@functools.cache
+def _program(model, optimizer, vector_rate, has_teacher):
+    config = TrainingConfig(
+        steps=1, batch=1, sequence=model.max_len, optimizer=optimizer, vector_rate=vector_rate
+    )
+    transform = make_optimizer(model, config)
+
+    @jax.jit
+    def initial(key):
+        params = gpt.init(model, key)
+        return params, transform.init(params)
+
+    def loss_and_gradients(params, masks, tokens, teacher, weight):
+        masked = jax.tree.map(jnp.multiply, params, masks)
+        taught = None
+        if has_teacher:
+            of_teacher = weights_of(teacher)
+            hidden = whole.hidden_states(model, of_teacher, tokens)
+            taught = TeacherOutput(hidden, gpt.tied_output(model, teacher["embed"]), weight)
+        loss, gradients = whole.loss_and_gradients(
+            model, weights_of(masked), Batch(tokens, None, taught)
+        )
+        loss = loss.loss if model.experts else loss
+        return loss, jax.tree.map(jnp.multiply, gradients, masks), masked
+
+    def chunk(state, masks, rates, tokens, teacher, weight, *, scored):
+        def body(state, now):
+            (params, moments), (rate, batch) = state, now
+            loss, gradients, masked = loss_and_gradients(params, masks, batch, teacher, weight)
+            scores = ()
+            if scored:
+                scores = {
+                    "products": jax.tree.map(jnp.multiply, masked, gradients)["blocks"],
+                    "inputs": _input_squares(model, masked, batch[:, :-1]),
+                }
+            updates, moments = transform.update(
+                gradients, moments, masked, weights=weights_of(masked)
+            )
+            updates = jax.tree.map(lambda u, m: -rate * u * m, updates, masks)
+            return (optax.apply_updates(masked, updates), moments), (loss, scores)
+
+        state, (losses, scores) = jax.lax.scan(body, state, (rates, tokens))
+        return state, losses, scores
+
+    @jax.jit
+    def losses(params, windows):
+        def body(total, tokens):
+            even = jnp.full(tokens[:, 1:].shape, 1 / tokens[:, 1:].size)
+            return total + whole.loss(model, weights_of(params), Batch(tokens, even)), None
+
+        return jax.lax.scan(body, jnp.zeros(()), windows)[0] / len(windows)
+
+    def evaluate(params, windows):
+        rows = windows[: len(windows) // 64 * 64]
+        value = losses(params, rows.reshape(-1, 64, rows.shape[-1]))
+        return float(value) / math.log(2)
+
+    return _Program(
+        lambda seed: initial(jax.random.key(seed)),
+        jax.jit(functools.partial(chunk, scored=False)),
+        jax.jit(functools.partial(chunk, scored=True)),
+        evaluate,
+    )
+
+
+def _cut(state, masks, arm, fresh):
+    """Returns the state without the cut weights; drawn anew for their number if `fresh`."""
+    params, moments = state
+    params = jax.tree.map(jnp.multiply, params, masks)
+    if fresh:
+        # The variance of a weight follows the inputs that an output reads.
+        params = jax.tree.map(lambda p, m: p * jnp.mean(m) ** -0.5, params, masks)
+    gain = 0.0 if arm.momentum == "reset" else 1.0
+
+    def masked(tree):
+        def leaf(path, moment):
+            mask = masks
+            for key in path:
+                mask = mask[key.key]
+            return moment * mask * (gain if mask.ndim else 1.0)
+
+        return jax.tree_util.tree_map_with_path(leaf, tree)
+
+    return params, map_moments(masked, moments)
+
+
+def _input_squares(model, params, tokens):
+    """Returns projection -> float32 [layers, inputs], the mean square of each input feature."""
+    x = gpt.embed(model, params["embed"], tokens)
+    squares: dict[str, list] = {name: [] for name in arms.ALL}
+    for weights in stacks.weights(model, weights_of(params)):
+        block, attended = gpt.bind_block(model, weights), []
+
+        def attend(*heads, attended=attended, **options):
+            attended.append(causal_attention(*heads, **options))
+            return attended[-1]
+
+        middle, after, _ = block.residuals(x, attend=attend)
+        normed = block.norm2(middle)
+        inputs = {
+            "qkv": block.norm1(x),
+            "attn_out": attended[0].reshape(*x.shape[:2], -1),
+            "mlp_in": normed,
+            "mlp_out": activate(model, block.mlp_in(normed)),
+        }
+        for name, values in inputs.items():
+            squares[name].append(jnp.mean(jnp.square(values), (0, 1)))
+        x = after
+    return {name: jnp.stack(layers) for name, layers in squares.items()}
