@@ -44,14 +44,14 @@ class Options:
     schedule: str = setting(
         "linear", "Decay of the rate: to zero, or to a tenth.", choices=("linear", "cosine")
     )
-    learning_rate: float = setting(8e-3, "Peak that the first trial has.", legal=ABOVE_ZERO)
+    learning_rate: float = setting(16e-3, "Peak that the first trial has.", legal=ABOVE_ZERO)
     vector_rate: float = setting(
         2.0, "Multiplier of the rate of embeddings and norms.", legal=ABOVE_ZERO
     )
     trials: int = setting(3, "Trials of the rate of each arm and length.", legal=AT_LEAST_ONE)
     seeds: int = setting(3, "Measured seeds of each arm.", legal=AT_LEAST_ONE)
-    width: int = setting(16, "d_model of the narrow model.", legal=AT_LEAST_ONE)
-    hidden: int = setting(192, "d_ff of the narrow model.", legal=AT_LEAST_ONE)
+    width: int = setting(24, "d_model of the narrow model.", legal=AT_LEAST_ONE)
+    hidden: int = setting(96, "d_ff of the narrow model.", legal=AT_LEAST_ONE)
     layers: int = setting(2, "Layers of every model.", legal=AT_LEAST_ONE)
     heads: int = setting(2, "Heads of every model.", legal=AT_LEAST_ONE)
     vocabulary: int = setting(40, "Symbols of the text.", legal=AT_LEAST_ONE)

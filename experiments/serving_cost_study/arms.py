@@ -72,7 +72,7 @@ class Arm:
 
 _QUARTER = Arm(width=2, hidden=2, pruned=ALL)
 _HALF = Arm(width=1.5, hidden=1.5, pruned=ALL)
-_EIGHTH = Arm(width=17 / 6, hidden=17 / 6, pruned=ALL)
+_EIGHTH = Arm(width=8 / 3, hidden=8 / 3, pruned=ALL)
 _change = dataclasses.replace
 
 ARMS: Mapping[str, Arm] = {
@@ -96,13 +96,15 @@ ARMS: Mapping[str, Arm] = {
     "pruned_4_block_1": _change(_QUARTER, block=1),
     "pruned_4_block_2": _change(_QUARTER, block=2),
     "pruned_4_block_8": _change(_QUARTER, block=8),
-    "pruned_4_block_12": _change(_QUARTER, block=12),
+    "pruned_4_block_16": _change(_QUARTER, block=16),
     # Schedule.
     "pruned_4_one_cut": _change(_QUARTER, start=0.5, end=0.5, stages=1),
     "pruned_4_40_cuts": _change(_QUARTER, stages=40),
     "pruned_4_early": _change(_QUARTER, start=0.1, end=0.5),
     "pruned_4_to_half": _change(_QUARTER, start=0.25, end=0.5),
     "pruned_4_earliest": _change(_QUARTER, start=0.05, end=0.3),
+    "pruned_4_saliency_early": _change(_QUARTER, keep="saliency", start=0.1, end=0.5),
+    "pruned_8_early": _change(_EIGHTH, start=0.1, end=0.5),
     "pruned_2_early": _change(_HALF, start=0.1, end=0.5),
     "pruned_2_earliest": _change(_HALF, start=0.05, end=0.3),
     "pruned_4_reset": _change(_QUARTER, momentum="reset"),
@@ -113,6 +115,8 @@ ARMS: Mapping[str, Arm] = {
     "pruned_2_mlp": Arm(hidden=2, pruned=HIDDEN),
     "pruned_4_narrow_heads": _change(_QUARTER, heads_width=1),
     "pruned_2_narrow_heads": _change(_HALF, heads_width=1),
+    "pruned_4_narrow_heads_early": _change(_QUARTER, heads_width=1, start=0.1, end=0.5),
+    "pruned_2_narrow_heads_early": _change(_HALF, heads_width=1, start=0.1, end=0.5),
 }
 """Name -> arm."""
 

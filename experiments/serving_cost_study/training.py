@@ -21,8 +21,8 @@ from experiments.serving_cost_study.arms import Arm
 from experiments.serving_cost_study.text import Text
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.kernels.cross_entropy.distillation import TeacherOutput
 from sparse_dataflow.kernels.attention.api import causal_attention
+from sparse_dataflow.kernels.cross_entropy.distillation import TeacherOutput
 from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.mlp import activate
 from sparse_dataflow.models.model_weights import weights_of
@@ -36,9 +36,6 @@ CHUNK = 10
 
 SCORED_CHUNKS = 5
 """Chunks before a cut whose gradients and inputs score the blocks."""
-
-
-
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +99,7 @@ def train(
         taught = () if not arm.teacher else state[0] if teacher is None else teacher
         weight = jnp.float32(arm.teacher if teacher is not None else 0)
         call = program.scored if scored else program.plain
-        state, loss, more = call(
-            state, masks, rates[step : step + CHUNK], tokens, taught, weight
-        )
+        state, loss, more = call(state, masks, rates[step : step + CHUNK], tokens, taught, weight)
         if scored:
             scores.append(jax.device_get(more))
         if step == 0:
