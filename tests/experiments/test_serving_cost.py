@@ -95,9 +95,8 @@ def test_the_law_recovers_planted_constants():
     fitted = law.fit(weights, tokens, planted.loss(weights, tokens))
     assert fitted.alpha == pytest.approx(0.4, rel=1e-3)
     assert fitted.beta == pytest.approx(0.35, rel=1e-3)
-    assert (
-        abs(law.errors(fitted, [8e4], [1e8], planted.loss(np.array([8e4]), np.array([1e8])))) < 1e-4
-    )
+    far = np.array([8e4]), np.array([1e8])
+    assert abs(law.errors(fitted, *far, planted.loss(*far))[0]) < 1e-4
 
 
 def test_too_few_runs_for_a_law_are_refused():
@@ -107,8 +106,8 @@ def test_too_few_runs_for_a_law_are_refused():
 
 def test_a_small_study_goes_on(tmp_path, capsys):
     small = (
-        "--width=8", "--hidden=16", "--sequence=16", "--batch=2", "--lengths=1", f"--out={tmp_path}",
-        "--trials=2",
+        "--width=8", "--hidden=16", "--sequence=16", "--batch=2", "--lengths=1", "--trials=2",
+        f"--out={tmp_path}",
     )  # fmt: skip
     assert study(*small, "--seeds=1", "--arms=narrow") == 0
     first = (tmp_path / runs.LINES).read_text()
