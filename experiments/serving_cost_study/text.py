@@ -3,7 +3,6 @@
 Letters are lower case and digits are 0; the commonest symbols stay, all others are one.
 """
 
-import collections
 import dataclasses
 
 import numpy as np
@@ -61,9 +60,9 @@ def read(corpus: str, vocabulary: int) -> Text:
         "tuning": joined(loaded.validation, 0, tuning),
         "held_out": joined(loaded.validation, tuning, count),
     }
-    common = collections.Counter(splits["train"].tolist()).most_common(vocabulary - 1)
+    common = np.argsort(-np.bincount(splits["train"], minlength=256), kind="stable")
+    common = common[: vocabulary - 1]
     ids = np.full(256, vocabulary - 1, np.uint8)
-    for index, (symbol, _) in enumerate(common):
-        ids[symbol] = index
-    symbols = "".join(chr(symbol) for symbol, _ in common)
+    ids[common] = np.arange(len(common))
+    symbols = "".join(map(chr, common))
     return Text({k: ids[v] for k, v in splits.items()}, symbols, loaded.content_hash)
