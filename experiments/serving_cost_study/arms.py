@@ -74,6 +74,7 @@ _QUARTER = Arm(width=2, hidden=2, pruned=ALL)
 _HALF = Arm(width=1.5, hidden=1.5, pruned=ALL)
 _EIGHTH = Arm(width=8 / 3, hidden=8 / 3, pruned=ALL)
 _change = dataclasses.replace
+_HALF_HEADS = _change(_HALF, heads_width=1, start=0.1, end=0.5)
 
 ARMS: Mapping[str, Arm] = {
     "narrow": Arm(),
@@ -116,7 +117,10 @@ ARMS: Mapping[str, Arm] = {
     "pruned_4_narrow_heads": _change(_QUARTER, heads_width=1),
     "pruned_2_narrow_heads": _change(_HALF, heads_width=1),
     "pruned_4_narrow_heads_early": _change(_QUARTER, heads_width=1, start=0.1, end=0.5),
-    "pruned_2_narrow_heads_early": _change(_HALF, heads_width=1, start=0.1, end=0.5),
+    "pruned_2_narrow_heads_early": _HALF_HEADS,
+    "pruned_2_narrow_heads_saliency": _change(_HALF_HEADS, keep="saliency"),
+    "pruned_2_narrow_heads_block_1": _change(_HALF_HEADS, block=1),
+    "static_2_narrow_heads": _change(_HALF_HEADS, start=0, end=0, stages=1, keep="random"),
 }
 """Name -> arm."""
 
