@@ -22,10 +22,11 @@ tables have all runs of the folder, also of other lengths, arms, optimizers or s
 
 import dataclasses
 
-from experiments.serving_cost_study.arms import ARMS
-from sparse_dataflow.config.settings import ABOVE_ZERO, AT_LEAST_ONE, AT_LEAST_ZERO, setting
-from sparse_dataflow.config.training import OPTIMIZERS
-from sparse_dataflow.runs import command_line
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.core.config.settings import ABOVE_ZERO, AT_LEAST_ONE, AT_LEAST_ZERO, setting
+from sparse_dataflow.core.config.training import OPTIMIZERS
+
+from .serving_cost_study.arms import ARMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Options:
 
 def main(options):
     """Trains what is not trained yet, then writes tables and figure."""
-    from experiments.serving_cost_study import study
+    from .serving_cost_study import study
 
     return study.run(options)
 

@@ -14,14 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.serving_cost_study import arms
-from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.config.projections import LinearSpec
+from sparse_dataflow.commands import measurement
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.training import cost
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import stacks
-from sparse_dataflow.planning import cost
-from sparse_dataflow.runs import measurement
+
+from . import arms
 
 TOKENS = 4
 """Tokens of a timed round."""

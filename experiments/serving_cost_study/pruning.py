@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.serving_cost_study.arms import Arm
+from .arms import Arm
 
 
 def block_scores(

@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from experiments.serving_cost_study import arms, law, runs
-from experiments.serving_cost_study.runs import Cell, Lines
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.training import cost
+from sparse_dataflow.core.training.equal_cost import stored_parameters
 from sparse_dataflow.evaluation.significance import paired_difference
 from sparse_dataflow.files import tables
-from sparse_dataflow.planning import cost
-from sparse_dataflow.planning.equal_cost import stored_parameters
 from sparse_dataflow.reporting.figures import panels
+
+from . import arms, law, runs
+from .runs import Cell, Lines
 
 NAME, NARROW, NONE = "serving_cost", "narrow", "-"
 DRAWN = 6

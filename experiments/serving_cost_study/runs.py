@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.serving_cost_study import arms
+from sparse_dataflow.commands.measurement import provenance
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.runs.measurement import provenance
-from sparse_dataflow.runs.studies import rate_search
+
+from ..studies import rate_search
+from . import arms
 
 LINES, LAST_SETTINGS = "runs.jsonl", "settings.json"
 

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from experiments.serving_cost_study import arms, report, runs, text, training
-from experiments.serving_cost_study.runs import Cell
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.training.equal_cost import stored_parameters
 from sparse_dataflow.hardware.detect import cpu_name
-from sparse_dataflow.planning.equal_cost import stored_parameters
+
+from . import arms, report, runs, text, training
+from .runs import Cell
 
 SETTINGS = (
     "learning_rate", "vector_rate", "width", "hidden", "layers", "heads", "vocabulary", "sequence",

@@ -16,20 +16,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.serving_cost_study import arms, pruning
-from experiments.serving_cost_study.arms import Arm
-from experiments.serving_cost_study.text import Text
-from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.config.training import TrainingConfig
-from sparse_dataflow.kernels.attention.api import causal_attention
-from sparse_dataflow.kernels.cross_entropy.distillation import TeacherOutput
-from sparse_dataflow.models import gpt, stacks
-from sparse_dataflow.models.mlp import activate
-from sparse_dataflow.models.model_weights import weights_of
-from sparse_dataflow.optim.optimizers import make_optimizer, map_moments
-from sparse_dataflow.parallel import whole
-from sparse_dataflow.parallel.whole import Batch
-from sparse_dataflow.planning.equal_cost import stored_parameters
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.executors.whole import Batch
+from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.mlp import activate
+from sparse_dataflow.core.model.model_weights import weights_of
+from sparse_dataflow.core.ops.attention.attention_op import causal_attention
+from sparse_dataflow.core.ops.cross_entropy.distillation import TeacherOutput
+from sparse_dataflow.core.optim.optimizers import make_optimizer, map_moments
+from sparse_dataflow.core.training.equal_cost import stored_parameters
+
+from . import arms, pruning
+from .arms import Arm
+from .text import Text
 
 CHUNK = 10
 """Optimizer steps of one call of the compiled program."""

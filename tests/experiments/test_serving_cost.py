@@ -10,10 +10,10 @@ from experiments import serving_cost
 from experiments.serving_cost_study import arms, law, pruning, runs, training
 from experiments.serving_cost_study.arms import ARMS, Arm
 from experiments.serving_cost_study.text import Text
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.planning import cost
-from sparse_dataflow.runs import command_line
 
 NARROW = ModelConfig(
     2, 24, 2, 96, vocab_size=40, max_len=32, norm="rmsnorm", activation="relu", biases=()
