@@ -42,6 +42,7 @@ from sparse_dataflow.runs import (
     devices,
     distillation,
     report,
+    report_time,
     run_folder,
     vocabularies,
 )
@@ -52,7 +53,13 @@ from sparse_dataflow.sparsity.allocation import allocation_table
 from sparse_dataflow.training import hooks, run_files
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.monitoring import goodput, profiles, trackers
-from sparse_dataflow.training.monitoring.metrics import MetricsWriter, read_metrics, say
+from sparse_dataflow.training.monitoring.metrics import (
+    MetricsWriter,
+    read_metrics,
+    say,
+    say_result,
+)
+from sparse_dataflow.training.monitoring.progress import Progress
 from sparse_dataflow.training.monitoring.stalls import stall_alerts
 from sparse_dataflow.training.phases import refuse_unfit
 from sparse_dataflow.training.programs import Compiled, TrainingData, compile_programs
@@ -157,19 +164,25 @@ class Job:
         goodput_log = goodput.GoodputLog(folder, self.clock)
         with contextlib.ExitStack() as stack:
             trainers = []
-            for position, v in enumerate(models):
-                trainer = self._trainer(v, data, programs[v.name], position, record)
+            progress = report_time.progress(self.clock, models, programs)
+            stack.callback(progress.close)
+            for v in models:
+                trainer = self._trainer(v, data, programs[v.name], progress, record)
                 stack.push(functools.partial(_close, trainer))
                 trainers.append(trainer)
                 if resume:
                     say(f"{v.name:>6}: resumes after step {trainer.step} of {v.training.steps}")
+            progress.time_left.begin()
             with stop_on_signals(say) as stop:
                 finished = self._advance(trainers, stop, goodput_log)
             if words := data.train.skipped_words:
                 say(f"left out of {corpus.name}: {words}")
             if finished:
                 for trainer in trainers:
+                    progress.stage(f"evaluating {trainer.name} on all held-out text")
                     trainer.evaluate_finally()
+                    progress.time_left.evaluated(trainer.name)
+                progress.stage("writing the report")
         goodput_log.write(ended=not finished)
         if not finished:
             if uncopied := address_runs.finished(folder, self.mirror, config.variants):
@@ -183,7 +196,8 @@ class Job:
             for v in models:
                 if spans := programs[v.name][-1].timeline():
                     say(f"{v.name:>6}: {relay_plan.measured(spans)}")
-            headline = self._report(record, trainers, corpus, tokenizer, goodput_log)
+            with self.clock.during("report"):
+                headline = self._report(record, trainers, corpus, tokenizer, goodput_log)
         if uncopied := address_runs.finished(folder, self.mirror, config.variants):
             if is_address(config.run.out):
                 raise UserError(uncopied)
@@ -198,9 +212,9 @@ class Job:
             corpus = as_text(corpus, tokenizer)
         losses = report.write(self.folder, record, trainers, corpus, tokenizer, self.chip, seconds)
         goodput_log.write(ended=True)
-        say(losses)
+        say_result(losses)
         say(goodput.summary(seconds))
-        say(f"report: {self.folder / PAGE}")
+        say_result(f"report: {self.folder / PAGE}")
         return losses
 
     def _saved_record(self) -> RunRecord:
@@ -307,7 +321,7 @@ class Job:
         v: Variant,
         data: TrainingData,
         programs: list[Compiled],
-        position: int,
+        progress: Progress,
         record: RunRecord,
     ) -> Trainer:
         config, executor = self.config, self.executor
@@ -330,7 +344,7 @@ class Job:
             self.folder / v.name,
             data,
             programs,
-            hooks.usual(*every, v.training.skip_spikes, mfu=mfu, position=position),
+            hooks.usual(*every, v.training.skip_spikes, mfu=mfu, progress=progress),
             executor=executor,
             start=self._start(v, data),
             base=self._frozen(v, record),

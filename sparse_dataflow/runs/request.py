@@ -75,7 +75,7 @@ START: dict[str, Setting] = {
         "resume",
         str,
         "",
-        "Run folder or address to resume, with its own settings.",
+        "Run folder or address to resume, with its own settings; alone, the newest run of runs/.",
         path=True,
         address=True,
     ),
@@ -381,6 +381,7 @@ def saved_config(folder: str | Path) -> RunConfig:
     Raises:
       UserError: it is no run folder, damaged, or of an older version.
     """
+    from sparse_dataflow.runs import run_list
     from sparse_dataflow.training import run_files
 
     if is_address(str(folder)):
@@ -388,10 +389,7 @@ def saved_config(folder: str | Path) -> RunConfig:
 
         return address_runs.saved_run(folder)[0]
     folder = Path(folder).expanduser()
-    if not (folder / run_files.CONFIG).exists():
-        runs = sorted(str(path.parent) for path in folder.parent.glob(f"*/{run_files.CONFIG}"))
-        hint = f"latest there: {', '.join(runs[-5:])}" if runs else f"none is in {folder.parent}"
-        raise UserError(f"--resume={folder} is not a run folder; {hint}.")
+    run_list.refuse_other_folder("--resume", folder)
     return run_files.read_config(folder)
 
 

@@ -269,6 +269,12 @@ class Trainer:
         """Number of training tokens seen."""
         return self.step * self.training.batch * self.training.sequence
 
+    @property
+    def evaluation_batches(self) -> tuple[int, int]:
+        """Numbers of batches of a periodic evaluation, and of that after the last step."""
+        corpora = self._data.mixture or (self._data,)
+        return sum(len(c.validation) for c in corpora), sum(len(c.final) for c in corpora)
+
     def evaluate(self) -> dict:
         """Evaluates the periodic held-out windows; returns and writes a row "eval"."""
         self.last_evaluation = self._evaluate(

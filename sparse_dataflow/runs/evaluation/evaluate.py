@@ -32,6 +32,7 @@ from sparse_dataflow.interchange.load import load, variants
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.sharded import Sharded
 from sparse_dataflow.runs import measurement
+from sparse_dataflow.runs.evaluation import load_model
 from sparse_dataflow.runs.evaluation import report as evaluation_report
 from sparse_dataflow.runs.evaluation import tasks as evaluation_tasks
 from sparse_dataflow.runs.training_data import (
@@ -57,8 +58,9 @@ def evaluate(options) -> None:
       UserError: before anything is scored where it can be known then.
     """
     keep_freed_memory()
-    if not options.run:
-        raise UserError("--run is needed: the run folder or Hugging Face directory to evaluate.")
+    for place in _PLACES:
+        if place == "run" or getattr(options, place):
+            load_model.refuse_no_model(getattr(options, place), f"--{place}")
     share = options.activation_sparsity
     if share and jax.device_count() > 1:
         raise UserError(

@@ -21,6 +21,7 @@ from sparse_dataflow.data.batches import EvalBatches
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.holdout import three_splits
 from sparse_dataflow.data.tokenizer import Tokenizer
+from sparse_dataflow.distributed.clock import Clock
 from sparse_dataflow.files import folders, json_files, storage
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.json_difference import differences
@@ -35,6 +36,8 @@ from sparse_dataflow.runs.training_data import FINAL_WINDOWS, corpus_of, tokeniz
 from sparse_dataflow.training import hooks, variants
 from sparse_dataflow.training.loop import Trainer
 from sparse_dataflow.training.monitoring.metrics import read_metrics, say
+from sparse_dataflow.training.monitoring.progress import Progress
+from sparse_dataflow.training.monitoring.time_left import TimeLeft
 from sparse_dataflow.training.phases import refuse_unfit
 from sparse_dataflow.training.programs import TrainingData, compile_programs
 from sparse_dataflow.training.saved_state import abstract_saved_state, completed, identity
@@ -193,16 +196,20 @@ def train(
     where.mkdir(parents=True, exist_ok=True)
     _keep(where / "steps.json", variant.training.steps)
     every = max(1, variant.training.steps // evaluations)
+    clock = Clock()
+    progress = Progress(TimeLeft(clock.seconds_by_activity))
     trainer = Trainer(
         dataclasses.replace(variant, name=variant.name[:6]),
         where,
         data,
         programs,
-        hooks.usual(every, 2 * every, variant.training.skip_spikes),
+        hooks.usual(every, 2 * every, variant.training.skip_spikes, progress=progress),
+        clock=clock,
         checkpoints=functools.partial(Checkpoints, keep=1),
     )
     say(f"{label}, {variant.training.steps} steps into {where}")
-    with contextlib.closing(trainer):
+    with contextlib.closing(progress), contextlib.closing(trainer):
+        progress.time_left.begin()
         for _ in advance_side_by_side([trainer], stop):
             pass
         if not trainer.finished:

@@ -1,0 +1,49 @@
+"""Information and warnings of the package on standard error.
+
+The logger "sparse_dataflow" has the level INFO, and prints unless the program configured logging
+itself. `logging.getLogger("sparse_dataflow").setLevel("WARNING")` leaves the warnings alone, as
+--quiet does.
+"""
+
+import logging
+import sys
+
+LOGGER = logging.getLogger("sparse_dataflow")
+
+
+class _Printer(logging.Handler):
+    """Prints records above a progress bar, unless the root logger has handlers, which get them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints one record; an error of the stream is ignored."""
+        if logging.getLogger().handlers or sys.stderr is None:
+            return
+        try:
+            warning = "warning: " if record.levelno >= logging.WARNING else ""
+            text = f"{warning}{record.getMessage()}"
+            bars = sys.modules.get("tqdm")
+            if bars is not None:
+                bars.tqdm.write(text, file=sys.stderr)
+            else:
+                print(text, file=sys.stderr)
+            sys.stderr.flush()
+        except (OSError, RuntimeError, ValueError):
+            return
+
+
+def install() -> None:
+    """Makes the package print; a level that the program has set stays."""
+    if LOGGER.level == logging.NOTSET:
+        LOGGER.setLevel(logging.INFO)
+    if not any(isinstance(handler, _Printer) for handler in LOGGER.handlers):
+        LOGGER.addHandler(_Printer())
+
+
+def is_quiet() -> bool:
+    """Returns whether information is not wanted."""
+    return LOGGER.level > logging.INFO
+
+
+def be_quiet() -> None:
+    """Leaves warnings, errors and results alone."""
+    LOGGER.setLevel(logging.WARNING)
