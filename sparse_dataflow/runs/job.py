@@ -7,7 +7,6 @@ import functools
 import importlib.metadata
 import platform
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -41,12 +40,12 @@ from sparse_dataflow.runs import (
     address_runs,
     devices,
     distillation,
+    provenance,
     report,
     report_time,
     run_folder,
     vocabularies,
 )
-from sparse_dataflow.runs.commands import command_of
 from sparse_dataflow.runs.preflight import relay_plan, remat_plan, settling, step_plan
 from sparse_dataflow.runs.training_data import corpus_of, thin_data, tokenizer_of, training_data
 from sparse_dataflow.sparsity.allocation import allocation_table
@@ -105,6 +104,7 @@ class Job:
     Args:
       config: of the run; its paths exist.
       experiment: name of the experiment, which the run folder keeps.
+      command: words of the command line, or the Python call, that began it.
       folder: the run folder, which this process has locked.
       clock: counts the seconds since the start.
       check_folder: raises UserError if the folder was deleted or moved.
@@ -114,11 +114,13 @@ class Job:
         self,
         config: RunConfig,
         experiment: str,
+        command: tuple[str, ...],
         folder: Path,
         clock: Clock,
         check_folder: Callable[[], None],
     ):
-        self.config, self.experiment, self.folder, self.clock = config, experiment, folder, clock
+        self.config, self.experiment, self.command = config, experiment, command
+        self.folder, self.clock = folder, clock
         self._check_folder = check_folder
         self.chip = hardware.detect([config.model.compute_dtype])
         # Before anything that is compiled or written: the plan is part of the config.
@@ -188,7 +190,9 @@ class Job:
             if uncopied := address_runs.finished(folder, self.mirror, config.variants):
                 say(uncopied)
             place = config.run.out if is_address(config.run.out) else str(folder)
-            again = f"{command_of(self.experiment)} --resume={shlex.quote(place)}"
+            again = f"{self.command[0]} --resume={shlex.quote(place)}"
+            if self.command[0].startswith(run_files.PYTHON_CALL):
+                again = f"sd.train(config.change(run__out={place!r}), resume=True)"
             say(f"stopped; resume with: {again}")
             return Run(folder, config, False, status=processes.stopped_status(stop()))
         headline = ""
@@ -302,7 +306,7 @@ class Job:
             start["vocabulary"] = vocabularies.measured(base, tokenizer, corpus)
         record = RunRecord(
             experiment=self.experiment,
-            command=(command_of(self.experiment), *sys.argv[1:]),
+            command=self.command,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             versions=_versions(),
             machine=f"{self.chip.name} ({platform.machine()})",
@@ -313,6 +317,9 @@ class Job:
             steps={v.name: v.training.steps for v in models},
             init_from=start,
             teacher=dict(data.teacher.source) if data.teacher else None,
+            code=provenance.code(),
+            host=provenance.host(),
+            seed=self.config.training.seed,
         )
         return RunRecord(**record.to_json())  # The report shows it, without secrets.
 
