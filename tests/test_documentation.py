@@ -30,7 +30,7 @@ from sparse_dataflow.config import settings
 from sparse_dataflow.config.presets import preset
 from sparse_dataflow.config.run import RunConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.runs import command_line
+from sparse_dataflow.runs import command_line, commands
 from sparse_dataflow.runs.request import NAMED, Request
 
 TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
@@ -42,6 +42,7 @@ FOREIGN = (
     "python -m sparse_dataflow.runs.lm_eval",
 )
 SETTINGS = settings.by_path(RunConfig)
+EXTRAS = set(re.findall(r"^([a-z]+) =$", (ROOT / "setup.cfg").read_text(), re.M))
 CONFIGS = "|".join(sorted({path.partition(".")[0] for path in SETTINGS}))
 README_WORDS = 900
 LINE = 100
@@ -69,6 +70,14 @@ def command_problem(command, comment):
     if words[0] == "make":
         named = [word for word in words[1:] if "=" not in word]
         return "" if set(named) <= set(TARGETS) else f"no such target: {named}"
+    if command == ". .venv/bin/activate":
+        return ""
+    if words[:2] == ["pip", "install"]:
+        return "" if set(re.findall(r"\[([a-z,]+)\]", command)) <= EXTRAS else "no such extra"
+    if words[0] == commands.SCRIPT:
+        if words[1] not in commands.EVERYDAY:
+            return f"no such command: {words[1]}"
+        return experiment_problem(f"experiments.{commands.EVERYDAY[words[1]]}", words[2:])
     if words[:2] == ["python", "-m"] and words[2].startswith("experiments."):
         return experiment_problem(words[2], words[3:])
     if words[0] in ("python", "sh"):
@@ -91,7 +100,9 @@ def experiment(name):
 
 def experiment_problem(name, arguments):
     module = experiment(name)
-    flags = [a for a in arguments if a != "..." and not a.startswith(("--help", "--resume="))]
+    left_out = ("--help", "--resume=")
+    flags = [a for a in arguments if a != "..." and not a.startswith(left_out)]
+    flags = [a for a in flags if a not in ("--resume", "--run")]  # Alone, the newest run.
     try:
         if module is None:
             sets = [b for a, b in itertools.pairwise(flags) if a == "--set"]

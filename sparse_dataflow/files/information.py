@@ -12,11 +12,16 @@ LOGGER = logging.getLogger("sparse_dataflow")
 
 
 class _Printer(logging.Handler):
-    """Prints records above a progress bar, unless the root logger has handlers, which get them."""
+    """Prints records above a progress bar, unless the root logger has handlers, which get them.
+
+    Some libraries give it the handler of `logging.basicConfig()` by accident; that one is left out.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         """Prints one record; an error of the stream is ignored."""
-        if logging.getLogger().handlers or sys.stderr is None:
+        chosen = [h for h in logging.getLogger().handlers if not _is_default(h)]
+        LOGGER.propagate = bool(chosen)  # Is read after this handler.
+        if chosen or sys.stderr is None:
             return
         try:
             warning = "warning: " if record.levelno >= logging.WARNING else ""
@@ -29,6 +34,12 @@ class _Printer(logging.Handler):
             sys.stderr.flush()
         except (OSError, RuntimeError, ValueError):
             return
+
+
+def _is_default(handler):
+    """Returns whether a handler is that of `logging.basicConfig()` without a format."""
+    pattern = getattr(handler.formatter, "_fmt", None)
+    return type(handler) is logging.StreamHandler and pattern == logging.BASIC_FORMAT
 
 
 def install() -> None:
