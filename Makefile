@@ -31,7 +31,7 @@ FAULT_TESTS := $(addprefix tests/,borders experiments/test_faults.py experiments
 OPTIONAL_TESTS := $(addprefix tests/,experiments/test_optional_packages.py runs/benchmarks/test_step_peers.py training/monitoring/test_tracker_packages.py interchange/test_architectures.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test quick nightly optional faults aot-tpu aot-gpu bench bench-schedule bench-schedule-gpu chip-report lint format docs lock clean FORCE
+.PHONY: help env demo test quick nightly optional faults aot-tpu aot-gpu bench bench-schedule bench-schedule-gpu chip-report package lint format docs lock clean FORCE
 
 help: ## list the targets
 	@echo 'usage: make TARGET [ARGS="--flag=value ..."] [VENV=.venv] [PYTHON=python3.12]'
@@ -86,6 +86,9 @@ bench-schedule-gpu: ## the same for GPUs from a T4 to a B200, without one (.venv
 
 chip-report: $(READY) ## how much faster than dense this chip trains, in 9 minutes; ARGS="--minutes=30"
 	@$(BIN)/python -m experiments.chip_report $(ARGS)
+
+package: $(READY) ## build sdist and wheel, install the wheel in a new environment, train one step
+	@sh launch/check_package.sh $(BIN)/python
 
 lint: $(READY) ## check style and types
 	$(BIN)/ruff check .
