@@ -63,6 +63,16 @@ def command_of(experiment: str) -> str:
     return f"{SCRIPT} {short.get(experiment, experiment)}"
 
 
+def started_by(experiment: str) -> str:
+    """Returns what starts this process's experiment again: a script of the user's, or
+    `command_of`."""
+    script = Path(sys.argv[0])
+    own = getattr(sys.modules.get("__main__"), "__spec__", None) is None and script.suffix == ".py"
+    if own and script.is_file() and script.resolve().parent != folder().resolve():
+        return f"python {sys.argv[0]}"
+    return command_of(experiment)
+
+
 def with_commands(text: str) -> str:
     """Returns a text with every `python -m experiments.NAME` as this process would be started."""
     head = "python -m experiments."

@@ -14,7 +14,7 @@ from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
 from sparse_dataflow.planning import memory
-from sparse_dataflow.runs import command_line, devices, provenance, run_folder
+from sparse_dataflow.runs import commands, devices, provenance, run_folder
 from sparse_dataflow.runs.job import Job, Run
 from sparse_dataflow.runs.planning import described
 from sparse_dataflow.runs.request import Request
@@ -116,7 +116,7 @@ def run(request: Request, experiment: str, *, sparse: bool = True) -> int:
         elif request.scale == "auto" and not config.run.init_from:
             _say_scale(config, chip)
         resume = bool(request.resume)
-        command = command_line.program(), *sys.argv[1:]
+        command = commands.started_by(experiment), *sys.argv[1:]
         return train(
             config, resume=resume, experiment=experiment, command=command, clock=clock
         ).status
