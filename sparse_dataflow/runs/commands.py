@@ -67,8 +67,10 @@ def started_by(experiment: str) -> str:
     """Returns what starts this process's experiment again: a script of the user's, or
     `command_of`."""
     script = Path(sys.argv[0])
-    own = getattr(sys.modules.get("__main__"), "__spec__", None) is None and script.suffix == ".py"
-    if own and script.is_file() and script.resolve().parent != folder().resolve():
+    script_runs = (
+        getattr(sys.modules.get("__main__"), "__spec__", None) is None and script.suffix == ".py"
+    )
+    if script_runs and script.is_file() and script.resolve().parent != folder().resolve():
         return f"python {sys.argv[0]}"
     return command_of(experiment)
 

@@ -40,7 +40,7 @@ def newest(flag: str) -> str:
     return str(runs[-1])
 
 
-def known(folder: str | Path = "") -> str:
+def runs_in_words(folder: str | Path = "") -> str:
     """Returns a sentence with the runs that a user may mean.
 
     Args:
@@ -64,4 +64,4 @@ def refuse_other_folder(flag: str, folder: str | Path) -> None:
     place = Path(folder).expanduser()
     if not (place / CONFIG).exists():
         kind = "is not a run folder" if place.is_dir() else "does not exist"
-        raise UserError(f"{flag}={folder} {kind}; {known(folder)}.")
+        raise UserError(f"{flag}={folder} {kind}; {runs_in_words(folder)}.")

@@ -42,7 +42,7 @@ def serve(options) -> None:
     if not 1 <= len(folders) <= MOST_RUNS:
         raise UserError(
             f"--run names {len(folders)} run folders; legal: 1 to {MOST_RUNS}, or --run alone for "
-            f"the newest; {run_list.known()}."
+            f"the newest; {run_list.runs_in_words()}."
         )
     for folder in folders:
         if not folder.is_dir() or run_list.runs_in(folder):

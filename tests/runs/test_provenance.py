@@ -37,7 +37,7 @@ def test_the_recorded_command_trains_the_same_again(tmp_path):
         f"--corpus='{tmp_path}/my texts' --out=run --set training.warmup=0.5"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    found = []
+    records = []
     for name in ("first", "again"):
         where = tmp_path / name
         where.mkdir()
@@ -50,8 +50,8 @@ def test_the_recorded_command_trains_the_same_again(tmp_path):
         assert done.returncode == 0, done.stderr
         report = json.loads((where / "run" / "report.json").read_text())
         command = report["command"]
-        found.append((record(where / "run")["command"], losses(where / "run")))
-    assert found[0] == found[1] and found[0][1]
+        records.append((record(where / "run")["command"], losses(where / "run")))
+    assert records[0] == records[1] and records[0][1]
 
 
 def test_the_recorded_call_trains_the_same_again(

@@ -27,7 +27,7 @@ def test_the_newest_run_is_taken_and_the_others_are_listed(runs):
     assert run_list.newest("--run") == os.path.join("runs", "b-new")
     listed = "b-new, runs/a-old, runs/c-oldest"
     for place in ("", "runs", "runs/no-run", "runs/mistyped", "elsewhere"):
-        assert listed in run_list.known(place), place
+        assert listed in run_list.runs_in_words(place), place
 
 
 def test_a_folder_of_runs_does_not_deny_its_content(runs):

@@ -62,7 +62,7 @@ def refuse_no_model(run: str, flag: str = "--run") -> None:
     if not run:
         raise UserError(
             "No run is named; give a run folder, a Hugging Face directory or its name on the hub "
-            f"with {flag}, or {flag} alone for the newest run; {run_list.known()}."
+            f"with {flag}, or {flag} alone for the newest run; {run_list.runs_in_words()}."
         )
     if not hub_models.hub_name(run) and not huggingface.is_directory(run):
         run_list.refuse_other_folder(flag, run)
