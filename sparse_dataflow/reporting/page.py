@@ -229,9 +229,9 @@ NOISE = (
 )
 
 
-def _is_noise(one: float, other: float) -> bool:
+def _is_noise(first: float, second: float) -> bool:
     """Returns whether two held-out losses of one seed each may differ by chance."""
-    return abs(one - other) < SEED_SPREAD * min(one, other)
+    return abs(first - second) < SEED_SPREAD * min(first, second)
 
 
 def _is_within_noise(variants: Sequence[VariantData], name: str) -> bool:

@@ -374,16 +374,16 @@ def test_a_profile_is_linked_with_its_longest_operations(tmp_path_factory):
 )
 def test_one_seed_decides_no_difference_within_the_range_over_seeds(sparse, decided):
     data = report_sample.report("dense", "sparse")
-    dense_one, sparse_one = (
+    dense_model, sparse_model = (
         dataclasses.replace(v, loss=value, bits_per_byte=value, train_seconds=60.0)
         for v, value in zip(data.variants, (2.0, sparse), strict=True)
     )
-    verdict = page.table([dense_one, sparse_one], None)[1]["verdicts"][0]
+    verdict = page.table([dense_model, sparse_model], None)[1]["verdicts"][0]
     assert (verdict[1] is not None) == decided
     words = "within" in verdict[0] or verdict[0] == "equal"
     assert words != decided
     if sparse != 2.0:
-        assert ("within the noise" in page.headline([dense_one, sparse_one])) != decided
+        assert ("within the noise" in page.headline([dense_model, sparse_model])) != decided
 
 
 def test_a_run_of_few_steps_states_no_goodput():

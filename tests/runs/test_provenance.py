@@ -76,8 +76,8 @@ def test_a_call_makes_the_config_that_it_was_made_from():
         sd.preset("nano").dense(),
     ):
         call = provenance.python_call(config)
-        made = eval(call, {"sd": _Recorder()})
-        assert made == config
+        evaluated = eval(call, {"sd": _Recorder()})
+        assert evaluated == config
 
 
 class _Recorder:
