@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.training.run_files import CONFIG, RECORD
 
 RUNS = "runs"
 """Folder of runs that no --out names, in the folder where a command is started."""
@@ -14,6 +13,8 @@ _SHOWN = 5
 
 def runs_in(folder: str | Path) -> list[Path]:
     """Returns the run folders directly inside a folder, the newest last."""
+    from sparse_dataflow.training.run_files import CONFIG, RECORD  # Imports jax.
+
     try:
         configs = [path for path in Path(folder).glob(f"*/{CONFIG}") if path.is_file()]
         runs = [path.parent for path in configs if (path.parent / RECORD).is_file()]
@@ -61,6 +62,8 @@ def refuse_other_folder(flag: str, folder: str | Path) -> None:
     Raises:
       UserError: naming the runs inside or beside it.
     """
+    from sparse_dataflow.training.run_files import CONFIG  # Imports jax.
+
     place = Path(folder).expanduser()
     if not (place / CONFIG).exists():
         kind = "is not a run folder" if place.is_dir() else "does not exist"
