@@ -105,12 +105,6 @@ class TimeLeft:
         self._models: dict[str, _Model] = {}
         self._before: dict[str, float] = {}
 
-    def expect(self, name: str, remaining: Remaining, step_seconds: float) -> None:
-        """Adds a model before its first step of this process, with an estimate of a step."""
-        model = self._models[name] = _Model()
-        model.remaining = remaining
-        model.steps.append(step_seconds)
-
     def begin(self) -> None:
         """Is called right before the first step of this process."""
         self._before = dict(self._seconds())
@@ -123,10 +117,11 @@ class TimeLeft:
         self._models.setdefault(name, _Model()).record(spent, remaining)
 
     def evaluated(self, name: str) -> None:
-        """Is called after the evaluation that follows a model's last step."""
-        model = self._models[name]
-        assert model.remaining is not None
-        model.remaining = dataclasses.replace(model.remaining, final_batches=0)
+        """Is called after the evaluation that follows a model's last step, which an earlier process
+        may have done."""
+        model = self._models.get(name)
+        if model is not None and model.remaining is not None:
+            model.remaining = dataclasses.replace(model.remaining, final_batches=0)
 
     def seconds(self) -> float:
         """Returns the seconds left, the report included."""

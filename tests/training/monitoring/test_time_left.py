@@ -104,6 +104,13 @@ def test_a_recorded_run_is_estimated_within_a_fifth():
         assert estimate == pytest.approx(true, rel=0.2), time
 
 
+def test_a_finished_run_that_is_resumed_has_no_step_left():
+    left = TimeLeft(lambda: {"step": 1.0})
+    left.begin()
+    left.evaluated("sparse")
+    assert left.seconds() == 0
+
+
 def test_a_later_phase_counts_by_its_flops():
     clock = {"step": 0.0}
     left = TimeLeft(lambda: clock)
