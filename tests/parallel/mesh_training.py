@@ -130,7 +130,12 @@ def executor(text, model):
     axes, zero, micro, *pipeline = text.split("/")
     exchange, axes = axes.startswith("exchange,"), axes.removeprefix("exchange,")
     parts, axes = 1 + axes.startswith("halves,"), axes.removeprefix("halves,")
-    mesh, zero = meshes.make(meshes.parse(axes, 8)), int(zero)
+    # "on:4,data:2,tensor:2" is a mesh over four of the eight devices.
+    devices = jax.devices()
+    if axes.startswith("on:"):
+        count, axes = axes.removeprefix("on:").split(",", 1)
+        devices = devices[: int(count)]
+    mesh, zero = meshes.make(meshes.parse(axes, len(devices)), devices), int(zero)
     if not pipeline:
         return Sharded(mesh, zero, exchange, parts), int(micro)
     schedule, chunks, *layer_counts = pipeline
@@ -147,6 +152,8 @@ OPTIONS = {
     "adapters": {"adapter_rank": 4},
     "int8": {"adapter_rank": 4, "frozen_dtype": "int8"},
     "teacher": {"teacher": "folder"},
+    # Two steps of these rows alone, then one of all weights. Axes of two and four cut the rows.
+    "new_rows": {"new_rows": (10, 30), "new_rows_first": 0.67},
     "answers": {"padded": True},
 }
 """What follows "+" in the name of a model -> changes of its training; rows are `padded` or not."""
