@@ -51,6 +51,7 @@ RUN = {
     "tests/experiments/test_golden.py": E + "test_golden.py::test_",
     "tests/launch/test_gke.py": "tests/launch/test_gke.py::test_manifests_equal_the_golden_ones",
     "build": "tests/test_wheel.py::wheel",
+    "venv": "tests/launch/test_make_env.py::test_it_is_created_once",
     "make aot-gpu": "tests/kernels/test_pallas_hopper_compiles.py::test_",
     "make bench-schedule": "tests/runs/benchmarks/schedules/test_compiles.py::test_cycles",
     "make bench-schedule-gpu": "tests/runs/benchmarks/schedules/test_gpu_compiles.py::test_kernels",

@@ -40,6 +40,7 @@ CLUSTER_COMMANDS = ("docker", "sbatch", "scancel", "squeue", "kubectl", "gcloud"
 FOREIGN = (
     *("git clone", "cd ", "python mine.py", "python -m build", "python -m venv", "lm_eval "),
     "python -m sparse_dataflow.runs.lm_eval",
+    *("pip install ", ". .venv/bin/activate"),
 )
 SETTINGS = settings.by_path(RunConfig)
 CONFIGS = "|".join(sorted({path.partition(".")[0] for path in SETTINGS}))
@@ -272,6 +273,33 @@ def test_the_readme_example_runs():
     names = {}
     exec(block, names)
     assert names["y"].shape == (8, 4096)
+
+
+@pytest.mark.slow
+def test_the_steps_of_getting_started_run_as_printed(tmp_path):
+    """In order, in a folder with the text that they train on."""
+    page = ROOT / "docs" / "start.md"
+    (tmp_path / "docs").mkdir()
+    for path in (ROOT / "docs").glob("*.md"):
+        (tmp_path / "docs" / path.name).write_text(path.read_text("utf-8"), "utf-8")
+    text = page.read_text(encoding="utf-8")
+    programs = os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]])
+    environment = os.environ | {"PATH": programs, "PYTHONPATH": str(ROOT)}
+    outputs = []
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S):
+        command = [sys.executable, "-c", block] if language else ["sh", "-ec", block]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1500
+        )
+        assert done.returncode == 0, f"{block}\n{done.stderr[-3000:]}"
+        outputs.append(done.stdout + done.stderr)
+    first, resumed, _, evaluated, pruned, counted = outputs
+    assert "report: runs/first/report.html" in first and "held-out bits per byte" in first
+    assert "report: runs/first/report.html" in resumed and "compiling" not in resumed
+    assert "cloze" in evaluated and (tmp_path / "runs" / "first" / "report.html").exists()
+    assert "report: runs/pruned/report.html" in pruned
+    # An eighth of two weights of 256 x 1024, and the biases.
+    assert int(counted) == 2 * 256 * 1024 // 8 + 1024 + 256
 
 
 @pytest.mark.slow
