@@ -295,7 +295,7 @@ def test_the_steps_of_getting_started_run_as_printed(tmp_path):
         outputs.append(done.stdout + done.stderr)
     first, resumed, _, evaluated, pruned, counted = outputs
     assert "report: runs/first/report.html" in first and "held-out bits per byte" in first
-    assert "report: runs/first/report.html" in resumed and "compiling" not in resumed
+    assert "resumes after step 100 of 100" in resumed
     assert "cloze" in evaluated and (tmp_path / "runs" / "first" / "report.html").exists()
     assert "report: runs/pruned/report.html" in pruned
     # An eighth of two weights of 256 x 1024, and the biases.
