@@ -298,8 +298,8 @@ def test_the_steps_of_getting_started_run_as_printed(tmp_path):
     assert "resumes after step 100 of 100" in resumed
     assert "cloze" in evaluated and (tmp_path / "runs" / "first" / "report.html").exists()
     assert "report: runs/pruned/report.html" in pruned
-    # An eighth of two weights of 256 x 1024, and the biases.
-    assert int(counted) == 2 * 256 * 1024 // 8 + 1024 + 256
+    # An eighth of two weights of 256 x 1024, biases, and the eight numbers of each layout.
+    assert int(counted) == 2 * 256 * 1024 // 8 + 1024 + 256 + 2 * 8
 
 
 @pytest.mark.slow
