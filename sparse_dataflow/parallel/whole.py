@@ -16,7 +16,7 @@ from sparse_dataflow.config.layer_groups import layer_groups, layer_model, split
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.kernels import dispatch
 from sparse_dataflow.kernels.attention.api import causal_attention
-from sparse_dataflow.kernels.attention.documents import document_attention, document_numbers
+from sparse_dataflow.kernels.attention.documents import document_numbers
 from sparse_dataflow.kernels.cross_entropy.distillation import TeacherOutput
 from sparse_dataflow.models import gpt, stacks
 from sparse_dataflow.models.linear import layer_weights
@@ -140,7 +140,7 @@ def apply_blocks(
     xs, attend = _split(x_BxTxD, parts), [causal_attention] * parts
     if documents_BxT is not None:
         documents = _split(documents_BxT, parts)
-        attend = [functools.partial(document_attention, documents=part) for part in documents]
+        attend = [functools.partial(causal_attention, documents=part) for part in documents]
     groups = zip(layer_groups(config), split_groups(blocks), split_groups(tables), strict=True)
     for group, (layer_group, group_params, group_tables) in enumerate(groups):
         layers = layer_group.layers
