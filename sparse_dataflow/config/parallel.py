@@ -49,9 +49,9 @@ class ParallelConfig(Readable):
     mesh: str = setting(
         "auto",
         "Devices along each axis, as in data:2,fsdp:4,tensor:8 (data replicates, stage cuts by "
-        "layers, fsdp shards, tensor cuts every layer, feature cuts it by the features of the "
-        "residual stream too); one size may be left out. With auto the planner chooses; on a "
-        "CPU it is fsdp over all devices.",
+        "layers, fsdp shards, context shards the tokens of a sequence, tensor cuts every layer, "
+        "feature cuts it by the features of the residual stream too); one size may be left out. "
+        "With auto the planner chooses; on a CPU it is fsdp over all devices.",
         resumed=FRESH,
     )
     zero: int = setting(

@@ -23,6 +23,7 @@ from sparse_dataflow.optim.optimizers import adam_state
 from sparse_dataflow.parallel import cuts, residual, sharding, support, whole
 from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.block_gradients import block_gradient_norms
+from sparse_dataflow.parallel.context import Context
 from sparse_dataflow.parallel.executor import Executor
 from sparse_dataflow.parallel.mesh import BATCH_AXES, MODEL_AXES
 from sparse_dataflow.parallel.sharding import COLUMN_PARALLEL
@@ -39,7 +40,7 @@ class Sharded(Executor):
 
     Attributes:
       mesh: with all of `mesh.AXES`; its "stage" is 1.
-      zero: which arrays are sharded over "fsdp"; see `sharding.ZERO`.
+      zero: which arrays are sharded over "fsdp" and "context"; see `sharding.ZERO`.
       exchange: whether tokens travel to the experts over "fsdp", whose weights stay sharded.
       sub_batches: see `whole.Member`.
     """
@@ -209,6 +210,7 @@ class Sharded(Executor):
                 sharding.reduce_scatter, gradients, specs, gradient_specs
             ),
             self.sub_batches,
+            Context("context", self.mesh.shape["context"]) if longer("context") else None,
         )
         layouts = jax.tree.map(lambda table: TABLES, weights.layouts)
         return member, ModelWeights(specs, layouts, frozen_specs), gradient_specs

@@ -1,8 +1,8 @@
 """Parallel plans: how a model is sharded over chips and scheduled in time.
 
 The mesh axes are those of `parallel/mesh.py`, outermost first.  "data" replicates the model,
-"stage" splits it by layers, "fsdp" shards the state that the ZeRO stage names, and "feature" and
-"tensor" shard every layer.
+"stage" splits it by layers, "fsdp" and "context" shard the state that the ZeRO stage names, and
+"feature" and "tensor" shard every layer.
 """
 
 import dataclasses
@@ -65,6 +65,7 @@ class ParallelPlan:
       data: size of the axis "data", replicas of the model.
       stage: pipeline stages.
       fsdp: size of the axis "fsdp", which shards state and batch rows.
+      context: size of the axis "context", which shards state and the tokens of each sequence.
       tensor: tensor-parallel chips.
       feature: size of the axis "feature", which cuts the features of the residual stream.  The
         estimate multiplies strips of blocks at the rate of whole blocks.
@@ -93,6 +94,7 @@ class ParallelPlan:
     data: Counts = 1
     stage: Counts = 1
     fsdp: Counts = 1
+    context: Counts = 1
     tensor: Counts = 1
     feature: Counts = 1
     zero: int = 0
@@ -137,13 +139,19 @@ class ParallelPlan:
     @property
     def chips(self) -> Counts:
         """Number of chips."""
-        return self.data * self.stage * self.fsdp * self.layer_chips
+        return self.data * self.stage * self.state_shards * self.layer_chips
 
     @property
     def mesh(self) -> str:
         """The axes of a plan with integers as its counts, as `--mesh` has them."""
-        axes = ("data", "stage", "fsdp", *(["feature"] if self.feature != 1 else []), "tensor")
+        rare = [axis for axis in ("context", "feature") if getattr(self, axis) != 1]
+        axes = ("data", "stage", "fsdp", *rare, "tensor")
         return ",".join(f"{axis}:{getattr(self, axis)}" for axis in axes)
+
+    @property
+    def state_shards(self) -> Counts:
+        """Number of chips that share the state which the ZeRO stage names."""
+        return self.fsdp * self.context
 
     @property
     def layer_chips(self) -> Counts:
@@ -166,6 +174,7 @@ class ParallelPlan:
 
     def __str__(self):
         words = [f"data {self.data}", f"stage {self.stage}", f"fsdp {self.fsdp} (ZeRO {self.zero})"]
+        words += [f"context {self.context}"] if np.any(np.asarray(self.context) > 1) else []
         words += [f"feature {self.feature}"] if np.any(np.asarray(self.feature) > 1) else []
         words += [f"tensor {self.tensor}", f"micro-batch {self.micro_batch}"]
         words += [f"accumulation {self.accumulation}"]

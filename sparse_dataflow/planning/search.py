@@ -26,13 +26,26 @@ from sparse_dataflow.planning.parallel_plan import BUBBLES, ParallelPlan, key_va
 from sparse_dataflow.planning.plan_memory import alternating_bytes, run_bytes
 from sparse_dataflow.planning.step_time import StepTime, step_time
 
-COUNTS = ("tensor", "feature", "stage", "data", "micro_batch", "chunks")
+COUNTS = ("tensor", "feature", "context", "stage", "data", "micro_batch", "chunks")
 NAMES = ("schedule", "zero", "remat", "experts")
 
 # Constraints of a legal plan.
-CONSTRAINTS = ("heads", "feature", "experts", "chips", "layers", "batch", "schedule", "memory")
+CONSTRAINTS = (
+    "heads",
+    "feature",
+    "context",
+    "experts",
+    "chips",
+    "layers",
+    "batch",
+    "schedule",
+    "memory",
+)
 ROOMY = 0.95
 """Share of the usable memory above which a plan is marked: the estimate may be 5% too low."""
+CONTEXT_TOKENS = 8192
+"""Fewest tokens of a sequence on a chip for which the search shards sequences."""
+
 _LARGEST = {"tensor": 16, "stage": 128, "micro_batch": 32, "data": 64}
 
 
@@ -89,12 +102,13 @@ class Request:
         down.
         """
         counts = (np.asarray(choice[name]) for name in COUNTS)
-        tensor, feature, stage, data, micro_batch, chunks = counts
-        fsdp = np.maximum(self.chips // (tensor * feature * stage * data), 1)
+        tensor, feature, context, stage, data, micro_batch, chunks = counts
+        fsdp = np.maximum(self.chips // (tensor * feature * context * stage * data), 1)
         rows = data * fsdp * micro_batch
         return ParallelPlan(
             tensor=tensor,
             feature=feature,
+            context=context,
             stage=stage,
             data=data,
             micro_batch=micro_batch,
@@ -149,6 +163,7 @@ def space(request: Request) -> Levels:
     return {
         "tensor": _powers(min(chips, _LARGEST["tensor"])),
         "feature": _powers(min(chips, request.largest_feature)),
+        "context": _powers(max(1, min(chips, request.sequence // CONTEXT_TOKENS))),
         "stage": tuple(stages),
         "data": tuple(n for n in _copies(chips) if chips % n == 0),
         "micro_batch": _powers(_LARGEST["micro_batch"]),
@@ -296,6 +311,12 @@ def violations(request: Request, plan: ParallelPlan, memory) -> dict[str, np.nda
         ),
         "feature": (np.asarray(plan.feature) > 1)
         & ((stage > 1) | _uncut(config, tensor, plan.feature)),
+        "context": (np.asarray(plan.context) > 1)
+        & (
+            (stage > 1)
+            | bool(config.experts)
+            | (request.sequence % (2 * np.asarray(plan.context) * tensor) != 0)
+        ),
         "experts": plan.exchanges
         & ((plan.zero < 3) | (config.experts % np.asarray(plan.fsdp) != 0)),
         "chips": np.asarray(plan.chips) != request.chips,

@@ -24,6 +24,7 @@ from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.hardware.machines import Machine
 from sparse_dataflow.planning import bands, memory, search
 from sparse_dataflow.planning import relay as relays
+from sparse_dataflow.planning.attention import runs_fused
 from sparse_dataflow.planning.memory import USABLE
 from sparse_dataflow.planning.parallel_plan import BUBBLES, ParallelPlan
 from sparse_dataflow.planning.search import ROOMY, Request
@@ -186,7 +187,7 @@ def request_of(config: RunConfig, models_of: ModelsOf, machine: Machine) -> Requ
         machine.count,
         config.training.state_dtype,
         config.training.optimizer,
-        fused_attention=machine.fused_attention,
+        fused_attention=runs_fused(first, machine.chip, machine.host),
         trained=trained,
         adapters=bool(config.training.adapter_rank),
         kinds=kinds_of_remat.kinds(text, first.num_layers) if mixed else (),
@@ -210,7 +211,9 @@ def levels(config: RunConfig, request: Request, staged: bool = False) -> search.
     result = dict(search.space(request))
     if parallel.mesh != AUTO:
         sizes = meshes.parse(parallel.mesh, chips)
-        result |= {axis: (sizes[axis],) for axis in ("tensor", "feature", "stage", "data")}
+        result |= {
+            axis: (sizes[axis],) for axis in ("tensor", "feature", "context", "stage", "data")
+        }
     else:
         stages = [n for n in result["stage"] if n > 1]
         several = staged or parallel.executor == "pipeline"
@@ -343,7 +346,7 @@ def relay_that_fits(
                 files=bool(parallel.server_dir),
                 pinned=not machine.host,
                 chip=machine.chip,
-                fused_attention=machine.fused_attention,
+                fused_attention=runs_fused(model, machine.chip, machine.host),
                 devices=machine.count,
                 optimizer=training.optimizer,
             )

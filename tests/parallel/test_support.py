@@ -14,6 +14,7 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs" / "devices.md"
 BASE = preset("pico").change(sparsity__block=16, run__twin="no", training__steps=20)
 WAYS = {
     support.ROWS: {"parallel__mesh": "data:2,fsdp:2"},
+    support.CONTEXT: {"parallel__mesh": "context:2"},
     support.TENSOR: {"parallel__mesh": "tensor:2"},
     support.FEATURE: {"parallel__mesh": "feature:2"},
     support.STAGE: {"parallel__mesh": "stage:2"},

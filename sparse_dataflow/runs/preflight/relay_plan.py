@@ -18,6 +18,7 @@ from sparse_dataflow.parallel.relay import timeline
 from sparse_dataflow.parallel.relay.executor import RelayExecutor
 from sparse_dataflow.parallel.relay.relay import RelayConfig
 from sparse_dataflow.planning import memory, relay
+from sparse_dataflow.planning.attention import runs_fused
 from sparse_dataflow.training.monitoring.metrics import say
 from sparse_dataflow.training.variants import Variant
 
@@ -53,7 +54,7 @@ def estimate(
         clipping=how.clipping,
         files=files,
         pinned=chip.name in CHIPS,
-        fused_attention=chip.name in CHIPS,
+        fused_attention=runs_fused(model, chip, chip.name not in CHIPS),
         chip=chip,
         devices=devices,
         local_devices=jax.local_device_count() if devices > 1 else 1,

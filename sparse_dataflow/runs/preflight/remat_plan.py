@@ -18,6 +18,7 @@ from sparse_dataflow.parallel import mesh as meshes
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.parallel.sharded import Sharded
 from sparse_dataflow.planning import memory, plan_memory, remat
+from sparse_dataflow.planning.attention import runs_fused
 from sparse_dataflow.planning.efficiency import EFFICIENCIES, PRIOR, own_key
 from sparse_dataflow.planning.parallel_plan import ParallelPlan
 from sparse_dataflow.planning.relay import PINNED_GIB, PINNED_SETTING
@@ -101,7 +102,7 @@ def run_costs(models: list[Variant], chip: Chip, executor: Executor) -> list[rem
       UserError: the chip has no known rates.
     """
     resident = [
-        max(_resident(p.model, v.training, executor) for p in v.phase_specs) for v in models
+        max(_resident(p.model, v.training, executor, chip) for p in v.phase_specs) for v in models
     ]
     return [
         model_costs(p.model, v.training, chip, executor, sum(resident) - own)
@@ -118,7 +119,10 @@ def model_costs(
     other_bytes: float = 0,
 ) -> remat.BlockCosts:
     """Returns the costs of one model; `other_bytes` of a device belong to others."""
-    layers, plans = model.num_layers, {kind: _plan(training, executor, kind) for kind in REMATS}
+    layers, plans = (
+        model.num_layers,
+        {kind: _plan(model, training, executor, kind, chip) for kind in REMATS},
+    )
     estimates = {kind: _estimate(model, training, plans[kind], executor) for kind in REMATS}
     if chip.network is None:  # The differences between kinds of remat are then without links.
         chip = dataclasses.replace(chip, network=Network(2**20, math.inf, math.inf))
@@ -174,7 +178,7 @@ def _rest(estimate):
     return float(estimate.total - estimate.activations - estimate.working_copy)
 
 
-def _plan(training, executor, kind):
+def _plan(model, training, executor, kind, chip):
     sharded = isinstance(executor, Sharded)
     sizes = executor.mesh.shape if sharded else dict.fromkeys(meshes.AXES, 1)
     rows = training.micro_batches * sizes["data"] * sizes["fsdp"]
@@ -186,7 +190,7 @@ def _plan(training, executor, kind):
         accumulation=training.micro_batches,
         remat=kind,
         sequence_parallel=sharded,
-        fused_attention=jax.default_backend() != "cpu",
+        fused_attention=runs_fused(model, chip, jax.default_backend() == "cpu"),
         state_dtype=training.state_dtype,
         optimizer=training.optimizer,
     )
@@ -199,6 +203,7 @@ def _estimate(model, training, plan, executor):
     return plan_memory.plan_bytes(model, training.sequence, plan)
 
 
-def _resident(model, training, executor):
-    each = _estimate(model, training, _plan(training, executor, "none"), executor)
+def _resident(model, training, executor, chip):
+    plan = _plan(model, training, executor, "none", chip)
+    each = _estimate(model, training, plan, executor)
     return float(each.parameters + each.moments + each.layout_tables)
