@@ -418,7 +418,7 @@ def token_scores(
     """
     params = weights.merged
     embed, head = (member.section(params, name) for name in ("embed", "head"))
-    positions = member.context and member.context.positions(tokens.shape[1] - 1)
+    positions = member.context.positions(tokens.shape[1] - 1) if member.context else None
     x = gpt.embed(config, embed, member.of_context(tokens[:, :-1]), member.shard, positions)
     x, _ = apply_blocks(config, weights, x, member, positions_T=positions)
     if member.context is not None:

@@ -198,7 +198,7 @@ def _scores(q_BxTxNxGxK, k_BxSxNxK, seen, cap):
     """Returns the scores [B, N, G, T, S], and their slope by the product of query and key."""
     scale = 1 / math.sqrt(q_BxTxNxGxK.shape[-1])
     scores = _product("btngk,bsnk->bngts", q_BxTxNxGxK, k_BxSxNxK) * scale
-    slope = scale
+    slope = jnp.full((), scale, scores.dtype)
     if cap:
         turned = jnp.tanh(scores / cap)
         scores, slope = cap * turned, scale * (1 - turned**2)

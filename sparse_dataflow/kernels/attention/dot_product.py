@@ -3,7 +3,6 @@
 jax.nn has no soft cap of scores, so that `masked_attention` computes it.
 """
 
-import functools
 import math
 
 import jax
@@ -98,15 +97,14 @@ def cudnn_refusal(
             f"cuDNN's mask of documents has {size / GIB:.1f} GiB for {batch} x {tokens} tokens; "
             f"legal: {MASK_BYTES / GIB:.0f} GiB."
         )
-    operands = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (query, key, key)]
-    if documents is not None:
-        marks = jax.ShapeDtypeStruct(documents.shape, documents.dtype)
-        attend = lambda *a: cudnn_attention(*a[:3], window, a[3])  # noqa: E731
-        operands.append(marks)
-    else:
-        attend = functools.partial(cudnn_attention, window=window)
+    operands = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (query, key)]
+    marks = None if documents is None else jax.ShapeDtypeStruct(documents.shape, documents.dtype)
+
+    def attend(query, key, documents):
+        return cudnn_attention(query, key, key, window, documents)
+
     try:
-        jax.eval_shape(attend, *operands)
+        jax.eval_shape(attend, *operands, marks)
     except (NotImplementedError, RuntimeError, ValueError) as error:
         return str(error).strip().rstrip(".") + "."
     return ""

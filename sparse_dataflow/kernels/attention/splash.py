@@ -117,11 +117,14 @@ def _run(kernel, query, key, value, documents, key_documents):
     return jax.vmap(of_row)(grouped, k, v, segments).reshape(q.shape).swapaxes(1, 2)
 
 
+_NONE, _ALL = np.array([[False]]), np.array([[True]])
+
+
 class _Mask(splash_attention.CausalMask):
     """A causal mask, within a window if there is one, of queries in any order.
 
-    Building a kernel reads every tile of the mask, which a long sequence has many of: tiles that
-    are seen whole or not at all need no array.
+    Building a kernel asks of every tile whether any and whether all of it is seen, and a long
+    sequence has many.  So a tile that is seen whole or not at all has one element.
     """
 
     def __init__(self, positions, window):
@@ -129,6 +132,7 @@ class _Mask(splash_attention.CausalMask):
         super().__init__((tokens, tokens))
         self.window = window
         self.q_sequence = np.asarray(positions, np.int32)
+        self.ends = {}  # Tile of queries -> its first and last position.
 
         def seen(query, key):
             visible = query >= key
@@ -138,15 +142,18 @@ class _Mask(splash_attention.CausalMask):
 
     def __getitem__(self, index):
         rows, columns = index
-        queries = self.q_sequence[rows]
-        keys = np.arange(*columns.indices(self.shape[1]))
-        nearest, farthest = queries.min() - keys.max(), queries.max() - keys.min()
-        shape = len(queries), len(keys)
+        first, end, _ = columns.indices(self.shape[1])
+        tile = rows.start, rows.stop
+        if tile not in self.ends:
+            queries = self.q_sequence[rows]
+            self.ends[tile] = int(queries.min()), int(queries.max())
+        lowest, highest = self.ends[tile]
+        nearest, farthest = lowest - (end - 1), highest - first
         if farthest < 0 or (self.window and nearest >= self.window):
-            return np.broadcast_to(np.False_, shape)
+            return _NONE
         if nearest >= 0 and not (self.window and farthest >= self.window):
-            return np.broadcast_to(np.True_, shape)
-        return self.mask_function(queries[:, None], keys[None])
+            return _ALL
+        return self.mask_function(self.q_sequence[rows][:, None], np.arange(first, end)[None])
 
     def __eq__(self, other):
         return (
