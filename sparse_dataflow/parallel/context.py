@@ -46,16 +46,16 @@ class Context:
         """Returns the positions of this device's tokens, int32 [tokens / shards]."""
         return jnp.asarray(zigzag(tokens, self.shards))[lax.axis_index(self.axis)]
 
-    def own(self, array: jax.Array) -> jax.Array:
+    def local_tokens(self, array: jax.Array) -> jax.Array:
         """Returns this device's tokens of [B, T, ...]."""
         return jnp.take(array, self.positions(array.shape[1]), axis=1)
 
     def gather(self, x: jax.Array) -> jax.Array:
         """All-gathers tokens, in their order: [B, T / shards, ...] -> [B, T, ...]."""
         rows, length, *rest = x.shape
-        parts = lax.all_gather(x, self.axis, axis=1)  # [B, shards, T / shards, ...]
-        parts = parts.reshape(rows, self.shards, 2, length // 2, *rest)
-        ordered = jnp.concatenate([parts[:, :, 0], parts[:, ::-1, 1]], axis=1)
+        shards = lax.all_gather(x, self.axis, axis=1)  # [B, shards, T / shards, ...]
+        shards = shards.reshape(rows, self.shards, 2, length // 2, *rest)
+        ordered = jnp.concatenate([shards[:, :, 0], shards[:, ::-1, 1]], axis=1)
         return ordered.reshape(rows, self.shards * length, *rest)
 
     def attend(

@@ -67,7 +67,7 @@ class Member:
 
     def of_context(self, array: jax.Array) -> jax.Array:
         """Returns the device's tokens of [B, T, ...]."""
-        return array if self.context is None else self.context.own(array)
+        return array if self.context is None else self.context.local_tokens(array)
 
     def section(self, params: dict, name: str, group: int = 0) -> dict:
         """Returns the params of a section to compute with; a block belongs to a layer group."""
@@ -372,8 +372,8 @@ def _residual(config, embed, weights, tokens, member, padded=False):
         config.check_context(length)
         positions = member.context.positions(length)
     with jax.named_scope("embed"):
-        own = member.of_context(tokens[:, :-1])
-        x = gpt.embed(config, embed, own, member.shard, positions)
+        inputs = member.of_context(tokens[:, :-1])
+        x = gpt.embed(config, embed, inputs, member.shard, positions)
     documents = None
     if config.mask_documents:
         documents = document_numbers(tokens[:, :-1], config.vocab_size - 1)

@@ -24,8 +24,8 @@ def documents_of(tokens, count, rows=2, seed=0):
 
 def zigzag(tokens, shards):
     """Returns the positions of each shard, which has the i-th chunk from either end."""
-    parts = np.arange(tokens).reshape(2 * shards, -1)
-    return np.stack([np.concatenate([parts[i], parts[-1 - i]]) for i in range(shards)])
+    chunks = np.arange(tokens).reshape(2 * shards, -1)
+    return np.stack([np.concatenate([chunks[i], chunks[-1 - i]]) for i in range(shards)])
 
 
 def with_gradients(attend, operands):
@@ -77,8 +77,8 @@ def test_chunks_have_the_result_and_the_gradients_of_the_reference(
 @pytest.mark.usefixtures("small_chunks")
 def test_chunks_in_bfloat16_sum_in_float32():
     shape = (1, 1024, 1, 8)
-    zeros, ones = jnp.zeros(shape, jnp.bfloat16), jnp.ones(shape, jnp.bfloat16)
-    result = np.asarray(api.causal_attention(zeros, zeros, ones), np.float32)
+    zeros, values = jnp.zeros(shape, jnp.bfloat16), jnp.ones(shape, jnp.bfloat16)
+    result = np.asarray(api.causal_attention(zeros, zeros, values), np.float32)
     np.testing.assert_allclose(result, 1, rtol=2**-7)
 
 
@@ -124,16 +124,16 @@ def test_shards_of_a_sequence_attend_as_the_whole(name, window, documents, monke
 
     def attend(query, key, value):
         def shard(i):
-            how, own = {"window": window, "cap": 0.9}, query[:, order[i]]
+            how, queries = {"window": window, "cap": 0.9}, query[:, order[i]]
             if name == "xla":
                 how["documents"] = marks
-                return api.shard_attention(own, key, value, order, jnp.int32(i), **how)
+                return api.shard_attention(queries, key, value, order, jnp.int32(i), **how)
             how["documents"] = (marks[:, order[i]], marks) if documents else None
-            operands = own, key, value, order, jnp.int32(i)
+            operands = queries, key, value, order, jnp.int32(i)
             return splash.shard_attention(*operands, **how, interpret=True)
 
-        parts = jnp.concatenate([shard(i) for i in range(shards)], axis=1)
-        return parts[:, np.argsort(order.reshape(-1))]
+        chunks = jnp.concatenate([shard(i) for i in range(shards)], axis=1)
+        return chunks[:, np.argsort(order.reshape(-1))]
 
     exact = functools.partial(reference.causal_attention, window=window, cap=0.9, documents=marks)
     operands = query, key, value
@@ -146,9 +146,9 @@ def test_padding_of_a_shard_adds_no_gradient(monkeypatch):
     monkeypatch.setattr(chunked, "CHUNK", 4)
     query, key, value = draw(8, 1, 1)
     marks = documents_of(8, 2)
-    own = query[:, :5], key, value
+    operands = query[:, :5], key, value
     at = Tokens(jnp.arange(5), jnp.asarray(marks[:, :5])), Tokens(jnp.arange(8), jnp.asarray(marks))
-    ours = with_gradients(lambda *a: chunked.attention(*a, *at), own)
+    ours = with_gradients(lambda *a: chunked.attention(*a, *at), operands)
     mask = chunked.visible(*at)
-    exact = with_gradients(lambda *a: dot_product.masked_attention(*a, mask), own)
+    exact = with_gradients(lambda *a: dot_product.masked_attention(*a, mask), operands)
     assert_equal(ours, exact)

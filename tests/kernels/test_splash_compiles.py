@@ -66,13 +66,15 @@ def test_splash_attention_of_a_shard_of_a_sequence_compiles():
     tokens, shards = 4096, 2
     order = zigzag(tokens, shards)
 
-    def own(query, key, value, shard):
+    def gradients_of_shard(query, key, value, shard):
         attend = lambda *a: shard_attention(*a, order, shard).astype(jnp.float32).sum()  # noqa: E731
         return jax.grad(attend, (0, 1, 2))(query, key, value)
 
     shapes = [(1, tokens // shards, 8, 128), (1, tokens, 2, 128), (1, tokens, 2, 128)]
     operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    program = compiled(own, [*operands, jax.ShapeDtypeStruct((), jnp.int32)], described("v5p")[0])
+    program = compiled(
+        gradients_of_shard, [*operands, jax.ShapeDtypeStruct((), jnp.int32)], described("v5p")[0]
+    )
     assert program.as_text().count('custom_call_target="tpu_custom_call"') == 3
 
 

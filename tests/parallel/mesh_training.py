@@ -267,11 +267,11 @@ def scores(name, texts):
         shards = meshes.batch_shards(sharded.mesh)
         rows = sharded.put({"tokens": tokens.astype(np.int32)}, BATCH)["tokens"]
         of_shards = np.tile(places.astype(np.int32), (shards, 1))
-        found = jax.jit(functools.partial(sharded.token_scores, model))
-        mine = found(placed.weights, rows, of_shards)[0]
-        parts = np.split(tokens.astype(np.int32), shards)
+        score = jax.jit(functools.partial(sharded.token_scores, model))
+        mine = score(placed.weights, rows, of_shards)[0]
+        rows_of_shards = np.split(tokens.astype(np.int32), shards)
         alone = jax.jit(functools.partial(whole.token_scores, model))
-        right = [alone(weights, part, of_shards[0])[0] for part in parts]
+        right = [alone(weights, shard, of_shards[0])[0] for shard in rows_of_shards]
         results[text] = float(np.abs(mine - np.stack(right)).max())
     return results
 

@@ -87,7 +87,7 @@ def shard_attention(
       Like query.
     """
     at = jnp.asarray(order)[shard]
-    own = None if documents is None else jnp.take(documents, at, axis=1)
+    local_documents = None if documents is None else jnp.take(documents, at, axis=1)
     platform, reason = (
         dispatch.platform(),
         "cuDNN has no queries at other positions than the keys'.",
@@ -97,10 +97,12 @@ def shard_attention(
     name = "splash" if platform == "tpu" and not reason else "xla"
     dispatch.log_choice("shard_attention", name, platform, "" if platform == "cpu" else reason)
     if name == "splash":
-        both = None if own is None else (own, documents)
+        both = None if documents is None else (local_documents, documents)
         return _splash().shard_attention(query, key, value, order, shard, window, cap, both)
     keys = Tokens(jnp.arange(key.shape[1]), documents)
-    return dot_product.xla_attention(query, key, value, Tokens(at, own), keys, window, cap)
+    return dot_product.xla_attention(
+        query, key, value, Tokens(at, local_documents), keys, window, cap
+    )
 
 
 def _check(query, key, value, window):
