@@ -1,0 +1,140 @@
+"""A training state in host memory, and views of its sections.
+
+The state has the structure of every executor, with numpy arrays as leaves. Blocks are stacked by
+layer group (see `config.layer_groups`); the view of a block is its slice of each stack.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from sparse_dataflow.core.config.layer_groups import group_index, layer_groups, split_groups
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import ROW_PARALLEL
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.optim.optimizers import adam_state, make_optimizer
+from sparse_dataflow.core.optim.train_state import TrainState
+
+EMBED, HEAD = "embed", "head"
+Section = str | int
+"""EMBED, HEAD, or the number of a block."""
+
+
+def section_name(section: Section) -> str:
+    """Returns the name of a section for messages."""
+    return f"block {section}" if isinstance(section, int) else section
+
+
+def all_sections(blocks: int) -> list[Section]:
+    """Returns all sections in the order of execution."""
+    return [EMBED, *range(blocks), HEAD]
+
+
+def view(tree: dict, section: Section) -> Any:
+    """Returns views of one section of a tree like the params; writes go to the tree."""
+    return layer_view(tree["blocks"], section) if isinstance(section, int) else tree[section]
+
+
+def layer_view(stacked: Any, layer: int) -> Any:
+    """Returns views of one layer of blocks or tables that are stacked by layer group."""
+    for group in split_groups(stacked):
+        leaves = jax.tree.leaves(group)
+        if not leaves or layer < len(leaves[0]):
+            return jax.tree.map(lambda stack, i=layer: stack[i, ...], group)
+        layer -= len(leaves[0])
+    raise IndexError("no such layer")
+
+
+def depth_of(params: dict) -> int:
+    """Returns the number of blocks."""
+    return sum(len(jax.tree.leaves(group)[0]) for group in split_groups(params["blocks"]))
+
+
+def with_adam(moments: Any, count: int, mu: dict, nu: dict) -> Any:
+    """Returns the optimizer state with another count and other moments."""
+    return tuple(
+        state._replace(count=np.asarray(count, np.int32), mu=mu, nu=nu)
+        if hasattr(state, "mu")
+        else state
+        for state in moments
+    )
+
+
+def abstract_state(model: ModelConfig, training: TrainingConfig) -> TrainState:
+    """Returns the shapes and dtypes of the state; its tables are the model's layouts, in numpy."""
+
+    def draw():
+        key = jax.random.key(training.seed)
+        params = gpt.init(model, key)
+        moments = make_optimizer(model, training).init(params)
+        return TrainState(np.zeros((), np.int32), params, moments, (), key)
+
+    return jax.eval_shape(draw)._replace(tables=stacks.layout_tables(stacks.layouts(model)))
+
+
+def zeros(model: ModelConfig, training: TrainingConfig) -> tuple[dict, dict, dict]:
+    """Returns zeroed (params, mu, nu); the system allocates their pages at the first write."""
+    shapes = abstract_state(model, training)
+    moments = adam_state(shapes.moments)
+    return jax.tree.map(
+        lambda leaf: np.zeros(leaf.shape, leaf.dtype), (shapes.params, moments.mu, moments.nu)
+    )
+
+
+def fresh_state(
+    model: ModelConfig,
+    training: TrainingConfig,
+    trees: tuple[dict, dict, dict] | None = None,
+    starting_blocks: int | None = None,
+) -> TrainState:
+    """Initializes the state of `training.step.initial_state` section by section in host memory.
+
+    Args:
+      model: model config.
+      training: gives the seed.
+      trees: zeroed (params, mu, nu) to fill; `zeros` if None.
+      starting_blocks: blocks from this index on start as the identity (zero residual branches), so
+        that they join a growing network without changing its function.
+    """
+    params, mu, nu = trees or zeros(model, training)
+    shapes = abstract_state(model, training)
+    init_key, key = jax.random.split(jax.random.key(training.seed))
+    keys = gpt.init_keys(model, init_key)
+    for section in (EMBED, HEAD):
+        _fill(params[section], _initializer(model, section)(keys[section]))
+    for number in range(model.stored_layers):
+        group_model = layer_groups(model)[group_index(model, number)].model
+        block = dict(_initializer(group_model, "block")(keys["blocks"][number]))
+        if starting_blocks is not None and number >= starting_blocks:
+            block |= {name: jax.tree.map(np.zeros_like, block[name]) for name in ROW_PARALLEL}
+        _fill(view(params, number), block)
+    moments = with_adam(shapes.moments, 0, mu, nu)
+    return TrainState(np.zeros((), np.int32), params, moments, shapes.tables, key)
+
+
+def copied_state(state: TrainState, trees: tuple[dict, dict, dict]) -> TrainState:
+    """Copies params and moments of a state into the trees (params, mu, nu); returns that state."""
+    moments = adam_state(state.moments)
+    jax.tree.map(
+        lambda to, leaf: np.copyto(to, leaf), trees, (state.params, moments.mu, moments.nu)
+    )
+    params, mu, nu = trees
+    after = with_adam(state.moments, int(moments.count), mu, nu)
+    return state._replace(params=params, moments=after)
+
+
+def training_key(training: TrainingConfig) -> jax.Array:
+    """Returns the PRNG key of every state of a training."""
+    return jax.random.split(jax.random.key(training.seed))[1]
+
+
+@functools.cache
+def _initializer(model, section):
+    return jax.jit(lambda key: gpt.init_section(model, section, key))
+
+
+def _fill(views, values):
+    jax.tree.map(lambda to, leaf: np.copyto(to, np.asarray(leaf)), views, jax.device_get(values))
