@@ -69,16 +69,18 @@ _CODE = re.compile(r"^```.*?^```", re.M | re.S)
 
 
 def rooms() -> list[str]:
-    """Folders of the package with an API page each, by name; `experiments` last."""
-    names = sorted(path.parent.name for path in (ROOT / PACKAGE).glob("*/__init__.py"))
-    return [*names, "experiments"]
+    """Folders of the package with an API page each, by name: the core's first."""
+    package = ROOT / PACKAGE
+    core = sorted(f"core.{path.parent.name}" for path in package.glob("core/*/__init__.py"))
+    names = sorted(path.parent.name for path in package.glob("*/__init__.py"))
+    return [*core, *(name for name in names if name != "core"), "experiments"]
 
 
 def modules(room: str) -> list[str]:
     """Full names of a room and of every module in it."""
     base = ROOT if room == "experiments" else ROOT / PACKAGE
     names = []
-    for path in sorted((base / room).rglob("*.py")):
+    for path in sorted((base / room.replace(".", "/")).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         names.append(".".join(parts).removesuffix(".__init__"))
     return names

@@ -15,7 +15,8 @@ from sparse_dataflow.planner.parallel_plan import RECOMPUTED, ParallelPlan
 FEATURE_OVERLAP = 1 / 8
 """Largest fraction of the collectives of a block that overlaps with products on the axes "feature"
 and "tensor": compiled programs for H100 and v5e schedule an eighth of the bytes while products run
-(`tests/planner/aot/overlaps.py`; docs/devices.md).  The fitted fraction comes from runs without that axis.
+(`tests/planner/aot/overlaps.py`; docs/devices.md).  The fitted fraction comes from runs without
+that axis.
 """
 
 
