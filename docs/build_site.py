@@ -20,7 +20,7 @@ from mkdocs.structure.pages import Page
 
 import sparse_dataflow
 from sparse_dataflow.commands.request import shown_default
-from sparse_dataflow.core.config import settings
+from sparse_dataflow.core.config import settings, settings_together
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
@@ -136,6 +136,7 @@ def settings_page() -> str:
         several = ("all", "none") if s.type == tuple[str, ...] else ()
         legal = s.legal[0] if s.legal else ", ".join((*several, *s.choices))
         text.append(f"| `{path}` | {shown_default(path, s)} | {s.help} | {legal} |")
+    text += ["", "## Settings that ask something of another", "", settings_together.table()]
     return "\n".join(text) + "\n"
 
 
