@@ -114,7 +114,7 @@ def test_a_tick_computes_its_action_alone():
 @pytest.mark.slow
 def test_weights_are_gathered_once_per_step():
     (results,) = on_eight_devices(
-        "parallel/pipeline_runs.py", "gathers", "stage:2,fsdp:4/3/4/1f1b/1"
+        "core/executors/pipeline_runs.py", "gathers", "stage:2,fsdp:4/3/4/1f1b/1"
     ).values()
     assert results["inside"] == 0 and results["outside"] > 0
 
