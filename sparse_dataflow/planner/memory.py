@@ -347,7 +347,7 @@ def block_widths(config: ModelConfig, kv_copies=1, expert_rows=None) -> BlockWid
 
     Args:
       config: the model.
-      kv_copies: chips that compute the same key/value head; see `parallel_plan.key_value_copies`.
+      kv_copies: chips that compute the same key/value head; see `mesh_cuts.key_value_copies`.
       expert_rows: rows of the MLP per token; None for `ModelConfig.active_experts`.
     """
     queries = config.num_heads * config.head_width

@@ -46,17 +46,6 @@ minimal_with_context, which recomputes element-wise operations only.
 """
 
 
-def key_value_copies(config: ModelConfig, tensor: Counts) -> Counts:
-    """Returns how many of `tensor` chips compute the same key/value head.
-
-    Where there are more chips than key/value heads, the weights of separate projections `k` and `v`
-    are replicated over them, and each chip computes the head that its queries read.
-    """
-    if config.fused_qkv:
-        return 1
-    return np.maximum(1, np.asarray(tensor) // config.kv_heads)
-
-
 @dataclasses.dataclass(frozen=True)
 class ParallelPlan:
     """A parallel plan.  Counts may be numpy arrays that broadcast, which describes many plans.

@@ -3,7 +3,7 @@
 For one chip it equals `memory.training_bytes`.  "fsdp" and "context" shard what the ZeRO stage says
 (arXiv 1910.02054, section 5): moments from stage 1, gradients from 2, weights from 3.  Arrays that
 the axes do not divide stay replicated, and so do biases and norms.  The buffers of a pipeline are
-those of `core/executors/pipeline/pipeline.py` for every schedule; `experiments.compile_plan` compares
+those of `executors/pipeline/pipeline.py` for every schedule; `experiments.compile_plan` compares
 them with the compiler's.
 """
 
@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from sparse_dataflow.core.config.layer_groups import layer_groups, with_densest_layers
+from sparse_dataflow.core.config.mesh_cuts import key_value_copies
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP, ROW_PARALLEL
 from sparse_dataflow.core.training.cost import stored_fractions
 from sparse_dataflow.planner import experts, memory
 from sparse_dataflow.planner.memory import MemoryEstimate
-from sparse_dataflow.planner.parallel_plan import ParallelPlan, key_value_copies
+from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.planner.step_time import stage_matrices, stage_parameters
 
 ERROR = (-0.15, 0.05)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from sparse_dataflow.core.config import mesh_cuts as residual
+from sparse_dataflow.core.config.mesh_cuts import key_value_copies
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
 from sparse_dataflow.core.config.parallel import EXPERTS
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP, ROW_PARALLEL
@@ -23,7 +24,7 @@ from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.planner import relay
 from sparse_dataflow.planner.efficiency import EFFICIENCIES, PRIOR, Efficiency, own_key
 from sparse_dataflow.planner.memory import USABLE, MemoryEstimate
-from sparse_dataflow.planner.parallel_plan import BUBBLES, ParallelPlan, key_value_copies
+from sparse_dataflow.planner.parallel_plan import BUBBLES, ParallelPlan
 from sparse_dataflow.planner.plan_memory import alternating_bytes, run_bytes
 from sparse_dataflow.planner.step_time import StepTime, step_time
 

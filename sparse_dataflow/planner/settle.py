@@ -34,6 +34,20 @@ ModelsOf = Callable[[RunConfig], Mapping[str, Sequence[ModelConfig]]]
 Check = Callable[[RunConfig], None]
 """Raises a UserError where no executor trains a settled config."""
 
+
+class NothingFits(UserError):
+    """No plan fits; `settle_advice.advised` says what would.
+
+    Attributes:
+      config: of the plans that were tried.
+      priced: the plans; None for the relay.
+    """
+
+    def __init__(self, message: str, config: RunConfig, priced: search.Priced | None = None):
+        super().__init__(message)
+        self.config, self.priced = config, priced
+
+
 TRIED = 200
 """Most plans that are checked against the executor, fastest first."""
 _LARGEST_TENSOR = 16
@@ -162,9 +176,7 @@ def _fastest(config, models_of, machine, check, staged=False) -> Settled:
             return result
     if refused:
         raise refused
-    from sparse_dataflow.planner import settle_advice as advice
-
-    raise UserError(advice.refusal(config, models_of, machine, priced))
+    raise NothingFits("No plan of these settings fits the machine.", config, priced)
 
 
 def _is_open(config, machine):
@@ -308,12 +320,10 @@ def relayed(config: RunConfig, models_of: ModelsOf, machine: Machine) -> Settled
     count, estimate = largest
     # On a CPU the device's memory is the host's, which `relay_plan` checks as a whole.
     if not machine.host and estimate.device_total > usable(machine):
-        from sparse_dataflow.planner import settle_advice as advice
-
-        raise UserError(
+        raise NothingFits(
             f"The relay needs {estimate.device_total / GIB:,.1f} GiB on the device with these "
-            f"settings, and it has {machine.chip.capacity / GIB:,.1f}; "
-            f"{advice.for_relay(config, models_of, machine)}."
+            f"settings, and it has {machine.chip.capacity / GIB:,.1f}",
+            config,
         )
     chosen: dict[str, object] = {}
     if not training.micro_batches:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from sparse_dataflow.core.config.layer_groups import with_densest_layers
+from sparse_dataflow.core.config.mesh_cuts import key_value_copies
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP, PROJECTIONS, ROW_PARALLEL
 from sparse_dataflow.core.training.cost import (
@@ -35,7 +36,6 @@ from sparse_dataflow.planner.parallel_plan import (
     BUBBLES,
     RECOMPUTED,
     ParallelPlan,
-    key_value_copies,
 )
 
 # Fused? -> elements per token that element-wise operations of a block's forward pass read and

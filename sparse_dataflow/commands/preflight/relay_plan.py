@@ -8,7 +8,7 @@ import psutil
 
 from sparse_dataflow.cluster import processes
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.parallel import ParallelConfig
+from sparse_dataflow.core.config.parallel import PINNED_GIB, PINNED_SETTING, ParallelConfig
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.relay import timeline
@@ -132,7 +132,7 @@ def refuse_small_host(estimate: relay.RelayEstimate) -> None:
     available = psutil.virtual_memory().available
     relay.check_host_memory(estimate, available, processes.count_on_host())
     if jax.default_backend() == "gpu":
-        limit = float(os.environ.get(relay.PINNED_SETTING) or relay.PINNED_GIB)
+        limit = float(os.environ.get(PINNED_SETTING) or PINNED_GIB)
         relay.check_pinned_memory(estimate, limit)
 
 

@@ -9,6 +9,7 @@ import jax
 from sparse_dataflow.cluster import processes
 from sparse_dataflow.core.config import remat as kinds_of_remat
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
+from sparse_dataflow.core.config.parallel import PINNED_GIB, PINNED_SETTING
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh as meshes
@@ -23,7 +24,6 @@ from sparse_dataflow.planner import memory, plan_memory, remat
 from sparse_dataflow.planner.attention import runs_fused
 from sparse_dataflow.planner.efficiency import EFFICIENCIES, PRIOR, own_key
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
-from sparse_dataflow.planner.relay import PINNED_GIB, PINNED_SETTING
 from sparse_dataflow.planner.step_time import step_time
 
 STEP_TERMS = ("head", "bubble", "sends", "state", "optimizer", "waits")

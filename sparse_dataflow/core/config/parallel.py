@@ -23,6 +23,10 @@ CLIPPINGS = ("exact", "eager")
 MOST_PROCESSES = 2**20
 MOST_BYTES = 1e15
 MOST_SUB_BATCHES = 8
+PINNED_SETTING = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""Environment variable of XLA: limit of page-locked host memory for CUDA devices, in GiB."""
+PINNED_GIB = 64
+"""Its default (`GetGpuHostAllocator` in XLA's pjrt/gpu/gpu_helpers.cc)."""
 ONLY_RELAY = ("stash", "clipping", "server_dir", "depth_schedule")
 """Settings that no other executor reads."""
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.core.config.layer_groups import group_index_of_path, join_groups, split_groups
-from sparse_dataflow.core.config.mesh_cuts import run_length
+from sparse_dataflow.core.config.mesh_cuts import key_value_copies, run_length
 from sparse_dataflow.core.config.parallel import MOST_SUB_BATCHES
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP
 from sparse_dataflow.core.executors import (
@@ -36,7 +36,6 @@ from sparse_dataflow.core.model.model_weights import Fixed, ModelWeights
 from sparse_dataflow.core.model.shard import Shard
 from sparse_dataflow.core.optim.optimizers import adam_state
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.planner.parallel_plan import key_value_copies
 
 TABLES = P("stage", "tensor")
 """Partition spec of tables [layers, shards, lines, fan]."""

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sparse_dataflow.core.config.mesh_cuts import key_value_copies
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import KEY_VALUE, PROJECTIONS, ROW_PARALLEL
 from sparse_dataflow.core.executors.mesh import (
@@ -25,7 +26,6 @@ from sparse_dataflow.core.executors.mesh import (
 )
 from sparse_dataflow.core.executors.whole import GATHERED
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.planner.parallel_plan import key_value_copies
 
 COLUMN_PARALLEL = tuple(name for name in PROJECTIONS if name not in ROW_PARALLEL)
 VOCABULARY_ROWS = ("embed.tokens", "head.output")
@@ -88,7 +88,7 @@ def spec(
       shape: global shape.
       mesh: the devices.
       fsdp: whether to shard over "fsdp".
-      kv_copies: see `parallel_plan.key_value_copies`.
+      kv_copies: see `mesh_cuts.key_value_copies`.
     """
     row = _row(path)
     cuts = [list(entry_axes(entry)) for entry in [*row, *[None] * (len(shape) - len(row))]]

@@ -162,6 +162,16 @@ RULES = (
         "training.skip_spikes=0, or another executor",
     ),
     Rule(
+        "`training.new_rows_first`",
+        lambda job: (
+            job.training.new_rows_first
+            and f"training.new_rows_first={job.training.new_rows_first:g}"
+        ),
+        (RELAY,),
+        "which updates each section by itself",
+        "training.new_rows_first=0, or another executor",
+    ),
+    Rule(
         "`model.experts`",
         _experts,
         (RELAY_DEVICES,),

@@ -147,4 +147,4 @@ def _refusal(name, query, key, window, cap=0.0, documents=None):
 
 def _splash():
     """Import lazily: the module imports the TPU compiler."""
-    return importlib.import_module(f"{__package__}.splash")
+    return importlib.import_module("sparse_dataflow.chips.tpu.splash")
