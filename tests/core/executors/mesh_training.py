@@ -9,6 +9,7 @@ more than others) or of the evolution; then meshes, each as "data:2,tensor:4/ZER
 """
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -28,6 +29,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh as meshes
+from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.executors.pipeline.pipelined import Pipelined
 from sparse_dataflow.core.executors.pipeline.stages import Division, divide
@@ -82,6 +84,13 @@ MODELS = {
     "llama": dataclasses.replace(
         DENSE, **FAMILIES["llama"], num_kv_heads=2, vocab_size=45, remat="full", window=5
     ).with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8)),
+    "packed": dataclasses.replace(
+        DENSE,
+        **FAMILIES["gemma2"] | {"window": 3, "attention_cap": 0.7},
+        num_kv_heads=2,
+        vocab_size=7,
+        mask_documents=True,
+    ),
     "qwen3": dataclasses.replace(DENSE, **FAMILIES["qwen3"], num_kv_heads=2, head_dim=12),
     "gemma2": dataclasses.replace(
         DENSE,
@@ -252,6 +261,28 @@ def collectives(name, texts):
     return gathers(name, texts, tuples)
 
 
+def scores(name, texts):
+    """Returns {text: largest difference of `token_scores` on the mesh and on one device}."""
+    model, places, results = MODELS[name], np.arange(0, SEQUENCE * 2, 2), {}
+    training = TrainingConfig(STEPS, BATCH, SEQUENCE)
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, (BATCH, SEQUENCE + 1))
+    start = initial_state(model, training)
+    weights = start._replace(tables=tables_of(model, SINGLE_DEVICE)[1]).weights
+    for text in texts:
+        sharded, _ = executor(text, model)
+        placed = sharded.place(start, model)._replace(tables=tables_of(model, sharded)[1])
+        shards = meshes.batch_shards(sharded.mesh)
+        rows = sharded.put({"tokens": tokens.astype(np.int32)}, BATCH)["tokens"]
+        of_shards = np.tile(places.astype(np.int32), (shards, 1))
+        score = jax.jit(functools.partial(sharded.token_scores, model))
+        mine = score(placed.weights, rows, of_shards)[0]
+        rows_of_shards = np.split(tokens.astype(np.int32), shards)
+        alone = jax.jit(functools.partial(whole.token_scores, model))
+        right = [alone(weights, shard, of_shards[0])[0] for shard in rows_of_shards]
+        results[text] = float(np.abs(mine - np.stack(right)).max())
+    return results
+
+
 def canonical(executor, state, tables, model):
     state = jax.device_get(executor.canonical(state._replace(tables=tables), model))
     moments: list = []
@@ -406,6 +437,6 @@ def evolve(name, texts):
 
 if __name__ == "__main__":
     task, name, *texts = sys.argv[1:]
-    tasks = (compare, gathers, collectives, move, evolve)
+    tasks = (compare, gathers, collectives, move, evolve, scores)
     run = {function.__name__: function for function in tasks}[task]
     print(json.dumps(run(name, texts)))
