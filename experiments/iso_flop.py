@@ -31,7 +31,7 @@ to go on with on another machine.
 import dataclasses
 
 from sparse_dataflow.config.settings import A_FRACTION, ABOVE_ZERO, AT_LEAST_ONE, setting
-from sparse_dataflow.config.training import OPTIMIZERS
+from sparse_dataflow.config.training import BUILT_IN, OPTIMIZERS
 from sparse_dataflow.runs import command_line
 
 SHARED = ("scale", "corpus", "batch", "learning_rate", "pattern", "block", "evolution")
@@ -56,7 +56,7 @@ class Options:
         legal=A_FRACTION,
     )
     optimizers: tuple[str, ...] = setting(
-        OPTIMIZERS, "Optimizers, each tuned by itself.", choices=OPTIMIZERS
+        BUILT_IN, "Optimizers, each tuned by itself.", choices=OPTIMIZERS
     )
     equal: tuple[str, ...] = setting(
         ("flops", "parameters"), "What the arms have in common with the dense model.", choices=EQUAL

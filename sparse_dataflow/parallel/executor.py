@@ -10,7 +10,7 @@ import numpy as np
 
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.models.model_weights import Fixed, ModelWeights
-from sparse_dataflow.optim.optimizers import adam_state
+from sparse_dataflow.optim.optimizers import gradient_arrays
 from sparse_dataflow.parallel import support, whole
 from sparse_dataflow.parallel.block_gradients import block_gradient_norms
 from sparse_dataflow.parallel.whole import Accumulation, Batch
@@ -119,7 +119,7 @@ class Executor:
         return {
             "parameters": state.params,
             **({"frozen parameters": state.frozen} if state.frozen else {}),
-            "gradients": adam_state(state.moments).mu,
+            "gradients": gradient_arrays(state.moments, state.params),
             "moments": state.moments,
             "layout tables": tables if changing else Fixed(tables),
             "batch": batch,

@@ -12,7 +12,7 @@ import numpy as np
 
 from sparse_dataflow.config.model import DTYPES, ModelConfig
 from sparse_dataflow.config.parallel import EXPERTS
-from sparse_dataflow.config.training import OPTIMIZERS
+from sparse_dataflow.config.training import OPTIMIZERS, is_factory
 from sparse_dataflow.files.errors import UserError
 
 Counts = int | np.ndarray
@@ -118,7 +118,7 @@ class ParallelPlan:
             "schedule": BUBBLES,
             "remat": RECOMPUTED,
             "state_dtype": DTYPES,
-            "optimizer": OPTIMIZERS,
+            "optimizer": (*OPTIMIZERS, *filter(is_factory, [self.optimizer])),
             "experts": EXPERTS,
         }
         for name, legal in choices.items():

@@ -20,9 +20,11 @@ from sparse_dataflow.planning import experts, plan_collectives
 from sparse_dataflow.planning.cost import orthogonalization_flops, stored_fractions, visible_keys
 from sparse_dataflow.planning.efficiency import Efficiency, block_rate
 from sparse_dataflow.planning.memory import (
+    ADAM_MOMENTS,
     DTYPE_BYTES,
     block_and_rest,
     block_widths,
+    bytes_of_states,
     has_one_op_mlp,
     matrix_count,
     parameter_count,
@@ -304,6 +306,10 @@ def optimizer_bytes(config: ModelConfig, plan: ParallelPlan):
     size = stage_parameters(config, plan) * OPTIMIZER_BYTES[plan.state_dtype]
     if plan.optimizer == "muon":  # Reads and writes no second moment.
         size = size - stage_matrices(config, plan) * 2 * DTYPE_BYTES[plan.state_dtype]
+    elif plan.optimizer != "adamw":  # Each reads and writes its state.
+        adam = ADAM_MOMENTS * DTYPE_BYTES[plan.state_dtype]
+        more = bytes_of_states(config, plan.optimizer) - adam
+        size = size + stage_parameters(config, plan) * 2 * more
     return size
 
 

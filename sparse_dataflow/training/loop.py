@@ -15,6 +15,7 @@ from sparse_dataflow.distributed import processes
 from sparse_dataflow.distributed.clock import Clock
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.optim.by_weight import evaluated
 from sparse_dataflow.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.optim.train_state import TrainState
 from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
@@ -283,7 +284,8 @@ class Trainer:
     def _evaluate(self, kind, windows):
         """Writes the loss of the windows of `TrainingData` or of each `HeldOut`."""
         with self.clock.during("evaluation"):
-            weights = self.programs.weights(self.state)
+            params = evaluated(self.training, self.state.moments, self.state.params)
+            weights = self.programs.weights(self.state._replace(params=params))
             values = held_out.losses(
                 self._data,
                 windows,

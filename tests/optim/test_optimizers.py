@@ -212,7 +212,7 @@ def train(optimizer, steps=4, scale=lambda updates: updates):
     """Returns the parameters after `steps` steps on random gradients, some above the clip."""
     params = draw_like_params(0)
     state = optimizer.init(params)
-    update = jax.jit(optimizer.update)
+    update = jax.jit(functools.partial(optimizer.update, learning_rate=-1.0))
     for step in range(steps):
         gradients = draw_like_params(step + 1, scale=10.0 ** (step % 3 - 3))
         updates, state = update(gradients, state, params)
@@ -240,7 +240,7 @@ def test_gradients_are_clipped_to_their_global_norm():
     optimizer = make_optimizer(MODEL, dataclasses.replace(TRAINING, clip=1e-3))
     params = draw_like_params(0)
     state = optimizer.init(params)
-    _, state = jax.jit(optimizer.update)(draw_like_params(1, scale=50.0), state, params)
+    _, state = jax.jit(functools.partial(optimizer.update, learning_rate=-1.0))(draw_like_params(1, scale=50.0), state, params)
     assert optax.tree.norm(adam_state(state).mu) / (1 - 0.9) == pytest.approx(1e-3, rel=1e-4)
 
 
@@ -249,7 +249,7 @@ def test_supar_moves_weights_by_their_rates():
     moves = []
     for model in (MODEL, SUPAR):
         optimizer = make_optimizer(model, TRAINING)
-        updates, _ = jax.jit(optimizer.update)(gradients, optimizer.init(params), params)
+        updates, _ = jax.jit(functools.partial(optimizer.update, learning_rate=-1.0))(gradients, optimizer.init(params), params)
         moves.append(by_path(updates))
     rates = by_path(learning_rate_multipliers(SUPAR, TRAINING, params))
     for path, standard in moves[0].items():
