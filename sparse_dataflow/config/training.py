@@ -86,9 +86,7 @@ class TrainingConfig(Readable):
     b2: float = setting(
         0.95, "Decay rate of the second moment; of lion, of its momentum.", legal=A_SHARE
     )
-    epsilon: float = setting(
-        1e-8, "Added to the root of the second moment.", legal=positive(1.0)
-    )
+    epsilon: float = setting(1e-8, "Added to the root of the second moment.", legal=positive(1.0))
     learning_rate: float = setting(
         1e-3, "Peak of the schedule, for dense weights.", legal=positive(1e38)
     )

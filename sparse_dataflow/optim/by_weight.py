@@ -54,7 +54,10 @@ def init(training: TrainingConfig, params: Any) -> Any:
 
     def of_leaf(path, leaf):
         of_weight = lambda weight: tuple(  # noqa: E731
-            map(jnp.asarray, jax.tree.leaves(factories.transformation(training, 0.0, 0.0).init(weight)))
+            map(
+                jnp.asarray,
+                jax.tree.leaves(factories.transformation(training, 0.0, 0.0).init(weight)),
+            )
         )
         return _over_stack(of_weight, path, leaf)(leaf)
 

@@ -125,7 +125,6 @@ class NewRowsState(NamedTuple):
     left: Any
 
 
-
 def _new_rows_alone(updates, rows, alone):
     """Returns the updates; those of the rows of new tokens alone where `alone`, bool [], is true.
 

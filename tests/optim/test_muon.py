@@ -1,7 +1,7 @@
 """Muon: equality with optax, orthogonal blocks and groups, one moment, and learning rates."""
 
-import functools
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -56,7 +56,9 @@ def moves(model, training, steps=3):
     optimizer, params = make_optimizer(model, training), gradients_of(model, 0)
     state = optimizer.init(params)
     for number in range(1, steps + 1):
-        updates, state = jax.jit(functools.partial(optimizer.update, learning_rate=-1.0))(gradients_of(model, number), state, params)
+        updates, state = jax.jit(functools.partial(optimizer.update, learning_rate=-1.0))(
+            gradients_of(model, number), state, params
+        )
     return updates, state
 
 
@@ -111,7 +113,9 @@ def test_a_dense_model_is_trained_as_by_optax():
     state, their_state = ours.init(params), theirs.init(right)
     for number in range(1, 5):
         gradients = gradients_of(model, number)
-        updates, state = jax.jit(functools.partial(ours.update, learning_rate=-1.0))(gradients, state, params)
+        updates, state = jax.jit(functools.partial(ours.update, learning_rate=-1.0))(
+            gradients, state, params
+        )
         params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
         updates, their_state = jax.jit(theirs.update)(gradients, their_state, right)
         right = jax.tree.map(np.add, right, updates)
@@ -170,7 +174,9 @@ def test_layouts_that_change_move_by_blocks():
 
     def updates(tables):
         weights = None if tables is None else ModelWeights(params, tables)
-        move = jax.jit(functools.partial(optimizer.update, learning_rate=-1.0))(params, state, params, weights=weights)
+        move = jax.jit(functools.partial(optimizer.update, learning_rate=-1.0))(
+            params, state, params, weights=weights
+        )
         return move[0]["blocks"]["mlp_in"]
 
     by_group, by_block = updates(layer_stacks.with_groups(tables)), updates(tables)

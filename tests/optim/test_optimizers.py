@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sparse_dataflow.config.evolution import EvolutionConfig
 from sparse_dataflow.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.config.projections import LinearSpec
-from sparse_dataflow.config.training import OPTIMIZERS, TrainingConfig
+from sparse_dataflow.config.training import BUILT_IN, TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.models import gpt
 from sparse_dataflow.models.model_weights import weights_of
@@ -142,7 +142,7 @@ def test_each_kind_of_parameter_has_its_rate(sparse_rate, vector_rate, model):
     st.floats(1.5, 10.0),
     st.sampled_from([MODEL, SUPAR]),
     st.sampled_from([(), ("qkv",)]),
-    st.sampled_from(OPTIMIZERS),
+    st.sampled_from(BUILT_IN),
 )
 def test_weights_that_turned_dense_learn_faster_than_dense_ones(
     sparse_rate, model, first, optimizer
@@ -240,7 +240,9 @@ def test_gradients_are_clipped_to_their_global_norm():
     optimizer = make_optimizer(MODEL, dataclasses.replace(TRAINING, clip=1e-3))
     params = draw_like_params(0)
     state = optimizer.init(params)
-    _, state = jax.jit(functools.partial(optimizer.update, learning_rate=-1.0))(draw_like_params(1, scale=50.0), state, params)
+    _, state = jax.jit(functools.partial(optimizer.update, learning_rate=-1.0))(
+        draw_like_params(1, scale=50.0), state, params
+    )
     assert optax.tree.norm(adam_state(state).mu) / (1 - 0.9) == pytest.approx(1e-3, rel=1e-4)
 
 
@@ -249,7 +251,9 @@ def test_supar_moves_weights_by_their_rates():
     moves = []
     for model in (MODEL, SUPAR):
         optimizer = make_optimizer(model, TRAINING)
-        updates, _ = jax.jit(functools.partial(optimizer.update, learning_rate=-1.0))(gradients, optimizer.init(params), params)
+        updates, _ = jax.jit(functools.partial(optimizer.update, learning_rate=-1.0))(
+            gradients, optimizer.init(params), params
+        )
         moves.append(by_path(updates))
     rates = by_path(learning_rate_multipliers(SUPAR, TRAINING, params))
     for path, standard in moves[0].items():

@@ -48,5 +48,3 @@ def raises(learning_rate):
 def needs_the_loss(learning_rate):
     del learning_rate
     return optax.polyak_sgd()
-
-

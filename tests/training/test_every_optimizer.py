@@ -25,7 +25,9 @@ NIGHTLY = [
     for variant in ("sparse", "dense")
     if (name, variant) not in (("lion", "dense"), ("adafactor", "sparse"), (OTHERS[1], "sparse"))
 ]
-MODEL = ModelConfig(2, 32, 2, 64, 96, 16).with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8))
+MODEL = ModelConfig(2, 32, 2, 64, 96, 16).with_linears(
+    LinearSpec("block_sparse", "monarch", 0.5, 8)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +76,8 @@ def test_a_factory_that_no_training_can_use_is_refused_in_a_sentence(name, words
 
 
 @pytest.mark.parametrize(
-    "name", ["no_such_module:thing", "os:system", "json:dumps", "optax:lbfgs", "optax:scale_by_adam"]
+    "name",
+    ["no_such_module:thing", "os:system", "json:dumps", "optax:lbfgs", "optax:scale_by_adam"],
 )
 def test_other_functions_are_refused_in_a_sentence(name):
     with pytest.raises(UserError, match=rf"^training\.optimizer={name} [^\n]*\.$"):
@@ -101,7 +104,7 @@ def test_a_matrix_optimizer_sees_each_layer_and_each_block_by_itself():
     training = TrainingConfig(steps=1, optimizer="optax.contrib:muon", weight_decay=0.0)
     params = gpt.init(MODEL, jax.random.key(0))
     states = by_weight.init(training, params)
-    rates, decays = (jax.tree.map(lambda _: value, params) for value in (1e-3, 0.0))
+    rates, decays = (jax.tree.map(lambda _, v=v: v, params) for v in (1e-3, 0.0))
     gradients = jax.tree.map(lambda p: p + 0.1, params)
     updates, _ = by_weight.update(training, gradients, states, params, rates, decays)
     values = np.asarray(updates["blocks"]["qkv"]["values"])

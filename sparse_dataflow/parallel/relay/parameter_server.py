@@ -385,12 +385,12 @@ class ServerStep:
 
 
 def _leaves(facts, trees, section) -> list[Leaf]:
-    """Returns the leaves of a section's (params, mu, nu); Muon's matrices are not in nu."""
+    """Returns the leaves of a section's trees; nu lacks Muon's matrices, or is empty."""
     params, mu, nu = (view(tree, section) for tree in trees)
     structure, second = jax.tree.structure(params), iter(jax.tree.leaves(nu))
     params, mu = jax.tree.leaves(params), structure.flatten_up_to(mu)
     return [
-        Leaf(p, m, next(second) if leaf.matrices is None else None)
+        Leaf(p, m, next(second, None) if leaf.matrices is None else None)
         for leaf, p, m in zip(facts, params, mu, strict=True)
     ]
 

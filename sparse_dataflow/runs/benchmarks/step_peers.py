@@ -219,7 +219,10 @@ def _parameters(model, training, dtype, device) -> tuple[dict[str, Any], list[tu
     # A dense model's layers are one group, whose leaves are stacked: each has one kind.
     kinds = (
         jax.tree.leaves(kind | {"blocks": [kind["blocks"] for _ in layers]})
-        for kind in (weight_decays(training, ours), learning_rate_multipliers(model, training, ours))
+        for kind in (
+            weight_decays(training, ours),
+            learning_rate_multipliers(model, training, ours),
+        )
     )
     return params, list(zip(*kinds, strict=True))
 
