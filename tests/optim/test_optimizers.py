@@ -274,3 +274,22 @@ def test_supar_moves_weights_by_their_rates():
 def test_illegal_training_is_refused(fields, message):
     with pytest.raises(UserError, match=message):
         dataclasses.replace(TRAINING, **fields)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("linear", [0.5, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]),
+        ("wsd", [0.5, 1, 1, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325]),
+        ("constant", [0.5, 1, 1, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_other_schedules_fall_as_their_names_say(schedule, expected):
+    changes = {"linear": (10, 0.1), "wsd": (11, 0.1), "constant": (8, 0.1)}
+    steps, final_rate = changes[schedule]
+    training = TrainingConfig(
+        steps, 1, 1, learning_rate=1.0, warmup=1 / steps, schedule=schedule, decay=4 / 11,
+        final_rate=final_rate,
+    )  # fmt: skip
+    rates = [learning_rate_schedule(training)(step) for step in range(steps)]
+    np.testing.assert_allclose(rates, expected, rtol=1e-5)

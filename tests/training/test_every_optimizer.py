@@ -17,6 +17,9 @@ from sparse_dataflow.models import gpt
 from sparse_dataflow.optim import by_weight, factories
 from sparse_dataflow.optim.optimizers import make_optimizer
 from sparse_dataflow.planning import memory
+from sparse_dataflow.sparsity.evolution import METHODS
+from sparse_dataflow.training.step import initial_state
+from sparse_dataflow.training.transitions import update_layouts
 
 OTHERS = ("optax.contrib:muon", "factories_of_users:own_chain")
 NIGHTLY = [
@@ -25,9 +28,8 @@ NIGHTLY = [
     for variant in ("sparse", "dense")
     if (name, variant) not in (("lion", "dense"), ("adafactor", "sparse"), (OTHERS[1], "sparse"))
 ]
-MODEL = ModelConfig(2, 32, 2, 64, 96, 16).with_linears(
-    LinearSpec("block_sparse", "monarch", 0.5, 8)
-)
+BLOCKS = LinearSpec("block_sparse", "monarch", 0.5, 8)
+MODEL = ModelConfig(2, 32, 2, 64, 96, 16).with_linears(BLOCKS)
 
 
 @pytest.fixture(autouse=True)
@@ -148,3 +150,26 @@ def test_the_state_of_others_stays_in_float32():
         TrainingConfig(steps=1, optimizer="lion", state_dtype="bfloat16")
     with pytest.raises(UserError, match=r"training\.b2=0\.999 with .*legal: at most 0\.96"):
         dataclasses.replace(TrainingConfig(steps=1, b2=0.999), state_dtype="bfloat16")
+
+
+def test_state_of_a_blocks_shape_moves_with_the_block_and_counts_go_on():
+    training = TrainingConfig(steps=1, optimizer="lion")
+    model = MODEL.with_linears(dataclasses.replace(BLOCKS, density=0.25, block=4, max_fan_out=3.0))
+    state = initial_state(model, training)
+    # Lion has a count and a momentum, here a copy of the weight.
+    copied = jax.tree.map(
+        lambda param, own: (np.full_like(own[0], 7), np.array(param)),
+        state.params,
+        by_weight.init(training, state.params),
+    )
+    states = by_weight.WeightStates(copied)
+    moments = tuple(states if hasattr(m, "states") else m for m in state.moments)
+    before = np.array(state.params["blocks"]["qkv"]["values"])
+    after = update_layouts(state._replace(moments=moments), model, METHODS["set"].update, 0.6)
+    values = np.asarray(after.params["blocks"]["qkv"]["values"])
+    count, momentum = next(m for m in after.moments if hasattr(m, "states")).states["blocks"][
+        "qkv"
+    ]["values"]
+    assert values.shape == before.shape and not np.array_equal(values, before)
+    np.testing.assert_array_equal(momentum, values)
+    np.testing.assert_array_equal(count, np.full(values.shape[:2], 7))
