@@ -19,11 +19,11 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import sparse_dataflow
-from sparse_dataflow.config import settings
-from sparse_dataflow.config.run import RunConfig
+from sparse_dataflow.commands.request import shown_default
+from sparse_dataflow.core.config import settings
+from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.runs.request import shown_default
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = sparse_dataflow.__name__

@@ -10,15 +10,16 @@ the ratio of FLOPs, which bounds it, and writes them as JSON.
         --set model.compute_dtype=bfloat16   # needs h200:1
 """
 
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.benchmarks.options import BenchOptions as Options
+from sparse_dataflow.commands import command_line
+
+from .benchmarks.options import BenchOptions as Options
 
 SHARED = ("scale", "batch", "density", "pattern", "block", "seed")
 
 
 def main(request, options):
     """Measures, prints and writes; see the module docstring."""
-    from sparse_dataflow.runs.benchmarks import blocks
+    from .benchmarks import blocks
 
     blocks.run(request, options)
 

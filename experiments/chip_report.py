@@ -18,9 +18,9 @@ not measured.
 
 import dataclasses
 
-from sparse_dataflow.config.presets import SIZES
-from sparse_dataflow.config.settings import ABOVE_ZERO, setting
-from sparse_dataflow.runs import command_line
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.core.config.presets import SIZES
+from sparse_dataflow.core.config.settings import ABOVE_ZERO, setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Options:
 
 def main(options):
     """Measures, prints and writes; see the module docstring."""
-    from sparse_dataflow.runs import chip_report
+    from sparse_dataflow.commands import chip_report
 
     return chip_report.run(options)
 

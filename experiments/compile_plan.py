@@ -21,11 +21,11 @@ planner's search chooses the plan. Takes half a minute to two minutes of one cor
 
 import dataclasses
 
-from sparse_dataflow.config.model import DTYPES, REMATS
-from sparse_dataflow.config.settings import AT_LEAST_ONE, AT_LEAST_ZERO, setting
-from sparse_dataflow.config.training import OPTIMIZERS
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.planning.options import ModelOptions
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.commands.planning.options import ModelOptions
+from sparse_dataflow.core.config.model import DTYPES, REMATS
+from sparse_dataflow.core.config.settings import AT_LEAST_ONE, AT_LEAST_ZERO, setting
+from sparse_dataflow.core.config.training import OPTIMIZERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Options(ModelOptions):
 
 def main(options):
     """Compiles and reports; see the module docstring."""
-    from sparse_dataflow.runs.planning import compile_report
+    from sparse_dataflow.commands.planning import compile_report
 
     return compile_report.run(options)
 

@@ -12,8 +12,8 @@ Leaves OUT/coordinate_check.json and OUT/coordinate_check.png.
 
 import dataclasses
 
-from sparse_dataflow.config.settings import A_FRACTION, AT_LEAST_ONE, setting
-from sparse_dataflow.runs import command_line
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.core.config.settings import A_FRACTION, AT_LEAST_ONE, setting
 
 SHARED = ("scale", "corpus", "batch", "learning_rate", "pattern", "block", "seed")
 DEFAULTS = {"scale": "pico", "block": 8}
@@ -34,7 +34,7 @@ class Options:
 
 def main(request, options):
     """Trains all, prints the exponents and draws the figure."""
-    from sparse_dataflow.runs.benchmarks import coordinates
+    from .benchmarks import coordinates
 
     coordinates.run(request, options)
 

@@ -22,10 +22,11 @@ to the device, where the model of the same shape before was. --batch, --cached, 
 
 import dataclasses
 
-from sparse_dataflow.config.settings import AT_LEAST_ONE, setting
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.benchmarks.options import BenchOptions
-from sparse_dataflow.runs.evaluation.load_model import ActivationOptions
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.commands.models.load_model import ActivationOptions
+from sparse_dataflow.core.config.settings import AT_LEAST_ONE, setting
+
+from .benchmarks.options import BenchOptions
 
 SHARED = ("scale", "batch", "density", "pattern", "block", "seed")
 DEFAULTS = {"scale": "1.3b", "batch": 1}
@@ -42,7 +43,7 @@ class Options(ActivationOptions, BenchOptions):
 
 def main(request, options):
     """Measures, prints and writes; see the module docstring."""
-    from sparse_dataflow.runs.benchmarks import decoding
+    from .benchmarks import decoding
 
     measure = decoding.run_switches if options.switch else decoding.run
     measure(request, options)

@@ -24,10 +24,10 @@ on the documents that a run on --corpus would hold out. Needs the extra eval.
 
 import dataclasses
 
-from sparse_dataflow.config.settings import AT_LEAST_TWO, AT_LEAST_ZERO, setting
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.commands.models.load_model import ActivationOptions
+from sparse_dataflow.core.config.settings import AT_LEAST_TWO, AT_LEAST_ZERO, setting
 from sparse_dataflow.evaluation import refuse_without_lm_eval
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.evaluation.load_model import ActivationOptions
 
 VARIANTS = ("sparse", "dense", "narrow")
 COMPARED = VARIANTS[:2]
@@ -83,7 +83,7 @@ class Options(ActivationOptions):
 def main(options):
     """Evaluates, prints a table and writes it to the run; see the module docstring."""
     refuse_without_lm_eval()
-    from sparse_dataflow.runs.evaluation import evaluate
+    from sparse_dataflow.commands.models import evaluate
 
     evaluate.evaluate(options)
 

@@ -13,10 +13,10 @@ merged into the weights, and the sparse form as low-rank terms.
 
 import dataclasses
 
-from sparse_dataflow.config.settings import setting
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.commands.models.load_model import ModelOptions
+from sparse_dataflow.core.config.settings import setting
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.evaluation.load_model import ModelOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +34,8 @@ def main(options):
     """Exports; see the module docstring."""
     if not options.to:
         raise UserError("No folder is named; give a new one with --to.")
-    from sparse_dataflow.runs import library
-    from sparse_dataflow.runs.evaluation import load_model
+    from sparse_dataflow.commands import library
+    from sparse_dataflow.commands.models import load_model
 
     trained = load_model.load(options)
     path = library.save(trained, options.to, options.form, options.architecture)

@@ -30,10 +30,10 @@ ahead.
 
 import dataclasses
 
-from sparse_dataflow.config.settings import A_FRACTION, AT_LEAST_ONE, AT_LEAST_ZERO, setting
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.commands.models.load_model import ActivationOptions, ModelOptions
+from sparse_dataflow.core.config.settings import A_FRACTION, AT_LEAST_ONE, AT_LEAST_ZERO, setting
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.evaluation.load_model import ActivationOptions, ModelOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Options(ActivationOptions, ModelOptions):
 
 def main(options):
     """Writes to the output as the text comes; see the module docstring."""
+    from sparse_dataflow.commands.models import composition, generate, load_model
     from sparse_dataflow.evaluation.composition import Experts, OneModel, Prompt
-    from sparse_dataflow.runs.evaluation import composition, generate, load_model
 
     if sum(map(bool, (options.prompt, options.prompts, options.interactive))) > 1:
         raise UserError("Give one of --prompt, --prompts and --interactive.")

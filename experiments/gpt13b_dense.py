@@ -7,8 +7,8 @@
 Leaves runs/gpt13b_dense-DATE/ with report.html, metrics and checkpoints.
 """
 
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.request import NAMED
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.commands.request import NAMED
 
 SHARED = tuple(
     name for name in NAMED if name not in ("density", "pattern", "block", "evolution", "twin")
@@ -16,8 +16,8 @@ SHARED = tuple(
 
 
 def main(request):
-    """Trains and reports; see `runs.train.run`."""
-    from sparse_dataflow.runs import train
+    """Trains and reports; see `commands.train.run`."""
+    from sparse_dataflow.commands import train
 
     return train.run(request, "gpt13b_dense", sparse=False)
 

@@ -17,15 +17,15 @@ GPT-3 read, are out of reach on one GPU: more than half a year.
 Leaves runs/gpt13b_sparse-DATE/ with report.html, metrics and checkpoints.
 """
 
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.request import NAMED
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.commands.request import NAMED
 
 SHARED = tuple(NAMED)
 
 
 def main(request):
-    """Trains and reports; see `runs.train.run`."""
-    from sparse_dataflow.runs import train
+    """Trains and reports; see `commands.train.run`."""
+    from sparse_dataflow.commands import train
 
     return train.run(request, "gpt13b_sparse")
 

@@ -18,10 +18,11 @@ measurements as JSON.
 
 import dataclasses
 
-from sparse_dataflow.config.presets import SIZES
-from sparse_dataflow.config.settings import AT_LEAST_ONE, setting
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.benchmarks.options import KEEP_HELP, RESULTS
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.core.config.presets import SIZES
+from sparse_dataflow.core.config.settings import AT_LEAST_ONE, setting
+
+from .benchmarks.options import KEEP_HELP, RESULTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Options:
 
 def main(options):
     """Measures, predicts, prints and writes; see the module docstring."""
-    from sparse_dataflow.runs.benchmarks import interplay_report
+    from .benchmarks import interplay_report
 
     interplay_report.run(options)
 

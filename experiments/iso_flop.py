@@ -30,9 +30,9 @@ to go on with on another machine.
 
 import dataclasses
 
-from sparse_dataflow.config.settings import A_FRACTION, ABOVE_ZERO, AT_LEAST_ONE, setting
-from sparse_dataflow.config.training import BUILT_IN, OPTIMIZERS
-from sparse_dataflow.runs import command_line
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.core.config.settings import A_FRACTION, ABOVE_ZERO, AT_LEAST_ONE, setting
+from sparse_dataflow.core.config.training import BUILT_IN, OPTIMIZERS
 
 SHARED = ("scale", "corpus", "batch", "learning_rate", "pattern", "block", "evolution")
 DEFAULTS = {"scale": "3m", "block": 8, "pattern": "random"}
@@ -79,7 +79,7 @@ class Options:
 
 def main(request, options):
     """Trains what is not trained yet, then writes tables and figure."""
-    from sparse_dataflow.runs.studies import iso_flop
+    from .studies import iso_flop
 
     return iso_flop.run(request, options)
 

@@ -21,11 +21,12 @@ fastest on this device, and written into the package, where the kernels look fir
 
 import dataclasses
 
-from sparse_dataflow.config.model import DTYPES
-from sparse_dataflow.config.settings import A_FRACTION, AT_LEAST_ONE, setting
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.benchmarks.options import IMPLEMENTATIONS, PRODUCTS, BenchOptions
-from sparse_dataflow.sparsity.patterns import PATTERNS
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.core.config.model import DTYPES
+from sparse_dataflow.core.config.settings import A_FRACTION, AT_LEAST_ONE, setting
+from sparse_dataflow.core.layouts.patterns import PATTERNS
+
+from .benchmarks.options import IMPLEMENTATIONS, PRODUCTS, BenchOptions
 
 LAYOUTS = tuple(name for name in PATTERNS if name != "dense")
 SPARSE = tuple(dict.fromkeys(name for names in IMPLEMENTATIONS.values() for name in names))
@@ -57,7 +58,7 @@ class Options(BenchOptions):
 
 def main(options):
     """Measures, prints and writes; see the module docstring."""
-    from sparse_dataflow.runs.benchmarks.kernels import bench
+    from .benchmarks.kernels import bench
 
     bench.run(options)
 

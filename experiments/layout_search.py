@@ -16,7 +16,9 @@ Writes OUT/search.html, OUT/trials.csv, OUT/sensitivity.png and OUT/roofline.png
 
 import dataclasses
 
-from sparse_dataflow.config.settings import (
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.commands.planning.options import TOKENS, ModelOptions
+from sparse_dataflow.core.config.settings import (
     ABOVE_ZERO,
     AT_LEAST_ONE,
     AT_LEAST_ZERO,
@@ -25,8 +27,6 @@ from sparse_dataflow.config.settings import (
     setting,
 )
 from sparse_dataflow.hardware.chips import CHIPS
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.planning.options import TOKENS, ModelOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Options(ModelOptions):
 
 def main(options):
     """Searches and reports; see the module docstring."""
-    from sparse_dataflow.runs.planning import search_report
+    from sparse_dataflow.commands.planning import search_report
 
     search_report.run(options)
 

@@ -16,9 +16,10 @@ make actions longer.
 import dataclasses
 import os
 
-from sparse_dataflow.config.settings import ABOVE_ZERO, AT_LEAST_ONE, setting
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.benchmarks.options import KEEP_HELP, RESULTS
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.core.config.settings import ABOVE_ZERO, AT_LEAST_ONE, setting
+
+from .benchmarks.options import KEEP_HELP, RESULTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ def main(options):
     """Measures, prints and writes; see the module docstring."""
     # XLA's pool has a thread a core, and each sleeping device needs one.
     os.environ["NPROC"] = str(4 * options.stages)
-    from sparse_dataflow.runs.benchmarks import pipeline_bubble
+    from .benchmarks import pipeline_bubble
 
     pipeline_bubble.run(options)
 

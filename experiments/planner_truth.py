@@ -1,6 +1,6 @@
 """Predicted against published: 1,011 runs of Megatron, NeMo, MaxText, Pax, torchtitan and others.
 
-Prints every row of sparse_dataflow/planning/published with its prediction and error, then the error
+Prints every row of sparse_dataflow/planner/published with its prediction and error, then the error
 band of every kind of run and how many held-out runs are inside theirs. Each chip family and
 software stack has its constants: rows marked "fit" determined them, rows marked "test" did not.
 252 confirmation runs, which no choice has seen, are summed up by source. Needs no accelerator and
@@ -14,8 +14,8 @@ Leaves OUT/truth.csv and OUT/truth.png.
 
 import dataclasses
 
-from sparse_dataflow.config.settings import setting
-from sparse_dataflow.runs import command_line
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.core.config.settings import setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Options:
 
 def main(options):
     """Prints and writes the table; see the module docstring."""
-    from sparse_dataflow.runs.planning import truth
+    from .planning import truth
 
     truth.run(options.fit, options.out)
 

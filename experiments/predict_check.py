@@ -12,10 +12,11 @@ Writes the result as JSON.
 
 import dataclasses
 
-from sparse_dataflow.config.presets import SIZES
-from sparse_dataflow.config.settings import A_FRACTION, AT_LEAST_ONE, AT_LEAST_ZERO, setting
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.benchmarks.options import KEEP_HELP, RESULTS
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.core.config.presets import SIZES
+from sparse_dataflow.core.config.settings import A_FRACTION, AT_LEAST_ONE, AT_LEAST_ZERO, setting
+
+from .benchmarks.options import KEEP_HELP, RESULTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Options:
 
 def main(options):
     """Measures, predicts, prints and writes; see the module docstring."""
-    from sparse_dataflow.runs.benchmarks import prediction
+    from .benchmarks import prediction
 
     prediction.run(options)
 

@@ -15,10 +15,11 @@ same runs on a CPU.
 
 import dataclasses
 
-from sparse_dataflow.config.settings import ABOVE_ZERO, AT_LEAST_ONE, setting
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.core.config.settings import ABOVE_ZERO, AT_LEAST_ONE, setting
 from sparse_dataflow.hardware.chips import CHIPS
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.benchmarks.options import KEEP_HELP, RESULTS
+
+from .benchmarks.options import KEEP_HELP, RESULTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Options:
 
 def main(options):
     """Plans, and runs where asked; see the module docstring."""
-    from sparse_dataflow.runs.benchmarks import relay
+    from .benchmarks import relay
 
     relay.fifty_billion(options)
 

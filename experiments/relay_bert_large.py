@@ -13,9 +13,10 @@ V100. With --scale=pico (the default on a CPU) the same runs at a toy's shape.
 
 import dataclasses
 
-from sparse_dataflow.config.settings import AT_LEAST_ONE, setting
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.benchmarks.options import RelayOptions
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.core.config.settings import AT_LEAST_ONE, setting
+
+from .benchmarks.options import RelayOptions
 
 SHARED = ("scale", "density", "pattern", "block", "seed")
 DEFAULTS = {"density": 1.0}
@@ -33,7 +34,7 @@ class Options(RelayOptions):
 
 def main(request, options):
     """Runs every batch; see the module docstring."""
-    from sparse_dataflow.runs.benchmarks import relay
+    from .benchmarks import relay
 
     relay.bert_large(request, options)
 

@@ -14,9 +14,10 @@ memory depends on the depth; the time of a step is proportional to it.
 
 import dataclasses
 
-from sparse_dataflow.config.settings import AT_LEAST_ONE, setting
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.benchmarks.options import RelayOptions
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.core.config.settings import AT_LEAST_ONE, setting
+
+from .benchmarks.options import RelayOptions
 
 SHARED = ("scale", "batch", "density", "pattern", "block", "seed")
 
@@ -30,7 +31,7 @@ class Options(RelayOptions):
 
 def main(request, options):
     """Runs every depth; see the module docstring."""
-    from sparse_dataflow.runs.benchmarks import relay
+    from .benchmarks import relay
 
     relay.depth(request, options)
 

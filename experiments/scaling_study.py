@@ -12,9 +12,9 @@ Leaves OUT/scaling.csv, OUT/scaling.md and a figure of each kind.
 
 import dataclasses
 
-from sparse_dataflow.config.settings import AT_LEAST_ONE, setting
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.planning.options import CHIP_COUNTS, STUDIES
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.commands.planning.options import CHIP_COUNTS, STUDIES
+from sparse_dataflow.core.config.settings import AT_LEAST_ONE, setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Options:
 
 def main(options):
     """Searches every point, then writes tables and figures."""
-    from sparse_dataflow.runs.planning import scaling
+    from .planning import scaling
 
     scaling.run(options)
 

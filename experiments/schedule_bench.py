@@ -30,10 +30,11 @@ Results of a compiled weight are cached by content (sources, shapes, versions). 
 
 import dataclasses
 
-from sparse_dataflow.config.presets import SIZES
-from sparse_dataflow.config.settings import A_FRACTION, AT_LEAST_ONE, setting
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.benchmarks.options import KEEP_HELP, RESULTS
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.core.config.presets import SIZES
+from sparse_dataflow.core.config.settings import A_FRACTION, AT_LEAST_ONE, setting
+
+from .benchmarks.options import KEEP_HELP, RESULTS
 
 PROJECTIONS = SIZES["13b"].projections
 TPUS = ("v5e", "v5p", "v6e")
@@ -70,7 +71,7 @@ class Options:
 
 def main(options):
     """Compiles, prints and writes; see the module docstring."""
-    from sparse_dataflow.runs.benchmarks.schedules import estimates, gpu_estimates
+    from .benchmarks.schedules import estimates, gpu_estimates
 
     for family, bench in ((TPUS, estimates), (GPUS, gpu_estimates)):
         if chips := tuple(chip for chip in options.chips if chip in family):

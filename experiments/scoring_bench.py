@@ -13,10 +13,11 @@ Needs the extra eval.
 
 import dataclasses
 
-from sparse_dataflow.config.settings import AT_LEAST_TWO, AT_LEAST_ZERO, setting
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.core.config.settings import AT_LEAST_TWO, AT_LEAST_ZERO, setting
 from sparse_dataflow.evaluation import refuse_without_lm_eval
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.benchmarks.options import BenchOptions
+
+from .benchmarks.options import BenchOptions
 
 SHARED = ("scale", "corpus", "batch", "density", "pattern", "block", "seed")
 
@@ -34,7 +35,7 @@ class Options(BenchOptions):
 def main(request, options):
     """Measures, prints and writes; see the module docstring."""
     refuse_without_lm_eval()
-    from sparse_dataflow.runs.benchmarks import scoring
+    from .benchmarks import scoring
 
     scoring.run(request, options)
 

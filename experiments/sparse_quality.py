@@ -20,8 +20,8 @@ Leaves OUT/quality.json and OUT/quality.md; the same command goes on where it wa
 
 import dataclasses
 
-from sparse_dataflow.config.settings import AT_LEAST_ONE, setting
-from sparse_dataflow.runs import command_line
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.core.config.settings import AT_LEAST_ONE, setting
 
 # As many blocks in all as at one density: attention has 4 of a layer's 12 squares of d_model, each
 # projection of the MLP 4.
@@ -83,7 +83,7 @@ ARMS = {
     "moe_sparse": AS_ACTIVE | MONARCH,
     "monarch_to_dense_90": MONARCH | TO_DENSE | {"evolution.at": 0.9},
 }
-"""Changes of the config by path; None is the dense model.  `runs.studies.quality.Changes` says how
+"""Changes of the config by path; None is the dense model.  `experiments.studies.quality.Changes` says how
 rank, hadamard, d_ff, teacher, training_flops and flops_a_token are relative."""
 COMPARED = (
     "dense",
@@ -112,7 +112,7 @@ class Options:
 
 def main(request, options):
     """Trains what is not trained yet, then writes the tables."""
-    from sparse_dataflow.runs.studies import quality
+    from .studies import quality
 
     return quality.run(request, ARMS, options)
 

@@ -15,8 +15,8 @@ stopped.
 
 import dataclasses
 
-from sparse_dataflow.config.settings import A_FRACTION, AT_LEAST_ONE, setting
-from sparse_dataflow.runs import command_line
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.core.config.settings import A_FRACTION, AT_LEAST_ONE, setting
 
 SHARED = ("scale", "corpus", "batch", "learning_rate", "pattern", "block")
 DEFAULTS = {"scale": "pico", "block": 8}
@@ -44,7 +44,7 @@ class Options:
 
 def main(request, options):
     """Reads or trains the runs, then fits, prints and draws."""
-    from sparse_dataflow.runs.studies import scaling_law
+    from .studies import scaling_law
 
     return scaling_law.run(request, options)
 

@@ -19,9 +19,10 @@ leave it memory.
 
 import dataclasses
 
-from sparse_dataflow.config.settings import setting
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.benchmarks.options import BenchOptions
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.core.config.settings import setting
+
+from .benchmarks.options import BenchOptions
 
 SHARED = ("scale", "batch", "density", "pattern", "block", "seed")
 
@@ -35,7 +36,7 @@ class Options(BenchOptions):
 
 def main(request, options):
     """Measures, prints and writes; see the module docstring."""
-    from sparse_dataflow.runs.benchmarks import steps
+    from .benchmarks import steps
 
     steps.run(request, options)
 

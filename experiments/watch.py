@@ -10,8 +10,8 @@ refreshed every few seconds. The page is served on 127.0.0.1 alone; from another
 
 import dataclasses
 
-from sparse_dataflow.config.settings import between, positive, setting
-from sparse_dataflow.runs import command_line
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.core.config.settings import between, positive, setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Options:
 
 def main(options):
     """Serves until it is interrupted; see the module docstring."""
-    from sparse_dataflow.runs import watch
+    from sparse_dataflow.commands import watch
 
     watch.serve(options)
 

@@ -239,7 +239,7 @@ def commands(
 ) -> list[tuple[list[str], dict[str, str]]]:
     """Returns (command, environment variables) of each process.
 
-    `distributed/cluster.py` reads the variables.
+    `cluster/cluster.py` reads the variables.
 
     Args:
       command: command line of each process.

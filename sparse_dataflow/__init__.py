@@ -29,24 +29,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparse_dataflow.config.model import ModelConfig
-    from sparse_dataflow.config.projections import LinearSpec
-    from sparse_dataflow.config.run import RunConfig
+    from sparse_dataflow.commands.library import init, logits, loss, preset, save
+    from sparse_dataflow.commands.train import train
+    from sparse_dataflow.core.config.model import ModelConfig
+    from sparse_dataflow.core.config.projections import LinearSpec
+    from sparse_dataflow.core.config.run import RunConfig
+    from sparse_dataflow.core.layers.block_sparse_linear import BlockSparseLinear
+    from sparse_dataflow.core.layers.evolve import evolve
+    from sparse_dataflow.core.layers.replace import densify, partition_specs, sparsify
+    from sparse_dataflow.core.layouts.layout import BlockLayout
+    from sparse_dataflow.core.layouts.patterns import legal_densities, make_layout
+    from sparse_dataflow.core.ops.block_sparse_matmul.matmul_op import block_sparse_matmul
+    from sparse_dataflow.core.training.cost import flops_per_token
     from sparse_dataflow.data.tokenizer import Tokenizer
     from sparse_dataflow.evaluation.generate import generate
     from sparse_dataflow.evaluation.trained import Model
     from sparse_dataflow.files.errors import UserError
     from sparse_dataflow.interchange.load import load
-    from sparse_dataflow.kernels.block_sparse_matmul.api import block_sparse_matmul
-    from sparse_dataflow.layers.evolve import evolve
-    from sparse_dataflow.layers.linear import BlockSparseLinear
-    from sparse_dataflow.layers.replace import densify, partition_specs, sparsify
-    from sparse_dataflow.planning.cost import flops_per_token
-    from sparse_dataflow.planning.memory import parameter_count
-    from sparse_dataflow.runs.library import init, logits, loss, preset, save
-    from sparse_dataflow.runs.train import train
-    from sparse_dataflow.sparsity.layout import BlockLayout
-    from sparse_dataflow.sparsity.patterns import legal_densities, make_layout
+    from sparse_dataflow.planner.memory import parameter_count
 
 __all__ = [
     "BlockLayout",

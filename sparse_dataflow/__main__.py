@@ -4,8 +4,8 @@ import importlib.metadata
 import runpy
 import sys
 
+from sparse_dataflow.commands import console as commands
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.runs import commands
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def _experiment(word):
     known = commands.experiments()
     experiment = commands.EVERYDAY.get(word, word.replace("-", "_"))
     if experiment not in known:
-        from sparse_dataflow.config import settings
+        from sparse_dataflow.core.config import settings
 
         names = [*commands.EVERYDAY, *known]
         near = settings.did_you_mean(settings.shown(word), names, "")

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 import sparse_dataflow
-from sparse_dataflow.checkpoint.checkpoint import Checkpoints
+from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 
 ROOT = Path(sparse_dataflow.__file__).parents[1]
 CONFIG = {"model": {"d_model": 64, "heads": (2, 4)}, "optimizer": {"learning_rate": 1e-3}}

@@ -7,7 +7,7 @@ import time
 
 from ports import free_port
 
-from sparse_dataflow.distributed import rendezvous
+from sparse_dataflow.cluster import rendezvous
 from sparse_dataflow.files.errors import UserError
 
 

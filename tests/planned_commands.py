@@ -13,18 +13,18 @@ import shlex
 
 from documented_commands import split_commands
 
-from sparse_dataflow.config.presets import LAPTOP_SCALES, SIZES
-from sparse_dataflow.config.run import RunConfig
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.commands.console import EVERYDAY
+from sparse_dataflow.commands.planning import compile_report, launching, search_table
+from sparse_dataflow.commands.preflight import settling
+from sparse_dataflow.commands.request import Request
+from sparse_dataflow.core.config.presets import LAPTOP_SCALES, SIZES
+from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips, machines
 from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.hardware.machines import Machine
-from sparse_dataflow.planning import memory, plan_memory, search, settle
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.commands import EVERYDAY
-from sparse_dataflow.runs.planning import compile_report, launching, search_table
-from sparse_dataflow.runs.preflight import settling
-from sparse_dataflow.runs.request import Request
+from sparse_dataflow.planner import memory, plan_memory, search, settle
 
 LAPTOP = Machine(Chip("laptop", memory_bytes=16 * GIB), 1, host=True)
 MACHINE = re.compile(r"(?<![\w.-])(?:[a-z][\w-]*:\d+|v\d\w+-\d+)(?![\w-])")

@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 import sparse_dataflow as sd
-from sparse_dataflow.config import settings
+from sparse_dataflow.core.config import settings
 from sparse_dataflow.data import cache
 
 

@@ -26,12 +26,12 @@ from documented_commands import (
 from planned_commands import spelled_out
 
 import sparse_dataflow
-from sparse_dataflow.config import settings
-from sparse_dataflow.config.presets import preset
-from sparse_dataflow.config.run import RunConfig
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.commands.request import NAMED, Request
+from sparse_dataflow.core.config import settings
+from sparse_dataflow.core.config.presets import preset
+from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.request import NAMED, Request
 
 TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
 # Commands of clusters and clouds must have a comment "# needs ...".
@@ -39,7 +39,7 @@ CLUSTER_COMMANDS = ("docker", "sbatch", "scancel", "squeue", "kubectl", "gcloud"
 # Legal commands that are not part of this project.
 FOREIGN = (
     *("git clone", "cd ", "python mine.py", "python -m build", "python -m venv", "lm_eval "),
-    "python -m sparse_dataflow.runs.lm_eval",
+    "python -m sparse_dataflow.commands.lm_eval",
 )
 SETTINGS = settings.by_path(RunConfig)
 CONFIGS = "|".join(sorted({path.partition(".")[0] for path in SETTINGS}))

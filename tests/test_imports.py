@@ -86,13 +86,13 @@ def test_no_import_points_upward(upward):
 def test_imports_are_found_wherever_they_are():
     source = """
 from typing import TYPE_CHECKING
-import sparse_dataflow.planning.cost as prices
+import sparse_dataflow.core.training.cost as prices
 if TYPE_CHECKING:
     from sparse_dataflow.data import (
         batches,
     )
 def later():
-    from sparse_dataflow.models.gpt import init
+    from sparse_dataflow.core.model.gpt import init
 """
     found = set(imported(source, modules()))
     assert found == {"planning.cost", "data.batches", "models.gpt"}

@@ -7,12 +7,12 @@ from documented_commands import ROOT, fenced_commands
 from planned_commands import MAIN, commands, config_of
 
 from experiments import gpt13b_sparse
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.commands.planning import machine_report
 from sparse_dataflow.hardware import detect, machines
 from sparse_dataflow.hardware.chips import GIB
-from sparse_dataflow.planning import plan_memory
-from sparse_dataflow.planning.memory import USABLE
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.planning import machine_report
+from sparse_dataflow.planner import plan_memory
+from sparse_dataflow.planner.memory import USABLE
 
 PAGE = ROOT / "docs" / "recipes.md"
 TEXT = PAGE.read_text(encoding="utf-8")

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.config.presets import preset
-from sparse_dataflow.config.projections import LinearSpec
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.presets import preset
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.executors.relay.server_files import _refuse_another_folder
+from sparse_dataflow.evaluation.run_files import RunRecord, read_record
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.links import refuse_outside_links
-from sparse_dataflow.parallel.relay.server_files import _refuse_another_folder
-from sparse_dataflow.training.run_files import RunRecord, read_record
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = [
@@ -69,7 +69,7 @@ def test_code_that_executes_input_is_found(source):
     assert offences(source)
 
 
-GENERATED = {"aot/schedule.py": ["exec"]}
+GENERATED = {"planner/aot/schedule.py": ["exec"]}
 """Sources that execute text which they make themselves, of checked parts."""
 
 
@@ -79,7 +79,7 @@ def test_no_source_executes_input():
     assert {path.partition("sparse_dataflow/")[2]: o for path, o in found.items()} == GENERATED
 
 
-UNBOUNDED = ("files/json_files.py", "interchange/numpy_reader.py", "runs/benchmarks/")
+UNBOUNDED = ("files/json_files.py", "interchange/numpy_reader.py", "experiments/benchmarks/")
 """Sources that call `json.loads`: the bounded reader itself, a reader that is handed out alone, and
 measurements that read what their own child processes print."""
 

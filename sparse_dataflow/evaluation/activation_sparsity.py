@@ -18,16 +18,21 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from sparse_dataflow.config.layer_groups import join_groups, layer_groups, layer_model, split_groups
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.core.config.layer_groups import (
+    join_groups,
+    layer_groups,
+    layer_model,
+    split_groups,
+)
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.inputs import observed_block
+from sparse_dataflow.core.model.projection import InputThreshold, with_threshold
+from sparse_dataflow.core.ops.attention.attention_op import causal_attention
+from sparse_dataflow.core.ops.hadamard.transform import hadamard
 from sparse_dataflow.data.stored import TokenArray
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.kernels.attention.api import causal_attention
-from sparse_dataflow.kernels.hadamard.api import hadamard
-from sparse_dataflow.models import gpt, stacks
-from sparse_dataflow.models.inputs import observed_block
-from sparse_dataflow.models.linear import InputThreshold, with_threshold
 
 CALIBRATION_TOKENS = 1024
 """Tokens that levels are the quantiles of, at most."""

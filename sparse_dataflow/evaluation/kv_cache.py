@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sparse_dataflow.config.layer_groups import layer_groups, layer_model, split_groups
-from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.kernels.attention.api import causal_attention
-from sparse_dataflow.kernels.attention.dot_product import masked_attention
-from sparse_dataflow.models import gpt, stacks
-from sparse_dataflow.models.adapters import SCALE
-from sparse_dataflow.models.experts import ROUTER
-from sparse_dataflow.models.linear import layer_weights
-from sparse_dataflow.models.model_weights import ModelWeights
+from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, split_groups
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.adapters import SCALE
+from sparse_dataflow.core.model.experts import ROUTER
+from sparse_dataflow.core.model.model_weights import ModelWeights
+from sparse_dataflow.core.model.projection import layer_weights
+from sparse_dataflow.core.ops.attention.attention_op import causal_attention
+from sparse_dataflow.core.ops.attention.dot_product import masked_attention
 
 
 class Weights(NamedTuple):

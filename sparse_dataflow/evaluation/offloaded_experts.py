@@ -10,7 +10,7 @@ dropped.
 Tokens of a prompt may choose more experts than there are slots.  A layer then computes the choices
 in turns, each of as many experts as fit.
 
-Shapes in names as in `models.experts`.
+Shapes in names as in `model.experts`.
 """
 
 import collections
@@ -24,18 +24,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from sparse_dataflow.config.layer_groups import join_groups, layer_model, split_groups
-from sparse_dataflow.config.projections import MLP
+from sparse_dataflow.core.config.layer_groups import join_groups, layer_model, split_groups
+from sparse_dataflow.core.config.projections import MLP
+from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.expert_rows import collect, dispatch, spread
+from sparse_dataflow.core.model.model_weights import ModelWeights
+from sparse_dataflow.core.model.projection import without_layout
+from sparse_dataflow.core.model.shard import WHOLE
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.composition import DEVICE, HOST
 from sparse_dataflow.evaluation.kv_cache import LayerCache, Weights
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import gpt, stacks
-from sparse_dataflow.models.expert_rows import collect, dispatch, spread
-from sparse_dataflow.models.linear import without_layout
-from sparse_dataflow.models.model_weights import ModelWeights
-from sparse_dataflow.models.shard import WHOLE
 
 
 @dataclasses.dataclass

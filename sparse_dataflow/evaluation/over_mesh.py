@@ -6,11 +6,11 @@ import functools
 import jax
 import numpy as np
 
+from sparse_dataflow.core.executors import mesh as meshes
+from sparse_dataflow.core.executors.sharded import Sharded
+from sparse_dataflow.core.optim.train_state import TrainState
 from sparse_dataflow.evaluation.scoring import Forward
 from sparse_dataflow.evaluation.trained import Model
-from sparse_dataflow.optim.train_state import TrainState
-from sparse_dataflow.parallel import mesh as meshes
-from sparse_dataflow.parallel.sharded import Sharded
 
 
 def mesh_forward(trained: Model, executor: Sharded) -> Forward:

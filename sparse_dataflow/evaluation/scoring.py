@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
+from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.model.model_weights import weights_of
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.model_weights import weights_of
-from sparse_dataflow.parallel import whole
 
 Request = tuple[Sequence[int], Sequence[int]]
 Score = tuple[float, bool]

@@ -10,29 +10,29 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparse_dataflow.checkpoint.checkpoint import Checkpoints
-from sparse_dataflow.config.model import PRECISIONS, ModelConfig
-from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
+from sparse_dataflow.core.config.model import PRECISIONS, ModelConfig
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.model import guides
+from sparse_dataflow.core.model.model_weights import ModelWeights
+from sparse_dataflow.core.optim.by_weight import evaluated
+from sparse_dataflow.core.training.phases import phase_before, phases
+from sparse_dataflow.core.training.saved_state import (
+    SavedProgress,
+    abstract_saved_state,
+    completed,
+    identity,
+)
+from sparse_dataflow.core.training.transitions import copied_blocks
 from sparse_dataflow.data.tokenizer import Tokenizer
-from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import guides
-from sparse_dataflow.models.model_weights import ModelWeights
-from sparse_dataflow.optim.by_weight import evaluated
-from sparse_dataflow.training.phases import phase_before, phases
-from sparse_dataflow.training.run_files import (
+from sparse_dataflow.evaluation.run_files import (
     RunRecord,
     read_config,
     read_record,
     read_tokenizer,
     read_variants,
 )
-from sparse_dataflow.training.saved_state import (
-    SavedProgress,
-    abstract_saved_state,
-    completed,
-    identity,
-)
-from sparse_dataflow.training.transitions import copied_blocks
+from sparse_dataflow.files.errors import UserError
 
 NEWEST, BEST = "newest", "best"
 
@@ -50,7 +50,7 @@ class Model:
       folder: folder that it was loaded from; empty for none.
       variant: "sparse", "dense" or "narrow".
       model: model config; of a run, in the checkpoint's phase, with a block for each layer.
-      params: float32 master weights; see `models.gpt`.
+      params: float32 master weights; see `model.gpt`.
       tables: numpy layout tables, which programs are specialised to.
       tokenizer: tokenizer of the run.
       step: number of optimizer steps.

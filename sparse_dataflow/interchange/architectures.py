@@ -12,10 +12,10 @@ import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sparse_dataflow.config.attention import SLIDING, pattern
-from sparse_dataflow.config.families import EXPERT_TRAINING
-from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.config.projections import PROJECTIONS
+from sparse_dataflow.core.config.attention_kinds import SLIDING, pattern
+from sparse_dataflow.core.config.families import EXPERT_TRAINING
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import PROJECTIONS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.config_rules import (
     Always,

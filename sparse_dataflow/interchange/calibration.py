@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.config.layer_groups import layer_model
-from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.kernels.hadamard.api import hadamard
-from sparse_dataflow.models import gpt, stacks
-from sparse_dataflow.models.inputs import observed_block
-from sparse_dataflow.models.model_weights import ModelWeights
+from sparse_dataflow.core.config.layer_groups import layer_model
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.inputs import observed_block
+from sparse_dataflow.core.model.model_weights import ModelWeights
+from sparse_dataflow.core.ops.hadamard.transform import hadamard
 
 
 def input_norms(

@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from sparse_dataflow.config.attention import FULL, SLIDING, pattern
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.core.config.attention_kinds import FULL, SLIDING, pattern
+from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.files.errors import UserError
 
 REQUIRED = object()

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
-from sparse_dataflow.config.projections import LOW_RANK, MLP
-from sparse_dataflow.kernels.hadamard.api import hadamard
-from sparse_dataflow.models import stacks
-from sparse_dataflow.models.experts import expert_layout
-from sparse_dataflow.models.model_weights import ModelWeights
-from sparse_dataflow.sparsity.layout import BlockLayout
+from sparse_dataflow.core.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
+from sparse_dataflow.core.config.projections import LOW_RANK, MLP
+from sparse_dataflow.core.layouts.layout import BlockLayout
+from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.model.experts import expert_layout
+from sparse_dataflow.core.model.model_weights import ModelWeights
+from sparse_dataflow.core.ops.hadamard.transform import hadamard
 
 QKV = ("q", "k", "v")
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.fetched import fetched
+from sparse_dataflow.evaluation.run_files import CONFIG, RECORD, TOKENIZER
 from sparse_dataflow.evaluation.trained import NEWEST
 from sparse_dataflow.files import addresses, manifest
 from sparse_dataflow.interchange import hub_models
-from sparse_dataflow.training.run_files import CONFIG, RECORD, TOKENIZER
 
 _DIRECTORY = (".json", ".safetensors", ".txt", ".jinja")
 """How the files end that a Hugging Face directory is read from."""

@@ -15,16 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.config.families import MIXTURE
-from sparse_dataflow.config.layer_groups import split_groups
-from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.config.projections import MLP, PROJECTIONS, ROW_PARALLEL
+from sparse_dataflow.core.config.families import MIXTURE
+from sparse_dataflow.core.config.layer_groups import split_groups
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import MLP, PROJECTIONS, ROW_PARALLEL
+from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.experts import ROUTER, expert_layout
+from sparse_dataflow.core.model.model_weights import ModelWeights
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.equivalent_forms import dense_module
 from sparse_dataflow.interchange.width import SPREAD, WIDTHS, head_sources, wider
-from sparse_dataflow.models import gpt, stacks
-from sparse_dataflow.models.experts import ROUTER, expert_layout
-from sparse_dataflow.models.model_weights import ModelWeights
 
 
 def grown(

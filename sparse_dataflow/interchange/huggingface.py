@@ -19,8 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.model.model_weights import ModelWeights
 from sparse_dataflow.data.tokenizer import Tokenizer
+from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import (
@@ -40,8 +42,6 @@ from sparse_dataflow.interchange.equivalent_forms import (
     with_zero_biases,
 )
 from sparse_dataflow.interchange.sparse_form import CONFIG, MODEL_TYPE, SOURCE
-from sparse_dataflow.models.model_weights import ModelWeights
-from sparse_dataflow.training.run_files import RunRecord
 
 CARD = "README.md"
 _LOG = logging.getLogger(__name__)

@@ -5,14 +5,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from sparse_dataflow.config.presets import LONGEST_SEQUENCE
-from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.core.config.presets import LONGEST_SEQUENCE
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.evaluation.run_files import read_config
 from sparse_dataflow.evaluation.trained import NEWEST, Model
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import hub_models, huggingface
 from sparse_dataflow.interchange.starting_point import load_run
-from sparse_dataflow.training.run_files import read_config
 
 
 def variants(folder: str | Path) -> tuple[str, ...]:

@@ -4,13 +4,14 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+from sparse_dataflow.core.training import cost
+from sparse_dataflow.core.training.monitoring.metrics import read_metrics
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.tables import markdown
 from sparse_dataflow.interchange import numpy_reader
-from sparse_dataflow.planning import cost, memory
-from sparse_dataflow.training.monitoring.metrics import read_metrics
+from sparse_dataflow.planner import memory
 
 EVALUATION = "evaluation.json"
 _NO_TASK = "None was evaluated; `python -m experiments.evaluate` does."

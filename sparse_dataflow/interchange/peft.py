@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.architectures import ARCHITECTURES, Architecture

@@ -17,13 +17,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparse_dataflow.checkpoint.named_arrays import flatten
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.core.checkpoint.named_arrays import flatten
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.model_weights import ModelWeights
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import tensors
-from sparse_dataflow.models import gpt, stacks
-from sparse_dataflow.models.model_weights import ModelWeights
 
 MODEL_TYPE = "sparse_dataflow"
 FORMAT = "sparse_dataflow-1"

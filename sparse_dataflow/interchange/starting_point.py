@@ -18,32 +18,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.config import remat
-from sparse_dataflow.config.families import EXPERT_TRAINING
-from sparse_dataflow.config.layer_groups import layer_linear
-from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.config.presets import LONGEST_SEQUENCE, SIZES, preset, supar
-from sparse_dataflow.config.projections import MLP, PROJECTIONS
-from sparse_dataflow.config.run import RunConfig
-from sparse_dataflow.config.sparsity import SparsityConfig
-from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.cluster import processes
+from sparse_dataflow.core.config import remat
+from sparse_dataflow.core.config.families import EXPERT_TRAINING
+from sparse_dataflow.core.config.layer_groups import layer_linear
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.presets import LONGEST_SEQUENCE, SIZES, preset, supar
+from sparse_dataflow.core.config.projections import MLP, PROJECTIONS
+from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.config.sparsity import SparsityConfig
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
+from sparse_dataflow.core.model import adapters, gpt, stacks
+from sparse_dataflow.core.model.experts import expert_layout
+from sparse_dataflow.core.model.model_weights import ModelWeights
+from sparse_dataflow.core.optim.optimizers import make_optimizer
+from sparse_dataflow.core.optim.train_state import TrainState
+from sparse_dataflow.core.training.transitions import change_model
 from sparse_dataflow.data.tokenizer import Tokenizer
-from sparse_dataflow.distributed import processes
 from sparse_dataflow.evaluation import trained
+from sparse_dataflow.evaluation.run_files import RunRecord, read_config
 from sparse_dataflow.files import manifest
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import extended_vocabulary, growth, hub_models, huggingface
 from sparse_dataflow.interchange.calibration import input_norms
 from sparse_dataflow.interchange.fetched_model import on_this_machine, origin
-from sparse_dataflow.models import adapters, gpt, stacks
-from sparse_dataflow.models.experts import expert_layout
-from sparse_dataflow.models.model_weights import ModelWeights
-from sparse_dataflow.optim.optimizers import make_optimizer
-from sparse_dataflow.optim.train_state import TrainState
-from sparse_dataflow.parallel.executor import SINGLE_DEVICE, Executor
-from sparse_dataflow.planning import memory
-from sparse_dataflow.training.run_files import RunRecord, read_config
-from sparse_dataflow.training.transitions import change_model
+from sparse_dataflow.planner import memory
 
 
 class StartingPoint(NamedTuple):

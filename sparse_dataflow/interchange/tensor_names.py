@@ -7,14 +7,14 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from sparse_dataflow.checkpoint.named_arrays import flatten
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.core.checkpoint.named_arrays import flatten
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.model import gpt
+from sparse_dataflow.core.model.experts import ROUTER
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.architectures import OUTPUT, Architecture
 from sparse_dataflow.interchange.equivalent_forms import fuse_qkv, split_config, split_qkv
 from sparse_dataflow.interchange.tensors import Tensors
-from sparse_dataflow.models import gpt
-from sparse_dataflow.models.experts import ROUTER
 
 _SHOWN = 5
 """Names of tensors in an error."""

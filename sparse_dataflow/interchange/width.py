@@ -14,14 +14,14 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from sparse_dataflow.config.model import GROWN, ModelConfig
-from sparse_dataflow.config.projections import MLP, PROJECTIONS, ROW_PARALLEL
+from sparse_dataflow.core.config.model import GROWN, ModelConfig
+from sparse_dataflow.core.config.projections import MLP, PROJECTIONS, ROW_PARALLEL
+from sparse_dataflow.core.layouts.layout import BlockLayout
+from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.model.experts import ROUTER
+from sparse_dataflow.core.model.model_weights import ModelWeights
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.equivalent_forms import dense_module
-from sparse_dataflow.models import stacks
-from sparse_dataflow.models.experts import ROUTER
-from sparse_dataflow.models.model_weights import ModelWeights
-from sparse_dataflow.sparsity.layout import BlockLayout
 
 SPREAD = 0.5
 """Largest deviation of a share before centring, relative to an equal share."""

@@ -10,12 +10,7 @@ from sparse_dataflow.reporting.evaluation_table import evaluation_table
 from sparse_dataflow.reporting.figures import drawings, svg
 from sparse_dataflow.reporting.figures.timeline import timeline
 from sparse_dataflow.reporting.quantities import MISSING, finite
-from sparse_dataflow.reporting.report_data import (
-    LayoutData,
-    ProfileData,
-    ReportData,
-    VariantData,
-)
+from sparse_dataflow.reporting.report_data import LayoutData, ProfileData, ReportData, VariantData
 
 _EQUAL_TIME_TOLERANCE = 0.05
 _MAX_PICTURES = 12

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from sparse_dataflow.hardware.chips import Chip
-from sparse_dataflow.planning.step_time import Section
+from sparse_dataflow.planner.step_time import Section
 from sparse_dataflow.reporting import templates
 from sparse_dataflow.reporting.figures import search as search_figures
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from markupsafe import Markup
 
-from sparse_dataflow.config.projections import PROJECTIONS
+from sparse_dataflow.core.config.projections import PROJECTIONS
+from sparse_dataflow.core.layouts.evolution import new_shares
+from sparse_dataflow.core.training.saved_layouts import SavedLayouts
 from sparse_dataflow.reporting import quantities
 from sparse_dataflow.reporting.figures import drawings
 from sparse_dataflow.reporting.figures import layouts as layout_figures
 from sparse_dataflow.reporting.templates import html
-from sparse_dataflow.sparsity.evolution import new_shares
-from sparse_dataflow.training.saved_layouts import SavedLayouts
 
 _ROWS_SHOWN = 6
 _VARIANTS = ("sparse", "dense", "narrow")

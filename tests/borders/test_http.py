@@ -7,9 +7,9 @@ import drawn
 import pytest
 from storms import Storm
 
+from sparse_dataflow.commands import watch
 from sparse_dataflow.files import loopback
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.runs import watch
 
 
 def answer(port, request):

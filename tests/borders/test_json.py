@@ -6,11 +6,11 @@ import drawn
 import pytest
 from storms import Storm
 
-from sparse_dataflow.config.presets import preset
-from sparse_dataflow.training import run_files
-from sparse_dataflow.training.monitoring import goodput
-from sparse_dataflow.training.monitoring.metrics import read_metrics
-from sparse_dataflow.training.run_files import RunRecord
+from sparse_dataflow.core.config.presets import preset
+from sparse_dataflow.core.training.monitoring import goodput
+from sparse_dataflow.core.training.monitoring.metrics import read_metrics
+from sparse_dataflow.evaluation import run_files
+from sparse_dataflow.evaluation.run_files import RunRecord
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import drawn
 from storms import Storm
 
-from sparse_dataflow.distributed import cluster
+from sparse_dataflow.cluster import cluster
 
 NUMBERS = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JOBSET_PODS", "JOBSET_JOBS", "JOBSET_JOB_INDEX",
            "JOB_COMPLETION_INDEX", "TPU_WORKER_ID", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID",

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.data.batches import TokenMixture, TrainBatches
+from sparse_dataflow.core.training.batches import TokenMixture, TrainBatches
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.mixtures import mixture_weights
 from sparse_dataflow.data.tokenizer import train_tokenizer

@@ -13,8 +13,8 @@ from fake_hub import FakeHub
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparse_dataflow.core.training.batches import TrainBatches
 from sparse_dataflow.data import lanes, shards, stream_batches, streamed
-from sparse_dataflow.data.batches import TrainBatches
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.lanes import Position
 from sparse_dataflow.data.shards import Shard, Skipped

@@ -11,22 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparse_dataflow.checkpoint.checkpoint import Checkpoints
-from sparse_dataflow.config.evolution import EvolutionConfig
-from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.config.projections import LinearSpec
-from sparse_dataflow.config.run import RunConfig, RunSettings
-from sparse_dataflow.config.sparsity import SparsityConfig
-from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.commands import run_folder
+from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
+from sparse_dataflow.core.config.evolution_config import EvolutionConfig
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.run import RunConfig, RunSettings
+from sparse_dataflow.core.config.sparsity import SparsityConfig
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.training.saved_state import identity
+from sparse_dataflow.core.training.step import initial_state
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.tokenizer import train_tokenizer
+from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.evaluation.trained import Model
-from sparse_dataflow.models import gpt, stacks
-from sparse_dataflow.runs import run_folder
-from sparse_dataflow.training.run_files import RunRecord
-from sparse_dataflow.training.saved_state import identity
-from sparse_dataflow.training.step import initial_state
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 

@@ -4,9 +4,9 @@ import dataclasses
 
 import tokenizers
 
-from sparse_dataflow.config.families import FAMILIES
-from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.config.projections import LinearSpec
+from sparse_dataflow.core.config.families import FAMILIES
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.data.tokenizer import Tokenizer
 
 DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=16)

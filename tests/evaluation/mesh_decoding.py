@@ -18,16 +18,16 @@ from decoded import BYTES, CONFIGS
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors import mesh as meshes
+from sparse_dataflow.core.executors.sharded import Sharded
+from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.evaluation.generate import generate
 from sparse_dataflow.evaluation.offloaded_experts import OffloadedExperts
 from sparse_dataflow.evaluation.over_mesh import mesh_forward
 from sparse_dataflow.evaluation.scoring import batch_limits, score, single_device_forward
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import gpt, stacks
-from sparse_dataflow.parallel import mesh as meshes
-from sparse_dataflow.parallel.sharded import Sharded
 
 CONTEXT = 24
 PROMPTS = ([72], [7, 8, 9], list(range(11)))

@@ -11,12 +11,12 @@ import sys
 import jax
 import numpy as np
 
+from sparse_dataflow.core.executors import mesh as meshes
+from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.evaluation.over_mesh import mesh_forward
 from sparse_dataflow.evaluation.scoring import batch_limits, score, single_device_forward
 from sparse_dataflow.evaluation.trained import load
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.parallel import mesh as meshes
-from sparse_dataflow.parallel.sharded import Sharded
 
 if __name__ == "__main__":
     run, *texts = sys.argv[1:]

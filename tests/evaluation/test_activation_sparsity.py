@@ -12,7 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.inputs import observed_block
+from sparse_dataflow.core.model.model_weights import weights_of
+from sparse_dataflow.core.ops.hadamard.transform import hadamard
 from sparse_dataflow.evaluation.activation_sparsity import (
     calibration_windows,
     magnitude_quantile,
@@ -21,11 +26,6 @@ from sparse_dataflow.evaluation.activation_sparsity import (
 from sparse_dataflow.evaluation.generate import generate
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.kernels.hadamard.api import hadamard
-from sparse_dataflow.models import gpt, stacks
-from sparse_dataflow.models.inputs import observed_block
-from sparse_dataflow.models.model_weights import weights_of
-from sparse_dataflow.parallel import whole
 
 WIDE = dataclasses.replace(CONFIGS["dense"], d_ff=256)
 """Its mlp_in skips rows for one token."""

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from decoded import BYTES, CONFIGS, DENSE, SPARSE
 
+from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.model_weights import ModelWeights, weights_of
 from sparse_dataflow.evaluation import generate as generate_module
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.generate import bucket, generate, generate_tokens
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import gpt, stacks
-from sparse_dataflow.models.model_weights import ModelWeights, weights_of
-from sparse_dataflow.parallel import whole
 
 
 def confident_model(config, seed=0):
@@ -51,7 +51,7 @@ def test_greedy_tokens_are_the_most_likely_tokens(config):
         lambda params, tokens: whole.logits(config, weights_of(params, tables), tokens)
     )
     for prompt, added in zip(prompts, new):
-        # The model is causal (tests/models/test_gpt.py), so one pass gives the logits of all steps.
+        # The model is causal (tests/core/model/test_gpt.py), so one pass gives the logits of all steps.
         text = np.pad([*prompt, *added], (0, 16 - len(prompt) - 8))[None]
         best = np.argmax(logits(params, text)[0], axis=-1)[len(prompt) - 1 :][: len(added)]
         np.testing.assert_array_equal(added, best)

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.model.model_weights import weights_of
 from sparse_dataflow.evaluation import scoring
 from sparse_dataflow.evaluation.generate import generate
 from sparse_dataflow.evaluation.scoring import Counts
 from sparse_dataflow.evaluation.tasks.items import Item
-from sparse_dataflow.models.model_weights import weights_of
-from sparse_dataflow.parallel import whole
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="the extra eval is not installed"

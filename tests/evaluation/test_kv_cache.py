@@ -10,14 +10,14 @@ from decoded import CONFIGS, DENSE, SPARSE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.config.projections import LinearSpec
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.model_weights import ModelWeights, weights_of
+from sparse_dataflow.core.model.projection import arrays
+from sparse_dataflow.core.training import cost
 from sparse_dataflow.evaluation import kv_cache
-from sparse_dataflow.models import gpt, stacks
-from sparse_dataflow.models.linear import arrays
-from sparse_dataflow.models.model_weights import ModelWeights, weights_of
-from sparse_dataflow.parallel import whole
-from sparse_dataflow.planning import cost
 
 ROWS, WIDTH, CACHE = 3, 8, 16
 

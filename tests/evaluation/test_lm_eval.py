@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from sparse_dataflow.commands import lm_eval as command
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.runs import lm_eval as command
 
 SETUP = pathlib.Path(__file__).parents[2] / "setup.cfg"
 TASK = """
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 def test_the_entry_point_names_the_registered_class():
     from lm_eval.api.registry import get_model
 
-    from sparse_dataflow.runs.lm_eval_model import SparseDataflowLM
+    from sparse_dataflow.commands.lm_eval_model import SparseDataflowLM
 
     parser = configparser.ConfigParser()
     parser.read(SETUP)
@@ -59,7 +59,7 @@ def test_lm_eval_scores_a_run(harness, lm_eval_tasks, run_folder, tmp_path, monk
 
 
 def test_a_folder_that_is_no_run_is_named(harness, tmp_path):
-    from sparse_dataflow.runs.lm_eval_model import SparseDataflowLM
+    from sparse_dataflow.commands.lm_eval_model import SparseDataflowLM
 
     with pytest.raises(UserError, match="not a run folder"):
         SparseDataflowLM(str(tmp_path))

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from decoded import BYTES, DENSE
 
-from sparse_dataflow.config.families import FAMILIES
-from sparse_dataflow.config.projections import LinearSpec
-from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.core.config.families import FAMILIES
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.evaluation import kv_cache, offloaded_experts
 from sparse_dataflow.evaluation.generate import generate_tokens
 from sparse_dataflow.evaluation.offloaded_experts import OffloadedExperts
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models import gpt, stacks
 
 MIXTURE = dataclasses.replace(DENSE, experts=6, top_k=2)
 MONARCH = LinearSpec("block_sparse", "monarch", density=0.5, block=8)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.model.model_weights import weights_of
 from sparse_dataflow.evaluation import scoring
 from sparse_dataflow.evaluation.scoring import Limits, bucket_lengths, score
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.models.model_weights import weights_of
-from sparse_dataflow.parallel import whole
 
 
 def draw_requests(vocab, sizes, seed=0):
@@ -25,7 +25,7 @@ def naive(trained):
     """Returns score(before, after) -> (log-likelihood, greedy tokens) of one request.
 
     Pads all sequences to one length to compile one program; the model is causal
-    (tests/models/test_gpt.py).
+    (tests/core/model/test_gpt.py).
     """
     logits_of = jax.jit(
         lambda tokens: whole.logits(

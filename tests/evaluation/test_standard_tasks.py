@@ -195,7 +195,7 @@ def test_task_files_that_cannot_be_used_are_named(lm_eval_tasks, manager, tmp_pa
 
 
 def test_a_tasks_own_number_of_examples_wins_over_the_default(lm_eval_tasks, folder, manager):
-    from sparse_dataflow.runs.evaluation.tasks import DEFAULT_SHOTS, Task
+    from sparse_dataflow.commands.models.tasks import DEFAULT_SHOTS, Task
 
     for own, expected in ((2, (None,)), (0, (None,)), ("", DEFAULT_SHOTS)):
         line = "" if own == "" else f"num_fewshot: {own}\n"

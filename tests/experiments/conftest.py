@@ -14,8 +14,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from main_job import MainJob, without_repeats, write_corpus
 
+from sparse_dataflow.commands import command_line
 from sparse_dataflow.data import cache
-from sparse_dataflow.runs import command_line
 
 
 @pytest.fixture(scope="session")

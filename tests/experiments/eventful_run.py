@@ -116,8 +116,8 @@ def at_call(name, count, what):
 
 def shorten():
     """Leaves out rates of this machine, the sections of a step, and continuations in the report."""
+    from sparse_dataflow.commands import report
     from sparse_dataflow.hardware import detect as hardware
-    from sparse_dataflow.runs import report
 
     hardware.measure_cpu = lambda dtype="float32": 1e11
     hardware.measure_cpu_bandwidth = lambda: 1e10

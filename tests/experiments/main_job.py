@@ -18,7 +18,7 @@ PICO = ("--scale=pico", "--block=16", "--density=0.25")
 PLAN = ("--steps=12", "--set=run.checkpoint_every=3", "--set=run.eval_every=6")
 TIMES = ("seconds", "tokens_per_second", "mfu", "update_seconds")
 IMPORTED = (
-    "array_record.python.array_record_data_source", "sparse_dataflow.runs.train", "grain",
+    "array_record.python.array_record_data_source", "sparse_dataflow.commands.train", "grain",
     "jax.interpreters.mlir", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg",
     "scipy.optimize", "sparse_dataflow.data.builders", "sparse_dataflow.reporting.page",
     "tensorboardX", "tensorflow_datasets.core.data_sources", "tokenizers",

@@ -8,7 +8,7 @@ from forks import TIMEOUT_SECONDS
 from main_job import PICO, arrays, rows, untimed
 from ports import free_port
 
-from sparse_dataflow.training.monitoring.metrics import read_metrics
+from sparse_dataflow.core.training.monitoring.metrics import read_metrics
 
 STEPS = 16
 PLAN = ("--set=run.checkpoint_every=4", "--set=run.eval_every=8", "--notwin")
@@ -18,9 +18,9 @@ CHANGING = (
     "--set=evolution.at=0.9",
     "--set=training.skip_spikes=1",
 )
-STEP = "sparse_dataflow.training.loop.run_step"
-UPDATE = "sparse_dataflow.training.hooks.evolve_layouts"
-READ = "sparse_dataflow.checkpoint.named_arrays.read"
+STEP = "sparse_dataflow.core.training.loop.run_step"
+UPDATE = "sparse_dataflow.core.training.hooks.evolve_layouts"
+READ = "sparse_dataflow.core.checkpoint.named_arrays.read"
 
 
 class Pair:

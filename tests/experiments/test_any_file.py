@@ -19,29 +19,28 @@ from file_damage import damaged
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sparse_dataflow.checkpoint.checkpoint import Checkpoints
-from sparse_dataflow.config.presets import SIZES, preset
-from sparse_dataflow.config.projections import LinearSpec
+from experiments.studies import study
+from experiments.studies.scaling_law import read_runs
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.commands.models import evaluation_report
+from sparse_dataflow.commands.request import NAMED
+from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
+from sparse_dataflow.core.config.presets import SIZES, preset
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.ops import tuned
+from sparse_dataflow.core.training.monitoring import goodput
+from sparse_dataflow.core.training.monitoring.metrics import MetricsWriter, read_metrics
 from sparse_dataflow.data import tokens
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.tokenizer import Tokenizer, gpt2_tokenizer
-from sparse_dataflow.evaluation import trained
+from sparse_dataflow.evaluation import run_files, trained
+from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.evaluation.tasks import items
 from sparse_dataflow.files import folders, manifest
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.interchange import huggingface, sparse_form
-from sparse_dataflow.kernels import tuned
 from sparse_dataflow.reporting import chip_data
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.evaluation import report as evaluation_report
-from sparse_dataflow.runs.request import NAMED
-from sparse_dataflow.runs.studies import study
-from sparse_dataflow.runs.studies.scaling_law import read_runs
-from sparse_dataflow.training import run_files
-from sparse_dataflow.training.monitoring import goodput
-from sparse_dataflow.training.monitoring.metrics import MetricsWriter, read_metrics
-from sparse_dataflow.training.run_files import RunRecord
 
 ROOT = pathlib.Path(__file__).parents[2]
 MOST_MEMORY = 300 * 2**20

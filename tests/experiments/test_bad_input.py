@@ -5,7 +5,7 @@ import json
 import pytest
 from main_job import PICO, checkpoint_steps, rows, write_corpus
 
-from sparse_dataflow.config.model import ModelConfig
+from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.files.errors import UserError
 
 

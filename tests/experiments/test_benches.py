@@ -8,13 +8,14 @@ import filelock
 import pytest
 
 from experiments import chip_report as experiment
-from sparse_dataflow.config.presets import SIZES
-from sparse_dataflow.kernels import tuned
-from sparse_dataflow.kernels.block_sparse_matmul import tuning_xla
-from sparse_dataflow.planning import cost, memory
+from experiments.benchmarks.options import IMPLEMENTATIONS
+from sparse_dataflow.commands import chip_report, command_line
+from sparse_dataflow.core.config.presets import SIZES
+from sparse_dataflow.core.ops import tuned
+from sparse_dataflow.core.ops.block_sparse_matmul import xla_tuning as tuning_xla
+from sparse_dataflow.core.training import cost
+from sparse_dataflow.planner import memory
 from sparse_dataflow.reporting import chip_data
-from sparse_dataflow.runs import chip_report, command_line
-from sparse_dataflow.runs.benchmarks.options import IMPLEMENTATIONS
 
 KERNEL = ("--blocks=16", "--densities=0.25", "--tokens=64", "--rounds=1")
 

@@ -7,7 +7,7 @@ import pytest
 from main_job import PICO, arrays, assert_same_results
 
 from sparse_dataflow.evaluation.trained import load
-from sparse_dataflow.planning import memory
+from sparse_dataflow.planner import memory
 from sparse_dataflow.reporting.report import ReportData
 
 DEPTH = "--set=sparsity.budget=depth:1.5x,0.5x"

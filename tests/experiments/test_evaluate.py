@@ -8,12 +8,12 @@ import pytest
 from main_job import rows
 
 from experiments import evaluate
+from sparse_dataflow.commands import command_line, library
+from sparse_dataflow.commands.models import evaluation_report
 from sparse_dataflow.data import cache
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.load import load
 from sparse_dataflow.reporting.report_data import ReportData
-from sparse_dataflow.runs import command_line, library
-from sparse_dataflow.runs.evaluation import report as evaluation_report
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="the extra eval is not installed"
@@ -140,7 +140,7 @@ def test_runs_that_cannot_be_evaluated(evaluated, copy, tmp_path):
 @pytest.fixture
 def no_loading(monkeypatch):
     """Fails where a model is loaded."""
-    from sparse_dataflow.runs.evaluation import evaluate
+    from sparse_dataflow.commands.models import evaluate
 
     monkeypatch.setattr(evaluate, "load", lambda *args: pytest.fail("a model was loaded"))
 

@@ -6,9 +6,10 @@ import signal
 import pytest
 from main_job import assert_same_results, checkpoint_steps, rows
 
-from sparse_dataflow.config.projections import LinearSpec
-from sparse_dataflow.planning import cost, memory
-from sparse_dataflow.training.run_files import read_config, read_record, read_variants
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.training import cost
+from sparse_dataflow.evaluation.run_files import read_config, read_record, read_variants
+from sparse_dataflow.planner import memory
 
 METHODS = {
     "rigl": ("--evolution=rigl", "--set=evolution.every=2", "--notwin"),

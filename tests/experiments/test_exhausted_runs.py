@@ -6,8 +6,8 @@ import pytest
 from fault_records import EXHAUSTED, Record
 from main_job import assert_same_results, complaint
 
-WRITING = "sparse_dataflow.checkpoint.named_arrays.start_writing"
-STEP = "sparse_dataflow.training.loop.run_step"
+WRITING = "sparse_dataflow.core.checkpoint.named_arrays.start_writing"
+STEP = "sparse_dataflow.core.training.loop.run_step"
 
 
 @pytest.mark.slow

@@ -176,7 +176,7 @@ def test_full_disk(pair, whole):
 def test_full_disk_on_a_worker_alone(pair, whole):
     """The first process, which has room, does not wait for arrays that are never written."""
     record = Record("disk full on a worker alone")
-    writing = "sparse_dataflow.checkpoint.named_arrays.start_writing"
+    writing = "sparse_dataflow.core.checkpoint.named_arrays.start_writing"
     statuses, seconds, texts = pair.end(pair.start(at_1={"calls": [(writing, 2, "full")]}))
     assert statuses == [2, 2], texts
     assert "could not be written" in texts[0] and "(File too large)" in texts[1]

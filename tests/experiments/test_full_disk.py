@@ -5,10 +5,10 @@ import subprocess
 import pytest
 from main_job import assert_same_results, checkpoint_steps, complaint
 
-from sparse_dataflow.config.presets import preset
+from sparse_dataflow.commands import run_folder
+from sparse_dataflow.core.config.presets import preset
+from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.runs import run_folder
-from sparse_dataflow.training.run_files import RunRecord
 
 RECORD = RunRecord(
     "toy", ("python",), "today", {}, "a chip", "texts", "0", "0", 512, {"sparse": 1, "dense": 1}

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 from main_job import assert_same_results, checkpoint_steps, rows
 
-from sparse_dataflow.config.presets import SIZES, preset
-from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.commands import report as report_module
+from sparse_dataflow.core.config.presets import SIZES, preset
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.data.tokenizer import Tokenizer
-from sparse_dataflow.parallel.executor import SINGLE_DEVICE
-from sparse_dataflow.planning import memory
+from sparse_dataflow.evaluation.run_files import read_config, read_record, read_variants
+from sparse_dataflow.planner import memory
 from sparse_dataflow.reporting.report_data import ReportData
-from sparse_dataflow.runs import report as report_module
-from sparse_dataflow.training.run_files import read_config, read_record, read_variants
 
 PROJECTIONS = SIZES["nano"].projections
 

@@ -7,7 +7,7 @@ import psutil
 import pytest
 from main_job import PICO, PLAN, complaint
 
-STEP = "sparse_dataflow.training.loop.run_step"
+STEP = "sparse_dataflow.core.training.loop.run_step"
 
 
 def stopped_at_step(job, folder, step):

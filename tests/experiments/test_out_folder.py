@@ -9,13 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from main_job import PICO
 
-from sparse_dataflow.config.presets import preset
+from experiments.benchmarks import pipeline_bubble
+from experiments.studies import study
+from sparse_dataflow.commands import measurement, run_folder
+from sparse_dataflow.core.config.presets import preset
+from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.runs import measurement, run_folder
-from sparse_dataflow.runs.benchmarks import pipeline_bubble
-from sparse_dataflow.runs.studies import study
-from sparse_dataflow.training.run_files import RunRecord
 
 RECORD = RunRecord(
     "gpt13b_sparse", ("python",), "today", {}, "a chip", "texts", "0", "0", 512,

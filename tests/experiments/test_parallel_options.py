@@ -7,10 +7,10 @@ import pytest
 from main_job import rows
 from ports import free_port
 
-from sparse_dataflow.config import settings
-from sparse_dataflow.config.parallel import ONLY_RELAY, ParallelConfig
-from sparse_dataflow.config.sparsity import SparsityConfig
-from sparse_dataflow.sparsity.patterns import make_layout
+from sparse_dataflow.core.config import settings
+from sparse_dataflow.core.config.parallel import ONLY_RELAY, ParallelConfig
+from sparse_dataflow.core.config.sparsity import SparsityConfig
+from sparse_dataflow.core.layouts.patterns import make_layout
 
 DEVICES = 2
 RELAY = "--executor=relay"

@@ -9,12 +9,13 @@ import sys
 import pytest
 
 from experiments import layout_search, planner_truth, scaling_study
-from sparse_dataflow.parallel import mesh as meshes
-from sparse_dataflow.parallel.pipeline import schedules
-from sparse_dataflow.planning.parallel_plan import ParallelPlan
-from sparse_dataflow.runs import command_line
-from sparse_dataflow.runs.planning import launching, scaling
-from sparse_dataflow.training.variants import variants
+from experiments.planning import scaling
+from sparse_dataflow.commands import command_line
+from sparse_dataflow.commands.planning import launching
+from sparse_dataflow.core.executors import mesh as meshes
+from sparse_dataflow.core.executors.pipeline import schedules
+from sparse_dataflow.core.training.variants import variants
+from sparse_dataflow.planner.parallel_plan import ParallelPlan
 
 
 def run(experiment, *arguments):
@@ -139,7 +140,7 @@ def test_scaling_names_what_limits_each_point(tmp_path, capsys):
 
 def test_the_planners_experiments_start_without_jax():
     names = ["experiments." + n for n in ("layout_search", "compile_plan")]
-    names += ["sparse_dataflow.runs.planning." + n for n in ("truth", "scaling")]
+    names += ["sparse_dataflow.commands.planning." + n for n in ("truth", "scaling")]
     names += ["experiments.planner_truth", "experiments.scaling_study"]
     code = f"import sys; import {', '.join(names)}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

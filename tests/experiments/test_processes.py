@@ -12,9 +12,9 @@ from main_job import PICO, PLAN, TIMEOUT, arrays, checkpoint_steps, complaint, r
 from object_store import object_store
 from ports import free_port
 
+from sparse_dataflow.commands import address_runs
 from sparse_dataflow.files import manifest
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.runs import address_runs
 
 
 def start(job, processes, numbers, *arguments, more=None, happening=None):
@@ -147,7 +147,7 @@ def test_hosts_that_share_no_folder_are_refused_an_address(tmp_path):
 @pytest.mark.parametrize("one", [0, 1])
 def test_a_signal_to_one_process_that_compiles_ends_all_with_75(job, tmp_path, one):
     """JAX's runtime would catch SIGTERM itself."""
-    stuck = ("sparse_dataflow.runs.job.compile_programs", 1, "SIGTERM in a long call")
+    stuck = ("sparse_dataflow.commands.job.compile_programs", 1, "SIGTERM in a long call")
     happening = {one: {"calls": [stuck]}}
     flags = (*new(job, tmp_path / "run"), "--mesh=data:2")
     done = ended(start(job, 2, (0, 1), *flags, happening=happening))

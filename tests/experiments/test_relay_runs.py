@@ -7,11 +7,11 @@ import pytest
 from main_job import PICO, PLAN, assert_same_results, rows
 from ports import free_port
 
-from sparse_dataflow.config.presets import SIZES
-from sparse_dataflow.config.projections import LinearSpec
+from sparse_dataflow.core.config.presets import SIZES
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.executors.relay import server_files
 from sparse_dataflow.files.errors import TEMPORARY
-from sparse_dataflow.parallel.relay import server_files
-from sparse_dataflow.planning import memory
+from sparse_dataflow.planner import memory
 
 SHORT = ("--twin=no", "--executor=relay")
 
@@ -164,7 +164,7 @@ def test_the_depth_is_the_same_after_a_resume(job, tmp_path):
 def test_what_cannot_be_is_refused_before_anything_is_compiled(
     job, refused, tmp_path, monkeypatch, arguments, words
 ):
-    monkeypatch.setattr("sparse_dataflow.runs.job.compile_programs", None)
+    monkeypatch.setattr("sparse_dataflow.commands.job.compile_programs", None)
     (tmp_path / "taken/sparse").mkdir(parents=True)
     (tmp_path / "taken/sparse/letter.txt").touch()
     (tmp_path / "etc").mkdir()
@@ -179,7 +179,7 @@ def test_a_disk_too_small_for_all_models_is_told_before_anything_is_compiled(
     job, refused, tmp_path, monkeypatch
 ):
     """For both twins at once: 24 bytes a parameter each."""
-    monkeypatch.setattr("sparse_dataflow.runs.job.compile_programs", None)
+    monkeypatch.setattr("sparse_dataflow.commands.job.compile_programs", None)
     model = SIZES["pico"]
     both = sum(
         24 * memory.parameter_count(m)

@@ -63,7 +63,7 @@ def test_ctrl_c_before_training_leaves_nothing(job, undisturbed, tmp_path, momen
 MOMENTS = {
     "reading the corpus": {"events": [(r"/tokens/", 1, "{}")]},
     "compiling": {"events": [(r"jit_train_step", 1, "{}")]},
-    "the final evaluation": {"calls": [("sparse_dataflow.training.held_out.nats", 3, "{}")]},
+    "the final evaluation": {"calls": [("sparse_dataflow.core.training.held_out.nats", 3, "{}")]},
     "the report": {"events": [(r"report\.json", 1, "{}")]},
 }
 
@@ -109,7 +109,7 @@ def test_a_signal_outside_training_ends_with_75(job, tmp_path, moment, name):
 def test_a_signal_ends_a_process_that_is_inside_a_long_call(job, undisturbed, tmp_path):
     """As a compiler is; Python does not run a handler before the call returns."""
     folder = tmp_path / "run"
-    stuck = "sparse_dataflow.runs.job.compile_programs"
+    stuck = "sparse_dataflow.commands.job.compile_programs"
     done = job.new(folder, "--notwin", calls=[(stuck, 1, "SIGTERM in a long call")])
     assert_quiet(done, 75)
     assert "stopped: ended by SIGTERM" in done.stderr

@@ -10,8 +10,8 @@ from main_job import complaint
 from pairs import STEP, Pair, same, until
 
 FEW = "--batch=6"
-UPDATE = "sparse_dataflow.training.programs.update_layouts"
-PLACE = "sparse_dataflow.checkpoint.named_arrays._place"
+UPDATE = "sparse_dataflow.core.training.programs.update_layouts"
+PLACE = "sparse_dataflow.core.checkpoint.named_arrays._place"
 
 
 class Three(Pair):

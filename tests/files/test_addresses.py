@@ -6,7 +6,7 @@ import threading
 import pytest
 from object_store import object_store
 
-from sparse_dataflow.config.settings import Setting
+from sparse_dataflow.core.config.settings import Setting
 from sparse_dataflow.files import address_lock, addresses, folder_lock
 from sparse_dataflow.files.address_lock import AddressLock
 from sparse_dataflow.files.addresses import Address, Entry

@@ -20,7 +20,7 @@ def run(code, *, stopped="stderr", answer=True):
     streams = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, stopped: write}
     program = f"""
 import os, sys, time
-from sparse_dataflow.runs import command_line
+from sparse_dataflow.commands import command_line
 def main():
     {code}
 command_line.run(main, "doc", argv=["program"], options=None)

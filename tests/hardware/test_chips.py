@@ -5,7 +5,7 @@ import pytest
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.hardware.chips import CHIPS
-from sparse_dataflow.planning.efficiency import EFFICIENCIES
+from sparse_dataflow.planner.efficiency import EFFICIENCIES
 
 TOML = """
 name = "mine"

@@ -7,14 +7,14 @@ import numpy as np
 from make_fixture import BYTES
 from safetensors.numpy import load_file, save_file
 
-from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.config.projections import LinearSpec
-from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.model_weights import weights_of
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
-from sparse_dataflow.models import gpt, stacks
-from sparse_dataflow.models.model_weights import weights_of
-from sparse_dataflow.parallel import whole
 
 DENSE = ModelConfig(
     num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=BYTES.vocab_size, max_len=16

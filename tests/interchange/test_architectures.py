@@ -13,17 +13,17 @@ from make_fixture import BYTES, FOLDERS, LLAMA3_SCALING, OPT_SPECIALS, SHAPES
 from models import DENSE, change_tensors, export, logits, random_model
 from safetensors.numpy import load_file
 
-from sparse_dataflow.checkpoint.named_arrays import flatten
-from sparse_dataflow.config.families import FAMILIES
-from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.config.projections import LinearSpec
+from sparse_dataflow.core.checkpoint.named_arrays import flatten
+from sparse_dataflow.core.config.families import FAMILIES
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.model import gpt
 from sparse_dataflow.evaluation.generate import generate
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import architectures, huggingface, tensors
 from sparse_dataflow.interchange.architectures import ARCHITECTURES
 from sparse_dataflow.interchange.equivalent_forms import split_config
 from sparse_dataflow.interchange.load import load
-from sparse_dataflow.models import gpt
 
 IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (2, 16), np.int32)
 each_architecture = pytest.mark.parametrize("name", ARCHITECTURES)

@@ -16,12 +16,12 @@ import pytest
 from fake_hub import FakeHub
 
 import sparse_dataflow as sd
+from sparse_dataflow.commands.models import load_model
+from sparse_dataflow.commands.request import Request
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import hub_models, starting_point
 from sparse_dataflow.interchange.hub_models import HubName, hub_name
 from sparse_dataflow.interchange.named_tokenizers import named_tokenizer
-from sparse_dataflow.runs.evaluation import load_model
-from sparse_dataflow.runs.request import Request
 
 FIXTURES = Path(__file__).parent
 NAME = "owner/llama"

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from make_fixture import BYTES
 from models import DENSE, DEPTH, SPARSE, TRAINING, begun, begun_with_equal_logits, export
 
-from sparse_dataflow.config.families import FAMILIES
-from sparse_dataflow.config.projections import LinearSpec
+from sparse_dataflow.commands.request import Request
+from sparse_dataflow.core.config.families import FAMILIES
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.model.model_weights import weights_of
+from sparse_dataflow.core.optim.optimizers import adam_state, make_optimizer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.width import head_sources
-from sparse_dataflow.models.model_weights import weights_of
-from sparse_dataflow.optim.optimizers import adam_state, make_optimizer
-from sparse_dataflow.parallel import whole
-from sparse_dataflow.runs.request import Request
 
 IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (1, 8), np.int32)
 SMALL = dataclasses.replace(DENSE, d_model=16, num_heads=2, d_ff=24)

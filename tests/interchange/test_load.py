@@ -10,14 +10,14 @@ from models import DENSE, DEPTH, SPARSE, change_tensors, export, logits
 from safetensors.numpy import load_file
 
 import sparse_dataflow as sd
-from sparse_dataflow.config.families import FAMILIES
-from sparse_dataflow.config.projections import LinearSpec
+from sparse_dataflow.commands.models import load_model
+from sparse_dataflow.commands.request import Request
+from sparse_dataflow.core.config.families import FAMILIES
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.training.variants import variant
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import starting_point
 from sparse_dataflow.interchange.architectures import ARCHITECTURES
-from sparse_dataflow.runs.evaluation import load_model
-from sparse_dataflow.runs.request import Request
-from sparse_dataflow.training.variants import variant
 
 LLAMA = dataclasses.replace(DENSE, **FAMILIES["llama"], num_kv_heads=2)
 SPECS = {

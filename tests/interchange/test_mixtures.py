@@ -10,15 +10,15 @@ from make_fixture import BYTES, FOLDERS
 from models import logits, random_model
 
 import sparse_dataflow as sd
-from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.config.projections import LinearSpec
-from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.commands.request import Request
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.training.monitoring.metrics import read_metrics
 from sparse_dataflow.data import cache
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
-from sparse_dataflow.runs.request import Request
-from sparse_dataflow.training.monitoring.metrics import read_metrics
 
 MIXTURE = ModelConfig(
     num_layers=2,

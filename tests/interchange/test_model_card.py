@@ -10,15 +10,15 @@ import pytest
 from make_fixture import BYTES
 from models import DENSE, DEPTH, LOW_RANK, SPARSE, SUPAR, export, random_model
 
-from sparse_dataflow.config.families import FAMILIES
-from sparse_dataflow.config.projections import LinearSpec
-from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.core.config.families import FAMILIES
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.model.model_weights import weights_of
+from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.model_card import model_card
-from sparse_dataflow.models.model_weights import weights_of
-from sparse_dataflow.parallel import whole
-from sparse_dataflow.training.run_files import RunRecord
 
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 RECORD = RunRecord(

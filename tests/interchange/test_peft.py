@@ -12,15 +12,15 @@ from models import logits
 from safetensors.numpy import load_file
 from test_architectures import order_of
 
-from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.commands.library import save
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.model import adapters
+from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface, peft, starting_point
 from sparse_dataflow.interchange.architectures import ARCHITECTURES
 from sparse_dataflow.interchange.equivalent_forms import QKV, fuse_qkv
-from sparse_dataflow.models import adapters
-from sparse_dataflow.runs.library import save
-from sparse_dataflow.training.run_files import RunRecord
 
 TRAINING = TrainingConfig(adapter_rank=RANK, adapter_alpha=ALPHA, sequence=16, batch=2)
 IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (2, 12), np.int32)

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from models import logits, random_model
 
-from sparse_dataflow.config.evolution import EvolutionConfig
-from sparse_dataflow.config.layer_groups import split_groups
-from sparse_dataflow.config.model import ModelConfig
-from sparse_dataflow.config.projections import LinearSpec
-from sparse_dataflow.config.training import TrainingConfig
+from sparse_dataflow.core.config.evolution_config import EvolutionConfig
+from sparse_dataflow.core.config.layer_groups import split_groups
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.layouts.evolution import phase_specs
+from sparse_dataflow.core.model import stacks
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
-from sparse_dataflow.models import stacks
-from sparse_dataflow.sparsity.evolution import phase_specs
 
 DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=16)
 SPARSE = DENSE.with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=8))

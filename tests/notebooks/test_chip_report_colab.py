@@ -14,7 +14,7 @@ def test_it_is_stored_without_outputs():
     assert all(not cell.outputs and cell.execution_count is None for cell in cells)
 
 
-@pytest.mark.nightly  # tests/runs/test_chip_report.py runs its command every day.
+@pytest.mark.nightly  # tests/commands/test_chip_report.py runs its command every day.
 def test_it_shows_the_page(tmp_path):
     # Rows that do not fit into the time are shown as not measured.
     parameters = f'SOURCE, FLAGS, OUT = "", "--minutes=0.4 --scale=pico", "{tmp_path}/out"'

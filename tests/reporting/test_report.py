@@ -16,12 +16,7 @@ from report_sample import bare
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.reporting import page, quantities
 from sparse_dataflow.reporting.report import write_report
-from sparse_dataflow.reporting.report_data import (
-    Continuation,
-    LayoutData,
-    ProfileData,
-    ReportData,
-)
+from sparse_dataflow.reporting.report_data import Continuation, LayoutData, ProfileData, ReportData
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "base", "wbr", "source", "area", "col"}
 

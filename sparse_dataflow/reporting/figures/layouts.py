@@ -10,10 +10,10 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from sparse_dataflow.config.projections import PROJECTIONS
+from sparse_dataflow.core.config.projections import PROJECTIONS
+from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.reporting.figures import drawings, svg
 from sparse_dataflow.reporting.figures.svg import COLOUR
-from sparse_dataflow.sparsity.layout import BlockLayout
 
 MOST_CELLS = 64
 """Cells on a side of a picture; a larger layout has several blocks in a cell."""

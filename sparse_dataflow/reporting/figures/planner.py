@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
 from sparse_dataflow.hardware.chips import Chip
-from sparse_dataflow.planning.step_time import Section
+from sparse_dataflow.planner.step_time import Section
 from sparse_dataflow.reporting.figures import png
 
 # Colour-blind safe (Okabe and Ito 2008).

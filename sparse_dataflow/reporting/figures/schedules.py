@@ -6,7 +6,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.patches import Rectangle
 
-from sparse_dataflow.parallel.pipeline.schedules import (
+from sparse_dataflow.core.executors.pipeline.schedules import (
     BACKWARD,
     FORWARD,
     RECOMPUTE,

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from sparse_dataflow.hardware.chips import TERA, Chip
-from sparse_dataflow.planning.step_time import GROUPS, Section
+from sparse_dataflow.planner.step_time import GROUPS, Section
 from sparse_dataflow.reporting.figures import svg
 from sparse_dataflow.reporting.figures.svg import COLOUR, TEXT
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parsed import paths
 
+from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.reporting.figures import layouts as layout_figures
-from sparse_dataflow.sparsity.layout import BlockLayout
 
 
 def cells(picture, colour):

@@ -4,12 +4,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from sparse_dataflow.parallel.pipeline import schedules
-from sparse_dataflow.reporting.figures.schedules import (
-    ACTIONS,
-    MAX_TICKS,
-    schedule_picture,
-)
+from sparse_dataflow.core.executors.pipeline import schedules
+from sparse_dataflow.reporting.figures.schedules import ACTIONS, MAX_TICKS, schedule_picture
 from sparse_dataflow.reporting.schedules_page import schedules_page
 
 

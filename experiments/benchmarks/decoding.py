@@ -1,0 +1,173 @@
+"""Tokens that a model writes from a cache, or switches of models, for `decode_bench`."""
+
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_dataflow.commands import measurement
+from sparse_dataflow.commands.request import Request
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.model.projection import with_threshold
+from sparse_dataflow.core.ops import dispatch
+from sparse_dataflow.core.training import cost
+from sparse_dataflow.evaluation import activation_sparsity, kv_cache
+from sparse_dataflow.evaluation.composition import Composition
+
+from . import benchmark
+from .benchmark import Program
+
+
+def run(request: Request, options) -> None:
+    """Measures, prints and writes; see `experiments.decode_bench`."""
+    models = benchmark.models_of(request)
+    batch, seed, chip = models.training.batch, models.training.seed, models.chip
+    layers, cached = models.config.model.num_layers, options.cached
+    models.announce(f"scale {models.scale}, {layers} layers, batch {batch}, {cached} tokens cached")
+    share = options.activation_sparsity
+    cases: dict[str, tuple[ModelConfig, kv_cache.Weights, float]] = {}
+    for name, model in models.by_name.items():
+        weights = kv_cache.random_weights(model, seed)
+        cases[name] = model, weights, 0.0
+        if share:
+            with_zeros = _with_zeros(model, weights, batch, cached, share)
+            cases[_zeros(name, share)] = model, with_zeros, share
+    programs = {
+        name: _program(model, weights, batch, cached, options.tokens)
+        for name, (model, weights, _) in cases.items()
+    }
+    seconds, medians = benchmark.timed(programs, options.rounds)
+    rows: dict[str, dict] = {}
+    for name, (model, _, zeros) in cases.items():
+        token = medians[name] / options.tokens
+        skipped = zeros if dispatch.platform() == "cpu" else 0
+        read = cost.decoding_bytes(model, batch, cached, skipped)
+        rows[name] = {
+            "token_ms": 1e3 * token,
+            "tokens_per_second": batch / token,
+            "read_bytes": read,
+            "gigabytes_per_second": read / token / 1e9,
+            "compile_seconds": programs[name].compile_seconds,
+        }
+    ceiling = rows["dense"]["read_bytes"] / rows["sparse"]["read_bytes"]
+    result = benchmark.compared(rows, _line, seconds, "byte ceiling", ceiling)
+    facts = models.facts(
+        inputs="random weights", layers=layers, cached=cached, byte_ceiling=ceiling
+    )
+    name = f"decode_bench_{chip.name}_{models.scale}_batch{batch}"
+    if share:
+        facts["activation_sparsity"] = share
+        result["over_dense"] = _over_dense(rows, seconds, share)
+        name += f"_zeros{100 * share:g}"
+    measurement.keep(options.keep, name, chip.name, [facts | result])
+
+
+def _zeros(name, share):
+    return f"{name}, {share:.0%} zeros"
+
+
+def _over_dense(rows, seconds, share):
+    """Prints and returns the ratio of dense time to that of each model with zeros."""
+    ratios = {}
+    for model in ("dense", "sparse"):
+        name = _zeros(model, share)
+        ratio = measurement.paired_ratio(seconds["dense"], seconds[name])
+        ceiling = rows["dense"]["read_bytes"] / rows[name]["read_bytes"]
+        print(f"dense / {name}: {measurement.ratio_text(ratio)}; byte ceiling {ceiling:.2f}x")
+        ratios[model] = {**ratio, "byte_ceiling": ceiling}
+    return ratios
+
+
+def run_switches(request: Request, options) -> None:
+    """Measures switches between models in host memory; see `experiments.decode_bench`.
+
+    Dense and sparse models are in compositions of their own, so that a switch reuses the memory of
+    the model of its shape before, as a server of equal experts does.
+    """
+    models = benchmark.models_of(request)
+    models.announce(f"scale {models.scale}, switches between two models of a shape")
+    compositions = {name: Composition() for name in models.by_name}
+    for name, model in models.by_name.items():
+        weights = kv_cache.random_weights(model, models.training.seed)
+        for expert in ("0", "1"):
+            compositions[name].add_weights(expert, weights)
+    samples: dict[str, list[float]] = {name: [] for name in compositions}
+    for turn in range(options.rounds + 2):  # The first two copy to new memory.
+        for name, composition in compositions.items():
+            _, switch = composition.activate(str(turn % 2))
+            assert switch is not None
+            samples[name].append(switch.seconds)
+    seconds = {name: np.asarray(each[2:]) for name, each in samples.items()}
+    rows = {}
+    for name, composition in compositions.items():
+        moved, median = composition.bytes("0"), float(np.median(seconds[name]))
+        row = {"switch_ms": 1e3 * median, "moved_bytes": moved}
+        rows[name] = row | {"gigabytes_per_second": moved / median / 1e9}
+        rate = rows[name]["gigabytes_per_second"]
+        print(f"{name:>6}: {1e3 * median:8.2f} ms a switch  {moved / 1e6:8.1f} MB, {rate:.1f} GB/s")
+    ratio = measurement.paired_ratio(seconds["dense"], seconds["sparse"])
+    byte_ratio = rows["dense"]["moved_bytes"] / rows["sparse"]["moved_bytes"]
+    print(f"dense / sparse: {measurement.ratio_text(ratio)}; bytes {byte_ratio:.2f}x")
+    facts = models.facts(inputs="random weights", byte_ratio=byte_ratio, rows=rows)
+    name = f"decode_bench_switch_{models.chip.name}_{models.scale}"
+    measurement.keep(options.keep, name, models.chip.name, [facts | ratio])
+
+
+def _line(row):
+    return (
+        f"{row['token_ms']:8.2f} ms a token  {row['tokens_per_second']:8.1f} tokens/s  "
+        f"{row['read_bytes'] / 1e6:8.0f} MB read, {row['gigabytes_per_second']:.1f} GB/s"
+    )
+
+
+def _with_zeros(
+    model: ModelConfig, weights: kv_cache.Weights, batch: int, cached: int, share: float
+) -> kv_cache.Weights:
+    """Returns weights with the thresholds of the token that `_program` writes."""
+    before = min(cached, model.window - 1) if model.window else cached
+
+    def attend(q, k, v, window, cap):
+        keys, values = (jnp.pad(a, [(0, 0), (before, 0), (0, 0), (0, 0)]) for a in (k, v))
+        return jax.nn.dot_product_attention(q, keys, values, implementation="xla")
+
+    levels = activation_sparsity.input_levels(
+        model,
+        weights.embed,
+        weights.layers,
+        np.zeros((batch, 1), np.int32),
+        share,
+        attend=attend,
+        positions=np.full((batch, 1), cached, np.int32),
+    )
+    layers = (
+        {**layer, **{name: with_threshold(layer[name], level) for name, level in of_layer.items()}}
+        for layer, of_layer in zip(weights.layers, levels, strict=True)
+    )
+    return weights._replace(layers=tuple(layers))
+
+
+def _program(
+    model: ModelConfig, weights: kv_cache.Weights, batch: int, cached: int, tokens: int
+) -> Program:
+    """Writes `tokens` tokens of each text, always after the same cache of zeros."""
+    shape = (batch, model.kv_heads, cached + 1, model.head_width)
+    empty = jnp.zeros(shape, model.compute_dtype)
+    caches = (kv_cache.LayerCache(empty, empty),) * model.num_layers
+    caches = jax.tree.map(jnp.copy, caches)
+    last, positions = np.zeros(batch, np.int32), np.full(batch, cached, np.int32)
+    decode_token = jax.jit(
+        functools.partial(kv_cache.decode_token, model), donate_argnames="caches"
+    )
+    start = time.perf_counter()
+    compiled = decode_token.lower(weights, caches, last, positions).compile()
+    seconds = time.perf_counter() - start
+
+    def run():
+        nonlocal caches
+        for _ in range(tokens):
+            logits, caches = compiled(weights, caches, last, positions)
+        return logits
+
+    return Program(run, seconds)

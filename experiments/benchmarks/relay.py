@@ -1,0 +1,276 @@
+"""The relay against depth, batch and the whole executor, for the experiments `relay_*`."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from sparse_dataflow.commands import measurement
+from sparse_dataflow.commands.preflight import relay_plan
+from sparse_dataflow.commands.request import Request
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.presets import SIZES
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors.relay import timeline
+from sparse_dataflow.core.executors.relay.host_state import fresh_state
+from sparse_dataflow.core.executors.relay.relay import Relay, RelayConfig
+from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.training import cost
+from sparse_dataflow.core.training.variants import variant
+from sparse_dataflow.files import tables
+from sparse_dataflow.hardware import chips
+from sparse_dataflow.hardware import detect as hardware
+from sparse_dataflow.hardware.chips import Chip
+from sparse_dataflow.planner import memory
+
+from . import benchmark, steps
+
+NOT_MEASURED = "does not fit"
+BERT_LARGE: dict[str, Any] = {"num_layers": 24, "d_model": 1024, "num_heads": 16, "d_ff": 4096}
+BERT_VOCABULARY, BERT_SEQUENCE = 30522, 512
+BERT_COLUMNS = (
+    "executor", "stash", "batch", "device_bytes", "planned_device_bytes", "step_seconds",
+    "tokens_per_second", "hidden_transfer",
+)  # fmt: skip
+DEPTH_COLUMNS = (
+    "layers", "compile_seconds", "device_bytes", "planned_device_bytes", "step_seconds",
+    "tokens_per_second", "model_tflops", "hidden_transfer", "hidden_updates",
+)  # fmt: skip
+FIFTY_COLUMNS = (
+    "device_bytes", "planned_device_bytes", "step_seconds", "tokens_per_second", "hidden_transfer",
+    "hidden_updates",
+)  # fmt: skip
+
+
+_NARROW = {"state_dtype": "bfloat16"}
+PLACEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "float32 moments": ({}, {}),
+    "bfloat16 moments": (_NARROW, {}),
+    "bfloat16 moments, copies of weights made at each fetch": (_NARROW, {"copies": False}),
+    "bfloat16 moments, masters and moments in files": (_NARROW, {"files": True}),
+}
+"""Name -> (changes of the training, options of `relay_plan.estimate`), the fastest first."""
+
+
+def depth(request: Request, options) -> None:
+    """Trains a model of each depth through the relay; see `experiments.relay_depth`."""
+    model, training, chip = _model_of(request)
+    rows = []
+    for layers in sorted(options.depths):
+        deep = dataclasses.replace(model, num_layers=layers)
+        config = RelayConfig("host", options.clipping)
+        rows.append(_relayed(deep, training, config, chip, options.steps))
+        print(_table(rows[-1:], DEPTH_COLUMNS).splitlines()[-1], flush=True)
+    print(_table(rows, DEPTH_COLUMNS))
+    measurement.keep(options.keep, f"relay_depth_{chip.name}", chip.name, [{"rows": rows}])
+
+
+def bert_large(request: Request, options) -> None:
+    """Compares the relay with the whole executor; see `experiments.relay_bert_large`.
+
+    A model of 24 layers or more gets the shape of BERT-Large.
+    """
+    model, training, chip = _model_of(request)
+    if model.num_layers >= BERT_LARGE["num_layers"]:
+        model = dataclasses.replace(
+            model, **BERT_LARGE, max_len=BERT_SEQUENCE, vocab_size=BERT_VOCABULARY
+        )
+    model = dataclasses.replace(model, remat="full")
+    rows = []
+    for batch in sorted(options.batches):
+        micro_batches = max(1, batch // options.device_batch)
+        how = dataclasses.replace(
+            training,
+            batch=batch // micro_batches * micro_batches,
+            micro_batches=micro_batches,
+            sequence=min(model.max_len, BERT_SEQUENCE),
+        )
+        for stash in ("device", "host"):
+            config = RelayConfig(stash, options.clipping)
+            row = _relayed(model, how, config, chip, options.steps)
+            rows.append(row | {"stash": stash})
+        rows.append(_whole(model, how, chip, options.steps) | {"batch": batch})
+        print(_table(rows[-3:], BERT_COLUMNS), flush=True)
+    measurement.keep(options.keep, f"relay_bert_large_{chip.name}", chip.name, [{"rows": rows}])
+
+
+def fifty_billion(options) -> None:
+    """Plans, and trains where `options.run`; see `experiments.relay_50b`."""
+    if options.shape == "50b":
+        dense = ModelConfig(62, 8192, 64, 4 * 8192, 50257, 2048, compute_dtype="bfloat16")
+    else:
+        dense = SIZES[options.shape]
+    block = 128 if options.shape == "50b" else 16
+    sparse = dense.with_linears(LinearSpec("block_sparse", "monarch", options.density, block))
+    training = TrainingConfig(
+        1, options.batch, min(2048, dense.max_len), options.micro_batches, learning_rate=1e-4
+    )
+    chip = dataclasses.replace(
+        chips.CHIPS[options.chip], memory_bytes=int(options.device_gb * chips.GIGA)
+    )
+    config, result = RelayConfig("host", "eager"), {}
+    host_bytes = options.host_gb * chips.GIGA
+    for name, model in (("dense", dense), ("sparse", sparse)):
+        placement, plan = _placed(model, training, config, chip, host_bytes, options.host_cores)
+        fits = {
+            "fits_device": plan.device_total <= chip.capacity,
+            "fits_host": plan.host_total <= host_bytes,
+        }
+        on_device, on_host = ("fits" if each else "does not fit" for each in fits.values())
+        print(
+            f"{name}: {memory.parameter_count(model):,} stored parameters, {placement}\n  "
+            f"{plan.text()}\n  {on_device} a device of {options.device_gb:g} GB, "
+            f"{on_host} a host of {options.host_gb:g} GB"
+        )
+        result[name] = dataclasses.asdict(plan) | fits | {"placement": placement}
+        result[name]["step_seconds"] = plan.step_seconds
+    if options.run:
+        chip = hardware.detect(["float32"])
+        result["run"] = _relayed(sparse, training, config, chip, options.steps)
+        print(_table([result["run"]], FIFTY_COLUMNS))
+    measurement.keep(options.keep, f"relay_50b_{chip.name}", chip.name, [result])
+
+
+def _placed(model, training, config, chip: Chip, host_bytes: float, cores: int):
+    """Returns (name, estimate) of the first of `PLACEMENTS` that fits a host, else the last."""
+    plans = {
+        name: relay_plan.estimate(
+            model, dataclasses.replace(training, **changes), config, chip, cores=cores, **options
+        )
+        for name, (changes, options) in PLACEMENTS.items()
+    }
+    fitting = [name for name, plan in plans.items() if plan.host_total <= host_bytes]
+    name = next(iter(fitting), [*plans][-1])
+    return name, plans[name]
+
+
+def _model_of(request: Request) -> tuple[ModelConfig, TrainingConfig, Chip]:
+    """The model of a command line, which is dense where --density is 1.
+
+    Without --scale the model is pico on a CPU, with blocks of 16, and 1.3b on an accelerator.
+    """
+    if request.scale == "auto":
+        on_cpu = {"scale": "pico", "block": 16}
+        cpu = jax.default_backend() == "cpu"
+        request = request.with_defaults(on_cpu if cpu else {"scale": "1.3b"})
+    sparse = request.changes.get("sparsity.density", 0) != 1
+    config, chip = benchmark.config_here(request, sparse)
+    first = variant(config, config.variants[0]).with_steps(1)
+    return first.model, first.training, chip
+
+
+def _relayed(model, training, config: RelayConfig, chip: Chip, count: int) -> dict:
+    """One row: the relay's plan, and the measurements of `count` steps after one untimed step.
+
+    Device memory is the runtime's own peak where it reports one, else the most bytes of arrays that
+    were alive on the device when a program was started, with that program's results and
+    temporaries.
+
+    Raises:
+      UserError: host memory is too small.
+    """
+    plan = relay_plan.estimate(model, training, config, chip)
+    relay_plan.refuse_small_host(plan)
+    start = time.perf_counter()
+    run = Relay(model, training, config, changing=False)
+    compiled = time.perf_counter() - start
+    state, tokens = fresh_state(model, training), steps.random_tokens(model, training)
+    state = state._replace(tables=stacks.with_groups(state.tables))
+    before = most = _live_bytes()
+    working = {
+        name: max(_working_bytes(getattr(group, name)) for group in run.programs)
+        for name in run.programs[0]._fields
+    }
+
+    def observe(program):
+        nonlocal most
+        most = max(most, _live_bytes() + working[program])
+
+    run.observe = observe
+
+    def step():
+        nonlocal state
+        state, report = run.train_step(state, tokens, steps.LEARNING_RATE)
+        return report
+
+    measured = _measured(model, training, chip, step, count)
+    spans = run.timeline.spans
+    return {
+        "executor": "relay",
+        **measured,
+        "compile_seconds": compiled,
+        "device_bytes": _peak_bytes() or most - before,
+        "planned_device_bytes": plan.device_total,
+        "planned_host_bytes": plan.host_total,
+        "hidden_transfer": timeline.hidden_share(spans),
+        "hidden_updates": timeline.hidden_share(spans, ("update",)),
+        **{f"{kind}_seconds": timeline.seconds(spans, kind) for kind in timeline.KINDS},
+    }
+
+
+def _whole(model, training, chip: Chip, count: int) -> dict:
+    """The same of the whole executor; its time is NOT_MEASURED where the device is too small."""
+    plan = memory.training_config_bytes(model, training).total
+    row = {"executor": "whole", "planned_device_bytes": plan}
+    if chip.memory_bytes is not None and plan > chip.memory_bytes * memory.USABLE:
+        return row | {"step_seconds": NOT_MEASURED}
+    step = steps.compiled_step(model, training, steps.random_tokens(model, training))
+    return {
+        **row,
+        **_measured(model, training, chip, step.run, count),
+        "compile_seconds": step.compile_seconds,
+        "device_bytes": _peak_bytes() or step.step_bytes,
+    }
+
+
+def _measured(model, training, chip: Chip, step: Callable, count: int) -> dict:
+    """Speed and losses of `count` steps after one untimed step."""
+    losses, seconds = [float(step().loss)], []
+    for _ in range(count):
+        start = time.perf_counter()
+        losses.append(float(step().loss))
+        seconds.append(time.perf_counter() - start)
+    speed = training.batch * training.sequence / float(np.median(seconds))
+    flops = cost.flops_per_token(model, training.sequence).total
+    return {
+        "layers": model.num_layers,
+        "batch": training.batch,
+        "stored_parameters": memory.parameter_count(model),
+        "step_seconds": float(np.median(seconds)),
+        "tokens_per_second": speed,
+        "model_tflops": flops * speed / 1e12,
+        "mfu": cost.mfu(flops, speed, chip, model.compute_dtype),
+        "losses": losses,
+    }
+
+
+def _table(rows: list[dict], columns: tuple[str, ...]) -> str:
+    cells = [[_cell(row.get(name, "")) for name in columns] for row in rows]
+    return tables.aligned([columns, *cells], left=0)
+
+
+def _cell(value):
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _working_bytes(program):
+    """Returns the bytes of a program's results and temporaries, which are no arguments."""
+    analysis = program.memory_analysis()
+    sizes = analysis.temp_size_in_bytes, analysis.output_size_in_bytes
+    return sum(sizes) - analysis.alias_size_in_bytes
+
+
+def _live_bytes():
+    return sum(a.nbytes for a in jax.live_arrays() if a.sharding.memory_kind == "device")
+
+
+def _peak_bytes():
+    """Of the process so far; None where the backend does not tell."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("peak_bytes_in_use")

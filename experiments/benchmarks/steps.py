@@ -1,0 +1,141 @@
+"""The whole training step, dense, sparse and a peer's, for `step_bench`."""
+
+import functools
+import time
+from collections.abc import Callable, Iterable
+
+import jax
+import numpy as np
+
+from sparse_dataflow.commands import measurement
+from sparse_dataflow.commands.request import Request
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
+from sparse_dataflow.core.training import cost
+from sparse_dataflow.core.training.step import initial_state, jitted_train_step
+from sparse_dataflow.planner import memory
+
+from . import benchmark, step_peers
+from .step_peers import Step
+
+LEARNING_RATE = 1e-4
+
+
+def run(request: Request, options) -> None:
+    """Measures, prints and writes; see `experiments.step_bench`."""
+    models = benchmark.models_of(request)
+    training, chip, by_name = models.training, models.chip, dict(models.by_name)
+    share = cost.flops_per_token(by_name["dense"], training.sequence).projection_share
+    models.announce(
+        f"scale {models.scale}, {training.batch} x {training.sequence} tokens (projections hold "
+        f"{share:.1%} of the dense FLOPs)"
+    )
+    tokens = random_tokens(by_name["dense"], training)
+    makers: dict[str, Callable[[], Step]] = {
+        name: functools.partial(compiled_step, model, training, tokens)
+        for name, model in by_name.items()
+    }
+    if options.peers:
+        peer = step_peers.maker(by_name["dense"], training, tokens, LEARNING_RATE)
+        makers = peer | makers  # Peers first, as jax does not give memory back.
+        by_name |= {name: by_name["dense"] for name in peer}
+    paired = fit_together([by_name[name] for name in makers], training, chip.memory_bytes)
+    seconds: dict[str, np.ndarray] = {}
+    rows: dict[str, dict] = {}
+    for names in [list(makers)] if paired else [[name] for name in makers]:
+        times, about = _timed({name: makers[name] for name in names}, options.rounds)
+        seconds |= times
+        rows |= about
+        step_peers.release()
+    for name, row in rows.items():
+        median, model = float(np.median(seconds[name])), by_name[name]
+        flops = cost.flops_per_token(model, training.sequence).total
+        row |= {
+            "step_ms": 1e3 * median,
+            "tokens_per_second": models.tokens / median,
+            "mfu": cost.mfu(flops, models.tokens / median, chip, model.compute_dtype),
+        }
+    ceiling = cost.flop_ceiling(by_name["sparse"], training.sequence)
+    result = benchmark.compared(rows, _line, seconds, "FLOP ceiling", ceiling)
+    facts = models.facts(
+        inputs="uniform random tokens",
+        state_dtype=training.state_dtype,
+        projection_share=share,
+        paired=paired,
+        flop_ceiling=ceiling,
+        peers=step_peers.compared(seconds),
+    )
+    name = f"step_bench_{chip.name}_{models.scale}"
+    measurement.keep(options.keep, name, chip.name, [facts | result])
+
+
+def _timed(makers, rounds):
+    """({name: seconds of each round}, {name: facts of its step}); the states of all steps live as
+    long as this call."""
+    steps = {name: step_peers.attempt(name, make) for name, make in makers.items()}
+    steps = {name: step for name, step in steps.items() if step}
+    rows = {}
+    for name, step in steps.items():
+        facts = {field: value for field, value in vars(step).items() if field != "run"}
+        rows[name] = {**facts, "first_loss": float(step.run().loss)}
+    runs = {name: step.run for name, step in steps.items()}
+    return measurement.paired_seconds(runs, rounds), rows
+
+
+def _line(row):
+    memory_text = f"  {row['step_bytes'] / memory.GIB:.2f} GiB" if row["step_bytes"] else ""
+    return (
+        f"{row['step_ms']:8.1f} ms a step  {row['tokens_per_second']:9,.0f} tokens/s"
+        f"{benchmark.mfu_text(row['mfu'])}{memory_text}  first loss {row['first_loss']:.4f}"
+    )
+
+
+def random_tokens(model: ModelConfig, training: TrainingConfig) -> np.ndarray:
+    """Uniform tokens, int32 [batch, sequence + 1], drawn by `training.seed`."""
+    shape = (training.batch, training.sequence + 1)
+    rng = np.random.default_rng(training.seed)
+    return rng.integers(model.vocab_size, size=shape, dtype=np.int32)
+
+
+def fit_together(
+    models: Iterable[ModelConfig], training: TrainingConfig, memory_bytes: int | None
+) -> bool:
+    """Whether a device of `memory_bytes` has room for the states of all models and the activations
+    of one step; True where its memory is not known."""
+    flash = jax.default_backend() != "cpu"
+    plans = [memory.training_config_bytes(model, training, flash) for model in models]
+    return memory_bytes is None or memory.alternating_bytes(plans) <= memory_bytes * memory.USABLE
+
+
+def compiled_step(
+    model: ModelConfig,
+    training: TrainingConfig,
+    tokens: np.ndarray,
+    executor: Executor = SINGLE_DEVICE,
+) -> Step:
+    """A training step on its own state.
+
+    Args:
+      model: dense or block-sparse.
+      training: batch, micro-batches, clipping, decay and dtype of the state.
+      tokens: int32 [batch, sequence + 1]; the whole batch in each process of the executor.
+      executor: where it runs.
+    """
+    state = initial_state(model, training, executor)
+    layouts = executor.layouts(state.tables, model, changing=False)
+    state = state._replace(tables=())
+    step = jitted_train_step(model, training, executor, state)
+    tokens = executor.put({"tokens": tokens}, len(tokens))["tokens"]
+    start = time.perf_counter()
+    compiled = step.lower(state, layouts, tokens, np.float32(0)).compile()
+    seconds = time.perf_counter() - start
+
+    def run():
+        nonlocal state
+        state, report = compiled(state, layouts, tokens, np.float32(LEARNING_RATE))
+        return report
+
+    parameters = memory.parameter_count(model)
+    state_bytes = memory.training_config_bytes(model, training).state
+    return Step(run, seconds, measurement.program_bytes(compiled), parameters, state_bytes)

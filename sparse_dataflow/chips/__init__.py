@@ -1,0 +1,1 @@
+"""Kernels for chips, which the ops find by name."""

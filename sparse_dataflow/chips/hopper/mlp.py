@@ -1,0 +1,70 @@
+"""The sparse MLP on a Hopper GPU: six block-sparse products with fused epilogues.
+
+Forward, the first product's epilogue applies bias and GELU, and writes the hidden layer and its
+pre-activation.  Backward, the epilogue of dhidden applies the GELU's derivative.  Only the
+pre-activation is saved for the backward pass, which recomputes the hidden layer elementwise.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from sparse_dataflow.chips.hopper import api as products
+from sparse_dataflow.core.ops import derivatives
+from sparse_dataflow.core.ops.gelu import value_and_derivative
+from sparse_dataflow.core.ops.sparse_mlp.operands import Operands
+
+
+def sparse_mlp(mlp: Operands) -> jax.Array:
+    """Compute the MLP of bfloat16 or float32; sums, bias and activation in float32."""
+    return _mlp(None, *mlp[:6])
+
+
+def refusal(mlp: Operands) -> str:
+    """Return why the target GPU cannot run these operands; empty if it can."""
+    return (
+        mlp.plain_refusal()
+        or products.refusal(mlp.x, mlp.values_in, mlp.tables_in)
+        or products.refusal(mlp.x, mlp.values_out, mlp.tables_out)
+    )
+
+
+def _products(options, x, values_in, bias_in, values_out, tables_in, tables_out):
+    hidden = products.block_sparse_matmul(x, values_in, tables_in, bias=bias_in, activation="gelu")
+    return products.block_sparse_matmul(hidden, values_out, tables_out)
+
+
+def _forward(options, *operands):
+    y, preactivation = _value_and_preactivation(options, *operands)
+    return y, (*operands, preactivation)
+
+
+@derivatives.batchable
+def _value_and_preactivation(options, x, values_in, bias_in, values_out, tables_in, tables_out):
+    hidden, preactivation = products.value_and_preactivation(x, values_in, tables_in, bias=bias_in)
+    y = products.block_sparse_matmul(hidden, values_out, tables_out)
+    return y, preactivation
+
+
+def _backward(options, saved, dy):
+    return *_gradients(options, *saved, dy), None, None
+
+
+@derivatives.batchable
+def _gradients(
+    options, x, values_in, bias_in, values_out, tables_in, tables_out, preactivation, dy
+):
+    hidden = value_and_derivative(preactivation.astype(jnp.float32))[0].astype(dy.dtype)
+    dvalues_out = products.weight_gradient(hidden, dy, tables_out, values=values_out)
+    dz = products.input_gradient(dy, values_out, tables_out, preactivation=preactivation)
+    dvalues_in = products.weight_gradient(x, dz, tables_in, values=values_in)
+    dx = products.input_gradient(dz, values_in, tables_in)
+    dbias = jnp.sum(dz, axis=0, dtype=jnp.float32).astype(bias_in.dtype)
+    return dx, dvalues_in, dbias, dvalues_out
+
+
+_mlp = derivatives.differentiable(
+    derivatives.batchable(_products),
+    _backward,
+    forward=_forward,
+    tangent=derivatives.tangent_of(_products),
+)

@@ -1,0 +1,1 @@
+"""Kernels for GPUs in general, in Pallas for Triton."""

@@ -1,0 +1,446 @@
+"""One start of a run: data, programs, training, report."""
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from sparse_dataflow.cluster import processes
+from sparse_dataflow.cluster.clock import Clock
+from sparse_dataflow.cluster.stopping import stop_on_signals
+from sparse_dataflow.commands import (
+    address_runs,
+    devices,
+    distillation,
+    report,
+    run_folder,
+    vocabularies,
+)
+from sparse_dataflow.commands.console import command_of
+from sparse_dataflow.commands.preflight import relay_plan, remat_plan, settling, step_plan
+from sparse_dataflow.commands.training_data import corpus_of, thin_data, tokenizer_of, training_data
+from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
+from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.executors.relay.relay_executor import RelayExecutor
+from sparse_dataflow.core.layouts.allocation import allocation_table
+from sparse_dataflow.core.ops import quantized
+from sparse_dataflow.core.optim.train_state import TrainState
+from sparse_dataflow.core.training import cost, hooks
+from sparse_dataflow.core.training.loop import Trainer
+from sparse_dataflow.core.training.monitoring import goodput, profiles, trackers
+from sparse_dataflow.core.training.monitoring.metrics import MetricsWriter, read_metrics, say
+from sparse_dataflow.core.training.monitoring.stalls import stall_alerts
+from sparse_dataflow.core.training.phases import refuse_unfit
+from sparse_dataflow.core.training.programs import Compiled, TrainingData, compile_programs
+from sparse_dataflow.core.training.saved_state import FrozenBase
+from sparse_dataflow.core.training.turns import advance_side_by_side
+from sparse_dataflow.core.training.variants import Variant, variants
+from sparse_dataflow.data import cache, hub
+from sparse_dataflow.data.corpora import Corpus, corpus_of_texts
+from sparse_dataflow.data.examples import as_text
+from sparse_dataflow.data.token_ids import with_text
+from sparse_dataflow.data.tokenizer import KINDS, Tokenizer
+from sparse_dataflow.evaluation import run_files, trained
+from sparse_dataflow.evaluation.run_files import RunRecord
+from sparse_dataflow.evaluation.trained import Model
+from sparse_dataflow.files import loopback
+from sparse_dataflow.files.addresses import Address, is_address
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware import detect as hardware
+from sparse_dataflow.interchange import growth, starting_point
+from sparse_dataflow.interchange.starting_point import StartingPoint
+from sparse_dataflow.reporting.report import PAGE
+
+EVALUATIONS_A_RUN = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run and its folder.
+
+    Attributes:
+      folder: the run folder.
+      config: its config.
+      finished: whether every model came to its last step.
+      headline: the held-out bits per byte in words; "" where the run was stopped.
+      status: the exit status of an experiment that made it.
+    """
+
+    folder: Path
+    config: RunConfig
+    finished: bool
+    headline: str = ""
+    status: int = 0
+
+    def model(self, variant: str = "", checkpoint: str = trained.NEWEST) -> Model:
+        """The trained model of a variant; of the first one where none is named."""
+        variant = variant or self.config.variants[0]
+        return starting_point.load_run(self.folder, variant, checkpoint)
+
+    def metrics(self, variant: str = "") -> list[dict]:
+        """The rows of a variant's metrics.jsonl, in order; each has "kind" and "step"."""
+        return read_metrics(self.folder / (variant or self.config.variants[0]) / "metrics.jsonl")
+
+
+class Job:
+    """One start of a run: a new one, or one that goes on.
+
+    Args:
+      config: of the run; its paths exist.
+      experiment: name of the experiment, which the run folder keeps.
+      folder: the run folder, which this process has locked.
+      clock: counts the seconds since the start.
+      check_folder: raises UserError if the folder was deleted or moved.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        experiment: str,
+        folder: Path,
+        clock: Clock,
+        check_folder: Callable[[], None],
+    ):
+        self.config, self.experiment, self.folder, self.clock = config, experiment, folder, clock
+        self._check_folder = check_folder
+        self.chip = hardware.detect([config.model.compute_dtype])
+        # Before anything that is compiled or written: the plan is part of the config.
+        self.config = settling.settled(config, self.chip)
+        self.executor = devices.executor(self.config)
+        self.mirror: Path | Address | None = None
+
+    def run(self, texts: Sequence[str] | None, resume: bool) -> Run:
+        """Trains every model of the config and writes the report; see `train.train`."""
+        self.config = remat_plan.settled(self.config, self.chip, self.executor)
+        config, folder = self.config, self.folder
+        trackers.tracker_names(config.run.trackers)  # Refuses illegal ones before any work.
+        record = self._saved_record() if resume else None
+        self._refuse_unfit_machine()
+        corpus = self._corpus(texts, record)
+        tokenizer = self.tokenizer = self._tokenizer(corpus, resume)
+        config = self.config
+        corpus = with_text(corpus, tokenizer)
+        if record:
+            run_folder.refuse_other_data(folder, record, corpus, tokenizer)
+        models = variants(config, tokenizer.vocab_size, record.steps if record else None)
+        for v in models:
+            _say_allocation(v)
+        data = training_data(config, models[0], corpus, tokenizer, self.executor)
+        if config.training.teacher:
+            teacher = distillation.teacher_of(config, tokenizer, record, folder)
+            data = dataclasses.replace(data, teacher=teacher)
+        if config.training.steps:
+            _refuse_unfit_steps(models)
+        self._refuse_unfit_weights(models, record)
+        if not record and config.training.steps:
+            _say_all(thin_data(corpus, data.train, models))
+        programs = self._compiled(models, data)
+        self._check_folder()
+        if not record:
+            models = self._planned(models, programs, data)
+            if not config.training.steps:
+                _say_all(thin_data(corpus, data.train, models))
+            record = self._new_record(models, corpus, tokenizer, data)
+            run_folder.start(folder, config, record, tokenizer)
+        self.mirror = run_folder.mirrored(folder, config.run.mirror)
+
+        goodput_log = goodput.GoodputLog(folder, self.clock)
+        with contextlib.ExitStack() as stack:
+            trainers = []
+            for position, v in enumerate(models):
+                trainer = self._trainer(v, data, programs[v.name], position, record)
+                stack.push(functools.partial(_close, trainer))
+                trainers.append(trainer)
+                if resume:
+                    say(f"{v.name:>6}: resumes after step {trainer.step} of {v.training.steps}")
+            with stop_on_signals(say) as stop:
+                finished = self._advance(trainers, stop, goodput_log)
+            if words := data.train.skipped_words:
+                say(f"left out of {corpus.name}: {words}")
+            if finished:
+                for trainer in trainers:
+                    trainer.evaluate_finally()
+        goodput_log.write(ended=not finished)
+        if not finished:
+            if uncopied := address_runs.finished(folder, self.mirror, config.variants):
+                say(uncopied)
+            place = config.run.out if is_address(config.run.out) else str(folder)
+            again = f"{command_of(self.experiment)} --resume={shlex.quote(place)}"
+            say(f"stopped; resume with: {again}")
+            return Run(folder, config, False, status=processes.stopped_status(stop()))
+        headline = ""
+        if processes.is_first():
+            for v in models:
+                if spans := programs[v.name][-1].timeline():
+                    say(f"{v.name:>6}: {relay_plan.measured(spans)}")
+            headline = self._report(record, trainers, corpus, tokenizer, goodput_log)
+        if uncopied := address_runs.finished(folder, self.mirror, config.variants):
+            if is_address(config.run.out):
+                raise UserError(uncopied)
+            say(uncopied)
+        return Run(folder, config, True, headline)
+
+    def _report(self, record, trainers, corpus, tokenizer, goodput_log) -> str:
+        """Writes the report, and says the results; returns the losses in a sentence."""
+        self._check_folder()
+        seconds = goodput_log.seconds(sum(t.seconds for t in trainers))
+        if self.config.data.loss == "answers":
+            corpus = as_text(corpus, tokenizer)
+        losses = report.write(self.folder, record, trainers, corpus, tokenizer, self.chip, seconds)
+        goodput_log.write(ended=True)
+        say(losses)
+        say(goodput.summary(seconds))
+        say(f"report: {self.folder / PAGE}")
+        return losses
+
+    def _saved_record(self) -> RunRecord:
+        saved = run_files.read_config(self.folder)
+        run_folder.refuse_other_config(self.folder, saved, self.config)
+        return run_files.read_record(self.folder, saved)
+
+    def _refuse_unfit_machine(self):
+        """Refuses what these devices cannot train, before any work."""
+        planned = variants(self.config)
+        if self.config.model.quantized:
+            quantized.library()
+            model = self.config.model
+            say(self.chip.product_words(model.precision, model.compute_dtype))
+        devices.check(self.executor, self.config, planned)
+        if isinstance(self.executor, RelayExecutor):
+            self.executor = relay_plan.settled(self.config, planned, self.chip, self.executor)
+
+    def _refuse_unfit_weights(self, models: list[Variant], record: RunRecord | None):
+        """Refuses weights to begin with whose shapes the models do not have."""
+        config = self.config
+        for v in models:
+            if config.training.adapter_rank:
+                starting_point.refuse_other_base(self._base(record), v.model)
+            elif config.run.init_from and not record:
+                weights = self._weights()
+                growth.refuse_other_shapes(weights.model, v.phase_specs[0].model)
+
+    def _corpus(self, texts: Sequence[str] | None, record: RunRecord | None) -> Corpus:
+        """The corpus of the texts, or of the config; a resumed run keeps the revision of a dataset
+        on the hub."""
+        if texts is None:
+            streams = record is not None and hub.PREFIX in record.corpus
+            return corpus_of(self.config.data, record.corpus if record and streams else "")
+        if self.config.data.loss == "answers":
+            raise UserError("data.loss=answers reads examples of data.corpus; give it, not texts.")
+        return corpus_of_texts(texts)
+
+    def _tokenizer(self, corpus: Corpus, resume: bool) -> Tokenizer:
+        """The tokenizer of the weights to begin with, or of the config."""
+        named = self.config.data.tokenizer not in KINDS
+        if resume and (self.config.run.init_from or corpus.streamed or named):
+            return Tokenizer.load(self.folder / run_files.TOKENIZER)
+        if not self.config.run.init_from:
+            return tokenizer_of(self.config, corpus)
+        base = starting_point.read(self.config.run.init_from).tokenizer
+        if not self.config.data.extend_vocabulary:
+            return base
+        tokenizer = vocabularies.learned(base, corpus, self.config.data, cache.FOLDER)
+        rows = len(base.tokens), len(tokenizer.tokens) - len(base.tokens)
+        self.config = self.config.change(training__new_rows=rows)
+        return tokenizer
+
+    def _weights(self) -> StartingPoint:
+        """The weights to begin with, with rows for the tokens that the run adds."""
+        start = starting_point.read(self.config.run.init_from)
+        if not self.config.data.extend_vocabulary:
+            return start
+        return starting_point.with_vocabulary(start, self.tokenizer)
+
+    def _compiled(self, models: list[Variant], data: TrainingData) -> dict[str, list[Compiled]]:
+        programs: dict[str, list[Compiled]] = {}
+        shared: dict = {}
+        for v in models:
+            say(f"{v.name:>6}: compiling")
+            with self.clock.during("compile"):
+                programs[v.name] = compile_programs(
+                    v.phase_specs, v.training, data, v.evolution, shared, self.executor
+                )
+        return programs
+
+    def _planned(self, models, programs, data) -> list[Variant]:
+        """The models with the steps that the config says, or that fit into its minutes."""
+        with self.clock.during("compile"):
+            steps = step_plan.planned_steps(self.config, models, programs, data, self.executor)
+        steps = processes.broadcast(steps)
+        models = [v.with_steps(steps[v.name]) for v in models]
+        _refuse_unfit_steps(models)
+        return models
+
+    def _new_record(self, models, corpus, tokenizer, data) -> RunRecord:
+        start = dict(self._weights().provenance) if self.config.run.init_from else None
+        if start and self.config.data.extend_vocabulary:
+            base = starting_point.read(self.config.run.init_from).tokenizer
+            start["vocabulary"] = vocabularies.measured(base, tokenizer, corpus)
+        record = RunRecord(
+            experiment=self.experiment,
+            command=(command_of(self.experiment), *sys.argv[1:]),
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            versions=_versions(),
+            machine=f"{self.chip.name} ({platform.machine()})",
+            corpus=corpus.name,
+            corpus_hash=corpus.content_hash,
+            tokenizer=tokenizer.content_hash,
+            vocab_size=tokenizer.vocab_size,
+            steps={v.name: v.training.steps for v in models},
+            init_from=start,
+            teacher=dict(data.teacher.source) if data.teacher else None,
+        )
+        return RunRecord(**record.to_json())  # The report shows it, without secrets.
+
+    def _trainer(
+        self,
+        v: Variant,
+        data: TrainingData,
+        programs: list[Compiled],
+        position: int,
+        record: RunRecord,
+    ) -> Trainer:
+        config, executor = self.config, self.executor
+        eval_every = config.run.eval_every or max(1, v.training.steps // EVALUATIONS_A_RUN)
+
+        def mfu(model, speed):
+            if config.parallel.depth_schedule != "constant":
+                return None  # The FLOPs of a step change with its depth.
+            adapters = bool(v.training.adapter_rank)
+            flops = cost.flops_per_token(model, v.training.sequence, adapters=adapters).total
+            if v.training.teacher and data.teacher:
+                flops += data.teacher.flops_per_token(v.training.sequence)
+            return cost.mfu(flops, speed / executor.devices, self.chip, model.compute_dtype)
+
+        every = eval_every, config.run.checkpoint_every or 2 * eval_every
+        names = trackers.tracker_names(config.run.trackers)
+        mirror = self.mirror / v.name / "checkpoints" if self.mirror else None
+        return Trainer(
+            v,
+            self.folder / v.name,
+            data,
+            programs,
+            hooks.usual(*every, v.training.skip_spikes, mfu=mfu, position=position),
+            executor=executor,
+            start=self._start(v, data),
+            base=self._frozen(v, record),
+            clock=self.clock,
+            checkpoints=functools.partial(Checkpoints, mirror=mirror),
+            metrics=functools.partial(MetricsWriter, tracker_names=names, config=config.to_json()),
+        )
+
+    def _advance(self, trainers: list[Trainer], stop, goodput_log: goodput.GoodputLog) -> bool:
+        """Trains all to the end; False if `stop()` came before, after saving."""
+        goodput_log.write()
+
+        def alert(text):
+            for trainer in trainers:
+                trainer.alert("stall", text)
+
+        settings = self.config.run
+        profile = profiles.StepProfile(self.folder, settings.profiled_steps)
+        with contextlib.ExitStack() as stack:
+            stack.callback(profile.close)
+            stack.enter_context(stall_alerts(self.clock, alert, settings.stall_alert))
+            if settings.profile_server and processes.is_first():
+                post = {"POST": self._trace_on_request}
+                stack.enter_context(loopback.served(settings.profile_server, post))
+            profile.update(trainers[0].step)
+            for _ in advance_side_by_side(trainers, stop):
+                profile.update(trainers[0].step)
+                self._check_folder()
+                goodput_log.write(throttle=True)
+        # A signal may have come in the last step.
+        stopped = processes.any_process(bool(stop()))
+        return all(trainer.finished for trainer in trainers) and not stopped
+
+    def _trace_on_request(self, path, query):
+        if path != "/trace":
+            return None
+        try:
+            seconds = float(query.get("seconds", "5"))
+        except ValueError:
+            seconds = 0.0
+        return "text/plain", profiles.trace_now(self.folder, seconds) + "\n"
+
+    def _start(self, v: Variant, data: TrainingData) -> Callable[[], TrainState] | None:
+        """Makes the state before the first step from `run.init_from`, where that names weights; a
+        resumed run calls it only where it has no checkpoint."""
+        if not self.config.run.init_from:
+            return None
+
+        def initial():
+            run, calibration = self.config.run, None
+            start = self._weights()
+            if v.training.adapter_rank:
+                return starting_point.adapter_state_from(start, v.model, v.training, self.executor)
+            if run.prune_by == "activations" and v.model.sparse_projections:
+                calibration = [
+                    rows
+                    for step in range(run.prune_batches)
+                    for rows in np.array_split(
+                        data.train[step]["tokens"][:, :-1], v.training.micro_batches
+                    )
+                    if len(rows)
+                ]
+            model = v.phases[0].model
+            return starting_point.initial_state_from(
+                start, model, v.training, self.executor, calibration
+            )
+
+        return initial
+
+    def _base(self, record: RunRecord | None) -> StartingPoint:
+        """Returns the weights that adapters freeze; those of its start for a resumed run."""
+        if record:
+            return starting_point.read_base(record, self.folder)
+        return self._weights()
+
+    def _frozen(self, v: Variant, record: RunRecord) -> FrozenBase | None:
+        if not v.training.adapter_rank:
+            return None
+        source = {name: (record.init_from or {}).get(name) for name in ("path", "weights")}
+        read = lambda: starting_point.frozen_base(self._base(record), v.model, v.training)  # noqa: E731
+        return FrozenBase(source, read)
+
+
+def _close(trainer, kind, error, trace) -> None:
+    """Closes a trainer; where an error came in one of several processes, the others are told of it
+    instead of being waited for."""
+    if kind is None or jax.process_count() == 1:
+        trainer.close()
+
+
+def _say_all(sentences):
+    for sentence in sentences:
+        say(f"note: {sentence}")
+
+
+def _say_allocation(variant):
+    if variant.model.sparse_projections or variant.model.low_rank_projections:
+        sequence = variant.training.sequence
+        flops = lambda model: cost.flops_per_token(model, sequence).sections  # noqa: E731
+        say(allocation_table(variant.model, flops))
+
+
+def _refuse_unfit_steps(models):
+    for v in models:
+        refuse_unfit(v.model, v.evolution, v.training.steps)
+
+
+def _versions():
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers")
+    return {
+        "python": platform.python_version(),
+        "sparse_dataflow": importlib.metadata.version("sparse_dataflow"),
+        **{package: importlib.metadata.version(package) for package in packages},
+    }

@@ -1,0 +1,219 @@
+"""Presets, and a language model without the trainer: draw it, call it, train and save it."""
+
+import importlib.metadata
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from sparse_dataflow.core.config import presets
+from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.model_weights import weights_of
+from sparse_dataflow.core.training.variants import variant
+from sparse_dataflow.data.tokenizer import Tokenizer, byte_tokenizer
+from sparse_dataflow.evaluation.trained import Model
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.interchange import hub_models, huggingface, peft, starting_point
+from sparse_dataflow.interchange.model_card import model_card
+
+
+def preset(scale: str | Path, *, compute_dtype: str = "float32") -> RunConfig:
+    """Returns the run of a named scale with its recipe, or the run that begins with other weights.
+
+    A named scale is block-sparse at 1/8, beside its dense twin where the scale fits a laptop.  A
+    folder gives the shape, the recipe is that of the scale of nearest size, and block-sparse
+    weights bring their layout settings.
+
+    Args:
+      scale: name of a scale, such as "3m"; or run folder, Hugging Face directory or name of a model
+        on the hub, whose weights and tokenizer the run begins with.
+      compute_dtype: dtype of activations; bfloat16 suits accelerators.
+
+    Raises:
+      UserError: no such scale or folder; names the scales.
+
+    Examples:
+        >>> sd.preset("13b").model.d_model
+        5120
+        >>> model = sd.init(sd.preset("pico").change(sparsity__block=16), jax.random.key(0))
+        >>> folder = sd.save(model, os.path.join(tempfile.mkdtemp(), "model"))
+        >>> sd.preset(folder).change(training__steps=10).sparsity.block
+        16
+    """
+    if scale in presets.SIZES:
+        return presets.preset(str(scale), compute_dtype=compute_dtype)
+    if Path(scale).expanduser().is_dir() or hub_models.hub_name(scale):
+        return starting_point.run_config(scale, compute_dtype)
+    return presets.preset(str(scale), compute_dtype=compute_dtype)
+
+
+def init(config: RunConfig, key: jax.Array, tokenizer: Tokenizer | None = None) -> Model:
+    """Draws a model: the sparse one, or the dense one of a config without sparse projections.
+
+    A `Model` is a pytree whose leaves are its parameters, so `jax.grad`, `jax.jit`, optax and orbax
+    take it.  Its layouts are static: programs are specialised to them.
+
+    Args:
+      config: shape and sparsity; what says how `sd.train` trains is not read.
+      key: random key of the parameters.
+      tokenizer: gives the vocabulary; None for one token a byte, and `config.model.vocab_size`.
+
+    Raises:
+      UserError: the model or its layouts are impossible, or `config.evolution` changes them in
+        training.
+
+    Examples:
+        >>> config = sd.preset("pico").change(sparsity__block=16)
+        >>> model = sd.init(config, jax.random.key(0))
+        >>> tokens = model.tokenizer.encode("def main():")[None]
+        >>> gradients = jax.grad(sd.loss)(model, tokens)
+        >>> type(gradients).__name__, gradients.params["embed"]["tokens"].shape
+        ('Model', (512, 128))
+    """
+    if config.evolution.method != "static":
+        raise UserError(
+            f"evolution.method={config.evolution.method} changes the model in sd.train; legal for "
+            "sd.init: static."
+        )
+    tokenizer = tokenizer or byte_tokenizer(config.model.vocab_size)
+    chosen = variant(config, config.variants[0], tokenizer.vocab_size)
+    params = jax.jit(gpt.init, static_argnums=0)(chosen.model, key)
+    tables = stacks.layout_tables(stacks.layouts(chosen.model))
+    return Model(
+        folder=Path(),
+        variant=chosen.name,
+        model=chosen.model,
+        params=params,
+        tables=tables,
+        tokenizer=tokenizer,
+        step=0,
+        training=chosen.training,
+        record=None,
+        facts={},
+    )
+
+
+def logits(model: Model, tokens: ArrayLike) -> jax.Array:
+    """Returns the scores of every next token.
+
+    Args:
+      model: see `sd.init` and `sd.load`.
+      tokens: int [batch, sequence] token ids.
+
+    Returns:
+      float32 [batch, sequence, vocab_size].
+
+    Raises:
+      UserError: the tokens have another shape or dtype, or are longer than the learned positions.
+
+    Examples:
+        >>> model = sd.init(sd.preset("pico").change(sparsity__block=16), jax.random.key(0))
+        >>> sd.logits(model, np.zeros((2, 8), np.int32)).shape
+        (2, 8, 512)
+    """
+    weights = weights_of(model.params, model.tables)
+    return whole.logits(model.model, weights, _checked(tokens, 1))
+
+
+def loss(model: Model, tokens: ArrayLike) -> jax.Array:
+    """Returns the mean negative log-likelihood of the next tokens: float32 [], in nats.
+
+    Args:
+      model: see `sd.init` and `sd.load`; differentiate with respect to it.
+      tokens: int [batch, sequence + 1] token ids; all but the last are inputs, all but the first
+        are targets.
+
+    Raises:
+      UserError: the tokens have another shape or dtype, or are longer than the learned positions.
+
+    Examples:
+        >>> model = sd.init(sd.preset("pico").change(sparsity__block=16), jax.random.key(0))
+        >>> loss = jax.jit(sd.loss)(model, np.zeros((2, 9), np.int32))
+        >>> loss.shape, bool(5 < loss < 8)
+        ((), True)
+    """
+    ids = _checked(tokens, 2)
+    targets = ids[:, 1:]
+    mean = jnp.full(targets.shape, 1 / targets.size, jnp.float32)
+    weights = weights_of(model.params, model.tables)
+    return whole.loss(model.model, weights, whole.Batch(ids, mean))
+
+
+def save(
+    model: Model, folder: str | Path, form: str = "sparse", architecture: str = huggingface.AUTO
+) -> Path:
+    """Writes a model, with its tokenizer, as a Hugging Face directory that `sd.load` reads.
+
+    The sparse form has the stored blocks and the layouts, and a reader in numpy in its README.md.
+    `transformers` loads the dense form.  Optimizer state is not saved.
+
+    Args:
+      model: what `sd.init`, `sd.load` or `sd.train(...).model()` returned, or your own loop made.
+      folder: folder to make; it must not exist.
+      form: "sparse"; "dense", where blocks that are not stored are zeros; or "adapter", the
+        adapters of a run alone, for PEFT.  The dense form has adapters merged into its weights, the
+        sparse form has them as low-rank terms.
+      architecture: of the dense form: "gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", or
+        "auto" for that of the weights that a run began with, else the first that represents the
+        model.
+
+    Returns:
+      The path of the folder.
+
+    Raises:
+      UserError: the architecture or PEFT cannot represent the model, or the folder exists or
+        cannot be written; nothing half-written is left.
+
+    Examples:
+        >>> model = sd.init(sd.preset("pico").change(sparsity__block=16), jax.random.key(0))
+        >>> folder = sd.save(model, os.path.join(tempfile.mkdtemp(), "model"))
+        >>> sd.load(folder).model == model.model
+        True
+    """
+    if form == "adapter":
+        peft.refuse_other(model)
+    packages = ("sparse_dataflow", "jax", "safetensors")
+    versions = {package: importlib.metadata.version(package) for package in packages}
+    if model.record is not None:
+        card = model_card(model, form, versions)
+        architecture = huggingface.preferred(architecture, model.record, model.model)
+    else:
+        reader = f"`sparse_dataflow.load` of version {versions['sparse_dataflow']}"
+        readers = f"{reader} and transformers read" if form == "dense" else f"{reader} reads"
+        card = f"# {Path(folder).name}\n\n{readers} this model.\n"
+    if form == "adapter":
+        folder = Path(folder).expanduser()
+        with huggingface.new_folder(folder) as partial:
+            for path in peft.write(partial, model):
+                shutil.copymode(partial / peft.CONFIG, path)
+            (partial / huggingface.CARD).write_text(card, encoding="utf-8")
+        return folder
+    return huggingface.write(
+        folder,
+        form,
+        model.model,
+        jax.device_get(model.params),
+        model.tables,
+        model.tokenizer,
+        context=model.context,
+        card=card,
+        architecture=architecture,
+    )
+
+
+def _checked(tokens, shortest):
+    """Returns int32 tokens [batch, sequence] of at least `shortest` each."""
+    tokens = jnp.asarray(tokens)
+    if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.ndim != 2:
+        raise UserError(
+            f"tokens are {tokens.dtype} of shape {tokens.shape}; legal: integers [batch, sequence]."
+        )
+    if tokens.shape[0] < 1 or tokens.shape[1] < shortest:
+        raise UserError(
+            f"tokens have shape {tokens.shape}; legal: a row or more of at least {shortest}."
+        )
+    return tokens.astype(jnp.int32)

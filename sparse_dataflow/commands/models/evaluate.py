@@ -1,0 +1,326 @@
+"""The work of the experiment `evaluate`: loads models, makes tasks, scores, compares and reports.
+
+Needs the extra `eval`.
+"""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from sparse_dataflow.commands import measurement
+from sparse_dataflow.commands.models import evaluation_report
+from sparse_dataflow.commands.models import tasks as evaluation_tasks
+from sparse_dataflow.commands.training_data import (
+    FINAL_WINDOWS,
+    corpus_of,
+    corpus_tokens,
+    refuse_changed,
+)
+from sparse_dataflow.core.config import settings
+from sparse_dataflow.core.config.data import DataConfig
+from sparse_dataflow.core.executors import mesh as meshes
+from sparse_dataflow.core.executors.sharded import Sharded
+from sparse_dataflow.core.training.batches import EvalBatches, bits_per_byte
+from sparse_dataflow.core.training.monitoring.metrics import say
+from sparse_dataflow.data.answers import AnswerEvalBatches
+from sparse_dataflow.data.examples import as_text
+from sparse_dataflow.data.token_ids import with_text
+from sparse_dataflow.evaluation import harness, scoring
+from sparse_dataflow.evaluation.activation_sparsity import with_thresholds
+from sparse_dataflow.evaluation.harness import HarnessLM
+from sparse_dataflow.evaluation.ngrams import Ngrams
+from sparse_dataflow.evaluation.over_mesh import mesh_forward
+from sparse_dataflow.evaluation.run_files import RunRecord, read_config, read_record
+from sparse_dataflow.evaluation.significance import clustered_mean, paired_difference
+from sparse_dataflow.evaluation.trained import NEWEST, Model
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware import detect as hardware
+from sparse_dataflow.hardware.host_memory import keep_freed_memory
+from sparse_dataflow.interchange.hub_models import hub_name, local_folder
+from sparse_dataflow.interchange.huggingface import is_directory
+from sparse_dataflow.interchange.load import load, variants
+
+BASELINES = ("unigram", "bigram")
+_PLACES = ("run", "against")
+
+
+def evaluate(options) -> None:
+    """Evaluates one or two models, prints a table and writes evaluation.json and the report.
+
+    Args:
+      options: of `experiments.evaluate`.
+
+    Raises:
+      UserError: before anything is scored where it can be known then.
+    """
+    keep_freed_memory()
+    if not options.run:
+        raise UserError("--run is needed: the run folder or Hugging Face directory to evaluate.")
+    share = options.activation_sparsity
+    if share and jax.device_count() > 1:
+        raise UserError(
+            f"--activation_sparsity={share:g} needs one device, and this process has "
+            f"{jax.device_count()}; legal here: 0."
+        )
+    results = _folder_of_results(options.run)
+    # Of a name on the hub, everything below reads one commit.
+    places = {n: str(local_folder(getattr(options, n))) for n in _PLACES if getattr(options, n)}
+    options = dataclasses.replace(options, **places)
+    # A name that is wrong, or that the network does not reach, costs no load.
+    corpus_name = _corpus_name(options)
+    named = evaluation_tasks.named(options, corpus_name)
+    models = _models(options)
+    first = next(iter(models.values()))
+    data = _data_of(options)
+    corpus, answers = corpus_of(data, corpus_name), data.loss == "answers"
+    for trained in models.values():
+        refuse_changed(corpus, trained)
+    context = min(trained.context for trained in models.values())
+    text = (as_text if answers else with_text)(corpus, first.tokenizer)
+    ready = evaluation_tasks.ready(named, options, text, first.tokenizer, context)
+    train_tokens, held_out = corpus_tokens(corpus, first, answers)
+    if share:
+        models = {name: with_thresholds(m, train_tokens, share) for name, m in models.items()}
+    ngrams = Ngrams(train_tokens, first.tokenizer.vocab_size)
+    scorers = {name: _scorer(options.mesh, trained) for name, trained in models.items()}
+    lms = {name: harness.harness_lm(models[name], *scorers[name]) for name in models}
+    for name in BASELINES:
+        scorer = getattr(ngrams, f"score_{name}")
+        lms[name] = HarnessLM(first.tokenizer, context, scorer)
+
+    losses = {name: _losses(models[name], held_out, answers, *scorers[name]) for name in models}
+    rows, notes = _task_rows(ready, lms, list(models), options, context)
+    if share:
+        notes.insert(0, f"The smallest {share:.0%} of each projection's inputs count as zeros.")
+    result = {
+        **measurement.provenance(hardware.detect([first.model.compute_dtype]).name),
+        "corpus": {"name": corpus.name, "hash": corpus.content_hash},
+        "models": {name: _described(trained) for name, trained in models.items()},
+        "context": context,
+        "activation_sparsity": share,
+        "notes": notes,
+        "rows": [_loss_row(losses, first.tokenizer), *rows],
+    }
+    print(evaluation_report.text(result))
+    results = results or first.folder
+    say(f"kept in {evaluation_report.keep(results, result)}")
+    report = evaluation_report.add_to_report(results, result)
+    if report or first.record:
+        say(f"report: {report}" if report else "no report yet: the run has not ended")
+
+
+def _folder_of_results(place) -> Path | None:
+    """The folder for the result of a model on the hub, whose own is the library's cache; None for
+    that of the model."""
+    name = hub_name(place)
+    if name is None:
+        return None
+    folder = Path("runs", re.sub(r"[^\w.-]", "--", name.name))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _models(options) -> dict[str, Model]:
+    """The one or two models to evaluate, by their names in the table."""
+    folder, against, checkpoint = options.run, options.against, options.checkpoint
+    available = variants(folder)
+    chosen = [name for name in options.variant if name in available]
+    if not chosen:
+        raise UserError(
+            f"--variant={settings.text(options.variant)} leaves no model; {folder} has: "
+            f"{', '.join(available)}."
+        )
+    if not against:
+        return {name: load(folder, name, checkpoint) for name in chosen}
+    others = variants(against)
+    twin = "dense" if "dense" in others else others[0]
+    model = load(folder, chosen[0], checkpoint)
+    other = load(against, twin, checkpoint if _record(against) else NEWEST)
+    corpora = {t.record.corpus_hash for t in (model, other) if t.record}
+    if len(corpora) > 1:
+        raise UserError(
+            f"{folder} and {against} were trained on different corpora, so what one held out "
+            "the other may have learned; give two runs on the same corpus."
+        )
+    if model.tokenizer.content_hash != other.tokenizer.content_hash:
+        raise UserError(
+            f"{folder} and {against} have different tokenizers, so their losses a token "
+            "cannot be compared; give two models with the same tokenizer."
+        )
+    name = twin if twin != chosen[0] else f"{twin} of {other.folder.name}"
+    return {chosen[0]: model, name: other}
+
+
+def _record(folder) -> RunRecord | None:
+    if is_directory(folder):
+        return None
+    return read_record(folder, read_config(folder))
+
+
+def _corpus_name(options) -> str:
+    """The corpus of the run, or of --against; a Hugging Face directory alone has --corpus."""
+    records = [_record(folder) for folder in (options.run, options.against) if folder]
+    names = [record.corpus for record in records if record]
+    if names and options.corpus not in ("", names[0]):
+        raise UserError(
+            f"--corpus={options.corpus} contradicts the run, which held out documents of "
+            f"{names[0]}; leave it out."
+        )
+    return names[0] if names else options.corpus or DataConfig().corpus
+
+
+def _data_of(options) -> DataConfig:
+    """What a corpus is read with: the settings of the run, or of --against."""
+    folders = [folder for folder in (options.run, options.against) if folder and _record(folder)]
+    return read_config(folders[0]).data if folders else DataConfig()
+
+
+def _scorer(mesh, trained):
+    """The model's forward over the devices that --mesh names, and the limits of one call."""
+    sizes = meshes.parse(mesh, jax.device_count())
+    if sizes["stage"] > 1:
+        raise UserError(f"--mesh={mesh} has stages; legal: data, fsdp, feature, tensor.")
+    if jax.device_count() == 1:
+        return scoring.single_device_forward(trained), scoring.batch_limits(trained)
+    executor = Sharded(meshes.make(sizes))
+    limits = scoring.batch_limits(trained, meshes.batch_shards(executor.mesh))
+    return mesh_forward(trained, executor), limits
+
+
+def _losses(trained, held_out, answers, forward, limits):
+    """The loss of each held-out token that the run's last evaluation counts.
+
+    Returns:
+      float [tokens] loss in nats, int [tokens] number of its document, and their UTF-8 bytes.
+    """
+    sequence = trained.training.sequence
+    kind = AnswerEvalBatches if answers else EvalBatches
+    batches = kind(held_out, limits.rows(sequence), sequence, FINAL_WINDOWS)
+    places = limits.all_positions(sequence)
+    losses, examples = [], []
+    for batch in batches:
+        counted = batch["weights"].reshape(-1) > 0
+        of_batch = np.asarray(forward(batch["tokens"], places)[0], np.float64)
+        losses.append(of_batch.reshape(-1)[counted])
+        if answers:
+            examples.append(batch["examples"].reshape(-1)[counted])
+    size = batches.total_bytes(trained.tokenizer.token_bytes)
+    if answers:
+        return np.concatenate(losses), np.concatenate(examples), size
+    ends = np.asarray(held_out[: batches.total_tokens]) == trained.tokenizer.eot_id
+    # A target at place i belongs to the document after as many ends as stand before it.
+    return np.concatenate(losses), np.cumsum(ends), size
+
+
+def _loss_row(losses, tokenizer):
+    names = list(losses)
+    # Runs of other sequence lengths end their evaluation at other tokens.
+    common = min(len(values) for values, _, _ in losses.values())
+    documents = losses[names[0]][1][:common]
+    estimates = {name: clustered_mean(losses[name][0][:common], documents) for name in names}
+    first = estimates[names[0]]
+    return {
+        "task": "held-out text",
+        "shots": None,
+        "metric": "loss, nats a token",
+        "lower_is_better": True,
+        "items": first.items,
+        "documents": first.documents,
+        "chance": float(np.log(tokenizer.vocab_size)),
+        "baselines": {},
+        "models": {
+            name: {
+                "value": estimates[name].mean,
+                "error": estimates[name].error,
+                "bits_per_byte": bits_per_byte(values.sum(), size),
+            }
+            for name, (values, _, size) in losses.items()
+        },
+        "paired": _paired([losses[name][0][:common] for name in names], documents),
+    }
+
+
+def _task_rows(tasks, lms, models, options, context) -> tuple[list[dict], list[str]]:
+    """Scores the tasks with each number of examples; returns (rows of the table, notes)."""
+    rows, notes = [], []
+    by_task = {n: task.shots(options.num_fewshot) for n, task in tasks.items()}
+    numbers = {number for numbers in by_task.values() for number in numbers}
+    for shots in sorted(numbers, key=lambda number: -1 if number is None else number):
+        scored = {n: task for n, task in tasks.items() if shots in by_task[n]}
+        words = "the tasks' own examples" if shots is None else f"{shots}-shot"
+        scores: dict[str, dict] = {n: {} for n in scored}
+        for name, lm in lms.items():
+            chosen = {n: t.task for n, t in scored.items() if name in models or not t.generates}
+            if not chosen:
+                continue
+            say(f"{name:>8}: {words}: {', '.join(chosen)}")
+            before = lm.counts
+            for n, score in harness.evaluate(lm, chosen, shots, options.limit or None).items():
+                scores[n][name] = score
+            if name in models:
+                notes += _truncation(name, words, before, lm.counts, context)
+        for n, task in scored.items():
+            for metric in scores[n][models[0]]:
+                of_metric = {name: s[metric] for name, s in scores[n].items() if metric in s}
+                number = task.own_shots if shots is None else shots
+                rows.append(_row(n, task, number, metric, of_metric, models))
+    return rows, notes
+
+
+def _row(name, task, shots, metric, scores, models):
+    first = scores[models[0]]
+    documents = task.documents(first.items)
+    of_models = {}
+    for model in models:
+        values, error = scores[model].values, None
+        if values is not None:
+            error = clustered_mean(values, documents).error
+        of_models[model] = {
+            "value": scores[model].value,
+            "error": error,
+            "values": None if values is None else values.tolist(),
+        }
+    both = [scores[model].values for model in models]
+    return {
+        "task": name,
+        "shots": shots,
+        "metric": metric,
+        "lower_is_better": first.lower_is_better,
+        "items": first.items,
+        "documents": len(set(documents)),
+        "chance": task.chance(first.items),
+        "baselines": {name: scores[name].value for name in BASELINES if name in scores},
+        "models": of_models,
+        "paired": None if any(v is None for v in both) else _paired(both, documents),
+    }
+
+
+def _paired(values, documents):
+    """The comparison of the first with the second model, as JSON; None where there is only one."""
+    if len(values) != 2:
+        return None
+    first, second = values
+    return dataclasses.asdict(paired_difference(first, second, documents))
+
+
+def _truncation(name, words, before, after, context) -> list[str]:
+    cut = after.truncated - before.truncated
+    if not cut:
+        return []
+    return [
+        f"{name}, {words}: {cut} of {after.requests - before.requests} requests were longer "
+        f"than the context of {context} tokens and lost their beginning, as lm-eval does it."
+    ]
+
+
+def _described(trained) -> dict:
+    return {
+        "run": str(trained.folder),
+        "variant": trained.variant,
+        "step": trained.step,
+        "tokens": trained.step * trained.training.batch * trained.training.sequence,
+        "model": trained.model.to_json(),
+    }

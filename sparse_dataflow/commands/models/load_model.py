@@ -1,0 +1,77 @@
+"""Loads the trained model that an experiment's flags name."""
+
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING
+
+from sparse_dataflow.core.config.settings import A_SHARE, setting
+from sparse_dataflow.files.errors import UserError
+
+if TYPE_CHECKING:
+    from sparse_dataflow.evaluation.trained import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationOptions:
+    """The flag of `evaluation.activation_sparsity`; a base of the options of experiments that apply
+    a model."""
+
+    activation_sparsity: float = setting(
+        0.0,
+        "Share of each projection's inputs, the smallest, that count as zeros. A CPU that decodes "
+        "one text reads fewer rows of dense weights.",
+        legal=A_SHARE,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+    """Flags that name a trained model; a base of the options of experiments that load one."""
+
+    run: str = setting("", "Run folder, Hugging Face directory, or its name on the hub.", path=True)
+    variant: str = setting("", "Model of the run; empty is sparse where it has one.")
+    checkpoint: str = setting("newest", "newest, best (held-out loss) or a step.")
+
+
+def load(options: ModelOptions) -> "Model":
+    """The model that the options name.
+
+    Raises:
+      UserError: no run is named, or `interchange.load` refuses it.
+    """
+    from sparse_dataflow.interchange import load
+
+    if not options.run:
+        raise UserError(
+            "No run is named; give a run folder, a Hugging Face directory or its name on the hub "
+            "with --run."
+        )
+    keep_programs()
+    return load.load(options.run, options.variant, options.checkpoint)
+
+
+PROGRAMS = "programs"
+"""Folder of compiled programs in the cache folder."""
+
+_PROGRAMS_BYTES = 2**28
+
+
+def keep_programs() -> None:
+    """Keeps compiled programs in the cache folder, so that a later process starts sooner.
+
+    JAX_COMPILATION_CACHE_DIR, if it is set, decides instead. Without a cache folder nothing is
+    kept.
+    """
+    import jax
+
+    from sparse_dataflow.data import cache
+
+    if jax.config.jax_compilation_cache_dir:
+        return
+    with contextlib.suppress(UserError):
+        folder = cache.resolved(cache.FOLDER)
+        with cache.exclusive(folder, PROGRAMS):  # Claims the folder.
+            jax.config.update("jax_compilation_cache_dir", str(folder / PROGRAMS))
+            jax.config.update("jax_compilation_cache_max_size", _PROGRAMS_BYTES)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+            jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,302 @@
+"""Writes the report of a finished run."""
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+
+import numpy as np
+
+from sparse_dataflow.commands import vocabularies
+from sparse_dataflow.commands.models import evaluation_report
+from sparse_dataflow.core.config.model import PRECISIONS
+from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
+from sparse_dataflow.core.executors.relay import timeline
+from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.training import cost
+from sparse_dataflow.core.training.loop import Trainer
+from sparse_dataflow.core.training.monitoring import profiles
+from sparse_dataflow.core.training.monitoring.metrics import read_metrics, say
+from sparse_dataflow.core.training.sections import section_seconds
+from sparse_dataflow.data.prompts import held_out_prompts
+from sparse_dataflow.evaluation import kv_cache
+from sparse_dataflow.evaluation.generate import generate_tokens
+from sparse_dataflow.evaluation.run_files import RunRecord
+from sparse_dataflow.files import storage
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.planner import memory
+from sparse_dataflow.reporting.report import PAGE, write_report
+from sparse_dataflow.reporting.report_data import (
+    Continuation,
+    LayoutData,
+    ProfileData,
+    ReportData,
+    VariantData,
+)
+
+CONTINUATIONS = 10
+KERNELS_SHOWN = 15
+
+TIMED_FROM = 10.0
+"""Least seconds of training for which the sections of a step are timed.  Timing takes about as long
+on a laptop, so it would dominate a shorter run."""
+
+
+def write(
+    folder: Path,
+    record: RunRecord,
+    trainers: list[Trainer],
+    corpus,
+    tokenizer,
+    chip,
+    seconds: dict,
+) -> str:
+    """Writes report.json and report.html of a finished run; returns its losses in a sentence.
+
+    Args:
+      folder: run folder.
+      record: the run's record.
+      trainers: finished trainers, one per variant.
+      corpus: corpus of the run.
+      tokenizer: tokenizer of the run.
+      chip: chip of the run.
+      seconds: result of `goodput.seconds_by_category`.
+
+    Raises:
+      UserError: the files cannot be written; the run itself is intact.
+    """
+    timed = max(trainer.seconds for trainer in trainers) >= TIMED_FROM
+    variants = [_variant(folder, trainer, chip, timed) for trainer in trainers]
+    sparse = [p.model for t in trainers for p in t.phases if p.model.sparse_projections]
+    # A model that got sparser in phases is judged by its last phase.
+    model = (sparse or [trainers[0].model])[-1]
+    sequence = trainers[0].training.sequence
+    dense_flops = cost.flops_per_token(dataclasses.replace(model, linears=()), sequence)
+    data = ReportData(
+        title=record.experiment,
+        command=shlex.join([*record.command[0].split(), *record.command[1:]]),
+        date=record.date,
+        machine=record.machine,
+        versions=dict(record.versions),
+        corpus=f"{corpus.name} ({corpus.content_hash[:12]})",
+        tokenizer=f"{tokenizer.vocab_size} tokens ({tokenizer.content_hash[:12]})",
+        notes=_notes(trainers, variants, timed) + vocabularies.notes(record),
+        variants=variants,
+        layouts=_layouts(trainers, model),
+        flop_ceiling=cost.flop_ceiling(model, sequence) if sparse else None,
+        projection_share=dense_flops.projection_share,
+        continuations=_continuations(trainers, corpus, tokenizer),
+        evaluation=evaluation_report.read(folder),
+        goodput=seconds,
+        profile=_profile(folder),
+    )
+    try:
+        storage.replace(folder / "report.json", json.dumps(data.to_json()).encode() + b"\n")
+    except OSError as error:
+        raise UserError(
+            f"The report cannot be written to {folder} ({error.strerror or error}). The run is "
+            f"intact; free some space, then use --resume={folder}."
+        ) from error
+    write_report(data, folder / PAGE)
+    losses = (f"{v.name} {v.bits_per_byte:.4f} after {v.tokens:,} tokens" for v in variants)
+    return f"held-out bits per byte: {', '.join(losses)}"
+
+
+def _variant(folder, trainer, chip, timed):
+    training, model = trainer.training, trainer.model
+    history = read_metrics(folder / trainer.name / "metrics.jsonl")
+    train = [row for row in history if row["kind"] == "train"]
+    evaluation = _final(history)
+    tokens_a_step = training.batch * training.sequence
+    of_phase = _step_seconds(trainer, train, tokens_a_step)
+    step_seconds = float(np.dot(of_phase, [p.steps for p in trainer.phases]) / training.steps)
+    flops = trainer.flops / trainer.tokens
+    plan = max(
+        (memory.training_config_bytes(phase.model, training) for phase in trainer.phases),
+        key=lambda plan: plan.total,
+    )
+    spans = trainer.timeline
+    return VariantData(
+        name=trainer.name,
+        loss=evaluation["loss"],
+        bits_per_byte=evaluation["bits_per_byte"],
+        stored_parameters=memory.parameter_count(model),
+        training_bytes=plan.total,
+        tokens_per_second=tokens_a_step / step_seconds,
+        step_seconds=step_seconds,
+        flops_per_token=flops,
+        steps=trainer.step,
+        tokens=trainer.tokens,
+        train_seconds=trainer.seconds,
+        mfu=cost.mfu(flops, tokens_a_step / step_seconds, chip, model.compute_dtype),
+        history=history,
+        section_seconds=_section_seconds(trainer, of_phase[-1], timed),
+        memory=plan.categories,
+        timeline=[list(span) for span in spans],
+        hidden=timeline.hidden_share(spans) if spans else None,
+    )
+
+
+def _final(history):
+    """Returns the row of the last evaluation after the last step."""
+    return [row for row in history if row["kind"] == "final"][-1]
+
+
+def _section_seconds(trainer, step_seconds, timed):
+    """Returns section -> seconds; for the relay from its timeline.  Empty for a model on several
+    devices or with adapters, whose sections are not timed, and if `timed` is false."""
+    spans = trainer.timeline
+    if spans:
+        by_section = {
+            name: timeline.seconds([s for s in spans if s.section.startswith(kind)], "compute")
+            for name, kind in (("embed", "embed"), ("blocks", "block"), ("head and loss", "head"))
+        }
+        return {**by_section, "other": max(0.0, step_seconds - sum(by_section.values()))}
+    if trainer.executor != SINGLE_DEVICE or trainer.training.adapter_rank or not timed:
+        return {}
+    return section_seconds(trainer.model, trainer.training, trainer.state, step_seconds)
+
+
+def _step_seconds(trainer, train, tokens_a_step):
+    """Returns the median seconds of a step, one per phase.
+
+    A phase whose metrics were lost gets the mean of the clock that checkpoints save.
+    """
+    medians = []
+    for phase in trainer.phases:
+        rows = [row for row in train if phase.start < row["step"] <= phase.stop]
+        seconds = [tokens_a_step / row["tokens_per_second"] for row in rows]
+        medians.append(float(np.median(seconds or [trainer.seconds / trainer.step])))
+    return medians
+
+
+def _evolution_notes(trainers, variants):
+    """Yields a sentence per trainer whose layouts or model changed."""
+    for t, variant in zip(trainers, variants, strict=True):
+        if t.evolution.method == "static":
+            continue
+        changes = [row for row in variant.history if row["kind"] == "evolution"]
+        seconds = sum(row["update_seconds"] for row in changes)
+        starts = ", ".join(
+            f"{memory.parameter_count(phase.model):,} parameters from step {phase.start + 1}"
+            for phase in t.phases
+        )
+        yield (
+            f"{t.name}: {t.evolution.method}, {starts}; {len(changes)} changes took {seconds:.1f} "
+            f"of {t.seconds:.1f} seconds. Its FLOPs and step are the mean over all steps, its "
+            "memory the largest of any phase; sections are those of the last step."
+        )
+
+
+def _teacher_notes(trainers):
+    return [
+        f"{t.name} learned from {t.training.teacher}, with weight {t.training.teacher_weight:g}: "
+        f"forward passes of the teacher are {t.teacher_flops / t.flops:.0%} of its FLOPs."
+        for t in trainers
+        if t.training.teacher
+    ]
+
+
+def _notes(trainers, variants, timed):
+    return [
+        f"{t.name}: {t.model.num_layers} layers of width {t.model.d_model}, sequences of "
+        f"{t.training.sequence} tokens, {t.training.batch} a step, "
+        f"{t.training.optimizer} with a peak learning rate of "
+        f"{t.training.learning_rate:g} (blocks at 1/8 density x {t.training.sparse_rate:g}, "
+        f"embeddings, biases and norms x {t.training.vector_rate:g}), {t.model.compute_dtype}."
+        for t in trainers
+    ] + [
+        *_evolution_notes(trainers, variants),
+        *_mixture_notes(variants),
+        *_teacher_notes(trainers),
+        "Held-out documents are whole files, chosen by a hash of their name: about one in twenty.",
+        _about_sections(trainers[0].executor, timed),
+    ]
+
+
+def _profile(folder):
+    """Returns the trace of the run; None where it has none."""
+    if not (folder / profiles.FOLDER).is_dir():
+        return None
+    operations = profiles.kernels(folder)
+    longest = [[k.name, k.seconds, k.count] for k in operations[:KERNELS_SHOWN]]
+    return ProfileData(longest, sum(k.seconds for k in operations))
+
+
+def _mixture_notes(variants):
+    for variant in variants:
+        bits = [
+            f"{name.partition('/')[2]} {value:.3f}"
+            for name, value in _final(variant.history).items()
+            if name.startswith("bits_per_byte/")
+        ]
+        if bits:
+            yield f"{variant.name}: held-out bits per byte by corpus: {', '.join(bits)}."
+
+
+def _about_sections(executor, timed):
+    if executor == SINGLE_DEVICE and not timed:
+        return f"Sections of a step are timed where training took {TIMED_FROM:g} seconds or more."
+    if executor == SINGLE_DEVICE:
+        return (
+            "Sections of a step are timed by themselves, forward and backward, at the run's shapes."
+        )
+    return (
+        f"The model was sharded by {executor.describe()}: its sections were not timed, and it "
+        "generated no continuations."
+    )
+
+
+def _layouts(trainers, model):
+    """Returns the trained layouts; for a model that ended dense, its last sparse ones."""
+    trained = [t for t in trainers if t.model == model]
+    layouts = stacks.layouts(model)
+    if trained:
+        layouts = stacks.layouts_from_tables(model, trained[0].state.tables)
+    rows = []
+    for projection, layers in layouts.items():
+        for number, layout in enumerate(layers):
+            rows.append(
+                LayoutData(
+                    projection=projection,
+                    layer=number,
+                    in_blocks=layout.in_blocks,
+                    out_blocks=layout.out_blocks,
+                    block=layout.block,
+                    mask=np.stack([layout.rows, layout.cols], axis=1).tolist(),
+                    fan_in=int(layout.fan_in.max()),
+                    fan_out=int(layout.fan_out.max()),
+                    balanced=layout.balanced,
+                )
+            )
+    return rows
+
+
+def _continuations(trainers, corpus, tokenizer):
+    """Returns continuations of held-out prompts; none if documents or sequences are too short for a
+    prompt, or the models are on several devices."""
+    if any(t.executor != SINGLE_DEVICE for t in trainers):
+        return []
+    length = min(32, trainers[0].training.sequence // 2)
+    try:
+        prompts = held_out_prompts(corpus, tokenizer, CONTINUATIONS, max(1, length))
+    except UserError as error:
+        say(f"no continuations in the report: {error}")
+        return []
+    written = {t.name: _continued(t, [prompt.prompt_ids for prompt in prompts]) for t in trainers}
+    return [
+        Continuation(
+            prompt.prompt,
+            prompt.continuation,
+            {name: tokenizer.decode(rows[i]) for name, rows in written.items()},
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def _continued(trainer, prompts):
+    """Returns int [prompts, tokens], the greedy continuations, as long as the prompts."""
+    model = dataclasses.replace(trainer.model, precision=PRECISIONS[0])
+    weights = kv_cache.prepare(model, trainer.state.weights)
+    count, context = len(prompts[0]), trainer.training.sequence
+    return np.transpose([*generate_tokens(model, weights, prompts, count, context)])

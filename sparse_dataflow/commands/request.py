@@ -1,0 +1,429 @@
+"""Command lines checked, and turned into a `RunConfig` once the machine is known."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# Importing them registers the names of patterns and methods, which the configs check.
+import sparse_dataflow.core.layouts.evolution
+import sparse_dataflow.core.layouts.patterns  # noqa: F401
+from sparse_dataflow.core.config import presets, settings
+from sparse_dataflow.core.config.families import FAMILY_FIELDS, MIXTURE
+from sparse_dataflow.core.config.model import GROWN
+from sparse_dataflow.core.config.parallel import ONLY_RELAY, ParallelConfig
+from sparse_dataflow.core.config.presets import GPT2_VOCABULARY, SIZES
+from sparse_dataflow.core.config.projections import PROJECTIONS
+from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.config.settings import FIXED, FRESH, Setting
+from sparse_dataflow.core.config.training import is_factory
+from sparse_dataflow.files.addresses import is_address
+from sparse_dataflow.files.errors import UserError
+
+EVOLUTION = "evolution.method"
+_SCALE = "run.scale"
+
+EXCHANGING = tuple(
+    f"evolution.{name}" for name in ("every", "share", "max_fan_out", "sequences", "row_shards")
+)
+"""Settings of the methods that exchange blocks."""
+
+NAMED: dict[str, tuple[str, str]] = {
+    "scale": ("", ""),
+    "corpus": ("data.corpus", ""),
+    "minutes": ("run.minutes", ""),
+    "steps": ("training.steps", "Optimizer steps of each model; 0 is as many as --minutes allows."),
+    "batch": ("training.batch", ""),
+    "learning_rate": ("training.learning_rate", ""),
+    "density": ("sparsity.density", ""),
+    "pattern": ("sparsity.pattern", ""),
+    "block": ("sparsity.block", ""),
+    "evolution": (EVOLUTION, ""),
+    "twin": ("run.twin", ""),
+    "seed": ("training.seed", ""),
+    "init_from": ("run.init_from", ""),
+    "mesh": ("parallel.mesh", ""),
+    "executor": ("parallel.executor", ""),
+    "describe": ("", ""),
+    "chips": ("", ""),
+    "out": ("run.out", ""),
+    "resume": ("", ""),
+}
+"""Shared flags: name -> (path in a `RunConfig`, help where it is not the setting's own)."""
+
+START: dict[str, Setting] = {
+    "scale": Setting(
+        "scale",
+        str,
+        "auto",
+        "Named size and recipe; auto is nano on a CPU, else the largest up to 13b that fits.",
+        choices=("auto", *SIZES),
+    ),
+    "describe": Setting(
+        "describe",
+        bool,
+        False,
+        "Print every array with its sharding and bytes, and the plan; train nothing.",
+    ),
+    "chips": Setting(
+        "chips",
+        str,
+        "",
+        "Plan for chips that need not be here and train nothing: h100:8, v5p-8, v5litepod-64. "
+        "Several compare them: a100:8@1.5,h100:8@2.5, with dollars of a chip hour after @.",
+    ),
+    "resume": Setting(
+        "resume",
+        str,
+        "",
+        "Run folder or address to resume, with its own settings.",
+        path=True,
+        address=True,
+    ),
+}
+"""Shared flags that are not settings of a `RunConfig`."""
+
+AUTO = ("training.micro_batches", "model.remat")
+"""Settings that every preset leaves to the planner."""
+
+BY_SCALE = ("sparsity.block", "training.batch", "training.sequence", "training.learning_rate",
+            "training.sparse_rate", "training.vector_rate", "run.twin")  # fmt: skip
+"""Settings whose default depends on the scale."""
+
+NO_DEFAULTS: Mapping[str, Any] = {}
+
+OLD_FLAGS = {
+    "accumulation": "training.micro_batches",
+    "density_budget": "sparsity.budget",
+    "dtype": "model.compute_dtype",
+    "evolve_at": "evolution.at",
+    "evolve_every": "evolution.every",
+    "evolve_first": "evolution.first",
+    "evolve_plateau": "evolution.plateau",
+    "sparse_projections": "sparsity.projections",
+}
+"""Former flag -> path, where the last word of the path is another."""
+
+FROM_WEIGHTS = ("scale", "model.vocab_size", "model.max_len", "model.norm", "model.positions",
+                "model.activation", "model.parametrization", "data.tokenizer",
+                *(f"model.{name}" for name in FAMILY_FIELDS
+                  if name not in (*MIXTURE, *GROWN)))  # fmt: skip
+"""Settings that the weights of --init_from determine."""
+
+PROCESS = tuple(
+    f"parallel.{name}"
+    for name in ("coordinator", "processes", "process", "join_timeout", "heartbeat")
+)
+"""Settings in which the processes of a run may differ."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A checked command line.
+
+    Attributes:
+      scale: a preset's name, or "auto".
+      changes: path -> value of each setting on the command line.
+      resume: folder of the run to resume, or "".
+      describe: whether to print the arrays and the plan instead of training.
+      chips: machines to plan for instead of training, or "".
+    """
+
+    scale: str = "auto"
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    resume: str = ""
+    describe: bool = False
+    chips: str = ""
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "Request":
+        """Returns this request with defaults for shared flags that are not on the command line."""
+        paths = {NAMED[name][0]: value for name, value in defaults.items() if NAMED[name][0]}
+        scale = defaults.get("scale", "auto") if self.scale == "auto" else self.scale
+        return dataclasses.replace(self, scale=scale, changes={**paths, **self.changes})
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The parallel plan of the command line; a resumed run saves none."""
+        prefix = "parallel."
+        changes = {
+            p.removeprefix(prefix): v for p, v in self.changes.items() if p.startswith(prefix)
+        }
+        return ParallelConfig(**changes)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Flag or path -> value, which must be equal on all processes of a run."""
+        facts = {f"--{name}": getattr(self, name) for name in START}
+        for path, s in settings.by_path(RunConfig).items():
+            if path not in PROCESS:
+                value = settings.text(self.changes[path]) if path in self.changes else None
+                facts[spelling(path)] = value or shown_default(path, s)
+        return facts
+
+    def config(
+        self, backend: str = "cpu", memory_bytes: int | None = None, sparse: bool = True
+    ) -> RunConfig:
+        """Returns the config of the run on a machine.
+
+        Args:
+          backend: result of `jax.default_backend()`.
+          memory_bytes: memory of one device; None if unknown.
+          sparse: whether the model is block-sparse; decides which scale fits.
+
+        Raises:
+          UserError: settings contradict each other, the saved run or its weights.
+        """
+        if self.resume:
+            return settings.changed(
+                _resumable(saved_config(self.resume), self.resume), self.changes
+            )
+        if self.changes.get("run.init_from"):
+            from sparse_dataflow.interchange import starting_point
+
+            folder, paths = self.changes["run.init_from"], {f"model.{name}": name for name in GROWN}
+            larger = {paths[path]: n for path, n in self.changes.items() if path in paths}
+            base = starting_point.run_config(folder, compute_dtype(backend), larger)
+            if "sparsity.density" in self.changes:
+                base = base.change(sparsity__budget="uniform")
+        else:
+            scale = (
+                self.scale if self.scale != "auto" else self._scale(backend, memory_bytes, sparse)
+            )
+            base = presets.preset(scale, compute_dtype=compute_dtype(backend))
+        if self.changes.get("model.parametrization") == "supar":
+            base = presets.supar(base)
+        if self.changes.get("data.tokenizer") == "gpt2":
+            base = base.change(model__vocab_size=GPT2_VOCABULARY)
+        if self.changes.get("training.adapter_rank"):  # The twin of a preset would be refused.
+            base = base.change(run__twin=False)
+        config = settings.changed(base, self.changes)
+        return config if sparse else config.dense()
+
+    def _scale(self, backend, memory_bytes, sparse):
+        from sparse_dataflow.planner import memory
+
+        method = self.changes.get(EVOLUTION, "static")
+        if not sparse or method in ("gradual", "sparse_to_dense"):  # These train a dense model too.
+            return memory.choose_scale(memory_bytes, backend, {})
+        names = ("model.fused_qkv", "model.gated_mlp")
+        changes = {p: v for p, v in self.changes.items() if p.startswith("sparsity.") or p in names}
+        config = settings.changed(presets.preset("nano"), changes)
+        linears = config.sparsity.linears(config.model)
+        return memory.choose_scale(memory_bytes, backend, linears)
+
+
+def compute_dtype(backend: str) -> str:
+    """Returns the default dtype of activations on a backend."""
+    return "float32" if backend == "cpu" else "bfloat16"
+
+
+def shown_default(name: str, s: Setting) -> str:
+    """Returns the default of a flag or path as the help page shows it."""
+    path = NAMED.get(name, (name,))[0] or name
+    if path in BY_SCALE or s.default is dataclasses.MISSING:
+        return "(by scale)"
+    if path in AUTO:
+        return settings.AUTO
+    if path == "model.compute_dtype":
+        return "(by device)"
+    if s.choices and s.default == tuple(s.choices):
+        return "all"
+    return settings.text(s.default)
+
+
+def spelling(path: str) -> str:
+    """Returns the command-line form of a path: "--batch" or "--set training.warmup"."""
+    flags = {p: f"--{name}" for name, (p, _) in NAMED.items() if p}
+    return flags.get(path, f"--set {path}")
+
+
+def path_of_old_flag(name: str) -> str:
+    """Returns the path that replaced a former flag; "" if there was no such flag."""
+    paths = settings.by_path(RunConfig)
+    by_last_word = {path.partition(".")[2]: path for path in paths}
+    return OLD_FLAGS.get(name) or by_last_word.get(name, "")
+
+
+def checked(
+    start: Mapping[str, Any],
+    changes: Mapping[str, Any],
+    spelled: Mapping[str, str],
+    sets: Sequence[str],
+) -> Request:
+    """Checks a command line and returns its request.
+
+    Args:
+      start: values of the flags in `START`.
+      changes: path -> value of the other shared flags; an evolution with options is still text.
+      spelled: path -> its form on the command line, for errors.
+      sets: text of each --set.
+
+    Raises:
+      UserError: settings contradict each other; names the legal values.
+    """
+    legal = settings.by_path(RunConfig)
+    start, changes, spelled = dict(start), dict(changes), dict(spelled)
+    for text in sets:
+        path, equals, value = text.partition("=")
+        if not equals:
+            raise UserError(f"--set {settings.shown(text)} has no value; write --set path=value.")
+        if path.strip() == _SCALE:  # It decides the defaults of other settings.
+            if "scale" in start:
+                raise UserError("--set run.scale and --scale set the same; give one of them.")
+            start["scale"] = settings.parsed(START["scale"], value, "--set run.scale")
+            continue
+        _add(changes, spelled, legal, path.strip(), value, "--set ")
+    if EVOLUTION in changes:
+        method, colon, options = str(changes.pop(EVOLUTION)).partition(":")
+        spelled.pop(EVOLUTION, None)
+        _add(changes, spelled, legal, EVOLUTION, method, "--evolution=", show_path=False)
+        for option in options.split(",") if colon else ():
+            name, equals, value = option.partition("=")
+            if not equals:
+                raise UserError(
+                    f"--evolution={method}:{settings.shown(options)} is not legal; write "
+                    f"{method}:NAME=VALUE,..., as in rigl:every=100."
+                )
+            path = f"evolution.{name.strip()}"
+            value = value.replace("+", ",")
+            _add(changes, spelled, legal, path, value, f"--evolution={method}:", show_path=False)
+    request = Request(changes=changes, **start)
+    _refuse_contradictions(request, spelled)
+    return request
+
+
+def _add(changes, spelled, legal, path, text, before, show_path=True):
+    """Parses one setting into `changes`; raises UserError if it is illegal or set twice."""
+    path = OLD_FLAGS.get(path, path)
+    if path not in legal:
+        raise UserError(f"{before}{path} is no setting; {settings.hint(path, legal)}")
+    last = path if show_path else path.partition(".")[2]
+    words = before.removesuffix("=") if path == EVOLUTION and not show_path else f"{before}{last}"
+    value = settings.parsed(legal[path], text, words)
+    if path in changes:
+        raise UserError(f"{words} and {spelled[path]} set the same; give one of them.")
+    changes[path], spelled[path] = value, words
+
+
+def _refuse_contradictions(request, spelled):
+    """Raises UserError if settings on the command line contradict each other."""
+    changes, has = request.changes, request.changes.__contains__
+    words = lambda paths: ", ".join(spelled[p] for p in paths)  # noqa: E731
+    if changes.get("training.steps") and has("run.minutes"):
+        raise UserError("--steps and --minutes contradict each other; give one of them.")
+    if changes.get("data.tokenizer") == "gpt2":
+        if changes.get("model.vocab_size", GPT2_VOCABULARY) != GPT2_VOCABULARY:
+            raise UserError(
+                f"model.vocab_size={changes['model.vocab_size']} contradicts data.tokenizer=gpt2, "
+                f"which has {GPT2_VOCABULARY} tokens; leave it out, or set data.tokenizer=bpe."
+            )
+    elif changes.get("model.vocab_size", 257) < 257:
+        raise UserError(
+            f"model.vocab_size={changes['model.vocab_size']} is not legal: bpe needs 257 or more."
+        )
+    if has("sparsity.projections") and not changes["sparsity.projections"]:
+        others = [p for p in changes if p.startswith(("sparsity.", "evolution."))]
+        others = [p for p in others if p != "sparsity.projections"]
+        others += ["run.twin"] if changes.get("run.twin", "no") != "no" else []
+        if others:
+            raise UserError(
+                f"{words(others)} without a block-sparse projection; legal with "
+                f"sparsity.projections=all or any of {','.join(PROJECTIONS)}."
+            )
+    if changes.get("sparsity.pattern") == "dense" and changes.get("sparsity.density", 1.0) != 1:
+        raise UserError(
+            f"--pattern=dense stores every block, which contradicts --density="
+            f"{changes['sparsity.density']}; leave --density out or name another pattern."
+        )
+    relay_only = [f"parallel.{name}" for name in ONLY_RELAY if has(f"parallel.{name}")]
+    if relay_only and not request.resume and changes.get("parallel.executor") != "relay":
+        raise UserError(f"{words(relay_only)} without the relay; add --executor=relay.")
+    if not request.resume:
+        _refuse_other_methods(changes, words)
+    if changes.get("run.init_from") and not request.resume:
+        named = [p for p in FROM_WEIGHTS if has(p)]
+        shown = ["--scale"] * (request.scale != "auto") + [spelled[p] for p in named]
+        if shown:
+            raise UserError(
+                f"{', '.join(shown)} with --init_from: these come with the weights; leave them "
+                "out, or leave --init_from out."
+            )
+    if request.resume:
+        if has("run.out"):
+            raise UserError(
+                "--out and --resume contradict each other: a resumed run stays in its own "
+                f"folder, {request.resume}."
+            )
+        _refuse_other_run(request, spelled)
+
+
+def _refuse_other_methods(changes, words):
+    """Raises UserError for options that the evolution method does not have."""
+    method = changes.get(EVOLUTION, "static")
+    exchanging = [p for p in EXCHANGING if p in changes]
+    if exchanging and method not in ("set", "rigl"):
+        raise UserError(
+            f"{words(exchanging)} is for methods that exchange blocks, which {method} does not; "
+            "legal: --evolution=set or rigl."
+        )
+    if "evolution.at" in changes and method == "static":
+        raise UserError(f"{words(['evolution.at'])} without a method of --evolution; name one.")
+    for path in ("evolution.first", "evolution.plateau"):
+        if changes.get(path) and method != "sparse_to_dense":
+            raise UserError(
+                f"{words([path])} is for --evolution=sparse_to_dense, not for {method}; leave it "
+                "out."
+            )
+
+
+def saved_config(folder: str | Path) -> RunConfig:
+    """The config of a run in a folder or at an address.
+
+    Raises:
+      UserError: it is no run folder, damaged, or of an older version.
+    """
+    from sparse_dataflow.evaluation import run_files
+
+    if is_address(str(folder)):
+        from sparse_dataflow.commands import address_runs
+
+        return address_runs.saved_run(folder)[0]
+    folder = Path(folder).expanduser()
+    if not (folder / run_files.CONFIG).exists():
+        runs = sorted(str(path.parent) for path in folder.parent.glob(f"*/{run_files.CONFIG}"))
+        hint = f"latest there: {', '.join(runs[-5:])}" if runs else f"none is in {folder.parent}"
+        raise UserError(f"--resume={folder} is not a run folder; {hint}.")
+    return run_files.read_config(folder)
+
+
+def _resumable(saved: RunConfig, folder: str) -> RunConfig:
+    """Returns a saved config as a resumed run uses it."""
+    by_path = settings.by_path(RunConfig)
+    fresh = {path: s.default for path, s in by_path.items() if s.resumed == FRESH}
+    return settings.changed(saved, {**fresh, "run.out": folder})
+
+
+def _refuse_other_run(request, spelled):
+    """Raises UserError if the command line changes settings that a resumed run must keep."""
+    saved = settings.to_json(saved_config(request.resume))
+    optimizer = str(saved["training"]["optimizer"])
+    if is_factory(optimizer) and "training.optimizer" not in request.changes:
+        raise UserError(
+            f"{request.resume} was trained with code that its config names, and a run folder alone "
+            f"runs none; resume it with --set training.optimizer={optimizer[:100]}."
+        )
+    wrong = []
+    if request.scale not in ("auto", saved["run"]["scale"]):
+        wrong.append(f"--scale={request.scale} (saved: {saved['run']['scale']})")
+    for path, s in settings.by_path(RunConfig).items():
+        if s.resumed != FIXED or path not in request.changes:
+            continue
+        member, _, name = path.partition(".")
+        before, now = settings.text(saved[member][name]), settings.text(request.changes[path])
+        if before != now:
+            wrong.append(f"{spelled[path]}={now} (saved: {before})")
+    if wrong:
+        raise UserError(
+            f"a resumed run keeps its settings, so these contradict {request.resume}: "
+            f"{', '.join(wrong)}. Leave them out, or start a new run without --resume."
+        )

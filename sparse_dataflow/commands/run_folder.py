@@ -1,0 +1,262 @@
+"""Run folders: claimed by a new run, and checked by a resumed one."""
+
+import contextlib
+import datetime
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from sparse_dataflow.cluster import processes, stopping
+from sparse_dataflow.commands import address_runs
+from sparse_dataflow.commands.console import command_of
+from sparse_dataflow.core.config import settings
+from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.training.monitoring.metrics import say
+from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.tokenizer import Tokenizer
+from sparse_dataflow.evaluation.run_files import (
+    CONFIG,
+    RECORD,
+    TOKENIZER,
+    RunRecord,
+    read_config,
+    read_record,
+    to_bytes,
+)
+from sparse_dataflow.files import folder_lock, folders, storage
+from sparse_dataflow.files.address_lock import AddressLock
+from sparse_dataflow.files.addresses import Address, is_address
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.folder_lock import FolderLock
+from sparse_dataflow.files.json_difference import differences
+
+_DIFFERENCES_SHOWN = 3
+_UNFINISHED = (
+    TOKENIZER, f"{TOKENIZER}.new", RECORD, f"{RECORD}.new", f"{CONFIG}.new", folder_lock.NAME,
+)  # fmt: skip
+"""What a run that is killed before its config.json is whole may leave."""
+
+
+@contextlib.contextmanager
+def opened(
+    experiment: str, out: str, resume: bool, mirror: str = ""
+) -> Iterator[tuple[Path, Callable[[], None]]]:
+    """The run folder, or a new one where `out` is empty; locked by the first process.
+
+    A new run takes a folder that is missing or empty, and its mirror likewise; that of a resumed
+    run is missing, empty or its own. If the block ends before a config.json is there, whatever this
+    process created is removed. A run at an address is written in its `work_folder`, and `mirror` is
+    the address.
+
+    Yields:
+      (folder, check): `check` raises UserError if the folder was deleted or moved; it does nothing
+      on other processes than the first.
+
+    Raises:
+      UserError: on all processes, where the folder holds anything else, is in use by another
+        process or cannot be written.
+    """
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    at_address = is_address(out)
+    local = str(address_runs.work_folder(out)) if at_address else out
+    folder = Path(processes.broadcast(local or f"runs/{experiment}-{stamp}"))
+    locks: list[FolderLock | AddressLock] = []
+    with contextlib.ExitStack() as stack:
+
+        def claim(path, flag, has_run):
+            if not has_run:
+                _refuse_run(path, flag)
+                undo = folders.claim(path, experiment, flag, names=_UNFINISHED)
+                stack.enter_context(stopping.cleaned_up(undo))
+            locks.append(FolderLock(path))
+            stack.enter_context(stopping.cleaned_up(locks[-1].release))
+            if not has_run:
+                _refuse_run(path, flag)  # Another process may have begun one meanwhile.
+
+        def claim_address(address, flag, has_run):
+            lock = address_runs.claim(address, experiment, flag, has_run)
+            locks.append(lock)
+            release = functools.partial(address_runs.release, lock, address)
+            stack.enter_context(stopping.cleaned_up(release))
+
+        second = mirror_path(folder, mirror)
+
+        def prepare():
+            if mirror and not resume and second is None:
+                raise UserError(f"run.mirror={mirror} is the run folder; name another folder.")
+            if at_address and isinstance(second, Address):
+                claim_address(second, "--resume" if resume else "--out", resume)
+                address_runs.prepare_work_folder(second, folder, experiment, resume)
+            claim(folder, "--out", resume)
+            if isinstance(second, Address):
+                if not at_address:
+                    holds = resume and address_runs.holds(second, folder)
+                    claim_address(second, "run.mirror", holds)
+            elif second is not None:
+                claim(second, "run.mirror", resume and _is_mirror_of(second, folder))
+            elif mirror:
+                say(f"{folder} was the mirror of a run; name another with --set run.mirror=FOLDER")
+
+        def check():
+            for lock in locks if at_address else locks[:1]:
+                lock.check()
+
+        processes.on_first(prepare)
+        if at_address:
+            address_runs.refuse_unshared(folder, out)
+        try:
+            yield folder, check
+        except Exception:
+            if locks and second is not None and _was_copied(folder, second):
+                say(f"if {folder} is lost, continue its copy: --resume={second}")
+            check()  # The cause of whatever failed.
+            raise
+
+
+def _was_copied(folder, second):
+    """Whether a run came to be, so that its mirror has it: a store is not asked again."""
+    place = folder if isinstance(second, Address) else second
+    return (place / CONFIG).exists()
+
+
+def _refuse_run(folder, flag):
+    if (folder / CONFIG).exists() and (folder / RECORD).exists():
+        raise UserError(
+            f"{folder} holds a run already; pass --resume={folder} to resume it, or another {flag}."
+        )
+
+
+def mirror_path(folder: Path, mirror: str) -> Path | Address | None:
+    """Returns what mirrors a run folder; None for no mirror, or the run folder itself.
+
+    Raises:
+      UserError: one is inside the other.
+    """
+    if not mirror:
+        return None
+    if is_address(mirror):
+        return Address(mirror)
+    first, second = (Path(os.path.realpath(path)) for path in (folder, mirror))
+    if first == second:
+        return None
+    if first.is_relative_to(second) or second.is_relative_to(first):
+        raise UserError(
+            f"run.mirror={mirror} and the run folder {folder} are one inside the other; name a "
+            "folder on another disk."
+        )
+    return second
+
+
+def _is_mirror_of(second: Path, folder: Path) -> bool:
+    if not ((second / CONFIG).exists() and (second / RECORD).exists()):
+        return False
+    records = [read_record(path, read_config(path)) for path in (second, folder)]
+    return records[0] == records[1]
+
+
+def mirrored(folder: Path, mirror: str) -> Path | Address | None:
+    """Copies what a run is to its mirror, as far as it is not there; returns `mirror_path`.
+
+    Raises:
+      UserError: on all processes, where it cannot be written.
+    """
+    second = mirror_path(folder, mirror)
+    if second is None:
+        return None
+
+    def copy():
+        try:
+            if isinstance(second, Address):
+                address_runs.copy_run_files(folder, second)
+                return
+            for name in (TOKENIZER, RECORD, CONFIG):
+                if not (second / name).exists():
+                    storage.replace(second / name, (folder / name).read_bytes())
+        except OSError as error:
+            raise UserError(f"run.mirror={second} cannot be written: {error.strerror}.") from error
+
+    processes.on_first(copy)
+    return second
+
+
+def start(folder: Path, config: RunConfig, record: RunRecord, tokenizer: Tokenizer) -> None:
+    """Writes what a run is before its first step; config.json last, whole or not at all.
+
+    Raises:
+      UserError: files came into the folder meanwhile, or it cannot be written.
+    """
+    if not processes.is_first():
+        return
+    folders.refuse_foreign(folder, record.experiment, names=_UNFINISHED)
+    try:
+        tokenizer.save(folder / TOKENIZER)
+        try:
+            storage.replace(folder / RECORD, to_bytes(record.to_json()))
+            storage.replace(folder / CONFIG, to_bytes(config.to_json()))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                (folder / TOKENIZER).unlink()
+                (folder / RECORD).unlink()
+            raise
+    except OSError as error:
+        raise UserError(f"Run folder {folder} cannot be written: {error.strerror}.") from error
+
+
+def refuse_other_experiment(folder: str | Path, experiment: str) -> None:
+    """Refuses to resume another experiment's run.
+
+    Raises:
+      UserError: naming the command that resumes it.
+    """
+    other = address_runs.saved_run(folder)[1].experiment
+    if other != experiment:
+        raise UserError(
+            f"{folder} is a run of {other}; resume it with {command_of(other)} --resume={folder}."
+        )
+
+
+def refuse_other_data(
+    folder: Path, record: RunRecord, corpus: Corpus, tokenizer: Tokenizer
+) -> None:
+    """Checks that a resumed run has the text and the tokenizer that it was started with.
+
+    Raises:
+      UserError: the corpus or the tokenizer has changed, or the saved tokenizer is damaged.
+    """
+    if corpus.content_hash != record.corpus_hash:
+        raise UserError(
+            f"The corpus {corpus.name} has changed since {folder} was started. Put it back as it "
+            "was, or start a new run without --resume."
+        )
+    saved = Tokenizer.load(folder / TOKENIZER).content_hash
+    if not saved == record.tokenizer == tokenizer.content_hash:
+        raise UserError(
+            f"The tokenizer of {folder} is not the one that its corpus gives here "
+            f"({saved[:12]} and {tokenizer.content_hash[:12]}; its {RECORD} says "
+            f"{record.tokenizer[:12]}). Put {TOKENIZER} back, or start a new run without "
+            "--resume."
+        )
+
+
+def refuse_other_config(folder: Path, saved: RunConfig, config: RunConfig) -> None:
+    """Refuses to go on where the config is not the saved one in all that a run must keep.
+
+    Raises:
+      UserError: naming what differs.
+    """
+    fixed = {p for p, s in settings.by_path(RunConfig).items() if s.resumed == settings.FIXED}
+    pair = [json.loads(json.dumps(each.to_json())) for each in (saved, config)]
+    changes = [
+        f"{path} is {before} there and {now} here"
+        for path, before, now in differences(*pair)
+        if path in fixed
+    ]
+    if changes:
+        more = len(changes) - _DIFFERENCES_SHOWN
+        raise UserError(
+            f"{folder} was started with other settings: "
+            f"{'; '.join(changes[:_DIFFERENCES_SHOWN])}{f'; and {more} more' if more > 0 else ''}. "
+            "Start a new run without --resume."
+        )

@@ -1,0 +1,127 @@
+"""The main job: train a GPT, sparse, dense or both side by side, into one run folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from sparse_dataflow.cluster.clock import Clock
+from sparse_dataflow.commands import devices, run_folder
+from sparse_dataflow.commands.job import Job, Run
+from sparse_dataflow.commands.planning import described
+from sparse_dataflow.commands.request import Request
+from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.training.monitoring.metrics import say
+from sparse_dataflow.files import addresses
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware import detect as hardware
+from sparse_dataflow.hardware.chips import Chip
+from sparse_dataflow.hardware.host_memory import keep_freed_memory
+from sparse_dataflow.planner import memory
+
+
+def train(
+    config: RunConfig,
+    *,
+    texts: Sequence[str] | None = None,
+    resume: bool = False,
+    experiment: str = "train",
+    clock: Clock | None = None,
+) -> Run:
+    """Trains what a config says into its run folder: data, programs, training with checkpoints and
+    evaluations, report.
+
+    Ctrl-C, SIGTERM and SIGHUP save and stop; `resume` then goes on to the same bits.  With several
+    processes all of them call it, after `devices.joined`.
+
+    Args:
+      config: what is trained; `config.run.out` is the folder, or an address.
+      texts: documents in place of `config.data.corpus`.
+      resume: whether to resume the run in the folder.
+      experiment: whose run it is, a module's name.
+      clock: tracks what this process is doing; a new one where None.
+
+    Returns:
+      The run, finished or stopped.
+
+    Raises:
+      UserError: in words, before the first step where it can be known then.
+
+    Examples:
+        >>> out = os.path.join(tempfile.mkdtemp(), "run")
+        >>> config = sd.preset("pico").change(sparsity__block=16, run__twin=False, run__out=out)
+        >>> config = config.change(training__steps=2)
+        >>> texts = [f"Document {number} has a few words. " * 60 for number in range(40)]
+        >>> run = sd.train(config, texts=texts)
+        >>> run.finished, run.model().step
+        (True, 2)
+    """
+    keep_freed_memory()
+    clock = clock or Clock()
+    config = _settled_mirror(config, resume)
+    mirror = config.run.mirror
+    with run_folder.opened(experiment, config.run.out, resume, mirror) as (folder, check):
+        return Job(config, experiment, folder, clock, check).run(texts, resume)
+
+
+def _settled_mirror(config: RunConfig, resume: bool) -> RunConfig:
+    """The config with the mirror that it has wherever it is resumed; a run at an address has it
+    there."""
+    out, mirror = addresses.normal(config.run.out), addresses.normal(config.run.mirror)
+    if addresses.is_address(out):
+        if mirror not in ("", out) and not resume:
+            raise UserError(
+                f"run.mirror={mirror} with --out={out}: a run at an address is copied there alone; "
+                "leave run.mirror out, or name a folder with --out."
+            )
+        mirror = out
+    elif mirror and not addresses.is_address(mirror):
+        mirror = str(Path(mirror).absolute())
+    return config.change(run__out=out, run__mirror=mirror)
+
+
+def run(request: Request, experiment: str, *, sparse: bool = True) -> int:
+    """The main job of an experiment: joins the processes, settles the config and trains.
+
+    Args:
+      request: the command line.
+      experiment: its module name, "gpt13b_sparse".
+      sparse: whether the model is block-sparse; else the dense one is trained alone.
+
+    Returns:
+      The exit status: TEMPORARY where SIGTERM or SIGHUP ended the run after saving, else 0.
+
+    Raises:
+      UserError: in words, before the first step where it can be known then.
+    """
+    keep_freed_memory()
+    clock = Clock()
+    request.config(sparse=sparse)  # Refuses what is wrong on every machine before processes join.
+    if request.chips:
+        described.for_machines(request, sparse)
+        return 0
+    with devices.joined(experiment, request, clock):
+        chip = detect_chip(request)
+        config = request.config(jax.default_backend(), chip.memory_bytes, sparse)
+        if request.describe:
+            described.for_this_machine(config, chip)
+            return 0
+        if request.resume:
+            run_folder.refuse_other_experiment(request.resume, experiment)
+        elif request.scale == "auto" and not config.run.init_from:
+            _say_scale(config, chip)
+        resume = bool(request.resume)
+        return train(config, resume=resume, experiment=experiment, clock=clock).status
+
+
+def detect_chip(request: Request) -> Chip:
+    """The chip under this process, with the peak of the dtype that the request computes in."""
+    dtype = request.changes.get("model.compute_dtype", "float32")
+    return hardware.detect([dtype])
+
+
+def _say_scale(config, chip):
+    """Says which scale was chosen for the memory here."""
+    if chip.memory_bytes is not None:
+        linears = config.sparsity.linears(config.model)
+        say(memory.scale_message(chip.memory_bytes, config.run.scale, linears))

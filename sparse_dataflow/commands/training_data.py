@@ -1,0 +1,235 @@
+"""The batches of a run: training windows of its corpus or mixture, and held-out windows."""
+
+from collections.abc import Sequence
+
+from sparse_dataflow.core.config.data import DataConfig
+from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
+from sparse_dataflow.core.training.batches import EvalBatches, TokenMixture, TrainBatches
+from sparse_dataflow.core.training.monitoring.metrics import say
+from sparse_dataflow.core.training.programs import HeldOut, TrainingData
+from sparse_dataflow.core.training.variants import Variant
+from sparse_dataflow.data import cache
+from sparse_dataflow.data.answers import AnswerBatches, AnswerEvalBatches, AnswerRows
+from sparse_dataflow.data.corpora import Corpus, load_corpus
+from sparse_dataflow.data.examples import encode
+from sparse_dataflow.data.stored import TokenArray
+from sparse_dataflow.data.stream_batches import NO_TOKENS, StreamBatches
+from sparse_dataflow.data.streamed import Stream
+from sparse_dataflow.data.tokenizer import KINDS, Tokenizer, load_tokenizer
+from sparse_dataflow.data.tokens import prepare_tokens, split_tokens
+from sparse_dataflow.evaluation.trained import Model
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.interchange.named_tokenizers import named_tokenizer
+from sparse_dataflow.planner.memory import parameter_count
+
+EVALUATION_WINDOWS = 64
+"""Windows of each corpus in a periodic evaluation, at most, at equal distances over the split."""
+
+FINAL_WINDOWS = 2048
+"""Windows of each corpus in the evaluation after the last step, at most: the first ones."""
+
+
+def corpus_of(data: DataConfig, name: str = "") -> Corpus:
+    """Returns the corpus of a config; `name` is that of a run's record, with its revisions."""
+    answers = data.loss == "answers"
+    return load_corpus(name or data.corpus, cache.FOLDER, answers, data.column, data.validation)
+
+
+def tokenizer_of(config: RunConfig, corpus: Corpus) -> Tokenizer:
+    """Returns the tokenizer that a config names, which may be trained on the corpus."""
+    name, size = config.data.tokenizer, config.model.vocab_size
+    has_ids = any(source.ids for source in (corpus, *(s for _, s, _ in corpus.mixture)))
+    if has_ids and name == "bpe":
+        raise UserError(
+            f"--corpus={corpus.name} has token ids and no text to train a tokenizer on; legal for "
+            "data.tokenizer: the one that wrote them (gpt2, DIR, hf:NAME), or none with its size "
+            "in model.vocab_size."
+        )
+    if name == "none" and not has_ids:
+        raise UserError(
+            f"data.tokenizer=none is for a corpus of token ids, and --corpus={corpus.name} is "
+            "text; legal: bpe, gpt2, DIR, hf:NAME."
+        )
+    if name in KINDS:
+        return load_tokenizer(name, corpus, size, cache.FOLDER)
+    return named_tokenizer(name)
+
+
+def training_data(
+    config: RunConfig,
+    variant: Variant,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    executor: Executor = SINGLE_DEVICE,
+) -> TrainingData:
+    """The batches of a variant's shape, drawn by `training.seed`, and the held-out windows."""
+    if config.data.loss == "answers":
+        return _answers(config, variant, corpus, tokenizer, executor)
+    shape = variant.training.batch, variant.training.sequence
+    rows = executor.local_rows(variant.training.batch)
+    sources = corpus.mixture or (("", corpus, 1.0),)
+    weights = tuple(weight for _, _, weight in sources)
+    train = [_training_source(*source, tokenizer) for source in sources]
+    if any(isinstance(source, Stream) for source in train):
+        batches: TrainBatches = StreamBatches(
+            NO_TOKENS,
+            *shape,
+            config.training.seed,
+            rows,
+            tuple(train),
+            weights,
+            tokenizer=tokenizer,
+        )
+    else:
+        tokens = TokenMixture(tuple(train), weights) if corpus.mixture else train[0]
+        batches = TrainBatches(tokens, *shape, config.training.seed, rows)
+    held_out = []
+    for name, source, weight in (("", corpus, 1.0),) if corpus.own_validation else sources:
+        split = split_tokens(source, "validation", tokenizer, cache.FOLDER)
+        say(f"  held out{' of ' * bool(name)}{name}: {split.documents:,} documents")
+        periodic = EvalBatches(split.tokens, *shape, EVALUATION_WINDOWS, rows, True)
+        final = EvalBatches(split.tokens, *shape, FINAL_WINDOWS, rows)
+        sizes = [windows.total_bytes(tokenizer.token_bytes) for windows in (periodic, final)]
+        held_out.append(HeldOut(name, weight, periodic, sizes[0], final, sizes[1]))
+    first = held_out[0]
+    return TrainingData(
+        batches,
+        first.validation,
+        first.validation_bytes,
+        first.final,
+        first.final_bytes,
+        tokenizer.content_hash,
+        tuple(held_out) if len(held_out) > 1 else (),
+    )
+
+
+MOST_EPOCHS = 10
+"""Passes over a corpus above which a run says so; more than 4 add little (arXiv 2305.16264)."""
+
+
+def thin_data(corpus: Corpus, train: TrainBatches, variants: Sequence[Variant]) -> list[str]:
+    """Returns a sentence for each model that the corpus is too small for.
+
+    Args:
+      corpus: of the run.
+      train: its batches; the tokens of a stream are at most about the bytes of its files.
+      variants: the models; one without steps is judged by its size alone.
+    """
+    if isinstance(train, AnswerBatches):
+        return []
+    named = [(name or source.name, weight) for name, source, weight in corpus.mixture]
+    named = named or [(corpus.name, 1.0)]
+    tokens = train.tokens
+    parts: Sequence = tokens.sources if isinstance(tokens, TokenMixture) else (tokens,)
+    parts = train.sources if isinstance(train, StreamBatches) else parts
+    counts = [part.file_bytes if isinstance(part, Stream) else len(part) for part in parts]
+    most = "at most " if isinstance(train, StreamBatches) else ""
+    advice = "take more text, such as --corpus=hf:allenai/c4/en"
+    sentences = []
+    for v in variants:
+        drawn = v.training.steps * v.training.batch * v.training.sequence
+        for (name, weight), count in zip(named, counts, strict=True):
+            if drawn * weight > MOST_EPOCHS * count:
+                sentences.append(
+                    f"{v.name} reads {name} {drawn * weight / count:,.0f} times over, as it has "
+                    f"{most}{count:,} training tokens; {advice}"
+                )
+        size = parameter_count(v.phases[-1].model)
+        if size > sum(counts):
+            sentences.append(
+                f"{v.name} has {size:,} parameters and {corpus.name} {most}{sum(counts):,} "
+                f"training tokens, which it can learn by heart; {advice}"
+            )
+    return sentences
+
+
+def _training_source(name: str, source: Corpus, weight: float, tokenizer: Tokenizer):
+    """Returns the stream or the tokens of a corpus, and says how large it is."""
+    share = f"  {weight:.1%} of the windows: {name}" if name else f"corpus {source.name}"
+    if source.stream:
+        stream = source.stream
+        column = f", column {stream.column}" if stream.column != "text" else ""
+        size = f"{len(stream.shards):,} shards, {stream.file_bytes:,} bytes"
+        say(f"{share}, streamed{column}: {size}")
+        return stream
+    split = split_tokens(source, "train", tokenizer, cache.FOLDER)
+    say(f"{share}: {split.documents:,} documents, {len(split.tokens):,} training tokens")
+    return split.tokens
+
+
+def answer_rows(
+    corpus: Corpus, tokenizer: Tokenizer, sequence: int, pack: bool
+) -> list[AnswerRows]:
+    """Returns the rows of both splits of a corpus of examples, and says how many do not fit.
+
+    Args:
+      corpus: of examples; see `data.examples`.
+      tokenizer: renders and encodes them.
+      sequence: targets per row.
+      pack: whether rows hold several examples.
+
+    Raises:
+      UserError: an example cannot be rendered, or divided in a packed row.
+    """
+    if tokenizer.chat_template is None:
+        say("the tokenizer has no chat template: an answer follows its prompt directly")
+    splits = [encode(split, tokenizer) for split in (corpus.train, corpus.validation)]
+    end = tokenizer.eot_id
+    rows = [AnswerRows.of(examples, sequence, end, pack) for examples in splits]
+    for name, split in zip(("training", "held-out"), rows, strict=True):
+        say(
+            f"corpus {corpus.name}: {len(split.examples.starts) - 1:,} {name} examples in "
+            f"{len(split):,} rows, {split.examples.answers.sum():,} tokens of answers"
+        )
+        for count, words in (
+            (split.truncated, f"examples lost their end, after {sequence} tokens"),
+            (split.skipped, f"examples are left out: no answer within {sequence} tokens"),
+            (split.examples.skipped, "examples are left out: the template changes them"),
+            (split.examples.changed, "answers are not trained: the template changes them later"),
+            (
+                split.examples.unprompted,
+                "answers follow another prompt than `generate --chat` makes, such as <think>",
+            ),
+        ):
+            if count:
+                say(f"  {count:,} {name} {words}")
+    return rows
+
+
+def refuse_changed(corpus: Corpus, trained: Model) -> None:
+    """Raises UserError where the run was trained on other documents of this name."""
+    if trained.record and corpus.content_hash != trained.record.corpus_hash:
+        raise UserError(
+            f"The corpus {corpus.name} has changed since {trained.folder} was trained on it, "
+            "so the documents that it held out are not known; put it back as it was."
+        )
+
+
+def corpus_tokens(
+    corpus: Corpus, trained: Model, answers: bool
+) -> tuple[TokenArray, TokenArray | AnswerRows]:
+    """Returns the training tokens, and the held-out tokens or rows of answers."""
+    if not answers:
+        tokens = prepare_tokens(corpus, trained.tokenizer, cache.FOLDER)
+        return tokens.train.tokens, tokens.validation.tokens
+    sequence, pack = trained.training.sequence, trained.model.mask_documents
+    train, held_out = answer_rows(corpus, trained.tokenizer, sequence, pack)
+    return train.examples.tokens, held_out
+
+
+def _answers(config, variant, corpus, tokenizer, executor):
+    training = variant.training
+    shape, local = (training.batch, training.sequence), executor.local_rows(training.batch)
+    pack = config.model.mask_documents
+    train, held_out = answer_rows(corpus, tokenizer, training.sequence, pack)
+    periodic = AnswerEvalBatches(held_out, *shape, EVALUATION_WINDOWS, local, True)
+    final = AnswerEvalBatches(held_out, *shape, FINAL_WINDOWS, local)
+    return TrainingData(
+        AnswerBatches(train, *shape, config.training.seed, local),
+        periodic,
+        periodic.total_bytes(tokenizer.token_bytes),
+        final,
+        final.total_bytes(tokenizer.token_bytes),
+        tokenizer.content_hash,
+    )

@@ -1,0 +1,1 @@
+"""What one reads: config, layouts, ops, weights, the model, executors and training."""

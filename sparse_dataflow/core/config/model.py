@@ -1,0 +1,451 @@
+"""The shape of a decoder-only transformer, and the storage of its projections."""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+from sparse_dataflow.core.config import model_checks, remat
+from sparse_dataflow.core.config.attention_kinds import AttentionSettings
+from sparse_dataflow.core.config.families import FAMILY_FIELDS
+from sparse_dataflow.core.config.projections import DENSE, LOW_RANK, MLP, PROJECTIONS, LinearSpec
+from sparse_dataflow.core.config.rotary_scaling import RotarySettings
+from sparse_dataflow.core.config.settings import (
+    ADOPTED,
+    MOST_EXPERTS,
+    MOST_INTEGER,
+    MOST_SIZE,
+    between,
+    positive,
+    setting,
+    validate,
+)
+from sparse_dataflow.files.errors import UserError
+
+RANK_MULTIPLE = 8
+"""Ranks of at least 16 times this are multiples of it, which matrix units prefer.  The stored
+weights then differ from the density's by 1/32 at most."""
+
+DTYPES = ("float32", "bfloat16")
+PRECISIONS = ("compute_dtype", "fp8", "int8")
+NORMS = ("layernorm", "rmsnorm")
+POSITIONS = ("learned", "rotary")
+ACTIVATIONS = ("gelu", "gelu_exact", "relu", "silu")
+GROWN = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff")
+"""Fields of `ModelConfig` in which a model may be larger than the one whose weights it begins
+with."""
+
+REMATS = ("none", "dots", "full")
+"""Kinds of remat that the search of layouts prices, for all blocks alike."""
+
+PARAMETRIZATIONS = ("standard", "supar")
+
+SUPAR_WIDTH = 256
+"""d_model at which "supar" equals "standard" for a dense model with heads of width SUPAR_HEAD.
+
+Under SuPar, a learning rate tuned at this width holds for every width and density.
+"""
+
+SUPAR_HEAD = 64
+"""Head width at which "supar" equals "standard"."""
+
+MOST_LAYERS = 2**14
+"""Upper bound of the number of layers."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ModelConfig(AttentionSettings, RotarySettings):
+    """A decoder-only transformer: pre-norm blocks of attention and an MLP.
+
+    The defaults are GPT-3 (arXiv 2005.14165, section 2.1).  `families.FAMILIES` has the fields in
+    which other families differ; `model.gpt` lists the parameters.  The help of each setting, which
+    `--help=all` and the page of settings list, explains it; "Attributes" has what that leaves out.
+
+    Attributes:
+      norm: normalisation before each half of a block, and of queries and keys with qk_norm.  A
+        layernorm has biases, an rmsnorm has none.
+      activation: "gelu" is its tanh form, as in GPT-2, "gelu_exact" uses erf, "relu" is OPT's,
+        "silu" Llama's.
+      remat: a kind for all blocks, or counts of blocks; see `config.remat`.
+      precision: 8-bit numbers have a scale for each row that a product sums (`kernels.quantized`):
+        "fp8" (e4m3, gradients e5m2) or "int8".  Low-rank terms, attention and the output layer keep
+        compute_dtype.
+      parametrization: "supar" keeps the scale of activations and of their updates constant over
+        width and density.
+      num_kv_heads: grouped-query attention (arXiv 2305.13245): query head h reads key/value head
+        h // (num_heads / num_kv_heads).  `kv_heads` is the resolved number.
+      head_dim: width of a head, 0 for the default; `head_width` is the resolved width.
+      gated_mlp: the MLP is mlp_out(activation(mlp_gate(x)) * mlp_in(x)) (arXiv 2002.05202), not
+        mlp_out(activation(mlp_in(x))).
+      experts: each expert is an MLP of d_ff with the storage of `linears`; all experts of a layer
+        have one layout.
+      top_k: outputs are summed, times their router probabilities; with top_k above 1 these are
+        divided by their sum (Mixtral, arXiv 2401.04088) unless raw_gates, with 1 they are not
+        (Switch, arXiv 2101.03961).
+      prototypes: each group of experts has a softmax of its own (M6-T, arXiv 2105.15082).
+      expert_capacity: later choices of an expert that is full are dropped.  A device and
+        micro-batch count by themselves; evaluation and generation drop nothing.
+      balance_loss: the loss is 1 in each layer where all experts have the same load (arXiv
+        2101.03961, section 2.2).
+      router_z_loss: the loss of arXiv 2202.08906, section 3.2.
+      linears: (projection name, LinearSpec) pairs or a mapping of them; missing names are dense.
+        Empty in a `RunConfig`, whose `sparsity` says what is stored.
+      density_by_depth: per-layer multipliers of the density of every block-sparse projection, first
+        layer first.  Empty means 1 everywhere.  Equal multipliers are folded into `linears`, which
+        leaves it empty.
+      shared_layers: whether all layers apply one block, whose parameters exist once.  A phase of
+        the evolution method shared_to_own; no setting.
+      guided: whether each block-sparse projection has a dense guide (`model.guides`).  A phase of
+        the evolution method self_guided; no setting.
+      seed: offset of the patterns, and so the seed of random ones.
+
+    Examples:
+        >>> shape = {"num_layers": 2, "d_model": 128, "num_heads": 2, "d_ff": 512}
+        >>> config = sd.ModelConfig(**shape, vocab_size=512, max_len=64)
+        >>> spec = sd.LinearSpec("block_sparse", "monarch", density=0.125, block=16)
+        >>> config.with_linears(spec, ["mlp_in", "mlp_out"]).sparse_projections
+        ('mlp_in', 'mlp_out')
+    """
+
+    num_layers: int = setting(help="Blocks of the model.", legal=between(1, MOST_LAYERS))
+    d_model: int = setting(help="Residual width, in features.", legal=between(1, MOST_SIZE))
+    num_heads: int = setting(
+        help="Attention heads; must divide model.d_model, unless model.head_dim is given.",
+        legal=between(1, MOST_SIZE),
+    )
+    d_ff: int = setting(help="Width of the MLP, in features.", legal=between(1, MOST_SIZE))
+    vocab_size: int = setting(
+        help="Tokens of the vocabulary, which bpe learns; 257 or more.", legal=between(1, MOST_SIZE)
+    )
+    max_len: int = setting(
+        help="Learned positions; the longest training.sequence.", legal=between(1, MOST_SIZE)
+    )
+    linears: tuple[tuple[str, LinearSpec], ...] | Mapping[str, LinearSpec] = ()
+    density_by_depth: tuple[float, ...] = ()
+    norm: str = setting("layernorm", "Normalisation of a block's inputs.", choices=NORMS)
+    positions: str = setting("learned", "Position encoding.", choices=POSITIONS)
+    activation: str = setting("gelu", "Activation of the MLP.", choices=ACTIVATIONS)
+    remat: str = setting(
+        "none",
+        "Activations recomputed in the backward pass: none, all but matmuls (dots), or all (full); "
+        "offload copies those of matmuls to host memory. Blocks may differ: offload+full:4,none:8. "
+        "With auto the planner chooses.",
+        resumed=ADOPTED,
+    )
+    compute_dtype: str = setting(
+        "float32",
+        "Dtype of activations, and of weights in products; master weights stay float32.",
+        choices=DTYPES,
+    )
+    precision: str = setting(
+        "compute_dtype",
+        "Operands of the projections' products in training: fp8 and int8 are quantised, by the "
+        "extra `quantized`; layouts must have equal groups, as monarch's and shuffle's.",
+        choices=PRECISIONS,
+    )
+    parametrization: str = setting(
+        "standard",
+        "supar scales initialisation and learning rate with width and density (arXiv 2405.15743).",
+        choices=PARAMETRIZATIONS,
+    )
+    num_kv_heads: int = setting(
+        0, "Heads of keys and values; 0 is model.num_heads.", legal=between(0, MOST_SIZE)
+    )
+    head_dim: int = setting(
+        0, "Width of a head, in features; 0 is d_model / num_heads.", legal=between(0, MOST_SIZE)
+    )
+    fused_qkv: bool = setting(True, "One projection qkv, or separate q, k and v.")
+    gated_mlp: bool = setting(False, "Multiply mlp_in by the activation of a projection mlp_gate.")
+    tied_embeddings: bool = setting(True, "Use the token embedding as the output layer.")
+    biases: tuple[str, ...] = setting(
+        PROJECTIONS,
+        "Projections with a bias: all (of the model), none or names.",
+        choices=PROJECTIONS,
+    )
+    norm_epsilon: float = setting(1e-5, "Added to the variance in each norm.", legal=positive(1))
+    post_norms: bool = setting(
+        False, "Normalise the outputs of attention and of the MLP too, before they are added."
+    )
+    scaled_embeddings: bool = setting(
+        False, "Multiply the embedding of a token by the square root of model.d_model."
+    )
+    logit_cap: float = setting(
+        0.0, "Soft cap of the logits; 0 is none.", legal=between(0, MOST_SIZE)
+    )
+    experts: int = setting(
+        0, "Experts of each MLP; 0 is one MLP for all tokens.", legal=between(0, MOST_EXPERTS)
+    )
+    top_k: int = setting(
+        1, "Experts of a token in each group of experts.", legal=between(1, MOST_EXPERTS)
+    )
+    prototypes: int = setting(
+        1,
+        "Equal groups of experts; a token has model.top_k of each group.",
+        legal=between(1, MOST_EXPERTS),
+    )
+    shared_expert: int = setting(
+        0,
+        "Width of an expert that every token has and no router chooses, as a multiple of "
+        "model.d_ff; 0 is none.",
+        legal=between(0, MOST_EXPERTS),
+    )
+    shared_gate: bool = setting(
+        False, "Multiply the shared expert's output by the sigmoid of a product with its input."
+    )
+    raw_gates: bool = setting(
+        False, "Router probabilities of a token's experts are not divided by their sum."
+    )
+    expert_capacity: float = setting(
+        0.0,
+        "Most tokens of an expert in training, as a multiple of the mean; 0 drops none.",
+        legal=between(0, MOST_EXPERTS),
+    )
+    balance_loss: float = setting(
+        0.01, "Weight of the load-balance loss of experts.", legal=between(0, 1000)
+    )
+    router_z_loss: float = setting(
+        0.001, "Weight of the z-loss of routers.", legal=between(0, 1000)
+    )
+    mask_documents: bool = setting(
+        False,
+        "Attention in training and held-out losses stays within a document; else windows are "
+        "seen whole.",
+    )
+    shared_layers: bool = False
+    guided: bool = False
+    seed: int = 0
+
+    def __post_init__(self):
+        # Files of earlier versions say whether there is a shared expert.
+        if isinstance(self.shared_expert, bool):
+            object.__setattr__(self, "shared_expert", int(self.shared_expert))
+        validate(self, "model")
+        if self.remat != remat.AUTO:
+            remat.terms(self.remat)  # Refuses an illegal text.
+        whole = isinstance(self.seed, numbers.Integral) and not isinstance(self.seed, bool)
+        if not whole or not 0 <= self.seed <= MOST_INTEGER:
+            raise UserError(
+                f"seed {self.seed} is not legal; legal: whole numbers from 0 to {MOST_INTEGER}."
+            )
+        model_checks.check_attention(self)
+        self.selected(self.biases, "model.biases")
+        linears = tuple(sorted(dict(self.linears).items()))
+        for name, _ in linears:
+            if name not in self.projections:
+                raise UserError(
+                    f"projection {name!r} is unknown; legal: {', '.join(self.projections)}."
+                )
+        object.__setattr__(self, "linears", linears)
+        self._settle_depth()
+        model_checks.check_experts(self)
+        if self.quantized and self.low_rank_projections:
+            raise UserError(
+                f"model.precision={self.precision} with products of two factors "
+                f"({', '.join(self.low_rank_projections)}); legal with them: {PRECISIONS[0]}."
+            )
+        model_checks.check_blocks(self)
+
+    def selected(self, names: tuple[str, ...], path: str) -> tuple[str, ...]:
+        """Returns the projections that a setting names, in the model's order.
+
+        Args:
+          names: projections; PROJECTIONS means all of the model.
+          path: of the setting, such as "model.biases".
+
+        Raises:
+          UserError: the model has no projection of a name.
+        """
+        absent = set(names) - set(self.projections)
+        if absent and tuple(names) != PROJECTIONS:
+            raise UserError(
+                f"{path} names {', '.join(sorted(absent))}, which the model does not have; legal: "
+                f"{', '.join(self.projections)}, all, none."
+            )
+        return tuple(name for name in self.projections if name in names)
+
+    def _settle_depth(self):
+        """Checks `density_by_depth`, and folds equal multipliers into `linears`."""
+        multipliers = tuple(self.density_by_depth)
+        if multipliers and len(multipliers) != self.num_layers:
+            raise UserError(
+                f"density_by_depth has {len(multipliers)} numbers for {self.num_layers} layers; "
+                "legal: one for each layer, or none."
+            )
+        for number in multipliers:
+            real = isinstance(number, numbers.Real) and not isinstance(number, bool)
+            if not real or not 0 < number < math.inf:
+                raise UserError(f"density_by_depth has {str(number)[:40]}; legal: numbers above 0.")
+        specs = {name: self.linear(name) for name in self.sparse_projections}
+        scaled = {
+            number: {name: spec.scaled(number) for name, spec in specs.items()}
+            for number in dict.fromkeys(multipliers)
+        }
+        if not specs or len(scaled) < 2:
+            linears = dict(self.linears)
+            for scaled_specs in scaled.values():
+                linears |= scaled_specs
+            object.__setattr__(self, "linears", tuple(sorted(linears.items())))
+            multipliers = ()
+        object.__setattr__(self, "density_by_depth", tuple(map(float, multipliers)))
+
+    def linear(self, projection: str) -> LinearSpec:
+        """Returns the spec of one projection before `density_by_depth`; dense if unset."""
+        return dict(self.linears).get(projection, DENSE)
+
+    def projection_shape(self, projection: str) -> tuple[int, int]:
+        """Returns (input features, output features) of one projection."""
+        queries, keys = self.num_heads * self.head_width, self.kv_heads * self.head_width
+        return {
+            "qkv": (self.d_model, queries + 2 * keys),
+            "q": (self.d_model, queries),
+            "k": (self.d_model, keys),
+            "v": (self.d_model, keys),
+            "attn_out": (queries, self.d_model),
+            "mlp_gate": (self.d_model, self.d_ff),
+            "mlp_in": (self.d_model, self.d_ff),
+            "mlp_out": (self.d_ff, self.d_model),
+        }[projection]
+
+    def factor_rank(self, projection: str) -> int:
+        """Returns the width between the two factors of a low-rank weight; 0 for other weights.
+
+        It is the one at which factors store `density` times the dense weights, rounded; see
+        RANK_MULTIPLE.
+        """
+        spec = self.linear(projection)
+        if spec.kind != LOW_RANK:
+            return 0
+        fan_in, fan_out = self.projection_shape(projection)
+        rank = spec.density * fan_in * fan_out / (fan_in + fan_out)
+        multiple = RANK_MULTIPLE if rank >= 16 * RANK_MULTIPLE else 1
+        return max(1, multiple * round(rank / multiple))
+
+    def with_linears(self, spec: LinearSpec, projections=PROJECTIONS) -> "ModelConfig":
+        """Returns this config with `spec` for the named projections; PROJECTIONS means all."""
+        names = self.selected(tuple(projections), "projections")
+        return dataclasses.replace(self, linears={**dict(self.linears), **{n: spec for n in names}})
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Names of the model's projections, in the order of the forward pass."""
+        absent: tuple[str, ...] = ("q", "k", "v") if self.fused_qkv else ("qkv",)
+        absent += () if self.gated_mlp else ("mlp_gate",)
+        return tuple(name for name in PROJECTIONS if name not in absent)
+
+    @property
+    def stored_layers(self) -> int:
+        """Blocks whose parameters exist: one that all layers share, or one for each layer."""
+        return 1 if self.shared_layers else self.num_layers
+
+    @property
+    def active_experts(self) -> int:
+        """Experts of width d_ff that compute a token, with the width of the shared one; 1 for a
+        model without experts."""
+        return self.prototypes * self.top_k + self.shared_expert if self.experts else 1
+
+    def stored_copies(self, projection: str) -> int:
+        """Returns how many weights of a projection a layer stores: one, or one for each expert of
+        width d_ff."""
+        return self.experts + self.shared_expert if self.experts and projection in MLP else 1
+
+    def has_guide(self, projection: str) -> bool:
+        """Returns whether a projection has a dense guide (`guided`)."""
+        return self.guided and self.linear(projection).kind == "block_sparse"
+
+    def refuse_experts(self, feature: str, legal: str) -> None:
+        """Refuses a model with experts where a feature does not have them.
+
+        Args:
+          feature: words that begin the sentence.
+          legal: what is legal with experts.
+
+        Raises:
+          UserError: the model has experts.
+        """
+        if self.experts:
+            raise UserError(
+                f"{feature} with model.experts={self.experts} is not supported; legal with "
+                f"experts: {legal}."
+            )
+
+    def dropless(self) -> "ModelConfig":
+        """Returns the model that evaluation and generation use: no expert drops a token."""
+        return dataclasses.replace(self, expert_capacity=0.0) if self.expert_capacity else self
+
+    @property
+    def longest(self) -> int:
+        """Longest context in tokens: max_len, or rotary_length with longrope."""
+        is_long = self.positions == "rotary" and self.rotary_scaling == "longrope"
+        return min(self.max_len, self.rotary_length) if is_long else self.max_len
+
+    def check_context(self, tokens: int, name: str = "") -> None:
+        """Raises UserError if a context, by its name, is longer than the model's positions."""
+        learned = self.positions == "learned"
+        if tokens > self.longest and (learned or self.rotary_scaling in ("dynamic", "longrope")):
+            scaled = "" if learned else f" of {self.rotary_scaling} scaling"
+            more = ", or model.positions=rotary" if learned else ""
+            raise UserError(
+                f"{name or f'Sequence of {tokens} tokens'} is longer than the model's "
+                f"{self.longest} positions{scaled}; legal: 1 to {self.longest}{more}."
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head, in features."""
+        return self.head_dim or self.d_model // self.num_heads
+
+    @property
+    def attention_width(self) -> int:
+        """Number whose square root divides the attention scores."""
+        return self.attention_scalar or self.head_width
+
+    def family_fields(self) -> dict[str, Any]:
+        """Returns the values of FAMILY_FIELDS that differ from GPT-3's."""
+        default = {field.name: field.default for field in dataclasses.fields(self)}
+        return {
+            name: getattr(self, name)
+            for name in FAMILY_FIELDS
+            if getattr(self, name) != default[name]
+        }
+
+    @property
+    def supar(self) -> bool:
+        """Whether the parametrization is SuPar."""
+        return self.parametrization == "supar"
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the operands of the projections' products are quantised."""
+        return self.precision != PRECISIONS[0]
+
+    @property
+    def sparse_projections(self) -> tuple[str, ...]:
+        """Names of the block-sparse projections."""
+        linears = dict(self.linears)
+        return tuple(name for name, spec in linears.items() if spec.kind == "block_sparse")
+
+    @property
+    def low_rank_projections(self) -> tuple[str, ...]:
+        """Names of the projections that are only a product of two factors."""
+        return tuple(name for name, spec in dict(self.linears).items() if spec.kind == LOW_RANK)
+
+    def to_json(self) -> dict:
+        """Returns a JSON-compatible dict; `from_json` is its inverse."""
+        linears = {name: dict(vars(spec)) for name, spec in dict(self.linears).items()}
+        names = ("density_by_depth", "biases", "rotary_factors")
+        lists = {name: list(getattr(self, name)) for name in names}
+        return {**vars(self), "linears": linears, **lists}
+
+    @classmethod
+    def from_json(cls, fields: Mapping) -> "ModelConfig":
+        """Builds the config from a dict of `to_json`; absent fields take their defaults."""
+        linears = {k: LinearSpec(**v) for k, v in fields["linears"].items()}
+        tuples = {"biases": tuple(fields.get("biases", PROJECTIONS))}
+        tuples["rotary_factors"] = tuple(fields.get("rotary_factors", ()))
+        return cls(**{**fields, "linears": linears, **tuples})

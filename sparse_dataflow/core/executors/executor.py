@@ -1,0 +1,168 @@
+"""Interface of an executor; its defaults are the executor of a single device."""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.executors import support, whole
+from sparse_dataflow.core.executors.block_gradients import block_gradient_norms
+from sparse_dataflow.core.executors.whole import Accumulation, Batch
+from sparse_dataflow.core.model.model_weights import Fixed, ModelWeights
+from sparse_dataflow.core.optim.optimizers import gradient_arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Executor:
+    """Runs a model's sections on devices; the defaults run all of them in one program on one.
+
+    Training states and layout tables are canonical, as on a single device, wherever they are
+    saved, changed or inspected. `place` brings a state to where the programs need it, `canonical`
+    back. `loss`, `loss_and_gradients` and `block_gradient_norms` are traced inside a program; their
+    weights are as placed.
+
+    Executors are hashable and compare by value: compiled programs are cached by executor.
+    """
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return 1
+
+    @property
+    def tensor_shards(self) -> int:
+        """Number of shards of a tensor-parallel weight."""
+        return 1
+
+    def describe(self) -> str:
+        """Returns a few words for reports."""
+        return "one device"
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """How devices share a model: some of `support.WAYS`."""
+        return ()
+
+    def check(self, model: ModelConfig, training: Any) -> None:
+        """Raises a UserError that names the legal values if this model cannot run."""
+        support.refuse(self, support.Job(model, training))
+
+    def loss(self, model: ModelConfig, weights: ModelWeights, batch: Batch) -> jax.Array:
+        """Returns the float32 [] sum of weighted losses in nats; arguments as in `whole.loss`."""
+        return whole.loss(model, weights, batch)
+
+    def loss_and_gradients(
+        self, model: ModelConfig, weights: ModelWeights, batch: Batch, how: Accumulation
+    ) -> tuple[jax.Array, dict]:
+        """Returns `whole.loss_and_gradients` of the whole batch, accumulated in float32."""
+        return whole.loss_and_gradients(model, weights, batch, how)
+
+    def over_rows(self, function: Callable) -> Callable:
+        """Returns (parameters, rows) -> rows of a function, on the devices that have the rows.
+
+        Parameters are replicated.
+        """
+        return function
+
+    def block_gradient_norms(
+        self, model: ModelConfig, weights: ModelWeights, tokens: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Returns `block_gradients.block_gradient_norms` in canonical order."""
+        return block_gradient_norms(model, weights, tokens)
+
+    def shardings(self, state: Any, model: ModelConfig) -> Any:
+        """Returns the shardings of a state without tables, for `jax.jit`; None for the default."""
+        return None
+
+    def replicated(self) -> Any:
+        """Returns the sharding of results that every process reads; None for the default."""
+        return None
+
+    def place(self, state: Any, model: ModelConfig) -> Any:
+        """Moves the arrays of a canonical state to where the programs need them; not its tables."""
+        return state
+
+    def placed_shapes(self, state: Any, model: ModelConfig) -> Any:
+        """Returns the shapes and shardings of `place`; `state` has shapes and no tables."""
+        return state
+
+    def canonical(self, state: Any, model: ModelConfig) -> Any:
+        """Inverts `place`, except that arrays stay on their devices."""
+        return state
+
+    def layouts(self, tables: dict, model: ModelConfig, changing: bool) -> Any:
+        """Returns the programs' tables; `Fixed` if the programs are specialised to them.
+
+        Args:
+          tables: canonical numpy tables, see `stacks.layout_tables`.
+          model: config of the model.
+          changing: whether layouts may change without recompiling.
+        """
+        return tables if changing else Fixed(tables)
+
+    def arrays(
+        self, state: Any, tables: dict, model: ModelConfig, changing: bool, batch: dict
+    ) -> dict[str, Any]:
+        """Returns {group: tree of shapes, dtypes and shardings} of all resident training arrays.
+
+        Args:
+          state: shapes, without tables.
+          tables: as in `layouts`.
+          model: config of the model.
+          changing: as in `layouts`.
+          batch: shapes of a whole batch by name.
+        """
+        return {
+            "parameters": state.params,
+            **({"frozen parameters": state.frozen} if state.frozen else {}),
+            "gradients": gradient_arrays(state.moments, state.params),
+            "moments": state.moments,
+            "layout tables": tables if changing else Fixed(tables),
+            "batch": batch,
+        }
+
+    def trip_counts(self, model: ModelConfig, micro_batches: int) -> dict[str, float]:
+        """Returns {`jax.named_scope`: trip count of its loop or branch in a step}.
+
+        Covers loops whose trip count depends on data; counts are those of the busiest device.
+        """
+        return {}
+
+    def local_rows(self, batch: int) -> tuple[int, ...] | None:
+        """Returns the rows of a batch that this process loads; None for all."""
+        return None
+
+    def put(self, batch: dict[str, np.ndarray], rows: int) -> dict[str, Any]:
+        """Returns the batch of `rows` rows on the devices, from this process's rows."""
+        return batch
+
+
+class MultiProgramExecutor(Executor, abc.ABC):
+    """An executor that is not a single program, such as the relay: it compiles its own programs.
+
+    Nothing calls its traced functions.
+    """
+
+    @abc.abstractmethod
+    def initial_state(self, model: ModelConfig, training: Any) -> Any:
+        """Returns a state as `training.step.initial_state`."""
+
+    @abc.abstractmethod
+    def abstract_state(self, model: ModelConfig, training: Any) -> Any:
+        """Returns a state as `training.step.abstract_state`."""
+
+    @abc.abstractmethod
+    def programs(
+        self, model: ModelConfig, training: Any, data: Any, changing: bool
+    ) -> dict[str, Any]:
+        """Returns the fields of `training.programs.Compiled`, except `seconds`.
+
+        `changing` is whether layouts may change without recompiling.
+        """
+
+
+SINGLE_DEVICE = Executor()

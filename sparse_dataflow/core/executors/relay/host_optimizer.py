@@ -1,0 +1,230 @@
+"""Optimizers on the host, in place: the arithmetic of `optim`, AdamW and Muon in numpy.
+
+Arrays are updated in pieces whose temporaries stay in a core's cache. numpy releases Python's lock
+in each operation, so several threads update at once. XLA on the CPU backend would allocate its
+results; copying them to the masters (slices of stacked arrays, mapped files) costs more than its
+single pass saves.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.optim import by_weight, muon
+
+PIECE = 2**17
+"""Elements per piece: its float32 temporaries, 1 MiB with float32 moments and 2 MiB with bfloat16,
+fit a core's second-level cache."""
+
+BFLOAT16 = "bfloat16"
+
+
+class Rates(NamedTuple):
+    """Scalars of one parameter's update.
+
+    Attributes:
+      number: index of the update, from 1.
+      clip: factor on the gradient, at most 1.
+      learning_rate: learning rate of this parameter.
+      decay: decoupled weight decay; 0 for none.
+      b1: see `TrainingConfig`, also for `b2` and `epsilon`.
+    """
+
+    number: int
+    clip: float
+    learning_rate: float
+    decay: float
+    b1: float = TrainingConfig.b1
+    b2: float = TrainingConfig.b2
+    epsilon: float = TrainingConfig.epsilon
+
+
+class Leaf(NamedTuple):
+    """A parameter and its moments: contiguous arrays of one shape.
+
+    The parameter is float32; the moments are float32 or bfloat16. A matrix of Muon has no second
+    moment; its first moment is Muon's momentum. Of an optimizer of `by_weight`, `mu` is the tuple
+    of the state's arrays.
+    """
+
+    parameter: np.ndarray
+    mu: Any
+    nu: Any = None
+
+    def piece(self, where: slice) -> "Leaf":
+        """Returns flat views of a range of elements."""
+        nu = None if self.nu is None else _flat(self.nu)[where]
+        return Leaf(_flat(self.parameter)[where], _flat(self.mu)[where], nu)
+
+
+def pieces(size: int, count: int = 1, unit: int = 1) -> Iterator[slice]:
+    """Yields slices that cover `size` elements.
+
+    Args:
+      size: number of elements.
+      count: number of slices, about; all but the last have a multiple of PIECE elements.
+      unit: elements of a matrix, which no slice divides.
+    """
+    least = unit * math.ceil(PIECE / unit)
+    step = least * max(1, math.ceil(size / (least * count)))
+    for start in range(0, size, step):
+        yield slice(start, min(size, start + step))
+
+
+def update(
+    before: Leaf, gradient: np.ndarray, rates: Rates, after: Leaf, copy: np.ndarray | None = None
+) -> None:
+    """Runs one step of AdamW on some elements.
+
+    Args:
+      before: 1-D views of the old values.
+      gradient: float32 or bfloat16, of the same length.
+      rates: scalars of this step.
+      after: 1-D views for the results, of the same dtypes; may be `before`.
+      copy: also receives the parameter, rounded to its dtype, float32 or bfloat16.
+    """
+    wide = before.mu.dtype == np.float32
+    b1, b2 = rates.b1, rates.b2
+    scratch = np.empty((2 if wide else 4, min(PIECE, gradient.size)), np.float32)
+    for where in pieces(gradient.size, gradient.size):
+        g, t, *moments = scratch[:, : where.stop - where.start]
+        p, m, v = (array[where] for array in before)
+        p_out, m_out, v_out = (array[where] for array in after)
+        if not wide:
+            m, v = (widen(array, out) for array, out in zip((m, v), moments))
+            m_out, v_out = moments
+        np.multiply(widen(gradient[where], g), np.float32(rates.clip), out=g)
+        np.multiply(m, np.float32(b1), out=m_out)
+        np.multiply(g, np.float32(1 - b1), out=t)
+        np.add(m_out, t, out=m_out)
+        np.multiply(g, g, out=g)
+        np.multiply(g, np.float32(1 - b2), out=g)
+        np.multiply(v, np.float32(b2), out=v_out)
+        np.add(v_out, g, out=v_out)
+        np.multiply(v_out, np.float32(1 / (1 - b2**rates.number)), out=t)
+        np.sqrt(t, out=t)
+        np.add(t, np.float32(rates.epsilon), out=t)
+        np.divide(m_out, t, out=t)
+        np.multiply(t, np.float32(1 / (1 - b1**rates.number)), out=t)
+        np.multiply(p, np.float32(rates.decay), out=g)
+        np.add(t, g, out=t)
+        np.multiply(t, np.float32(rates.learning_rate), out=t)
+        np.subtract(p, t, out=p_out)
+        if not wide:
+            narrow(m_out, after.mu[where])
+            narrow(v_out, after.nu[where])
+        if copy is not None:
+            narrow(p_out, copy[where])
+
+
+def update_matrices(
+    before: Leaf,
+    gradient: np.ndarray,
+    rates: Rates,
+    after: Leaf,
+    copy: np.ndarray | None = None,
+    *,
+    matrices: muon.Matrices,
+) -> None:
+    """Runs one step of Muon on some units of a weight; see `muon.Matrices`.
+
+    Takes the arguments of `update`, and `matrices`, those of the weight.
+    """
+    for where in pieces(gradient.size, gradient.size, math.prod(matrices.unit)):
+        g = widen(gradient[where]) * np.float32(rates.clip)
+        mu = muon.with_gradient(widen(before.mu[where]), g)
+        narrow(mu, after.mu[where])
+        block = matrices.unit[-2:]
+        momentum, stack = (matrices.join(a.reshape(-1, *block)) for a in (mu, g))
+        step = _flat(matrices.split(muon.update(momentum, stack, rates.number)))
+        step += np.float32(rates.decay) * before.parameter[where]
+        step *= np.float32(rates.learning_rate)
+        np.subtract(before.parameter[where], step, out=after.parameter[where])
+        if copy is not None:
+            narrow(after.parameter[where], copy[where])
+
+
+def update_weights(
+    before: Leaf,
+    gradient: np.ndarray,
+    rates: Rates,
+    after: Leaf,
+    copy: np.ndarray | None = None,
+    *,
+    training: TrainingConfig,
+    path: tuple,
+) -> None:
+    """Runs one step of an optimizer of `by_weight` on a parameter of any shape, by XLA on the CPU.
+
+    Takes the arguments of `update`, and
+
+    Args:
+      training: names the optimizer.
+      path: of the parameter in its section.
+    """
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        program = _weights_program(training, path, rates.decay)
+        arrays = before.parameter, gradient.reshape(before.parameter.shape), before.mu
+        results = program(*arrays, np.float32(rates.clip), np.float32(rates.learning_rate))
+    parameter, state = jax.tree.map(np.asarray, results)
+    after.parameter[...] = parameter
+    for to, array in zip(after.mu, state, strict=True):
+        to[...] = array
+    if copy is not None:
+        narrow(_flat(parameter), copy)
+
+
+@functools.cache
+def _weights_program(training, path, decay):
+    @jax.jit
+    def program(parameter, gradient, state, clip, rate):
+        gradient = gradient.astype(jnp.float32) * clip
+        arguments = path, gradient, state, parameter, rate, decay
+        step, state = by_weight.update_leaf(training, *arguments)
+        return parameter + step, state
+
+    return program
+
+
+def square_sum(gradient: np.ndarray) -> float:
+    """Returns the sum of squares of a float32 or bfloat16 array; pieces are summed in float64."""
+    flat, total = _flat(gradient), 0.0
+    for where in pieces(flat.size, flat.size):
+        piece = widen(flat[where])
+        total += float(np.dot(piece, piece))
+    return total
+
+
+def widen(array: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    """Converts a 1-D float32 or bfloat16 array to float32, exactly.
+
+    Returns a float32 array itself; else `out`, a new array if None.
+    """
+    if array.dtype.name != BFLOAT16:
+        return array
+    out = np.empty(array.shape, np.float32) if out is None else out
+    np.left_shift(array.view(np.uint16), np.uint32(16), out=out.view(np.uint32))
+    return out
+
+
+def narrow(array: np.ndarray, out: np.ndarray) -> None:
+    """Writes 1-D float32 to `out`, float32 or bfloat16, rounding to nearest even."""
+    if out.dtype.name != BFLOAT16:
+        out[:] = array
+        return
+    bits = array.view(np.uint32)
+    rounded = (bits >> 16) & 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    out.view(np.uint16)[:] = rounded
+
+
+def _flat(array):
+    return array.reshape(-1)

@@ -1,0 +1,162 @@
+"""A training state in host memory, and views of its sections.
+
+The state has the structure of every executor, with numpy arrays as leaves. Blocks are stacked by
+layer group (see `config.layer_groups`); the view of a block is its slice of each stack.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from sparse_dataflow.core.config.layer_groups import group_index, layer_groups, split_groups
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import ROW_PARALLEL
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.optim import by_weight
+from sparse_dataflow.core.optim.factories import is_built_in
+from sparse_dataflow.core.optim.optimizers import make_optimizer
+from sparse_dataflow.core.optim.train_state import TrainState
+
+EMBED, HEAD = "embed", "head"
+Section = str | int
+"""EMBED, HEAD, or the number of a block."""
+
+
+def section_name(section: Section) -> str:
+    """Returns the name of a section for messages."""
+    return f"block {section}" if isinstance(section, int) else section
+
+
+def all_sections(blocks: int) -> list[Section]:
+    """Returns all sections in the order of execution."""
+    return [EMBED, *range(blocks), HEAD]
+
+
+def view(tree: dict, section: Section) -> Any:
+    """Returns views of one section of a tree like the params; writes go to the tree."""
+    return layer_view(tree["blocks"], section) if isinstance(section, int) else tree[section]
+
+
+def layer_view(stacked: Any, layer: int) -> Any:
+    """Returns views of one layer of blocks or tables that are stacked by layer group."""
+    for group in split_groups(stacked):
+        leaves = jax.tree.leaves(group)
+        if not leaves or layer < len(leaves[0]):
+            return jax.tree.map(lambda stack, i=layer: stack[i, ...], group)
+        layer -= len(leaves[0])
+    raise IndexError("no such layer")
+
+
+def depth_of(params: dict) -> int:
+    """Returns the number of blocks."""
+    return sum(len(jax.tree.leaves(group)[0]) for group in split_groups(params["blocks"]))
+
+
+_NO_MOMENTS: dict[str, dict] = {EMBED: {}, "blocks": {}, HEAD: {}}
+
+
+def count_of(moments: Any) -> int:
+    """Returns the number of updates of a state of AdamW or Muon; 0 where weights count theirs."""
+    return next((int(entry.count) for entry in moments if hasattr(entry, "mu")), 0)
+
+
+def moment_trees(moments: Any) -> tuple[dict, dict]:
+    """Returns the first and second moments; or the states of each weight, and an empty tree."""
+    for entry in moments:
+        if hasattr(entry, "mu"):
+            return entry.mu, entry.nu
+        if isinstance(entry, by_weight.WeightStates):
+            return entry.states, _NO_MOMENTS
+    raise ValueError("an optimizer state without moments")
+
+
+def with_moments(moments: Any, count: int, mu: dict, nu: dict) -> Any:
+    """Returns the optimizer state with another count and other trees of `moment_trees`."""
+
+    def replaced(entry):
+        if isinstance(entry, by_weight.WeightStates):
+            return by_weight.WeightStates(mu)
+        if hasattr(entry, "mu"):
+            return entry._replace(count=np.asarray(count, np.int32), mu=mu, nu=nu)
+        return entry
+
+    return tuple(map(replaced, moments))
+
+
+def abstract_state(model: ModelConfig, training: TrainingConfig) -> TrainState:
+    """Returns the shapes and dtypes of the state; its tables are the model's layouts, in numpy."""
+
+    def draw():
+        key = jax.random.key(training.seed)
+        params = gpt.init(model, key)
+        moments = make_optimizer(model, training).init(params)
+        return TrainState(np.zeros((), np.int32), params, moments, (), key)
+
+    return jax.eval_shape(draw)._replace(tables=stacks.layout_tables(stacks.layouts(model)))
+
+
+def zeros(model: ModelConfig, training: TrainingConfig) -> tuple[dict, dict, dict]:
+    """Returns zeroed (params, mu, nu); the system allocates their pages at the first write."""
+    shapes = abstract_state(model, training)
+    trees = shapes.params, *moment_trees(shapes.moments)
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), trees)
+
+
+def fresh_state(
+    model: ModelConfig,
+    training: TrainingConfig,
+    trees: tuple[dict, dict, dict] | None = None,
+    starting_blocks: int | None = None,
+) -> TrainState:
+    """Initializes the state of `training.step.initial_state` section by section in host memory.
+
+    Args:
+      model: model config.
+      training: gives the seed.
+      trees: zeroed (params, mu, nu) to fill; `zeros` if None.
+      starting_blocks: blocks from this index on start as the identity (zero residual branches), so
+        that they join a growing network without changing its function.
+    """
+    params, mu, nu = trees or zeros(model, training)
+    shapes = abstract_state(model, training)
+    init_key, key = jax.random.split(jax.random.key(training.seed))
+    keys = gpt.init_keys(model, init_key)
+    for section in (EMBED, HEAD):
+        _fill(params[section], _initializer(model, section)(keys[section]))
+    for number in range(model.stored_layers):
+        group_model = layer_groups(model)[group_index(model, number)].model
+        block = dict(_initializer(group_model, "block")(keys["blocks"][number]))
+        if starting_blocks is not None and number >= starting_blocks:
+            block |= {name: jax.tree.map(np.zeros_like, block[name]) for name in ROW_PARALLEL}
+        _fill(view(params, number), block)
+    if not is_built_in(training):
+        for section in all_sections(model.stored_layers):
+            _fill(view(mu, section), by_weight.init(training, view(params, section)))
+    moments = with_moments(shapes.moments, 0, mu, nu)
+    return TrainState(np.zeros((), np.int32), params, moments, shapes.tables, key)
+
+
+def copied_state(state: TrainState, trees: tuple[dict, dict, dict]) -> TrainState:
+    """Copies params and moments of a state into the trees (params, mu, nu); returns that state."""
+    given = state.params, *moment_trees(state.moments)
+    jax.tree.map(lambda to, leaf: np.copyto(to, leaf), trees, given)
+    params, mu, nu = trees
+    after = with_moments(state.moments, count_of(state.moments), mu, nu)
+    return state._replace(params=params, moments=after)
+
+
+def training_key(training: TrainingConfig) -> jax.Array:
+    """Returns the PRNG key of every state of a training."""
+    return jax.random.split(jax.random.key(training.seed))[1]
+
+
+@functools.cache
+def _initializer(model, section):
+    return jax.jit(lambda key: gpt.init_section(model, section, key))
+
+
+def _fill(views, values):
+    jax.tree.map(lambda to, leaf: np.copyto(to, np.asarray(leaf)), views, jax.device_get(values))

@@ -1,0 +1,430 @@
+"""The `whole` executor over a mesh: every device runs the same program on its shards."""
+
+import dataclasses
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sparse_dataflow.core.config.layer_groups import group_index_of_path, join_groups, split_groups
+from sparse_dataflow.core.config.mesh_cuts import run_length
+from sparse_dataflow.core.config.parallel import MOST_SUB_BATCHES
+from sparse_dataflow.core.config.projections import KEY_VALUE, MLP
+from sparse_dataflow.core.executors import (
+    cuts,
+    sharding,
+    support,
+    whole,
+)
+from sparse_dataflow.core.executors import mesh as meshes
+from sparse_dataflow.core.executors import (
+    residual_stream as residual,
+)
+from sparse_dataflow.core.executors.block_gradients import block_gradient_norms
+from sparse_dataflow.core.executors.executor import Executor
+from sparse_dataflow.core.executors.mesh import BATCH_AXES, MODEL_AXES
+from sparse_dataflow.core.executors.sharding import COLUMN_PARALLEL
+from sparse_dataflow.core.model import adapters, stacks
+from sparse_dataflow.core.model.model_weights import Fixed, ModelWeights
+from sparse_dataflow.core.model.shard import Shard
+from sparse_dataflow.core.optim.optimizers import gradient_arrays
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.planner.parallel_plan import key_value_copies
+
+TABLES = P("stage", "tensor")
+"""Partition spec of tables [layers, shards, lines, fan]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded(Executor):
+    """All sections in one program, sharded over the axes of a mesh.
+
+    Attributes:
+      mesh: with all of `mesh.AXES`; its "stage" is 1.
+      zero: which arrays are sharded over "fsdp"; see `sharding.ZERO`.
+      exchange: whether tokens travel to the experts over "fsdp", whose weights stay sharded.
+      sub_batches: see `whole.Member`.
+    """
+
+    mesh: meshes.AnyMesh
+    zero: int = 3
+    exchange: bool = False
+    sub_batches: int = 1
+
+    @property
+    def devices(self):
+        """See `Executor`."""
+        return self.mesh.size
+
+    def describe(self):
+        """See `Executor`."""
+        flags = f"--mesh={meshes.describe(self.mesh)} --set parallel.zero={self.zero}"
+        if self.sub_batches > 1:
+            flags += f" --set parallel.sub_batches={self.sub_batches}"
+        return flags + (" --set parallel.experts=exchange" if self.exchange else "")
+
+    @property
+    def ways(self):
+        """See `Executor`."""
+        longer = {axis for axis, size in self.mesh.shape.items() if size > 1}
+        rows = (support.ROWS,) if longer & set(BATCH_AXES) else ()
+        return (*rows, *(way for way in support.WAYS if way in longer))
+
+    def check(self, model, training):
+        """See `Executor`."""
+        super().check(model, training)
+        if self.exchange:
+            sharding.refuse_exchange(self.mesh, model, self.zero)
+        sharding.refuse_indivisible(
+            self.mesh, model, training.batch, training.micro_batches, training.sequence
+        )
+        if self.sub_batches > 1:
+            model.refuse_experts(
+                f"parallel.sub_batches={self.sub_batches}", "parallel.sub_batches=1"
+            )
+        rows = training.batch // training.micro_batches // meshes.batch_shards(self.mesh)
+        if rows % self.sub_batches:
+            most = min(rows, MOST_SUB_BATCHES)
+            legal = ", ".join(str(n) for n in range(1, most + 1) if rows % n == 0)
+            raise UserError(
+                f"parallel.sub_batches={self.sub_batches} does not divide the {rows} sequences of "
+                f"a micro-batch on a device; legal: {legal}."
+            )
+        residual.refuse(self.mesh, model)
+        for group in split_groups(stacks.layout_tables(stacks.layouts(model))):
+            sharded = cuts.cut(group, self.tensor_shards, False, self._kv_copies(model))
+            for name in set(sharded) & set(MLP) if model.experts else ():
+                if sharded[name].tables.groups is None:
+                    raise UserError(
+                        f"tensor:{self.tensor_shards} divides the groups of stored blocks of "
+                        f"{name} unequally; legal with block-sparse experts: the pattern monarch "
+                        "and a size that divides, or is a multiple of, the number of groups."
+                    )
+
+    def loss(self, model, weights, batch):
+        """See `Executor`."""
+        member, specs, _ = self._member(model, weights)
+
+        def local(weights, batch):
+            share = whole.loss(model, local_weights(weights), batch, member)
+            return lax.psum(share, self.mesh.axis_names)
+
+        return self._mapped(local, (specs, P(BATCH_AXES)), P())(weights, batch)
+
+    def token_scores(self, model, weights, tokens, places):
+        """Returns `whole.token_scores` as [batch shards, S] each.
+
+        `places` is int32 [batch shards, S]: row i selects targets of the i-th shard of the batch.
+        """
+        member, specs, _ = self._member(model, weights)
+
+        def local(weights, tokens, places):
+            scores = whole.token_scores(model, local_weights(weights), tokens, places[0], member)
+            return tuple(score[None] for score in scores)
+
+        rows = P(BATCH_AXES)
+        return self._mapped(local, (specs, rows, rows), (rows, rows))(weights, tokens, places)
+
+    def loss_and_gradients(self, model, weights, batch, how):
+        """See `Executor`."""
+        member, specs, gradient_specs = self._member(model, weights)
+
+        def local(weights, batch):
+            share, gradients = whole.loss_and_gradients(
+                model, local_weights(weights), batch, how, member
+            )
+            all_reduce = functools.partial(sharding.all_reduce, mesh=self.mesh)
+            gradients = jax.tree.map(all_reduce, gradients, gradient_specs)
+            return lax.psum(share, self.mesh.axis_names), gradients
+
+        rows: Any = P(BATCH_AXES)
+        taught = batch.teacher and batch.teacher._replace(x=rows, embedding=P(), weight=P())
+        of_batch = whole.Batch(rows, None if batch.weights is None else rows, taught)
+        return self._mapped(local, (specs, of_batch), (P(), gradient_specs))(weights, batch)
+
+    def over_rows(self, function):
+        """See `Executor`."""
+        rows = P(BATCH_AXES)
+        return self._mapped(function, (P(), rows), rows)
+
+    def block_gradient_norms(self, model, weights, tokens):
+        """See `Executor`."""
+        member, specs, _ = self._member(model, weights)
+        # A norm of the whole rows is not the sum of norms of their parts.
+        member = dataclasses.replace(member, sub_batches=1)
+        axes = self._measured_axes(tokens)
+
+        def local(weights, tokens):
+            return block_gradient_norms(model, local_weights(weights), tokens, member, axes)
+
+        out_specs = norm_specs(split_groups(weights.tables)[0])
+        measure = self._mapped(local, (specs, P(axes or None)), out_specs)
+        return self._one_copy(measure(weights, tokens), model)
+
+    def _measured_axes(self, tokens):
+        """Returns the axes that shard measured rows; none if they are too few for all devices."""
+        return () if len(tokens) % meshes.batch_shards(self.mesh) else BATCH_AXES
+
+    def _one_copy(self, norms, model):
+        """Returns norms [layers, in_blocks, out_blocks] with one copy of each key/value head."""
+
+        def without_copies(norms):
+            by_copy = norms.reshape(*norms.shape[:2], model.kv_heads, self._kv_copies(model), -1)
+            return by_copy[:, :, :, 0].reshape(*norms.shape[:2], -1)
+
+        if self._kv_copies(model) == 1:
+            return norms
+        return {
+            name: without_copies(of_name) if name in KEY_VALUE else of_name
+            for name, of_name in norms.items()
+        }
+
+    def _kv_copies(self, model):
+        return int(key_value_copies(model, self.tensor_shards))
+
+    def _member(self, model, weights):
+        """Returns (member, specs of the weights, of the gradients)."""
+        params, frozen = weights.params, weights.frozen
+        fsdp = self.zero >= sharding.ZERO["params"]
+        specs, frozen_specs = (sharding.specs(p, model, self.mesh, fsdp) for p in (params, frozen))
+        fsdp = self.zero >= sharding.ZERO["gradients"]
+        gradient_specs = sharding.specs(params, model, self.mesh, fsdp)
+        all_specs = sharding.gathered_specs(adapters.merged(specs, frozen_specs), self.exchange)
+        by_group = {name: split_groups(section) for name, section in all_specs.items()}
+        by_group["blocks"] = tuple(map(sharding.layer_specs, by_group["blocks"]))
+        longer = lambda axis: axis if self.mesh.shape[axis] > 1 else None  # noqa: E731
+        member = whole.Member(
+            Shard(
+                longer("tensor"),
+                bool(sharding.axes_of(all_specs["embed"]["tokens"]) & set(MODEL_AXES)),
+                self._kv_copies(model),
+                BATCH_AXES,
+                longer("fsdp") if self.exchange else None,
+                longer("feature"),
+                run_length(model),
+            ),
+            meshes.batch_shards(self.mesh),
+            lambda name, params, group: sharding.gather(
+                params, by_group[name][group], model.compute_dtype
+            ),
+            lambda gradients: jax.tree.map(
+                sharding.reduce_scatter, gradients, specs, gradient_specs
+            ),
+            self.sub_batches,
+        )
+        layouts = jax.tree.map(lambda table: TABLES, weights.layouts)
+        return member, ModelWeights(specs, layouts, frozen_specs), gradient_specs
+
+    def _mapped(self, local, in_specs, out_specs):
+        return jax.shard_map(
+            local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+    @property
+    def tensor_shards(self):
+        """See `Executor`."""
+        return self.mesh.shape["tensor"]
+
+    def shardings(self, state, model):
+        """See `Executor`."""
+        return sharding.state_shardings(state, model, self.mesh, self.zero)
+
+    def replicated(self):
+        """See `Executor`."""
+        return NamedSharding(self.mesh, P())
+
+    def place(self, state, model):
+        """See `Executor`."""
+        return self._with_rows(self._reordered(state, model, lambda order: order), model)
+
+    def placed_shapes(self, state, model):
+        """See `Executor`."""
+        shapes = self._row_shapes(state)
+        if shapes is state:
+            return state
+        return jax.tree.map(sharding.abstract, shapes, self.shardings(shapes, model))
+
+    def canonical(self, state, model):
+        """See `Executor`."""
+        return self._reordered(self._with_rows(state, model, model.vocab_size), model, cuts.inverse)
+
+    def _row_shapes(self, state, vocabulary=None):
+        """Returns the state with new shapes for embedding, output layer and their moments.
+
+        They get `vocabulary` rows, or those of `sharding.padded_rows`. Returns the state itself if
+        it has these rows.
+        """
+
+        shapes = sharding.parameter_shapes(state)
+
+        def resized(path, leaf):
+            parameter = sharding.parameter_name(path)
+            if not parameter.endswith(sharding.VOCABULARY_ROWS) or not leaf.shape:
+                return leaf
+            if leaf.shape[:1] != shapes.get(parameter, leaf.shape)[:1]:
+                return leaf  # A state array of other rows.
+            rows = vocabulary or sharding.padded_rows(leaf.shape[0], self.mesh)
+            if rows == leaf.shape[0]:
+                return leaf
+            return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
+
+        shapes = jax.tree_util.tree_map_with_path(resized, state)
+        same = all(map(operator.is_, jax.tree.leaves(shapes), jax.tree.leaves(state)))
+        return state if same else shapes
+
+    def _with_rows(self, state, model, vocabulary=None):
+        """Adds padding rows (zeros) to placed embedding and output layer, or removes them."""
+        arrays = state._replace(tables=())
+        shapes = self._row_shapes(arrays, vocabulary)
+        if shapes is arrays:
+            return state
+
+        def resize(leaf, shape, target):
+            if leaf.shape == shape.shape:
+                return leaf
+            return _resize(target, shape.shape[0])(leaf)
+
+        placed = jax.tree.map(resize, arrays, shapes, self.shardings(shapes, model))
+        return placed._replace(tables=state.tables)
+
+    def _reordered(self, state, model, permutation):
+        """Places a state with blocks of row-parallel projections and residual features reordered.
+
+        `permutation` maps the order of the shards to the indices to take.
+        """
+        orders: dict[tuple[int, str], np.ndarray] = {}
+        if self.tensor_shards > 1:
+            for group, tables in enumerate(split_groups(state.tables)):
+                sharded = cuts.cut(tables, self.tensor_shards, False, self._kv_copies(model))
+                orders |= {(group, n): c.order for n, c in sharded.items() if c.order is not None}
+        arrays = state._replace(tables=())
+        features = residual.order(model, self.mesh)
+
+        shapes = sharding.parameter_shapes(arrays)
+
+        def place(path, leaf, target):
+            parameter = sharding.parameter_name(path)
+            *_, module, name = ["", "", *parameter.split(".")]
+            key = group_index_of_path(path), module
+            if key in orders and name == "values":
+                order = permutation(orders[key])[: len(leaf)]  # Shared layers have one layout.
+                axis = len(shapes.get(parameter, leaf.shape)) - 3
+                return _take(target, axis)(put_global(leaf, target), order)
+            dim = sharding.residual_dim(path)
+            mirrors = leaf.shape == shapes.get(parameter, leaf.shape)
+            if features is not None and dim is not None and mirrors:
+                order = permutation(features[None])[0]
+                return _take_features(target, dim)(put_global(leaf, target), order)
+            return put_global(leaf, target)
+
+        placed = jax.tree_util.tree_map_with_path(place, arrays, self.shardings(arrays, model))
+        return placed._replace(tables=state.tables)
+
+    def layouts(self, tables, model, changing):
+        """See `Executor`."""
+        target = NamedSharding(self.mesh, TABLES)
+        return jax.tree.map(
+            lambda table: put_global(table, target), self._cut_tables(tables, model, changing)
+        )
+
+    def _cut_tables(self, tables, model, changing):
+        if self.tensor_shards == 1 and not changing:
+            return Fixed(tables)
+        copies = self._kv_copies(model)
+        groups = [
+            cuts.cut(group, self.tensor_shards, changing, copies) for group in split_groups(tables)
+        ]
+        return join_groups([{name: cut.tables for name, cut in group.items()} for group in groups])
+
+    def arrays(self, state, tables, model, changing, batch):
+        """See `Executor`."""
+
+        def sharded(tree, spec):
+            target = NamedSharding(self.mesh, spec)
+            return jax.tree.map(lambda leaf: sharding.abstract(leaf, target), tree)
+
+        placed = jax.tree.map(sharding.abstract, state, self.shardings(state, model))
+        placed = self.placed_shapes(placed, model)
+        fsdp = self.zero >= sharding.ZERO["gradients"]
+        specs = sharding.specs(placed.params, model, self.mesh, fsdp)
+        return super().arrays(placed, tables, model, changing, batch) | {
+            "gradients": jax.tree.map(sharded, self._gradients_like(placed), specs),
+            "layout tables": sharded(self._cut_tables(tables, model, changing), TABLES),
+            "batch": sharded(batch, P(BATCH_AXES)),
+        }
+
+    def _gradients_like(self, state):
+        """Returns the shapes and dtypes of the gradients."""
+        return gradient_arrays(state.moments, state.params)
+
+    def local_rows(self, batch):
+        """See `Executor`."""
+        return meshes.local_rows(self.mesh, batch)
+
+    def put(self, batch, rows):
+        """See `Executor`."""
+        target = NamedSharding(self.mesh, P(BATCH_AXES))
+        position = {row: i for i, row in enumerate(self.local_rows(rows))}
+
+        def put_array(array):
+            def shard(index):
+                start, stop, _ = index[0].indices(rows)
+                return array[position[start] : position[stop - 1] + 1]
+
+            return jax.make_array_from_callback((rows, *array.shape[1:]), target, shard)
+
+        return {name: put_array(array) for name, array in batch.items()}
+
+
+def norm_specs(projections):
+    """Returns the partition specs of block norms [layers, in_blocks, out_blocks]."""
+    column, row = P("stage", None, "tensor"), P("stage", "tensor")
+    return {name: column if name in COLUMN_PARALLEL else row for name in projections}
+
+
+def local_weights(weights):
+    """Returns a device's weights: with tables [layers, lines, fan], without the axis of shards."""
+    layouts = jax.tree.map(lambda table: table if table.ndim == 3 else table[:, 0], weights.layouts)
+    return dataclasses.replace(weights, layouts=layouts)
+
+
+def put_global(leaf, target):
+    """Returns the array with sharding `target`; a numpy array is equal on every process."""
+    if isinstance(leaf, jax.Array):
+        return jax.device_put(leaf, target)
+    return jax.make_array_from_callback(leaf.shape, target, lambda index: leaf[index])
+
+
+@functools.cache
+def _resize(target, rows):
+    """Returns a jitted function that truncates or pads a table [V, D] to `rows` rows."""
+
+    def resize(table):
+        return jnp.pad(table[:rows], ((0, max(0, rows - len(table))), (0, 0)))
+
+    return jax.jit(resize, out_shardings=target)
+
+
+@functools.cache
+def _take_features(target, dim):
+    """Returns a jitted function (array, order of the features along `dim`) -> reordered array."""
+    return jax.jit(lambda array, order: jnp.take(array, order, dim), out_shardings=target)
+
+
+@functools.cache
+def _take(target, axis):
+    """Returns a jitted function (array [layers, ..., nnz, ...], order of each layer) -> reordered
+    array; the blocks are at `axis`."""
+
+    def take(array, order):
+        inner = (1,) * (array.ndim - axis - 1)
+        order = order.reshape(len(order), *(1,) * (axis - 1), -1, *inner)
+        return jnp.take_along_axis(array, order, axis)
+
+    return jax.jit(take, out_shardings=target)

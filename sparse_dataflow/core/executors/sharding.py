@@ -1,0 +1,384 @@
+"""Table of the mesh axes that shard each parameter, and the effect of `parallel.zero`.
+
+Moments and gradients of a parameter follow its row. To change a sharding, change its row.
+"""
+
+import itertools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import KEY_VALUE, PROJECTIONS, ROW_PARALLEL
+from sparse_dataflow.core.executors.mesh import BATCH_AXES, MODEL_AXES, AnyMesh, batch_shards
+from sparse_dataflow.core.executors.whole import GATHERED
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.planner.parallel_plan import key_value_copies
+
+COLUMN_PARALLEL = tuple(name for name in PROJECTIONS if name not in ROW_PARALLEL)
+VOCABULARY_ROWS = ("embed.tokens", "head.output")
+"""Parameters whose rows are the vocabulary."""
+
+_COLUMN, _ROW = "|".join(COLUMN_PARALLEL), "|".join(ROW_PARALLEL)
+_BLOCKS = r"blocks\.(?:\d+\.)?"
+"""Path prefix of all blocks, or of one layer group (see `config.layer_groups`)."""
+
+_EXPERTS = rf"{_BLOCKS}experts\."
+_MODULES = rf"{_BLOCKS}(?:experts\.shared\.)?"
+"""Path prefixes of the experts' projections, and of those that all tokens have."""
+
+_EXPERT_WEIGHT = rf"{_EXPERTS}({_COLUMN}|{_ROW})\.(kernel|values)$"
+
+RULES = (
+    # The first row whose expression matches the full path gives the axes that shard each dimension.
+    (r"embed\.tokens|head\.output", P(MODEL_AXES, "fsdp")),
+    (r"embed\.positions", P(None, "fsdp")),
+    (rf"{_EXPERTS}({_COLUMN})\.kernel", P("stage", "fsdp", None, "tensor")),
+    (rf"{_EXPERTS}({_COLUMN})\.bias", P("stage", None, "tensor")),
+    (rf"{_EXPERTS}({_ROW})\.kernel", P("stage", "fsdp", "tensor")),
+    (rf"{_EXPERTS}({_COLUMN}|{_ROW})\.values", P("stage", "fsdp", "tensor")),
+    (rf"{_MODULES}({_COLUMN})\.values", P("stage", ("tensor", "fsdp"), "feature")),
+    (rf"{_MODULES}({_COLUMN})\.(kernel|guide)", P("stage", ("feature", "fsdp"), "tensor")),
+    (rf"{_MODULES}({_COLUMN})\.kernel_scale", P("stage", "tensor")),
+    (rf"{_MODULES}({_COLUMN})\.a_kernel", P("stage", ("feature", "fsdp"))),
+    (rf"{_MODULES}({_COLUMN})\.b_kernel", P("stage", "fsdp", "tensor")),
+    (rf"{_MODULES}({_COLUMN})\.a_factor", P("stage", "fsdp")),
+    (rf"{_MODULES}({_COLUMN})\.b_factor", P("stage", None, ("tensor", "fsdp"))),
+    (rf"{_MODULES}({_COLUMN})\.bias", P("stage", MODEL_AXES)),
+    (rf"{_MODULES}({_ROW})\.values", P("stage", ("tensor", "fsdp"), None, "feature")),
+    (rf"{_MODULES}({_ROW})\.(kernel|guide)", P("stage", "tensor", ("feature", "fsdp"))),
+    (rf"{_MODULES}({_ROW})\.kernel_scale", P("stage", "feature")),
+    (rf"{_MODULES}({_ROW})\.a_kernel", P("stage", "tensor", "fsdp")),
+    (rf"{_MODULES}({_ROW})\.b_kernel", P("stage", "fsdp", "feature")),
+    (rf"{_MODULES}({_ROW})\.a_factor", P("stage", ("tensor", "fsdp"))),
+    (rf"{_MODULES}({_ROW})\.b_factor", P("stage", None, "fsdp")),
+    (rf"{_MODULES}({_ROW})\.bias", P("stage", "feature")),
+    (rf"{_BLOCKS}norm[12](_out)?\..*", P("stage", "feature")),
+    (r"blocks\..*", P("stage")),
+    (r"head\.norm\..*", P("feature")),
+    (r"head\..*", P()),
+)
+"""If "fsdp" does not divide its dimension, it shards the next divisible one, or none. "stage" is
+dropped if it does not divide the layers, and MODEL_AXES if they do not divide the vocabulary
+(see `padded_rows`)."""
+
+ZERO = {"moments": 1, "gradients": 2, "params": 3, "frozen": 3}
+"""Lowest `parallel.zero` that shards a kind of array over "fsdp" (arXiv 1910.02054, section 5)."""
+
+
+def spec(
+    path: str, shape: tuple[int, ...], mesh: AnyMesh, fsdp: bool = True, kv_copies: int = 1
+) -> P:
+    """Returns the partition spec of a parameter, its gradient or a moment.
+
+    Args:
+      path: such as "blocks.qkv.values", or "blocks.1.qkv.values" in a layer group.
+      shape: global shape.
+      mesh: the devices.
+      fsdp: whether to shard over "fsdp".
+      kv_copies: see `parallel_plan.key_value_copies`.
+    """
+    row = _row(path)
+    cuts = [list(entry_axes(entry)) for entry in [*row, *[None] * (len(shape) - len(row))]]
+    odd = path in VOCABULARY_ROWS and shape[0] % model_shards(mesh)
+    if odd or (kv_copies > 1 and path.split(".")[-2] in KEY_VALUE):
+        cuts = [[axis for axis in axes if axis not in MODEL_AXES] for axes in cuts]
+    if cuts and "stage" in cuts[0] and shape[0] % mesh.shape["stage"]:
+        cuts[0].remove("stage")
+    first = next((i for i, axes in enumerate(cuts) if "fsdp" in axes), None)
+    if first is not None:
+        cuts[first].remove("fsdp")
+        if fsdp:
+            fits = lambda i: shape[i] % (_shards(cuts[i], mesh) * mesh.shape["fsdp"]) == 0  # noqa: E731
+            dim = next(filter(fits, range(first, len(shape))), None)
+            if dim is not None:
+                cuts[dim].append("fsdp")
+    entries = [tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in cuts]
+    while entries and not entries[-1]:
+        entries.pop()
+    return P(*(axes or None for axes in entries))
+
+
+VOCABULARY_MULTIPLE = 128
+"""Rows per device of a padded vocabulary are a multiple of this, so that matrix tiles are full (as
+in Megatron-LM's --make-vocab-size-divisible-by, arXiv 1909.08053, section 4)."""
+
+
+def padded_rows(rows: int, mesh: AnyMesh) -> int:
+    """Returns the rows of the placed embedding, padded if MODEL_AXES do not divide `rows`."""
+    multiple = VOCABULARY_MULTIPLE * model_shards(mesh)
+    return rows if rows % model_shards(mesh) == 0 else -(-rows // multiple) * multiple
+
+
+def _row(path):
+    return next(row for expression, row in RULES if re.fullmatch(expression, path))
+
+
+def residual_dim(path) -> int | None:
+    """Returns the dimension of a parameter that has the features of `residual.order`, or None.
+
+    "feature" cuts each block of stored values, whose order it does not change.
+
+    Args:
+      path: of `jax.tree_util`, of a leaf of the state.
+    """
+    name = parameter_name(path)
+    if not name or name.endswith(".values"):
+        return None
+    firsts = [entry_axes(entry)[:1] for entry in _row(name)]
+    return firsts.index(("feature",)) if ("feature",) in firsts else None
+
+
+def model_shards(mesh: AnyMesh) -> int:
+    """Returns the number of devices that share a layer."""
+    return _shards(MODEL_AXES, mesh)
+
+
+def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns the axes of one dimension of a spec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else entry
+
+
+def _shards(axes, mesh):
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def axes_of(spec: P) -> set[str]:
+    """Returns all axes of a spec."""
+    return {name for entry in spec for name in entry_axes(entry)}
+
+
+def specs(params: dict, model: ModelConfig, mesh: AnyMesh, fsdp: bool = True) -> dict:
+    """Returns `spec` of every leaf of a tree like the params of the model."""
+    copies = int(key_value_copies(model, mesh.shape["tensor"]))
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: spec(dotted_path(path), leaf.shape, mesh, fsdp, copies), params
+    )
+
+
+def state_shardings(state: Any, model: ModelConfig, mesh: AnyMesh, zero: int) -> Any:
+    """Returns the shardings of a training state without tables.
+
+    Args:
+      state: has `params`, `frozen` and `moments`; leaves have shapes.
+      model: the model of the state.
+      mesh: the devices.
+      zero: `parallel.zero`, 0 to 3.
+    """
+    copies = int(key_value_copies(model, mesh.shape["tensor"]))
+    shapes = parameter_shapes(state)
+
+    def sharding(path, leaf):
+        name = parameter_name(path)
+        if not name:  # Step, key, the optimizer's count.
+            return NamedSharding(mesh, P())
+        fsdp = zero >= ZERO[_name(path[0])]
+        shape = shapes.get(name, leaf.shape)
+        entries = spec(name, shape, mesh, fsdp, copies)
+        if leaf.shape == shape:
+            return NamedSharding(mesh, entries)
+        # A state array of another shape has the first axes of the parameter.
+        same = itertools.takewhile(lambda sizes: sizes[0] == sizes[1], zip(leaf.shape, shape))
+        return NamedSharding(mesh, P(*entries[: len(list(same))]))
+
+    return jax.tree_util.tree_map_with_path(sharding, state)
+
+
+def parameter_shapes(state: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each trained parameter of a state, by its dotted path."""
+    leaves = jax.tree_util.tree_leaves_with_path(state.params)
+    return {dotted_path(path): leaf.shape for path, leaf in leaves}
+
+
+def abstract(leaf: Any, target: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of an array, with the sharding `target`."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
+
+
+def parameter_name(path) -> str:
+    """Returns the dotted path of the parameter of a leaf of a state; empty for none.
+
+    The last key of an array in a weight's own state is its number (see `optim.by_weight`).
+    """
+    keys = [_name(key) for key in path]
+    start = next((i for i, key in enumerate(keys) if key in ("embed", "blocks", "head")), 0)
+    named = keys[start:-1] if hasattr(path[-1], "idx") else keys[start:]
+    return ".".join(named) if start else ""
+
+
+def _name(key) -> str:
+    return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))))
+
+
+def dotted_path(path) -> str:
+    """Returns a path of `jax.tree_util` as "blocks.qkv.values"."""
+    return ".".join(map(_name, path))
+
+
+def gather(params: dict, specs: dict, dtype: jnp.dtype) -> dict:
+    """All-gathers params over "fsdp" in the compute dtype, inside `shard_map`.
+
+    Its transpose reduce-scatters the gradient in float32.
+
+    Args:
+      params: a section's shards; of one layer if the specs are of one.
+      specs: partition specs of the params.
+      dtype: compute dtype.
+    """
+
+    def gather_leaf(leaf, spec):
+        for dim, entry in enumerate(spec):
+            if "fsdp" in entry_axes(entry):
+                stored = leaf.dtype == jnp.int8  # It is cast where it is multiplied.
+                to = leaf.dtype if stored else jnp.dtype(dtype)
+                return checkpoint_name(_all_gather(leaf, dim, to), GATHERED)
+        return leaf
+
+    return jax.tree.map(gather_leaf, params, specs)
+
+
+def gathered_specs(specs: dict, exchange: bool) -> dict:
+    """Returns the specs of params to `gather`: without axes for experts that tokens travel to.
+
+    Args:
+      specs: partition specs of all params, or of the blocks.
+      exchange: whether tokens travel to the experts over "fsdp".
+    """
+
+    def gathered(path, spec):
+        return P() if exchange and re.search(_EXPERT_WEIGHT, dotted_path(path)) else spec
+
+    is_spec = lambda leaf: isinstance(leaf, P)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(gathered, specs, is_leaf=is_spec)
+
+
+def _all_gather(leaf, dim, dtype):
+    @jax.custom_vjp
+    def gather(leaf):
+        return lax.all_gather(leaf.astype(dtype), "fsdp", axis=dim, tiled=True)
+
+    def forward(leaf):
+        return gather(leaf), None
+
+    def backward(_, gradient):
+        wide = gradient.astype(leaf.dtype)
+        return (lax.psum_scatter(wide, "fsdp", scatter_dimension=dim, tiled=True),)
+
+    gather.defvjp(forward, backward)
+    return gather(leaf)
+
+
+def layer_specs(specs: dict) -> dict:
+    """Returns the specs of one layer from those of the stacked blocks."""
+    return jax.tree.map(lambda spec: P(*spec[1:]), specs, is_leaf=lambda s: isinstance(s, P))
+
+
+def reduce_scatter(gradient: jax.Array, param_spec: P, gradient_spec: P) -> jax.Array:
+    """Reduce-scatters a gradient over "fsdp" if it shards the gradient but not the parameter.
+
+    Args:
+      gradient: sharded as `param_spec` or `gradient_spec`; summed in float32 whatever its dtype.
+      param_spec: spec of the parameter.
+      gradient_spec: spec of the result.
+    """
+    if "fsdp" in axes_of(gradient_spec) and "fsdp" not in axes_of(param_spec):
+        dim = next(i for i, entry in enumerate(gradient_spec) if "fsdp" in entry_axes(entry))
+        wide = gradient.astype(jnp.float32)
+        shard = lax.psum_scatter(wide, "fsdp", scatter_dimension=dim, tiled=True)
+        return shard.astype(gradient.dtype)
+    return gradient
+
+
+def all_reduce(gradient: jax.Array, spec: P, mesh: AnyMesh) -> jax.Array:
+    """Sums a gradient in float32 over every axis that does not shard it."""
+    over = tuple(
+        axis
+        for axis in (*BATCH_AXES, *MODEL_AXES)
+        if mesh.shape[axis] > 1 and axis not in axes_of(spec)
+    )
+    if not over:
+        return gradient
+    return lax.psum(gradient.astype(jnp.float32), over).astype(gradient.dtype)
+
+
+def refuse_indivisible(
+    mesh: AnyMesh, model: ModelConfig, batch: int, micro_batches: int, sequence: int
+) -> None:
+    """Refuses a mesh that does not divide this model and batch.
+
+    Args:
+      mesh: the devices.
+      model: model config.
+      batch: sequences per step.
+      micro_batches: micro-batches per step.
+      sequence: tokens per sequence.
+
+    Raises:
+      UserError: naming the count that is not divisible, and the legal sizes.
+    """
+    tensor, shards = mesh.shape["tensor"], batch_shards(mesh)
+    if batch % (shards * micro_batches):
+        raise UserError(
+            f"A batch of {batch} sequences in {micro_batches} micro-batches cannot be sharded over "
+            f"{shards} devices (data:{mesh.shape['data']} x fsdp:{mesh.shape['fsdp']}); legal: a "
+            f"--batch that is a multiple of {shards * micro_batches}."
+        )
+    if words := _indivisible(model, sequence, tensor):
+        sizes = range(1, model.num_heads + 1)
+        legal = [str(size) for size in sizes if not _indivisible(model, sequence, size)]
+        raise UserError(
+            f"tensor:{tensor} does not divide {words}; legal for this model: {', '.join(legal)}."
+        )
+
+
+def refuse_exchange(mesh: AnyMesh, model: ModelConfig, zero: int) -> None:
+    """Refuses a model or mesh in which tokens cannot travel to the experts over "fsdp".
+
+    Raises:
+      UserError: naming the legal values.
+    """
+    words = "--set parallel.experts=exchange"
+    if zero < ZERO["params"]:
+        raise UserError(
+            f"{words} with parallel.zero={zero}, which gives every device all experts; legal: "
+            "--set parallel.zero=3, or gather."
+        )
+    if model.experts % mesh.shape["fsdp"]:
+        sizes = range(1, model.experts + 1)
+        legal = ", ".join(str(size) for size in sizes if model.experts % size == 0)
+        raise UserError(
+            f"{words} on fsdp:{mesh.shape['fsdp']}, which does not divide the {model.experts} "
+            f"experts; legal for this model: {legal}."
+        )
+
+
+def _indivisible(model, sequence, tensor):
+    """Returns what a tensor axis does not divide, in words; empty if it shards the model."""
+    copied = KEY_VALUE if key_value_copies(model, tensor) > 1 else ()
+    heads = f"{model.kv_heads} key/value heads"
+    counts = {f"{model.num_heads} heads": model.num_heads, f"{sequence} tokens": sequence}
+    if tensor % model.kv_heads or not copied:
+        counts[heads] = model.kv_heads
+    for name in model.projections:
+        linear, (inside, outside) = model.linear(name), model.projection_shape(name)
+        side, features = ("output", outside) if name in COLUMN_PARALLEL else ("input", inside)
+        words, count = f"the {features} {side} features of {name}", features
+        if linear.kind == "block_sparse":
+            count = features // linear.block
+            words = f"the {count} {side} blocks of {name}"
+        if name not in copied:
+            counts[words] = count
+        elif count % model.kv_heads:
+            return words
+        if linear.hadamard and side == "input":
+            count = features // linear.hadamard
+            words = f"the {count} groups of --set sparsity.hadamard={linear.hadamard} of {name}"
+            counts[words] = count
+    return next((words for words, count in counts.items() if count % tensor), "")

@@ -1,0 +1,472 @@
+"""All sections in one program: loss and gradients on a single device or a device of a mesh."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from sparse_dataflow.core.config import remat
+from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, split_groups
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.model_weights import ModelWeights
+from sparse_dataflow.core.model.projection import layer_weights
+from sparse_dataflow.core.model.shard import WHOLE, Shard
+from sparse_dataflow.core.ops import dispatch
+from sparse_dataflow.core.ops.attention.attention_op import causal_attention
+from sparse_dataflow.core.ops.attention.documents import document_attention, document_numbers
+from sparse_dataflow.core.ops.cross_entropy.distillation import TeacherOutput
+from sparse_dataflow.core.weights.linear import PROJECTION_OUTPUT
+
+GATHERED = "gathered"
+"""Checkpoint name of all-gathered params: the backward pass gathers them again."""
+
+BLOCK_INPUT = "block_input"
+"""Checkpoint name of the input of a block that is offloaded."""
+
+_REMAT_POLICIES = {
+    "dots": jax.checkpoint_policies.save_only_these_names(PROJECTION_OUTPUT),
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[BLOCK_INPUT, PROJECTION_OUTPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """Work of one device of a mesh, inside `shard_map`.
+
+    Attributes:
+      shard: the device's shard of every section.
+      batch_shards: number of shards of a batch's rows.
+      gather: (section name, its sharded params, index of its layer group if a block) -> params to
+        compute with, named GATHERED if they come from other devices; None if params are whole.
+      collect: gradients of a micro-batch, sharded as the params -> as accumulated.
+      sub_batches: parts of the rows that pass through each block side by side.  No part depends on
+        another, so the compiler can overlap collectives of one with products of the others.
+    """
+
+    shard: Shard = WHOLE
+    batch_shards: int = 1
+    gather: Callable[[str, dict, int], dict] | None = None
+    collect: Callable[[dict], dict] = lambda gradients: gradients
+    sub_batches: int = 1
+
+    def section(self, params: dict, name: str, group: int = 0) -> dict:
+        """Returns the params of a section to compute with; a block belongs to a layer group."""
+        params = jax.tree.map(_with_gradient, params[name], is_leaf=_traced)
+        return params if self.gather is None else self.gather(name, params, group)
+
+
+ALONE = Member()
+"""A single device that does all the work."""
+
+
+class Traced(NamedTuple):
+    """A parameter whose gradient has its own dtype.
+
+    jax gives a gradient the dtype of its variable, so the gradients of all layers would be float32,
+    like the masters. Differentiating in `gradient` instead rounds each gradient in the backward
+    pass of its layer, and no float32 gradient lives longer.
+
+    Attributes:
+      master: the parameter; constant in the differentiation.
+      gradient: zeros of its shape in the gradient's dtype; never read.
+    """
+
+    master: jax.Array
+    gradient: jax.Array
+
+
+def _traced(leaf):
+    return isinstance(leaf, Traced)
+
+
+def _with_gradient(leaf):
+    return _rounded(*leaf) if _traced(leaf) else leaf
+
+
+@jax.custom_vjp
+def _rounded(master, gradient):
+    """Returns the master; its cotangent goes to `gradient`, rounded to that dtype."""
+    return master
+
+
+_rounded.defvjp(
+    lambda master, gradient: (master, jnp.zeros((), gradient.dtype)),
+    lambda like, cotangent: (None, cotangent.astype(like.dtype)),
+)
+
+
+def apply_blocks(
+    config: ModelConfig,
+    weights: ModelWeights,
+    x_BxTxD: jax.Array,
+    member: Member = ALONE,
+    documents_BxT: jax.Array | None = None,
+    real_BxT: jax.Array | None = None,
+) -> tuple[jax.Array, Any]:
+    """Runs all blocks on [B, T, D]; tokens attend within their document, if documents are given,
+    and those that are not `real_BxT` have no experts.
+
+    Fixed layouts are specialised at trace time. Blocks are unrolled if `unrolls` says so.
+    Otherwise each layer group is scanned, so that compile time does not depend on depth; with a
+    remat that differs between blocks, each of its repeated patterns is.
+
+    Layers that share a block read the same parameters; their gradients are summed in float32.
+
+    Returns:
+      (residual stream [B, T, D], `Routing` stacked over the layers; () for a model without
+      experts).
+    """
+    routing = []
+    unrolled = unrolls(config, weights)
+    # jax.checkpoint traces concrete tables, whose groups would be lost with them.
+    tables, blocks = stacks.with_groups(weights.tables), weights.merged["blocks"]
+    kinds = remat.kinds(config.remat, config.num_layers)
+    models = [layer_model(config, layer) for layer in range(config.num_layers)]
+    # An evaluation may have fewer rows than parts.
+    parts = math.gcd(member.sub_batches, len(x_BxTxD))
+    xs, attend = _split(x_BxTxD, parts), [causal_attention] * parts
+    if documents_BxT is not None:
+        documents = _split(documents_BxT, parts)
+        attend = [functools.partial(document_attention, documents=part) for part in documents]
+    groups = zip(layer_groups(config), split_groups(blocks), split_groups(tables), strict=True)
+    for group, (layer_group, group_params, group_tables) in enumerate(groups):
+        layers = layer_group.layers
+        of_group = tuple(zip(kinds, models))[layers.start : layers.stop]
+        run = {
+            each: _layer(each[1], member, group, attend, real_BxT, each[0])
+            for each in dict.fromkeys(of_group)
+        }
+        if config.shared_layers:
+            shared = jax.tree.map(lambda t: _with_gradient(t)[0], group_params, is_leaf=_traced)
+            run = {each: _with_block(apply, shared) for each, apply in run.items()}
+            group_params = ()
+        if unrolled:
+            for i, layer in enumerate(_unstack(group_params) or [()] * config.num_layers):
+                layer_tables = jax.tree.map(lambda t, i=i: t[i], group_tables)
+                xs, of_layer = run[of_group[i]](xs, (layer, layer_tables))
+                routing.append(jax.tree.map(lambda leaf: leaf[None], of_layer))
+        else:
+            stacked = group_params, group_tables
+            if len({model for _, model in of_group}) > 1:
+                loops = remat.segments(of_group)
+            else:
+                loops = tuple(
+                    (tuple((kind, models[layers.start]) for kind in pattern), count)
+                    for pattern, count in remat.loops(config.remat, config.num_layers, layers)
+                )
+            xs, of_layers = _scan(run, loops, xs, stacked)
+            routing += of_layers
+    return jnp.concatenate(xs), jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *routing)
+
+
+def _split(rows, parts):
+    return [rows] if parts == 1 else jnp.split(rows, parts)
+
+
+def _scan(run, loops, x, stacked):
+    """Scans the layers of a group, a repeated pattern of (kind of remat, model) after the other.
+
+    A single pattern needs no copy of the stacked arrays; several slice them.
+
+    Returns:
+      (x, list of routing stacked over layers, in order).
+    """
+    if len(loops) == 1 and len(loops[0][0]) == 1:
+        [((kind,), count)] = loops
+        x, of_layers = lax.scan(run[kind], x, stacked, count)
+        return x, [of_layers]
+    routing, start = [], 0
+    for pattern, repeats in loops:
+        stop = start + len(pattern) * repeats
+        period = len(pattern)
+
+        def cut(leaf, start=start, stop=stop, period=period):
+            part = leaf if (start, stop) == (0, len(leaf)) else leaf[start:stop]
+            return part.reshape(-1, period, *leaf.shape[1:])
+
+        def body(x, layers, pattern=pattern):
+            outputs = []
+            for i, kind in enumerate(pattern):
+                x, output = run[kind](x, jax.tree.map(lambda leaf, i=i: leaf[i], layers))
+                outputs.append(output)
+            return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
+
+        x, of_layers = lax.scan(body, x, jax.tree.map(cut, stacked), repeats)
+        routing.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), of_layers))
+        start = stop
+    return x, routing
+
+
+def _layer(config, member, group, attend, real_BxT, kind):
+    """Returns a function (xs, (params, tables) of a layer) -> (xs, `Routing` or ()), with the remat
+    policy of a kind; `xs` and `attend` are lists over parts of the rows."""
+
+    def run(xs, layer):
+        layer_params, layer_tables = layer
+        params = member.section({"blocks": layer_params}, "blocks", group)
+        weights = layer_weights(config, params, layer_tables)
+        block = functools.partial(gpt.routed_block, config, weights)
+        # A model with experts has one part.
+        outputs = [
+            block(x, member.shard, of_part, real_BxT=real_BxT)
+            for x, of_part in zip(xs, attend, strict=True)
+        ]
+        return [x for x, _ in outputs], outputs[0][1]
+
+    if kind != "none":
+        return _checkpointed(run, kind)
+    if member.gather is not None:
+        policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
+        return jax.checkpoint(run, policy=policy)
+    return run
+
+
+def _with_block(run, block):
+    """Returns `run` of a layer whose parameters are those of a shared block."""
+    return lambda xs, layer: run(xs, (block, layer[1]))
+
+
+def rematerialised(config: ModelConfig, layer: Callable) -> Callable:
+    """Wraps a layer in `jax.checkpoint` with the config's remat policy, that of all blocks."""
+    return layer if config.remat == "none" else _checkpointed(layer, config.remat)
+
+
+def _checkpointed(layer, kind):
+    def named(x, *rest):
+        name = functools.partial(checkpoint_name, name=BLOCK_INPUT)
+        return layer(jax.tree.map(name, x), *rest)
+
+    # Only a name lets a policy move the input, which jax.checkpoint else saves on the device.
+    return jax.checkpoint(named if kind == "offload" else layer, policy=_REMAT_POLICIES[kind])
+
+
+UNROLL_LAYERS = 16
+"""Maximum number of layers that a CPU program unrolls, with fixed layouts."""
+
+UNROLL_CHANGING_LAYERS = 8
+"""Maximum number of layers that a CPU program unrolls, with layouts that change."""
+
+
+def unrolls(config: ModelConfig, weights: ModelWeights) -> bool:
+    """Returns whether `apply_blocks` unrolls: for a shallow model on a CPU.
+
+    A loop on a CPU copies its stacked operands, and cannot be specialised to fixed layouts.
+    """
+    changing = jax.tree.leaves(weights.layouts)
+    deepest = UNROLL_CHANGING_LAYERS if changing else UNROLL_LAYERS
+    return dispatch.platform() == "cpu" and config.num_layers <= deepest
+
+
+def _unstack(params):
+    """Returns trees per layer; `split` transposes to one concatenate, indexing to L additions."""
+    leaves, structure = jax.tree.flatten(params)
+    columns = [[p[0] for p in lax.split(leaf, [1] * len(leaf))] for leaf in leaves]
+    return [jax.tree.unflatten(structure, layer) for layer in zip(*columns)]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch:
+    """The sequences of a step.
+
+    Attributes:
+      tokens: int32 [B, T + 1]; the first T are inputs, the last T targets.  With
+        `ModelConfig.mask_documents`, each attends within its document.
+      weights: float32 [B, T], of the losses of the targets; None for their mean.
+      teacher: what a teacher says of the tokens, x [B, T, D of the teacher]; None without one.
+    """
+
+    tokens: Any
+    weights: Any = None
+    teacher: TeacherOutput | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulation:
+    """How the gradient of a batch is summed.
+
+    Attributes:
+      micro_batches: parts of the rows, whose gradients add up in float32.
+      dtype: of the gradient of a part.
+    """
+
+    micro_batches: int = 1
+    dtype: str = "float32"
+
+
+def loss(config: ModelConfig, weights: ModelWeights, batch: Batch, member: Member = ALONE):
+    """Returns the member's share of the sum of weighted next-token losses: float32 [], in nats.
+
+    Args:
+      config: model config.
+      weights: of the model.
+      batch: with weights of the targets.
+      member: device whose rows and weights these are.
+    """
+    return routed_loss(config, weights, batch, member).loss
+
+
+class RoutedLoss(NamedTuple):
+    """The loss of a model with experts.
+
+    Attributes:
+      loss: float32 [], of the next tokens, in nats; without auxiliary losses.
+      routing: `Routing` stacked over the layers; () for a model without experts.
+    """
+
+    loss: jax.Array
+    routing: Any
+
+
+def routed_loss(
+    config: ModelConfig,
+    weights: ModelWeights,
+    batch: Batch,
+    member: Member = ALONE,
+    padded: bool = False,
+) -> RoutedLoss:
+    """Returns `loss` with the member's routing; a teacher changes it as in `gpt.head_loss`.
+
+    Where rows are `padded`, ends of text before an end of text have no experts.
+    """
+    params = weights.merged
+    embed, head = (member.section(params, name) for name in ("embed", "head"))
+    x, routing = _residual(config, embed, weights, batch.tokens, member, padded)
+    targets = batch.tokens[:, 1:]
+    with jax.named_scope("head"):
+        total = gpt.head_loss(
+            config, head, embed["tokens"], x, targets, batch.weights, member.shard, batch.teacher
+        )
+    return RoutedLoss(total, routing)
+
+
+def _residual(config, embed, weights, tokens, member, padded=False):
+    """Returns the residual stream [B, T, D] after all blocks, and the routing."""
+    with jax.named_scope("embed"):
+        x = gpt.embed(config, embed, tokens[:, :-1], member.shard)
+    documents = None
+    if config.mask_documents:
+        documents = document_numbers(tokens[:, :-1], config.vocab_size - 1)
+    real = _real(config, tokens) if config.experts and padded else None
+    with jax.named_scope("blocks"):
+        return apply_blocks(config, weights, x, member, documents, real)
+
+
+def _real(config, tokens):
+    """Returns whether each input is no padding, bool [B, T]: the end of text before another."""
+    ends = tokens == config.vocab_size - 1
+    return ~(ends[:, :-1] & ends[:, 1:])
+
+
+def hidden_states(config: ModelConfig, weights: ModelWeights, tokens: jax.Array) -> jax.Array:
+    """Returns the normalised hidden states [B, T, D] of int32 [B, T + 1] tokens but the last."""
+    params = weights.merged
+    x, _ = _residual(config, params["embed"], weights, tokens, ALONE)
+    return gpt.head(config, params["head"], x)
+
+
+def token_scores(
+    config: ModelConfig,
+    weights: ModelWeights,
+    tokens: jax.Array,
+    places: jax.Array,
+    member: Member = ALONE,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the losses of selected next tokens, and whether each has the highest probability.
+
+    Needs as much memory as `loss`.
+
+    Args:
+      config: model config.
+      weights: of the model.
+      tokens: int32 [B, T + 1]; the first T are inputs, the last T targets.
+      places: int32 [S], indices into the B * T targets; the others cost no logits.
+      member: device whose rows and weights these are.
+
+    Returns:
+      (float32 [S] losses in nats, bool [S]).
+    """
+    params = weights.merged
+    embed, head = (member.section(params, name) for name in ("embed", "head"))
+    x = gpt.embed(config, embed, tokens[:, :-1], member.shard)
+    x, _ = apply_blocks(config, weights, x, member)
+    targets = tokens[:, 1:]
+    return gpt.head_scores(config, head, embed["tokens"], x, targets, places, member.shard)
+
+
+def logits(config: ModelConfig, weights: ModelWeights, tokens: jax.Array) -> jax.Array:
+    """Returns float32 [B, T, vocab] logits for int32 [B, T] tokens."""
+    params = weights.merged
+    x = gpt.embed(config, params["embed"], tokens)
+    x, _ = apply_blocks(config, weights, x)
+    return gpt.logits(config, params, x)
+
+
+def loss_and_gradients(
+    config: ModelConfig,
+    weights: ModelWeights,
+    batch: Batch,
+    how: Accumulation = Accumulation(),
+    member: Member = ALONE,
+):
+    """Returns the loss of a batch and its gradient, a tree like the trained params.
+
+    The loss is the mean over the targets, or their sum by the batch's weights.  A member gets its
+    share of loss and gradients, the latter as returned by `member.collect`.  With a teacher, losses
+    are those of `gpt.head_loss`.
+
+    For a model with experts, the loss is a `RoutedLoss`, and the gradient is that of its loss plus
+    the auxiliary losses (see `Routing`), which micro-batches have in proportion to their weights.
+    """
+    targets, teacher = batch.tokens[:, 1:], batch.teacher
+    # Batches whose targets have weights are rows of text, padded at their end.
+    of_targets, padded = batch.weights, batch.weights is not None
+    if of_targets is None:
+        mean = 1 / (targets.size * member.batch_shards)
+        of_targets = jnp.full(targets.shape, mean, jnp.float32)
+
+    def micro_batch(params, tokens, weight, *hidden):
+        taught = teacher._replace(x=hidden[0]) if teacher else None
+        part_of_batch = Batch(tokens, weight, taught)
+
+        def share(gradients):
+            traced = jax.tree.map(Traced, params, gradients)
+            traced = dataclasses.replace(weights, params=traced)
+            value, routing = routed_loss(config, traced, part_of_batch, member, padded)
+            if not config.experts:
+                return value, value
+            part = weight.sum() / member.shard.devices
+            routing = jax.tree.map(lambda mean: part * mean, routing)
+            return value + routing.loss(config), RoutedLoss(value, routing)
+
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, how.dtype), params)
+        (_, value), gradients = jax.value_and_grad(share, has_aux=True)(zeros)
+        return value, member.collect(gradients)
+
+    params = weights.params
+    arrays = (batch.tokens, of_targets, *((teacher.x,) if teacher else ()))
+    if how.micro_batches == 1:
+        return micro_batch(params, *arrays)
+    split = lambda a: a.reshape(how.micro_batches, -1, *a.shape[1:])  # noqa: E731
+    batches = tuple(map(split, arrays))
+
+    def accumulate(total, arrays):
+        return jax.tree.map(jnp.add, total, micro_batch(params, *arrays)), None
+
+    shapes = jax.eval_shape(micro_batch, params, *(a[0] for a in batches))
+    wide = lambda leaf: jnp.promote_types(leaf.dtype, jnp.float32)  # noqa: E731
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide(leaf)), shapes)
+    return lax.scan(accumulate, zeros, batches)[0]

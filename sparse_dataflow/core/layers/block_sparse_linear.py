@@ -1,0 +1,322 @@
+"""`BlockSparseLinear`: an nnx.Linear that stores some blocks of its kernel."""
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
+from jax import lax
+
+from sparse_dataflow.core.config.evolution_config import EvolutionConfig
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.layers.layer_products import by_dot_general, in_precision, precision_name
+from sparse_dataflow.core.layers.layout_state import (
+    LAYOUT_PREFIX,
+    MARK_SIZE,
+    TABLES,
+    LayoutMark,
+    LayoutName,
+    LayoutTable,
+    is_marked,
+    layout_name,
+    table_mark,
+)
+from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables, stack_tables
+from sparse_dataflow.core.layouts.patterns import make_layout
+from sparse_dataflow.core.model.projection import with_room
+from sparse_dataflow.core.weights.weight import BlockSparse, Weight, WithDenseGradient
+from sparse_dataflow.files.errors import UserError
+
+Initializer = Callable[..., Any]
+
+_NO_METADATA: Mapping[str, Any] = MappingProxyType({})
+
+_ROOM = LinearSpec(max_fan_out=EvolutionConfig.max_fan_out)
+"""Width of the tables of an evolving layer."""
+
+
+class DenseGradient(nnx.Variable):
+    """Zeros [in, out] whose gradient is that of the kernel if it were dense."""
+
+
+class BlockSparseLinear(nnx.Module):
+    """Drop-in for `nnx.Linear` that stores some blocks of its kernel: y = x W + b.
+
+    Gradients, optimizer state and checkpoints have the stored blocks, and eight numbers that say
+    which blocks they are.
+
+    The layout is static by default: it is no array, it is hashable and compares by content, so
+    every program is specialised to it.  The parameters have its name, as the key of zeros, so that
+    a state of another layout is refused.  With `evolving=True` the layout is a variable of four
+    index tables, which `sd.evolve` changes without recompiling; products are then slower.  The
+    parameters have a fingerprint of the tables.  Where they disagree, the layer raises, and inside
+    `jit` returns NaN.
+
+    Attributes:
+      values: nnx.Param, param_dtype [nnz, block, block], the stored blocks as `BlockLayout` orders
+        them.
+      bias: nnx.Param, param_dtype [out_features]; None without a bias.
+      evolving: whether the layout is a variable.
+
+    Args:
+      in_features: features of the input, a multiple of the block.
+      out_features: features of the output, a multiple of the block.
+      layout: the stored blocks; None for those of `pattern`, `density` and `block`.
+      pattern: rule that chooses the blocks, as in `sd.make_layout`.
+      offset: number or seed of the pattern, as in `sd.make_layout`; None for 0, and for one drawn
+        from `rngs` where the pattern is random.  Inside `jit`, `vmap` and `nnx.eval_shape` keys
+        have no value, so layers of one `rngs` are numbered instead: give `offset` where an
+        abstract layer must equal a concrete one.
+      density: fraction of the blocks stored; see `sd.legal_densities`.
+      block: side of a square block, in features.
+      evolving: whether `sd.evolve` may change the layout without recompiling.
+      use_bias: whether to add a bias.
+      dtype: dtype of the computation; None for that of the input and the parameters.
+      param_dtype: dtype of the parameters.
+      precision: of products, as in `jax.default_matmul_precision`; one for both operands.
+      kernel_init: initializer of the kernel.  It draws the dense kernel; stored blocks are scaled
+        by 1 / sqrt(share of the inputs that the output reads), so the variance of the outputs does
+        not depend on the density.  A constant stays that constant.  Sharding metadata is dropped.
+      bias_init: initializer of the bias.
+      dot_general: product to use in place of the kernels.  It gets the gathered input blocks
+        [tokens, out_blocks, inputs] and the stored blocks [out_blocks, inputs, block]; or, if all
+        blocks are stored, what nnx.Linear gives it.
+      promote_dtype: casts (inputs, values, bias), as that of `nnx.Linear` does.
+      preferred_element_type: dtype of the product; None for that of its operands.
+      kernel_metadata: metadata of `values`.
+      bias_metadata: metadata of `bias`.
+      rngs: random keys; `params` is used.
+
+    Raises:
+      UserError: no layout fits; names the legal densities or blocks.
+
+    Examples:
+        >>> layer = sd.BlockSparseLinear(64, 128, density=0.25, block=16, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((8, 64))).shape
+        (8, 128)
+        >>> layer.values.shape, layer.layout.density
+        ((8, 16, 16), 0.25)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        layout: BlockLayout | None = None,
+        pattern: str = "random",
+        density: float = 0.125,
+        block: int = 64,
+        offset: int | None = None,
+        evolving: bool = False,
+        use_bias: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        precision: Any = None,
+        kernel_init: Initializer = nnx.initializers.lecun_normal(),  # noqa: B008
+        bias_init: Initializer = nnx.initializers.zeros_init(),  # noqa: B008
+        dot_general: Callable = lax.dot_general,
+        promote_dtype: Callable = flax_promote_dtype,
+        preferred_element_type: Any = None,
+        kernel_metadata: Mapping[str, Any] = _NO_METADATA,
+        bias_metadata: Mapping[str, Any] = _NO_METADATA,
+        rngs: nnx.Rngs,
+    ):
+        key = rngs.params()
+        if layout is None:
+            if offset is None:
+                offset = _drawn_offset(rngs, key) if pattern == "random" else 0
+            layout = make_layout(pattern, in_features, out_features, block, density, offset)
+        if (layout.in_features, layout.out_features) != (in_features, out_features):
+            raise UserError(
+                f"The layout is of a {layout.in_features} x {layout.out_features} weight and the "
+                f"layer has {in_features} x {out_features} features; legal: equal."
+            )
+        values = draw_blocks(layout, kernel_init, key, param_dtype)
+        self.values = nnx.Param(values, **kernel_metadata)
+        self.bias: nnx.Param | None = nnx.data(None)
+        if use_bias:
+            bias = bias_init(rngs.params(), (out_features,), param_dtype)
+            self.bias = nnx.Param(bias, **bias_metadata)
+        self.in_features, self.out_features = in_features, out_features
+        self.use_bias, self.dtype, self.param_dtype = use_bias, dtype, param_dtype
+        self.precision, self.dot_general = precision, dot_general
+        self.promote_dtype = promote_dtype
+        self.preferred_element_type = preferred_element_type
+        precision_name(precision)
+        self.dense_gradient: DenseGradient | None = nnx.data(None)
+        self.set_layouts([layout], evolving)
+
+    def __call__(self, inputs: jax.Array, out_sharding: None = None) -> jax.Array:
+        """Applies the layer: [..., in_features] -> [..., out_features].
+
+        Raises:
+          UserError: the input has other features, `out_sharding` is not None, or the state is of
+            another layout.
+        """
+        self._check_layout()
+        if out_sharding is not None:
+            raise UserError(
+                "A BlockSparseLinear takes no out_sharding; legal: None, and "
+                "jax.lax.with_sharding_constraint of its result."
+            )
+        bias = None if self.bias is None else self.bias[...]
+        inputs, values, bias = self.promote_dtype(
+            (inputs, self.values[...], bias), dtype=self.dtype
+        )
+        y = self._product(inputs, values)
+        if not self.evolving:
+            return y if bias is None else y + bias
+        # A state under `jit` has no values to compare: what it computes is no number.
+        return jnp.where(self._is_marked(), y if bias is None else y + bias, jnp.nan)
+
+    def weight(self, values: jax.Array | None = None) -> Weight:
+        """Returns the weight; `x @ layer.weight()` is the product without the bias.
+
+        Args:
+          values: stored blocks to use in place of the layer's.
+        """
+        values = self.values[...] if values is None else values
+        stored = BlockSparse(values, self.static_layout or self._tables())
+        if self.dense_gradient is None:
+            return stored
+        return WithDenseGradient(stored, self.dense_gradient[...])
+
+    def _product(self, inputs, values):
+        if self.dot_general is not lax.dot_general:
+            product = functools.partial(
+                by_dot_general, self.dot_general, self.precision, self.preferred_element_type
+            )
+            return product(inputs, self.weight(values))
+        dtype = self.preferred_element_type or inputs.dtype
+        wide = jnp.promote_types(inputs.dtype, dtype)
+        weight = self.weight(values.astype(wide))
+        return in_precision(self.precision, inputs.astype(wide), weight).astype(dtype)
+
+    @property
+    def evolving(self) -> bool:
+        """Whether the layout is a variable, which changes without recompiling."""
+        return self.static_layout is None
+
+    @property
+    def layout(self) -> BlockLayout:
+        """The stored blocks now.
+
+        Raises:
+          UserError: the layers of a stack have different layouts.
+        """
+        first, *others = self.layouts()
+        if any(other != first for other in others):
+            raise UserError(
+                f"The {len(others) + 1} stacked layers have different layouts; legal: `layouts()`."
+            )
+        return first
+
+    def layouts(self) -> list[BlockLayout]:
+        """Returns the layout that all layers of a stack share, or each layer's if it is evolving.
+
+        An evolving layout is read from its tables, so not inside `jit`.
+
+        Raises:
+          UserError: the state is of another layout.
+        """
+        self._check_layout()
+        if self.static_layout is not None:
+            return [self.static_layout]
+        return self._tables().layouts(self.values.shape[-1])
+
+    def set_layouts(self, layouts: Sequence[BlockLayout], evolving: bool) -> None:
+        """Replaces the layout, but not the values: see `sd.evolve`.
+
+        Args:
+          layouts: one that all layers of a stack share, or one for each layer if `evolving`.
+          evolving: whether the layout becomes a variable.
+        """
+        self.static_layout = None if evolving else layouts[0]
+        stack = self.values.shape[:-3]
+        for name in TABLES:
+            setattr(self, name, nnx.data(None))
+        self.table_mark = nnx.data(None)
+        for name in [name for name in vars(self) if name.startswith(LAYOUT_PREFIX)]:
+            delattr(self, name)
+        if not evolving:
+            name = layout_name(layouts[0])
+            setattr(self, name, LayoutName(jnp.zeros((*stack, MARK_SIZE)), layout=name))
+        else:
+            stacked = stack_tables([with_room(each, _ROOM).tables() for each in layouts])
+            for name, table in zip(TABLES, stacked.arrays):
+                layers = (math.prod(stack), *table.shape[1:])
+                value = jnp.broadcast_to(table, layers).reshape(*stack, *table.shape[1:])
+                setattr(self, name, LayoutTable(value))
+            mark = table_mark(*self._tables()[:2])
+            self.table_mark = LayoutMark(jnp.asarray(mark))
+
+    def _check_layout(self):
+        """Raises UserError if the state is of another layout."""
+        attributes = vars(self)
+        held = {name for name in attributes if name.startswith(LAYOUT_PREFIX)}
+        for variable in [attributes[name] for name in held]:
+            if isinstance(variable, LayoutName):
+                held.add(variable.get_metadata("layout"))
+        static = self.static_layout
+        expected = set() if static is None else {layout_name(static)}
+        if held != expected:
+            mine = "an evolving layout" if static is None else layout_name(static)
+            raise UserError(
+                f"The state of this {self.in_features} x {self.out_features} layer is of "
+                f"{' and '.join(sorted(held - expected))}, and the layer has {mine}; legal: a "
+                "state of the same layout."
+            )
+        if self.evolving:
+            matches = self._is_marked()
+            if not isinstance(matches, jax.core.Tracer) and not matches:
+                raise UserError(
+                    f"The index tables of this {self.in_features} x {self.out_features} layer are "
+                    "of another layout than its values; legal: both from one state, or an average "
+                    "of states of one layout."
+                )
+
+    def _is_marked(self):
+        """Returns whether the values are of the layout of the tables, bool []."""
+        if self.table_mark is None:  # A state without it replaced the attribute.
+            return np.bool_(False)
+        return is_marked(self.table_mark[...], *self._tables()[:2])
+
+    def _tables(self):
+        return LayoutTables(*(getattr(self, name)[...] for name in TABLES))
+
+
+def draw_blocks(layout: BlockLayout, kernel_init: Initializer, key: Any, dtype: Any) -> jax.Array:
+    """Returns values [nnz, block, block] of a kernel that an initializer of dense kernels draws.
+
+    They are scaled by 1 / sqrt(share of the inputs that their output reads), unless the kernel is
+    constant.  So outputs have the variance of those of the dense kernel, whatever the initializer.
+    Sharding metadata of the initializer is dropped.
+    """
+    block = layout.block
+    kernel: Any = kernel_init(key, (layout.in_features, layout.out_features), dtype)
+    kernel = getattr(kernel, "raw_value", kernel)
+    grid = kernel.reshape(layout.in_blocks, block, layout.out_blocks, block).swapaxes(1, 2)
+    stored = grid[layout.rows, layout.cols]
+    scale = np.sqrt(layout.in_blocks / layout.fan_in[layout.cols])[:, None, None]
+    is_constant = jnp.all(kernel == kernel[0, 0])
+    return jnp.where(is_constant, stored, (stored * scale).astype(stored.dtype))
+
+
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Layers with a random layout that each `nnx.Rngs` has drawn where its keys have no value."""
+
+
+def _drawn_offset(rngs, key):
+    """Returns the seed of a random layout, from a key or, where it is traced, by counting."""
+    if isinstance(key, jax.core.Tracer):
+        _numbers[rngs] = _numbers.get(rngs, -1) + 1
+        return _numbers[rngs]
+    return int(jax.random.bits(jax.random.fold_in(key, 1), dtype=jnp.uint32) >> 1)

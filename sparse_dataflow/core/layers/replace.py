@@ -1,0 +1,332 @@
+"""Replaces the linears of any nnx model by block-sparse ones, and back; where arrays of it lie."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from sparse_dataflow.core.layers.block_sparse_linear import BlockSparseLinear
+from sparse_dataflow.core.layers.general import (
+    BlockSparseGeneral,
+    Contraction,
+    module_like,
+    variable_like,
+)
+from sparse_dataflow.core.layouts.evolution import largest_blocks
+from sparse_dataflow.core.layouts.layout import BlockLayout
+from sparse_dataflow.core.layouts.patterns import PATTERNS, make_layout
+from sparse_dataflow.core.model.blocks import collect, expand, grid_norms
+from sparse_dataflow.files.errors import UserError
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+Where = Callable[[str, Any], bool]
+"""(path such as "layers.0.mlp", module) -> whether it is selected."""
+
+MAGNITUDE = "magnitude"
+"""The pattern of the largest blocks of the weights."""
+
+LINEARS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
+"""Modules that `sparsify` replaces."""
+
+_KINDS = "nnx.Linear, nnx.LinearGeneral and nnx.Einsum"
+
+
+def sparsify(
+    model: Model,
+    pattern: str = "random",
+    *,
+    density: float | Mapping[str, float] = 0.125,
+    block: int = 64,
+    where: Where | None = None,
+    evolving: bool = False,
+) -> Model:
+    """Returns the model with its `nnx.Linear`s replaced by `sd.BlockSparseLinear`s.
+
+    The model itself stays as it is, and shares no array with the result.  Types, metadata and
+    settings of the linears are kept.  An `nnx.LinearGeneral`, and an `nnx.Einsum` that is a product
+    with one matrix, become a `BlockSparseLinear` of the matrix, with the axes of before: so do the
+    projections of `nnx.MultiHeadAttention`.  A linear whose kernel has leading axes, as `nnx.vmap`
+    makes for a scan over layers, becomes a stack of layers with one layout, or with one each if
+    `evolving`.
+
+    Args:
+      model: any nnx model.
+      pattern: "magnitude" keeps the largest blocks of trained weights, with equal fan-in and
+        fan-out.  Any pattern of `sd.make_layout` is for weights to be trained from scratch: they
+        are scaled by 1 / sqrt(density), which keeps the variance of the outputs.
+      density: fraction of the blocks stored, of all layers or by path; with 1 the model computes
+        the same function.
+      block: side of a square block, in features.
+      where: (path, linear) -> whether to replace it; None for every `nnx.Linear`,
+        `nnx.LinearGeneral` and `nnx.Einsum`.
+      evolving: whether `sd.evolve` may change the layouts without recompiling.
+
+    Raises:
+      UserError: no linear is selected, or one of them has no such layout or cannot be replaced;
+        names the legal values.
+
+    Examples:
+        >>> model = nnx.Sequential(nnx.Linear(64, 128, rngs=nnx.Rngs(0)),
+        ...                        nnx.Linear(128, 10, rngs=nnx.Rngs(1)))
+        >>> sparse = sd.sparsify(model, density=0.25, block=16,
+        ...                      where=lambda path, linear: linear.out_features > 10)
+        >>> [type(layer).__name__ for layer in sparse.layers]
+        ['BlockSparseLinear', 'Linear']
+    """
+    if pattern not in (MAGNITUDE, *PATTERNS):
+        raise UserError(
+            f"Pattern {pattern!r} is unknown; legal: {', '.join([MAGNITUDE, *sorted(PATTERNS)])}."
+        )
+    names: list[str] = []
+    selected: list[str] = []
+    first = sum(isinstance(node, BlockSparseLinear) for _, node in nnx.iter_modules(model))
+    homes = _homes(model)
+
+    def replace(path, node):
+        if not isinstance(node, LINEARS):
+            return node
+        names.append(dotted(path))
+        if where is not None and not where(names[-1], node):
+            return node
+        selected.append(names[-1])
+        try:
+            _check_replaceable(node, homes)
+            contraction = None if isinstance(node, nnx.Linear) else Contraction.of(node)
+            linear = node if contraction is None else contraction.linear(node)
+            number = first + len(selected) - 1
+            layer = _sparse(
+                linear, pattern, _density_of(density, names[-1]), block, evolving, number
+            )
+            return layer if contraction is None else BlockSparseGeneral(layer, contraction)
+        except UserError as error:
+            raise UserError(f"{names[-1]}: {error} Or leave it out with `where`.") from None
+
+    sparse = nnx.recursive_map(replace, model)
+    if not selected:
+        raise UserError(
+            f"`where` selects no linear of the model; legal: {', '.join(names)}."
+            if names
+            else f"The model has no linear; legal: {_KINDS}. Other modules are not replaced."
+        )
+    return _unshared(sparse, model)
+
+
+def densify(model: Model) -> Model:
+    """Returns the model with its block-sparse linears replaced by the dense ones of flax.
+
+    It computes the same function: blocks that are not stored are zeros of the kernel.
+
+    Args:
+      model: any nnx model; it stays as it is.
+
+    Raises:
+      UserError: the model has no block-sparse linear.
+
+    Examples:
+        >>> layer = sd.BlockSparseLinear(64, 128, density=0.25, block=16, rngs=nnx.Rngs(0))
+        >>> sd.densify(layer).kernel.shape
+        (64, 128)
+    """
+    block_sparse_layers(model, None)
+
+    def replace(path, node):  # A node follows its children.
+        if isinstance(node, BlockSparseLinear):
+            return _dense(node)
+        if isinstance(node, BlockSparseGeneral) and isinstance(node.linear, nnx.Linear):
+            return node.contraction.module(node.linear)
+        return node
+
+    return _unshared(nnx.recursive_map(replace, model), model)
+
+
+def partition_specs(model: nnx.Module, mesh: Mesh, axis: str) -> nnx.State:
+    """Returns where the state of a model lies on a mesh: a `PartitionSpec` for each array.
+
+    Stored blocks are sharded over `axis` by block, and other parameters by the first of their axes
+    that the mesh axis divides.  Arrays that it does not divide stay replicated, as does everything
+    that is no parameter.
+
+    Args:
+      model: any nnx model, also an abstract one of `nnx.eval_shape`.
+      mesh: the devices.
+      axis: name of a mesh axis.
+
+    Returns:
+      The tree of `nnx.state(model)` with a spec at each leaf.  Give it to `jax.device_put`, or to
+      `jit`, over a mesh whose axes are `Auto`, as those of `jax.sharding.Mesh` are.
+
+    Raises:
+      UserError: the mesh has no such axis.
+
+    Examples:
+        >>> layer = sd.BlockSparseLinear(64, 128, density=0.25, block=16, rngs=nnx.Rngs(0))
+        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("fsdp",))
+        >>> specs = sd.partition_specs(layer, mesh, "fsdp")
+        >>> place = lambda spec, array: jax.device_put(array, jax.NamedSharding(mesh, spec))
+        >>> nnx.update(layer, jax.tree.map(place, specs, nnx.state(layer)))
+        >>> layer.values.sharding.spec[0]
+        'fsdp'
+    """
+    if axis not in mesh.shape:
+        raise UserError(f"The mesh has no axis {axis!r}; legal: {', '.join(mesh.shape)}.")
+    size = mesh.shape[axis]
+
+    def spec(first, shape):
+        for position in range(first, len(shape)):
+            if shape[position] % size == 0:
+                return P(*(None,) * position, axis)
+        return P()
+
+    params, others = nnx.split_state(nnx.state(model), nnx.Param, ...)
+    stacks = {
+        dotted((*path, "values")): layer.values.ndim - 3
+        for path, layer in nnx.iter_modules(model)
+        if isinstance(layer, BlockSparseLinear)
+    }
+
+    def param_spec(path, leaf):
+        return spec(stacks.get(dotted(key_names(path)), 0), leaf.shape)
+
+    return nnx.merge_state(
+        jax.tree_util.tree_map_with_path(param_spec, params), jax.tree.map(lambda _: P(), others)
+    )
+
+
+def dotted(path: tuple) -> str:
+    """Returns a path of nnx as one string, "layers.0.mlp"."""
+    return ".".join(map(str, path))
+
+
+def key_names(path: tuple) -> tuple:
+    """Returns the names in a key path of jax, without those inside an nnx variable."""
+    names = tuple(
+        getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))) for key in path
+    )
+    return names[:-1] if names and names[-1] in ("value", "raw_value") else names
+
+
+def block_sparse_layers(model: nnx.Module, where: Where | None) -> dict[tuple, BlockSparseLinear]:
+    """Returns path -> layer of the selected block-sparse linears of a model.
+
+    Raises:
+      UserError: none is selected.
+    """
+    layers = {
+        path: layer
+        for path, layer in nnx.iter_modules(model)
+        if isinstance(layer, BlockSparseLinear)
+    }
+    selected = {p: layer for p, layer in layers.items() if not where or where(dotted(p), layer)}
+    if not selected:
+        raise UserError(
+            f"`where` selects no sd.BlockSparseLinear; legal: {', '.join(map(dotted, layers))}."
+            if layers
+            else "The model has no sd.BlockSparseLinear; `sd.sparsify` makes them."
+        )
+    return selected
+
+
+def balanced_degree(linear: Any, block: int, density: float) -> int:
+    """Returns the degree of a balanced layout (see `patterns`); UserError names legal values."""
+    layout = make_layout("cyclic", linear.in_features, linear.out_features, block, density)
+    return int(layout.fan_in[0]) * math.gcd(*layout.mask.shape) // layout.in_blocks
+
+
+def _unshared(new, model):
+    """Returns a model with variables of its own, and copies of the arrays of `model` that it has.
+
+    So training it, and donating its buffers, leaves `model` as it is.
+    """
+    old = {id(leaf) for leaf in jax.tree.leaves(nnx.state(model))}
+
+    def copy(leaf):
+        return jnp.copy(leaf) if id(leaf) in old and isinstance(leaf, jax.Array) else leaf
+
+    graph, state = nnx.split(new)
+    return nnx.merge(graph, jax.tree.map(copy, state))
+
+
+def _homes(model):
+    """Returns id of a variable -> paths of the modules that have it."""
+    homes: dict[int, list[str]] = {}
+    for path, module in nnx.iter_modules(model):
+        for value in vars(module).values():
+            if isinstance(value, nnx.Variable):
+                homes.setdefault(id(value), []).append(dotted(path))
+    return homes
+
+
+def _check_replaceable(node, homes):
+    """Raises UserError if a linear has something that its block-sparse layer would not have."""
+    if type(node) not in LINEARS:
+        raise UserError(f"{type(node).__name__} is a class of its own; legal: {_KINDS}.")
+    sizes: Any = ("ab,bc->ac", (1, 1)) if type(node) is nnx.Einsum else (1, 1)
+    plain = nnx.eval_shape(lambda: type(node)(*sizes, rngs=nnx.Rngs(0)))
+    if own := sorted(set(vars(node)) - set(vars(plain))):
+        raise UserError(f"It has attributes of its own: {', '.join(own)}; legal: none.")
+    for name in ("kernel", "bias"):
+        others = homes.get(id(getattr(node, name)), [])
+        if len(others) > 1:
+            raise UserError(
+                f"Its {name} is a parameter of {' and '.join(sorted(others))} too; legal: of it "
+                "alone."
+            )
+
+
+def _density_of(density, path):
+    """Returns the density of a layer."""
+    if not isinstance(density, Mapping):
+        return density
+    if path not in density:
+        raise UserError(f"`density` has no value for it; it has: {', '.join(sorted(density))}.")
+    return density[path]
+
+
+def _sparse(linear, pattern, density, block, evolving, number):
+    """Returns the block-sparse layer of an nnx.Linear, the `number`-th of its model."""
+    kernel, sides = linear.kernel[...], (linear.in_features, linear.out_features)
+    stack, dense = kernel.shape[:-2], kernel.reshape(-1, *kernel.shape[-2:])
+    if pattern == MAGNITUDE:
+        degree = balanced_degree(linear, block, density)
+        norms = np.asarray(grid_norms(dense, block))
+        if not evolving:
+            norms = np.sqrt(np.square(norms).sum(axis=0, keepdims=True))
+        layouts = [largest_blocks(layer, block, degree) for layer in norms]
+        scale = 1.0
+    else:
+        layout = make_layout(pattern, *sides, block, density, number)
+        layouts, scale = [layout], 1 / math.sqrt(layout.density)
+    values = collect(*positions(layouts, len(dense)), dense, block) * scale
+    layer = module_like(BlockSparseLinear, *sides, like=linear, layout=layouts[0])
+    values = values.astype(kernel.dtype).reshape(*stack, *values.shape[1:])
+    layer.values = variable_like(linear.kernel, values)
+    layer.bias, layer.use_bias = linear.bias, linear.use_bias
+    layer.set_layouts(layouts, evolving)
+    return layer
+
+
+def positions(layouts: list[BlockLayout], layers: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (rows, cols), int32 [layers, nnz] each, of one layout for all layers or one each."""
+    rows, cols = (np.stack([getattr(each, side) for each in layouts]) for side in ("rows", "cols"))
+    wide = functools.partial(np.broadcast_to, shape=(layers, rows.shape[1]))
+    return wide(rows), wide(cols)
+
+
+def _dense(layer):
+    """Returns the nnx.Linear of a block-sparse layer."""
+    values, layouts = layer.values[...], layer.layouts()
+    stack, stored = values.shape[:-3], values.reshape(-1, *values.shape[-3:])
+    grid = layouts[0].in_blocks, layouts[0].out_blocks
+    kernel = expand(*positions(layouts, len(stored)), stored, grid)
+    linear = module_like(nnx.Linear, layer.in_features, layer.out_features, like=layer)
+    linear.kernel = variable_like(layer.values, kernel.reshape(*stack, *kernel.shape[1:]))
+    linear.bias, linear.use_bias = layer.bias, layer.use_bias
+    return linear

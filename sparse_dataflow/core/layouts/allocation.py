@@ -1,0 +1,235 @@
+"""Density budgets: the density of each projection, and of each part of the depth."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping
+
+from sparse_dataflow.core.config.layer_groups import layer_groups, mean_multiplier
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.layouts.patterns import legal_densities, make_layout
+from sparse_dataflow.files.errors import UserError
+
+BUDGETS = ("uniform", "compute")
+DEPTH = "depth:"
+"""Prefix of a budget that lists multipliers by depth."""
+
+
+def allocate(model: ModelConfig, budget: str) -> ModelConfig:
+    """Returns `model` with the densities of a budget on its block-sparse projections.
+
+    Args:
+      model: config with equal densities of all sparse projections.  That density is the budget: the
+        fraction of the dense FLOPs of these projections that their stored blocks may cost.
+      budget: one of
+        "uniform": no change.
+        "compute": Erdos-Renyi rule (arXiv 1707.04780, section 3; arXiv 1911.11134, section 3).
+          Density is proportional to (in + out) / (in out), so small projections store a larger
+          fraction.  The total never exceeds the budget.
+        "qkv:0.25,mlp_in:0.0625": densities by projection; the others are unchanged.
+        "qkv:0.5x,mlp_in:1.5x": multiples of the density of the model; the others are unchanged.
+        "depth:1.5x,0.5x": multiples for equal parts of the depth, first layers first.
+
+    Raises:
+      UserError: the budget or a projection is unknown, the parts do not divide the layers, or the
+        pattern has no layout of a density; names the legal values.
+    """
+    if budget == "uniform" or not model.sparse_projections:
+        return model
+    if budget.startswith(DEPTH):
+        return _by_depth(model, budget)
+    if budget == "compute":
+        densities = _erdos_renyi(model)
+    else:
+        densities = _named(model, budget)
+    specs = dict(model.linears)
+    for name, density in densities.items():
+        specs[name] = dataclasses.replace(specs[name], density=density)
+    return dataclasses.replace(model, linears=specs)
+
+
+def _erdos_renyi(model):
+    """Rounds the densities of the Erdos-Renyi rule to legal ones within the budget.
+
+    Of all combinations of neighbouring legal densities, picks the one of smallest log distance.
+    """
+    names = model.sparse_projections
+    sides = {name: model.projection_shape(name) for name in names}
+    weights = {name: math.prod(pair) for name, pair in sides.items()}
+    legal = {name: _legal(model, name) for name in names}
+    budget = sum(model.linear(name).density * weights[name] for name in names)
+    ideal = _proportional(budget, weights, {name: sum(pair) for name, pair in sides.items()})
+    neighbours = {
+        name: {
+            max([d for d in legal[name] if d <= ideal[name]], default=legal[name][0]),
+            min([d for d in legal[name] if d >= ideal[name]], default=legal[name][-1]),
+        }
+        for name in names
+    }
+    best = None
+    for densities in itertools.product(*(sorted(neighbours[name]) for name in names)):
+        cost = sum(density * weights[name] for name, density in zip(names, densities))
+        distance = sum(abs(math.log(d / ideal[name])) for name, d in zip(names, densities))
+        if cost <= budget * (1 + 1e-9) and (best is None or (distance, -cost) < best[:2]):
+            best = distance, -cost, dict(zip(names, densities))
+    if best is None:
+        least = sum(legal[name][0] * weights[name] for name in names)
+        whole = sum(weights.values())
+        raise UserError(
+            f"--set sparsity.budget=compute finds no densities within {budget / whole:.4g} of the "
+            f"dense FLOPs; the smallest legal densities cost {least / whole:.4g}. Legal: a larger "
+            "--density, or a smaller --block."
+        )
+    return best[2]
+
+
+def _proportional(budget, weights, shares):
+    """Returns densities of total cost `budget`, proportional to shares / weights, at most 1."""
+    full: set[str] = set()
+    while True:
+        rest = budget - sum(weights[name] for name in full)
+        scale = rest / max(1, sum(share for name, share in shares.items() if name not in full))
+        densities = {n: 1.0 if n in full else scale * shares[n] / weights[n] for n in weights}
+        above = {name for name, density in densities.items() if density > 1}
+        if not above:
+            return densities
+        full |= above
+
+
+def _legal(model, name):
+    """Returns the densities for which the pattern of a projection has a layout, ascending."""
+    rows, columns = model.projection_shape(name)
+    balanced = legal_densities(rows, columns, model.linear(name).block)
+    return [density for density in balanced if _has_layout(model, name, density)]
+
+
+def _has_layout(model, name, density):
+    spec, (rows, columns) = model.linear(name), model.projection_shape(name)
+    try:
+        make_layout(spec.pattern, rows, columns, spec.block, density)
+    except UserError:
+        return False
+    return True
+
+
+def _by_depth(model, budget):
+    texts = budget.removeprefix(DEPTH).split(",")
+    multipliers = [_multiplier(text) for text in texts]
+    for text, multiplier in zip(texts, multipliers):
+        if multiplier <= 0:
+            raise UserError(
+                f"--set sparsity.budget={budget}: {text!r} is not a multiple of --density; legal: "
+                f"numbers above 0 followed by x, as in {DEPTH}1.5x,0.5x."
+            )
+    layers, count = model.num_layers, len(multipliers)
+    if layers % count:
+        legal = ", ".join(str(n) for n in range(1, layers + 1) if layers % n == 0)
+        raise UserError(
+            f"--set sparsity.budget={budget} names {count} parts of the depth, which do not divide "
+            f"{layers} layers; legal: {legal}."
+        )
+    for name in model.sparse_projections:
+        spec, density = model.linear(name), model.linear(name).density
+        for text, multiplier in zip(texts, multipliers):
+            product = density * multiplier
+            if not _has_layout(model, name, product):
+                legal = _neighbours(_legal(model, name), product)
+                raise UserError(
+                    f"--set sparsity.budget={budget}: {text} of --density={density:g} gives {name} "
+                    f"a density of {product:.4g}, for which {spec.pattern} has no balanced layout; "
+                    f"nearest legal: {', '.join(f'{value / density:.6g}x' for value in legal)}."
+                )
+    by_depth = tuple(value for value in multipliers for _ in range(layers // count))
+    return dataclasses.replace(model, density_by_depth=by_depth)
+
+
+def _multiplier(text):
+    """Parses a number such as "1.5x"; returns 0 for other texts."""
+    try:
+        value = float(text.removesuffix("x")) if text.endswith("x") else 0.0
+    except ValueError:
+        return 0.0
+    return value if math.isfinite(value) else 0.0
+
+
+def _neighbours(legal, density):
+    """Returns the legal densities just below and just above a density."""
+    below = [value for value in legal if value < density][-1:]
+    return below + [value for value in legal if value > density][:1]
+
+
+def _named(model, budget):
+    densities = {}
+    for item in budget.split(","):
+        name, colon, text = item.partition(":")
+        if not colon or name not in model.projections:
+            raise UserError(
+                f"--set sparsity.budget={budget} is not legal: {item!r} names no projection; "
+                f"legal: {', '.join(BUDGETS)}, {DEPTH}1.5x,0.5x, or densities such as "
+                f"attn_out:0.25,mlp_in:0.125 of {', '.join(model.sparse_projections)}."
+            )
+        if name not in model.sparse_projections:
+            raise UserError(
+                f"--set sparsity.budget={budget} sets a density for {name}, which is dense; legal: "
+                f"{', '.join(model.sparse_projections)}."
+            )
+        if name in densities:
+            raise UserError(
+                f"--set sparsity.budget={budget} names {name} twice; legal: one density for each."
+            )
+        unit = model.linear(name).density if text.endswith("x") else 1.0
+        try:
+            densities[name] = unit * float(text.removesuffix("x"))
+        except ValueError:
+            densities[name] = 0.0
+        if not 0 < densities[name] <= 1:
+            raise UserError(
+                f"--set sparsity.budget={budget}: {item!r} is not a density in (0, 1], or a "
+                "multiple of --density such as 0.5x with a product in (0, 1]."
+            )
+    return densities
+
+
+def allocation_table(
+    model: ModelConfig, flops: Callable[[ModelConfig], Mapping[str, float]]
+) -> str:
+    """Returns a text table of the density, stored blocks or rank, and FLOPs of each projection.
+
+    With per-layer densities it has rows for each layer group, and a last line with mean densities.
+
+    Args:
+      model: the config.
+      flops: model -> projection -> training FLOPs per token over all layers (see `training.cost`).
+    """
+    total = sum(flops(model)[name] for name in model.projections)
+    groups = layer_groups(model)
+    lines = [f"{'projection':<11}{'grid':>11}{'density':>9}{'blocks a layer':>16}{'FLOPs':>8}"]
+    labels = ["layers"]
+    for group in groups:
+        layers, group_flops = group.layers, flops(group.model)
+        for name in model.projections:
+            share = group_flops[name] * len(layers) / model.num_layers / total
+            lines.append(_row(group.model, name, share))
+            labels.append(f"{layers.start + 1} to {layers.stop}")
+    if len(groups) == 1:
+        return "\n".join(lines)
+    lines = [f"{label:<11}{line}" for label, line in zip(labels, lines)]
+    mean = ", ".join(
+        f"{name} {model.linear(name).density * mean_multiplier(model):.4g}"
+        for name in model.projections
+        if name in model.sparse_projections
+    )
+    return "\n".join([*lines, f"mean density over {model.num_layers} layers: {mean}"])
+
+
+def _row(model, name, share):
+    spec, sides = model.linear(name), model.projection_shape(name)
+    if spec.kind == "dense":
+        return f"{name:<11}{f'{sides[0]}x{sides[1]}':>11}{'dense':>9}{'':>16}{share:>8.1%}"
+    if rank := model.factor_rank(name):
+        density, stored = rank * sum(sides) / math.prod(sides), f"rank {rank:,}"
+        return f"{name:<11}{f'{sides[0]}x{sides[1]}':>11}{density:>9.4g}{stored:>16}{share:>8.1%}"
+    blocks = sides[0] * sides[1] // spec.block**2
+    stored = f"{round(spec.density * blocks):,} of {blocks:,}"
+    grid = "x".join(str(side // spec.block) for side in sides)
+    return f"{name:<11}{grid:>11}{spec.density:>9.4g}{stored:>16}{share:>8.1%}"

@@ -1,0 +1,369 @@
+"""How block layouts change during training: a registry of evolution methods.
+
+A method has up to two parts:
+- `update` chooses a new layout of equal fan-in every `every` steps.  Shapes stay and index tables
+  are arrays, so nothing recompiles.
+- `phase_specs` lists the model of each phase and the fraction of the steps at which it starts.
+  Shapes change between phases; the programs of all phases are compiled before training starts.
+
+Values and optimizer moments follow one rule for every method (`training.transitions`): a block that
+stays keeps them bit by bit, a new block starts at zero.
+
+Example of a new method, which replaces the smallest eighth of the blocks by random blocks:
+
+    register("mine", Method(update=lambda layout, norms, gradients, share, shards, rng:
+                            set_blocks(layout, norms, gradients, 1 / 8, shards, rng)))
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from sparse_dataflow.core.config.evolution_config import METHOD_NAMES, EvolutionConfig
+from sparse_dataflow.core.config.layer_groups import layer_groups
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.layouts.balance import balanced_top
+from sparse_dataflow.core.layouts.exchange import exchange
+from sparse_dataflow.core.layouts.layout import BlockLayout
+from sparse_dataflow.files.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseSpec:
+    """A model and the fraction of the steps at which its training starts.
+
+    `training.phases.Phase` is the same with step numbers.
+
+    Attributes:
+      start: fraction of the steps, in [0, 1).
+      model: config of the model to train.
+      runtime_layouts: whether layouts are known only at run time, so that their tables are
+        arguments of the compiled programs.
+    """
+
+    start: float
+    model: ModelConfig
+    runtime_layouts: bool = False
+
+
+Update = Callable[
+    [BlockLayout, np.ndarray, np.ndarray | None, float, int, np.random.Generator], BlockLayout
+]
+"""(layout, float [nnz] block norms, float [in_blocks, out_blocks] block norms of the dense gradient
+or None, share of blocks to exchange, row shards, random generator) -> layout with the same fan-in,
+`max_fan_out` and number of blocks in every row shard (`EvolutionConfig.row_shards`)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """An evolution method.
+
+    Attributes:
+      update: chooses the next layout; None if layouts are fixed.
+      reads_gradients: whether `update` receives the block norms of the dense gradient.
+      phase_specs: (model from the flags, config) -> specs of the phases in order; None for one
+        phase.
+      at: default of `EvolutionConfig.at`.
+      changes_blocks: whether the stored blocks of a weight change, so that a model needs some.
+    """
+
+    update: Update | None = None
+    reads_gradients: bool = False
+    phase_specs: Callable[[ModelConfig, EvolutionConfig], tuple[PhaseSpec, ...]] | None = None
+    at: float = 0.75
+    changes_blocks: bool = True
+
+
+METHODS: dict[str, Method] = {}
+
+
+def register(name: str, method: Method) -> None:
+    """Registers a method.
+
+    Raises:
+      ValueError: `name` is already registered.
+    """
+    if name in METHODS:
+        raise ValueError(f"evolution {name!r} is already registered")
+    METHODS[name] = method
+    METHOD_NAMES.append(name)
+
+
+def until(config: EvolutionConfig) -> float:
+    """`EvolutionConfig.at`, or the method's own fraction where that is 0."""
+    return config.at or METHODS[config.method].at
+
+
+def phase_specs(model: ModelConfig, config: EvolutionConfig) -> tuple[PhaseSpec, ...]:
+    """Returns the phases that `config` trains in order; the first starts at step 0.
+
+    Raises:
+      UserError: the method cannot change this model.
+    """
+    method = METHODS[config.method]
+    specs: tuple[PhaseSpec, ...]
+    if method.changes_blocks:
+        model.refuse_experts(f"--evolution={config.method}", "static")
+        _refuse_unchangeable(model, config.method)
+    if method.update is not None:
+        _refuse_row_shards(model, config.row_shards)
+        widen = functools.partial(dataclasses.replace, max_fan_out=config.max_fan_out)
+        specs = (PhaseSpec(0.0, _with_sparse_specs(model, widen), runtime_layouts=True),)
+    elif method.phase_specs is None:
+        specs = (PhaseSpec(0.0, model),)
+    else:
+        specs = method.phase_specs(model, config)
+    if config.given_layouts:
+        specs = tuple(map(_with_runtime_layouts, specs))
+    return specs
+
+
+def _with_runtime_layouts(spec):
+    runtime = spec.runtime_layouts or bool(spec.model.sparse_projections)
+    return dataclasses.replace(spec, runtime_layouts=runtime)
+
+
+def exchanged_share(config: EvolutionConfig, step: int, steps: int) -> float:
+    """Returns the fraction of stored blocks that the update before step `step` (from 0) exchanges.
+
+    0 where no update is due.
+    """
+    last = until(config) * steps
+    if METHODS[config.method].update is None or step == 0 or step % config.every or step > last:
+        return 0.0
+    return config.share / 2 * (1 + math.cos(math.pi * step / last))
+
+
+def guide_share(step: int, stop: int) -> float:
+    """Returns the guides' share of the products in step `step` (from 0) of `stop` guided ones.
+
+    It falls from 1 to 0 along a cosine (arXiv 2406.16450).
+    """
+    return (1 + math.cos(math.pi * step / stop)) / 2
+
+
+def block_sources(old: BlockLayout, new: BlockLayout) -> np.ndarray:
+    """Returns int32 [new.nnz]: slot of each new block in the values of `old`, -1 if absent."""
+    return old.slots[new.rows, new.cols].astype(np.int32)
+
+
+def new_shares(
+    old: Mapping[str, Sequence[BlockLayout]], new: Mapping[str, Sequence[BlockLayout]]
+) -> dict[str, float]:
+    """Returns the fraction of stored blocks that `old` does not store, over all layers.
+
+    Args:
+      old: projection -> layout of each layer.
+      new: as `old`, on the same grids.
+
+    Returns:
+      One fraction for each projection that both have.
+    """
+
+    def share(before, after):
+        kept = sum(int(a.mask[b.rows, b.cols].sum()) for a, b in zip(before, after, strict=True))
+        return 1 - kept / sum(layout.nnz for layout in after)
+
+    return {name: share(old[name], layers) for name, layers in new.items() if name in old}
+
+
+def set_blocks(
+    layout: BlockLayout,
+    norms: np.ndarray,
+    gradient_norms: np.ndarray | None,
+    share: float,
+    shards: int,
+    rng: np.random.Generator,
+) -> BlockLayout:
+    """SET at block level (arXiv 1707.04780): replaces the smallest blocks by random blocks."""
+    return exchange(layout, norms, rng.random(layout.mask.shape), share, shards, gain=0.0)
+
+
+def rigl_blocks(
+    layout: BlockLayout,
+    norms: np.ndarray,
+    gradient_norms: np.ndarray | None,
+    share: float,
+    shards: int,
+    rng: np.random.Generator,
+) -> BlockLayout:
+    """RigL at block level (arXiv 1911.11134): replaces small blocks by blocks of large gradient."""
+    assert gradient_norms is not None  # `reads_gradients` is True for this method.
+    return exchange(layout, norms, gradient_norms, share, shards, gain=1.0)
+
+
+def largest_blocks(
+    norms: np.ndarray, block: int, degree: int, stored: np.ndarray | None = None
+) -> BlockLayout:
+    """Returns the balanced layout with the largest sum of squared block norms (one-shot magnitude
+    pruning).
+
+    Args:
+      norms: float [in_blocks, out_blocks], Euclidean block norms.
+      block: side of a block, in features.
+      degree: cells of the ring (gcd of the grid) that every cell reads; see `patterns`.
+      stored: bool [in_blocks, out_blocks], the blocks to choose among; None for all.
+    """
+    ring = math.gcd(*norms.shape)
+    fan_in, fan_out = degree * norms.shape[0] // ring, degree * norms.shape[1] // ring
+    forbidden = None if stored is None else ~stored
+    mask = balanced_top(np.square(norms), fan_in, fan_out, forbidden=forbidden)
+    return BlockLayout.from_mask(mask, block)
+
+
+def _refuse_unchangeable(model, method):
+    if not model.sparse_projections:
+        raise UserError(f"--evolution={method} needs a block-sparse projection.")
+    for group in layer_groups(model):
+        for name in model.sparse_projections:
+            if group.model.linear(name).density == 1:
+                raise UserError(
+                    f"--evolution={method} cannot add or remove a block in {name}: density 1 "
+                    "stores every block. Legal: a density below 1."
+                )
+
+
+def _refuse_row_shards(model, row_shards):
+    for name in model.sparse_projections:
+        in_blocks = model.projection_shape(name)[0] // model.linear(name).block
+        if in_blocks % row_shards:
+            legal = [n for n in range(1, in_blocks + 1) if in_blocks % n == 0]
+            raise UserError(
+                f"--set evolution.row_shards={row_shards} does not divide the {in_blocks} input "
+                f"blocks of {name}; legal: {', '.join(map(str, legal))}."
+            )
+
+
+def _sparse_to_dense(model, config):
+    """SPDF (arXiv 2303.10464): trains the sparse model, then the dense one.
+
+    Blocks that start at zero have fewer steps to learn in, so they get a higher learning rate
+    (`TURNED_DENSE_RATE` of `optim.optimizers`).  Low-rank terms and Hadamard transforms are
+    merged into the dense weight.
+    """
+    to_dense = lambda spec: LinearSpec(turned_dense=True)  # noqa: E731
+    dense = _with_sparse_specs(model, to_dense)
+    if not config.first:
+        return PhaseSpec(0.0, model), PhaseSpec(until(config), dense)
+    sparse = model.sparse_projections
+    if not set(config.first) < set(sparse):
+        raise UserError(
+            f"--set evolution.first={','.join(config.first)} must name some of the sparse "
+            f"projections, but not all of them; legal: {', '.join(sparse)}."
+        )
+    partly = _with_sparse_specs(model, to_dense, config.first)
+    return (
+        PhaseSpec(0.0, model),
+        PhaseSpec(until(config), partly),
+        PhaseSpec((1 + until(config)) / 2, dense),
+    )
+
+
+def _low_rank_tail(model, config):
+    """SLoPe (arXiv 2405.15960): adds low-rank adapters for the last steps."""
+    if not any(model.linear(name).rank for name in model.sparse_projections):
+        raise UserError(
+            "--evolution=low_rank_tail adds a low-rank term of width sparsity.rank; legal: 1 or "
+            "more."
+        )
+    bare = _with_sparse_specs(model, lambda s: dataclasses.replace(s, rank=0))
+    return PhaseSpec(0.0, bare), PhaseSpec(until(config), model)
+
+
+def _gradual(model, config):
+    """Block-magnitude pruning along the cubic schedule of arXiv 1710.01878, in halvings.
+
+    Each phase stores twice the density of the next.  It starts where the cubic is halfway from the
+    density before it, so the mean density of the ramp is about the cubic's.  The cubic ends at
+    `until(config)`.  With per-layer densities, a layer stores every block until the phase in which
+    its doubled density is below 1.
+    """
+    lowest = min(
+        group.model.linear(name).density
+        for group in layer_groups(model)
+        for name in model.sparse_projections
+    )
+    halvings = math.ceil(math.log2(1 / lowest) - 1e-9)
+    specs = []
+    for power in range(halvings, -1, -1):
+        before, density = (min(1.0, lowest * 2**p) for p in (power + 1, power))
+        excess = ((before + density) / 2 - lowest) / (1 - lowest)
+        specs.append(
+            PhaseSpec(
+                start=until(config) * (1 - excess ** (1 / 3)),
+                model=_doubled(model, power) if power else model,
+                runtime_layouts=power < halvings,
+            )
+        )
+    return tuple(specs)
+
+
+def _doubled(model, power):
+    """Returns the model with every density times 2^power, at most 1.
+
+    A projection that stores every block in every layer becomes dense.
+    """
+    least = min(model.density_by_depth, default=1.0)
+    by_depth: set[tuple[float, ...]] = set()
+
+    def doubled_spec(name):
+        spec = model.linear(name)
+        density = spec.density * least * 2**power
+        if density > 1 - 1e-9:
+            return LinearSpec(rank=spec.rank)
+        by_depth.add(tuple(min(m / least, 1 / density) for m in model.density_by_depth))
+        # `cyclic` accepts every degree; the layout is chosen at run time.
+        return dataclasses.replace(spec, pattern="cyclic", density=density)
+
+    specs = {name: doubled_spec(name) for name in model.sparse_projections}
+    if len(by_depth) > 1:
+        raise UserError(
+            "--evolution=gradual with per-layer densities needs equal densities of all "
+            "projections; legal: --set sparsity.budget=uniform, or another --evolution."
+        )
+    linears = {**dict(model.linears), **specs}
+    return dataclasses.replace(model, linears=linears, density_by_depth=next(iter(by_depth), ()))
+
+
+def _shared_to_own(model, config):
+    """Pseudo-to-Real (M6-10T, arXiv 2110.03888): trains one block as every layer, then copies it.
+
+    The copies then learn apart.  `training.variants` refuses layouts that differ between layers.
+    """
+    if model.density_by_depth:
+        raise UserError(
+            "--evolution=shared_to_own trains one block for all layers, and sparsity.budget=depth "
+            "gives them different densities; legal: another sparsity.budget."
+        )
+    shared = dataclasses.replace(model, shared_layers=True)
+    return PhaseSpec(0.0, shared), PhaseSpec(until(config), model)
+
+
+def _self_guided(model, config):
+    """Self-guided training (arXiv 2406.16450): mixes a dense product in, then drops it."""
+    if config.plateau:
+        raise UserError(
+            f"--set evolution.plateau={config.plateau} would drop the guides of "
+            "--evolution=self_guided before their share is 0; legal with it: 0."
+        )
+    guided = dataclasses.replace(model, guided=True)
+    return PhaseSpec(0.0, guided), PhaseSpec(until(config), model)
+
+
+def _with_sparse_specs(model, change, names=None):
+    specs = {name: change(model.linear(name)) for name in names or model.sparse_projections}
+    return dataclasses.replace(model, linears={**dict(model.linears), **specs})
+
+
+register("static", Method(changes_blocks=False))
+register("set", Method(update=set_blocks))
+register("rigl", Method(update=rigl_blocks, reads_gradients=True))
+register("gradual", Method(phase_specs=_gradual, at=0.5))
+register("sparse_to_dense", Method(phase_specs=_sparse_to_dense, at=0.7))
+register("low_rank_tail", Method(phase_specs=_low_rank_tail, at=0.99))
+register("self_guided", Method(phase_specs=_self_guided, at=0.5))
+register("shared_to_own", Method(phase_specs=_shared_to_own, at=0.3, changes_blocks=False))

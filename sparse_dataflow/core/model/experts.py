@@ -1,0 +1,255 @@
+"""A mixture of experts in place of a block's MLP.
+
+A router chooses the experts of each token.  The rows of an expert follow one another, padded to
+whole tiles (`expert_rows`), and `kernels.expert_matmul` multiplies them with its weights.
+
+Shapes in names: N tokens, K experts of a token, E experts, S rows, T tiles, D and F features.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import MLP, ROW_PARALLEL
+from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS
+from sparse_dataflow.core.layouts.layout import BlockLayout, Groups
+from sparse_dataflow.core.model.expert_rows import (
+    collect,
+    dispatch,
+    exchange,
+    real_capacity,
+    spread,
+)
+from sparse_dataflow.core.model.mlp import Mlp, activate, gain
+from sparse_dataflow.core.model.projection import linear, normal, projection_layout
+from sparse_dataflow.core.weights.linear import PROJECTION_OUTPUT, Linear
+from sparse_dataflow.files.errors import UserError
+
+ROUTER = "router"
+"""Leaf of the router's weight, which computes in float32 whatever the compute dtype."""
+
+
+class Routing(NamedTuple):
+    """What the router of one layer did, as means over tokens that are no padding.
+
+    Attributes:
+      balance: float32 [], load-balance loss: 1 for an even load.
+      z: float32 [], z-loss: squared logsumexp of the logits, summed over groups of experts.
+      load: float32 [experts], share of all choices that each expert has; its sum is 1.
+      dropped: float32 [], share of all choices beyond the experts' capacity.
+    """
+
+    balance: jax.Array
+    z: jax.Array
+    load: jax.Array
+    dropped: jax.Array
+
+    def loss(self, config: ModelConfig) -> jax.Array:
+        """Returns the auxiliary loss of a layer, or of all if stacked."""
+        return config.balance_loss * self.balance.sum() + config.router_z_loss * self.z.sum()
+
+
+@jax.custom_vjp
+def with_loss(x: jax.Array, loss: jax.Array) -> jax.Array:
+    """Returns x; its gradient pass also differentiates `loss`, which is added to the final loss."""
+    return x
+
+
+with_loss.defvjp(lambda x, loss: (x, loss), lambda loss, dx: (dx, jnp.ones_like(loss)))
+
+
+class Experts(nnx.Module):
+    """Experts, their router and the shared expert; see `ModelConfig`."""
+
+    mlp_gate: nnx.Param[Linear]
+    mlp_in: nnx.Param[Linear]
+    mlp_out: nnx.Param[Linear]
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        scale = 1 / math.sqrt(config.d_model)
+        self.router = nnx.Param(normal(rngs, (config.d_model, config.experts), scale))
+        for name in config.projections:
+            if name in MLP:
+                setattr(self, name, nnx.Param(draw_experts(config, name, rngs)))
+        if config.shared_expert:
+            self.shared = SharedExpert(config, rngs=rngs)
+        self.config = config
+
+    def __call__(self, x_BxTxD, shard, real_BxT=None):
+        """Applies the experts to gathered tokens.
+
+        Args:
+          x_BxTxD: the tokens.
+          shard: shard of the weights.
+          real_BxT: bool, whether each token is no padding, which has no experts; None for all.
+
+        Returns:
+          (output of this device's tokens, Routing).
+        """
+        x_NxD = x_BxTxD.reshape(-1, x_BxTxD.shape[-1])
+        real_N = None if real_BxT is None else real_BxT.reshape(-1)
+        gates_NxK, experts_NxK, routing = self.route(x_NxD, shard.row_axes, real_N)
+        most = None
+        if real_N is not None:
+            most = real_capacity(self.config, experts_NxK, real_N.sum())
+            experts_NxK = jnp.where(real_N[:, None], experts_NxK, self.config.experts)
+        if shard.expert_axis is None:
+            sent, tiles_T = dispatch(self.config, experts_NxK, most=most)
+            x_SxD = spread(x_NxD, sent)
+            y_NxKxD = collect(self.products(x_SxD, tiles_T, shard), sent)
+        else:
+            plan = exchange(self.config, experts_NxK, shard.expert_axis, most)
+            sent = plan.sent
+            x_SxD = plan.spread(x_NxD)
+            y_NxKxD = plan.collect(self.products(x_SxD, plan.tiles_T, shard))
+        lost_N = jnp.mean(sent.rows_NxK == len(sent.choices_S), axis=1, dtype=jnp.float32)
+        dropped = lost_N.mean() if real_N is None else _mean(lost_N, real_N)
+        y_BxTxD = self.combine(gates_NxK, y_NxKxD, x_BxTxD, shard)
+        return checkpoint_name(y_BxTxD, PROJECTION_OUTPUT), routing._replace(dropped=dropped)
+
+    def combine(self, gates_NxK, y_NxKxD, x_BxTxD, shard):
+        """Sums the outputs of each token's experts, times their factors, and the shared expert."""
+        y_NxD = jnp.einsum("nk,nkd->nd", gates_NxK, y_NxKxD)
+        y_BxTxD = shard.reduce(y_NxD.astype(x_BxTxD.dtype).reshape(x_BxTxD.shape))
+        if self.config.shared_expert:
+            y_BxTxD += self.shared(x_BxTxD, shard)
+        return y_BxTxD
+
+    def products(self, x_SxD, tiles_T, shard):
+        """Applies each expert to its rows, in the order of `tiles_T`; see `dispatch`."""
+        products = [self._product("mlp_in", x_SxD, tiles_T, shard)]
+        if self.config.gated_mlp:
+            products.append(self._product("mlp_gate", x_SxD, tiles_T, shard))
+        hidden_SxF = activate(self.config, *products)
+        return self._product("mlp_out", hidden_SxF, tiles_T, shard)
+
+    def _product(self, name, x_SxD, tiles_T, shard):
+        """Applies a projection of each expert to its rows, in the dtype of x."""
+        weight, bias = getattr(self, name).weight, getattr(self, name).bias
+        if shard.axis is None and self.config.linear(name).kind == "block_sparse":
+            layout = expert_layout(self.config, name)
+            weight = weight.map_stored(lambda stored: dataclasses.replace(stored, layout=layout))
+        y = weight.expert_products(x_SxD, tiles_T)
+        if bias is not None:
+            bias = shard.own_experts(bias).astype(y.dtype)[tiles_T, None]
+            if name in ROW_PARALLEL:  # A bias counts once in the sum over the shards.
+                bias /= shard.devices
+            y = (y.reshape(len(tiles_T), -1, y.shape[-1]) + bias).reshape(y.shape)
+        return checkpoint_name(y, PROJECTION_OUTPUT)
+
+    def route(self, x_NxD, row_axes=(), real_N=None):
+        """Chooses the experts of tokens, in float32.
+
+        Args:
+          x_NxD: the tokens.
+          row_axes: mesh axes of the enclosing `shard_map` that share the batch.
+          real_N: bool, the tokens that the Routing counts; None for all.
+
+        Returns:
+          (float32 [N, K] factors of the experts' outputs, int32 [N, K] experts, Routing without
+          dropped choices).
+        """
+        config = self.config
+        logits = jnp.matmul(
+            x_NxD.astype(jnp.float32),
+            self.router[...].astype(jnp.float32),
+            precision=lax.Precision.HIGHEST,
+        )
+        size = config.experts // config.prototypes
+        by_group = logits.reshape(len(logits), config.prototypes, size)
+        probabilities = jax.nn.softmax(by_group)
+        gates, chosen = lax.top_k(probabilities, config.top_k)
+        if config.top_k > 1 and not config.raw_gates:
+            gates /= gates.sum(-1, keepdims=True)
+        experts = chosen + size * jnp.arange(config.prototypes)[:, None]
+        z_N = jnp.square(jax.nn.logsumexp(by_group, axis=-1)).sum(-1)
+        # The loss of all devices is that of the whole batch: it is linear in the probabilities.
+        if real_N is None:
+            load = jnp.bincount(experts.reshape(-1), length=config.experts) / experts.size
+            even = lax.pmean(load, row_axes) if row_axes else load
+            mean, z = probabilities.mean(0).reshape(-1), z_N.mean()
+        else:
+            mine = jnp.where(real_N[:, None, None], experts, config.experts).reshape(-1)
+            sizes = jnp.bincount(mine, length=config.experts).astype(jnp.float32)
+            load = sizes / jnp.maximum(sizes.sum(), 1)
+            all_sizes = lax.psum(sizes, row_axes) if row_axes else sizes
+            even = all_sizes / jnp.maximum(all_sizes.sum(), 1)
+            mean, z = _mean(probabilities, real_N).reshape(-1), _mean(z_N, real_N)
+        routing = Routing(size * jnp.sum(even * mean), z, load, jnp.zeros(()))
+        flat = lambda a: a.reshape(len(logits), -1)  # noqa: E731
+        return flat(gates), flat(experts), routing
+
+
+class SharedExpert(Mlp):
+    """The expert of all tokens, and its gate if the config has one; see `ModelConfig`."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        width = config.shared_expert * config.d_ff
+        super().__init__(dataclasses.replace(config, d_ff=width), rngs=rngs)
+        if config.shared_gate:
+            scale = 1 / math.sqrt(config.d_model)
+            self.router = nnx.Param(normal(rngs, (config.d_model, 1), scale))
+
+    def __call__(self, x_BxTxD, shard):
+        """Applies the expert to gathered tokens; returns the output of this device's tokens."""
+        y_BxTxD = self.mlp(x_BxTxD, shard)
+        if not self.config.shared_gate:
+            return y_BxTxD
+        x_BxTxD = shard.slice(x_BxTxD, axis=1).astype(jnp.float32)
+        router = self.router[...].astype(jnp.float32)
+        logits = jnp.matmul(x_BxTxD, router, precision=lax.Precision.HIGHEST)
+        return y_BxTxD * jax.nn.sigmoid(logits).astype(y_BxTxD.dtype)
+
+
+def _mean(values, real_N):
+    """Returns the mean over the first axis of the values of real tokens; 0 if there are none."""
+    real = real_N.reshape(-1, *[1] * (values.ndim - 1))
+    return jnp.where(real, values, 0).sum(0) / jnp.maximum(real_N.sum(), 1)
+
+
+def draw_experts(config: ModelConfig, projection: str, rngs: nnx.Rngs) -> Linear:
+    """Draws a projection of every expert: `kernel` or `values`, and `bias`, float32 [experts, ...].
+
+    Each is drawn as that of an MLP is.
+    """
+    spec, (inputs, outputs) = config.linear(projection), config.projection_shape(projection)
+    layout = expert_layout(config, projection) if spec.kind == "block_sparse" else None
+    scale = gain(config, projection)
+    parameters = {}
+    if layout is None:
+        shape: tuple[int, ...] = (config.experts, inputs, outputs)
+        parameters["kernel"] = normal(rngs, shape, scale / math.sqrt(inputs))
+    else:
+        shape = (config.experts, layout.nnz, layout.block, layout.block)
+        fan_in = inputs * layout.density
+        parameters["values"] = normal(rngs, shape, scale / math.sqrt(fan_in))
+    if projection in config.biases:
+        parameters["bias"] = jnp.zeros((config.experts, outputs))
+    return linear(config, projection, parameters, layout)
+
+
+@functools.lru_cache(maxsize=64)
+def expert_layout(config: ModelConfig, projection: str) -> BlockLayout:
+    """Returns a layout of a block-sparse projection of the experts, with the groups of all layers.
+
+    Raises:
+      UserError: the layouts do not consist of equal groups that all layers share.
+    """
+    layouts = [projection_layout(config, projection, layer) for layer in range(config.num_layers)]
+    groups: set[Groups | None] = {layout.groups for layout in layouts}
+    if None in groups or len(groups) > 1:
+        raise UserError(
+            f"The experts of {projection} have layouts of the pattern "
+            f"{config.linear(projection).pattern}, whose blocks are not equal groups, the same in "
+            f"every layer; legal for experts: sparsity.pattern={' or '.join(GROUPED_PATTERNS)}, or "
+            "sparsity.projections of attention alone."
+        )
+    return layouts[0]

@@ -1,0 +1,456 @@
+"""A decoder-only transformer as an ordered list of sections: `embed`, equal `block`s, `head`.
+
+Executors use a model only through these pure functions over nested dicts of arrays:
+
+    params = {"embed": ..., "blocks": every leaf stacked [stored_layers, ...], "head": ...}
+    tables = {projection: LayoutTables stacked [num_layers, ...]} of the sparse projections
+
+With per-layer densities, params["blocks"] and tables are tuples of such trees, one for each layer
+group (see `model.stacks`).  A block takes the `layer_weights` of one layer: its parameters, in
+which each projection is a `Linear`, a weight and a bias.
+
+Parameters are float32.  [V] vocab_size, [D] d_model, [K] head_width:
+
+| section | name | shape | which models have it |
+|---|---|---|---|
+| embed | tokens | [V, D] | all |
+| embed | positions | [max_len, D] | positions="learned" |
+| block | norm1.scale, norm2.scale | [D] | all |
+| block | norm1.bias, norm2.bias | [D] | norm="layernorm" |
+| block | norm1_out, norm2_out: as norm1 | [D] | post_norms |
+| block | q_norm.scale, k_norm.scale | [K] | qk_norm |
+| block | q_norm.bias, k_norm.bias | [K] | qk_norm and norm="layernorm" |
+| block | PROJECTION.kernel | projection_shape: [in, out] | each dense name in `projections` |
+| block | PROJECTION.values | [nnz, block, block] | each block-sparse name in `projections` |
+| block | PROJECTION.a_factor, b_factor | [in, r], [r, out] | each low-rank name |
+| block | PROJECTION.bias | [out] | each name in `biases` |
+| block | experts.router | [D, experts] | experts |
+| block | experts.PROJECTION.* | [experts, ...], each as above and below | experts, for the MLP |
+| block | experts.shared.PROJECTION.* | as above and below | shared_expert, for the MLP |
+| block | experts.shared.router | [D, 1] | shared_gate |
+| block | PROJECTION.a_kernel, b_kernel, gate | [in, rank], [rank, out], [] | spec.rank > 0 |
+| block | PROJECTION.guide, guide_share | [in, out], [] | guided, for block-sparse names |
+| head | norm.scale | [D] | all |
+| head | norm.bias | [D] | norm="layernorm" |
+| head | output | [V, D] | not tied_embeddings |
+
+Output features of `q`, `k` and `v`, and input features of `attn_out`, are ordered [head, K], halves
+of K paired by rotation.  Those of `qkv` are ordered [kv head, (its queries..., key, value), K], so
+without grouped queries [head, (query, key, value), K].
+
+Shapes in names: B batch, T tokens, D d_model, H heads, N = B * T.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from sparse_dataflow.core.config.layer_groups import join_groups, layer_groups
+from sparse_dataflow.core.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
+from sparse_dataflow.core.config.projections import MLP
+from sparse_dataflow.core.model import guides
+from sparse_dataflow.core.model.experts import Experts, with_loss
+from sparse_dataflow.core.model.mlp import Mlp
+from sparse_dataflow.core.model.projection import arrays
+from sparse_dataflow.core.model.rotary import rotate
+from sparse_dataflow.core.model.shard import WHOLE, Shard
+from sparse_dataflow.core.ops.attention.attention_op import causal_attention
+from sparse_dataflow.core.ops.cross_entropy import cross_entropy_op as cross_entropy
+from sparse_dataflow.core.ops.cross_entropy import vocabulary
+from sparse_dataflow.core.ops.cross_entropy.distillation import TeacherOutput, distillation_loss
+from sparse_dataflow.core.weights.linear import Linear
+
+
+class Embed(nnx.Module):
+    """Token embedding, plus learned positions if the config has them."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        shape = (config.vocab_size, config.d_model)
+        self.tokens = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
+        self.learned = config.positions == "learned"
+        if self.learned:
+            shape = (config.max_len, config.d_model)
+            self.positions = nnx.Param(0.01 * jax.random.normal(rngs.params(), shape))
+        self.dtype = jnp.dtype(config.compute_dtype)
+        self.scale = math.sqrt(config.d_model) if config.scaled_embeddings else 1.0
+
+    def __call__(self, tokens_BxT, shard=WHOLE, positions_BxT=None):
+        """Embeds int32 [B, T] -> [B, T, D] in the compute dtype; T / devices tokens under a shard.
+
+        Positions are int32 [B, T] or [T]; None is 0 to T - 1.
+        """
+        table_VxD = self.tokens[...].astype(self.dtype)
+        if shard.vocabulary:
+            partial = vocabulary.lookup(table_VxD, tokens_BxT, shard.vocabulary_axes)
+            x_BxTxD = shard.reduce_features(shard.reduce(partial), shard.residual_run)
+        else:
+            x_BxTxD = table_VxD[shard.slice(tokens_BxT, axis=1)]
+            x_BxTxD = shard.slice_features(x_BxTxD, shard.residual_run)
+        if self.scale != 1:
+            x_BxTxD *= jnp.asarray(self.scale, self.dtype)
+        if self.learned:
+            at = slice(tokens_BxT.shape[1]) if positions_BxT is None else positions_BxT
+            positions = self.positions[...].astype(self.dtype)[at]
+            x_BxTxD += shard.slice_features(shard.slice(positions, axis=-2), shard.residual_run)
+        return x_BxTxD
+
+
+class Block(Mlp):
+    """Pre-norm transformer block (arXiv 2005.14165, section 2.1); the config says its parts."""
+
+    qkv: nnx.Param[Linear]
+    attn_out: nnx.Param[Linear]
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.norm1 = _norm(config, rngs)
+        self.add(config, (name for name in config.projections if name not in MLP), rngs)
+        self.norm2 = _norm(config, rngs)
+        if config.experts:
+            self.experts = Experts(config, rngs=rngs)
+        else:
+            super().__init__(config, rngs=rngs)
+        if config.qk_norm:
+            self.q_norm = _norm(config, rngs, config.head_width)
+            self.k_norm = _norm(config, rngs, config.head_width)
+        if config.post_norms:
+            self.norm1_out, self.norm2_out = _norm(config, rngs), _norm(config, rngs)
+        self.config = config
+        # Keys and queries align in training, so their product grows with head_dim instead of its
+        # square root: scale by 1 / head_dim, not 1 / sqrt(head_dim) (arXiv 2203.03466, 4.1).
+        self.query_scale = math.sqrt(SUPAR_HEAD / config.head_width) if config.supar else 1.0
+        if config.attention_scalar:
+            self.query_scale *= math.sqrt(config.head_width / config.attention_scalar)
+
+    def __call__(self, x_BxTxD, shard=WHOLE, attend=causal_attention, positions_BxT=None):
+        """Applies the block: [B, T, D] -> [B, T, D]; T / devices tokens under a shard.
+
+        Args:
+          x_BxTxD: residual stream.
+          shard: shard of the weights.
+          attend: attention, called as attend(queries [B, T, H, K], keys [B, T, kv heads, K],
+            values like keys, window=config.window, cap=config.attention_cap).
+          positions_BxT: int32 positions of the tokens; None is 0 to T - 1.
+        """
+        return self.residuals(x_BxTxD, shard, attend, positions_BxT)[1]
+
+    def residuals(
+        self,
+        x_BxTxD,
+        shard=WHOLE,
+        attend=causal_attention,
+        positions_BxT=None,
+        real_BxT=None,
+    ):
+        """Returns the residual stream [B, T, D] after attention and after the MLP, and the
+        `Routing` of the experts, which is () without experts; tokens that are not `real_BxT` have
+        no experts."""
+        x_BxTxD = self.attention(x_BxTxD, shard, attend, positions_BxT)
+        normed, routing = shard.gather(shard.normalise(self.norm2, x_BxTxD)), ()
+        if self.config.experts:
+            y_BxTxD, routing = self.experts(normed, shard, real_BxT)
+        else:
+            y_BxTxD = self.mlp(normed, shard)
+        return x_BxTxD, self.add_mlp(x_BxTxD, y_BxTxD, shard), routing
+
+    def add_mlp(self, x_BxTxD, y_BxTxD, shard):
+        """Adds the output of the MLP or of the experts to the residual stream."""
+        if self.config.post_norms:
+            y_BxTxD = shard.normalise(self.norm2_out, y_BxTxD)
+        return x_BxTxD + y_BxTxD
+
+    def attention(self, x_BxTxD, shard, attend, positions_BxT):
+        """Returns the residual stream [B, T, D] after attention."""
+        config = self.config
+        normed = shard.gather(shard.normalise(self.norm1, x_BxTxD))
+        q, k, v = self._heads(normed, shard)
+        if config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if config.positions == "rotary":
+            q, k = rotate(config, q, positions_BxT), rotate(config, k, positions_BxT)
+        if self.query_scale != 1:
+            q *= self.query_scale
+        attended = attend(q, k, v, window=config.window, cap=config.attention_cap)
+        attended = shard.gather_features(attended.reshape(*attended.shape[:2], -1))
+        y_BxTxD = self.attn_out(attended, shard.reduce)
+        if config.post_norms:
+            y_BxTxD = shard.normalise(self.norm1_out, y_BxTxD)
+        return x_BxTxD + y_BxTxD
+
+    def _heads(self, x_BxTxD, shard):
+        """Returns queries [B, T, heads, K], keys and values [B, T, kv heads, K] of the shard."""
+        B, T, _ = x_BxTxD.shape
+        width, group = self.config.head_width, self.config.num_heads // self.config.kv_heads
+        if not self.config.fused_qkv:
+            parts = [getattr(self, name)(x_BxTxD, shard.reduce_features) for name in "qkv"]
+            return [part.reshape(B, T, -1, width) for part in parts]
+        qkv = self.qkv(x_BxTxD, shard.reduce_features)
+        qkv = qkv.reshape(B, T, -1, group + 2, width)
+        if group == 1:
+            return jnp.moveaxis(qkv, 3, 0)
+        return qkv[..., :group, :].reshape(B, T, -1, width), qkv[..., group, :], qkv[..., -1, :]
+
+
+class Head(nnx.Module):
+    """Final norm, and an output layer unless it is the token embedding (tied)."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.norm = _norm(config, rngs)
+        if not config.tied_embeddings:
+            shape = (config.vocab_size, config.d_model)
+            self.output = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
+        # The output layer sums over d_model features whose scale does not shrink with width, so its
+        # multiplier is 1 / d_model (arXiv 2203.03466, table 8).
+        self.scale = SUPAR_WIDTH / config.d_model if config.supar else 1.0
+
+    def __call__(self, x_BxTxD, shard=WHOLE):
+        """Normalises [B, T, D] -> [B, T, D] and applies the output layer's multiplier."""
+        x_BxTxD = shard.gather_features(shard.normalise(self.norm, x_BxTxD), shard.residual_run)
+        return x_BxTxD if self.scale == 1 else x_BxTxD * self.scale
+
+
+def init(config: ModelConfig, key: jax.Array) -> dict:
+    """Draws the parameters in float32; the module docstring shows their structure.
+
+    Guides are zeros, and their shares, which no parameter tree has, are left out.
+    """
+    keys = init_keys(config, key)
+    blocks = [
+        jax.vmap(functools.partial(init_section, group.model, "block"))(
+            keys["blocks"][group.layers.start : group.layers.stop][: config.stored_layers]
+        )
+        for group in layer_groups(config)
+    ]
+    params = {
+        "embed": init_section(config, "embed", keys["embed"]),
+        "blocks": join_groups(blocks),
+        "head": init_section(config, "head", keys["head"]),
+    }
+    return guides.without_leaves(params, guides.SHARE) if config.guided else params
+
+
+def init_keys(config: ModelConfig, key: jax.Array) -> dict[str, jax.Array]:
+    """Returns the random keys of the sections in `init`: one each, [num_layers] for "blocks"."""
+    embed_key, blocks_key, head_key = jax.random.split(key, 3)
+    blocks = jax.random.split(blocks_key, config.num_layers)
+    return {"embed": embed_key, "blocks": blocks, "head": head_key}
+
+
+def init_section(config: ModelConfig, section: str, key: jax.Array) -> dict:
+    """Draws the parameters of "embed", of one "block" or of "head"."""
+    module = {"embed": Embed, "block": Block, "head": Head}[section](
+        config, rngs=nnx.Rngs(params=key)
+    )
+    params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    is_linear = lambda node: isinstance(node, Linear)  # noqa: E731
+    return jax.tree.map(lambda n: arrays(n) if is_linear(n) else n, params, is_leaf=is_linear)
+
+
+def embed(
+    config: ModelConfig,
+    params: dict,
+    tokens_BxT: jax.Array,
+    shard: Shard = WHOLE,
+    positions_BxT: jax.Array | None = None,
+) -> jax.Array:
+    """First section: int32 [B, T] -> [B, T, D] in the compute dtype; T / devices under a shard.
+
+    Args:
+      config: the model.
+      params: of the section "embed".
+      tokens_BxT: token ids.
+      shard: shard of the parameters.
+      positions_BxT: int32 positions of the tokens; None is 0 to T - 1.
+
+    Raises:
+      UserError: T exceeds the positions that the model has.
+    """
+    config.check_context(tokens_BxT.shape[1])
+    return _bind(Embed, config, params)(tokens_BxT, shard, positions_BxT)
+
+
+def block(
+    config: ModelConfig,
+    weights: dict,
+    x_BxTxD: jax.Array,
+    shard: Shard = WHOLE,
+    attend: Callable = causal_attention,
+    positions_BxT: jax.Array | None = None,
+) -> jax.Array:
+    """Middle section: [B, T, D] -> [B, T, D], with the `layer_weights` of one layer.
+
+    Under a shard, x has T / devices tokens, and the weights are sharded.  See `Block` for `attend`
+    and `positions_BxT`.
+    """
+    return routed_block(config, weights, x_BxTxD, shard, attend, positions_BxT)[0]
+
+
+def routed_block(
+    config: ModelConfig,
+    weights: dict,
+    x_BxTxD: jax.Array,
+    shard: Shard = WHOLE,
+    attend: Callable = causal_attention,
+    positions_BxT: jax.Array | None = None,
+    real_BxT: jax.Array | None = None,
+) -> tuple[jax.Array, Any]:
+    """Returns `block` and the `Routing` of its experts, which is () for a model without.
+
+    Tokens that are not `real_BxT`, bool, are padding and have no experts; None is all.
+    """
+    module = bind_block(config, shard.local(weights))
+    return module.residuals(x_BxTxD, shard, attend, positions_BxT, real_BxT)[1:]
+
+
+def trained_block(
+    config: ModelConfig,
+    weights: dict,
+    x_BxTxD: jax.Array,
+    part: float,
+    shard: Shard = WHOLE,
+) -> jax.Array:
+    """Returns `block`, whose gradient has the auxiliary losses of its experts too.
+
+    `part` is the part of the batch that x is, over the devices that share the model.
+    """
+    x_BxTxD, routing = routed_block(config, weights, x_BxTxD, shard)
+    return with_loss(x_BxTxD, part * routing.loss(config)) if config.experts else x_BxTxD
+
+
+def bind_block(config: ModelConfig, weights: dict) -> Block:
+    """Returns the Block module with the `layer_weights` of one layer."""
+    return _bind(Block, config, weights)
+
+
+def tied_output(config: ModelConfig, embed_params: dict) -> Any:
+    """Returns the output layer that the head takes from "embed", or () if it has its own."""
+    return embed_params["tokens"] if config.tied_embeddings else ()
+
+
+def head(config: ModelConfig, params: dict, x_BxTxD: jax.Array, shard: Shard = WHOLE) -> jax.Array:
+    """Last section without the output layer: the final norm, [B, T, D] -> [B, T, D].
+
+    The result has the features of all devices of the shard.
+    """
+    return _bind(Head, config, params)(x_BxTxD, shard)
+
+
+def head_loss(
+    config: ModelConfig,
+    params: dict,
+    embedding_VxD: jax.Array,
+    x_BxTxD: jax.Array,
+    targets_BxT: jax.Array,
+    weights_BxT: jax.Array,
+    shard: Shard = WHOLE,
+    teacher: TeacherOutput | None = None,
+) -> jax.Array:
+    """Last section: float32 sum of weights * negative log-likelihood, in nats.
+
+    With a teacher, whose x is [B, T, D of the teacher], it is `distillation_loss`; the shard must
+    then be whole.
+
+    The output layer is "output" of the params, else the token embedding.
+
+    Under a shard, x has T / devices tokens, targets and weights have T, and the result is this
+    device's share of the sum.
+    """
+    x = head(config, params, x_BxTxD, shard)
+    if shard.vocabulary:
+        x = shard.gather(x)
+    else:
+        targets_BxT, weights_BxT = (shard.slice(a, axis=1) for a in (targets_BxT, weights_BxT))
+        weights_BxT = weights_BxT / shard.equal_rows
+    x_NxD, targets, weights = _rows(x), targets_BxT.reshape(-1), weights_BxT.reshape(-1)
+    embedding = params.get("output", embedding_VxD).astype(x.dtype)
+    if teacher is not None:
+        teacher = teacher._replace(x=_rows(teacher.x))
+        return distillation_loss(x_NxD, embedding, targets, weights, teacher)
+    axes, size, cap = shard.vocabulary_axes, config.vocab_size, config.logit_cap
+    return cross_entropy.weighted_loss(x_NxD, embedding, targets, weights, axes, size, cap)
+
+
+def head_scores(
+    config: ModelConfig,
+    params: dict,
+    embedding_VxD: jax.Array,
+    x_BxTxD: jax.Array,
+    targets_BxT: jax.Array,
+    places_S: jax.Array,
+    shard: Shard = WHOLE,
+) -> tuple[jax.Array, jax.Array]:
+    """Last section at some positions of the targets.
+
+    Under a shard, x has T / devices tokens, targets have T, and the results are replicated.
+
+    Args:
+      config: the model.
+      params: of the section "head".
+      embedding_VxD: token embedding, the output layer if it is tied; like "output" of the params,
+        sharded over V if `shard.vocabulary`.
+      x_BxTxD: output of the last block.
+      targets_BxT: int32 token ids.
+      places_S: int32 indices into the B * T targets.  Their number must be divisible by the devices
+        of the shard unless `shard.vocabulary`.
+      shard: shard of the parameters.
+
+    Returns:
+      (float32 [S] negative log-likelihoods in nats, bool [S] whether each target is the likeliest
+      token).
+    """
+    x = shard.gather(x_BxTxD)
+    local = places_S if shard.vocabulary else shard.slice(places_S, axis=0)
+    x_SxD = head(config, params, _rows(x)[local], shard)
+    losses, largest = cross_entropy.token_scores(
+        x_SxD,
+        params.get("output", embedding_VxD).astype(x.dtype),
+        targets_BxT.reshape(-1)[local],
+        shard.vocabulary_axes,
+        config.vocab_size,
+        config.logit_cap,
+    )
+    if shard.vocabulary:
+        return losses, largest
+    return shard.gather(losses[None])[0], shard.gather(largest[None])[0]
+
+
+def logits(config: ModelConfig, params: dict, x_BxTxD: jax.Array) -> jax.Array:
+    """Returns float32 [B, T, vocab_size] logits from the output of the last block."""
+    x = head(config, params["head"], x_BxTxD)
+    embedding = params["head"].get("output", params["embed"]["tokens"]).astype(x.dtype)
+    logits = jnp.einsum("btd,vd->btv", x, embedding, preferred_element_type=jnp.float32)
+    return cross_entropy.capped(logits, config.logit_cap)
+
+
+def _rows(x_BxTxD):
+    return x_BxTxD.reshape(-1, x_BxTxD.shape[-1])
+
+
+def _bind(section, config, params):
+    """Returns the module of a section with its parameters."""
+    return nnx.merge(_graph(section, config), params)
+
+
+@functools.cache
+def _graph(section, config):
+    """Returns the graph definition of a section, without arrays."""
+    graphs = []
+
+    def make():
+        graph, state = nnx.split(section(config, rngs=nnx.Rngs(0)), nnx.Param)
+        graphs.append(graph)
+        return nnx.to_pure_dict(state)
+
+    # nnx.eval_shape fails under a mesh where a parameter is a pytree, as a `Linear` is.
+    jax.eval_shape(make)
+    return graphs[0]
+
+
+def _norm(config, rngs, width=None):
+    kind = {"layernorm": nnx.LayerNorm, "rmsnorm": nnx.RMSNorm}[config.norm]
+    dtype = jnp.dtype(config.compute_dtype)
+    return kind(width or config.d_model, epsilon=config.norm_epsilon, dtype=dtype, rngs=rngs)

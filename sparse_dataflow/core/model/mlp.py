@@ -1,0 +1,87 @@
+"""The MLP of a block: two projections and an activation, or three with a gate."""
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+
+import jax
+from flax import nnx
+
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import MLP, ROW_PARALLEL
+from sparse_dataflow.core.model.projection import draw
+from sparse_dataflow.core.ops.gelu import gelu, saving_input, silu
+from sparse_dataflow.core.ops.sparse_mlp.mlp_op import gated_sparse_mlp, sparse_mlp
+from sparse_dataflow.core.weights.linear import Linear
+from sparse_dataflow.core.weights.weight import BlockSparse
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": gelu,
+    "gelu_exact": saving_input(functools.partial(jax.nn.gelu, approximate=False)),
+    "relu": jax.nn.relu,
+    "silu": silu,
+}
+
+
+class Mlp(nnx.Module):
+    """An MLP, whose projections are parameters of the module; the config says which it has."""
+
+    mlp_gate: nnx.Param[Linear]
+    mlp_in: nnx.Param[Linear]
+    mlp_out: nnx.Param[Linear]
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.add(config, (name for name in config.projections if name in MLP), rngs)
+
+    def add(self, config: ModelConfig, names: Iterable[str], rngs: nnx.Rngs) -> None:
+        """Draws projections as attributes."""
+        for name in names:
+            setattr(self, name, nnx.Param(draw(config, name, gain=gain(config, name), rngs=rngs)))
+
+    def mlp(self, x_BxTxD, shard):
+        """Applies the MLP to gathered tokens; each device of the shard gets its tokens' outputs."""
+        # With a feature axis, devices exchange hidden features.
+        if shard.feature_axis is None and (y := self._fused(x_BxTxD)) is not None:
+            return self.mlp_out.plus_bias(shard.reduce(y))
+        products = [self.mlp_in(x_BxTxD, shard.reduce_features)]
+        if self.config.gated_mlp:
+            products.append(self.mlp_gate(x_BxTxD, shard.reduce_features))
+        hidden = shard.gather_features(activate(self.config, *products))
+        return self.mlp_out(hidden, shard.reduce)
+
+    def _fused(self, x_BxTxD):
+        """Returns mlp_out's product if a fused op computes the whole MLP, else None.
+
+        There are ops for gated MLPs without biases and for a GELU with a bias, whose weights are
+        stored blocks and nothing else.
+        """
+        config = self.config
+        if config.gated_mlp:
+            has_fused_op = not {"mlp_gate", "mlp_in"} & set(config.biases)
+        else:
+            has_fused_op = config.activation == "gelu" and "mlp_in" in config.biases
+        weights = [getattr(self, name).weight for name in config.projections if name in MLP]
+        if not has_fused_op or config.quantized or {type(w) for w in weights} != {BlockSparse}:
+            return None
+        values = [weight.values.astype(x_BxTxD.dtype) for weight in weights]
+        tables = [weight.tables for weight in weights]
+        if config.gated_mlp:
+            return gated_sparse_mlp(x_BxTxD, values, tables, config.activation)
+        bias = self.mlp_in.bias.astype(x_BxTxD.dtype)
+        return sparse_mlp(x_BxTxD, values[0], bias, values[1], *tables)
+
+
+def activate(config: ModelConfig, hidden: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+    """Applies the activation of the MLP, elementwise, to mlp_in's output or to the gate."""
+    activation = ACTIVATIONS[config.activation]
+    return activation(hidden) if gate is None else hidden * activation(gate)
+
+
+def gain(config: ModelConfig, projection: str) -> float:
+    """Returns the initial scale of a projection.
+
+    It is lower where the projection writes to the residual stream, so that the variance of the
+    stream does not grow with depth (GPT-2).
+    """
+    return 1 / math.sqrt(2 * config.num_layers) if projection in ROW_PARALLEL else 1.0

@@ -1,0 +1,268 @@
+"""The projections of a model as weights: their layouts, their drawing, their stored names."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from sparse_dataflow.core.config.layer_groups import layer_linear
+from sparse_dataflow.core.config.model import PRECISIONS, ModelConfig
+from sparse_dataflow.core.config.projections import KEY_VALUE, PROJECTIONS, ROW_PARALLEL, LinearSpec
+from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables
+from sparse_dataflow.core.layouts.patterns import make_layout
+from sparse_dataflow.core.model.adapters import SCALE
+from sparse_dataflow.core.model.shard import WHOLE, Shard
+from sparse_dataflow.core.weights.linear import Linear
+from sparse_dataflow.core.weights.weight import (
+    BlockSparse,
+    Dense,
+    Guided,
+    Hadamard,
+    LowRank,
+    PlusLowRank,
+    Probed,
+    Quantised,
+    Thresholded,
+    Weight,
+)
+from sparse_dataflow.files.errors import UserError
+
+
+def projection_layout(config: ModelConfig, projection: str, layer: int) -> BlockLayout:
+    """Returns the initial layout of one block-sparse projection of one layer.
+
+    Raises:
+      UserError: the spec has no balanced layout; names the legal values.
+    """
+    spec = layer_linear(config, projection, layer)
+    names = config.projections
+    offset = config.seed + layer * len(names) + names.index(projection)
+    in_features, out_features = config.projection_shape(projection)
+    shape = (in_features, out_features, spec.block, spec.density, offset)
+    reads_residual = projection not in ROW_PARALLEL
+    try:
+        return with_room(make_layout(spec.pattern, *shape, reads_residual), spec)
+    except UserError as error:
+        raise UserError(
+            f"{projection}: {error} Or leave {projection} dense: sparsity.projections names the "
+            "others."
+        ) from None
+
+
+def with_room(layout: BlockLayout, spec: LinearSpec) -> BlockLayout:
+    """Returns the layout with tables as wide as `LinearSpec.max_fan_out` asks."""
+    if spec.max_fan_out == 1:
+        return layout
+    mean = layout.nnz / layout.in_blocks
+    width = min(layout.out_blocks, math.ceil(spec.max_fan_out * mean))
+    return dataclasses.replace(layout, max_fan_out=width)
+
+
+def linear(
+    config: ModelConfig, projection: str, arrays: Mapping[str, Any], layout: Any = None
+) -> Linear:
+    """Returns a projection from its arrays, as parameter trees and checkpoints name them.
+
+    The spec says how a weight is computed; which arrays there are says how it is stored: `kernel`;
+      `kernel` of int8 and `kernel_scale`; or `values`; or `a_factor` and `b_factor`.  In addition
+      there may be `guide` and `guide_share`; `a_kernel`, `b_kernel` and `gate`; and `bias`.
+
+      Args:
+        config: the model.
+        projection: its name.
+        arrays: the arrays, also stacked over layers or experts; of any dtype.
+        layout: of block-sparse values; or a `Probe` or `InputThreshold`.
+    """
+    if isinstance(layout, InputThreshold):
+        return with_threshold(linear(config, projection, arrays, layout.tables), layout.level)
+    if isinstance(layout, Probe):
+        plain = linear(config, projection, arrays, layout.tables)
+        return _with_stored(plain, lambda stored: _probed(stored, layout))
+    weight: Weight
+    precision = config.precision
+    if "values" in arrays:
+        weight = BlockSparse(arrays["values"], layout, precision)
+    elif "a_factor" in arrays:
+        weight = LowRank(arrays["a_factor"], arrays["b_factor"])
+    elif SCALE in arrays:
+        weight = Quantised(arrays["kernel"], arrays[SCALE])
+    else:
+        weight = Dense(arrays["kernel"], precision)
+    if "guide" in arrays:
+        weight = Guided(weight, arrays["guide"], arrays["guide_share"], precision)
+    if width := config.linear(projection).hadamard:
+        weight = Hadamard(weight, width)
+    if "a_kernel" in arrays:
+        weight = PlusLowRank(weight, arrays["a_kernel"], arrays["b_kernel"], arrays["gate"])
+    return Linear(weight, arrays.get("bias"))
+
+
+def arrays(linear: Linear) -> dict[str, Any]:
+    """Returns the arrays of a projection by name; inverse of the function `linear`."""
+    leaves = jax.tree_util.tree_leaves_with_path(linear)
+    names = [(path[-1].name, leaf) for path, leaf in leaves if not _of_layout(path)]
+    return dict(names)
+
+
+def _of_layout(path):
+    return any(getattr(key, "name", "") == "layout" for key in path)
+
+
+def layer_weights(config: ModelConfig, params: Mapping[str, Any], tables: Mapping) -> dict:
+    """Returns the parameters of one layer with each projection as a `Linear`.
+
+    Args:
+      config: the model.
+      params: parameters of the layer, see `gpt`.
+      tables: block-sparse projection -> its tables, a `Probe` or an `InputThreshold`; those of
+        experts belong to the shared expert too.
+    """
+
+    def weights(name, module):
+        if name in PROJECTIONS:
+            return linear(config, name, module, tables.get(name))
+        if name in ("experts", "shared"):
+            return layer_weights(config, module, tables)
+        return module
+
+    return {name: weights(name, module) for name, module in params.items()}
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("tables", "norms"), meta_fields=("axes", "shard")
+)
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """Layout tables of a projection, and the rest of its `Probed` weight.
+
+    Attributes:
+      tables: tables of the layout.
+      norms: see `Probed`, also for `axes`.
+      axes: `shard_map` axes over which the rows of x are sharded.
+      shard: shard of a projection in KEY_VALUE, whose gradient is summed over its copies.
+    """
+
+    tables: LayoutTables
+    norms: jax.Array
+    axes: tuple[str, ...] = ()
+    shard: Shard = WHOLE
+
+    @classmethod
+    def of(
+        cls,
+        tables: Mapping[str, LayoutTables],
+        norms: Mapping[str, jax.Array],
+        axes: tuple[str, ...],
+        shard: Shard,
+    ) -> "dict[str, Probe]":
+        """Returns the probes of a block's projections, by name."""
+        return {
+            name: cls(table, norms[name], axes, shard if name in KEY_VALUE else WHOLE)
+            for name, table in tables.items()
+        }
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("tables", "level"), meta_fields=()
+)
+@dataclasses.dataclass(frozen=True)
+class InputThreshold:
+    """Layout tables of a projection, and the level of its `Thresholded` weight.
+
+    Inputs are measured after a Hadamard transform, as the weight reads them.  The low-rank term
+    reads all.
+
+    Attributes:
+      tables: tables of the layout; None for a dense weight.
+      level: float32 [], jax or numpy, the largest magnitude that counts as zero.
+    """
+
+    tables: LayoutTables | None
+    level: Any
+
+    def with_groups(self) -> "InputThreshold":
+        """See `LayoutTables.with_groups`."""
+        if self.tables is None:
+            return self
+        return dataclasses.replace(self, tables=self.tables.with_groups())
+
+
+def without_layout(linear: Linear) -> Linear:
+    """Returns a projection whose block-sparse weight has no layout, and multiplies nothing."""
+
+    no_layout: Any = None
+
+    def without(stored: Weight) -> Weight:
+        return (
+            dataclasses.replace(stored, layout=no_layout) if type(stored) is BlockSparse else stored
+        )
+
+    return _with_stored(linear, without)
+
+
+def with_threshold(linear: Linear, level: Any) -> Linear:
+    """Returns a projection whose weight is `Thresholded`."""
+    return _with_stored(linear, lambda stored: Thresholded(stored, level))
+
+
+def _probed(stored, probe):
+    """Returns a block-sparse weight with a probe; quantised products are measured without."""
+    copies = probe.shard.sum_copies if probe.shard.kv_copies > 1 else None
+    stored = dataclasses.replace(stored, precision=PRECISIONS[0])
+    return Probed(stored, probe.norms, probe.axes, copies)
+
+
+def _with_stored(linear, wrap):
+    return dataclasses.replace(linear, weight=linear.weight.map_stored(wrap))
+
+
+def draw(config: ModelConfig, projection: str, *, gain: float, rngs: nnx.Rngs) -> Linear:
+    """Draws the parameters of a projection, float32, at the layout of layer 0.
+
+    Weights are drawn normal with variance gain² / (stored inputs of one output).  Of two factors,
+    a_factor has variance r / in² and b_factor gain² / r, the spectral initialisation of structured
+    weights (arXiv 2406.06248, section 3): each has a spectral norm of about the root of its outputs
+    over its inputs.  So the product has about the spectral norm of a dense weight, and r / in times
+    its variance.  A guide starts at 0, its share at 1; of a low-rank term the gate starts at 1,
+    b_kernel at 0.
+    """
+    spec = config.linear(projection)
+    in_features, out_features = config.projection_shape(projection)
+    parameters: dict[str, jax.Array] = {}
+    layout = None
+
+    def scaled(shape, fan_in):
+        return normal(rngs, shape, gain / math.sqrt(fan_in))
+
+    if spec.kind == "block_sparse":
+        layout = projection_layout(config, projection, layer=0)
+        shape = (layout.nnz, layout.block, layout.block)
+        parameters["values"] = scaled(shape, in_features * layout.density)
+    elif rank := config.factor_rank(projection):
+        scale = math.sqrt(rank) / in_features
+        parameters["a_factor"] = normal(rngs, (in_features, rank), scale)
+        parameters["b_factor"] = scaled((rank, out_features), rank)
+    else:
+        parameters["kernel"] = scaled((in_features, out_features), in_features)
+    if projection in config.biases:
+        parameters["bias"] = jnp.zeros(out_features)
+    if config.has_guide(projection):
+        parameters |= {"guide": jnp.zeros((in_features, out_features)), "guide_share": jnp.ones(())}
+    if spec.rank:
+        scale = 1 / math.sqrt(in_features)
+        parameters["a_kernel"] = normal(rngs, (in_features, spec.rank), scale)
+        parameters |= {"b_kernel": jnp.zeros((spec.rank, out_features)), "gate": jnp.ones(())}
+    return linear(config, projection, parameters, layout)
+
+
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float) -> jax.Array:
+    """Draws float32 normal numbers of standard deviation `scale`."""
+    # Drawn as rows, which gives the same numbers: short inner loops over a small block compile to
+    # slow code on a CPU.
+    rows = (shape[0], math.prod(shape[1:]))
+    return (jax.random.normal(rngs.params(), rows, jnp.float32) * scale).reshape(shape)

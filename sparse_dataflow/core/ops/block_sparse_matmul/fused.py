@@ -1,0 +1,72 @@
+"""The gradient of activation(x W + bias), for any kernels of the three products."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from sparse_dataflow.core.ops import derivatives
+from sparse_dataflow.core.ops.gelu import gelu_backward
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Static options of the op.
+
+    Attributes:
+      gelu: whether a GELU follows the product; its input is then saved for the backward pass.
+      tuning: tile sizes of the three products.
+      out_features: width of y.
+    """
+
+    gelu: bool
+    tuning: Any
+    out_features: int
+
+
+def differentiable(product: Callable, gradients: Callable) -> Callable:
+    """Return the differentiable op (options, x, values, bias, tables) -> y.
+
+    It has first derivatives.  `jax.vmap` runs its kernels once for each element.
+
+    Args:
+      product: (options, x, values, bias, tables, keep=...) -> [y], or with `keep`
+        [y, pre-activation].
+      gradients: (options, x, values, preactivation, dy, tables) -> (dx, dvalues, dz, dbias), where
+        dz is the gradient of the pre-activation and dbias its sum over tokens, or None to let XLA
+        compute the sum.  Without an activation `preactivation` is None and dz is dy.
+    """
+
+    product, gradients = map(derivatives.batchable, (product, gradients))
+
+    def value(options, x, values, bias, tables):
+        return product(options, x, values, bias, tables, keep=False)[0]
+
+    def forward(options, x, values, bias, tables):
+        results = product(options, x, values, bias, tables, keep=options.gelu)
+        y, preactivation = results if options.gelu else (*results, None)
+        return y, (x, values, bias, preactivation, tables)
+
+    def backward(options, saved, dy):
+        x, values, bias, preactivation, tables = saved
+        dx, dvalues, dz, dbias = gradients(options, x, values, preactivation, dy, tables)
+        if bias is None:
+            dbias = None
+        else:
+            dbias = jnp.sum(dz, axis=0, dtype=jnp.float32) if dbias is None else dbias
+            dbias = dbias.reshape(bias.shape).astype(bias.dtype)
+        return dx, dvalues, dbias, None
+
+    def tangent(options, saved, tangents):
+        x, values, _, preactivation, tables = saved
+        dx, dvalues, dbias, _ = tangents
+        linear = dataclasses.replace(options, gelu=False)
+        terms = [] if dx is None else [matmul(linear, dx, values, None, tables)]
+        terms += [] if dvalues is None else [matmul(linear, x, dvalues, None, tables)]
+        terms += [] if dbias is None else [dbias.astype(x.dtype)]
+        dz = jnp.broadcast_to(sum(terms), (len(x), options.out_features))
+        return dz if preactivation is None else gelu_backward(dz, preactivation)
+
+    matmul = derivatives.differentiable(value, backward, forward=forward, tangent=tangent)
+    return matmul

@@ -1,0 +1,176 @@
+"""The block-sparse matmul: one function that dispatches to one implementation per platform."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_dataflow.core.config.model import PRECISIONS
+from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables, check_shapes
+from sparse_dataflow.core.ops import dispatch
+from sparse_dataflow.core.ops.block_sparse_matmul import grouped, xla_few_rows, xla_static
+from sparse_dataflow.core.ops.op import Implementation, Op
+from sparse_dataflow.files.errors import UserError
+
+OP = Op(
+    __package__,
+    {
+        "reference": Implementation("reference"),
+        "grouped": Implementation("grouped"),
+        "xla": Implementation("xla"),
+        "xla_static": Implementation("xla_static"),
+        "pallas_tpu_grouped": Implementation("tpu_grouped.api", "tpu", partitioned=False),
+        "pallas_tpu": Implementation("tpu.api", "tpu", partitioned=False),
+        "pallas_hopper": Implementation("hopper.api", "gpu", partitioned=False),
+        "pallas_triton": Implementation("pallas_triton", "gpu", partitioned=False),
+    },
+    fallback=("reference", "xla"),
+)
+"""An implementation has `block_sparse_matmul(x, values, tables)` for x [tokens, in_features] of at
+least one token, and tables with groups.  If it has tiles, it takes them as `tuning`.  xla_static
+takes a `BlockLayout` instead of tables, or None of traced ones."""
+
+IMPLEMENTATIONS = tuple(OP.implementations)
+
+MAX_STATIC_GROUPS = 128
+"""Most groups of equal support, over columns and rows, that are specialised.  Each group adds about
+0.05 s of compile time on a laptop."""
+
+
+def block_sparse_matmul(
+    x: jax.Array,
+    values: jax.Array,
+    layout: BlockLayout | LayoutTables,
+    implementation: str | None = None,
+    precision: str = PRECISIONS[0],
+    tuning: Any = None,
+) -> jax.Array:
+    """Compute `x @ W` where only some blocks of W are stored.
+
+    Differentiable in x and values, in reverse and forward mode, and in jax.vmap over both. The
+    Pallas kernels have first derivatives alone.
+
+    The gradient of values exists at stored blocks only. No array has the size of the dense W,
+    except in "reference".
+
+    Args:
+      x: float [..., in_features].
+      values: float [nnz, block, block], as `BlockLayout` orders them.
+      layout: the stored blocks, which a program is specialised to; or `BlockLayout.tables()`.
+        Concrete (numpy) tables are specialised alike.  Traced tables are data: changing them does
+        not recompile.
+      implementation: one of IMPLEMENTATIONS, or None to choose by platform and tables.
+      precision: as in `ModelConfig`; quantised operands need "grouped" or None, and a layout of
+        equal groups.
+      tuning: tile sizes of a named implementation, or None for measured ones or its heuristic's.
+
+    Returns:
+      [..., out_features] in x's dtype; products accumulate in float32 (float64 for float64).
+
+    Raises:
+      UserError: if shapes disagree or a named implementation cannot run.
+
+    Examples:
+        >>> layout = sd.make_layout("monarch", 64, 128, block=16, density=0.25)
+        >>> values = jax.random.normal(jax.random.key(0), (layout.nnz, 16, 16))
+        >>> sd.block_sparse_matmul(jnp.ones((8, 64)), values, layout).shape
+        (8, 128)
+    """
+    static_layout = check_operands(x, values, layout)
+    product = functools.partial(
+        block_sparse_matmul, implementation=implementation, precision=precision, tuning=tuning
+    )
+    if static_layout is None:
+        y = dispatch.over_auto_axes(product, x, values, layout)
+        x, values, layout = dispatch.equally_varying(x, values, layout)
+    else:
+        specialised = functools.partial(product, layout=layout)
+        y = dispatch.over_auto_axes(specialised, x, values)
+        x, values = dispatch.equally_varying(x, values)
+    if y is not None:
+        return y
+    tables = layout.tables() if isinstance(layout, BlockLayout) else layout
+    tables = tables._replace(groups=(static_layout or layout).groups)
+    flat = jnp.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
+    if precision != PRECISIONS[0]:
+        y = _quantized(flat, values, tables, implementation, precision)
+        return y.reshape(*x.shape[:-1], -1)
+    name = implementation or _choose(flat, values, tables, static_layout)
+    operands = flat, values, static_layout if name == "xla_static" else tables
+    if implementation:
+        OP.check(name, *operands)
+    if flat.shape[0] == 0:
+        return jnp.zeros((*x.shape[:-1], len(tables.in_index) * values.shape[-1]), x.dtype)
+    tiles = {} if tuning is None else {"tuning": tuning}
+    y = OP.load(name).block_sparse_matmul(*operands, **tiles)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _quantized(x, values, tables, implementation, precision):
+    """Multiplies the groups of a layout with quantised operands, as one batched dot."""
+    if precision not in PRECISIONS:
+        raise UserError(f"precision {precision!r} is unknown; legal: {', '.join(PRECISIONS)}.")
+    if implementation not in (None, "grouped"):
+        raise UserError(
+            f"implementation {implementation!r} does not quantise its operands; legal with "
+            f"precision={precision}: grouped."
+        )
+    if tables.groups is None:
+        raise UserError(
+            f"precision={precision} needs a layout of equal groups that cannot change; legal: the "
+            "patterns monarch and shuffle, or precision=compute_dtype."
+        )
+    dispatch.log_choice("block_sparse_matmul", f"grouped in {precision}", dispatch.platform())
+    products = functools.partial(grouped.dense_products, precision=precision)
+    return grouped.block_sparse_matmul(x, values, tables, products=products)
+
+
+def check_operands(
+    x: dispatch.Shaped, values: dispatch.Shaped, tables: BlockLayout | LayoutTables
+) -> BlockLayout | None:
+    """Check shapes, dtypes and concrete tables.
+
+    Returns:
+      The layout, also of concrete (numpy) tables; None for traced ones.
+
+    Raises:
+      UserError: if shapes or dtypes disagree, or concrete tables describe no layout.
+    """
+    if values.ndim != 3 or values.shape[1] != values.shape[2]:
+        raise UserError(f"values have shape {values.shape}; legal: [nnz, block, block].")
+    block = values.shape[-1]
+    layout = tables if isinstance(tables, BlockLayout) else None
+    if isinstance(tables, LayoutTables):
+        check_shapes(tables)
+        if all(isinstance(table, np.ndarray) for table in tables.arrays):
+            layout = BlockLayout.from_tables(tables, block)
+        stored, inputs = tables.in_slot.size, len(tables.out_index)
+    if layout:
+        if layout.block != block:
+            raise UserError(f"values have blocks of {block}; legal: the layout's {layout.block}.")
+        stored, inputs = layout.nnz, layout.in_blocks
+    if len(values) > stored or (layout and len(values) < stored):
+        raise UserError(f"values have {len(values)} blocks; the layout stores {stored}.")
+    features = inputs * block
+    if x.ndim < 1 or x.shape[-1] != features:
+        raise UserError(f"x has shape {x.shape}; the layout reads [..., {features}].")
+    if x.dtype != values.dtype or not jnp.issubdtype(x.dtype, jax.numpy.floating):
+        raise UserError(f"x is {x.dtype} and values are {values.dtype}; legal: one float dtype.")
+    return layout
+
+
+def _choose(x, values, tables, static_layout):
+    platform, few_rows = dispatch.platform(), dispatch.at_most(x.shape[0], xla_few_rows.FEW_ROWS)
+    names, groups = OP.of_platform(), tables.groups
+    if groups and not few_rows:
+        # On a GPU a group is a product of the vendor's library.
+        names = ["grouped"] if platform == "gpu" else [*names, "grouped"]
+    if platform == "cpu" and static_layout and not few_rows:
+        sides = xla_static.column_groups(static_layout), xla_static.row_groups(static_layout)
+        supports = sum(map(len, sides))
+        if supports <= MAX_STATIC_GROUPS:
+            return OP.choose(["xla_static"], x, values, static_layout)
+    return OP.choose(names, x, values, tables)

@@ -1,0 +1,247 @@
+"""Derivatives of an op, in reverse and in forward mode, from its forward and backward pass.
+
+`jax.custom_vjp` refuses forward mode.  Here the derivative of an op is one linear primitive.
+Forward mode evaluates it, reverse mode transposes it: that is the op's backward pass.  So a
+gradient's program is that of `jax.custom_vjp`, and `jax.jvp`, `jax.linearize`, `jax.jacfwd` and
+`jax.hessian` work too.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from sparse_dataflow.core.ops import dispatch
+from sparse_dataflow.files.errors import UserError
+
+
+def differentiable(
+    value: Callable,
+    backward: Callable,
+    *,
+    forward: Callable | None = None,
+    tangent: Callable | None = None,
+) -> Callable:
+    """Returns the differentiable op (options, *operands) -> y.
+
+    Operands are pytrees of arrays.  Options are static and hashable.  The second derivative is that
+    of these functions.
+
+    Args:
+      value: (options, *operands) -> y, one array.
+      backward: (options, saved, dy) -> a gradient for each operand, or None for one of integers.
+      forward: (options, *operands) -> (y, saved), in a differentiation; None to save the operands.
+      tangent: (options, saved, tangents) -> dy, linear in the tangents of the operands, which are
+        None where an operand is constant.  None to transpose `backward`, which Pallas kernels do
+        not allow.
+    """
+    forward = forward or (lambda options, *operands: (value(options, *operands), operands))
+    op = jax.custom_jvp(value, nondiff_argnums=(0,))
+
+    def jvp(options, operands, tangents):
+        tree: Any
+        saved_tree: Any
+        y, saved = forward(options, *operands)
+        leaves, tree = jax.tree.flatten(tangents)
+        moving = [place for place, leaf in enumerate(leaves) if not _is_constant(leaf)]
+        if not moving:
+            return y, zero_from_primal(y)
+        saved, saved_tree = jax.tree.flatten(saved)
+        shape, dtype = y.shape, y.dtype
+
+        def pull(saved, dy):
+            gradients = backward(options, saved_tree.unflatten(saved), dy)
+            by_operand = zip(tree.children(), gradients, strict=True)
+            every = [leaf for each in by_operand for leaf in _leaves_up_to(*each)]
+            return [every[place] for place in moving]
+
+        def push(saved, moved):
+            if tangent is None:
+                zero, *_ = dispatch.equally_varying(jnp.zeros(shape, dtype), saved, moved)
+
+                def pulled(dy):
+                    every = zip(pull(saved, dy), moved, strict=True)
+                    return [jnp.zeros_like(d) if g is None else g for g, d in every]
+
+                return jax.vjp(pulled, zero)[1](list(moved))[0]
+            moved = dict(zip(moving, moved, strict=True))
+            every = tree.unflatten([moved.get(place) for place in range(len(leaves))])
+            return tangent(options, saved_tree.unflatten(saved), every)
+
+        linear = _Linear(push, pull, len(saved), jax.typeof(y))
+        return y, _linear_p.bind(*saved, *(leaves[place] for place in moving), linear=linear)
+
+    op.defjvp(jvp, symbolic_zeros=True)
+    return op
+
+
+def bilinear(value: Callable, backward: Callable) -> Callable:
+    """Returns the differentiable product (options, x, weight, *tables) -> y.
+
+    Args:
+      value: linear in x, and in the weight.
+      backward: as in `differentiable`, which saves the operands.
+    """
+
+    def tangent(options, saved, tangents):
+        x, weight, *tables = saved
+        dx, dweight, *_ = tangents
+        terms = [] if dx is None else [op(options, dx, weight, *tables)]
+        return sum(terms if dweight is None else [*terms, op(options, x, dweight, *tables)])
+
+    op = differentiable(value, backward, tangent=tangent)
+    return op
+
+
+def kernel_product(value: Callable, gradients: Callable) -> Callable:
+    """Returns the differentiable product (options, x, weight, *tables) -> y of Pallas kernels.
+
+    Args:
+      value: see `bilinear`.
+      gradients: (options, x, weight, *tables, dy) -> (dx, dweight).
+    """
+    gradients = batchable(gradients)
+
+    def backward(options, saved, dy):
+        return *gradients(options, *saved, dy), *[None] * (len(saved) - 2)
+
+    return bilinear(batchable(value), backward)
+
+
+def tangent_of(form: Callable) -> Callable:
+    """Returns the `tangent` of an op by another form of it, which has a forward mode.
+
+    Args:
+      form: (options, *operands) -> y; the op saves its operands first.
+    """
+
+    def tangent(options, saved, tangents):
+        operands, tree = jax.tree.flatten(tuple(saved[: len(tangents)]))
+
+        def function(*operands):
+            return form(options, *jax.tree.unflatten(tree, operands))
+
+        return _jvp(function, operands, _leaves_up_to(tree, tangents))[1]
+
+    return tangent
+
+
+def _jvp(function, primals, tangents):
+    """Returns `jax.jvp`, where tangents that are None are zero, also of integers."""
+    moving = [place for place, tangent in enumerate(tangents) if tangent is not None]
+
+    def of_moving(*moved):
+        by_place = dict(zip(moving, moved, strict=True))
+        return function(*(by_place.get(place, each) for place, each in enumerate(primals)))
+
+    starts, directions = ([each[place] for place in moving] for each in (primals, tangents))
+    return jax.jvp(of_moving, starts, directions)
+
+
+def elementwise(value: Callable, times_slope: Callable) -> Callable:
+    """Returns a differentiable elementwise function of x, whose gradient saves x alone.
+
+    Args:
+      value: x -> y.
+      times_slope: (x, dy) -> dy times the derivative at x.
+    """
+    op = differentiable(
+        lambda _, x: value(x),
+        lambda _, saved, dy: (times_slope(*saved, dy),),
+        tangent=lambda _, saved, tangents: times_slope(*saved, *tangents),
+    )
+    return functools.partial(op, None)
+
+
+def batchable(kernels: Callable) -> Callable:
+    """Returns Pallas `kernels` for use in `differentiable`, where `jax.vmap` loops over them.
+
+    Args:
+      kernels: (options, *arrays, **static) -> arrays; `static` is not traced.
+
+    The result raises a UserError where it is differentiated again.
+    """
+
+    def run(options, *arrays, **static):
+        call = functools.partial(kernels, options, **static)
+        once = jax.custom_jvp(jax.custom_batching.sequential_vmap(call))
+        once.defjvp(_refuse_second_derivative)
+        return once(*arrays)
+
+    return run
+
+
+def _refuse_second_derivative(primals, tangents):
+    raise UserError(
+        "Pallas kernels of block-sparse weights have first derivatives alone; legal for higher "
+        "ones: implementation='xla' ('products' for the MLP)."
+    )
+
+
+def _leaves_up_to(tree: Any, gradient: Any) -> list:
+    return [None] * tree.num_leaves if gradient is None else tree.flatten_up_to(gradient)
+
+
+def _is_constant(tangent):
+    return isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0
+
+
+class _Linear(NamedTuple):
+    """A linear function of arrays, given saved ones.
+
+    Attributes:
+      push: (saved, moved) -> y.
+      pull: (saved, dy) -> the gradient of each moved array.
+      saved: number of saved arrays.
+      result: type of y.
+    """
+
+    push: Callable
+    pull: Callable
+    saved: int
+    result: Any
+
+
+def _apply(*arrays, linear):
+    return linear.push(arrays[: linear.saved], arrays[linear.saved :])
+
+
+def _differentiate(arrays, tangents, linear):
+    """Differentiates the function that `push` computes, with its saved arrays."""
+    tangents = [None if isinstance(tangent, ad.Zero) else tangent for tangent in tangents]
+    return _jvp(functools.partial(_apply, linear=linear), arrays, tangents)
+
+
+def _transpose(dy, *arrays, linear):
+    if isinstance(dy, ad.Zero):
+        return [None] * len(arrays)
+    saved, moved = arrays[: linear.saved], arrays[linear.saved :]
+    gradients = zip(moved, linear.pull(saved, dy), strict=True)
+    of_moved = [each if ad.is_undefined_primal(array) else None for array, each in gradients]
+    return [None] * len(saved) + of_moved
+
+
+def _batch(arrays, axes, linear):
+    size = next(a.shape[axis] for a, axis in zip(arrays, axes) if axis is not None)
+    saved, saved_axes = arrays[: linear.saved], tuple(axes[: linear.saved])
+    moved = tuple(
+        jnp.broadcast_to(a, (size, *a.shape)) if axis is None else jnp.moveaxis(a, axis, 0)
+        for a, axis in zip(arrays[linear.saved :], axes[linear.saved :])
+    )
+    push, pull = (jax.vmap(each, (saved_axes, 0)) for each in (linear.push, linear.pull))
+    result = jax.make_jaxpr(push)(saved, moved).out_avals[0]
+    return _linear_p.bind(*saved, *moved, linear=_Linear(push, pull, len(saved), result)), 0
+
+
+_linear_p = Primitive("linear_op")
+_linear_p.def_impl(_apply)
+_linear_p.def_abstract_eval(lambda *arrays, linear: linear.result)
+mlir.register_lowering(_linear_p, mlir.lower_fun(_apply, multiple_results=False))
+ad.primitive_jvps[_linear_p] = _differentiate
+ad.primitive_transposes[_linear_p] = _transpose
+batching.primitive_batchers[_linear_p] = _batch

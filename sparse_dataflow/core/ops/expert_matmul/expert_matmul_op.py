@@ -1,0 +1,40 @@
+"""The product of a mixture of experts: each row times the matrices of its expert."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparse_dataflow.core.ops import dispatch
+from sparse_dataflow.core.ops.expert_matmul import expert_tiles as tiles
+
+
+def expert_matmul(x_SxGxD: jax.Array, weights_ExGxDxF: jax.Array, tiles_T: jax.Array) -> jax.Array:
+    """Multiplies rows, sorted by expert, with the matrices of their experts.
+
+    Args:
+      x_SxGxD: S rows in T tiles of S / T rows, each in G parts of D features.
+      weights_ExGxDxF: a matrix for each expert and part; G is 1 for a dense weight.
+      tiles_T: int32 [T], ascending, the expert of each tile; E for a tile whose products are not
+        read.
+
+    Returns:
+      [S, G, F], in the dtype of x: each part of a row times the matrix of its expert and part.
+    """
+    if dispatch.platform() == "cpu":
+        return tiles.expert_matmul(x_SxGxD, weights_ExGxDxF, tiles_T)
+    return ragged(x_SxGxD, weights_ExGxDxF, tiles_T)
+
+
+def ragged(x_SxGxD: jax.Array, weights_ExGxDxF: jax.Array, tiles_T: jax.Array) -> jax.Array:
+    """Computes `expert_matmul` as one `jax.lax.ragged_dot`, over (part, expert) in this order."""
+    rows, parts, inputs = x_SxGxD.shape
+    experts, _, _, outputs = weights_ExGxDxF.shape
+    # The rows of a part follow those of all tiles of the part before.
+    tiles_T = jnp.minimum(tiles_T, experts - 1)
+    sizes = jnp.bincount(tiles_T, length=experts) * (rows // len(tiles_T))
+    y = lax.ragged_dot(
+        x_SxGxD.swapaxes(0, 1).reshape(parts * rows, inputs),
+        weights_ExGxDxF.swapaxes(0, 1).reshape(parts * experts, inputs, outputs),
+        jnp.tile(sizes.astype(jnp.int32), parts),
+    )
+    return y.reshape(parts, rows, outputs).swapaxes(0, 1)

@@ -1,0 +1,161 @@
+"""The products of a block-sparse MLP as one op, so that a kernel may fuse them."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_dataflow.core.layouts.layout import LayoutTables
+from sparse_dataflow.core.ops import dispatch
+from sparse_dataflow.core.ops.block_sparse_matmul import matmul_op as matmul
+from sparse_dataflow.core.ops.block_sparse_matmul import xla_few_rows
+from sparse_dataflow.core.ops.op import Implementation, Op
+from sparse_dataflow.core.ops.sparse_mlp.operands import Operands
+from sparse_dataflow.files.errors import UserError
+
+OP = Op(
+    __package__,
+    {
+        "products": Implementation("products"),
+        "pallas_tpu_grouped": Implementation("pallas_tpu_grouped", "tpu", partitioned=False),
+        "pallas_tpu": Implementation("pallas_tpu", "tpu", partitioned=False),
+        "pallas_hopper": Implementation("pallas_hopper", "gpu", partitioned=False),
+        "xla_static": Implementation("xla_static", "cpu"),
+    },
+    fallback=("products",),
+)
+"""An implementation has `sparse_mlp(operands)`, for `Operands` of at least one token, and `refusal`
+of them.  If it has tiles, it takes them as `tuning`."""
+
+IMPLEMENTATIONS = tuple(OP.implementations)
+
+
+def sparse_mlp(
+    x: jax.Array,
+    values_in: jax.Array,
+    bias_in: jax.Array,
+    values_out: jax.Array,
+    tables_in: LayoutTables,
+    tables_out: LayoutTables,
+    implementation: str | None = None,
+    tuning: Any = None,
+) -> jax.Array:
+    """Compute gelu(x W_in + bias_in) W_out; differentiable in the first four arguments.
+
+    Args:
+      x: float [..., in_features].
+      values_in: stored blocks of W_in, [nnz, block, block].
+      bias_in: [hidden_features].
+      values_out: stored blocks of W_out.
+      tables_in: layout of W_in; see `block_sparse_matmul`.
+      tables_out: layout of W_out.
+      implementation: one of IMPLEMENTATIONS, or None to choose by platform and layouts.
+        "products" runs two block-sparse matmuls; "pallas_tpu_grouped" and "pallas_tpu" keep the
+        hidden layer in VMEM, of equal groups and where that is faster; "pallas_hopper" fuses the
+        GELU and its derivative into the products; "xla_static" runs group by group, of concrete
+        tables whose groups of W_out each read the hidden features of one group of W_in.
+      tuning: tile sizes of a named implementation, or None for its heuristic's.
+
+    Returns:
+      [..., out_features] in x's dtype.
+
+    Raises:
+      UserError: if shapes disagree or a named implementation cannot run.
+    """
+    tables = _checked(x, (values_in, values_out), (tables_in, tables_out))
+    flat = x.reshape(-1, x.shape[-1])
+    mlp = Operands(flat, values_in, bias_in, values_out, *tables)
+    if bias_in.shape != (legal := mlp.hidden.shape[1:]):
+        raise UserError(f"bias_in has shape {bias_in.shape}; legal: {legal}.")
+    if implementation is None:
+        # A GPU multiplies groups by dense products of the vendor's library.
+        grouped = dispatch.platform() == "gpu" and all(each.groups for each in tables)
+        implementation = OP.choose([] if grouped or _few_rows(x) else OP.of_platform(), mlp)
+    else:
+        OP.check(implementation, mlp)
+    return _run(implementation, x, mlp, tuning)
+
+
+def gated_sparse_mlp(
+    x: jax.Array,
+    values: Sequence[jax.Array],
+    tables: Sequence[LayoutTables],
+    activation: str,
+) -> jax.Array | None:
+    """Compute (activation(x W_gate) * x W_in) W_out as one op; None if no implementation has it.
+
+    "pallas_tpu_grouped" and "xla_static" have it.  The layouts of W_gate and W_in must be equal.
+
+    Args:
+      x: float [..., in_features].
+      values: stored blocks of W_gate, W_in and W_out, [nnz, block, block] each.
+      tables: layouts of W_gate, W_in and W_out; see `block_sparse_matmul`.
+      activation: such as "silu" or "gelu".
+
+    Returns:
+      [..., out_features] in x's dtype, differentiable in x and values.
+
+    Raises:
+      UserError: if shapes disagree.
+    """
+    values_gate, values_in, values_out = values
+    if _few_rows(x):
+        return None
+    tables_gate, tables_in, tables_out = _checked(x, values, tables)
+    if values_gate.shape != values_in.shape or not _equal_layouts(tables_gate, tables_in):
+        return None
+    flat = x.reshape(-1, x.shape[-1])
+    stored = values_in, None, values_out, tables_in, tables_out, values_gate
+    mlp = Operands(flat, *stored, activation=activation)
+    name = OP.choose(OP.of_platform(), mlp)
+    return None if name in OP.fallback else _run(name, x, mlp)
+
+
+def _run(name, x, mlp, tuning=None):
+    if mlp.x.shape[0] == 0:
+        features = len(mlp.tables_out.in_index) * mlp.values_out.shape[-1]
+        return jnp.zeros((*x.shape[:-1], features), x.dtype)
+    mlp = mlp._replace(x=x) if name == "products" else mlp
+    tiles = {} if tuning is None else {"tuning": tuning}
+    y = OP.load(name).sparse_mlp(mlp, **tiles)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _equal_layouts(first, second):
+    """Return whether two layouts are equal for certain.
+
+    Groups tell the layout of traced tables, except in a shard, where tables tell the first group.
+    """
+    arrays = *first.arrays, *second.arrays
+    if all(isinstance(array, np.ndarray) for array in arrays):
+        return all(map(np.array_equal, first.arrays, second.arrays))
+    groups = first.groups
+    return (
+        groups is not None
+        and groups == second.groups
+        and groups.count == groups.in_parts == groups.out_parts
+    )
+
+
+def _checked(x, values, tables):
+    """Checks the weights into the hidden layer and the last one, out of it.
+
+    Returns:
+      The tables, with the groups of concrete ones.
+    """
+    features = len(tables[0].in_index) * values[0].shape[-1]
+    hidden = jax.ShapeDtypeStruct((0, features), x.dtype)
+    inputs = [x] * (len(values) - 1) + [hidden]
+    layouts = [matmul.check_operands(*each) for each in zip(inputs, values, tables)]
+    return [
+        each._replace(groups=layout.groups) if layout else each
+        for layout, each in zip(layouts, tables)
+    ]
+
+
+def _few_rows(x):
+    """Whether a CPU has products of their own for so few rows of x [..., features]."""
+    return dispatch.platform() == "cpu" and math.prod(x.shape[:-1]) <= xla_few_rows.FEW_ROWS

@@ -1,0 +1,331 @@
+"""The optimizer of a training: clipping, a schedule, weight decay, and a learning-rate multiplier
+for each parameter, about AdamW, Muon or an optimizer of `factories`."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sparse_dataflow.core.config.layer_groups import group_index_of_path, layer_groups
+from sparse_dataflow.core.config.model import SUPAR_WIDTH, ModelConfig
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.model.guides import GUIDE
+from sparse_dataflow.core.model.model_weights import ModelWeights
+from sparse_dataflow.core.optim import by_weight, factories, muon
+from sparse_dataflow.core.optim.by_weight import LINEAR_MATRICES
+
+SPARSE_RATE_DENSITY = 1 / 8
+"""Density at which `TrainingConfig.sparse_rate` is the full learning-rate multiplier."""
+
+TURNED_DENSE_RATE = {"adamw": 2.0, "muon": 4.0}
+"""Learning-rate multiplier of a dense weight that was block-sparse in an earlier phase, by
+optimizer; docs/quality.md compares others."""
+
+
+@functools.cache
+def learning_rate_schedule(training: TrainingConfig) -> Callable[[int], float]:
+    """Returns step (from 0) -> learning rate: linear warm-up, then `training.schedule`."""
+    warmup = min(round(training.warmup * training.steps), training.steps - 1)
+    peak = training.learning_rate
+    after = training.steps - warmup
+    end = training.final_rate * peak
+    falls = {
+        "cosine": lambda: [optax.cosine_decay_schedule(peak, after, training.final_rate)],
+        "linear": lambda: [optax.linear_schedule(peak, end, after)],
+        "constant": lambda: [optax.constant_schedule(peak)],
+        "wsd": lambda: [
+            optax.constant_schedule(peak),
+            optax.linear_schedule(peak, end, training.steps - plateau),
+        ],
+    }
+    plateau = max(warmup, training.plateau_stop)
+    stops = [warmup, *([plateau] if training.schedule == "wsd" else [])]
+    rising = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
+    schedule = optax.join_schedules([rising, *falls[training.schedule]()], stops)
+    return lambda step: float(schedule(step))
+
+
+def make_optimizer(
+    model: ModelConfig, training: TrainingConfig, mesh: Mesh | AbstractMesh | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Returns clipping, the optimizer, decoupled weight decay and per-parameter multipliers.
+
+    `update` takes the learning rate of the step as keyword `learning_rate`, so a schedule never
+    recompiles; its updates are added to the params.  It takes the `ModelWeights` as keyword
+    `weights`: Muon's matrices are the groups of layouts that have them and cannot change.
+
+    Args:
+      model: config of the model.
+      training: optimizer settings.
+      mesh: devices over which the updated arrays are sharded, with an axis "stage" for layers;
+        None for one device.
+    """
+
+    new_rows = training.new_rows if training.new_rows_first else ()
+
+    def init(params):
+        steps = jnp.asarray(training.new_rows_steps, jnp.int32)
+        return NewRowsState(steps) if new_rows else optax.EmptyState()
+
+    def scale(updates, state, params=None, *, learning_rate, weights=None, **_):
+        if factories.is_built_in(training):
+            multipliers = learning_rate_multipliers(model, training, updates, weights)
+            updates = jax.tree.map(lambda u, m: -learning_rate * (u * m), updates, multipliers)
+        if not new_rows:
+            return updates, state
+        updates = _new_rows_alone(updates, new_rows, state.left > 0)
+        return updates, NewRowsState(jnp.maximum(state.left - 1, 0))
+
+    mask = functools.partial(decay_mask, decayed=training.decayed)
+    direction = [
+        _moments(training, mesh),
+        optax.add_decayed_weights(training.weight_decay, mask=mask),
+    ]
+    if not factories.is_built_in(training):
+        direction = [_by_weight(model, training)]
+    return optax.chain(
+        optax.clip_by_global_norm(training.clip),
+        *direction,
+        optax.GradientTransformationExtraArgs(init, scale),
+    )
+
+
+def _by_weight(model, training):
+    """Returns the optimizer that updates each weight by itself, with its rate and decay."""
+
+    def init(params):
+        return by_weight.WeightStates(by_weight.init(training, params))
+
+    def update(gradients, state, params=None, *, learning_rate, **_):
+        rates = learning_rate_multipliers(model, training, gradients)
+        rates = jax.tree.map(lambda multiplier: learning_rate * multiplier, rates)
+        decays = weight_decays(training, gradients)
+        updates, states = by_weight.update(
+            training, gradients, state.states, params, rates, decays, model.vocab_size
+        )
+        return updates, by_weight.WeightStates(states)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class NewRowsState(NamedTuple):
+    """State of an optimizer that trains the rows of new tokens first.
+
+    Attributes:
+      left: int32 [], steps in which these rows alone are still to be trained. It is data, since the
+        number of steps is known after programs are compiled.
+    """
+
+    left: Any
+
+
+def _new_rows_alone(updates, rows, alone):
+    """Returns the updates; those of the rows of new tokens alone where `alone`, bool [], is true.
+
+    Args:
+      updates: like the params.
+      rows: first row and number of rows, see `TrainingConfig.new_rows`.
+      alone: whether nothing else is updated.
+    """
+    first, count = rows
+
+    def masked(path, update):
+        updated = jnp.zeros((), bool)
+        if path[-1].key in by_weight.VOCABULARY:
+            row = jnp.arange(update.shape[0])[:, None]
+            updated = (first <= row) & (row < first + count)
+        return jnp.where(updated | ~alone, update, 0)
+
+    return jax.tree_util.tree_map_with_path(masked, updates)
+
+
+def _moments(training, mesh):
+    """Returns Adam, or Muon for matrices and Adam for the rest.
+
+    Its state is optax's of Adam.  `mu` has the first moment of every parameter, which is Muon's
+    momentum; `nu` has no entry for a parameter of Muon.  Moments are stored in the state dtype and
+    computed in the gradients' dtype.
+    """
+    dtype = jnp.dtype(training.state_dtype)
+    adam = optax.scale_by_adam(b1=training.b1, b2=training.b2, eps=training.epsilon)
+    has_muon = training.optimizer == "muon"
+    others = muon.without_matrices if has_muon else lambda tree: tree
+
+    def rounded(state):
+        cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)  # noqa: E731
+        return state._replace(mu=cast(state.mu), nu=cast(state.nu))
+
+    def with_matrices(function, rest, *trees):
+        """Returns `function` of the matrices of trees like the params, and the leaves of `rest`."""
+        if not has_muon:
+            return rest
+        leaves = iter(jax.tree.leaves(rest))
+        return jax.tree_util.tree_map_with_path(
+            lambda path, *x: function(path, *x) if muon.is_matrix(path) else next(leaves), *trees
+        )
+
+    def init(params):
+        state = adam.init(others(params))
+        return rounded(state._replace(mu=jax.tree.map(jnp.zeros_like, params)))
+
+    def update(gradients, state, params=None, *, weights=None, **_):
+        widen = lambda tree, like: jax.tree.map(lambda m, g: m.astype(g.dtype), tree, like)  # noqa: E731
+        mu, rest = widen(state.mu, gradients), others(gradients)
+        small = state._replace(mu=others(mu), nu=widen(state.nu, rest))
+        updates, small = adam.update(rest, small, params)
+        mu = with_matrices(lambda _, *x: muon.with_gradient(*x), small.mu, mu, gradients)
+
+        def move(path, momentum, gradient):
+            matrices = muon.matrices_of(
+                gradient.shape, weights.layout_at(path) if weights else None
+            )
+            return _matrix_updates(momentum, gradient, small.count, mesh, matrices)
+
+        updates = with_matrices(move, updates, mu, gradients)
+        if has_muon:
+            updates = muon.with_bounded_products(updates, params)
+        return updates, rounded(small._replace(mu=mu))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _matrix_updates(momentum, gradient, number, mesh, matrices):
+    """Returns `muon.update` of stacked layers.
+
+    One layer follows another, so that temporaries are those of one layer, unless stages shard the
+    layers.  Blocks or groups that are themselves sharded, because no axis divides their number, are
+    gathered once; the products would gather them in every Newton-Schulz step.
+    """
+
+    stacked = momentum.ndim > 3
+
+    def whole(tree):
+        if mesh is None or not stacked:
+            return tree
+        batch = (P.UNCONSTRAINED,) * (jax.tree.leaves(tree)[0].ndim - 2)
+        return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, P(*batch, None, None)))
+
+    def update(stacks):
+        layer, layer_gradient = whole(jax.tree.map(matrices.join, stacks))
+        return matrices.split(whole(muon.update(layer, layer_gradient, number)))
+
+    if mesh is not None and mesh.shape["stage"] > 1:
+        return update((momentum, gradient))
+    return jax.lax.map(update, (momentum, gradient))
+
+
+def adam_state(moments: optax.OptState) -> Any:
+    """Returns the entry of a state of AdamW or Muon with `count`, `mu` and `nu`; see `_moments`."""
+    return next(entry for entry in moments if hasattr(entry, "mu"))
+
+
+def gradient_arrays(moments: optax.OptState, params: Any) -> Any:
+    """Returns a tree of arrays, or shapes, like the gradients of a micro-batch."""
+    return next((entry.mu for entry in moments if hasattr(entry, "mu")), params)
+
+
+def map_moments(
+    function: Callable[[dict], dict],
+    moments: optax.OptState,
+    second: Callable[[dict], dict] | None = None,
+) -> optax.OptState:
+    """Returns the optimizer state with its trees like the params replaced.
+
+    Args:
+      function: tree of first moments, with the params' structure -> new tree; or tree of the states
+        of each weight, a tuple of arrays for each leaf.
+      moments: the optimizer state.
+      second: the same for the second moments, which Muon's matrices lack; `function` if None.
+    """
+    second = second or function
+
+    def mapped(entry):
+        if isinstance(entry, by_weight.WeightStates):
+            return by_weight.WeightStates(function(entry.states))
+        if hasattr(entry, "mu"):
+            return entry._replace(mu=function(entry.mu), nu=second(entry.nu))
+        return entry
+
+    return tuple(map(mapped, moments))
+
+
+def decay_mask(params: dict, decayed: str = "matrices") -> dict:
+    """Returns True for each leaf with weight decay; see `TrainingConfig.decayed`."""
+    names = {"matrices": by_weight.MATRICES, "projections": LINEAR_MATRICES}.get(decayed)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: names is None or path[-1].key in names, params
+    )
+
+
+def weight_decays(training: TrainingConfig, params: dict) -> dict:
+    """Returns the decoupled weight decay of each leaf; 0 for none."""
+    mask = decay_mask(params, training.decayed)
+    return jax.tree.map(lambda decays: training.weight_decay if decays else 0.0, mask)
+
+
+def learning_rate_multipliers(
+    model: ModelConfig,
+    training: TrainingConfig,
+    params: dict,
+    weights: ModelWeights | None = None,
+) -> dict:
+    """Returns the learning-rate multiplier of each parameter.
+
+    Matrices of a projection, with its low-rank term, and of routers, which are dense:
+    `training.sparse_rate` to the power log(density) / log(SPARSE_RATE_DENSITY), so 1 for a dense
+    weight and a guide; a weight that turned dense has TURNED_DENSE_RATE as well.  Everything else
+    (norms, biases, gates, embeddings): `training.vector_rate`.
+
+    SuPar (arXiv 2405.15743, table 1) adds a factor SUPAR_WIDTH / (d_model x density): an Adam step
+    moves every weight equally, so the change of an output grows with the inputs that it sums.  The
+    first factor of a low-rank term reads all inputs (density 1); the second reads a constant rank
+    and has no factor.  The initial variance follows the stored fan-in in both parametrizations.
+
+    Muon's update of a matrix of m inputs changes its output by sqrt(m).  An output sums f / m
+    matrices, whose changes are about as coherent as Adam's, so it changes by f / sqrt(m).  Muon's
+    factor is that of Adam times sqrt(m / SUPAR_WIDTH): a dense weight's is the root of Adam's.  So
+    is that of two factors, whose product moves as far (`muon.with_bounded_products`).
+
+    Under Adam the factors of a low-rank weight have the multipliers of what they read, as in
+    arXiv 2406.06248, section 3: the first all inputs, the second rank / inputs as its density.
+    Under Muon both have those of a dense weight.
+
+    Args:
+      model: config of the model.
+      training: optimizer settings.
+      params: the parameters, or shapes or updates like them.
+      weights: for their layouts, see `make_optimizer`; None without any.
+    """
+
+    def multiplier(path, leaf):
+        name = path[-1].key
+        if name not in LINEAR_MATRICES:
+            return training.vector_rate
+        projection = path[-2].key
+        spec = layer_groups(model)[group_index_of_path(path)].model.linear(projection)
+        density = spec.density if spec.kind == "block_sparse" and name != GUIDE else 1.0
+        has_muon = training.optimizer == "muon" and muon.is_matrix(path)
+        if name == "b_factor" and not has_muon:
+            density = model.factor_rank(projection) / model.projection_shape(projection)[0]
+        rate = training.sparse_rate ** (math.log(density) / math.log(SPARSE_RATE_DENSITY))
+        if spec.turned_dense:
+            rate *= TURNED_DENSE_RATE.get(training.optimizer, TURNED_DENSE_RATE["adamw"])
+        read = dict.fromkeys(("kernel", "values", GUIDE, *muon.FACTORS), density)
+        read |= {"a_kernel": 1.0, "router": 1.0}
+        if model.supar and name in read:
+            rate *= SUPAR_WIDTH / (model.d_model * read[name])
+            if has_muon:
+                inputs = model.projection_shape(projection)[0]
+                layout = weights.layout_at(path) if weights else None
+                matrix = muon.matrices_of(leaf.shape, layout).shape
+                share = 1.0 if name in muon.FACTORS else matrix[0] / inputs
+                rate *= math.sqrt(model.d_model * share / SUPAR_WIDTH)
+        return rate
+
+    return jax.tree_util.tree_map_with_path(multiplier, params)

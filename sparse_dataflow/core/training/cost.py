@@ -1,0 +1,293 @@
+"""FLOPs of a training step by section, the FLOP ceiling of sparsity, and MFU.
+
+Counting rules of the project:
+
+- A product of [m, k] and [k, n] has 2 m k n FLOPs.  The backward pass has twice the forward FLOPs.
+- A block-sparse projection counts its stored blocks, a low-rank one its two factors.  A low-rank
+  term `x A B`, a dense guide, and a Hadamard transform as two products, count in the projection.
+- A projection of experts counts the experts that a token has.  Their padding does not count.  The
+  router is a section.
+- Embedding lookups, norms, biases, GELU, softmax and AdamW count as 0, because they are
+  memory-bound and MFU measures the matrix units.  Muon's products are `orthogonalization_flops`.
+- Attention is Q Kᵀ and A V.  *Model* FLOPs count its causal half (PaLM, arXiv 2204.02311, appendix
+  B, counts the whole square).
+- With adapters, the backward pass has no gradient of the frozen weights: half of its FLOPs there.
+- Rematerialised FLOPs are *hardware* FLOPs, not *model* FLOPs, and do not count (arXiv 2205.05198,
+  section 6.2).
+
+Pure Python: importing this module loads no jax.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Mapping
+
+from sparse_dataflow.core.config.attention_kinds import SLIDING
+from sparse_dataflow.core.config.layer_groups import mean_multiplier
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import MLP, PROJECTIONS
+from sparse_dataflow.core.layouts.layout import LayoutTables
+from sparse_dataflow.core.layouts.patterns import make_layout
+from sparse_dataflow.core.ops.hadamard import factors
+from sparse_dataflow.core.ops.nonzero_rows import skips_rows
+from sparse_dataflow.core.optim import muon
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware.chips import Chip
+
+BACKWARD_PER_FORWARD = 2
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class SectionFlops:
+    """FLOPs per token by section, summed over layers.
+
+    Attributes:
+      sections: name -> model FLOPs per token, in the order of execution: "embed" (0, a lookup),
+        each projection of the model, "attention" (Q Kᵀ and A V), "router" of a model with experts,
+        and "head" (logits).
+    """
+
+    sections: Mapping[str, float]
+
+    @property
+    def attention(self) -> float:
+        """FLOPs per token of Q Kᵀ and A V."""
+        return self.sections["attention"]
+
+    @property
+    def head(self) -> float:
+        """FLOPs per token of the logits."""
+        return self.sections["head"]
+
+    @property
+    def total(self) -> float:
+        """Model FLOPs per token: sum of the sections."""
+        return sum(self.sections.values())
+
+    @property
+    def projections(self) -> float:
+        """FLOPs per token of the projections, which sparsity can reduce."""
+        return sum(self.sections.get(name, 0.0) for name in PROJECTIONS)
+
+    @property
+    def projection_share(self) -> float:
+        """Fraction of `total` in the projections, in (0, 1)."""
+        return self.projections / self.total
+
+
+def stored_fractions(config: ModelConfig) -> dict[str, float]:
+    """Returns projection name -> stored fraction of its weight, averaged over layers, in (0, 1]."""
+    mean, fractions = mean_multiplier(config), {}
+    for name in config.projections:
+        spec, sides = config.linear(name), config.projection_shape(name)
+        fractions[name] = spec.density * mean if spec.kind == "block_sparse" else 1.0
+        if rank := config.factor_rank(name):
+            fractions[name] = rank * sum(sides) / math.prod(sides)
+    return fractions
+
+
+def flops_per_token(
+    config: ModelConfig,
+    sequence: int,
+    *,
+    causal_half: bool = True,
+    training: bool = True,
+    adapters: bool = False,
+) -> SectionFlops:
+    """Returns the FLOPs per token of a training step or forward pass.
+
+    Args:
+      config: the model.
+      sequence: tokens per sequence.
+      causal_half: whether to count the causal half of attention, and of it the sliding window.
+        False counts the whole square, which masked attention executes.
+      training: whether to count forward and backward pass; False counts the forward pass.
+      adapters: whether training freezes everything but the low-rank terms.
+
+    Raises:
+      UserError: `sequence` is below 1.
+
+    Examples:
+        >>> config = sd.ModelConfig(2, 128, 2, 512, vocab_size=512, max_len=64)
+        >>> dense = sd.flops_per_token(config, sequence=64)
+        >>> spec = sd.LinearSpec("block_sparse", density=0.125, block=16)
+        >>> sparse = sd.flops_per_token(config.with_linears(spec), sequence=64)
+        >>> round(dense.total / sparse.total, 1)
+        3.6
+    """
+    if sequence < 1:
+        raise UserError(f"sequence is {sequence} tokens; legal: 1 or more.")
+    fractions, layers = stored_fractions(config), config.num_layers
+    forward, trained = {"embed": 0.0}, {}
+    for name in config.projections:
+        if name == "attn_out":
+            keys = visible_keys(config, sequence) if causal_half else sequence
+            width = config.num_heads * config.head_width
+            forward["attention"] = 2 * 2.0 * layers * keys * width
+        fan_in, fan_out = config.projection_shape(name)
+        spec = config.linear(name)
+        weights = fan_in * fan_out * (fractions[name] + config.has_guide(name))
+        weights += spec.rank * (fan_in + fan_out)
+        trained[name] = 2.0 * layers * spec.rank * (fan_in + fan_out)
+        if spec.hadamard:
+            weights += fan_in * sum(factors(spec.hadamard))
+        active = config.active_experts if name in MLP else 1
+        forward[name] = 2.0 * layers * weights * active
+    if config.experts:
+        forward["router"] = 2.0 * layers * config.d_model * (config.experts + config.shared_gate)
+    forward["head"] = 2.0 * config.d_model * config.vocab_size
+    # Attention has no weights, so its backward pass is always whole.
+    trained = {**trained, "attention": forward["attention"]} if adapters else forward
+    backward = BACKWARD_PER_FORWARD / 2 if training else 0
+    return SectionFlops(
+        {
+            name: flops + backward * (flops + trained.get(name, 0.0))
+            for name, flops in forward.items()
+        }
+    )
+
+
+def visible_keys(config: ModelConfig, sequence: int) -> float:
+    """Returns the mean keys that a query sees, over the layers: half of the sequence, or fewer
+    under a window."""
+    sliding = sum(config.layer_type(i) == SLIDING for i in range(config.num_layers))
+    window = min(config.window or sequence, sequence)
+    within = window - window**2 / (2 * sequence)
+    return within + (1 - sliding / config.num_layers) * (sequence / 2 - within)
+
+
+def training_flops(
+    phases: Iterable[tuple[ModelConfig, int]], sequence: int, adapters: bool = False
+) -> float:
+    """Returns the model FLOPs of a training run with several phases.
+
+    Args:
+      phases: (model, training tokens) of each phase.
+      sequence: tokens per sequence.
+      adapters: see `flops_per_token`.
+    """
+    return sum(
+        tokens * flops_per_token(model, sequence, adapters=adapters).total
+        for model, tokens in phases
+    )
+
+
+def gradient_norms_flops(config: ModelConfig, tokens: int, sequence: int) -> float:
+    """Returns the FLOPs of the block norms of the dense gradient over `tokens` tokens.
+
+    The sum of a forward pass, a backward pass without weight gradients, and the dense xᵀ dy of
+    every block-sparse projection.
+    """
+    forward = flops_per_token(config, sequence, training=False)
+    sides = [config.projection_shape(name) for name in config.sparse_projections]
+    dense = 2.0 * config.num_layers * sum(fan_in * fan_out for fan_in, fan_out in sides)
+    # Attention has two backward products for each forward product.
+    return tokens * (2 * forward.total + forward.attention + dense)
+
+
+def orthogonalization_flops(config: ModelConfig) -> float:
+    """Returns the FLOPs of Muon's Newton-Schulz in one optimizer step, whatever its batch.
+
+    A step on a matrix of m x n, m <= n, has three products: 2 m (2 m n + m^2).  Dense weights and
+    factors are whole matrices.  Block-sparse weights are the groups of a layout that has them and
+    does not change, else single blocks.
+    """
+    fractions, total = stored_fractions(config), 0.0
+    for name in config.projections:
+        spec, sides = config.linear(name), config.projection_shape(name)
+        weights = sides[0] * sides[1] * fractions[name] * config.stored_copies(name)
+        matrices = [_muon_matrix(spec, *sides) if spec.kind == "block_sparse" else sides]
+        if rank := config.factor_rank(name):
+            matrices = [(side, rank) for side in sides]
+        # The matrices of a weight have one shape, or are the two factors.
+        count = weights / sum(m * n for m, n in matrices)
+        counted = [(1, sides)] if config.has_guide(name) else []
+        for times, shape in [*counted, *((count, shape) for shape in matrices)]:
+            m, n = sorted(shape)
+            total += times * 2 * m * (2 * m * n + m * m)
+    return muon.STEPS * config.stored_layers * total
+
+
+@functools.lru_cache(maxsize=256)
+def _muon_matrix(spec, in_features, out_features):
+    """Returns the inputs and outputs of the matrices of a block-sparse weight; see `muon`."""
+    if spec.max_fan_out > 1:  # The layout changes.
+        return spec.block, spec.block
+    try:
+        layout = make_layout(spec.pattern, in_features, out_features, spec.block, spec.density)
+    except UserError:  # A density that only an estimate has.
+        return spec.block, spec.block
+    tables = LayoutTables(*layout.tables().arrays, layout.groups)
+    return muon.matrices_of((layout.nnz, layout.block, layout.block), tables).shape
+
+
+def flop_ceiling(config: ModelConfig, sequence: int) -> float:
+    """Returns the FLOP ceiling: model FLOPs of the dense twin over those of `config`.
+
+    The whole square of attention counts, because the ceiling is compared with measured speed-ups,
+    and masked attention executes the whole square: the 13B at 87.5% sparsity has 5.13x.
+
+    Returns:
+      Ratio from 1 (dense) to 1 / the lowest stored density.
+    """
+    dense = dataclasses.replace(config, linears={})
+    of_dense, of_sparse = (
+        flops_per_token(model, sequence, causal_half=False).total for model in (dense, config)
+    )
+    return of_dense / of_sparse
+
+
+def decoding_bytes(
+    config: ModelConfig, batch: int, cached: int, activation_sparsity: float = 0.0
+) -> float:
+    """Returns the bytes that a decoding step reads: each weight once, and the KV caches.
+
+    Weights and caches have the compute dtype.  The output layer is read once; lookups count as 0.
+    Caches have the key/value heads.  Rows choose different experts, as far as there are some.
+
+    Args:
+      config: the model.
+      batch: rows.
+      cached: cached tokens of each row.
+      activation_sparsity: share of the projections' inputs that are zeros on a CPU; a dense weight
+        of one row is read without their rows.
+    """
+    fractions = stored_fractions(config)
+    weights: float = config.vocab_size * config.d_model
+    for name in config.projections:
+        fan_in, fan_out = config.projection_shape(name)
+        rank, bias = config.linear(name).rank, fan_out if name in config.biases else 0
+        stored = fan_in * fan_out * fractions[name] + rank * (fan_in + fan_out)
+        # Outputs of the weight that reads the inputs, if it is stored in rows.
+        row = config.factor_rank(name) or fan_out * (config.linear(name).kind == "dense")
+        if row and skips_rows("cpu", batch, row):
+            stored -= activation_sparsity * fan_in * row
+        read = 1
+        if config.experts and name in MLP:
+            routed = batch * config.prototypes * config.top_k
+            read = min(config.experts, routed) + config.shared_expert
+        weights += config.num_layers * read * (stored + bias)
+    weights += config.num_layers * config.d_model * config.experts
+    caches = 2 * config.num_layers * batch * cached * config.kv_heads * config.head_width
+    return (weights + caches) * DTYPE_BYTES[config.compute_dtype]
+
+
+def mfu(flops_per_token: float, tokens_per_second: float, chip: Chip, dtype: str) -> float | None:
+    """Returns the model FLOPs utilisation: model FLOP/s as a fraction of the chip's peak rate.
+
+    Pass the stored FLOPs of a sparse model, so that MFU measures the use of the chip.  The peak of
+    a CPU is measured with large products, so MFU can slightly exceed 1 there.
+
+    Args:
+      flops_per_token: `flops_per_token(...).total`.
+      tokens_per_second: of one chip.
+      chip: from `hardware.detect.detect` or `hardware.chips.CHIPS`.
+      dtype: dtype of the operands, "bfloat16" or "float32".
+
+    Returns:
+      A fraction, or None if the peak for this dtype is unknown.
+    """
+    peak = chip.peak(dtype)
+    return None if peak is None else flops_per_token * tokens_per_second / peak

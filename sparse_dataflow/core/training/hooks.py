@@ -1,0 +1,308 @@
+"""What a training does besides its steps: changes of the model, metrics, evaluations, checkpoints.
+
+A hook is called before and after each step, in the order of the list that the trainer has.  What it
+must remember goes into each checkpoint, so that a resumed run does the same.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from sparse_dataflow.cluster import processes
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.layouts.evolution import exchanged_share, new_shares
+from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.optim.loss_spikes import SpikeHistory, is_accepted, refuse_more_rollbacks
+from sparse_dataflow.core.training.monitoring.metrics import Progress, say
+from sparse_dataflow.core.training.phases import phase_before
+from sparse_dataflow.core.training.plateau import Plateau, with_next_start
+from sparse_dataflow.core.training.programs import convert_state, evolve_layouts
+from sparse_dataflow.core.training.routing import routing_numbers
+
+if TYPE_CHECKING:
+    from sparse_dataflow.core.training.loop import Trainer
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """One optimizer step, after it.
+
+    Attributes:
+      loss: in nats per token.
+      gradient_norms: parameter group -> norm.
+      routing: see `StepReport`.
+      rate: learning rate.
+      seconds: that it took.
+      limit: highest loss that was accepted; None for no limit.
+    """
+
+    loss: float
+    gradient_norms: Mapping[str, float]
+    routing: Any
+    rate: float
+    seconds: float
+    limit: np.float32 | None
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the parameters changed."""
+        return self.limit is None or is_accepted(self.loss, self.gradient_norms, self.limit)
+
+
+class Hook:
+    """Something that a training does; the methods here do nothing."""
+
+    def before_step(self, trainer: "Trainer") -> None:
+        """Is called when the batch of the next step is at hand; may change the trainer's state."""
+
+    def limit(self) -> np.float32 | None:
+        """Returns the highest loss that the next step accepts; None for any."""
+        return None
+
+    def after_step(self, trainer: "Trainer", step: StepDone) -> None:
+        """Is called after each step, also one that was not accepted."""
+
+    def saved(self) -> dict[str, Any]:
+        """Returns what a checkpoint must remember, as JSON values by name."""
+        return {}
+
+    def restore(self, extra: Mapping[str, Any]) -> None:
+        """Takes over the values of a checkpoint, which are not trusted.
+
+        Raises:
+          ValueError, TypeError or KeyError: they are none that `saved` returned.
+        """
+
+    def close(self) -> None:
+        """Is called once, at the end of the process's part of the training."""
+
+
+class Evolve(Hook):
+    """Changes the model or its layouts, as the evolution of the training says.
+
+    Changes come before a step.  So a checkpoint has the state right after a step, and a resumed run
+    makes the same changes again.
+    """
+
+    def before_step(self, trainer: "Trainer") -> None:
+        """See `Hook`; writes a row "evolution"."""
+        evolution, steps = trainer.evolution, trainer.training.steps
+        share = exchanged_share(evolution, trainer.step, steps)
+        phase_ends = trainer.step == trainer.phase.stop
+        if not share and not phase_ends:
+            return
+        with trainer.clock.during("evolution"):
+            start = time.perf_counter()
+            changed = self._next_model(trainer) if phase_ends else self._update(trainer, share)
+            elapsed = time.perf_counter() - start
+        trainer.seconds += elapsed
+        row = {
+            "update_seconds": elapsed,
+            "exchanged": share,
+            "parameters": sum(leaf.size for leaf in jax.tree.leaves(trainer.state.params)),
+        }
+        trainer.write("evolution", row | changed, trainer.step + 1)
+
+    def _next_model(self, trainer):
+        before = trainer.model
+        trainer.phase_number += 1
+        trainer.state = convert_state(trainer.state, before, trainer.model, trainer.executor)
+        return {}
+
+    def _update(self, trainer, share):
+        """Exchanges blocks; returns the share of new blocks of each projection for the row."""
+        before = stacks.layouts_from_tables(trainer.model, trainer.state.tables)
+        # Read ahead: training reads the same batches again, so a resumed run does as well.
+        batches = map(trainer.batch, itertools.count(trainer.step))
+        trainer.state = evolve_layouts(
+            trainer.state,
+            trainer.model,
+            trainer.programs,
+            trainer.evolution,
+            share,
+            batches,
+            trainer.executor,
+        )
+        after = stacks.layouts_from_tables(trainer.model, trainer.state.tables)
+        return {f"changed/{name}": part for name, part in new_shares(before, after).items()}
+
+
+class SkipSpikes(Hook):
+    """Skips steps whose loss is far above the recent ones, and rolls back after several; see
+    `optim.loss_spikes`."""
+
+    def __init__(self, sigmas: float, every: int):
+        """Begins with no history.
+
+        Args:
+          sigmas: `TrainingConfig.skip_spikes`.
+          every: steps between regular checkpoints.
+        """
+        self._sigmas, self._every, self._history = sigmas, every, SpikeHistory()
+
+    def limit(self) -> np.float32:
+        """See `Hook`."""
+        return self._history.loss_limit(self._sigmas)
+
+    def after_step(self, trainer: "Trainer", step: StepDone) -> None:
+        """See `Hook`; writes rows "skipped" and "rollback"."""
+        if step.accepted:
+            self._history = self._history.with_accepted(step.loss)
+            return
+        self._history = self._history.with_skipped()
+        assert step.limit is not None
+        values = {"loss": step.loss, "limit": float(step.limit)}
+        finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
+        trainer.write("skipped", finite)
+        text = f"step {trainer.step} skipped: loss {step.loss:.4g}, limit {step.limit:.4g}"
+        say(f"{trainer.name:>6}: {text}")
+        trainer.alert("spike", text)
+        if self._history.needs_rollback:
+            self._roll_back(trainer)
+
+    def _roll_back(self, trainer):
+        """Restores the parameters of a checkpoint from before the skipped steps."""
+        refuse_more_rollbacks(trainer.name, trainer.step, self._history)
+        trainer.checkpoints.wait()
+        saved_steps = processes.on_first(trainer.checkpoints.steps)
+        target = self._history.rollback_step(saved_steps, trainer.step, self._every)
+        self._history = self._history.with_rollback()
+        if target is None or phase_before(trainer.phases, target) != trainer.phase_number:
+            say(
+                f"{trainer.name:>6}: no rollback: this phase has no checkpoint from before the "
+                "spike"
+            )
+            return
+        trainer.restore_parameters(target)
+        trainer.write("rollback", {"to": target})
+        text = f"rolled back to the parameters of step {target}"
+        say(f"{trainer.name:>6}: {text}")
+        trainer.alert("rollback", text)
+
+    def saved(self) -> dict[str, Any]:
+        """See `Hook`."""
+        return {"spikes": self._history.to_json()}
+
+    def restore(self, extra: Mapping[str, Any]) -> None:
+        """See `Hook`."""
+        self._history = SpikeHistory.from_json(extra.get("spikes"))
+
+
+class Record(Hook):
+    """Writes a row "train" after each accepted step, and shows the progress."""
+
+    def __init__(
+        self,
+        mfu: Callable[[ModelConfig, float], float | None] = lambda model, tokens_per_second: None,
+        position: int = 0,
+    ):
+        """Shows nothing yet.
+
+        Args:
+          mfu: (model, tokens per second) -> model FLOPs utilisation, or None if the chip's peak is
+            unknown.
+          position: row of the progress bar.
+        """
+        self._mfu, self._position = mfu, position
+        self._progress: Progress | None = None
+
+    def before_step(self, trainer: "Trainer") -> None:
+        """See `Hook`."""
+        if self._progress is None:
+            steps = trainer.training.steps
+            self._progress = Progress(trainer.name, steps, trainer.step, self._position)
+
+    def after_step(self, trainer: "Trainer", step: StepDone) -> None:
+        """See `Hook`."""
+        if not step.accepted:
+            return
+        training = trainer.training
+        speed = training.batch * training.sequence / step.seconds
+        row = {
+            "loss": step.loss,
+            "learning_rate": step.rate,
+            "gradient_norm": math.hypot(*step.gradient_norms.values()),
+            "tokens_per_second": speed,
+            "mfu": self._mfu(trainer.model, speed),
+        }
+        trainer.write("train", row | routing_numbers(step.routing))
+        left = trainer.seconds / trainer.step * (training.steps - trainer.step)
+        text = f"loss {step.loss:.3f}  {speed:,.0f} tokens/s"
+        assert self._progress is not None
+        self._progress.update(trainer.step, text, left)
+
+    def close(self) -> None:
+        """See `Hook`."""
+        if self._progress is not None:
+            self._progress.close()
+
+
+class Evaluate(Hook):
+    """Evaluates the periodic held-out windows, and begins the next phase at a plateau."""
+
+    def __init__(self, every: int):
+        """Begins with no evaluation.
+
+        Args:
+          every: steps between evaluations; the last step has one too.
+        """
+        self._every, self._plateau = every, Plateau()
+
+    def after_step(self, trainer: "Trainer", step: StepDone) -> None:
+        """See `Hook`; writes rows "eval", and "routing" for a model with experts."""
+        if trainer.step % self._every and not trainer.finished:
+            return
+        if step.accepted and step.routing:
+            trainer.write("routing", {"load": step.routing.load.tolist()})
+        bits_per_byte = trainer.evaluate()["bits_per_byte"]
+        patience = trainer.evolution.plateau
+        last = trainer.phase_number + 1 == len(trainer.phases)
+        if not patience or last or trainer.finished:
+            return
+        self._plateau = self._plateau.after(bits_per_byte)
+        if self._plateau.stale >= patience:
+            trainer.phases = with_next_start(trainer.phases, trainer.phase_number, trainer.step)
+            self._plateau = Plateau()
+            say(f"{trainer.name:>6}: plateau: the next phase starts after step {trainer.step}")
+
+    def saved(self) -> dict[str, Any]:
+        """See `Hook`."""
+        return {"plateau": self._plateau.to_json()}
+
+    def restore(self, extra: Mapping[str, Any]) -> None:
+        """See `Hook`."""
+        self._plateau = Plateau.from_json(extra["plateau"])
+
+
+class Save(Hook):
+    """Starts a checkpoint every so many steps, and after the last."""
+
+    def __init__(self, every: int):
+        """Args:
+        every: steps between checkpoints.
+        """
+        self._every = every
+
+    def after_step(self, trainer: "Trainer", step: StepDone) -> None:
+        """See `Hook`."""
+        if trainer.step % self._every == 0 or trainer.finished:
+            trainer.save()
+
+
+def usual(eval_every: int, checkpoint_every: int, skip_spikes: float = 0.0, **record: Any) -> list:
+    """Returns the hooks of a training of this project, in their order.
+
+    Args:
+      eval_every: steps between evaluations on the held-out windows.
+      checkpoint_every: steps between checkpoints.
+      skip_spikes: `TrainingConfig.skip_spikes`; 0 for none.
+      record: arguments of `Record`.
+    """
+    spikes = [SkipSpikes(skip_spikes, checkpoint_every)] if skip_spikes else []
+    return [Evolve(), *spikes, Record(**record), Evaluate(eval_every), Save(checkpoint_every)]

@@ -1,0 +1,377 @@
+"""The training loop of one model: steps, hooks, and resuming from a checkpoint."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from sparse_dataflow.cluster import processes
+from sparse_dataflow.cluster.clock import Clock
+from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
+from sparse_dataflow.core.layouts.evolution import guide_share
+from sparse_dataflow.core.optim.by_weight import evaluated
+from sparse_dataflow.core.optim.optimizers import learning_rate_schedule
+from sparse_dataflow.core.optim.train_state import TrainState
+from sparse_dataflow.core.training import held_out
+from sparse_dataflow.core.training.hooks import Hook, StepDone
+from sparse_dataflow.core.training.monitoring.metrics import MetricsWriter, seconds_at
+from sparse_dataflow.core.training.phases import Phase, phase_before, phases_flops, refuse_unfit
+from sparse_dataflow.core.training.programs import Compiled, TrainingData, run_step
+from sparse_dataflow.core.training.routing import non_finite_routers
+from sparse_dataflow.core.training.saved_state import (
+    FrozenBase,
+    SavedProgress,
+    abstract_saved_state,
+    completed,
+    identity,
+    reading_extra,
+    refuse_other_layouts,
+)
+from sparse_dataflow.core.training.step import initial_state
+from sparse_dataflow.core.training.variants import Variant
+from sparse_dataflow.files import storage
+from sparse_dataflow.files.errors import UserError
+
+
+class DivergedError(UserError):
+    """A loss, a gradient or a parameter is not finite."""
+
+
+class Trainer:
+    """Trains one model to its last step.
+
+    `advance` does one step; what happens besides is in hooks.  The files are in one folder:
+    `metrics.jsonl`, `tensorboard/`, `checkpoints/`.
+
+    Attributes:
+      name: of the model, such as "sparse".
+      training: batch, steps and optimizer settings.
+      evolution: how layouts or model change.
+      executor: runs the programs.
+      clock: records what this process is doing.
+      checkpoints: of this training.
+      phases: the models that are trained in turn; a hook may move their first steps.
+      phase_number: index of the phase of the state.
+      state: as placed by the executor, with canonical tables.
+      step: number of steps done.
+      seconds: training time so far.
+      last_evaluation: newest row of `evaluate`; None before the first of this process.
+    """
+
+    def __init__(
+        self,
+        variant: Variant,
+        folder: Path,
+        data: TrainingData,
+        programs: Sequence[Compiled],
+        hooks: Sequence[Hook],
+        *,
+        executor: Executor = SINGLE_DEVICE,
+        start: Callable[[], TrainState] | None = None,
+        base: FrozenBase | None = None,
+        clock: Clock | None = None,
+        checkpoints: Callable[..., Checkpoints] = Checkpoints,
+        metrics: Callable[[Path, int], MetricsWriter] = MetricsWriter,
+    ):
+        """Opens the folder and resumes from its newest verified checkpoint, if there is one.
+
+        Args:
+          variant: the model and how it is trained: the identity of its checkpoints.
+          folder: created if missing.
+          data: training and held-out batches.
+          programs: from `compile_programs`, one per phase.
+          hooks: what happens besides the steps, in this order; see `hooks.usual`.
+          executor: the executor that the programs were compiled for.
+          start: returns the state before the first step, which is saved at once.  If None, the
+            state is drawn from the training seed.
+          base: frozen weights, which a checkpoint names instead of storing them; None if all
+            weights are trained.
+          clock: see the attribute; a new one if None.
+          checkpoints: (folder, config=..., completed=...) -> checkpoints.
+          metrics: (folder, step) -> the writer of metrics and alerts.
+
+        Raises:
+          UserError: the folder cannot be written or has checkpoints of another config, or the
+            evolution does not fit the model or the number of steps.
+        """
+        self.name, self.training, self.executor, self._base = (
+            variant.name, variant.training, executor, base,
+        )  # fmt: skip
+        self.clock, self.evolution = clock or Clock(), variant.evolution
+        refuse_unfit(variant.model, self.evolution, self.training.steps)
+        self._data, self._programs, self._hooks = data, programs, hooks
+        processes.on_first(lambda: _make_folder(folder))
+        saved_config = identity(variant.model, self.training, self.evolution, data.tokenizer_hash)
+        self.checkpoints = checkpoints(
+            folder / "checkpoints", config=saved_config, completed=completed
+        )
+        restored, progress = self._restore(variant.phases)
+        self.phases, self.seconds = progress.phases, progress.seconds
+        saved_step = None if restored is None else int(restored.step)
+
+        def first_state():
+            if restored is None:
+                if start:
+                    return start()
+                return initial_state(self.phases[0].model, self.training, executor)
+            phase = self.phases[phase_before(self.phases, int(restored.step))]
+            refuse_other_layouts(restored, phase)
+            frozen = base.read() if base else ()
+            return executor.place(restored._replace(frozen=frozen), phase.model)
+
+        if programs[0].start_state is None:
+            self.state = first_state()
+        else:
+            self.state = programs[0].start_state(
+                self.name, self.training, saved_config, saved_step, first_state,
+                from_seed=start is None,
+            )  # fmt: skip
+        self.step = int(self.state.step)
+        if saved_step is not None and self.step != saved_step:
+            self.seconds = seconds_at(folder, self.step, self.seconds)
+        self.phase_number = phase_before(self.phases, self.step)
+        if progress.positions is not None:
+            data.train.resume(progress.positions)
+        self._batches = data.train.iterate(self.step)
+        self._metrics = metrics(folder, self.step)
+        self.last_evaluation: dict | None = None
+        if saved_step is not None:
+            self.alert("restart", f"resumed after step {self.step} of {self.training.steps}")
+        if start is not None and restored is None:
+            self.save()  # So that a resumed run does not need `start` again.
+
+    def _restore(self, planned):
+        """Returns (state of the newest checkpoint or None, progress at that step), with the hooks
+        as they were."""
+        extra: Any = None
+
+        def abstract_state(step, saved):
+            nonlocal extra
+            extra = saved
+            phases = SavedProgress.from_extra(extra, planned).phases
+            return abstract_saved_state(phases, self.training, step, self.executor)
+
+        with self.clock.during("checkpoint"):
+            restored = self.checkpoints.restore(abstract_state)
+        if restored is None:
+            return None, SavedProgress(0.0, planned)
+        with reading_extra():
+            for hook in self._hooks:
+                hook.restore(extra)
+        return restored[0], SavedProgress.from_extra(extra, planned)
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the state."""
+        return self.phases[self.phase_number]
+
+    @property
+    def programs(self) -> Compiled:
+        """The compiled programs of the phase."""
+        return self._programs[self.phase_number]
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model of the current phase."""
+        return self.phase.model
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of the whole training, with the phases as planned or changed so far, and the
+        forward passes of a teacher."""
+        return phases_flops(self.phases, self.evolution, self.training, self._data.teacher)
+
+    @property
+    def teacher_flops(self) -> float:
+        """The part of `flops` in the forward passes of a teacher; 0 without one."""
+        return self.flops - phases_flops(self.phases, self.evolution, self.training)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step is done."""
+        return self.step >= self.training.steps
+
+    def alert(self, kind: str, text: str) -> None:
+        """Hands an alert to the trackers; any thread may call."""
+        self._metrics.alert(kind, text, self.step)
+
+    def advance(self) -> None:
+        """Does one optimizer step, and what the hooks do before and after it.
+
+        Raises:
+          DivergedError: a loss or gradient is not finite; names the step, the parameter groups and
+            the last good checkpoint.
+        """
+        self.clock.step = f"step {self.step + 1} of {self.name}"
+        with self.clock.during("data"):
+            batch = self._put(next(self._batches))
+        for hook in self._hooks:
+            hook.before_step(self)
+        limits = [limit for hook in self._hooks if (limit := hook.limit()) is not None]
+        limit = min(limits, default=None)
+        with self.clock.during("step"):
+            start = time.perf_counter()
+            rate = learning_rate_schedule(self.training)(self.step)
+            share = guide_share(self.step, self.phase.stop)
+            self.state, report = run_step(self.programs, self.state, batch, rate, limit, share)
+            report = jax.device_get(report)
+            loss = float(report.loss)
+            norms = {name: float(norm) for name, norm in report.gradient_norms.items()}
+            elapsed = time.perf_counter() - start
+        self.clock.record_step(elapsed)
+        self.step += 1
+        self.seconds += elapsed
+        done = StepDone(loss, norms, report.routing, rate, elapsed, limit)
+        if done.accepted:
+            self._refuse_non_finite("gradients", norms, loss, report.routing)
+        for hook in self._hooks:
+            hook.after_step(self, done)
+
+    def write(
+        self, kind: str, values: Mapping[str, Any], step: int | None = None
+    ) -> dict[str, Any]:
+        """Writes a row of metrics, of this step if None; returns it."""
+        counters = {"tokens": self.tokens, "seconds": self.seconds}
+        row = {"kind": kind, "step": self.step if step is None else step, **counters, **values}
+        self._metrics.write(row)
+        return row
+
+    def restore_parameters(self, step: int) -> None:
+        """Takes parameters, moments and layouts from the checkpoint of an earlier step."""
+        with self.clock.during("checkpoint"):
+            state = abstract_saved_state(self.phases, self.training, step, self.executor)
+            restored = self.checkpoints.restore(state, step)
+        assert restored is not None
+        self.state = self.executor.place(restored[0], self.model)._replace(
+            step=self.state.step, frozen=self.state.frozen
+        )
+
+    def batch(self, step: int) -> dict[str, Any]:
+        """Returns the batch of a step (from 0) as put by the executor."""
+        return self._put(self._data.train[step])
+
+    @property
+    def timeline(self) -> list:
+        """Spans of the last step; empty if the executor records none."""
+        return list(self.programs.timeline())
+
+    def _put(self, batch):
+        self.clock.progress += 1
+        return self.executor.put(batch, self.training.batch)
+
+    @property
+    def tokens(self) -> int:
+        """Number of training tokens seen."""
+        return self.step * self.training.batch * self.training.sequence
+
+    def evaluate(self) -> dict:
+        """Evaluates the periodic held-out windows; returns and writes a row "eval"."""
+        self.last_evaluation = self._evaluate(
+            "eval", lambda corpus: (corpus.validation, corpus.validation_bytes)
+        )
+        return self.last_evaluation
+
+    def evaluate_finally(self) -> dict:
+        """Evaluates all held-out windows; returns and writes a row "final"."""
+        return self._evaluate("final", lambda corpus: (corpus.final, corpus.final_bytes))
+
+    def _evaluate(self, kind, windows):
+        """Writes the loss of the windows of `TrainingData` or of each `HeldOut`."""
+        with self.clock.during("evaluation"):
+            params = evaluated(self.training, self.state.moments, self.state.params)
+            weights = self.programs.weights(self.state._replace(params=params))
+            values = held_out.losses(
+                self._data,
+                windows,
+                lambda batches: held_out.nats(self.programs, weights, map(self._put, batches)),
+            )
+            return self.write(kind, values)
+
+    def save(self) -> None:
+        """Starts a checkpoint of the current step, unless there is one.
+
+        Raises:
+          DivergedError: a parameter is not finite.
+          UserError: the folder cannot be written.
+        """
+        parameter_norms = self.programs.parameter_norms
+        norms = jax.device_get(parameter_norms(self.state.params))
+        self._refuse_non_finite("parameters", norms)
+        last = self.last_evaluation
+        metric = last["bits_per_byte"] if last and last["step"] == self.step else None
+        extra: dict[str, Any] = {
+            "seconds": self.seconds,
+            "data_position": self.step,
+            "bits_per_byte": metric,
+            "starts": [phase.start for phase in self.phases],
+        }
+        for hook in self._hooks:
+            extra |= hook.saved()
+        if (positions := self._data.train.positions(self.step)) is not None:
+            extra["data_positions"] = positions
+        if self._base:
+            extra["base"] = dict(self._base.source)
+        with self.clock.during("checkpoint"):
+            saved = self.executor.canonical(self.state._replace(frozen=()), self.model)
+            self.checkpoints.save(self.step, saved, extra, metric)
+
+    @property
+    def save_retry_due(self) -> bool:
+        """Whether this process's last save failed with a transient error and may be retried now."""
+        return self.checkpoints.retry_due
+
+    def save_and_wait(self) -> None:
+        """Saves the current step and waits until it is on disk, with retries.
+
+        Raises:
+          UserError: see `save`.
+        """
+        with self.clock.during("checkpoint"):
+            self.save()
+            for seconds in storage.WAITS:
+                if self.checkpoints.finish_save() is None:
+                    return
+                time.sleep(seconds)
+                self.save()
+            self.checkpoints.wait()
+
+    def close(self) -> None:
+        """Waits for the save under way and closes the files.
+
+        Raises:
+          UserError: the last rows or the last checkpoint could not be written.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.checkpoints.wait)
+            stack.callback(self._metrics.close)
+            for hook in self._hooks:
+                stack.callback(hook.close)
+
+    def _refuse_non_finite(self, kind, norms, loss=0.0, routing=()):
+        broken = [group for group, norm in norms.items() if not math.isfinite(norm)]
+        if math.isfinite(loss) and not broken:
+            return
+        self.checkpoints.wait()
+        good = self.checkpoints.steps()
+        values = [f"{kind} of {', '.join(broken)}"] if broken else []
+        values += [f"loss {loss}"] if loss else []
+        values += [f"router of layer {layer}" for layer in non_finite_routers(routing)[:1]]
+        self.alert("nan", f"step {self.step} is not finite ({', '.join(values)})")
+        raise DivergedError(
+            f"{self.name}: step {self.step} is not finite ({', '.join(values)}). Last good "
+            f"checkpoint: {f'step {good[-1]}' if good else 'none'}; start a new run with a lower "
+            "--learning_rate."
+        )
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be created: {error.strerror}.") from error

@@ -1,0 +1,277 @@
+"""Metrics of a run: JSONL, trackers, alerts, and a progress bar or plain lines."""
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from sparse_dataflow.cluster import processes
+from sparse_dataflow.cluster.stopping import Ended
+from sparse_dataflow.core.training.monitoring import trackers
+from sparse_dataflow.core.training.monitoring.trackers import TensorBoard, TrackedRun, Tracker
+from sparse_dataflow.files import json_files, storage
+from sparse_dataflow.files.errors import UserError, advice, first_line
+from sparse_dataflow.files.redaction import redact
+
+_REQUIRED = {
+    "train": ("tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second"),
+    "eval": ("tokens", "seconds", "loss", "bits_per_byte"),
+    "evolution": ("tokens", "seconds", "update_seconds", "exchanged", "parameters"),
+    "routing": ("tokens", "seconds"),
+    "skipped": ("tokens", "seconds"),
+    "rollback": ("tokens", "seconds", "to"),
+}
+_LINE_SECONDS = 15.0
+_MAX_LINE_BYTES = 2**20  # Longer lines are read in pieces, none of which parses as a row.
+
+
+def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """Returns the rows of a metrics.jsonl, in the order of the file.
+
+    A killed writer leaves an incomplete line, which is skipped with a warning.  A resumed run
+    repeats the steps after its last checkpoint: the later row of a kind and step replaces the
+    earlier one.  A missing file has no rows.
+
+    Raises:
+      UserError: it cannot be read, or is not a regular file.
+    """
+    path = Path(path)
+
+    def read():
+        if not path.exists():
+            return {}
+        with storage.open_regular(path) as file:
+            lines = enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), start=1)
+            return _parse_rows(path, lines)
+
+    try:
+        return list(storage.retry(f"Reading {path}", read).values())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def _parse_rows(path, lines):
+    """Returns {(kind, step) or line number: row}."""
+    rows: dict[Any, dict[str, Any]] = {}
+    for number, line in lines:
+        if not line.strip():
+            continue
+        try:
+            row = json_files.parse(line)
+        except ValueError:
+            row = None
+        is_row = isinstance(row, dict) and isinstance(row.get("kind", ""), str)
+        if not is_row or type(row.get("step", 0)) is not int:
+            logging.getLogger(__name__).warning("%s: line %d is damaged; skipped.", path, number)
+            continue
+        rows[(row.get("kind"), row["step"]) if "step" in row else number] = row
+    return rows
+
+
+def seconds_at(folder: Path, step: int, otherwise: float) -> float:
+    """Returns the training seconds until `step` from a variant's metrics, or `otherwise`."""
+    rows = reversed(read_metrics(folder / "metrics.jsonl"))
+    steps = (r for r in rows if r.get("kind") in ("train", "skipped") and r.get("step") == step)
+    return next((row["seconds"] for row in steps), otherwise)
+
+
+class MetricsWriter:
+    """Appends rows to `metrics.jsonl` in one variant's folder, and hands them to trackers.
+
+    TensorBoard's files are in `tensorboard/` of that folder. Alerts also go to `alerts.jsonl`.
+
+    With several processes, process 0 writes; the rows of the others are equal.
+
+    Opening at step s drops the rows after s, which a killed run wrote after its last checkpoint,
+    and the final evaluation of a finished run, which is repeated.
+
+    Transient storage errors (see `storage`) are retried with reopened files.  An incomplete row is
+    then followed by the whole row, and skipped on reading.
+
+    Raises:
+      UserError: from every method, if the files cannot be written; earlier rows are intact.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        step: int = 0,
+        tracker_names: Sequence[str] = (trackers.TENSORBOARD,),
+        config: Mapping[str, Any] | None = None,
+    ):
+        """Opens the files and the trackers.
+
+        Args:
+          folder: of the variant.
+          step: of the checkpoint that the training continues.
+          tracker_names: see `trackers.tracker_names`.
+          config: the `RunConfig` as JSON, for trackers.
+        """
+        self._folder = folder
+        self._tensorboard = trackers.TENSORBOARD in tracker_names
+        self._trackers: dict[str, Tracker] = {}
+        self._open: tuple[Any, Any] | None = None
+        self._path = folder / "metrics.jsonl"
+        if not processes.is_first():
+            return
+        rows = self._retried(read_metrics, self._path)
+        rows = [row for row in rows if row.get("kind") != "final"]
+        complete = [row for row in rows if _is_complete(row)]
+        if len(complete) < len(rows):
+            say(f"{self._path}: {len(rows) - len(complete)} rows are damaged; skipped.")
+        lines = (json.dumps(row) + "\n" for row in complete if row["step"] <= step)
+        self._retried(storage.replace, self._path, "".join(lines).encode())
+        self._retried(self._open_files, step + 1)
+        run = TrackedRun(folder, f"{folder.parent.name}/{folder.name}", step, config or {})
+        for name in tracker_names:
+            if name != trackers.TENSORBOARD:
+                self._trackers[name] = trackers.opened(name, run)
+
+    def write(self, row: dict) -> None:
+        """Appends one row: {"kind", "step", ...numbers}."""
+        if processes.is_first():
+            self._retried(self._append, row)
+            self._tell_trackers("write", row)
+
+    def alert(self, kind: str, text: str, step: int) -> None:
+        """Hands an alert to the trackers and to `alerts.jsonl`, as far as these can be written.
+
+        Any thread may call.
+        """
+        if not processes.is_first():
+            return
+        line = json.dumps({"kind": kind, "step": step, "time": time.time(), "text": redact(text)})
+        with contextlib.suppress(OSError), (self._folder / "alerts.jsonl").open("a") as file:
+            file.write(line + "\n")
+        self._tell_trackers("alert", kind, redact(text), step)
+
+    def close(self) -> None:
+        """Flushes and closes the files, and ends the trackers."""
+        try:
+            self._close_files()
+        finally:
+            self._tell_trackers("close")
+            self._trackers.clear()
+
+    def _close_files(self):
+        if self._open is None:
+            return
+        (file, events), self._open = self._open, None
+        with self._user_errors(), contextlib.closing(events or file):
+            file.close()
+
+    def _tell_trackers(self, method, *arguments):
+        """Calls a method of each tracker; one that raises gets no more calls."""
+        for name, tracker in list(self._trackers.items()):
+            try:
+                getattr(tracker, method)(*arguments)
+            except (Exception, SystemExit) as error:  # The code of others raises any error.
+                if isinstance(error, Ended):
+                    raise
+                self._trackers.pop(name, None)
+                say(f"the tracker {name} failed ({first_line(error)}) and gets no more rows")
+
+    def _append(self, row):
+        file, events = self._open_files(row["step"])
+        try:
+            file.write(json.dumps(row).encode() + b"\n")
+            file.flush()
+            if events is not None:
+                events.write(row)
+        except OSError as error:
+            if storage.is_transient(error):
+                with contextlib.suppress(UserError):
+                    self._close_files()
+            raise
+
+    def _open_files(self, first_step):
+        """Returns (metrics.jsonl, TensorBoard file or None), opened if necessary."""
+        if self._open is None:
+            file = self._path.open("ab")
+            try:
+                # Ends an incomplete line of a killed process.
+                file.write(b"\n" * (file.tell() > 0 and not self._ends_with_newline()))
+                events = None
+                if self._tensorboard:
+                    events = TensorBoard(self._folder / "tensorboard", first_step)
+                self._open = file, events
+            except BaseException:
+                file.close()
+                raise
+        return self._open
+
+    def _ends_with_newline(self):
+        with self._path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read() == b"\n"
+
+    def _retried(self, operation, *arguments):
+        with self._user_errors():
+            return storage.retry(
+                f"Writing metrics to {self._folder}", lambda: operation(*arguments)
+            )
+
+    @contextlib.contextmanager
+    def _user_errors(self):
+        """Turns an OSError into a UserError."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"Metrics cannot be written to {self._folder} ({error.strerror or error}). "
+                f"{advice(error).capitalize()} Then continue with --resume."
+            ) from error
+
+
+def _is_complete(row: dict) -> bool:
+    """Whether a row has a legal kind and all numbers of that kind."""
+    numbers = (row.get(name) for name in ("step", *_REQUIRED.get(str(row.get("kind")), ("kind",))))
+    return all(isinstance(number, int | float) for number in numbers)
+
+
+class Progress:
+    """A progress bar on a terminal, a plain line every _LINE_SECONDS elsewhere."""
+
+    def __init__(self, name: str, total: int, step: int, position: int):
+        self._name, self._total = name, total
+        self._last_line = time.monotonic()
+        self._bar = None
+        if sys.stderr is not None and sys.stderr.isatty() and processes.is_first():
+            self._bar = tqdm(
+                desc=f"{name:>6}", total=total, initial=step, position=position, unit="step",
+                dynamic_ncols=True,
+            )  # fmt: skip
+
+    def update(self, step: int, text: str, seconds_left: float) -> None:
+        """Shows that `step` is done, with `text` and the seconds left."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update(step - self._bar.n)
+        elif time.monotonic() - self._last_line > _LINE_SECONDS or step == self._total:
+            self._last_line = time.monotonic()
+            eta = f"{seconds_left:.0f} s left" if step < self._total else "done"
+            say(f"{self._name:>6} step {step}/{self._total}  {text}  {eta}")
+
+    def close(self) -> None:
+        """Closes the bar and leaves it on the screen."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def say(text: str) -> None:
+    """Prints a line above the progress bars on process 0, with secrets redacted.
+
+    A standard error that cannot be written is ignored: training does not depend on its log.
+    """
+    if not processes.is_first():
+        return
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        tqdm.write(redact(text), file=sys.stderr)
+        sys.stderr.flush()

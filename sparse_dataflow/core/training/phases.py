@@ -1,0 +1,144 @@
+"""The phases of a run: which model is trained in which steps."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from sparse_dataflow.core.config.evolution_config import EvolutionConfig
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors.block_gradients import portions
+from sparse_dataflow.core.layouts.evolution import METHODS, exchanged_share, phase_specs, until
+from sparse_dataflow.core.training import cost
+from sparse_dataflow.core.training.teacher import Teacher
+from sparse_dataflow.files.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A span of steps that trains one model.
+
+    Attributes:
+      start: first step, counted from 0.
+      stop: the step after the last one.
+      model: config of the model.
+      runtime_layouts: whether layouts are arguments of the programs, so that they may change.
+    """
+
+    start: int
+    stop: int
+    model: ModelConfig
+    runtime_layouts: bool
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return self.stop - self.start
+
+
+def phases(model: ModelConfig, evolution: EvolutionConfig, steps: int) -> tuple[Phase, ...]:
+    """Returns the phases of a run of `steps` steps, in order and without gaps.
+
+    Raises:
+      UserError: the evolution method does not fit the model.
+    """
+    specs = phase_specs(model, evolution)
+    starts = [round(phase.start * steps) for phase in specs]
+    return tuple(
+        Phase(start, stop, phase.model, phase.runtime_layouts)
+        for phase, start, stop in zip(specs, starts, [*starts[1:], steps])
+    )
+
+
+def mean_flops_per_token(model: ModelConfig, evolution: EvolutionConfig, sequence: int) -> float:
+    """Returns the training FLOPs per token, on average over the phases of a run.
+
+    A dense model has the same FLOPs in all phases, whatever the evolution.  Layout updates do not
+    count.
+
+    Args:
+      model: final or initial config of the model; see `EvolutionConfig`.
+      evolution: how its layouts or its model change.
+      sequence: tokens per sequence.
+
+    Raises:
+      UserError: the evolution method does not fit the model.
+    """
+    if not model.sparse_projections:
+        return cost.flops_per_token(model, sequence).total
+    specs = phase_specs(model, evolution)
+    stops = [spec.start for spec in specs[1:]] + [1.0]
+    return sum(
+        (stop - spec.start) * cost.flops_per_token(spec.model, sequence).total
+        for spec, stop in zip(specs, stops, strict=True)
+    )
+
+
+def phase_before(run_phases: Sequence[Phase], step: int) -> int:
+    """Returns the index of the phase whose model has the state after `step` steps.
+
+    At a boundary this is the earlier phase: the state changes right before the next step.
+    """
+    return next(i for i, phase in enumerate(run_phases) if step <= phase.stop)
+
+
+def update_steps(evolution: EvolutionConfig, steps: int) -> list[int]:
+    """Returns the steps (from 0) before which layouts are updated."""
+    due = range(0, steps, evolution.every)
+    return [step for step in due if exchanged_share(evolution, step, steps) > 0]
+
+
+def run_flops(
+    model: ModelConfig,
+    evolution: EvolutionConfig,
+    training: TrainingConfig,
+    teacher: Teacher | None = None,
+) -> float:
+    """Returns the model FLOPs of a training as planned, with its layout updates and teacher."""
+    return phases_flops(phases(model, evolution, training.steps), evolution, training, teacher)
+
+
+def phases_flops(
+    run_phases: tuple[Phase, ...],
+    evolution: EvolutionConfig,
+    training: TrainingConfig,
+    teacher: Teacher | None = None,
+) -> float:
+    """Returns the model FLOPs of a training in these phases, with its layout updates.
+
+    The forward pass of a teacher counts; the training of the teacher does not.
+    """
+    tokens = training.batch * training.sequence
+    tokens_by_model = [(phase.model, phase.steps * tokens) for phase in run_phases]
+    adapters = bool(training.adapter_rank)
+    total = cost.training_flops(tokens_by_model, training.sequence, adapters)
+    if METHODS[evolution.method].reads_gradients:
+        rows, calls, _ = portions(training, evolution.sequences)
+        measured = rows * calls * training.sequence
+        norms = cost.gradient_norms_flops(run_phases[0].model, measured, training.sequence)
+        total += len(update_steps(evolution, training.steps)) * norms
+    if training.teacher and teacher is not None:
+        total += training.steps * tokens * teacher.flops_per_token(training.sequence)
+    return total
+
+
+def refuse_unfit(model: ModelConfig, evolution: EvolutionConfig, steps: int) -> None:
+    """Refuses an evolution that does not fit into the run's steps.
+
+    Raises:
+      UserError: a phase would have no step, or there would be no layout update.
+    """
+    run_phases = phases(model, evolution, steps)
+    if any(phase.steps < 1 for phase in run_phases):
+        raise UserError(
+            f"--evolution={evolution.method} has {len(run_phases)} phases, the last from "
+            f"{until(evolution):.0%} of the steps on; with {steps} steps one of them has none. "
+            "Give more --steps or --minutes, or another evolution.at."
+        )
+    last = int(until(evolution) * steps)
+    exchanges = METHODS[evolution.method].update is not None
+    if exchanges and len(run_phases) == 1 and not update_steps(evolution, steps):
+        legal = f"1 to {last}" if last else f"none in a run of {steps} steps"
+        raise UserError(
+            f"--set evolution.every={evolution.every} leaves --evolution={evolution.method} no "
+            f"update: the last one is due by step {last} of {steps}; legal: {legal}."
+        )

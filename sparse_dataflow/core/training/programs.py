@@ -1,0 +1,335 @@
+"""The compiled programs of a training, compiled before its clock starts."""
+
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from sparse_dataflow.core.config.evolution_config import EvolutionConfig
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors.block_gradients import mean_norms, portions
+from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
+from sparse_dataflow.core.layouts.evolution import METHODS, PhaseSpec
+from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.model.model_weights import Fixed, ModelWeights
+from sparse_dataflow.core.optim.train_state import StepReport, TrainState, group_norms
+from sparse_dataflow.core.training.batches import EvalBatches, TrainBatches
+from sparse_dataflow.core.training.step import (
+    abstract_state,
+    initial_state,
+    jitted_train_step,
+    make_eval_step,
+)
+from sparse_dataflow.core.training.teacher import Teacher
+from sparse_dataflow.core.training.transitions import change_model, update_layouts
+from sparse_dataflow.files.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """The held-out windows of one corpus of a mixture.
+
+    Attributes:
+      name: of the corpus, in metrics.
+      weight: fraction of the training tokens from this corpus.
+      validation: see `TrainingData`, also for the others.
+      validation_bytes: UTF-8 bytes of their targets.
+      final: windows for the evaluation after the last step.
+      final_bytes: UTF-8 bytes of their targets.
+    """
+
+    name: str
+    weight: float
+    validation: EvalBatches
+    validation_bytes: int
+    final: EvalBatches
+    final_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingData:
+    """The batches that a model is trained and evaluated on.
+
+    Attributes:
+      train: shuffled batches, indexed by step.
+      validation: held-out windows for the periodic evaluations.
+      validation_bytes: UTF-8 bytes of their targets.
+      final: all held-out windows, for the evaluation after the last step.
+      final_bytes: UTF-8 bytes of their targets.
+      tokenizer_hash: part of a checkpoint's identity.
+      mixture: held-out windows of each corpus of a mixture, of which the fields above have the
+        first; () for one corpus.
+      teacher: the model that trainings with `training.teacher` distill; None for none.
+    """
+
+    train: TrainBatches
+    validation: EvalBatches
+    validation_bytes: int
+    final: EvalBatches
+    final_bytes: int
+    tokenizer_hash: str
+    mixture: tuple[HeldOut, ...] = ()
+    teacher: Teacher | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """The compiled programs of one model.
+
+    Attributes:
+      train_step: (state without tables, layouts, tokens, learning rate) -> (state without tables,
+        StepReport); donates the state. With training.skip_spikes it also takes the highest accepted
+        loss, and where batches have weights, those by name.
+      eval_step: (`ModelWeights`, tokens, weights) -> sum of weighted losses, in nats.
+      seconds: compile time.
+      layouts: canonical numpy tables -> layouts as the programs take them; `Fixed` if the programs
+        are specialised to them.
+      gradient_norms: (`ModelWeights`, iterator over the tokens of training batches) -> norms of the
+        dense gradient's blocks; None if the evolution does not read them.
+      update_seconds: measured seconds of one layout update.
+      parameter_norms: params -> norms by parameter group.
+      start_state: (variant's name, training, identity of its checkpoints, step of the newest
+        checkpoint or None, function that returns the state of that checkpoint or the initial one,
+        `from_seed`) -> first state of the run; for an executor that stores states itself, else
+        None.
+      timeline: () -> spans of the last step; none if the executor records none.
+      guided: whether the train step takes `guide_share` by name; see `make_train_step`.
+      teach: tokens -> what the train step takes as `teacher`; None without a teacher.
+    """
+
+    train_step: Callable
+    eval_step: Callable
+    seconds: float
+    layouts: Callable = Fixed
+    gradient_norms: Callable | None = None
+    update_seconds: float = 0.0
+    parameter_norms: Callable = group_norms
+    start_state: Callable | None = None
+    timeline: Callable = lambda: ()
+    guided: bool = False
+    teach: Callable | None = None
+
+    def weights(self, state: TrainState) -> ModelWeights:
+        """Returns the weights of a state with canonical tables, as the programs take them."""
+        return ModelWeights(state.params, self.layouts(state.tables), state.frozen)
+
+
+def compile_programs(
+    phase_specs: Sequence[PhaseSpec],
+    training: TrainingConfig,
+    data: TrainingData,
+    evolution: EvolutionConfig | None = None,
+    cache: dict | None = None,
+    executor: Executor = SINGLE_DEVICE,
+) -> list[Compiled]:
+    """Compiles the train and eval step of each model that is trained in turn.
+
+    Also runs every transition and layout update once, on temporary states, so that nothing
+    compiles during training.
+
+    Args:
+      phase_specs: from `layouts.evolution.phase_specs`.
+      training: batch shape and optimizer settings.
+      data: gives the shapes of the batches.
+      evolution: how layouts or model change; None for static.
+      cache: compiled programs by their inputs; pass the same dict to several calls to compile
+        equal programs once.
+      executor: how the programs are sharded and run.
+
+    Returns:
+      One `Compiled` per entry of `phase_specs`.
+    """
+    evolution, cache = evolution or EvolutionConfig(), {} if cache is None else cache
+    method = METHODS[evolution.method]
+    programs = []
+    for phase in phase_specs:
+        shape = dataclasses.replace(training, steps=1, learning_rate=1.0, warmup=0.0, seed=0)
+        key = phase.model, phase.runtime_layouts, shape, executor, id(data.teacher)
+        if key not in cache:
+            cache[key] = _compile(phase, training, data, executor)
+        programs.append(cache[key])
+        if method.update is not None:
+            programs[-1] = _with_updates(programs[-1], phase, training, data, evolution, executor)
+    for before, after in itertools.pairwise(phase_specs):
+        state = initial_state(before.model, training, executor)
+        convert_state(state, before.model, after.model, executor)
+    return programs
+
+
+def _compile(phase, training, data, executor):
+    start = time.perf_counter()
+    model = phase.model
+    if isinstance(executor, MultiProgramExecutor):
+        programs = executor.programs(model, training, data, phase.runtime_layouts)
+        return Compiled(**programs, seconds=time.perf_counter() - start)
+    canonical = stacks.layout_tables(stacks.layouts(model))
+    place = functools.partial(executor.layouts, model=model, changing=phase.runtime_layouts)
+    shapes = executor.placed_shapes(abstract_state(model, training, executor), model)
+    layouts = place(canonical)
+    replicated = executor.replicated()
+    train_step = jitted_train_step(model, training, executor, shapes)
+    eval_step = jax.jit(make_eval_step(model, executor), out_shardings=replicated)
+    parameter_norms = jax.jit(group_norms, out_shardings=replicated)
+    batch = executor.put(data.train.example, data.train.batch_size)
+    held_out = executor.put(data.validation[0], data.validation.batch_size)
+    windows = held_out["tokens"], held_out["weights"]
+    teach = None
+    if training.teacher:
+        if data.teacher is None:
+            raise UserError(
+                f"training.teacher={training.teacher}: only the main job reads a teacher; leave it "
+                "out."
+            )
+        teach = data.teacher.program(model, executor, batch["tokens"], training.micro_batches)
+    share = 0.0 if model.guided else None
+    arguments, named = _step_arguments(batch, 0.0, no_loss_limit(training), share, teach)
+    return Compiled(
+        train_step.lower(shapes, layouts, *arguments, **named).compile(),
+        eval_step.lower(shapes._replace(tables=layouts).weights, *windows).compile(),
+        time.perf_counter() - start,
+        _newest(place),
+        parameter_norms=parameter_norms.lower(shapes.params).compile(),
+        guided=model.guided,
+        teach=teach,
+    )
+
+
+def _newest(function):
+    """Returns a function of one argument that keeps its last result while the argument is the same
+    object, as the layouts of a state are from one update to the next."""
+    argument: Any = None
+    result: Any = None
+
+    def newest(given):
+        nonlocal argument, result
+        if result is None or given is not argument:
+            argument, result = given, function(given)
+        return result
+
+    return newest
+
+
+def _with_updates(programs, phase, training, data, evolution, executor):
+    """Adds `gradient_norms` and `update_seconds`; runs two updates and times the second."""
+    model, method = phase.model, METHODS[evolution.method]
+    refuse_row_shards(evolution, executor)
+    if method.reads_gradients:
+        measure = programs.gradient_norms or jax.jit(
+            functools.partial(executor.block_gradient_norms, model),
+            out_shardings=executor.replicated(),
+        )
+        division = portions(training, evolution.sequences)
+        programs = dataclasses.replace(
+            programs,
+            gradient_norms=lambda weights, batches: mean_norms(
+                functools.partial(measure, weights), batches, division
+            ),
+        )
+    state = initial_state(model, training, executor)
+    batch = executor.put(data.train.example, data.train.batch_size)
+    for _ in range(2):
+        # Updates get the output state of a step, as in training.
+        state, _ = run_step(programs, state, batch, 0.0, no_loss_limit(training))
+        jax.block_until_ready(state.params)
+        start = time.perf_counter()
+        state = evolve_layouts(
+            state, model, programs, evolution, evolution.share, itertools.repeat(batch), executor
+        )
+        seconds = time.perf_counter() - start
+    return dataclasses.replace(programs, update_seconds=seconds)
+
+
+def refuse_row_shards(evolution: EvolutionConfig, executor: Executor) -> None:
+    """Raises UserError if updates could move blocks between shards of a row-parallel weight."""
+    shards = executor.tensor_shards
+    if evolution.row_shards % shards:
+        raise UserError(
+            f"--set evolution.row_shards={evolution.row_shards} lets blocks move between the "
+            f"mesh's {shards} tensor shards, which must store equally many; legal: multiples of "
+            f"{shards}."
+        )
+
+
+def no_loss_limit(training: TrainingConfig) -> np.float32 | None:
+    """Returns the `limit` of `run_step` that accepts every finite loss."""
+    return np.float32(np.inf) if training.skip_spikes else None
+
+
+def run_step(
+    programs: Compiled,
+    state: TrainState,
+    batch,
+    learning_rate: float,
+    limit=None,
+    guide_share: float = 0.0,
+) -> tuple[TrainState, StepReport]:
+    """Runs one training step.
+
+    Args:
+      programs: of the state's model.
+      state: as placed by the executor, with canonical tables; donated but for these.
+      batch: as put by the executor.
+      learning_rate: of this step.
+      limit: highest accepted loss; None if the programs were compiled without a limit.
+      guide_share: the guides' share of the products; read by a guided model alone.
+    """
+    layouts, before = programs.layouts(state.tables), state.tables
+    share = guide_share if programs.guided else None
+    arguments, named = _step_arguments(batch, learning_rate, limit, share, programs.teach)
+    arrays = state._replace(tables=())
+    after, report = programs.train_step(arrays, layouts, *arguments, **named)
+    return after._replace(tables=before), report
+
+
+def _step_arguments(batch, learning_rate, limit, guide_share, teach):
+    """Returns a train step's arguments after the state, by position and by name; None is none."""
+    numbers = [np.float32(learning_rate)] if limit is None else [np.float32(learning_rate), limit]
+    named = {"weights": batch["weights"]} if "weights" in batch else {}
+    if guide_share is not None:
+        named["guide_share"] = np.float32(guide_share)
+    if teach is not None:
+        named["teacher"] = teach(batch["tokens"])
+    return [batch["tokens"], *numbers], named
+
+
+def evolve_layouts(
+    state,
+    model,
+    programs: Compiled,
+    evolution: EvolutionConfig,
+    share: float,
+    batches: Iterator,
+    executor: Executor = SINGLE_DEVICE,
+):
+    """Returns the state after one layout update.
+
+    Args:
+      state: as placed by the executor; must not be used again.
+      model: config of the state's model.
+      programs: of the model.
+      evolution: the method and its settings.
+      share: fraction of stored blocks to exchange.
+      batches: training batches, as put by the executor, for methods that read gradients.
+      executor: that the programs were compiled for.
+    """
+    method = METHODS[evolution.method]
+    assert method.update is not None
+    norms = None
+    if method.reads_gradients:
+        assert programs.gradient_norms is not None
+        tokens = (batch["tokens"] for batch in batches)
+        norms = programs.gradient_norms(programs.weights(state), tokens)
+    state = executor.canonical(state, model)
+    state = update_layouts(state, model, method.update, share, norms, evolution.row_shards)
+    return executor.place(state, model)
+
+
+def convert_state(state, before, after, executor: Executor = SINGLE_DEVICE):
+    """Returns the state of model `before` as a state of model `after`; see `change_model`."""
+    state = change_model(executor.canonical(state, before), before, after)
+    return executor.place(state, after)

@@ -1,0 +1,165 @@
+"""The content of a training's checkpoints, and the config that must match to restore one."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sparse_dataflow.core.config.evolution_config import EvolutionConfig
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
+from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.optim.train_state import TrainState
+from sparse_dataflow.core.training.phases import Phase, phase_before
+from sparse_dataflow.core.training.plateau import with_starts
+from sparse_dataflow.core.training.step import abstract_state
+from sparse_dataflow.files import json_files
+from sparse_dataflow.files.errors import UserError
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    part: {
+        field.name: field.default
+        for field in dataclasses.fields(config)
+        if field.default is not dataclasses.MISSING and field.name != "remat"
+    }
+    for part, config in (
+        ("model", ModelConfig),
+        ("training", TrainingConfig),
+        ("evolution", EvolutionConfig),
+    )
+}
+_READ_WITH = {
+    "teacher_weight": "teacher",
+    "adapter_alpha": "adapter_rank",
+    "frozen_dtype": "adapter_rank",
+}
+"""Settings of `TrainingConfig` that nothing reads where another setting is empty or 0."""
+
+
+def identity(
+    model: ModelConfig, training: TrainingConfig, evolution: EvolutionConfig, tokenizer_hash: str
+) -> dict[str, Any]:
+    """Returns the config that a checkpoint stores and that restoring compares, JSON-able.
+
+    It has no setting that does not change results: remat, and defaults for those of _READ_WITH.
+    """
+    model_fields, training_fields = model.to_json(), dataclasses.asdict(training)
+    del model_fields["remat"]
+    for name, reader in _READ_WITH.items():
+        if not training_fields[reader]:
+            training_fields[name] = _DEFAULTS["training"][name]
+    return {
+        "model": model_fields,
+        "training": training_fields,
+        "evolution": dataclasses.asdict(evolution),
+        "tokenizer": tokenizer_hash,
+    }
+
+
+def completed(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the `identity` of a checkpoint, with defaults for settings that are younger than it.
+
+    Args:
+      saved: JSON values, which are not trusted.
+    """
+    whole = {part: _filled(value, _DEFAULTS.get(part, {})) for part, value in saved.items()}
+    model = whole.get("model")
+    if isinstance(model, dict) and isinstance(model["linears"], dict):
+        spec = dataclasses.asdict(LinearSpec())
+        model["linears"] = {name: _filled(v, spec) for name, v in model["linears"].items()}
+    return whole
+
+
+def _filled(value, defaults):
+    return {**defaults, **value} if isinstance(value, dict) else value
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenBase:
+    """The frozen weights of a training of adapters, which its checkpoints do not store.
+
+    Attributes:
+      source: where the weights are and their hash, as JSON values.
+      read: returns `TrainState.frozen`.
+    """
+
+    source: Mapping[str, Any]
+    read: Callable[[], dict]
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedProgress:
+    """The values of a checkpoint that are not arrays.
+
+    Attributes:
+      seconds: training time until the checkpoint's step.
+      phases: with the first steps known then.
+      positions: of a streamed corpus; see `TrainBatches.positions`.
+    """
+
+    seconds: float
+    phases: tuple[Phase, ...]
+    positions: Any = None
+
+    @classmethod
+    def from_extra(cls, extra: Mapping[str, Any], planned: tuple[Phase, ...]) -> "SavedProgress":
+        """Reads a checkpoint's extra.json, which is not trusted.
+
+        Args:
+          extra: its content.
+          planned: the phases of the training as planned.
+
+        Raises:
+          UserError: `extra` is not from a training with these phases.
+        """
+        with reading_extra():
+            starts, seconds = extra["starts"], float(extra["seconds"])
+            if not all(type(start) is int for start in starts) or sorted(starts) != starts:
+                raise ValueError("its phases are out of order")
+            return cls(seconds, with_starts(planned, starts), extra.get("data_positions"))
+
+
+@contextlib.contextmanager
+def reading_extra():
+    """Turns what a malformed extra.json raises into a UserError."""
+    try:
+        yield
+    except json_files.MALFORMED as error:
+        raise UserError(
+            f"A checkpoint's extra.json was not written by this training ({error}). Move its "
+            "folder away to resume from the previous checkpoint."
+        ) from None
+
+
+def refuse_other_layouts(state: TrainState, phase: Phase) -> None:
+    """Refuses the layouts of a checkpoint that the phase's programs were not specialised to.
+
+    Raises:
+      UserError: a pattern of this version chooses other blocks than the version that trained.
+    """
+    if phase.runtime_layouts:
+        return
+    saved = stacks.layouts_from_tables(phase.model, state.tables)
+    expected = stacks.layouts(phase.model)
+    if names := sorted(name for name in expected if saved[name] != expected[name]):
+        raise UserError(
+            f"The checkpoint's layouts of {', '.join(names)} are not those of its pattern, which "
+            "another version of this project made otherwise; legal: that version, or a new run."
+        )
+
+
+def abstract_saved_state(
+    phases: Sequence[Phase],
+    training: TrainingConfig,
+    step: int,
+    executor: Executor = SINGLE_DEVICE,
+) -> TrainState:
+    """Returns shapes, dtypes and shardings of the saved state after `step` steps.
+
+    Its layout tables are numpy arrays.
+    """
+    model = phases[phase_before(phases, step)].model
+    state = abstract_state(model, training, executor)
+    return state._replace(tables=stacks.layout_tables(stacks.layouts(model)), frozen=())

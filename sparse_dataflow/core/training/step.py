@@ -1,0 +1,184 @@
+"""The initial training state and the pure functions that train and evaluate it."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors import sharding
+from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
+from sparse_dataflow.core.executors.whole import Accumulation, Batch
+from sparse_dataflow.core.model import adapters, gpt, guides, stacks
+from sparse_dataflow.core.model.model_weights import ModelWeights
+from sparse_dataflow.core.ops.cross_entropy.distillation import TeacherOutput
+from sparse_dataflow.core.optim.optimizers import make_optimizer
+from sparse_dataflow.core.optim.train_state import StepReport, TrainState, group_norms
+from sparse_dataflow.core.training.transitions import with_copied_guides
+
+
+def initial_state(
+    model: ModelConfig, training: TrainingConfig, executor: Executor = SINGLE_DEVICE
+) -> TrainState:
+    """Returns parameters drawn from the training seed, zero moments and the model's layouts.
+
+    The values are the same on every executor; the executor places them.  Guides are copies of the
+    stored blocks.
+    """
+    if isinstance(executor, MultiProgramExecutor):
+        return executor.initial_state(model, training)
+    tables = stacks.layout_tables(stacks.layouts(model))
+    # The number of steps does not change the draw; without it, `_draw` is cached across runs.
+    state = _draw(model, dataclasses.replace(training, steps=1), executor)()
+    return executor.place(with_copied_guides(state._replace(tables=tables), model), model)
+
+
+def abstract_state(
+    model: ModelConfig, training: TrainingConfig, executor: Executor = SINGLE_DEVICE
+) -> TrainState:
+    """Returns shapes, dtypes and shardings of `initial_state`, without tables."""
+    if isinstance(executor, MultiProgramExecutor):
+        return executor.abstract_state(model, training)
+    shapes = jax.eval_shape(_draw(model, dataclasses.replace(training, steps=1), executor))
+    shardings = executor.shardings(shapes, model)
+    if shardings is None:
+        return shapes
+    return jax.tree.map(sharding.abstract, shapes, shardings)
+
+
+@functools.cache
+def _draw(model, training, executor):
+    optimizer = make_optimizer(model, training)
+
+    @jax.jit
+    def draw():
+        init_key, key = jax.random.split(jax.random.key(training.seed))
+        params: Any = gpt.init(model, init_key)
+        frozen: Any = ()
+        if training.adapter_rank:
+            frozen = adapters.frozen(model, params, training.adapter_scale)
+            params = adapters.factors(params)
+        step, moments = jnp.zeros((), jnp.int32), optimizer.init(params)
+        return TrainState(step, params, moments, (), key, frozen)
+
+    shardings = executor.shardings(jax.eval_shape(draw), model)
+    return draw if shardings is None else jax.jit(draw, out_shardings=shardings)
+
+
+def make_train_step(
+    model: ModelConfig, training: TrainingConfig, executor: Executor = SINGLE_DEVICE
+) -> Callable:
+    """Returns (state, int32 [batch, sequence + 1] tokens, learning rate) -> (state, StepReport).
+
+    The step takes `weights` by name, float32 [batch, sequence], which multiply the losses of the
+    targets and add up to 1; without them, all targets count equally. With `training.skip_spikes` it
+    takes a fourth argument, float32 [], the highest accepted loss: if the loss is higher, or a
+    gradient is not finite, parameters and moments do not change.  The step of a guided model takes
+    `guide_share` by name, float32 [], the guides' share of the products; with `training.teacher`
+    the step takes `teacher` by name, see `training.teacher.Teacher`.
+
+    The step is specialised to a state's `Fixed` tables; others may change between steps.
+
+    Args:
+      model: config of the model.
+      training: micro-batches and optimizer settings.
+      executor: computes loss and gradients.
+    """
+    optimizer = make_optimizer(model, training, getattr(executor, "mesh", None))
+    how = Accumulation(training.micro_batches, training.state_dtype)
+
+    def train_step(
+        state: TrainState,
+        tokens: jax.Array,
+        learning_rate: jax.Array,
+        *limit: jax.Array,
+        weights: jax.Array | None = None,
+        guide_share: jax.Array | None = None,
+        teacher: tuple[jax.Array, jax.Array] | None = None,
+    ):
+        if training.teacher and teacher is None:
+            raise TypeError("a step with `training.teacher` takes `teacher` by name")
+        of_model, taught = state.weights, None
+        if guide_share is not None:
+            of_model = dataclasses.replace(
+                of_model, frozen=guides.shares(state.params, guide_share)
+            )
+        if teacher:
+            taught = TeacherOutput(*teacher, jnp.float32(training.teacher_weight))
+        with jax.named_scope("loss_and_gradients"):
+            batch = Batch(tokens, weights, taught)
+            loss, gradients = executor.loss_and_gradients(model, of_model, batch, how)
+            gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.params)
+        with jax.named_scope("optimizer"):
+            updates, moments = optimizer.update(
+                gradients,
+                state.moments,
+                state.params,
+                learning_rate=learning_rate,
+                weights=of_model.with_groups(),
+            )
+            params = optax.apply_updates(state.params, updates)
+        loss, routing = loss if model.experts else (loss, ())
+        report = StepReport(loss, group_norms(gradients), routing)
+        if training.skip_spikes:
+            finite = [jnp.isfinite(norm) for norm in (loss, *report.gradient_norms.values())]
+            accepted = jnp.stack([loss <= limit[0], *finite]).all()
+            params, moments = jax.tree.map(
+                lambda new, old: jnp.where(accepted, new, old),
+                (params, moments),
+                (state.params, state.moments),
+            )
+        return state._replace(step=state.step + 1, params=params, moments=moments), report
+
+    return train_step
+
+
+def jitted_train_step(
+    model: ModelConfig, training: TrainingConfig, executor: Executor, shapes: TrainState
+) -> jax.stages.Wrapped:
+    """Returns `make_train_step` jitted, with the layouts apart: (state without tables, its tables,
+    tokens, ...) -> (state without tables, StepReport).
+
+    It donates the state, whose sharding stays, and not the layouts.
+
+    Args:
+      model: see `make_train_step`, also for `training` and `executor`.
+      shapes: shapes of the state without tables, as placed by the executor.
+    """
+    step = make_train_step(model, training, executor)
+    shardings = executor.shardings(shapes, model)
+    if shardings is not None:
+        replicated = executor.replicated()
+        shardings = shardings, StepReport(replicated, replicated, replicated)
+
+    def train_step(state, layouts, *arguments, **named):
+        after, report = step(state._replace(tables=layouts), *arguments, **named)
+        return after._replace(tables=()), report
+
+    return jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
+
+
+def make_eval_step(model: ModelConfig, executor: Executor = SINGLE_DEVICE) -> Callable:
+    """Returns (`ModelWeights`, tokens, weights of the targets) -> sum of weighted losses in nats.
+
+    The sum is float32 [].  A guided model is evaluated without its guides.
+
+    Args:
+      model: config of the model.
+      executor: computes the loss.
+    """
+    guided = model.guided
+    model = guides.without_guides(model.dropless())
+
+    def eval_step(of_model: ModelWeights, tokens: jax.Array, weights: jax.Array) -> jax.Array:
+        if guided:
+            params = guides.without_leaves(of_model.params, guides.GUIDE)
+            of_model = dataclasses.replace(of_model, params=params)
+        return executor.loss(model, of_model, Batch(tokens, weights))
+
+    return eval_step

@@ -1,0 +1,77 @@
+"""The teacher of a distillation: a trained model whose hidden states each training step reads."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax import lax
+
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.executors.executor import Executor
+from sparse_dataflow.core.executors.sharded import put_global
+from sparse_dataflow.core.model.model_weights import weights_of
+from sparse_dataflow.core.training import cost
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """A model that trainings learn from.
+
+    Attributes:
+      model: its config.
+      params: its parameters, on the host; see `model.gpt`.
+      tables: its layout tables in numpy.
+      source: where the weights are and their hash, as JSON values.
+    """
+
+    model: ModelConfig
+    params: Any
+    tables: Any
+    source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    _placed: dict[Executor, Any] = dataclasses.field(default_factory=dict, repr=False)
+
+    def flops_per_token(self, sequence: int) -> float:
+        """Returns the FLOPs of the forward pass for one token of a sequence of this length."""
+        return cost.flops_per_token(self.model, sequence, training=False).total
+
+    def program(
+        self, student: ModelConfig, executor: Executor, tokens: jax.Array, micro_batches: int
+    ) -> Callable:
+        """Returns the compiled (int32 [B, T + 1] tokens) -> (hidden states [B, T, D], embedding).
+
+        Hidden states are normalised and lie where the rows of the tokens do; the embedding is the
+        teacher's output layer [V, D].  Both have the student's compute dtype.  Every device holds
+        all of the teacher.
+
+        Args:
+          student: gives the compute dtype, and whether attention stays within a document.
+          executor: of the student.
+          tokens: a batch as the executor puts it.
+          micro_batches: parts of the rows that run one after the other.
+        """
+        config = dataclasses.replace(
+            self.model.dropless(),
+            compute_dtype=student.compute_dtype,
+            mask_documents=student.mask_documents,
+        )
+
+        def hidden(params, tokens):
+            weights = weights_of(params, self.tables)
+            parts = tokens.reshape(micro_batches, -1, tokens.shape[1])
+            states = lax.map(lambda rows: whole.hidden_states(config, weights, rows), parts)
+            return states.reshape(len(tokens), *states.shape[2:])
+
+        if executor not in self._placed:  # All phases of a training share one copy.
+            target = executor.replicated()
+            self._placed[executor] = (
+                jax.device_put(self.params)
+                if target is None
+                else jax.tree.map(lambda leaf: put_global(leaf, target), self.params)
+            )
+        params = self._placed[executor]
+        output = params["head"].get("output", params["embed"]["tokens"])
+        embedding = output.astype(student.compute_dtype)
+        program = jax.jit(executor.over_rows(hidden)).lower(params, tokens).compile()
+        return lambda tokens: (program(params, tokens), embedding)

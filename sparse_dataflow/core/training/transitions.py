@@ -1,0 +1,449 @@
+"""Transitions from one layout, or one model, to the next, of parameters and moments.
+
+Blocks that stay keep their bits.  New blocks start with zero weights and zero moments.  Zero second
+moments are safe.  Adam's count goes on, so the bias correction is not small, and with m and v both
+from zero |m| / sqrt(v) <= (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)) (Cauchy-Schwarz), which is 1.2
+for b1 0.9 and b2 0.95.  So a new weight moves no faster than an old one.  Muon has no second
+moment, and every block that has a gradient moves equally.
+
+Projections are converted one at a time, one layer group (`config.layer_groups`) after another.
+Each old array is freed before the next one is converted, so the extra memory is one array of one
+projection.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_dataflow.cluster.processes import to_host
+from sparse_dataflow.core.config.layer_groups import (
+    join_groups,
+    layer_groups,
+    layer_linear,
+    split_groups,
+)
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.executors.sharding import COLUMN_PARALLEL
+from sparse_dataflow.core.layouts.evolution import Update, block_sources, largest_blocks
+from sparse_dataflow.core.layouts.layout import BlockLayout
+from sparse_dataflow.core.model import gpt, guides, stacks
+from sparse_dataflow.core.model.blocks import (
+    collect,
+    expand,
+    gather_blocks,
+    grid_norms,
+    stored_norms,
+)
+from sparse_dataflow.core.model.projection import with_room
+from sparse_dataflow.core.ops.hadamard.transform import hadamard
+from sparse_dataflow.core.optim.optimizers import adam_state, map_moments
+from sparse_dataflow.core.optim.train_state import TrainState
+
+LOW_RANK = ("a_kernel", "b_kernel", "gate")
+
+
+def update_layouts(
+    state: TrainState,
+    model: ModelConfig,
+    update: Update,
+    share: float,
+    gradient_norms: dict[str, np.ndarray] | None = None,
+    row_shards: int = 1,
+) -> TrainState:
+    """Returns the state with every layout updated.
+
+    Random choices follow from the state's key and step, so a resumed run makes the same ones.
+
+    Args:
+      state: canonical, with concrete tables; must not be used again.
+      model: config of the state's model.
+      update: update rule of a method; see `layouts.evolution`.
+      share: fraction of stored blocks to exchange.
+      gradient_norms: from `block_gradient_norms`; None if the update does not read them.
+      row_shards: see `EvolutionConfig.row_shards`.
+    """
+    key = jax.random.key_data(jax.random.fold_in(state.key, state.step))
+    seed = np.asarray(jax.device_get(key)).ravel().tolist()
+    layouts = stacks.layouts_from_tables(model, state.tables)
+    for name, old in layouts.items():
+        new = []
+        shards = 1 if name in COLUMN_PARALLEL else row_shards
+        for place in _places(name, [group.layers for group in layer_groups(model)]):
+            norms = _block_norms(place.module(state.params)["values"])
+            for layer, layer_norms in zip(place.layers, norms, strict=True):
+                gradients = None if gradient_norms is None else gradient_norms[name][layer]
+                rng = np.random.default_rng([*seed, model.projections.index(name), layer])
+                new.append(update(old[layer], layer_norms, gradients, share, shards, rng))
+            layers = slice(place.layers.start, place.layers.stop)
+            state = _moved_blocks(state, place, old[layers], new[layers])
+        layouts[name] = new
+    return state._replace(tables=stacks.layout_tables(layouts))
+
+
+def change_model(
+    state: TrainState,
+    old: ModelConfig,
+    new: ModelConfig,
+    input_norms: Mapping[str, np.ndarray] | None = None,
+) -> TrainState:
+    """Returns a state of model `old` as a state of model `new`; it must not be used again.
+
+    A block-sparse weight becomes a dense one of the same function: its stored blocks in place, with
+    its Hadamard transform and its low-rank term merged in.  A weight that gets sparser keeps its
+    largest blocks; if the new weight reads a Hadamard transform, those of the transformed weight.
+    A new low-rank term has a zero second factor, so the function stays.  A block that all layers
+    share becomes one for each, of equal parameters, with the moments of its mean gradient.  Guides
+    are dropped.
+
+    Args:
+      state: canonical, with concrete tables.
+      old: config of the state's model.
+      new: config of the new model.
+      input_norms: projection -> float [num_layers, in] that the rows of a weight are multiplied by
+        in the norms of its blocks; None for 1. See `interchange.calibration`.
+    """
+    if old.shared_layers:
+        return _untied(state, old)
+    if old.guided:
+        return _map_trees(lambda tree: guides.without_leaves(tree, guides.GUIDE), state)
+    key = jax.random.fold_in(state.key, state.step)
+    before, after = ([group.layers for group in layer_groups(model)] for model in (old, new))
+    common = _common_ranges(before, after)
+    state, layouts = _regroup(state, before, common), stacks.layouts_from_tables(old, state.tables)
+    for name in new.projections:
+        old_layouts = layouts.pop(name, None)
+        new_layouts: list[BlockLayout] = []
+        for place in _places(name, common):
+            stored = old_layouts and [old_layouts[layer] for layer in place.layers]
+            norms = (input_norms or {}).get(name)
+            scale = None if norms is None else norms[np.asarray(place.layers)]
+            state, chosen = _change_projection(state, place, stored, old, new, key, scale)
+            new_layouts += chosen or ()
+        if new_layouts:
+            layouts[name] = [
+                with_room(layout, layer_linear(new, name, layer))
+                for layer, layout in enumerate(new_layouts)
+            ]
+    return _regroup(state, common, after)._replace(tables=stacks.layout_tables(layouts))
+
+
+def _untied(state, model):
+    """Returns a state whose layers have copies of the block that they shared.
+
+    The gradient of a shared block is the sum over its layers, whose mean is what a copy's moments
+    stand for: first moments are divided by the number of layers, second ones by its square.  So the
+    direction of a step stays, and new gradients weigh in at their own scale.
+    """
+    layers = model.num_layers
+
+    def copies(scale):
+        return lambda tree: {**tree, "blocks": copied_blocks(tree["blocks"], layers, scale)}
+
+    moments = map_moments(copies(1 / layers), state.moments, copies(1 / layers**2))
+    return state._replace(params=copies(1.0)(state.params), moments=moments)
+
+
+def copied_blocks(shared: Any, layers: int, scale: float = 1.0) -> Any:
+    """Returns every leaf [1, ...] of a shared block, times `scale`, as [layers, ...]."""
+
+    def copied(leaf):
+        xp: Any = np if isinstance(leaf, np.ndarray) else jnp
+        return xp.repeat(leaf * leaf.dtype.type(scale), layers, axis=0)
+
+    return jax.tree.map(copied, shared)
+
+
+def with_copied_guides(state: TrainState, model: ModelConfig) -> TrainState:
+    """Returns the state with every guide of a guided model a copy of its stored blocks.
+
+    So the model computes the same function, whatever the share of the guides.
+
+    Args:
+      state: canonical, with concrete tables.
+      model: config of the state's model.
+    """
+    if not model.guided:
+        return state
+    params = state.params
+    for name, layouts in stacks.layouts_from_tables(model, state.tables).items():
+        for place in _places(name, [group.layers for group in layer_groups(model)]):
+            stored = [layouts[layer] for layer in place.layers]
+            module = place.module(params)
+            guide = expand(*_positions(stored), module["values"], grid=stored[0].mask.shape)
+            params = place.with_module(params, {**module, guides.GUIDE: guide})
+    return state._replace(params=params)
+
+
+def _change_projection(
+    state, place: "_Place", stored: list[BlockLayout] | None, old, new, key, scale
+):
+    """Converts one projection of one group of layers; returns (state, its layouts or None)."""
+    before, after = (layer_linear(model, place.name, place.layers.start) for model in (old, new))
+    if (before.kind, before.density) != (after.kind, after.density):
+        if after.kind == "dense":
+            assert stored is not None
+            dense = functools.partial(expand, *_positions(stored), grid=stored[0].mask.shape)
+            state, stored = _with_converted(state, place, "values", "kernel", dense), None
+            state = _merge_hadamard(state, place, before.hadamard)
+        else:
+            if before.kind == "dense":
+                state = _merge_hadamard(state, place, after.hadamard)
+            state, stored = _prune(state, place, stored, after, scale)
+    if before.rank and not after.rank and after.kind == "dense":
+        state = _merge_low_rank(state, place)
+    if after.rank and not before.rank:
+        state = _add_low_rank(state, place, _low_rank_init(new, place.name)(key, place.layers))
+    return state, stored
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """One projection of one group of layers.
+
+    Attributes:
+      name: of the projection.
+      group: index of the group among `split_groups` of params["blocks"].
+      layers: the group's layers.
+    """
+
+    name: str
+    group: int
+    layers: range
+
+    def module(self, params: dict) -> dict[str, Any]:
+        """Returns the projection's leaves, stacked over the layers."""
+        return split_groups(params["blocks"])[self.group][self.name]
+
+    def with_module(self, params: dict, module: dict[str, Any]) -> dict:
+        """Returns the params with the projection's leaves replaced."""
+        blocks = list(split_groups(params["blocks"]))
+        blocks[self.group] = {**blocks[self.group], self.name: module}
+        return {**params, "blocks": join_groups(blocks)}
+
+
+def _places(name, ranges):
+    return [_Place(name, group, layers) for group, layers in enumerate(ranges)]
+
+
+def _common_ranges(*divisions: Sequence[range]) -> list[range]:
+    """Returns the fewest ranges of layers of which every range in `divisions` is a union."""
+    starts = sorted({layers.start for ranges in divisions for layers in ranges})
+    return [range(*ends) for ends in itertools.pairwise([*starts, divisions[0][-1].stop])]
+
+
+def _regroup(state, before: Sequence[range], after: Sequence[range]):
+    """Returns the state with its blocks stacked over other ranges of layers."""
+    if list(before) == list(after):
+        return state
+
+    def regroup(tree):
+        groups = split_groups(tree["blocks"])
+        # Leaf by leaf, so that at most one leaf is in memory twice.
+        restacked = [
+            _restack(leaves, before, after)
+            for leaves in zip(*map(jax.tree.leaves, groups), strict=True)
+        ]
+        structure = jax.tree.structure(groups[0])
+        blocks = [jax.tree.unflatten(structure, leaves) for leaves in zip(*restacked)]
+        return {**tree, "blocks": join_groups(blocks)}
+
+    return _map_trees(regroup, state)
+
+
+def _map_trees(function, state, second=None):
+    """Returns the state with `function` of the params and the moments; see `map_moments`."""
+    moments = map_moments(function, state.moments, second)
+    return state._replace(params=function(state.params), moments=moments)
+
+
+def _restack(leaves, before, after):
+    """Arrays stacked over the layer ranges `before` -> over those of `after`; frees the old."""
+    restacked = []
+    for layers in after:
+        slices = [
+            leaf[max(layers.start, old.start) - old.start : layers.stop - old.start]
+            for leaf, old in zip(leaves, before, strict=True)
+            if old.start < layers.stop and layers.start < old.stop
+        ]
+        concatenate = np.concatenate if isinstance(slices[0], np.ndarray) else jnp.concatenate
+        restacked.append(slices[0] if len(slices) == 1 else concatenate(slices))
+    jax.block_until_ready(restacked)
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array) and not any(leaf is array for array in restacked):
+            leaf.delete()
+    return restacked
+
+
+def _moved_blocks(state, place, old: Sequence[BlockLayout], new: Sequence[BlockLayout]):
+    """Moves the stored blocks of one projection from old to new layouts of its layers."""
+    sources = np.stack([block_sources(before, after) for before, after in zip(old, new)])
+    gather = functools.partial(_gather_blocks, sources=sources)
+    return _with_converted(state, place, "values", "values", gather)
+
+
+def _gather_blocks(values: jax.Array | np.ndarray, sources: np.ndarray) -> jax.Array | np.ndarray:
+    """Returns `gather_blocks`, in device or host memory as `values`.
+
+    Of arrays with one number for each block, such as a count, new blocks get that of another block.
+    """
+    if math.prod(values.shape[2:]) == 1:
+        of_others = np.maximum(sources.max(axis=1, keepdims=True), 0)
+        sources = np.where(sources < 0, of_others, sources)
+    if not isinstance(values, np.ndarray):
+        return gather_blocks(values, sources)
+    new = np.empty((*sources.shape, *values.shape[2:]), values.dtype)
+    for layer, source in enumerate(sources):
+        np.take(values[layer], np.maximum(source, 0), axis=0, out=new[layer])
+        new[layer][source < 0] = 0
+    return new
+
+
+def _block_norms(values):
+    """Returns float [layers, nnz] Euclidean norms of the stored blocks, in numpy."""
+    if not isinstance(values, np.ndarray):
+        return to_host(stored_norms(values))
+    return np.stack([np.sqrt(np.einsum("nij,nij->n", layer, layer)) for layer in values])
+
+
+def _prune(state, place, old: list[BlockLayout] | None, spec, scale=None):
+    """Keeps the largest blocks of one projection at `spec`'s density; returns (state, layouts).
+
+    `scale` float [layers, in] multiplies the rows of the weight in the norms; None for 1.
+    """
+    module = place.module(state.params)
+    if old is None:
+        kernel = module["kernel"] if scale is None else module["kernel"] * scale[:, :, None]
+        norms = to_host(grid_norms(kernel, spec.block))
+        stored: list[np.ndarray | None] = [None] * len(norms)
+    else:
+        values = module["values"]
+        if scale is not None:
+            rows = scale.reshape(len(old), -1, spec.block)
+            values = values * np.stack([r[lay.rows] for r, lay in zip(rows, old)])[..., None]
+        norms_of_stored = to_host(stored_norms(values))
+        norms = np.zeros((len(old), *old[0].mask.shape), norms_of_stored.dtype)
+        for layer, layout in enumerate(old):
+            norms[layer, layout.rows, layout.cols] = norms_of_stored[layer]
+        stored = [layout.mask for layout in old]
+    degree = round(spec.density * np.gcd(*norms[0].shape))
+    new = [largest_blocks(n, spec.block, degree, mask) for n, mask in zip(norms, stored)]
+    if old is None:
+        blocks = functools.partial(collect, *_positions(new), block=spec.block)
+        return _with_converted(state, place, "kernel", "values", blocks), new
+    return _moved_blocks(state, place, old, new), new
+
+
+def _positions(layouts):
+    return np.stack([lay.rows for lay in layouts]), np.stack([lay.cols for lay in layouts])
+
+
+def _with_converted(state, place: _Place, before: str, after: str, convert: Callable, second=None):
+    """Replaces leaf `before` of a projection by `after`, in params and moments.
+
+    `second` converts second moments; `convert` if None.
+    """
+    leaf = functools.partial(_convert_leaf, place=place, before=before, after=after)
+    first = functools.partial(leaf, convert=convert)
+    return _map_trees(first, state, functools.partial(leaf, convert=second or convert))
+
+
+def _merge_hadamard(state, place, width):
+    """Replaces a dense weight W that reads a transform H by H W, which computes the same function.
+
+    First moments transform as gradients do.  Second moments, being squares, do not; they become
+    the mean over the inputs of a transform, as if the gradients of these were independent.
+    """
+    if not width:
+        return state
+    mix = functools.partial(_mix_inputs, width=width)
+    mean = functools.partial(_average_inputs, width=width)
+    return _with_converted(state, place, "kernel", "kernel", mix, second=mean)
+
+
+@functools.partial(jax.jit, static_argnames="width")
+def _mix_inputs(kernel, width):
+    """Returns H W for every [in, out] of [layers, in, out]."""
+    return hadamard(kernel.swapaxes(1, 2), width).swapaxes(1, 2)
+
+
+@functools.partial(jax.jit, static_argnames="width")
+def _average_inputs(second, width):
+    """Returns [layers, in, out] with every `width` neighbouring inputs replaced by their mean."""
+    layers, inputs, outputs = second.shape
+    groups = second.reshape(layers, inputs // width, width, outputs)
+    mean = jnp.mean(groups, axis=2, keepdims=True)
+    return jnp.broadcast_to(mean, groups.shape).reshape(second.shape)
+
+
+def _convert_leaf(tree, place, before, after, convert):
+    """Replaces one leaf of a projection, if the tree has it, and frees the old array."""
+    module = dict(place.module(tree))
+    if before not in module:  # Muon's matrices have no second moment.
+        return tree
+    leaf = module.pop(before)
+    # The state of a weight is a tuple of arrays; see `optim.by_weight`.
+    module[after] = jax.block_until_ready(jax.tree.map(convert, leaf))
+    for array in jax.tree.leaves(leaf):
+        if isinstance(array, jax.Array):
+            array.delete()
+    return place.with_module(tree, module)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _sum_with_low_rank(kernel, a_kernel, b_kernel, gate):
+    """[L, in, out] + gate [L] x [L, in, r] [L, r, out]."""
+    return kernel + gate[:, None, None] * (a_kernel @ b_kernel)
+
+
+def _merge_low_rank(state, place):
+    """Adds a projection's low-rank term to its dense weight; drops the moments of the term."""
+    terms = [place.module(state.params)[leaf] for leaf in LOW_RANK]
+    merge = lambda kernel: _sum_with_low_rank(kernel, *terms)  # noqa: E731
+    params = _convert_leaf(state.params, place, "kernel", "kernel", merge)
+
+    def without_low_rank(tree):
+        module = {k: v for k, v in place.module(tree).items() if k not in LOW_RANK}
+        return place.with_module(tree, module)
+
+    return _map_trees(without_low_rank, state._replace(params=params))
+
+
+@functools.cache
+def _low_rank_init(model, name):
+    """Returns (key, layers) -> a projection's low-rank leaves as `gpt.init` draws them.
+
+    XLA removes the draws of all other leaves.
+    """
+
+    @functools.partial(jax.jit, static_argnames="layers")
+    def draw(key, layers):
+        modules = [group[name] for group in split_groups(gpt.init(model, key)["blocks"])]
+        stacked = {leaf: jnp.concatenate([m[leaf] for m in modules]) for leaf in LOW_RANK}
+        return {leaf: array[layers.start : layers.stop] for leaf, array in stacked.items()}
+
+    return draw
+
+
+def _add_low_rank(state, place, leaves):
+    """Adds low-rank leaves to a projection, with zero moments."""
+
+    def add(tree, leaves):
+        return place.with_module(tree, {**place.module(tree), **leaves})
+
+    state = state._replace(params=add(state.params, leaves))
+    if not state.moments:  # Weights of another run, before an optimizer has any.
+        return state
+    dtype = jax.tree.leaves(adam_state(state.moments).mu)[0].dtype
+
+    def add_zeros(tree):
+        # New arrays for each moment: a step donates every buffer once.
+        return add(tree, jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype), leaves))
+
+    return state._replace(moments=map_moments(add_zeros, state.moments))

@@ -1,0 +1,161 @@
+"""The files that describe a run: config.json, run.json (the `RunRecord`) and tokenizer.json."""
+
+import contextlib
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.training.variants import Variant, variants
+from sparse_dataflow.data.tokenizer import Tokenizer
+from sparse_dataflow.files import json_files
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.links import refuse_outside_links
+from sparse_dataflow.files.redaction import redact_json
+
+_MAX_BYTES = 4 * 2**20
+CONFIG, RECORD, TOKENIZER = "config.json", "run.json", "tokenizer.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """What a run was started with in addition to its config, as in run.json.
+
+    Attributes:
+      experiment: module name of the experiment, such as "gpt13b_sparse".
+      command: words of the command line.
+      date: date and time of the start, ISO 8601 in UTC.
+      versions: package -> version.
+      machine: chip and architecture.
+      corpus: name of the corpus.
+      corpus_hash: hash of its text.
+      tokenizer: hash of the tokenizer.
+      vocab_size: number of tokens of the tokenizer.
+      steps: variant -> number of optimizer steps.
+      init_from: source of the initial weights; None if they were drawn from the seed.
+      teacher: source of the teacher's weights; None without a teacher.
+    """
+
+    experiment: str
+    command: tuple[str, ...]
+    date: str
+    versions: Mapping[str, str]
+    machine: str
+    corpus: str
+    corpus_hash: str
+    tokenizer: str
+    vocab_size: int
+    steps: Mapping[str, int]
+    init_from: Mapping[str, Any] | None = None
+    teacher: Mapping[str, Any] | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "command", tuple(self.command))
+        for name in ("experiment", "date", "machine", "corpus", "corpus_hash", "tokenizer"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"its {name} is not a string")
+        if not all(isinstance(word, str) for word in self.command) or not self.command:
+            raise ValueError("its command is not a list of words")
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", self.experiment):
+            raise ValueError("its experiment is not a module name")
+        counts = {"vocab_size": self.vocab_size, **self.steps}
+        for name, count in counts.items():
+            if type(count) is not int or count < 1:
+                raise ValueError(f"its {name} is not an integer of 1 or more")
+        dict(self.versions)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields with secrets redacted; `RunRecord(**fields)` is the inverse."""
+        fields = {**vars(self), "command": list(self.command)}
+        return redact_json(fields)
+
+
+def to_bytes(fields: Mapping[str, Any]) -> bytes:
+    """Returns the bytes of a JSON file of a run, with secrets redacted."""
+    return json.dumps(redact_json(dict(fields)), indent=1).encode() + b"\n"
+
+
+def read_config(folder: str | Path) -> RunConfig:
+    """Reads config.json of a run.
+
+    Raises:
+      UserError: the file is missing, damaged or of an older version, or the folder has links that
+        lead out of it.
+    """
+    path = Path(folder).expanduser() / CONFIG
+    fields = _read(path, folder)
+    if isinstance(fields, dict) and "flags" in fields and "variants" in fields:
+        raise UserError(
+            f"{folder} is a run of an older sparse_dataflow version, which this version cannot "
+            "read; start a new run, or use that version."
+        )
+    if isinstance(fields, dict) and "model_type" in fields:
+        raise UserError(
+            f"{folder} is an exported model or a Hugging Face directory, not a run folder. "
+            f"Give the run that was exported, or train from it with --init_from={folder}; "
+            "generate and evaluate take it as it is."
+        )
+    with _damage_in_words(path):
+        config = RunConfig.from_json(fields)
+    refuse_outside_links(path.parent)
+    return config
+
+
+def read_record(folder: str | Path, config: RunConfig) -> RunRecord:
+    """Reads run.json of a run with this config.
+
+    Raises:
+      UserError: the file is missing or damaged, or does not fit the config.
+    """
+    path = Path(folder).expanduser() / RECORD
+    fields = _read(path, folder)
+    with _damage_in_words(path):
+        record = RunRecord(**fields)
+        if set(config.variants) != set(record.steps):
+            raise ValueError(f"its steps do not fit the models of {CONFIG}")
+    return record
+
+
+def _read(path, folder):
+    if not path.exists():
+        raise UserError(f"{folder} is not a run folder: it has no {path.name}.")
+    with _damage_in_words(path):
+        return json_files.load(path, _MAX_BYTES)
+
+
+@contextlib.contextmanager
+def _damage_in_words(path):
+    """Turns errors of unexpected content into a UserError."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+    except json_files.MALFORMED as error:
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}).") from None
+
+
+def read_variants(config: RunConfig, record: RunRecord) -> dict[str, Variant]:
+    """Returns name -> variant of a run, with the vocabulary size and steps of its start."""
+    return {v.name: v for v in variants(config, record.vocab_size, record.steps)}
+
+
+def read_tokenizer(folder: str | Path, record: RunRecord) -> Tokenizer:
+    """Reads the tokenizer that a run was trained with.
+
+    Raises:
+      UserError: the file is missing or unreadable, or its hash is not that of run.json.
+    """
+    path = Path(folder).expanduser() / TOKENIZER
+    if not path.exists():
+        raise UserError(
+            f"The run {folder} has no {TOKENIZER}; restore the file from a copy of the run."
+        )
+    tokenizer = Tokenizer.load(path)
+    if tokenizer.content_hash != record.tokenizer:
+        raise UserError(
+            f"{path} is not the tokenizer that the run was trained with; restore that file."
+        )
+    return tokenizer

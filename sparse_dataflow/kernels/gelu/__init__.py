@@ -1,1 +1,0 @@
-"""GELU whose gradient saves only the input."""

@@ -1,0 +1,149 @@
+"""Error bands of predicted step times: how far published runs of the same kind are from theirs.
+
+A domain is a key of `efficiency.EFFICIENCIES` (chip family and software stack) and a regime.  Its
+band is the 90% quantile of the relative errors of runs whose model had no part in the fit;
+`fitting.fit_bands` computes BANDS, and a test compares them with the runs that no fit has seen.
+
+A band holds for software whose runs are in the fit.  The runs of other software share errors that
+are larger: OTHER_SOFTWARE, by leaving out one source at a time.
+"""
+
+import dataclasses
+import math
+
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.hardware.chips import Chip
+from sparse_dataflow.planner import efficiency, memory
+
+REGIMES = {
+    "small": "below 7B, to 8,192 tokens",
+    "large": "7B and more, to 8,192 tokens",
+    "long": "more than 8,192 tokens",
+}
+_LARGE, _LONG = 6.5e9, 8192
+
+
+OTHER_SOFTWARE = 0.39
+"""Relative error, in log seconds, that nine of ten runs of software without a fitted run stay
+within; `fitting.fit_other_software` computes it."""
+UNKNOWN = 0.2
+"""Width of a tie without published runs, about the 90% quantile of all residuals."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Band:
+    """Relative error that nine of ten runs of a kind stay within.
+
+    Attributes:
+      error: in log seconds; 0.06 is about 6%.
+      runs: published runs behind it.
+    """
+
+    error: float
+    runs: int
+
+
+_BANDS = {
+    ("ampere", "small"): (0.18, 1),
+    ("ampere", "large"): (0.08, 10),
+    ("hopper", "small"): (0.39, 1),
+    ("hopper", "large"): (0.17, 35),
+    ("blackwell", "large"): (0.18, 5),
+    ("cdna2", "large"): (0.67, 1),
+    ("tpu-v4", "large"): (0.26, 3),
+    ("tpu-v5e", "large"): (0.23, 12),
+    ("tpu-v5p", "large"): (0.28, 8),
+    ("tpu-v6e", "large"): (0.18, 7),
+    ("hopper-500w", "large"): (0.28, 4),
+    ("ampere/eager", "large"): (0.16, 28),
+    ("ampere/eager", "long"): (0.12, 13),
+    ("ampere/eager", "small"): (0.07, 38),
+    ("ampere/pytorch", "large"): (0.18, 2),
+    ("hopper/eager", "large"): (0.11, 16),
+    ("hopper/eager", "small"): (0.13, 15),
+    ("hopper/eager", "long"): (0.18, 5),
+    ("hopper/pytorch", "large"): (0.47, 8),
+    ("ampere/xla", "small"): (0.23, 2),
+    ("ampere/xla", "large"): (0.18, 1),
+    ("hopper/xla", "large"): (0.24, 10),
+    ("hopper/xla", "small"): (0.18, 2),
+    ("hopper/pipelining", "large"): (0.3, 2),
+    ("ampere/sail", "small"): (0.12, 11),
+    ("ampere/sail", "large"): (0.18, 7),
+    ("hopper-500w/eager", "large"): (0.18, 1),
+    ("ampere/deepspeed", "large"): (0.16, 30),
+    ("ampere/internevo", "large"): (0.32, 23),
+    ("ampere/aleph", "large"): (0.13, 69),
+    ("ampere/aleph-norm", "large"): (0.17, 120),
+    ("ampere/paddle", "large"): (0.08, 10),
+}
+BANDS = {domain: Band(*band) for domain, band in _BANDS.items()}
+"""(key of EFFICIENCIES, regime) -> band."""
+
+
+def regime(config: ModelConfig, sequence: int) -> str:
+    """Returns the regime of a run."""
+    if sequence > _LONG:
+        return "long"
+    return "large" if memory.parameter_count(config) >= _LARGE else "small"
+
+
+def band(config: ModelConfig, sequence: int, chip: Chip, key: str) -> Band | None:
+    """Returns the band of a prediction, or None where no published run is of its kind.
+
+    Args:
+      config: the model; no published run with block-sparse weights names its plan, and the fits
+        have no run with low-rank weights, experts or quantised products.
+      sequence: tokens per sequence.
+      chip: kind of chip.
+      key: constants that predict it.
+    """
+    if _unpublished(config) or not chip.family:
+        return None
+    return BANDS.get((key, regime(config, sequence)))
+
+
+def _unpublished(config):
+    """Returns in words what the model has, and no published run of the fits."""
+    kinds = ["block-sparse weights"] if config.sparse_projections else []
+    kinds += ["low-rank weights"] if config.low_rank_projections else []
+    kinds += ["experts"] if config.experts else []
+    return kinds + ([f"{config.precision} products"] if config.quantized else [])
+
+
+def log_error(config: ModelConfig, key: str) -> float:
+    """Returns the relative error of a predicted step time, in log seconds.
+
+    It is OTHER_SOFTWARE, which this project is, wider by UNKNOWN where no published run has such
+    weights, and again where none is on such chips.
+    """
+    unknown = bool(_unpublished(config)) + (key not in efficiency.EFFICIENCIES)
+    return math.hypot(OTHER_SOFTWARE, *[UNKNOWN] * unknown)
+
+
+def tie_width(config: ModelConfig, sequence: int, key: str) -> float:
+    """Returns the relative difference below which two predictions are a tie.
+
+    It is the band of a dense model of this kind, or UNKNOWN where no published run is of its kind.
+    Plans that the same software runs share its errors, so OTHER_SOFTWARE is no part of it.
+    """
+    found = BANDS.get((key, regime(config, sequence)))
+    return found.error if found else UNKNOWN
+
+
+def words(config: ModelConfig, sequence: int, chip: Chip, key: str) -> str:
+    """Returns the band of a prediction in words."""
+    if key not in efficiency.EFFICIENCIES:
+        return f"extrapolated: prior constants, because no published run is on {chip.name}"
+    if kinds := _unpublished(config):
+        return f"extrapolated: no published run of this kind ({', '.join(kinds)})"
+    found = band(config, sequence, chip, key)
+    if found is None:
+        kind = REGIMES[regime(config, sequence)]
+        return f"extrapolated: no published run of this kind ({key}, {kind})"
+    runs = f"{found.runs} published run{'s' if found.runs > 1 else ''}"
+    factor = math.exp(OTHER_SOFTWARE)
+    return (
+        f"±{found.error:.0%}, like {runs} of this kind ({key}), in their software; within a factor "
+        f"of {factor:.2f} in other software"
+    )

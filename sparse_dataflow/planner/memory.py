@@ -1,0 +1,503 @@
+"""Memory estimate of training on one device, by category, and the largest scale that fits.
+
+Master weights are float32.  Gradients and moments have the `state_dtype` of the training config;
+AdamW has two moments, and Muon one for each stored weight of a projection.  With bfloat16 compute,
+a working copy of the weights is added.  Only stored blocks count.  Training of adapters has the
+frozen weights once, in the compute dtype, and all the others for the adapters alone.
+Pure Python: importing this module loads no jax.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from sparse_dataflow.core.config import remat
+from sparse_dataflow.core.config.layer_groups import with_densest_layers
+from sparse_dataflow.core.config.model import REMATS, ModelConfig
+from sparse_dataflow.core.config.presets import SIZES
+from sparse_dataflow.core.config.projections import PROJECTIONS, LinearSpec
+from sparse_dataflow.core.config.training import BUILT_IN, TrainingConfig
+from sparse_dataflow.core.training.cost import DTYPE_BYTES, stored_fractions
+from sparse_dataflow.hardware.chips import GIB
+
+MASTER_BYTES = 4
+ADAM_MOMENTS = 2
+MUON_MOMENTS = 1
+# Index and slot of every stored block, by output and by input, int32 (`LayoutTables`).
+TABLE_BYTES_PER_BLOCK = 4 * 4
+
+# Usable fraction of device memory; the rest is for the runtime and fragmentation.
+USABLE = 0.9
+LOGITS_CHUNK = 512
+"""Tokens per chunk of the chunked cross-entropy."""
+
+LAPTOP_SCALE = "nano"
+TARGET_SCALE = "13b"
+LARGE_SCALES = ("125m", "350m", "1.3b", "6.7b", TARGET_SCALE)
+"""Scales of the main job on an accelerator, smallest first."""
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Counts the stored parameters.
+
+    The sum of: embeddings (vocab_size d_model, again for an output layer of its own, and max_len
+    d_model for learned positions); per block two norms, or four with post_norms (scale, and bias
+    for layernorm), those of queries and keys, and for each projection its stored weights (blocks or
+    factors), bias and low-rank term (rank (in + out), and a gate), for every expert; a router
+    (d_model experts) and the gate of a shared expert (d_model); a dense guide (in out); and the
+    final norm.  A block that all layers share counts once.
+
+    Args:
+      config: the model.
+
+    Examples:
+        >>> sd.parameter_count(sd.ModelConfig(2, 128, 2, 512, vocab_size=512, max_len=64))
+        470528
+    """
+    fractions = stored_fractions(config)
+    leaves = 2 if config.norm == "layernorm" else 1
+    norm = leaves * config.d_model
+    block, stored = (
+        (4 if config.post_norms else 2) * norm
+        + (2 * leaves * config.head_width if config.qk_norm else 0),
+        0,
+    )
+    for name in config.projections:
+        fan_in, fan_out = config.projection_shape(name)
+        rank = config.linear(name).rank
+        copies = config.stored_copies(name)
+        stored += round(config.stored_layers * fan_in * fan_out * fractions[name]) * copies
+        block += fan_in * fan_out * config.has_guide(name)
+        block += fan_out * copies if name in config.biases else 0
+        block += rank * (fan_in + fan_out) + 1 if rank else 0
+    block += config.d_model * (config.experts + config.shared_gate)
+    return embeddings(config) + stored + config.stored_layers * block + norm
+
+
+def embeddings(config: ModelConfig) -> int:
+    """Counts the parameters of the embedding, learned positions and an untied output layer."""
+    positions = config.max_len if config.positions == "learned" else 0
+    matrices = 1 if config.tied_embeddings else 2
+    return (matrices * config.vocab_size + positions) * config.d_model
+
+
+def matrix_count(config: ModelConfig, projections: Sequence[str] = PROJECTIONS) -> int:
+    """Counts the stored weights of projections, which Muon updates; see `parameter_count`."""
+    fractions = stored_fractions(config)
+    sizes = (
+        math.prod(config.projection_shape(name))
+        * (fractions[name] * config.stored_copies(name) + config.has_guide(name))
+        for name in config.projections
+        if name in projections
+    )
+    return sum(round(config.stored_layers * size) for size in sizes)
+
+
+def adapter_count(config: ModelConfig) -> int:
+    """Counts the factors of low-rank terms, which are all that a training of adapters changes."""
+    shapes = {name: config.projection_shape(name) for name in config.projections}
+    block = sum(config.linear(name).rank * sum(shape) for name, shape in shapes.items())
+    return config.num_layers * block
+
+
+def block_and_rest(config: ModelConfig) -> tuple[int, int]:
+    """Counts the parameters of a block and of all else in a model whose layers are alike."""
+    shallow, deep = (parameter_count(dataclasses.replace(config, num_layers=n)) for n in (1, 2))
+    return deep - shallow, 2 * shallow - deep
+
+
+def single_layer(config: ModelConfig) -> ModelConfig:
+    """Returns the model with one layer, the densest."""
+    return dataclasses.replace(with_densest_layers(config), num_layers=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of training on one device, by category.
+
+    Attributes:
+      parameters: float32 master weights, and those that are frozen.
+      working_copy: weights in the compute dtype, if that is not float32: of the whole model with
+        remat "none", else of the embedding and one block.
+      gradients: of one micro-batch, plus a float32 sum with gradient accumulation.
+      moments: of the optimizer.
+      layout_tables: index tables of block-sparse weights.
+      activations: saved by the forward pass for the backward pass.
+      working_set: temporaries of one block, and the head's input and gradient; or what Muon's
+        updates need beyond the activations, which are free by then.
+      logits: one chunk of float32 logits and its gradient.
+    """
+
+    parameters: int
+    working_copy: int
+    gradients: int
+    moments: int
+    layout_tables: int
+    activations: int
+    working_set: int
+    logits: int
+
+    @property
+    def categories(self) -> dict[str, int]:
+        """Category -> bytes."""
+        return dataclasses.asdict(self)
+
+    @property
+    def total(self) -> int:
+        """Sum of all categories, in bytes."""
+        return sum(self.categories.values())
+
+    @property
+    def state(self) -> int:
+        """Bytes that do not depend on the batch: weights, working copy, gradients, moments."""
+        return self.parameters + self.working_copy + self.gradients + self.moments
+
+    def table(self) -> str:
+        """Returns a text table with the GiB and the share of each category."""
+        rows = {**self.categories, "total": self.total}
+        return "\n".join(
+            f"{name.replace('_', ' '):<14}{size / GIB:>12.3f} GiB{size / self.total:>8.1%}"
+            for name, size in rows.items()
+        )
+
+
+def training_bytes(
+    config: ModelConfig,
+    batch: int,
+    sequence: int,
+    *,
+    accumulation: int = 1,
+    fused_attention: bool = False,
+    state_dtype: str = "float32",
+    optimizer: str = "adamw",
+    adapters: bool = False,
+) -> MemoryEstimate:
+    """Estimates the memory of a training step on one device that holds the whole model.
+
+    Args:
+      config: the model; `remat` and `compute_dtype` determine the activations.
+      batch: sequences in a micro-batch on the device.
+      sequence: tokens per sequence.
+      accumulation: micro-batches per step; above 1, a float32 sum of gradients is added.
+      fused_attention: whether attention scores stay on chip (flash attention).
+      state_dtype: see `TrainingConfig`, also for `optimizer`.
+      adapters: whether everything but low-rank terms is frozen.
+    """
+    count = adapter_count if adapters else parameter_count
+    parameters = count(config)
+    copied = parameters if config.remat == "none" else count(single_layer(config))
+    tokens = batch * sequence
+    compute = DTYPE_BYTES[config.compute_dtype]
+    per_token = activation_bytes(config, sequence, fused_attention)
+    matrices = matrix_count(config)
+    activations = tokens * config.num_layers * per_token.saved
+    logits = 2 * min(tokens, LOGITS_CHUNK) * config.vocab_size * 4
+    frozen = frozen_bytes(config) if adapters else 0
+    return MemoryEstimate(
+        parameters=parameters * MASTER_BYTES + frozen,
+        working_copy=(copied * compute if compute != MASTER_BYTES else 0)
+        + int8_count(config if config.remat == "none" else single_layer(config)) * compute,
+        gradients=parameters * gradient_bytes(accumulation, state_dtype),
+        moments=moment_bytes(config, parameters, matrices, state_dtype, optimizer),
+        layout_tables=table_bytes(config),
+        activations=activations,
+        working_set=max(
+            tokens * (per_token.working + per_token.ends),
+            update_bytes(matrices, optimizer) - activations - logits,
+        ),
+        logits=logits,
+    )
+
+
+def training_config_bytes(
+    config: ModelConfig, training, fused_attention: bool = False
+) -> MemoryEstimate:
+    """Returns `training_bytes` of a model under a `TrainingConfig`.
+
+    Of blocks of different remat, or offloaded, it is the mean over the blocks in each category; an
+    offloaded block saves nothing on the device.
+    """
+    if config.remat in REMATS:
+        return training_bytes(
+            config,
+            training.batch // training.micro_batches,
+            training.sequence,
+            accumulation=training.micro_batches,
+            fused_attention=fused_attention,
+            state_dtype=training.state_dtype,
+            optimizer=training.optimizer,
+            adapters=bool(training.adapter_rank),
+        )
+    kinds = remat.kinds(config.remat, config.num_layers)
+    means: dict[str, float] = collections.defaultdict(float)
+    for kind, count in collections.Counter(kinds).items():
+        uniform = dataclasses.replace(config, remat="dots" if kind == "offload" else kind)
+        sizes = training_config_bytes(uniform, training, fused_attention).categories
+        if kind == "offload":
+            sizes["activations"] = 0
+        for name, size in sizes.items():
+            means[name] += count / len(kinds) * size
+    return MemoryEstimate(**{name: round(mean) for name, mean in means.items()})
+
+
+def _int8_projections(config):
+    return [n for n in config.projections if config.linear(n).frozen_dtype == "int8"]
+
+
+def int8_count(config: ModelConfig) -> int:
+    """Counts the weights in int8, of which products need a copy in the compute dtype: one of a
+    layer at a time, or with remat "none" of all, for the backward pass."""
+    return matrix_count(config, _int8_projections(config))
+
+
+def frozen_bytes(config: ModelConfig) -> int:
+    """Returns the bytes of the weights under adapters: matrices in the compute dtype, or in int8
+    with float32 scales."""
+    int8, small = _int8_projections(config), int8_count(config)
+    scales = config.num_layers * sum(config.projection_shape(name)[1] for name in int8)
+    matrices = embeddings(config) + matrix_count(config)
+    vectors = parameter_count(config) - adapter_count(config) - matrices
+    wide = (matrices - small) * DTYPE_BYTES[config.compute_dtype]
+    return wide + small + (vectors + scales) * MASTER_BYTES
+
+
+def alternating_bytes(estimates: Sequence[MemoryEstimate]) -> int:
+    """Returns the bytes of several training runs whose steps alternate on one device.
+
+    Masters, moments and tables of all runs stay resident.  The other memory is that of the largest
+    step.
+    """
+    resident = [e.parameters + e.moments + e.layout_tables for e in estimates]
+    return sum(resident) + max(e.total - size for e, size in zip(estimates, resident))
+
+
+def gradient_bytes(accumulation, state_dtype: str):
+    """Returns the bytes of gradient per parameter: of a micro-batch, plus the float32 sum."""
+    return DTYPE_BYTES[state_dtype] + MASTER_BYTES * (accumulation > 1)
+
+
+def moment_bytes(config: ModelConfig, parameters, matrices, state_dtype: str, optimizer: str):
+    """Returns the bytes of the optimizer's state of so many parameters of a model, with `matrices`
+    of `matrix_count`."""
+    if optimizer not in BUILT_IN:
+        return parameters * bytes_of_states(config, optimizer)
+    moments = ADAM_MOMENTS * parameters
+    if optimizer == "muon":
+        moments = moments - (ADAM_MOMENTS - MUON_MOMENTS) * matrices
+    return moments * DTYPE_BYTES[state_dtype]
+
+
+@functools.cache
+def bytes_of_states(config: ModelConfig, optimizer: str) -> float:
+    """Returns the bytes per parameter of the states of an optimizer of `optim.by_weight`.
+
+    They are those of the arrays that it makes, which only jax can tell.
+
+    Raises:
+      UserError: see `optim.factories.factory`.
+    """
+    import jax
+
+    from sparse_dataflow.core.model import gpt
+    from sparse_dataflow.core.optim import by_weight
+
+    training = TrainingConfig(optimizer=optimizer)
+    params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
+    states = jax.eval_shape(functools.partial(by_weight.init, training), params)
+    arrays = jax.tree.leaves(states)
+    size = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+    return size / sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
+def update_bytes(matrices, optimizer: str):
+    """Returns the bytes of float32 updates that exist at once; AdamW's are never stored."""
+    return MASTER_BYTES * matrices if optimizer == "muon" else 0 * matrices
+
+
+def table_bytes(config: ModelConfig) -> int:
+    """Returns the bytes of the index tables of all layers."""
+    fractions = stored_fractions(config)
+    total = 0
+    for name in config.projections:
+        spec = config.linear(name)
+        if spec.kind == "block_sparse":
+            fan_in, fan_out = config.projection_shape(name)
+            weights = config.num_layers * fan_in * fan_out * fractions[name]
+            # Half of the tables are by input block, and as wide as a changing layout needs.
+            width = (1 + spec.max_fan_out) / 2
+            total += round(weights / spec.block**2 * width * TABLE_BYTES_PER_BLOCK)
+    return total
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationBytes:
+    """Bytes of activations per token.
+
+    Attributes:
+      saved: by one block for its backward pass.
+      boundary: part of `saved` that tensor parallelism does not shard: the residual stream and norm
+        outputs.
+      working: temporaries of one block.
+      ends: the head's input, norm and gradient.
+    """
+
+    saved: int
+    boundary: int
+    working: int
+    ends: int
+
+
+class BlockWidths(NamedTuple):
+    """Features per token of the activations inside a block.
+
+    Attributes:
+      queries: of all query heads; also of attention's output.
+      keys_values: of keys and values together.
+      normed: what query and key norms save, 0 without them: their input, in float32 and scaled.
+      products: outputs of mlp_gate and mlp_in, of all experts of a token.
+      hidden: those of the MLP that the backward pass reads.
+    """
+
+    queries: int
+    keys_values: int
+    normed: int
+    products: int
+    hidden: int
+
+
+def block_widths(config: ModelConfig, kv_copies=1, expert_rows=None) -> BlockWidths:
+    """Returns the widths of the activations inside a block, summed over its tensor-parallel chips.
+
+    Args:
+      config: the model.
+      kv_copies: chips that compute the same key/value head; see `parallel_plan.key_value_copies`.
+      expert_rows: rows of the MLP per token; None for `ModelConfig.active_experts`.
+    """
+    queries = config.num_heads * config.head_width
+    keys_values = 2 * config.kv_heads * config.head_width * kv_copies
+    normed = 3 * (queries + keys_values // 2) if config.qk_norm else 0
+    products, hidden = (2, 4) if config.gated_mlp else (1, 2)
+    d_ff = (config.active_experts if expert_rows is None else expert_rows) * config.d_ff
+    return BlockWidths(queries, keys_values, normed, products * d_ff, hidden * d_ff)
+
+
+def activation_bytes(
+    config: ModelConfig,
+    sequence: int,
+    fused_attention: bool = False,
+    kv_copies=1,
+    expert_rows=None,
+) -> ActivationBytes:
+    """Estimates the activations of a block under the config's remat, and those of the head.
+
+    The counts follow XLA's buffer assignment for a scanned pre-norm block with
+    `jax.nn.dot_product_attention` and tanh GELU in float32.  Remat "full" saves the block's input.
+    "dots" adds the projection outputs that the backward pass reads (q, k, v, attn_out and mlp_in, 3
+    d + d + d_ff in GPT-3), without that of mlp_in where the MLP is one op.  "none" saves 12 d + 2
+    d_ff there (5 d of norms and sums; q, k, v in both memory orders and attention's output; GELU's
+    input and output) and the scores twice, as logits and as probabilities.  A gated MLP saves two
+    more of d_ff (gate and product).  XLA's attention repeats grouped keys and values, and saves its
+    output in another order.  In bfloat16, XLA allocates up to a third more on a CPU, where it
+    computes elementwise operations in float32.  "none" saves what is between two factors too.
+    `kv_copies` and `expert_rows` are those of `block_widths`.
+    """
+    compute = DTYPE_BYTES[config.compute_dtype]
+    d, widths = config.d_model, block_widths(config, kv_copies, expert_rows)
+    active = config.active_experts if expert_rows is None else expert_rows
+    heads = widths.queries + widths.keys_values
+    # Scores are float32; probabilities have the compute dtype.
+    scores = 0 if fused_attention else config.num_heads * sequence * (4 + compute)
+    if config.kv_heads < config.num_heads and not fused_attention:
+        scores += 3 * widths.queries * compute
+    if config.attention_cap and not fused_attention:
+        scores += 4 * config.num_heads * sequence
+    before_norms = 2 * d if config.post_norms else 0
+    # Of each expert of a token, its input and its output.
+    rows = 2 * active * d if config.experts else 0
+    unfused = 5 * d + heads + widths.queries + heads + widths.normed + widths.hidden + rows
+    unfused += before_norms
+    unfused += sum(config.factor_rank(name) for name in config.projections)
+    whole_block = (unfused + 3 * active * config.d_ff) * compute + scores
+    products = 0 if has_one_op_mlp(config) else widths.products
+    saved = {
+        "full": d * compute,
+        "dots": (2 * d + heads + products + rows // 2 + before_norms) * compute,
+        "none": unfused * compute + scores,
+    }[config.remat]
+    # "full": input; "dots": also attn_out's output; "none": also both sums and both norm outputs.
+    boundary = {"full": 1, "dots": 2, "none": 5}[config.remat] * d * compute
+    return ActivationBytes(saved, boundary, whole_block, 3 * d * compute)
+
+
+def has_one_op_mlp(config: ModelConfig) -> bool:
+    """Returns whether a block-sparse MLP is one op (`model.mlp`), which hides mlp_in's output.
+
+    Remat "dots" then recomputes mlp_in.  Gated MLPs are one op on TPUs alone and are not counted.
+    """
+    names = ("mlp_in", "mlp_out")
+    specs = [config.linear(name) for name in names]
+    plain = all(s.kind == "block_sparse" and not s.rank and not s.hadamard for s in specs)
+    fitting = config.activation == "gelu" and "mlp_in" in config.biases and not config.gated_mlp
+    return plain and fitting and not (config.experts or config.quantized or config.guided)
+
+
+def scale_estimate(scale: str, linears: Mapping[str, LinearSpec]) -> MemoryEstimate:
+    """Estimates the smallest memory in which a scale trains on one device.
+
+    It assumes micro-batches of one full sequence, bfloat16 compute with float32 masters, and full
+    remat.  A run at this scale must use these settings.
+
+    Args:
+      scale: key of SIZES.
+      linears: projection name -> LinearSpec of a sparse model; missing names are dense, and names
+        that the scale does not have are ignored.
+    """
+    config = SIZES[scale]
+    linears = {name: spec for name, spec in linears.items() if name in config.projections}
+    config = dataclasses.replace(config, linears=linears, remat="full", compute_dtype="bfloat16")
+    return training_bytes(config, batch=1, sequence=config.max_len)
+
+
+def choose_scale(memory_bytes: int | None, backend: str, linears: Mapping[str, LinearSpec]) -> str:
+    """Returns the scale for `--scale=auto`: the largest of LARGE_SCALES that fits, else "nano".
+
+    Args:
+      memory_bytes: of one device, of which USABLE counts; None if unknown, which selects "nano".
+      backend: as in `jax.default_backend()`.  A CPU always selects "nano", because larger scales
+        are too slow there.
+      linears: see `scale_estimate`.
+    """
+    if backend == "cpu" or memory_bytes is None:
+        return LAPTOP_SCALE
+    usable = int(memory_bytes * USABLE)
+    fitting = [s for s in LARGE_SCALES if scale_estimate(s, linears).total <= usable]
+    return fitting[-1] if fitting else LAPTOP_SCALE
+
+
+def scale_message(memory_bytes: int, scale: str, linears: Mapping[str, LinearSpec]) -> str:
+    """Returns a log line with the scale that runs, and why it is not TARGET_SCALE.
+
+    Args:
+      memory_bytes: of this machine's device; host memory on a CPU.
+      scale: scale that runs.
+      linears: see `scale_estimate`.
+    """
+    need = scale_estimate(TARGET_SCALE, linears).total
+    line = (
+        f"{TARGET_SCALE.upper()} in training needs {_gib(need, math.ceil)} GiB; "
+        f"this machine has {_gib(memory_bytes, math.floor)}"
+    )
+    if scale == TARGET_SCALE:
+        return f"{line}: running the '{scale}' scale"
+    # A CPU with enough memory still runs the laptop scale.
+    reason = ", but it is too slow for it" if need <= memory_bytes * USABLE else ""
+    return f"{line}{reason}: running the '{scale}' scale; on a pod pass --scale={TARGET_SCALE}"
+
+
+def _gib(size: int, rounding) -> str:
+    """Formats bytes as GiB, rounded by `rounding`, with one decimal below 10."""
+    gib = size / GIB
+    return f"{rounding(gib)}" if gib >= 10 else f"{rounding(gib * 10) / 10}"

@@ -1,0 +1,175 @@
+"""Parallel plans: how a model is sharded over chips and scheduled in time.
+
+The mesh axes are those of `core/executors/mesh.py`, outermost first.  "data" replicates the model,
+"stage" splits it by layers, "fsdp" shards the state that the ZeRO stage names, and "feature" and
+"tensor" shard every layer.
+"""
+
+import dataclasses
+from collections.abc import Collection
+
+import numpy as np
+
+from sparse_dataflow.core.config.model import DTYPES, ModelConfig
+from sparse_dataflow.core.config.parallel import EXPERTS
+from sparse_dataflow.core.config.training import OPTIMIZERS, is_factory
+from sparse_dataflow.files.errors import UserError
+
+Counts = int | np.ndarray
+
+BUBBLES = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "zero_bubble": 1 / 3}
+"""Schedule -> duration of its bubble, in units of (stages - 1) / chunks passes over a stage.
+
+gpipe, 1f1b and interleaved: arXiv 2104.04473, section 2.2.  zero_bubble fills the bubble of 1f1b
+with gradients of weights, which leaves F + B - W: a third if the three take equal time (ZB-H1,
+arXiv 2401.10241, table 2).
+"""
+
+RECOMPUTED = {
+    "none": (),
+    "dots": ("attention",),
+    "full": ("qkv", "q", "k", "v", "attention", "attn_out", "mlp_gate", "mlp_in"),
+    "block": ("qkv", "q", "k", "v", "attention", "attn_out", "mlp_gate", "mlp_in", "mlp_out"),
+    "keep_qkv": ("attention", "attn_out", "mlp_gate", "mlp_in"),
+    "keep_qkv_out": ("attention", "mlp_gate", "mlp_in"),
+    "keep_attention": ("mlp_gate", "mlp_in"),
+    "selective_op": ("attn_out", "mlp_gate", "mlp_in"),
+    "minimal": (),
+}
+"""Remat policy -> sections that are recomputed, where the model has them.
+
+"none", "dots" and "full" are policies of this project.  The others describe published runs: "block"
+is Megatron's full recomputation, "keep_qkv", "keep_qkv_out" and "keep_attention" are MaxText's
+policies that save or offload these projections, the last with attention's output, and
+"selective_op" is torchtitan's, which recomputes every second product; "minimal" is MaxText's
+minimal_with_context, which recomputes element-wise operations only.
+"""
+
+
+def key_value_copies(config: ModelConfig, tensor: Counts) -> Counts:
+    """Returns how many of `tensor` chips compute the same key/value head.
+
+    Where there are more chips than key/value heads, the weights of separate projections `k` and `v`
+    are replicated over them, and each chip computes the head that its queries read.
+    """
+    if config.fused_qkv:
+        return 1
+    return np.maximum(1, np.asarray(tensor) // config.kv_heads)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelPlan:
+    """A parallel plan.  Counts may be numpy arrays that broadcast, which describes many plans.
+
+    Attributes:
+      data: size of the axis "data", replicas of the model.
+      stage: pipeline stages.
+      fsdp: size of the axis "fsdp", which shards state and batch rows.
+      tensor: tensor-parallel chips.
+      feature: size of the axis "feature", which cuts the features of the residual stream.  The
+        estimate multiplies strips of blocks at the rate of whole blocks.
+      zero: ZeRO stage over "fsdp": 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also
+        weights.
+      experts: what travels over "fsdp" for the experts of a layer; see `ParallelConfig`.
+      micro_batch: sequences in a micro-batch of one replica.
+      accumulation: micro-batches per optimizer step.
+      chunks: model chunks per stage; above 1 only for the schedule "interleaved".
+      schedule: key of BUBBLES; no effect if stage is 1.
+      remat: key of RECOMPUTED.
+      sequence_parallel: whether activations between tensor-parallel products are sharded along the
+        sequence (arXiv 2205.05198).
+      tensor_overlaps: whether collectives within layers may overlap with products.
+      fused: whether element-wise operations are fused with each other and into products.
+      fused_norms: whether a norm is one kernel where element-wise operations are fused.
+      fused_attention: whether attention scores stay on chip (flash attention).
+      tpu: whether the chips are TPUs, whose kernel of a block-sparse MLP recomputes GELU.
+      gradient_bytes: bytes of one gradient element in a collective.
+      island: number of chips joined by fast links; None for that of the chip.
+      state_dtype: dtype of moments, and of the gradients of a micro-batch; see
+        `TrainingConfig`.
+      optimizer: see `TrainingConfig`.
+    """
+
+    data: Counts = 1
+    stage: Counts = 1
+    fsdp: Counts = 1
+    tensor: Counts = 1
+    feature: Counts = 1
+    zero: int = 0
+    experts: str = "gather"
+    micro_batch: Counts = 1
+    accumulation: Counts = 1
+    chunks: Counts = 1
+    schedule: str = "1f1b"
+    remat: str = "none"
+    sequence_parallel: bool = False
+    tensor_overlaps: bool = True
+    fused: bool = True
+    fused_norms: bool = True
+    fused_attention: bool = True
+    tpu: bool = False
+    gradient_bytes: int = 4
+    island: int | None = None
+    state_dtype: str = "float32"
+    optimizer: str = "adamw"
+
+    def __post_init__(self):
+        choices: dict[str, Collection[str]] = {
+            "schedule": BUBBLES,
+            "remat": RECOMPUTED,
+            "state_dtype": DTYPES,
+            "optimizer": (*OPTIMIZERS, *filter(is_factory, [self.optimizer])),
+            "experts": EXPERTS,
+        }
+        for name, legal in choices.items():
+            if getattr(self, name) not in legal:
+                raise UserError(
+                    f"{name} {getattr(self, name)!r} is unknown; legal: {', '.join(legal)}."
+                )
+        if self.zero not in (0, 1, 2, 3):
+            raise UserError(f"ZeRO stage {self.zero} is unknown; legal: 0, 1, 2, 3.")
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether tokens travel to the experts."""
+        return self.experts == "exchange"
+
+    @property
+    def chips(self) -> Counts:
+        """Number of chips."""
+        return self.data * self.stage * self.fsdp * self.layer_chips
+
+    @property
+    def mesh(self) -> str:
+        """The axes of a plan with integers as its counts, as `--mesh` has them."""
+        axes = ("data", "stage", "fsdp", *(["feature"] if self.feature != 1 else []), "tensor")
+        return ",".join(f"{axis}:{getattr(self, axis)}" for axis in axes)
+
+    @property
+    def layer_chips(self) -> Counts:
+        """Number of chips that share every layer."""
+        return self.feature * self.tensor
+
+    @property
+    def replicas(self) -> Counts:
+        """Number of replicas, which compute different rows of the batch."""
+        return self.data * self.fsdp
+
+    @property
+    def batch(self) -> Counts:
+        """Sequences per optimizer step."""
+        return self.replicas * self.micro_batch * self.accumulation
+
+    def stage_layers(self, config: ModelConfig) -> np.ndarray:
+        """Returns the layers of the fullest stage."""
+        return np.ceil(config.num_layers / np.asarray(self.stage))
+
+    def __str__(self):
+        words = [f"data {self.data}", f"stage {self.stage}", f"fsdp {self.fsdp} (ZeRO {self.zero})"]
+        words += [f"feature {self.feature}"] if np.any(np.asarray(self.feature) > 1) else []
+        words += [f"tensor {self.tensor}", f"micro-batch {self.micro_batch}"]
+        words += [f"accumulation {self.accumulation}"]
+        words += ["experts exchange tokens"] if self.exchanges else []
+        if np.any(np.asarray(self.stage) > 1):
+            words += [f"{self.schedule}, {self.chunks} chunks"]
+        return ", ".join([*words, f"remat {self.remat}"])

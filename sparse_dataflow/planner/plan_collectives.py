@@ -1,0 +1,128 @@
+"""Seconds of the collectives of a parallel plan; loads no jax.
+
+All functions broadcast over the counts of a `ParallelPlan`.
+"""
+
+import numpy as np
+
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import ROW_PARALLEL
+from sparse_dataflow.hardware.chips import Network
+from sparse_dataflow.planner import collectives
+from sparse_dataflow.planner.efficiency import Efficiency
+from sparse_dataflow.planner.parallel_plan import RECOMPUTED, ParallelPlan
+
+FEATURE_OVERLAP = 1 / 8
+"""Largest fraction of the collectives of a block that overlaps with products on the axes "feature"
+and "tensor": compiled programs for H100 and v5e schedule an eighth of the bytes while products run
+(`tests/planner/aot/overlaps.py`; docs/devices.md).  The fitted fraction comes from runs without that axis.
+"""
+
+
+def tensor_seconds(config, tokens, plan, network, efficiency):
+    """Returns the collective seconds of one block and micro-batch, forward and backward.
+
+    Recomputed products gather or reduce-scatter again over "feature".
+    """
+    recomputed = RECOMPUTED[plan.remat]
+    size, arrays = collectives.layer_gathers(config, tokens, plan.tensor, plan.feature)
+    reductions = 4 + ("attn_out" in recomputed) + ("mlp_out" in recomputed)
+    island = plan.island or network.island
+    tensor, feature = np.asarray(plan.tensor), np.asarray(plan.feature)
+
+    def group(chips, near):
+        return chips, near, network, efficiency, _torus_axes(chips, island, network)
+
+    of_tensor = group(tensor, np.minimum(tensor, island))
+    of_feature = group(feature, np.clip(island // tensor, 1, feature))
+    seconds = reductions * collectives.reduce_seconds(size, *of_tensor)
+    for name, array in arrays.items():
+        again = bool(recomputed) if name in ROW_PARALLEL else name in recomputed
+        seconds = seconds + (2 + again) * collectives.gather_seconds(array, *of_feature)
+    overlap = efficiency.tensor_overlap
+    overlap = np.where(feature > 1, np.minimum(overlap, FEATURE_OVERLAP), overlap)
+    return seconds * (1 - overlap * plan.tensor_overlaps)
+
+
+def _torus_axes(chips, island, network):
+    """Returns the number of torus axes that a group of chips spans; 0 for one chip."""
+    side = min(island, network.island) ** (1 / network.axes) * (1 + 1e-9)
+    along = np.ceil(np.log(chips) / np.log(max(side, 2)) - 1e-9)
+    return np.where(chips > 1, np.clip(along, 1, network.axes), 0)
+
+
+def send_seconds(size, plan, network, efficiency):
+    """Returns the exposed seconds of sends of activations and gradients between stages.
+
+    Sends overlap with computation in interleaved schedules only: "non-interleaved schedule does not
+    support overlapping p2p communication" (NVIDIA/Megatron-LM, arguments.py).
+    """
+    stages = np.asarray(plan.stage)
+    island = plan.island or network.island
+    near = np.asarray(2 * plan.fsdp * plan.layer_chips) <= island
+    send = collectives.send_seconds(size, near, network, efficiency)
+    hidden = efficiency.overlap if plan.schedule == "interleaved" else 0.0
+    exposed = (1 - hidden) * plan.accumulation * plan.chunks + (stages - 1)
+    return np.where(stages > 1, 2 * exposed * send, 0.0)
+
+
+def state_seconds(weights, own, plan, network, efficiency, computing, dtype_bytes):
+    """Returns the exposed seconds of gradient and weight collectives over "fsdp" and "data".
+
+    Of the weights, `own` cross "data" alone.
+    """
+    island = plan.island or network.island
+    shared, fsdp, data = (np.asarray(n) for n in (plan.layer_chips, plan.fsdp, plan.data))
+    near, axes = _fsdp_links(plan, network)
+    outer = np.clip(island // (shared * fsdp * plan.stage), 1, data)
+
+    def gathered(size):
+        return collectives.gather_seconds(size, fsdp, near, network, efficiency, axes)
+
+    gradients = gathered((weights - own) * plan.gradient_bytes)
+    crossing = collectives.reduce_seconds(
+        weights / fsdp * plan.gradient_bytes, data, outer, network, efficiency, axes
+    )
+    # ZeRO 3 gathers weights in the forward and backward pass of every micro-batch; a pipeline once
+    # per step.  ZeRO 1 and 2 gather the updated weights once.  Without ZeRO, gradients are
+    # gathered.
+    streams = (plan.zero == 3) & (np.asarray(plan.stage) == 1)
+    rounds = np.where(streams, plan.accumulation, 1)
+    size = np.where(streams, 2 * dtype_bytes, dtype_bytes if plan.zero else plan.gradient_bytes)
+    inner = rounds * (gradients + gathered((weights - own) * size))
+    # Collectives once per step overlap with the backward pass of the last micro-batch (two thirds
+    # of its time), and updated weights with the forward pass of the first.
+    once = (1 if plan.zero else 2 / 3) / np.asarray(plan.accumulation)
+    hides = efficiency.overlap * computing * np.where(streams, 1.0, once)
+    crossing_overlap = efficiency.overlap * efficiency.data_overlap
+    seconds, most = inner + crossing, efficiency.overlap * inner + crossing_overlap * crossing
+    exposed = seconds - np.minimum(hides, most)
+    # Software that sends each chip's part of the state by a collective of its own, one after the
+    # other and without overlap.
+    crossed = (weights - own) * (plan.gradient_bytes + size) / near
+    crossed = crossed / (network.slow * efficiency.slow_link)
+    by_owner = efficiency.by_owner * (fsdp / near - 1) * crossed
+    return exposed + np.where(streams | (np.asarray(plan.zero) == 0), 0.0, by_owner)
+
+
+def exchange_seconds(
+    config: ModelConfig,
+    sequence: int,
+    plan: ParallelPlan,
+    network: Network,
+    efficiency: Efficiency,
+):
+    """Returns the seconds of the all-to-alls of one block and micro-batch; nothing hides them."""
+    tokens = np.asarray(plan.micro_batch) * sequence
+    size = collectives.exchange_bytes(config, tokens, plan.fsdp)
+    near, axes = _fsdp_links(plan, network)
+    seconds = collectives.exchange_seconds(size, plan.fsdp, near, network, efficiency, axes)
+    return collectives.EXCHANGES.get(plan.remat, max(collectives.EXCHANGES.values())) * seconds
+
+
+def _fsdp_links(plan, network):
+    """Returns the chips of "fsdp" in one island, and the torus axes that the axis spans."""
+    island = plan.island or network.island
+    shared = np.asarray(plan.layer_chips)
+    axes = np.maximum(network.axes - _torus_axes(shared, island, network), 1)
+    return np.clip(island // shared, 1, np.asarray(plan.fsdp)), axes

@@ -1,0 +1,344 @@
+"""Memory estimate of a parallel plan on its fullest chip, by category; broadcasts over counts.
+
+For one chip it equals `memory.training_bytes`.  "fsdp" shards what the ZeRO stage says (arXiv
+1910.02054, section 5): moments from stage 1, gradients from 2, weights from 3.  Arrays that the
+axis does not divide stay replicated, and so do biases and norms.  The buffers of a pipeline are
+those of `core/executors/pipeline/pipeline.py` for every schedule; `experiments.compile_plan` compares
+them with the compiler's.
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from sparse_dataflow.core.config.layer_groups import layer_groups, with_densest_layers
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import KEY_VALUE, MLP, ROW_PARALLEL
+from sparse_dataflow.core.training.cost import stored_fractions
+from sparse_dataflow.planner import experts, memory
+from sparse_dataflow.planner.memory import MemoryEstimate
+from sparse_dataflow.planner.parallel_plan import ParallelPlan, key_value_copies
+from sparse_dataflow.planner.step_time import stage_matrices, stage_parameters
+
+ERROR = (-0.15, 0.05)
+"""Relative range of the compiler's bytes about the estimate, on the plans of
+`experiments/results/compile_plan`; a test compares them."""
+
+NORM_COPIES = {"full": 6, "dots": 0, "none": 5}
+"""Remat -> float32 arrays of width d_model that a pipelined layer saves of its norms and attention;
+see `pipeline_bytes`."""
+
+
+def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> MemoryEstimate:
+    """Estimates the memory of the fullest chip; the results broadcast over the plan's counts.
+
+    Args:
+      config: the model; its remat is ignored.
+      sequence: tokens per sequence.
+      plan: parallel plan; remat policies other than "none" and "dots" count as "full".
+    """
+    remat = plan.remat if plan.remat in ("none", "dots") else "full"
+    config = dataclasses.replace(config, remat=remat)
+    weights, matrices = stage_parameters(config, plan), stage_matrices(config, plan)
+    tokens = np.asarray(plan.micro_batch) * sequence
+    shares = {stage: _shard_share(config, plan, stage) for stage in (1, 2, 3)}
+    cut, whole = _stage_vectors(config, plan)
+    # Stage of ZeRO -> parameters, or state of their shape, on one chip.
+    held = {stage: (weights - cut) * share + whole for stage, share in shares.items()}
+    staged, sharded = np.asarray(plan.stage) > 1, np.asarray(plan.fsdp) > 1
+    layers = plan.stage_layers(config)
+    rows = experts.computed_rows(config, tokens, plan)[0] / tokens if config.experts else None
+    saved, working = _block_bytes(config, sequence, plan, rows)
+    saved = np.where(staged, pipeline_bytes(config, plan, rows), saved * layers * in_flight(plan))
+    activations = tokens * (saved + gathered_residual(config, plan))
+    activations = activations + _gathered_weights(config, plan, weights)
+    chunk = np.minimum(tokens, memory.LOGITS_CHUNK)
+    logits = 2.0 * chunk * config.vocab_size * 4 / plan.layer_chips
+    # A stage sums the gradients of all its weights in float32, and reduce-scatters them at the end.
+    gradient = memory.gradient_bytes(np.asarray(plan.accumulation), plan.state_dtype)
+    staged_gradients = memory.MASTER_BYTES * (weights + np.where(sharded, held[2], 0))
+    # ZeRO 3: gradients of the embedding and of one projection before they are reduce-scattered.
+    full = (memory.embeddings(config) + _largest_projection(config, plan)) / plan.layer_chips
+    full = np.where(sharded & ~staged & (plan.zero == 3), memory.MASTER_BYTES * full, 0)
+    # Below ZeRO 3 every chip holds all weights: the updated ones are gathered before they replace
+    # the old ones.  ZeRO 2 reduce-scatters the gradients of a whole micro-batch, not of a layer.
+    gathered = np.where(sharded & ~staged, memory.MASTER_BYTES * weights, 0)
+    gathered = gathered * (0, 1, 2, 0)[plan.zero]
+    updates = memory.update_bytes(matrices, plan.optimizer) * shares[1]
+    moments = memory.moment_bytes(
+        config, held[1], matrices * shares[1], plan.state_dtype, plan.optimizer
+    )
+    return MemoryEstimate(
+        parameters=memory.MASTER_BYTES * held[3],
+        working_copy=_working_copy(config, plan, weights, shares[3]),
+        gradients=np.where(staged, staged_gradients, gradient * held[2]),
+        moments=moments,
+        layout_tables=memory.table_bytes(config) * layers / config.num_layers / plan.tensor,
+        activations=activations,
+        working_set=np.maximum(tokens * working + full, updates - activations - logits) + gathered,
+        logits=logits,
+    )
+
+
+def run_bytes(
+    config: ModelConfig,
+    sequence: int,
+    plan: ParallelPlan,
+    adapters: bool = False,
+    kinds: Sequence[str] = (),
+) -> MemoryEstimate:
+    """Estimates `plan_bytes` of a training of adapters, or of blocks of several kinds of remat.
+
+    Args:
+      config: as in `plan_bytes`, also for `sequence` and `plan`.
+      adapters: whether everything but low-rank terms is frozen.
+      kinds: kind of remat of each block, of which it is the mean; `plan.remat` where it is empty.
+    """
+    if kinds:
+        means: dict = collections.defaultdict(float)
+        for kind, count in collections.Counter(kinds).items():
+            one = dataclasses.replace(plan, remat="dots" if kind == "offload" else kind)
+            sizes = run_bytes(config, sequence, one, adapters).categories
+            if kind == "offload":
+                sizes["activations"] = 0
+            for name, size in sizes.items():
+                means[name] = means[name] + count / len(kinds) * size
+        return MemoryEstimate(**means)
+    estimate = plan_bytes(config, sequence, plan)
+    if not adapters:
+        return estimate
+    share = _shard_share(config, plan, 3) / plan.layer_chips
+    trained = memory.adapter_count(config)
+    gradient = memory.gradient_bytes(np.asarray(plan.accumulation), plan.state_dtype)
+    compute = memory.DTYPE_BYTES[config.compute_dtype]
+    gathers = (np.asarray(plan.fsdp) > 1) & (plan.zero == 3)
+    whole_copy = gathers | (plan.remat == "none")  # See `_working_copy`.
+    return dataclasses.replace(
+        estimate,
+        parameters=trained * memory.MASTER_BYTES + memory.frozen_bytes(config) * share,
+        # The frozen weights have the compute dtype already, but for those in int8.
+        working_copy=estimate.working_copy
+        - memory.parameter_count(config) * share * compute * whole_copy
+        + memory.int8_count(config) * share * compute * (plan.remat == "none"),
+        gradients=trained * gradient,
+        moments=memory.moment_bytes(config, trained, 0, plan.state_dtype, plan.optimizer),
+    )
+
+
+def alternating_bytes(variants: Sequence[Sequence[MemoryEstimate]]):
+    """Returns the bytes of several models whose steps alternate, of each its largest phase.
+
+    As `memory.alternating_bytes`, and broadcasts over arrays.
+    """
+    resident: Any = 0.0
+    transient: Any = 0.0
+    for phases in variants:
+        states = [e.parameters + e.moments + e.layout_tables for e in phases]
+        total: Any = phases[0].total
+        state: Any = states[0]
+        for each, own in zip(phases[1:], states[1:]):
+            larger = np.asarray(each.total > total)
+            total, state = np.where(larger, each.total, total), np.where(larger, own, state)
+        resident, transient = resident + state, np.maximum(transient, total - state)
+    return np.asarray(resident + transient)
+
+
+def _stage_vectors(config, plan):
+    """Returns the biases, norms and gates of a stage over its layer chips, and those of one chip.
+
+    Biases of column-parallel projections are cut over "tensor"; nothing else cuts a vector.
+    """
+    column = [name for name in config.projections if name not in ROW_PARALLEL]
+    wide = sum(
+        config.projection_shape(name)[1] * config.stored_copies(name)
+        for name in column
+        if name in config.biases
+    )
+    matrices = memory.embeddings(config) + memory.matrix_count(config) + _low_rank_weights(config)
+    vectors = (memory.parameter_count(config) - matrices) / config.num_layers
+    layers = plan.stage_layers(config)
+    one = layers * (vectors - wide + wide / np.asarray(plan.tensor))
+    return layers * vectors / plan.layer_chips, one
+
+
+def _low_rank_weights(config):
+    ranks = {name: config.linear(name).rank for name in config.projections}
+    block = sum(rank * sum(config.projection_shape(name)) for name, rank in ranks.items())
+    return config.stored_layers * block
+
+
+def gathered_residual(config: ModelConfig, plan: ParallelPlan):
+    """Returns the bytes per token of the last block's output, whole on every chip for the head."""
+    whole = config.d_model * memory.DTYPE_BYTES[config.compute_dtype]
+    several = (np.asarray(plan.chips) > 1) & (np.asarray(plan.stage) == 1)
+    return np.where(several, whole, 0.0)
+
+
+def _block_bytes(config, sequence, plan, expert_rows):
+    """Returns the bytes per token that a block saves for its backward pass, and of temporaries."""
+    compute = memory.DTYPE_BYTES[config.compute_dtype]
+    copies = key_value_copies(config, plan.tensor)
+    per_token = memory.activation_bytes(config, sequence, plan.fused_attention, copies, expert_rows)
+    boundary_share = 1 / (plan.layer_chips if plan.sequence_parallel else plan.feature)
+    saved = per_token.boundary * boundary_share
+    saved = saved + (per_token.saved - per_token.boundary) / plan.layer_chips
+    working = per_token.working / plan.layer_chips + per_token.ends * boundary_share
+    # Inputs of attn_out and mlp_out, which "feature" gathers.
+    whole_inputs = compute * (config.num_heads * config.head_width + config.d_ff) / plan.tensor
+    whole_inputs = np.where(np.asarray(plan.feature) > 1, whole_inputs, 0)
+    if config.remat == "none":
+        saved = saved + whole_inputs
+        if compute < memory.MASTER_BYTES:
+            # As traced for several chips: both norms save three float32 arrays where
+            # `activation_bytes` counts three of the compute dtype, attention saves q, k and v once
+            # and its output twice.
+            widths = memory.block_widths(config, copies, expert_rows)
+            wide = 6 * memory.MASTER_BYTES * config.d_model - compute * (
+                3 * config.d_model + widths.keys_values
+            )
+            saved = saved + np.where(np.asarray(plan.chips) > 1, wide / plan.layer_chips, 0)
+        if plan.tpu and memory.has_one_op_mlp(config):
+            saved = saved - compute * config.d_ff / plan.layer_chips
+    return saved, working + whole_inputs
+
+
+def _gathered_weights(config, plan, weights):
+    """Returns the bytes of gathered weights that remat "none" saves for the backward pass."""
+    gathers = (np.asarray(plan.fsdp) > 1) & (plan.zero == 3) & (np.asarray(plan.stage) == 1)
+    if config.remat != "none":
+        return 0.0
+    exchanged = experts.stage_experts(config, plan) * plan.exchanges
+    blocks = weights - memory.embeddings(config) / plan.layer_chips - exchanged
+    return np.where(gathers, blocks * memory.DTYPE_BYTES[config.compute_dtype], 0.0)
+
+
+def _working_copy(config, plan, weights, share):
+    """Returns the bytes of the weights that a chip computes with, of which it stores a `share`.
+
+    A stage gathers its weights once per step and keeps them.  Otherwise it is a copy of the local
+    shard in the compute dtype, plus one gathered layer.  Experts that tokens reach stay sharded.
+    """
+    staged, gathers = np.asarray(plan.stage) > 1, (np.asarray(plan.fsdp) > 1) & (plan.zero == 3)
+    single = stage_parameters(memory.single_layer(config), plan)
+    own = (1 - 1 / np.asarray(plan.fsdp)) * experts.stage_experts(config, plan) * plan.exchanges
+    block = single - memory.embeddings(config) / plan.layer_chips - own / plan.stage_layers(config)
+    local = weights if config.remat == "none" else single
+    # The head needs the whole embedding, at a time at which no block is gathered.
+    layer = np.maximum(block, memory.embeddings(config) / plan.layer_chips)
+    copies = np.where(gathers, weights * share + layer, local)
+    copies = np.where(staged, weights - own if plan.zero == 3 else single, copies)
+    compute = memory.DTYPE_BYTES[config.compute_dtype]
+    return np.where(gathers | (compute != memory.MASTER_BYTES), copies * compute, 0)
+
+
+def _largest_projection(config, plan):
+    """Returns the largest number of weights of one projection in one layer that a chip gathers."""
+    fractions = stored_fractions(with_densest_layers(config))
+    return max(
+        fractions[name]
+        * np.prod(config.projection_shape(name))
+        * (1 if plan.exchanges else config.stored_copies(name))
+        for name in config.projections
+    )
+
+
+def _shard_share(config, plan, stage):
+    """Returns the share of the weights, or of state of their shape, on one chip under "fsdp".
+
+    It is 1 below ZeRO stage `stage`.  Projections that "fsdp" does not divide are replicated
+    (core/executors/sharding.py).
+    """
+    if plan.zero < stage:
+        return 1.0
+    fsdp, tensor, feature = (np.asarray(n) for n in (plan.fsdp, plan.tensor, plan.feature))
+    # Number of weights, and whether "fsdp" divides them.
+    parts = [(memory.embeddings(config), config.d_model % fsdp == 0)]
+    for group, name in itertools.product(layer_groups(config), config.projections):
+        spec, (inside, outside) = config.linear(name), config.projection_shape(name)
+        copied = (name in KEY_VALUE) & (key_value_copies(config, tensor) > 1)
+        cut = fsdp * np.where(copied, 1, tensor)
+        layers, row = len(group.layers), name in ROW_PARALLEL
+        if rank := config.factor_rank(name):
+            # "fsdp" cuts the long sides; the first factor along the rank where it cannot.
+            first = (inside % (cut if row else fsdp) == 0) | (rank % fsdp == 0)
+            second = outside % (fsdp if row else cut) == 0
+            parts += [(layers * rank * inside, first), (layers * rank * outside, second)]
+            continue
+        stored = inside * outside * stored_fractions(group.model)[name]
+        if spec.kind == "block_sparse":
+            blocks = round(stored / spec.block**2)
+            divides = (blocks % cut == 0) | (spec.block % fsdp == 0)
+        elif row:
+            divides = outside % (fsdp * feature) == 0
+        else:
+            divides = (inside % (fsdp * feature) == 0) | (outside % cut == 0)
+        weights = layers * stored
+        if config.experts and name in MLP:  # The axis shards experts, or else the weight of each.
+            parts.append((config.experts * weights, divides | (config.experts % fsdp == 0)))
+            weights = config.shared_expert * weights
+        parts.append((weights, divides))
+    total = sum(size for size, _ in parts)
+    return sum(np.where(divides, size / fsdp, size) for size, divides in parts) / total
+
+
+def pipeline_bytes(config: ModelConfig, plan: ParallelPlan, expert_rows=None):
+    """Returns the bytes per token of all activation buffers of one stage.
+
+    These are the arrays that the forward pass saves for each block in flight, and the arrays that
+    `layer_actions` passes from the backward pass of the input to that of the weights.  As counted
+    in the buffers of a traced pipeline, with d = d_model and an MLP without a gate:
+
+    - Remat "full" saves the input.  Its recomputation saves both norm outputs for the whole
+      sequence, q, k, v, attention's output twice, GELU's input and output, and six float32 arrays
+      of width d.  "none" saves all of these in the forward pass, "dots" the projection outputs.
+    - The backward pass passes on the norm outputs, GELU's output, the gradients of the outputs of
+      the four products, and two float32 arrays of width d.
+
+    `expert_rows` is that of `memory.block_widths`.
+    """
+    compute = memory.DTYPE_BYTES[config.compute_dtype]
+    tensor = np.asarray(plan.tensor)
+    gathered = config.d_model * compute
+    residual = gathered / tensor if plan.sequence_parallel else gathered
+    norm = config.d_model * memory.MASTER_BYTES * (1 / tensor if plan.sequence_parallel else 1.0)
+    widths = memory.block_widths(config, key_value_copies(config, plan.tensor), expert_rows)
+    queries, keys_values, normed, products, hidden = (n * compute / tensor for n in widths)
+    heads = queries + keys_values
+    block_buffers = 2 * gathered + hidden + heads + normed + 2 * queries
+    block_buffers = block_buffers + NORM_COPIES[config.remat] * norm
+    passed_on = 2 * gathered + products + heads + 4 * residual + 2 * norm
+    saved, recomputed = residual, 0.0 * residual
+    if config.remat == "full":
+        recomputed = block_buffers
+    elif config.remat == "dots":
+        saved = 2 * residual + heads + products
+        passed_on = passed_on + residual + 4 * norm
+    else:
+        saved = block_buffers + 2 * residual
+    layers = plan.stage_layers(config)
+    deferred = np.where(
+        plan.schedule == "zero_bubble", np.minimum(plan.stage, plan.accumulation), 1
+    )
+    waiting = np.asarray(plan.accumulation) if plan.schedule == "gpipe" else 1
+    buffers = layers * in_flight(plan) * saved
+    buffers = buffers + layers / plan.chunks * deferred * (recomputed + passed_on)
+    return buffers + (3 + waiting) * residual
+
+
+def in_flight(plan: ParallelPlan):
+    """Returns the number of micro-batches in flight on the first stage (arXiv 2104.04473, 2.2).
+
+    Interleaved stages have 1 + (p - 1) / (p v) times as many as 1F1B.
+    """
+    stages, count = np.asarray(plan.stage), np.asarray(plan.accumulation)
+    if plan.schedule == "gpipe":
+        result = count
+    elif plan.schedule == "interleaved":
+        result = np.minimum(stages + (stages - 1) / plan.chunks, count)
+    else:
+        result = np.minimum(stages, count)
+    return np.where(stages > 1, result, 1)

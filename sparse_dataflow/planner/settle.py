@@ -1,0 +1,359 @@
+"""Settles what a run leaves to the planner: micro-batches, remat and mesh, for given chips.
+
+The fastest plan by predicted step time is chosen that leaves room for the error of the memory
+estimate; one with stages where it is faster by more than the error of the times.  A value that the
+config has is kept.  Chips without known rates, and the host's CPU, get the fewest micro-batches and
+the least recomputation that fit.  Pure: the same config and chips give the same plan, and so does
+the config that was settled.  Importing this module loads no jax.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from sparse_dataflow.core.config import mesh_config as meshes
+from sparse_dataflow.core.config import remat as kinds_of_remat
+from sparse_dataflow.core.config.mesh_config import AUTO
+from sparse_dataflow.core.config.model import REMATS, ModelConfig
+from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware.chips import GIB
+from sparse_dataflow.hardware.machines import Machine
+from sparse_dataflow.planner import bands, memory, search
+from sparse_dataflow.planner import relay as relays
+from sparse_dataflow.planner.memory import USABLE
+from sparse_dataflow.planner.parallel_plan import BUBBLES, ParallelPlan
+from sparse_dataflow.planner.search import ROOMY, Request
+
+ModelsOf = Callable[[RunConfig], Mapping[str, Sequence[ModelConfig]]]
+"""Returns name -> phases of each model that a run trains."""
+Check = Callable[[RunConfig], None]
+"""Raises a UserError where no executor trains a settled config."""
+
+TRIED = 200
+"""Most plans that are checked against the executor, fastest first."""
+_LARGEST_TENSOR = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Settled:
+    """A config without auto values, and what the planner estimates of it.
+
+    Attributes:
+      config: the config.
+      machine: the chips.
+      request: prices the plan; None for the relay.
+      plan: the parallel plan; None for the relay.
+      relay: the largest estimate of the relay; None for other executors.
+      chosen: path -> value of each setting that the planner chose.
+    """
+
+    config: RunConfig
+    machine: Machine
+    request: Request | None
+    plan: ParallelPlan | None
+    relay: relays.RelayEstimate | None = None
+    chosen: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+    @property
+    def chip_bytes(self) -> float:
+        """Bytes on the fullest chip."""
+        if self.relay:
+            return float(self.relay.device_total)
+        assert self.request and self.plan
+        return float(self.request.chip_bytes(self.plan))
+
+    @property
+    def share(self) -> float:
+        """Share of the chip's usable memory that the plan takes."""
+        return self.chip_bytes / usable(self.machine)
+
+    @property
+    def tight(self) -> bool:
+        """Whether the estimate's error may exceed the room that the plan leaves."""
+        return self.share > ROOMY
+
+
+def usable(machine: Machine) -> float:
+    """Returns the bytes of a chip that a plan may take; infinite where its memory is not known."""
+    return USABLE * machine.chip.capacity
+
+
+def with_memory(machine: Machine, memory_bytes: int) -> Machine:
+    """Returns the machine with another memory of each chip."""
+    return dataclasses.replace(
+        machine, chip=dataclasses.replace(machine.chip, memory_bytes=memory_bytes)
+    )
+
+
+def settle(
+    config: RunConfig, models_of: ModelsOf, machine: Machine, check: Check | None = None
+) -> Settled:
+    """Returns the config with a plan for the machine, and its estimates.
+
+    Args:
+      config: `training.micro_batches`, `model.remat` and `parallel.mesh` may be auto.
+      models_of: see `ModelsOf`.
+      machine: chips that train it.
+      check: see `Check`; plans that it refuses are passed over.
+
+    Raises:
+      UserError: no plan fits, with the smallest machine, the density or the settings that would; or
+        the settings contradict each other.
+    """
+    if config.parallel.executor == "relay":
+        return relayed(config, models_of, machine)
+    best, refusal = None, None
+    try:
+        best = _fastest(config, models_of, machine, check)
+    except UserError as error:
+        refusal = error
+    if _may_pipeline(config, machine):
+        with contextlib.suppress(UserError):
+            pipeline = _fastest(config, models_of, machine, check, staged=True)
+            if best is None or _clearly_faster(pipeline, best):
+                return pipeline
+    if best is None:
+        assert refusal
+        raise refusal
+    return best
+
+
+def _may_pipeline(config, machine):
+    """Returns whether the planner may cut the model by layers."""
+    open_mesh = config.parallel.mesh == AUTO and config.parallel.executor == "auto"
+    if not open_mesh or machine.count == 1 or machine.host or not machine.chip.network:
+        return False
+    if config.model.mask_documents or config.parallel.sub_batches > 1:
+        return False
+    try:
+        config.change(parallel__executor="pipeline")
+    except UserError:  # A setting that pipelines do not have.
+        return False
+    return True
+
+
+def _clearly_faster(plan, other):
+    """Returns whether a plan is faster than another by more than the error of its kind."""
+    seconds = [float(each.request.seconds(each.plan)) for each in (plan, other)]
+    request = plan.request
+    width = bands.tie_width(request.config, request.sequence, request.constants)
+    return math.log(seconds[1] / seconds[0]) > width
+
+
+def _fastest(config, models_of, machine, check, staged=False) -> Settled:
+    """Returns the fastest plan with room; with stages or without."""
+    priced, possible = priced_plans(config, models_of, machine, staged)
+    refused: UserError | None = None
+    # A second time without room: a plan that just fits is better than none.
+    for share in (ROOMY, 1.0) if _is_open(config, machine) else (1.0,):
+        for plan, _ in priced.ranked(TRIED, share, possible):
+            result = _with_plan(config, machine, priced.request, plan)
+            try:
+                if check:
+                    check(result.config)
+            except UserError as error:
+                refused = refused or error
+                continue
+            return result
+    if refused:
+        raise refused
+    from sparse_dataflow.planner import settle_advice as advice
+
+    raise UserError(advice.refusal(config, models_of, machine, priced))
+
+
+def _is_open(config, machine):
+    """Returns whether anything is left to the planner."""
+    free = machine.count > 1 and config.parallel.mesh == AUTO
+    return free or not config.training.micro_batches or config.model.remat == kinds_of_remat.AUTO
+
+
+def request_of(config: RunConfig, models_of: ModelsOf, machine: Machine) -> Request:
+    """Returns the search that prices plans of a config on a machine."""
+    trained = tuple(tuple(phases) for phases in models_of(config).values())
+    first = max(trained[0], key=memory.parameter_count)
+    text = config.model.remat
+    mixed = text not in (*REMATS, kinds_of_remat.AUTO)
+    return Request(
+        first,
+        config.training.sequence,
+        config.training.batch,
+        machine.chip,
+        machine.count,
+        config.training.state_dtype,
+        config.training.optimizer,
+        fused_attention=machine.fused_attention,
+        trained=trained,
+        adapters=bool(config.training.adapter_rank),
+        kinds=kinds_of_remat.kinds(text, first.num_layers) if mixed else (),
+    )
+
+
+def levels(config: RunConfig, request: Request, staged: bool = False) -> search.Levels:
+    """Returns the values of each choice of a plan: those that the config has, or all useful ones.
+
+    Args:
+      config: a mesh that is auto has stages where its executor is the pipeline, or with `staged`.
+      request: the search.
+      staged: whether a mesh that is auto has stages.
+
+    Raises:
+      UserError: the mesh is not one of the machine's chips.
+    """
+    parallel, chips = config.parallel, request.chips
+    schedule, _, chunks = parallel.schedule.partition(":")
+    schedules: tuple[str, ...] = tuple(dict.fromkeys((next(iter(BUBBLES)), schedule)))
+    result = dict(search.space(request))
+    if parallel.mesh != AUTO:
+        sizes = meshes.parse(parallel.mesh, chips)
+        result |= {axis: (sizes[axis],) for axis in ("tensor", "feature", "stage", "data")}
+    else:
+        stages = [n for n in result["stage"] if n > 1]
+        several = staged or parallel.executor == "pipeline"
+        result["stage"] = tuple(stages) if several and stages else (1,)
+        result["feature"] = (1,)
+        result["tensor"] = tuple(n for n in result["tensor"] if n <= _LARGEST_TENSOR)
+    result["chunks"] = tuple(sorted({1, int(chunks or 1)}))
+    result["schedule"] = schedules
+    parts = parallel.sub_batches
+    rows = tuple(n for n in _divisors(request.batch) if n % parts == 0)
+    result["micro_batch"] = rows or _divisors(request.batch)
+    result["zero"] = (parallel.zero,)
+    result["experts"] = (parallel.experts,) if request.config.experts else ("gather",)
+    if request.kinds:
+        result["remat"] = ("full" if "full" in request.kinds else "dots",)
+    elif config.model.remat != kinds_of_remat.AUTO:
+        result["remat"] = (config.model.remat,)
+    return result
+
+
+def _seconds_of(request, machine):
+    """Returns the function by which plans are ordered; None for their predicted seconds."""
+    chip = machine.chip
+    dtype = request.config.compute_dtype
+    rated = chip.peak(dtype) and chip.bandwidth and (machine.count == 1 or chip.network)
+    if rated and request.optimizer == "muon":
+        rated = chip.peak("float32")
+    if rated and not machine.host:
+        return None
+
+    def order(plan):
+        # Fewest micro-batches, then least recomputation; on many devices "fsdp" over all.
+        others = plan.chips / (np.asarray(plan.fsdp) * plan.stage)
+        remat = REMATS.index(plan.remat) / len(REMATS)
+        return others * 1e9 + np.asarray(plan.accumulation) + remat
+
+    return order
+
+
+def priced_plans(
+    config: RunConfig, models_of: ModelsOf, machine: Machine, staged: bool = False
+) -> tuple[search.Priced, np.ndarray]:
+    """Returns the prices of all plans, and which of them the config allows.
+
+    Raises:
+      UserError: the settings contradict each other or the machine.
+    """
+    request = request_of(config, models_of, machine)
+    space = levels(config, request, staged)
+    priced = search.price(request, space, _seconds_of(request, machine))
+    return priced, allowed(config, priced)
+
+
+def allowed(config: RunConfig, priced: search.Priced) -> np.ndarray:
+    """Returns bool [levels, ...], the plans with the micro-batches that the config gives."""
+    wanted, shape = config.training.micro_batches, priced.seconds.shape
+    if not wanted:
+        return np.ones(shape, bool)
+    inner = shape[: len(search.COUNTS)]
+    names = {name: priced.levels[name][0] for name in search.NAMES}
+    plan = priced.request.plan(search.grid(priced.levels) | names)
+    counts = np.broadcast_to(np.asarray(plan.accumulation) == wanted, inner)
+    return np.broadcast_to(counts.reshape(*inner, *[1] * len(search.NAMES)), shape)
+
+
+def _with_plan(config, machine, request, plan) -> Settled:
+    chosen: dict[str, object] = {}
+    if not config.training.micro_batches:
+        chosen["training.micro_batches"] = plan.accumulation
+    if config.model.remat == kinds_of_remat.AUTO:
+        chosen["model.remat"] = plan.remat
+    if config.parallel.mesh == AUTO and machine.count > 1:
+        chosen["parallel.mesh"] = meshes.text({axis: getattr(plan, axis) for axis in meshes.AXES})
+    changes = {path.replace(".", "__", 1): value for path, value in chosen.items()}
+    return Settled(config.change(**changes), machine, request, plan, chosen=chosen)
+
+
+def relayed(config: RunConfig, models_of: ModelsOf, machine: Machine) -> Settled:
+    """Settles the relay: the fewest micro-batches whose blocks fit the device.
+
+    Raises:
+      UserError: the batch does not divide over the devices, or no number of micro-batches fits.
+    """
+    training = config.training
+    largest = relay_that_fits(config, models_of, machine)
+    if largest is None:
+        near = max(1, round(training.batch / machine.count)) * machine.count
+        raise UserError(
+            f"A batch of {training.batch} sequences does not divide over {machine.count} devices "
+            f"of the relay; legal: --batch={near}."
+        )
+    count, estimate = largest
+    # On a CPU the device's memory is the host's, which `relay_plan` checks as a whole.
+    if not machine.host and estimate.device_total > usable(machine):
+        from sparse_dataflow.planner import settle_advice as advice
+
+        raise UserError(
+            f"The relay needs {estimate.device_total / GIB:,.1f} GiB on the device with these "
+            f"settings, and it has {machine.chip.capacity / GIB:,.1f}; "
+            f"{advice.for_relay(config, models_of, machine)}."
+        )
+    chosen: dict[str, object] = {}
+    if not training.micro_batches:
+        chosen["training.micro_batches"] = count
+    if config.model.remat == kinds_of_remat.AUTO:
+        chosen["model.remat"] = "none"  # The relay recomputes every block.
+    if config.parallel.mesh == AUTO and machine.count > 1:
+        chosen["parallel.mesh"] = f"data:{machine.count}"
+    changes = {path.replace(".", "__", 1): value for path, value in chosen.items()}
+    return Settled(config.change(**changes), machine, None, None, estimate, chosen)
+
+
+def relay_that_fits(
+    config: RunConfig, models_of: ModelsOf, machine: Machine
+) -> tuple[int, relays.RelayEstimate] | None:
+    """Returns (micro-batches, estimate) of the fewest that fit, else of the most; None for none."""
+    training, parallel = config.training, config.parallel
+    models = [model for phases in models_of(config).values() for model in phases]
+    counts = [training.micro_batches] if training.micro_batches else _divisors(training.batch)
+    result = None
+    for count in (n for n in counts if training.batch % (n * machine.count) == 0):
+        estimates = [
+            relays.estimate(
+                model,
+                training.batch,
+                training.sequence,
+                count,
+                stash=parallel.stash,
+                clipping=parallel.clipping,
+                files=bool(parallel.server_dir),
+                pinned=not machine.host,
+                chip=machine.chip,
+                fused_attention=machine.fused_attention,
+                devices=machine.count,
+                optimizer=training.optimizer,
+            )
+            for model in models
+        ]
+        result = count, max(estimates, key=lambda each: each.device_total)
+        if result[1].device_total <= ROOMY * usable(machine):
+            break
+    return result
+
+
+def _divisors(number):
+    return tuple(n for n in range(1, number + 1) if number % n == 0)

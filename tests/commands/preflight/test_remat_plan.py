@@ -1,0 +1,125 @@
+"""The plan of activations of a run: chosen under a limit, checked, refused."""
+
+import dataclasses
+import re
+
+import pytest
+from jax.sharding import AbstractMesh
+
+from sparse_dataflow.commands.preflight import remat_plan
+from sparse_dataflow.core.config.parallel import ParallelConfig
+from sparse_dataflow.core.config.presets import preset
+from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
+from sparse_dataflow.core.executors.sharded import Sharded
+from sparse_dataflow.core.training.variants import variants
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware.chips import CHIPS
+from sparse_dataflow.planner import memory, remat
+
+GIB = 2**30
+CHIP = CHIPS["gb200"]  # Its link to the host is fast, so that blocks are offloaded.
+CONFIG = preset("1.3b").change(
+    run__twin="no", model__compute_dtype="bfloat16", training__batch=8, training__micro_batches=1
+)
+
+
+def settled(limit, executor=SINGLE_DEVICE, chip=CHIP, **changes):
+    config = CONFIG.change(parallel__memory_limit=limit, **changes)
+    return remat_plan.settled(config, chip, executor)
+
+
+def all_costs(executor=SINGLE_DEVICE, chip=CHIP):
+    return remat_plan.run_costs(variants(CONFIG), chip, executor)
+
+
+def test_without_a_limit_nothing_is_planned():
+    assert remat_plan.settled(CONFIG, CHIP, SINGLE_DEVICE) is CONFIG
+
+
+@pytest.mark.parametrize("kind", ["none", "dots", "full"])
+def test_a_plan_of_equal_blocks_has_the_bytes_of_the_memory_plan(kind):
+    [v] = variants(CONFIG.change(model__remat=kind))
+    planned = memory.training_config_bytes(v.model, v.training).total
+    assert remat.uniform(all_costs(), kind).device_bytes == pytest.approx(planned)
+
+
+def test_the_plan_is_within_the_limit_and_is_printed(capsys):
+    costs = all_costs()
+    keep, least = (remat.uniform(costs, kind).device_bytes for kind in ("none", "full"))
+    limit = f"{(keep + least) / 2 / GIB:.3f}GiB"
+    config = settled(limit)
+    assert config.model.remat not in ("none", "full")
+    printed = capsys.readouterr().err
+    assert f"model.remat={config.model.remat}" in printed and "extra ms a step" in printed
+    [v] = variants(config)
+    assert memory.training_config_bytes(v.model, v.training).total <= (keep + least) / 2
+    # The plan is kept where the run resumes, and checked.
+    again = dict(model__remat=config.model.remat)
+    assert settled(limit, **again) == config
+    with pytest.raises(UserError, match=r"needs [\d.]+GiB .*, above parallel.memory_limit=1GiB"):
+        settled("1GiB", **again)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9])
+def test_a_chosen_plan_passes_its_own_check(share):
+    """Also where a pattern occurs once, which is one loop."""
+    config = CONFIG.change(model__num_layers=5)
+    costs = remat_plan.run_costs(variants(config), CHIP, SINGLE_DEVICE)
+    keep, least = (remat.uniform(costs, kind).device_bytes for kind in ("none", "full"))
+    limit = str(int(least + share * (keep - least)))
+    chosen = settled(limit, model__num_layers=5)
+    assert settled(limit, model__num_layers=5, model__remat=chosen.model.remat) == chosen
+
+
+def test_a_chip_without_a_known_host_link_offloads_nothing(capsys):
+    costs = all_costs()
+    limit = str(int(remat.uniform(costs, "full").device_bytes) + GIB)
+    assert "offload" in settled(limit).model.remat
+    alone = dataclasses.replace(CHIP, host_bandwidth=None)
+    assert "offload" not in settled(limit, chip=alone).model.remat
+    assert "no block is offloaded" in capsys.readouterr().err
+
+
+def test_a_mesh_shards_what_is_planned():
+    sizes = {"data": 1, "stage": 1, "fsdp": 8, "tensor": 1}
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    sharded = all_costs(Sharded(mesh))[0]
+    assert sharded.saved["full"] == pytest.approx(all_costs()[0].saved["full"] / 8)
+    assert sharded.fixed < all_costs()[0].fixed / 2
+    assert sharded.offloaded > 0 and sharded.recompute["full"] > sharded.recompute["dots"] > 0
+
+
+def test_a_limit_that_nothing_meets_names_one_that_is_met():
+    with pytest.raises(UserError, match="nearest feasible limit") as refused:
+        settled("1GiB")
+    settled(re.search(r"limit, ([\d.]+GiB)", str(refused.value))[1])
+
+
+@pytest.mark.parametrize("executor", ["relay", "pipeline"])
+def test_executors_whose_blocks_are_alike_refuse_a_limit(executor):
+    with pytest.raises(UserError, match=f"--executor={executor}.*; legal with it: whole, auto"):
+        CONFIG.change(parallel__executor=executor, parallel__memory_limit="1GiB")
+
+
+@pytest.mark.parametrize(("text", "size"), [("16GiB", 2**34), ("1.5MiB", 3 * 2**19), ("9e9", 9e9)])
+def test_limits_are_bytes_in_several_units(text, size):
+    assert ParallelConfig(memory_limit=text).memory_limit_bytes == size
+
+
+@pytest.mark.parametrize("text", ["0GiB", "16GB", "-1GiB", "many", "1e99", "16 GiB"])
+def test_limits_that_are_no_bytes_are_refused(text):
+    with pytest.raises(UserError, match=r"legal: bytes from 1 .* 16GiB, 512MiB or 16e9"):
+        ParallelConfig(memory_limit=text)
+
+
+def test_blocks_of_different_remat_have_the_mean_memory_of_their_kinds():
+    [v] = variants(CONFIG)
+    sizes = {
+        text: memory.training_config_bytes(
+            dataclasses.replace(v.model, remat=text), v.training
+        ).activations
+        for text in ("none", "full", "offload", "full+none:12", "offload+full:12")
+    }
+    assert sizes["offload"] == 0
+    assert sizes["full+none:12"] == (sizes["full"] + sizes["none"]) / 2
+    assert sizes["offload+full:12"] == sizes["full"] / 2

@@ -1,0 +1,64 @@
+"""The plan of a run on this machine: kept where it is given, printed where it is chosen."""
+
+import re
+
+import pytest
+
+from sparse_dataflow.commands.preflight import settling
+from sparse_dataflow.core.config.presets import preset
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware.chips import GIB, Chip
+from sparse_dataflow.hardware.machines import Machine
+
+MINI = preset("mini").change(run__twin="no", training__batch=64)
+
+
+def needed(**changes):
+    config = MINI.change(**changes)
+    return settling.settle(
+        config, Machine(Chip("cpu", memory_bytes=2**40), 1, host=True)
+    ).chip_bytes
+
+
+def settled(config, size):
+    return settling.settled(config, Chip("this CPU", memory_bytes=int(size)))
+
+
+def test_a_cpu_with_room_settles_to_one_micro_batch_without_remat(capsys):
+    config = settled(MINI, 2**40)
+    assert config == MINI.without_auto()
+    printed = capsys.readouterr().err
+    assert re.search(r"planned:\n +training.micro_batches +1\n +model.remat +none\n", printed)
+    assert re.search(r"GiB on the fullest device\n +parameters +\d", printed)
+
+
+def test_a_config_without_auto_is_checked_and_stays(capsys):
+    config = MINI.change(training__micro_batches=4, model__remat="full")
+    assert settled(config, 2**40) == config
+    assert "planned" not in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"Training --scale=mini needs .* on this CPU"):
+        settled(config, GIB // 2)
+
+
+def test_little_memory_is_met_by_micro_batches():
+    whole = needed(training__micro_batches=1, model__remat="none")
+    config = settled(MINI, 0.6 * whole / 0.9)
+    assert (config.training.micro_batches, config.model.remat) != (1, "none")
+    changes = {"training__micro_batches": config.training.micro_batches}
+    assert needed(model__remat=config.model.remat, **changes) <= 0.6 * whole
+
+
+def test_a_memory_limit_gets_micro_batches_and_leaves_each_blocks_remat_to_its_plan():
+    whole = needed(training__micro_batches=1, model__remat="none")
+    config = settled(MINI.change(parallel__memory_limit=str(int(0.6 * whole))), 2**40)
+    assert config.model.remat == "auto" and config.training.micro_batches >= 1
+    # `remat_plan` names the nearest feasible limit.
+    tiny = MINI.change(parallel__memory_limit="1MiB")
+    assert settled(tiny, 2**40) == tiny
+
+
+def test_what_does_not_fit_names_a_scale_that_does():
+    with pytest.raises(UserError, match=r"the largest scale that fits is --scale=") as refused:
+        settled(preset("13b").change(training__batch=8), 1.2 * GIB)
+    scale = re.search(r"fits is --scale=(\w+)\.", str(refused.value))[1]
+    assert settled(preset(scale), 1.2 * GIB).training.micro_batches >= 1

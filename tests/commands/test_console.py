@@ -1,0 +1,58 @@
+"""The console script starts the same experiments as `python -m experiments.NAME`."""
+
+import importlib.metadata
+import subprocess
+import sys
+
+import pytest
+
+from sparse_dataflow.commands import console as commands
+
+
+def run(*words):
+    command = [sys.executable, "-m", "sparse_dataflow", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_the_version_is_that_of_the_package():
+    done = run("--version")
+    assert done.stdout == f"sparse-dataflow {importlib.metadata.version('sparse_dataflow')}\n"
+
+
+def test_without_a_command_all_are_listed():
+    done = run()
+    assert done.returncode == 0 and done.stderr == ""
+    listed = {line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")}
+    others = set(commands.experiments()) - set(commands.EVERYDAY.values())
+    assert listed == {*commands.EVERYDAY, *others}
+    assert all(sentence.strip() for sentence in commands.experiments().values())
+
+
+@pytest.mark.parametrize("word", ["train", "chip-report", "chip_report", "iso_flop", "plan"])
+def test_help_has_commands_of_the_same_kind(word):
+    done = run(word, "--help")
+    experiment = commands.EVERYDAY.get(word, word)
+    short = {module: name for name, module in commands.EVERYDAY.items()}.get(experiment, experiment)
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: sparse-dataflow {short} [")
+    assert "python -m experiments" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "word", ["tran", "../train", "__init__", "--steps=3", "", "a" * 999, "\x1b[0m"]
+)
+def test_an_unknown_command_is_refused_in_a_sentence(word):
+    done = run(word)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: unknown command") and len(done.stderr) < 300
+    assert done.stderr.count("\n") == 1 and "\x1b" not in done.stderr
+
+
+def test_a_command_refuses_flags_as_its_module_does():
+    both = [
+        run("train", "--densty=0.5"),
+        subprocess.run(
+            [sys.executable, "-m", "experiments.gpt13b_sparse", "--densty=0.5"],
+            capture_output=True, text=True, timeout=300,
+        ),
+    ]  # fmt: skip
+    assert both[0].stderr == both[1].stderr and both[0].returncode == both[1].returncode == 2

@@ -1,0 +1,130 @@
+"""Which flags make a pipeline, and what contradicts it; no device of these meshes is there."""
+
+import dataclasses
+
+import pytest
+
+from sparse_dataflow.commands import command_line, devices
+from sparse_dataflow.commands.request import NAMED
+from sparse_dataflow.core.config.presets import SIZES
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors.pipeline.pipelined import Pipelined
+from sparse_dataflow.core.executors.sharded import Sharded
+from sparse_dataflow.core.training.variants import variants
+from sparse_dataflow.files.errors import UserError
+
+
+def executor(*arguments):
+    [request] = command_line.arguments(["toy", *arguments], tuple(NAMED), None)
+    return devices.executor(request.config(), described=0)
+
+
+def test_a_mesh_with_stages_is_a_pipeline_and_others_are_not():
+    made = executor(
+        "--scale=13b", "--mesh=stage:4,tensor:2", "--set=parallel.schedule=interleaved:2"
+    )
+    assert isinstance(made, Pipelined) and made.schedule == "interleaved"
+    assert made.division.layers == (5,) * 8
+    assert "stage:4,tensor:2" in made.describe()
+    assert "--set parallel.schedule=interleaved:2" in made.describe()
+    assert type(executor("--scale=13b", "--mesh=data:4,tensor:2")) is Sharded
+    assert isinstance(executor("--scale=13b", "--mesh=stage:3", "--executor=pipeline"), Pipelined)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh=stage:2", "--executor=whole"], "legal: --executor=pipeline, or the axes"),
+        (["--mesh=fsdp:2", "--executor=pipeline"], "no stages; legal: a mesh with stage:2"),
+        (
+            ["--mesh=fsdp:2", "--set=parallel.schedule=gpipe"],
+            "parallel.schedule without a pipeline; legal with stage",
+        ),
+        (
+            ["--mesh=stage:2", "--set=parallel.schedule=2f2b"],
+            "2f2b is unknown; legal: gpipe, 1f1b.*interleaved:2",
+        ),
+        (["--mesh=stage:2", "--set=parallel.schedule=interleaved:0"], "interleaved:0 is unknown"),
+        (
+            ["--mesh=stage:2", "--set=parallel.schedule=1f1b:2"],
+            "hold one chunk; legal: 1f1b, or interleaved:2",
+        ),
+        (["--mesh=stage:4"], r"2 layers.*stage:4 with 1 chunks.*legal stages: 1, 2\."),
+        (["--mesh=stage:2", "--set=parallel.schedule=interleaved:2"], "legal stages: 1"),
+    ],
+)
+def test_flags_that_contradict_a_pipeline_are_refused_in_words(arguments, message):
+    with pytest.raises(UserError, match=message):
+        executor("--scale=pico", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "micro_batches", "message"),
+    [
+        (
+            ["--set=parallel.schedule=interleaved"],
+            3,
+            "3 micro-batches.*legal: multiples of 2, such as 4",
+        ),
+        (
+            ["--set=parallel.schedule=interleaved"],
+            1,
+            "1 micro-batches.*legal: multiples of 2, such as 2",
+        ),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused_before_anything_runs(
+    arguments, micro_batches, message
+):
+    made = executor("--scale=pico", "--mesh=stage:2", *arguments)
+    training = TrainingConfig(1, 6, 64, micro_batches)
+    with pytest.raises(UserError, match=message):
+        made.check(SIZES["pico"], training)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh=stage:2,feature:2"], "cuts the residual stream that stages send; legal with sta"),
+        (
+            ["--mesh=feature:2", "--evolution=rigl"],
+            "--evolution=rigl with --mesh=feature:2.*legal: --evolution=static, or a mesh without",
+        ),
+        (["--mesh=feature:2", "--evolution=shared_to_own"], "legal: --evolution=static"),
+    ],
+)
+def test_what_the_axis_feature_cannot_cut_is_refused_in_words(arguments, message):
+    [request] = command_line.arguments(
+        ["toy", "--scale=pico", "--block=16", *arguments], tuple(NAMED), None
+    )
+    with pytest.raises(UserError, match=message):
+        devices.describe(request.config())
+
+
+@pytest.mark.parametrize("argument", ["--mesh=stage:2", "--executor=relay"])
+def test_sub_batches_are_refused_where_blocks_do_not_have_them(argument):
+    with pytest.raises(UserError, match=r"sub_batches=2 with stages or the relay; legal: 1"):
+        executor("--scale=pico", "--set=parallel.sub_batches=2", argument)
+
+
+def test_sub_batches_divide_the_sequences_of_a_device():
+    made = executor("--scale=pico", "--mesh=fsdp:2", "--set=parallel.sub_batches=2")
+    assert "--set parallel.sub_batches=2" in made.describe()
+    model = SIZES["pico"]
+    made.check(model, TrainingConfig(1, 8, 16, micro_batches=2))
+    with pytest.raises(UserError, match=r"not divide the 3 sequences of a micro.*legal: 1, 3"):
+        made.check(model, TrainingConfig(1, 6, 16))
+    with pytest.raises(UserError, match=r"sub_batches=2 with model.experts=2 is not supported"):
+        made.check(dataclasses.replace(model, experts=2), TrainingConfig(1, 8, 16))
+
+
+def test_given_blocks_on_the_axis_feature_are_refused_by_their_flag():
+    [request] = command_line.arguments(
+        ["toy", "--scale=pico", "--block=16", "--mesh=feature:2"], tuple(NAMED), None
+    )
+    config = request.config()
+    [drawn] = [each for each in variants(config) if each.name == "sparse"]
+    given = dataclasses.replace(drawn.evolution, given_layouts=True)
+    begun = dataclasses.replace(drawn, evolution=given)
+    with pytest.raises(UserError, match=r"--init_from with .*legal: drawn weights, dense weights"):
+        devices.check(devices.executor(config, described=0), config, [begun])

@@ -1,0 +1,143 @@
+"""Runs that learn from a teacher, with and without guides, and what they refuse."""
+
+import dataclasses
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparse_dataflow.commands.train import train
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.presets import preset
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors import mesh as meshes
+from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
+from sparse_dataflow.core.executors.sharded import Sharded
+from sparse_dataflow.core.model import gpt
+from sparse_dataflow.core.model.model_weights import weights_of
+from sparse_dataflow.core.ops.cross_entropy.distillation import TeacherOutput
+from sparse_dataflow.core.training import cost
+from sparse_dataflow.core.training.phases import run_flops
+from sparse_dataflow.core.training.step import initial_state
+from sparse_dataflow.core.training.teacher import Teacher
+from sparse_dataflow.core.training.variants import variants
+from sparse_dataflow.evaluation.run_files import read_record
+from sparse_dataflow.files.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("reports_without_continuations")
+
+TEXTS = [f"Document {number} has a few words. " * 60 for number in range(40)]
+SMALL = preset("pico").change(
+    model__num_layers=1, model__d_model=32, model__num_heads=2, model__d_ff=64,
+    training__sequence=16, training__batch=4, training__steps=4, run__eval_every=2,
+    run__checkpoint_every=2, run__twin="no", sparsity__block=8, sparsity__density=0.25,
+)  # fmt: skip
+MODEL = ModelConfig(1, 16, 2, 32, vocab_size=24, max_len=8)
+TOKENS = np.random.default_rng(0).integers(0, 24, (4, 9), np.int32)
+
+
+@pytest.fixture(scope="module")
+def teacher(reports_without_continuations, tmp_path_factory):
+    out = str(tmp_path_factory.mktemp("teacher") / "run")
+    return train(SMALL.dense().change(run__out=out, training__steps=1), texts=TEXTS).folder
+
+
+def test_a_student_with_guides_leaves_plain_checkpoints_and_counts_its_teacher(teacher, tmp_path):
+    config = SMALL.change(
+        run__out=str(tmp_path / "run"),
+        evolution__method="self_guided",
+        training__teacher=str(teacher),
+        training__teacher_weight=0.25,
+    )
+    run = train(config, texts=TEXTS)
+    [variant] = variants(config, run.model().tokenizer.vocab_size)
+    guided, plain = variant.phases
+    expected = jax.eval_shape(lambda: initial_state(plain.model, variant.training).params)
+    for step in (2, 4):
+        model = run.model(checkpoint=str(step))
+        assert guided.model.guided and model.model == plain.model
+        assert jax.tree.map(jnp.shape, model.params) == jax.tree.map(jnp.shape, expected)
+    dense = dataclasses.replace(variant.model, linears={})
+    forward = cost.flops_per_token(dense, 16, training=False).total
+    plan = variant.model, variant.evolution, variant.training
+    flops = [run_flops(*plan), run_flops(*plan, Teacher(dense, {}, ()))]
+    assert flops[1] - flops[0] == pytest.approx(4 * 4 * 16 * forward)
+    assert "forward passes of the teacher are" in (run.folder / "report.html").read_text()
+    record = read_record(run.folder, config)
+    assert record.teacher and record.teacher["step"] == 1
+    # A resumed run has the same teacher or none.
+    moved = teacher.with_name("moved")
+    shutil.move(teacher, moved)
+    try:
+        with pytest.raises(UserError, match="began to learn from weights that cannot be read"):
+            train(config, texts=TEXTS, resume=True)
+    finally:
+        shutil.move(moved, teacher)
+
+
+def test_other_tokenizers_and_missing_folders_are_refused_before_the_first_step(teacher, tmp_path):
+    config = SMALL.change(run__out=str(tmp_path / "run"), training__teacher=str(teacher))
+    for changes, words in (
+        ({"model__vocab_size": 300}, r"has another tokenizer \(\d+ tokens\) than this run \(300\)"),
+        ({"training__teacher": str(tmp_path)}, "neither a run folder nor a Hugging Face directory"),
+    ):
+        with pytest.raises(UserError, match=words):
+            train(config.change(**changes), texts=TEXTS)
+    assert not (tmp_path / "run" / "sparse").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"evolution__method": "rigl"}, "legal with it: every other method"),
+        (
+            {"training__adapter_rank": 2, "run__init_from": "folder", "run__twin": "no"},
+            "training.adapter_rank=2; legal with it: 0",
+        ),
+        ({"run__twin": "narrow"}, "run.twin=narrow; legal with it: no, yes"),
+        ({"data__loss": "answers", "run__init_from": "folder"}, "data.loss=answers; legal .* all"),
+        ({"training__teacher_weight": 0.0}, r"in \(0, 1\]"),
+    ],
+)
+def test_what_has_no_teacher_is_refused(changes, words):
+    with pytest.raises(UserError, match=words):
+        SMALL.change(training__teacher="folder", **changes)
+
+
+def test_a_mesh_that_cuts_the_model_has_no_teacher():
+    sizes = meshes.parse("tensor:2", 2)
+    sharded = Sharded(jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)))
+    training = TrainingConfig(2, 4, 8, teacher="folder")
+    with pytest.raises(UserError, match="cuts the model; legal: the axes data and fsdp"):
+        sharded.check(MODEL, training)
+    sharded.check(MODEL, dataclasses.replace(training, teacher=""))
+
+
+def test_a_twin_has_no_teacher():
+    config = SMALL.change(training__teacher="folder", run__twin="yes")
+    assert [v.training.teacher for v in variants(config)] == ["folder", ""]
+
+
+def test_a_student_of_itself_has_no_divergence():
+    """The loss is then (1 - weight) times that of the next tokens, whatever the micro-batches."""
+    params = gpt.init(MODEL, jax.random.key(0))
+    plain = float(
+        whole.loss(
+            MODEL, weights_of(params, {}), whole.Batch(TOKENS, np.full((4, 8), 1 / 32, np.float32))
+        )
+    )
+    mesh = meshes.make(meshes.parse("fsdp:1", 1), jax.devices()[:1])
+    gradients = []
+    for executor, micro_batches in ((SINGLE_DEVICE, 2), (Sharded(mesh), 1)):
+        program = Teacher(MODEL, params, {}).program(MODEL, executor, TOKENS, micro_batches)
+        output = TeacherOutput(*program(TOKENS), jnp.float32(0.25))
+        batch, how = whole.Batch(TOKENS, None, output), whole.Accumulation(micro_batches)
+        loss, gradient = jax.jit(executor.loss_and_gradients, static_argnums=(0, 3))(
+            MODEL, weights_of(params), batch, how
+        )
+        assert float(loss) == pytest.approx(0.75 * plain, rel=1e-5)
+        gradients.append(gradient)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), *gradients)

@@ -1,0 +1,98 @@
+"""What a mixture of experts does not have is refused in words, before the first step."""
+
+import dataclasses
+
+import pytest
+from jax.sharding import AbstractMesh
+
+from sparse_dataflow.commands import devices
+from sparse_dataflow.core.config.evolution_config import EvolutionConfig
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.parallel import ParallelConfig
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors import mesh as meshes
+from sparse_dataflow.core.executors.relay.relay_executor import RelayExecutor
+from sparse_dataflow.core.executors.sharded import Sharded
+from sparse_dataflow.core.layouts.evolution import phase_specs
+from sparse_dataflow.core.model.adapters import with_adapters
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.interchange import huggingface
+
+MODEL = ModelConfig(2, 32, 2, 64, vocab_size=64, max_len=16, experts=4, top_k=2)
+SPARSE = LinearSpec("block_sparse", "monarch", density=0.25, block=8)
+TRAINING = TrainingConfig(2, 8, 16)
+
+
+def mesh(text):
+    sizes = dict.fromkeys(meshes.AXES, 1) | {
+        name: int(size) for name, size in (axis.split(":") for axis in text.split(","))
+    }
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
+
+
+@pytest.mark.parametrize("method", ["set", "rigl", "gradual", "sparse_to_dense"])
+def test_layouts_of_experts_do_not_change(method):
+    model = MODEL.with_linears(SPARSE)
+    assert phase_specs(model, EvolutionConfig())[0].model == model
+    with pytest.raises(UserError, match="legal with experts: static"):
+        phase_specs(model, EvolutionConfig(method))
+
+
+def test_adapters_of_experts_are_refused():
+    with pytest.raises(UserError, match=r"training\.adapter_rank=2 with model\.experts=4"):
+        with_adapters(MODEL, 2)
+
+
+def test_relay_on_several_devices_is_refused():
+    with pytest.raises(UserError, match=r"model\.experts=4 with the relay on 2 devices"):
+        RelayExecutor(mesh=mesh("data:2")).check(MODEL, TRAINING)
+    RelayExecutor().check(MODEL, TRAINING)
+
+
+def test_a_tensor_axis_that_divides_groups_of_experts_unequally_is_refused():
+    Sharded(mesh("tensor:2")).check(MODEL.with_linears(SPARSE), TRAINING)
+    model = dataclasses.replace(MODEL, num_heads=4, d_model=48, d_ff=96)
+    six_groups = dataclasses.replace(SPARSE, density=1 / 6)
+    model = model.with_linears(six_groups, ["mlp_in", "mlp_out"])
+    with pytest.raises(UserError, match="tensor:4 divides the groups of stored blocks of mlp_"):
+        Sharded(mesh("tensor:4")).check(model, TRAINING)
+
+
+def test_a_tensor_axis_may_divide_shuffled_groups_unequally_where_monarch_keeps_them_whole():
+    model = dataclasses.replace(MODEL, num_heads=8, d_model=64, d_ff=96)
+    for pattern in ("monarch", "shuffle"):
+        spec = dataclasses.replace(SPARSE, pattern=pattern, density=1 / 4)
+        sharded = model.with_linears(spec, ["mlp_in", "mlp_out"])
+        if pattern == "monarch":
+            Sharded(mesh("tensor:4")).check(sharded, TRAINING)
+        else:
+            with pytest.raises(UserError, match=r"of mlp_out unequally; .*: the pattern mon"):
+                Sharded(mesh("tensor:4")).check(sharded, TRAINING)
+
+
+@pytest.mark.parametrize(
+    ("text", "zero", "words"),
+    [
+        ("fsdp:4", 2, "legal: --set parallel.zero=3, or gather"),
+        ("fsdp:3", 3, "does not divide the 4 experts; legal for this model: 1, 2, 4"),
+    ],
+)
+def test_devices_that_cannot_share_experts_are_refused(text, zero, words):
+    with pytest.raises(UserError, match=words):
+        Sharded(mesh(text), zero, exchange=True).check(MODEL, TRAINING)
+    Sharded(mesh("fsdp:2"), exchange=True).check(MODEL, TRAINING)
+
+
+@pytest.mark.parametrize("how", [{"executor": "relay"}, {}])
+def test_tokens_travel_to_experts_of_a_mesh_alone(how):
+    model = MODEL if how else dataclasses.replace(MODEL, experts=0, top_k=1)
+    config = RunConfig(model, training=TRAINING, parallel=ParallelConfig(experts="exchange", **how))
+    with pytest.raises(UserError, match=r"legal: model\.experts of 1 or more and another executor"):
+        devices.executor(config)
+
+
+def test_sparse_form_is_refused(tmp_path):
+    with pytest.raises(UserError, match="legal with experts: form=dense, or the run folder"):
+        huggingface.write(tmp_path / "out", "sparse", MODEL, {}, {}, None, context=16, card="")

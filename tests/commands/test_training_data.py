@@ -1,0 +1,150 @@
+"""The batches of a run from one corpus and from a mixture."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from sparse_dataflow.commands import devices
+from sparse_dataflow.commands.training_data import corpus_of, thin_data, training_data
+from sparse_dataflow.core.config.families import FAMILIES
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.presets import preset
+from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.model import gpt
+from sparse_dataflow.core.model.model_weights import weights_of
+from sparse_dataflow.core.training.batches import TokenMixture, TrainBatches
+from sparse_dataflow.core.training.variants import variants
+from sparse_dataflow.data import cache
+from sparse_dataflow.data.answers import AnswerEvalBatches, AnswerRows
+from sparse_dataflow.data.chat import checked_example
+from sparse_dataflow.data.corpora import Corpus, load_corpus
+from sparse_dataflow.data.documents import Document
+from sparse_dataflow.data.examples import encode
+from sparse_dataflow.data.tokenizer import byte_tokenizer, train_tokenizer
+from sparse_dataflow.files.errors import UserError
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cache, "FOLDER", tmp_path / "cache")
+    for name, letter in (("books", "a"), ("code", "b")):
+        (tmp_path / name).mkdir()
+        for number in range(30):
+            (tmp_path / name / f"{number}.txt").write_text(letter * 2000)
+    return tmp_path
+
+
+def data_of(corpus_name):
+    config = preset("pico").change(data__corpus=corpus_name, training__batch=8).dense()
+    corpus = load_corpus(corpus_name, cache.FOLDER)
+    tokenizer = train_tokenizer(corpus, 300, cache.FOLDER)
+    data = training_data(config, variants(config, 300)[0], corpus, tokenizer)
+    decoded = [tokenizer.decode(row) for row in data.train[0]["tokens"]]
+    return data, decoded
+
+
+def test_one_corpus_has_no_mixture(folder):
+    data, decoded = data_of("books")
+    assert data.mixture == () and set("".join(decoded)) == {"a"}
+
+
+def test_a_mixture_has_windows_by_weight_and_held_out_windows_of_each(folder):
+    data, decoded = data_of("books:3,code:1")
+    assert [set(text) for text in decoded].count({"a"}) == 6
+    assert [(source.name, source.weight) for source in data.mixture] == [
+        ("books", 0.75),
+        ("code", 0.25),
+    ]
+    books, code = (source.validation[0]["tokens"] for source in data.mixture)
+    assert not np.array_equal(books, code)
+    assert data.validation is data.mixture[0].validation
+
+
+def test_packed_rows_have_the_losses_of_rows_of_one_example():
+    fields = {**FAMILIES["llama"], "num_kv_heads": 2}
+    model = ModelConfig(2, 32, 4, 64, vocab_size=257, max_len=64, **fields)
+    params = gpt.init(model, jax.random.key(0))
+    texts = [("1+1=", "2"), ("what is it?", "a test"), ("no", "yes"), ("a", "b")]
+    lines = [checked_example({"prompt": prompt, "answer": answer}) for prompt, answer in texts]
+    tokenizer = byte_tokenizer(257)
+    examples = encode([Document(line, line) for line in lines], tokenizer)
+    totals, counts = [], []
+    for pack in (False, True):
+        rows = AnswerRows.of(examples, 31, tokenizer.eot_id, pack)
+        masked = dataclasses.replace(model, mask_documents=pack)
+        loss = jax.jit(functools.partial(whole.loss, masked))
+        batches = AnswerEvalBatches(rows, 2, 31)
+        weights = weights_of(params)
+        held_out = [whole.Batch(batch["tokens"], batch["weights"]) for batch in batches]
+        totals.append(sum(float(loss(weights, batch)) for batch in held_out))
+        counts.append((len(rows), batches.total_tokens))
+    np.testing.assert_allclose(totals[1], totals[0], rtol=1e-5)
+    tokens = sum(len(answer) + 1 for _, answer in texts)
+    assert counts == [(4, tokens), (2, tokens)]
+
+
+@pytest.mark.parametrize("change", [{"parallel__executor": "relay"}, {"parallel__mesh": "stage:2"}])
+def test_executors_whose_blocks_do_not_see_tokens_refuse_masked_documents(change):
+    config = preset("pico").change(model__mask_documents=True, **change).dense()
+    executor = devices.executor(config, described=0)
+    with pytest.raises(UserError, match=r"model\.mask_documents=yes with .*; legal:"):
+        devices.check(executor, config, variants(config))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"data__loss": "answers"}, "which counts all tokens; legal: a mesh without stages"),
+        ({"training__adapter_rank": 2}, "which trains all weights; legal: the axes data"),
+    ],
+)
+def test_a_mesh_with_stages_trains_neither_adapters_nor_answers(change, words):
+    change |= {"run__init_from": "DIR", "parallel__mesh": "stage:2", "run__twin": "no"}
+    config = preset("pico").change(**change).dense()
+    executor = devices.executor(config, described=0)
+    with pytest.raises(UserError, match=words):
+        devices.check(executor, config, variants(config))
+
+
+@pytest.mark.parametrize(
+    "steps, count, message",
+    [
+        (20, 10**7, ""),
+        (10**6, 10**7, r"^sparse reads books 51 times over, as it has 10,000,000 training tokens"),
+        (20, 10**4, r"^sparse has .* parameters and books 10,000 training tokens, which it can"),
+    ],
+)
+def test_a_corpus_that_is_too_small_for_a_run_is_said(steps, count, message):
+    corpus = Corpus("books", [], [], "hash")
+    config = preset("pico").change(training__steps=steps, sparsity__block=16, run__twin=False)
+    batches = TrainBatches(np.zeros(count, np.uint16), 4, 64)
+    sentences = thin_data(corpus, batches, variants(config, 300))
+    assert len(sentences) == bool(message) and re.search(message, "".join(sentences))
+
+
+def test_a_source_of_a_mixture_that_is_read_too_often_is_said():
+    books, code = (Corpus(name, [], [], "hash") for name in ("books", "code"))
+    mixed = Corpus("mixed", [], [], "", (("books", books, 0.9), ("code", code, 0.1)))
+    tokens = TokenMixture((np.zeros(10**7, np.uint16), np.zeros(10**5, np.uint16)), (0.9, 0.1))
+    config = preset("pico").change(training__steps=10**5, sparsity__block=16, run__twin=False)
+    models = variants(config, 300)
+    (sentence,) = thin_data(mixed, TrainBatches(tokens, 4, 64), models)
+    assert sentence.startswith("sparse reads code 51 times over")
+
+
+def test_held_out_text_of_the_users_own_replaces_that_of_a_mixture(folder):
+    (folder / "mine.txt").write_text("c" * 3000 + "\n")
+    config = (
+        preset("pico")
+        .change(data__corpus="books:3,code:1", data__validation="mine.txt", training__batch=8)
+        .dense()
+    )
+    loaded = corpus_of(config.data)
+    data = training_data(config, variants(config, 300)[0], loaded, byte_tokenizer(300))
+    assert data.mixture == ()
+    assert set(data.validation[0]["tokens"].ravel()) <= {ord("c"), ord("\n"), 299, 0}

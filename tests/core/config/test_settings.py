@@ -1,0 +1,187 @@
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_dataflow.core.config import settings
+from sparse_dataflow.core.config.presets import SIZES, preset
+from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.config.settings import Setting
+from sparse_dataflow.files.errors import UserError
+
+NAMES = ("butterfly", "cyclic", "Banded")
+KINDS = {
+    "count": Setting("count", int, 3, "", legal=(">= 1", lambda n: n >= 1)),
+    "share": Setting("share", float, 0.5, ""),
+    "shape": Setting("shape", str, "cyclic", "", choices=NAMES),
+    "shapes": Setting("shapes", tuple[str, ...], NAMES, "", choices=NAMES),
+    "both": Setting("both", bool, False, ""),
+    "where": Setting("where", str, "", ""),
+}
+PATHS = settings.by_path(RunConfig)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("count", "7", 7),
+        ("share", "1e-3", 1e-3),
+        ("shape", "BANDED", "Banded"),
+        ("shapes", "banded,butterfly", ("butterfly", "Banded")),
+        ("shapes", "all", NAMES),
+        ("shapes", "none", ()),
+        ("shapes", "", ()),
+        ("both", "yes", True),
+        ("both", "False", False),
+        ("where", "a=b", "a=b"),
+    ],
+)
+def test_a_text_names_a_value_of_the_settings_type(name, text, value):
+    assert KINDS[name].parse(text) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("count", "x", "is not a whole number."),
+        ("count", "1.0", "is not a whole number."),
+        ("count", "0", "is not legal: it must be >= 1."),
+        ("share", "half", "is not a number."),
+        ("share", "nan", "is not a finite number."),
+        ("share", "1e999", "is not a finite number."),
+        ("both", "maybe", "is not legal: it must be yes or no."),
+        ("shape", "zzz", "is unknown. Legal: butterfly, cyclic, Banded."),
+        (
+            "shape",
+            "buterfly",
+            "is unknown; did you mean butterfly? Legal: butterfly, cyclic, Banded.",
+        ),
+        ("shapes", "all,cyclic", "mixes all or none with names; give one or the other."),
+    ],
+)
+def test_a_text_that_names_no_value_is_answered_with_what_is_legal(name, text, reason):
+    with pytest.raises(ValueError) as refused:
+        KINDS[name].parse(text)
+    assert str(refused.value) == reason
+
+
+def legal_value(draw, s: Setting):
+    if s.type is bool:
+        return draw(st.booleans())
+    if s.type == tuple[str, ...]:
+        chosen = draw(st.sets(st.sampled_from(s.choices)))
+        return tuple(name for name in s.choices if name in chosen)
+    if s.type is str:
+        if s.choices:
+            return draw(st.sampled_from(s.choices))
+        texts = st.text(max_size=20)
+        # A path has no NUL, and a leading ~ is a home folder.
+        return draw(texts.filter(lambda t: "\0" not in t and t[:1] != "~") if s.path else texts)
+    numbers = st.integers(0, 10**6) if s.type is int else st.floats(0, 1, allow_nan=False)
+    return draw(numbers.filter(lambda n: not s.refusal(n)))
+
+
+@given(st.sampled_from([*PATHS.values(), *KINDS.values()]), st.data())
+def test_a_value_survives_being_written_and_parsed(s, data):
+    value = legal_value(data.draw, s)
+    if s.type is str and not s.choices:
+        assert s.parse(value) == value
+    else:
+        assert s.parse(settings.text(value)) == value
+
+
+@given(st.sampled_from([*PATHS.values(), *KINDS.values()]), st.text(max_size=40))
+def test_any_text_is_parsed_or_refused_in_words(s, text):
+    try:
+        value = s.parse(text)
+    except ValueError as refusal:
+        assert str(refusal).startswith(("is ", "mixes "))
+    else:
+        assert not s.refusal(value)
+
+
+@pytest.mark.parametrize("scale", SIZES)
+def test_a_preset_survives_json(scale):
+    config = preset(scale)
+    assert RunConfig.from_json(config.to_json()) == config
+
+
+def test_every_number_has_an_upper_bound():
+    """So that a typo neither runs nor allocates for ever: the answer comes at once."""
+    for path, s in PATHS.items():
+        if s.type in (int, float):
+            assert s.refusal(s.type(10**300 if s.type is int else 1e300)), path
+
+
+def test_every_setting_has_help_and_a_legal_default():
+    for path, s in PATHS.items():
+        assert s.help.endswith("."), path
+        if s.default is not dataclasses.MISSING:
+            assert not s.refusal(s.default), path
+
+
+def test_a_preset_is_made_of_settings_alone():
+    """What is no setting is derived, so a RunConfig never holds it."""
+    config = preset("pico")
+    for part in dataclasses.fields(config):
+        for field in dataclasses.fields(part.type):
+            if "setting" not in field.metadata:
+                assert getattr(getattr(config, part.name), field.name) == field.default
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"batchh": 1}, "There is no setting batchh; did you mean training.batch?"),
+        ({"warmup": 0.1}, "did you mean training.warmup?"),
+        ({"trainig.batch": 1}, "did you mean training.batch?"),
+        ({"zzz": 1}, "There is no setting zzz; --help=all lists them."),
+        ({"training.batch": "7x"}, "training.batch=7x is not a whole number."),
+        ({"training.batch": True}, "training.batch=yes is not legal: it must be a whole number."),
+        ({"training.batch": 0}, "training.batch=0 is not legal: it must be from 1 to 4,194,304."),
+        ({"model.remat": "ful"}, "model.remat=ful is unknown. Legal: none, dots, full, offload"),
+        ({"sparsity.projections": ("qvk",)}, "sparsity.projections=qvk is unknown."),
+    ],
+)
+def test_changes_that_are_not_legal_name_what_is(changes, words):
+    with pytest.raises(UserError) as refused:
+        settings.changed(preset("pico"), changes)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda c: [], "an object"),
+        (lambda c: {**c, "training": 3}, "an object"),
+        (lambda c: {k: v for k, v in c.items() if k != "data"}, "'data' is missing"),
+        (lambda c: {**c, "dta": {}}, "did you mean data?"),
+        (lambda c: {**c, "model": {}}, "'num_layers' is missing"),
+        (lambda c: {**c, "data": {**c["data"], "corpse": 1}}, "did you mean corpus?"),
+        (lambda c: {**c, "data": {**c["data"], "corpus": 3}}, "data.corpus=3 is not legal"),
+        (lambda c: {**c, "data": {**c["data"], "corpus": None}}, "data.corpus=auto is not legal"),
+    ],
+)
+def test_json_that_is_no_config_is_refused_in_words(damage, words):
+    with pytest.raises(UserError) as refused:
+        RunConfig.from_json(damage(preset("pico").to_json()))
+    assert words in str(refused.value)
+
+
+def test_a_setting_that_a_saved_config_lacks_takes_its_default():
+    saved = preset("pico").to_json()
+    del saved["model"]["num_kv_heads"]
+    assert RunConfig.from_json(saved) == preset("pico")
+
+
+@given(st.sampled_from(["count", "share", "shapes", "where"]), st.data())
+def test_a_dropped_or_doubled_letter_finds_its_name(name, data):
+    at = data.draw(st.integers(0, len(name) - 1))
+    wrong = data.draw(
+        st.sampled_from([name[:at] + name[at + 1 :], name[:at] + name[at] + name[at:]])
+    )
+    if wrong in ("shape", "shapes"):
+        return
+    legal = ["count", "share", "shapes", "where"]
+    assert settings.did_you_mean(wrong, legal) == f"did you mean {name}?"

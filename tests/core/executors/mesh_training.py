@@ -1,0 +1,404 @@
+"""Compares trainings over eight virtual devices with a single device; prints JSON.
+
+Run as a process by test_sharded.py and test_pipeline.py, because the number of devices is fixed at
+start. Arguments: the task; the name of the model ("dense+bfloat16": with bfloat16 moments and
+gradients; "dense+muon": trained by Muon; "dense+adapters": adapters, whose loss counts some targets
+more than others) or of the evolution; then meshes, each as "data:2,tensor:4/ZERO/MICRO_BATCHES";
+"exchange," before it sends tokens to experts, "halves," makes two sub-batches. Pipelines add
+"/SCHEDULE/CHUNKS", and optionally "/2+3", the layers of each virtual stage.
+"""
+
+import dataclasses
+import json
+import math
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
+from sparse_dataflow.core.config.evolution_config import EvolutionConfig
+from sparse_dataflow.core.config.families import FAMILIES
+from sparse_dataflow.core.config.layer_groups import split_groups
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors import mesh as meshes
+from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
+from sparse_dataflow.core.executors.pipeline.pipelined import Pipelined
+from sparse_dataflow.core.executors.pipeline.stages import Division, divide
+from sparse_dataflow.core.executors.sharded import Sharded
+from sparse_dataflow.core.layouts.evolution import phase_specs
+from sparse_dataflow.core.model import adapters, gpt, stacks
+from sparse_dataflow.core.optim.optimizers import map_moments
+from sparse_dataflow.core.optim.train_state import StepReport
+from sparse_dataflow.core.training import hooks
+from sparse_dataflow.core.training.batches import EvalBatches, TrainBatches
+from sparse_dataflow.core.training.loop import Trainer
+from sparse_dataflow.core.training.programs import TrainingData, compile_programs
+from sparse_dataflow.core.training.step import (
+    abstract_state,
+    initial_state,
+    make_eval_step,
+    make_train_step,
+)
+from sparse_dataflow.core.training.teacher import Teacher
+from sparse_dataflow.core.training.variants import Variant
+from sparse_dataflow.planner.aot import hlo
+
+STEPS, BATCH, SEQUENCE = 3, 16, 8
+DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=48, max_len=8)
+
+
+def sparse(pattern, rank=0, hadamard=0, **changes):
+    spec = LinearSpec("block_sparse", pattern, 0.5, 8, rank, hadamard)
+    return dataclasses.replace(DENSE, linears=dict.fromkeys(DENSE.projections, spec), **changes)
+
+
+MODELS = {
+    "dense": DENSE,
+    "dense_odd": dataclasses.replace(DENSE, vocab_size=45, norm="rmsnorm", remat="full"),
+    "sparse": sparse("monarch"),
+    "sparse_mlp": DENSE.with_linears(
+        LinearSpec("block_sparse", "monarch", 0.5, 8), ["mlp_in", "mlp_out"]
+    ),
+    "sparse_rank": sparse("random", rank=4, hadamard=8, positions="rotary", remat="dots"),
+    "sparse_depth": sparse(
+        "shuffle",
+        num_layers=3,
+        density_by_depth=(2.0, 2.0, 1.0),
+        remat="offload+full:1,none:1",
+    ),
+    "shared": sparse("monarch", num_layers=3, shared_layers=True),
+    "low_rank": DENSE.with_linears(LinearSpec("low_rank", "low_rank", 0.5)),
+    "sparse_gated": sparse("monarch", num_heads=8, gated_mlp=True),
+    "sparse_gated_full": sparse("monarch", num_heads=8, gated_mlp=True, remat="full"),
+    "dense_deep": dataclasses.replace(DENSE, num_layers=8),
+    "sparse_deep": sparse("monarch", num_layers=5),
+    "llama": dataclasses.replace(
+        DENSE, **FAMILIES["llama"], num_kv_heads=2, vocab_size=45, remat="full", window=5
+    ).with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8)),
+    "qwen3": dataclasses.replace(DENSE, **FAMILIES["qwen3"], num_kv_heads=2, head_dim=12),
+    "gemma2": dataclasses.replace(
+        DENSE,
+        **FAMILIES["gemma2"] | {"window": 3, "attention_cap": 0.7, "logit_cap": 2.0},
+        num_kv_heads=2,
+        attention_scalar=5,
+    ).with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8)),
+    "gemma3": dataclasses.replace(
+        DENSE,
+        num_layers=3,
+        **FAMILIES["gemma3"] | {"window": 3, "layer_types": "sliding+sliding+full"},
+        num_kv_heads=1,
+        head_dim=12,
+    ),
+    "multi_query": dataclasses.replace(
+        DENSE, **FAMILIES["llama"] | {"biases": ("q", "k", "v")}, num_kv_heads=1, remat="dots"
+    ).with_linears(LinearSpec("block_sparse", "random", 0.5, 4, rank=4, hadamard=8)),
+    **{
+        precision: dataclasses.replace(DENSE, precision=precision).with_linears(
+            LinearSpec("block_sparse", "monarch", 0.5, 8), ["mlp_in", "mlp_out"]
+        )
+        for precision in ("fp8", "int8")
+    },
+    "experts": dataclasses.replace(DENSE, experts=4, top_k=2, shared_expert=True, gated_mlp=True),
+    "experts_alone": dataclasses.replace(
+        DENSE,
+        experts=4,
+        top_k=2,
+        shared_expert=2,
+        shared_gate=True,
+        raw_gates=True,
+        balance_loss=0.0,
+        router_z_loss=0.0,
+    ),
+    "experts_sparse": dataclasses.replace(
+        DENSE, experts=4, prototypes=2, shared_expert=True
+    ).with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8)),
+    "experts_capacity": dataclasses.replace(
+        DENSE, experts=8, top_k=2, expert_capacity=0.5, biases=("mlp_in", "mlp_out"), remat="full"
+    ),
+    "sparse_deep_full": sparse("random", rank=4, hadamard=4, num_layers=5, remat="full"),
+}
+
+
+def executor(text, model):
+    axes, zero, micro, *pipeline = text.split("/")
+    exchange, axes = axes.startswith("exchange,"), axes.removeprefix("exchange,")
+    parts, axes = 1 + axes.startswith("halves,"), axes.removeprefix("halves,")
+    mesh, zero = meshes.make(meshes.parse(axes, 8)), int(zero)
+    if not pipeline:
+        return Sharded(mesh, zero, exchange, parts), int(micro)
+    schedule, chunks, *layer_counts = pipeline
+    layers = tuple(int(n) for n in "".join(layer_counts).split("+") if n)
+    stages = mesh.shape["stage"], int(chunks)
+    division = Division(*stages, layers) if layers else divide(model.num_layers, *stages)
+    return Pipelined(mesh, zero, exchange, division=division, schedule=schedule), int(micro)
+
+
+OPTIONS = {
+    "": {},
+    "bfloat16": {"state_dtype": "bfloat16"},
+    "muon": {"optimizer": "muon"},
+    "adapters": {"adapter_rank": 4},
+    "int8": {"adapter_rank": 4, "frozen_dtype": "int8"},
+    "teacher": {"teacher": "folder"},
+    "answers": {"padded": True},
+}
+"""What follows "+" in the name of a model -> changes of its training; rows are `padded` or not."""
+
+
+def train(model, executor, micro_batches, start=None, padded=False, **changes):
+    """Returns losses, norms, canonical moments and params, eval loss and program text by name.
+
+    `start` is a state on one device; None draws it with the executor.
+    """
+    training = TrainingConfig(STEPS, BATCH, SEQUENCE, micro_batches, learning_rate=1e-3, **changes)
+    model = adapters.with_adapters(model, training.adapter_rank, training.frozen_dtype)
+    if start is None:
+        state = initial_state(model, training, executor)
+    else:
+        # Copies, as the step donates its state, and placed arrays share memory with `start`.
+        state = executor.place(start, model)._replace(tables=())
+        state = jax.jit(lambda state: jax.tree.map(jnp.copy, state))(state)
+    tables, placed_tables = tables_of(model, executor)
+    evaluate = jax.jit(make_eval_step(model, executor), out_shardings=executor.replicated())
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, model.vocab_size, (STEPS, BATCH, SEQUENCE + 1)).astype(np.int32)
+    weights = rng.uniform(size=(BATCH, SEQUENCE)).astype(np.float32)
+    if padded:
+        # Auxiliary losses of a device are weighted by its targets, and so not by its tokens.
+        fewest = SEQUENCE - 3 if model.balance_loss else 1
+        ends = rng.integers(fewest, SEQUENCE - 2, BATCH)
+        padding = np.arange(SEQUENCE) >= ends[:, None]
+        tokens %= model.vocab_size - 1  # An end of text in front of padding would be padding.
+        tokens[:, :, 1:] = np.where(padding, model.vocab_size - 1, tokens[:, :, 1:])
+        weights = np.where(padding, 0, 1 if model.balance_loss else weights).astype(np.float32)
+    batches = [executor.put({"tokens": t}, BATCH)["tokens"] for t in tokens]
+    state = state._replace(tables=placed_tables)
+    counted = {}
+    if training.adapter_rank or padded:
+        counted = executor.put({"weights": weights / weights.sum()}, BATCH)
+    teach = lambda batch: {}  # noqa: E731
+    if training.teacher:
+        teacher = Teacher(DENSE, gpt.init(DENSE, jax.random.key(1)), {})
+        forward = teacher.program(model, executor, batches[0], micro_batches)
+        teach = lambda batch: {"teacher": forward(batch)}  # noqa: E731
+    counted |= teach(batches[0])
+    program = compiled_step(model, training, executor, state, batches[0], **counted)
+    reports, first = [], None
+    for batch in batches:
+        state, report = program(state, batch, np.float32(1e-3), **counted | teach(batch))
+        reports.append(jax.tree.map(float, report._replace(routing=())))
+        if first is None:
+            first = canonical(executor, state, tables, model)["moments"]
+    held_out = executor.put({"tokens": tokens[0], "weights": weights}, BATCH)
+    loss = evaluate(state.weights, held_out["tokens"], held_out["weights"])
+    return {
+        "losses": [report.loss for report in reports],
+        "norms": [report.gradient_norms for report in reports],
+        "first moments": first,
+        **canonical(executor, state, tables, model),
+        "eval": float(loss),
+        "text": program.as_text(),
+    }
+
+
+def tables_of(model, executor):
+    """Returns the layouts' tables: canonical, and those of the programs."""
+    tables = stacks.layout_tables(stacks.layouts(model))
+    return tables, executor.layouts(tables, model, changing=False)
+
+
+def compiled_step(model, training, executor, state, batch, **counted):
+    """Returns the compiled training step; `state` may have shapes alone."""
+    replicated = executor.replicated()
+    shardings = executor.shardings(state._replace(tables=()), model)
+    if shardings is not None:
+        shardings = shardings._replace(tables=None), StepReport(replicated, replicated, replicated)
+    step = make_train_step(model, training, executor)
+    step = jax.jit(step, donate_argnums=0, out_shardings=shardings)
+    return step.lower(state, batch, np.float32(1e-3), **counted).compile()
+
+
+def gathers(name, texts, of_step=lambda text: gathered(text)):
+    """Returns {text: shapes that the step gathers}, or another function of its text; runs none."""
+    model, shapes = MODELS[name], {}
+    for text in texts:
+        sharded, micro = executor(text, model)
+        training = TrainingConfig(STEPS, BATCH, SEQUENCE, micro, learning_rate=1e-3)
+        state = abstract_state(model, training, sharded)
+        state = state._replace(tables=tables_of(model, sharded)[1])
+        batch = sharded.put({"tokens": np.zeros((BATCH, SEQUENCE + 1), np.int32)}, BATCH)["tokens"]
+        step = compiled_step(model, training, sharded, state, batch)
+        shapes[text] = of_step(step.as_text())
+    return shapes
+
+
+def collectives(name, texts):
+    """Returns {text: [kind, devices, bytes, times] of the collectives of a step}; nothing runs."""
+    tuples = lambda text: [(c.kind, c.group, c.bytes, c.times) for c in hlo.collectives(text)]  # noqa: E731
+    return gathers(name, texts, tuples)
+
+
+def canonical(executor, state, tables, model):
+    state = jax.device_get(executor.canonical(state._replace(tables=tables), model))
+    moments: list = []
+    map_moments(lambda tree: moments.append(tree) or tree, state.moments)
+    return {"params": without_key_bias(state.params), "moments": moments}
+
+
+def without_key_bias(params):
+    """Drops the key biases: their gradient is rounding error, which Adam scales to a full step."""
+
+    def without(blocks):
+        if "bias" not in blocks.get("qkv", {}):
+            return blocks
+        bias = blocks["qkv"]["bias"]
+        bias = bias.reshape(len(bias), DENSE.num_heads, 3, -1)
+        return {**blocks, "qkv": {**blocks["qkv"], "bias": bias[:, :, [0, 2]]}}
+
+    return {**params, "blocks": [without(blocks) for blocks in split_groups(params["blocks"])]}
+
+
+def error(mine, right):
+    """Returns the largest difference in any leaf, relative to the leaf's largest value."""
+    pairs = zip(jax.tree.leaves(mine), jax.tree.leaves(right), strict=True)
+    return max(float(np.abs(a - b).max() / (np.abs(b).max() + 1e-9)) for a, b in pairs)
+
+
+def gathered(text):
+    """Returns the shapes "BxTxD" of gathered, permuted or exchanged arrays in the program text."""
+    kinds = "all-gather|all-to-all|collective-permute|ragged-all-to-all"
+    matches = re.findall(rf"= (\S+?)\[([\d,]*)\]\S* (?:{kinds})(?:-start)?\(", text)
+    return sorted({shape.replace(",", "x") for _, shape in matches})
+
+
+def exchanged(text):
+    """Returns the bytes of each all-to-all in the program text, ascending."""
+    sizes = []
+    for shapes in re.findall(r"= (.*?) all-to-all(?:-start)?\(", text):
+        arrays = re.findall(r"(f32|s32)\[([\d,]*)\]", shapes)
+        sizes.append(sum(4 * math.prod(map(int, shape.split(","))) for _, shape in arrays))
+    return sorted(sizes)
+
+
+def compare(name, texts):
+    name, _, option = name.partition("+")
+    model, changes, errors = MODELS[name], OPTIONS[option], {}
+    start = initial_state(
+        adapters.with_adapters(
+            model, changes.get("adapter_rank", 0), changes.get("frozen_dtype", "compute")
+        ),
+        TrainingConfig(
+            STEPS, BATCH, SEQUENCE, **{n: v for n, v in changes.items() if n != "padded"}
+        ),
+    )
+    right: dict = {}
+    for text in texts:
+        sharded, micro = executor(text, model)
+        reference = SINGLE_DEVICE, micro if model.experts else 1
+        if model.expert_capacity:  # Devices drop what exceeds their share of it.
+            reference = dataclasses.replace(sharded, exchange=False), micro
+        if reference not in right:
+            right[reference] = train(model, *reference, start, **changes)
+        # One mesh draws the state; to place it costs less.
+        mine = train(model, sharded, micro, start if errors else None, **changes)
+        errors[text] = {
+            key: error(mine[key], right[reference][key]) for key in mine if key != "text"
+        }
+        errors[text]["gathered"] = gathered(mine["text"])
+        errors[text]["exchanged"] = exchanged(mine["text"])
+    return errors
+
+
+def move(name, texts):
+    """Saves a state on each mesh and restores it on the next; returns {text: bits are equal}."""
+    model, results = MODELS[name], {}
+    training = TrainingConfig(STEPS, BATCH, SEQUENCE)
+    tables = stacks.layout_tables(stacks.layouts(model))
+    right = initial_state(model, training)
+    key = jax.random.key_data(right.key)
+    noise = lambda tree: jax.tree.map(lambda a: a + jnp.arange(a.size).reshape(a.shape), tree)  # noqa: E731
+    right = jax.device_get(right._replace(moments=map_moments(noise, right.moments), key=key))
+    state, before = SINGLE_DEVICE.place(right, model), SINGLE_DEVICE
+    state = state._replace(key=jax.random.wrap_key_data(key))
+    for text in (*texts, None):
+        after = SINGLE_DEVICE if text is None else executor(text, model)[0]
+        with tempfile.TemporaryDirectory() as folder:
+            with Checkpoints(Path(folder), config={}) as checkpoints:
+                checkpoints.save(1, before.canonical(state, model), {})
+            target = abstract_state(model, training, after)._replace(tables=tables)
+            restored, _ = Checkpoints(Path(folder), config={}).restore(target)
+        state, before = after.place(restored, model), after
+        mine = after.canonical(state, model)
+        mine = jax.device_get(mine._replace(key=jax.random.key_data(mine.key)))
+        same = jax.tree.map(
+            lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), mine, right
+        )
+        results[str(text)] = all(jax.tree.leaves(same))
+        results[f"{text} devices"] = len(jax.tree.leaves(state.params)[0].devices())
+    return results
+
+
+def evolve(name, texts):
+    """Runs a training whose layouts or model change; returns errors as `compare`.
+
+    `name` is the method, with "+depth" for a density that varies with depth, or "+llama" for the
+    model of that name.
+    """
+    method, _, option = name.partition("+")
+    dense = method in ("gradual", "sparse_to_dense")
+    model = sparse("random", rank=4 if method == "low_rank_tail" else 0)
+    if dense:
+        spec = LinearSpec("block_sparse", "random", 0.25, 8)
+        model = dataclasses.replace(DENSE, linears=dict.fromkeys(DENSE.projections, spec))
+    if option == "depth":
+        model = dataclasses.replace(model, density_by_depth=(2.0, 1.0) if dense else (1.0, 0.5))
+    if option == "llama":
+        model = dataclasses.replace(MODELS["llama"], vocab_size=DENSE.vocab_size)
+        model = model.with_linears(LinearSpec("block_sparse", "random", 0.5, 8))
+    training = TrainingConfig(6, BATCH, SEQUENCE, learning_rate=1e-3)
+    evolution = EvolutionConfig(method, every=2, row_shards=4 if option == "llama" else 2)
+    text = np.random.default_rng(0).integers(0, 48, 3000).astype(np.uint16)
+
+    def run(executor):
+        rows = executor.local_rows(BATCH)
+        held_out = EvalBatches(text[:400], BATCH, SEQUENCE, 16, rows)
+        batches = TrainBatches(text, BATCH, SEQUENCE, rows=rows)
+        data = TrainingData(batches, held_out, 1, held_out, 1, "none")
+        programs = compile_programs(
+            phase_specs(model, evolution), training, data, evolution, executor=executor
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            variant = Variant("sparse", model, training, evolution)
+            usual = hooks.usual(3, 3)
+            trainer = Trainer(variant, Path(folder), data, programs, usual, executor=executor)
+            while not trainer.finished:
+                trainer.advance()
+            trainer.close()
+            rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]
+        losses = [row["loss"] for row in rows if "loss" in row]
+        state = jax.device_get(executor.canonical(trainer.state, trainer.model))
+        return losses, without_key_bias(state.params), state.tables
+
+    right, errors = run(SINGLE_DEVICE), {}
+    for text_of_mesh in texts:
+        mine = run(executor(text_of_mesh, model)[0])
+        errors[text_of_mesh] = {
+            "losses": error(mine[0], right[0]),
+            "params": error(mine[1], right[1]),
+            "layouts": error(mine[2], right[2]) if right[2] else 0.0,
+        }
+    return errors
+
+
+if __name__ == "__main__":
+    task, name, *texts = sys.argv[1:]
+    tasks = (compare, gathers, collectives, move, evolve)
+    run = {function.__name__: function for function in tasks}[task]
+    print(json.dumps(run(name, texts)))

@@ -1,0 +1,102 @@
+"""Block gradient norms equal those of the dense model, without its memory."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.presets import SIZES
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.executors.block_gradients import block_gradient_norms
+from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.model_weights import ModelWeights, weights_of
+
+PROJECTIONS = SIZES["nano"].projections
+
+SPARSE = LinearSpec("block_sparse", "cyclic", density=0.25, block=8)
+MODEL = ModelConfig(2, 64, 4, 128, vocab_size=40, max_len=8).with_linears(SPARSE)
+RANKED = MODEL.with_linears(dataclasses.replace(SPARSE, rank=2), ["mlp_in"])
+MIXED = ModelConfig(2, 64, 4, 128, 40, 8).with_linears(SPARSE, ["attn_out", "mlp_out"])
+RANKED_MIXED = MIXED.with_linears(dataclasses.replace(SPARSE, rank=2), ["mlp_out"])
+
+
+@functools.cache
+def params_of(model, scale=0.2):
+    shapes = jax.eval_shape(lambda key: gpt.init(model, key), jax.random.key(0))
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(scale * rng.normal(size=leaf.shape), jnp.float32), shapes
+    )
+
+
+def tokens_of(rows=3):
+    return np.random.default_rng(1).integers(0, 40, (rows, 9), np.int32)
+
+
+def dense_twin(model, params):
+    """Returns (model, params) of the same function with dense kernels."""
+    blocks = {name: dict(module) for name, module in params["blocks"].items()}
+    for name, layers in stacks.layouts(model).items():
+        values = blocks[name].pop("values")
+        blocks[name]["kernel"] = np.stack([lay.to_dense(v) for lay, v in zip(layers, values)])
+    linears = {
+        name: LinearSpec(rank=spec.rank) if spec.kind == "block_sparse" else spec
+        for name, spec in model.linears
+    }
+    return dataclasses.replace(model, linears=linears), {**params, "blocks": blocks}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "remat"),
+    [
+        pytest.param(MODEL, "full", id="all-full"),
+        pytest.param(RANKED_MIXED, "none", id="some-ranked-none"),
+        pytest.param(RANKED, "none", id="ranked-none", marks=pytest.mark.nightly),
+        pytest.param(MIXED, "none", id="some-none", marks=pytest.mark.nightly),
+        pytest.param(MODEL, "none", id="all-none", marks=pytest.mark.nightly),
+        pytest.param(RANKED, "full", id="ranked-full", marks=pytest.mark.nightly),
+        pytest.param(MIXED, "full", id="some-full", marks=pytest.mark.nightly),
+    ],
+)
+def test_norms_equal_those_of_the_dense_gradient(model, remat):
+    params, tokens = params_of(model), tokens_of()
+    tables = stacks.layout_tables(stacks.layouts(model))
+    probed = dataclasses.replace(model, remat=remat)
+    norms = jax.jit(functools.partial(block_gradient_norms, probed))(
+        ModelWeights(params, tables), tokens
+    )
+    dense, dense_params = dense_twin(model, params)
+    loss, gradients = jax.jit(
+        lambda p: whole.loss_and_gradients(dense, weights_of(p, {}), whole.Batch(tokens))
+    )(dense_params)
+    assert loss > 0 and set(norms) == set(model.sparse_projections)
+    for name, actual in norms.items():
+        kernel = np.asarray(gradients["blocks"][name]["kernel"])
+        in_blocks, out_blocks = (side // 8 for side in model.projection_shape(name))
+        grid = kernel.reshape(2, in_blocks, 8, out_blocks, 8)
+        expected = np.sqrt(np.square(grid).sum(axis=(2, 4)))
+        assert expected.min() > 0
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6 * expected.max())
+
+
+def test_no_array_is_larger_than_the_dense_gradient_of_a_projection(array_sizes):
+    """With few tokens and a small vocabulary, weights are the largest arrays."""
+    tables = stacks.layout_tables(stacks.layouts(MODEL))
+    sizes = array_sizes(
+        functools.partial(block_gradient_norms, MODEL),
+        ModelWeights(params_of(MODEL), tables),
+        tokens_of(1),
+    )
+    largest = max(np.prod(MODEL.projection_shape(name)) for name in PROJECTIONS)
+    stored = max(np.size(leaf) for leaf in jax.tree.leaves(params_of(MODEL)))
+    assert stored < largest == max(sizes)
+    layer = sum(np.prod(MODEL.projection_shape(name)) for name in PROJECTIONS)
+    dense = [size for size in sizes if size > stored]
+    # xᵀ dy of each projection and layer: as computed, reshaped to blocks and squared.
+    assert sum(dense) <= 4 * layer * MODEL.num_layers

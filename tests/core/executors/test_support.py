@@ -1,0 +1,94 @@
+"""The table of what trains on which devices is what is refused, in every cell."""
+
+import pathlib
+
+import pytest
+
+from sparse_dataflow.commands import devices
+from sparse_dataflow.commands.library import preset
+from sparse_dataflow.core.executors import support
+from sparse_dataflow.core.training.variants import variants
+from sparse_dataflow.files.errors import UserError
+
+PAGE = pathlib.Path(__file__).parents[3] / "docs" / "devices.md"
+BASE = preset("pico").change(sparsity__block=16, run__twin="no", training__steps=20)
+WAYS = {
+    support.ROWS: {"parallel__mesh": "data:2,fsdp:2"},
+    support.TENSOR: {"parallel__mesh": "tensor:2"},
+    support.FEATURE: {"parallel__mesh": "feature:2"},
+    support.STAGE: {"parallel__mesh": "stage:2"},
+    support.RELAY: {"parallel__executor": "relay"},
+    support.RELAY_DEPTH: {
+        "parallel__executor": "relay",
+        "parallel__depth_schedule": "grow:0.5",
+    },
+    support.RELAY_DEVICES: {"parallel__executor": "relay", "parallel__mesh": "data:2"},
+}
+OPTIONS = {
+    "`model.mask_documents`": {"model__mask_documents": True},
+    "`data.loss=answers`": {"data__loss": "answers", "run__init_from": "DIR"},
+    "`training.adapter_rank`": {"training__adapter_rank": 2, "run__init_from": "DIR"},
+    "`training.teacher`": {"training__teacher": "DIR"},
+    "`evolution.method=self_guided`": {"evolution__method": "self_guided"},
+    "`evolution.method=shared_to_own`": {"evolution__method": "shared_to_own"},
+    "`sparsity.budget=depth`": {"sparsity__budget": "depth:2x,1x"},
+    "`model.layer_types` of two kinds": {"model__layer_types": "sliding+full", "model__window": 8},
+    "`model.remat` by layer": {"model__remat": "full:1,none:1"},
+    "`training.skip_spikes`": {"training__skip_spikes": 4.0},
+    "`model.experts`": {"model__experts": 4},
+    "`sparsity.pattern=low_rank`": {"sparsity__pattern": "low_rank"},
+    "`sparsity.pattern=low_rank` with `training.optimizer=muon`": {
+        "sparsity__pattern": "low_rank",
+        "training__optimizer": "muon",
+    },
+    "other `evolution.method` than static": {"evolution__method": "rigl", "evolution__every": 2},
+    "`training.optimizer` other than adamw and muon with an `evolution.method` that changes the "
+    "model": {"training__optimizer": "lion", "evolution__method": "sparse_to_dense"},
+    "`training.optimizer` with state that is not of a block's shape, with set and rigl": {
+        "training__optimizer": "optax:sm3",
+        "evolution__method": "set",
+        "evolution__every": 2,
+    },
+    "`run.init_from` with stored blocks": {"run__init_from": "DIR"},
+}
+DENSE = {"`training.adapter_rank`", "`data.loss=answers`"}
+
+
+def check(config, way):
+    count = 2 if way == support.RELAY_DEVICES else 0
+    devices.check(devices.executor(config, described=count), config, variants(config))
+
+
+def refused(option, way):
+    """Returns the words of the refusal of an option in a way; "" where it is legal."""
+    base = BASE.dense() if option in DENSE else BASE
+    try:
+        check(base.change(**OPTIONS[option], **WAYS[way]), way)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_every_rule_has_an_example():
+    assert {rule.option for rule in support.RULES} == set(OPTIONS)
+    assert tuple(WAYS) == support.WAYS
+
+
+@pytest.mark.parametrize("way", support.WAYS)
+def test_nothing_else_is_refused(way):
+    check(BASE.change(**WAYS[way]), way)
+
+
+@pytest.mark.parametrize("way", support.WAYS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_each_cell_of_the_table_is_what_happens(option, way):
+    row = next(line for line in support.table().splitlines() if line.startswith(f"| {option} |"))
+    cell = row.strip("|").split("|")[1 + support.WAYS.index(way)].strip()
+    words = refused(option, way)
+    assert (cell == "no") == bool(words), words
+    if words:
+        assert "legal" in words
+
+
+def test_the_page_has_the_table():
+    assert support.table() in PAGE.read_text(encoding="utf-8")

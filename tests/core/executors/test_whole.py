@@ -1,0 +1,269 @@
+"""The whole executor: all options give the same loss and gradients."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_models import DENSE, MODEL, arbitrary_params, assert_same, tables_of, tokens_of
+
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.model_weights import weights_of
+from sparse_dataflow.core.model.projection import layer_weights
+
+
+def run(config=MODEL, micro_batches=1, traced_tables=False):
+    """Returns (loss, gradients) of a fixed batch and fixed params."""
+    static = tables_of(config)
+
+    @jax.jit
+    def step(params, tables, tokens):
+        tables = tables if traced_tables else static
+        return whole.loss_and_gradients(
+            config,
+            weights_of(params, tables),
+            whole.Batch(tokens),
+            whole.Accumulation(micro_batches),
+        )
+
+    return step(arbitrary_params(config), static, tokens_of(config))
+
+
+@pytest.fixture(scope="module")
+def result():
+    """Reference loss and gradients."""
+    return run()
+
+
+def test_gradients_are_those_of_the_plain_loss(result):
+    """Cross-entropy of the full logits, differentiated by jax alone."""
+    tables = tables_of(MODEL)
+
+    def plain(params, tokens):
+        logits = whole.logits(MODEL, weights_of(params, tables), tokens[:, :-1])
+        target = tokens[:, 1:, None]
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), target, axis=-1))
+
+    plain_result = jax.jit(jax.value_and_grad(plain))(arbitrary_params(MODEL), tokens_of(MODEL))
+    assert_same(result, plain_result)
+
+
+def test_accumulation_equals_one_batch(result):
+    assert_same(result, run(micro_batches=2))
+
+
+def test_sub_batches_change_nothing():
+    """Also where tokens attend within their document, and where a block is offloaded."""
+    config = dataclasses.replace(DENSE, mask_documents=True, remat="offload+none:1")
+    params, tokens = arbitrary_params(config), tokens_of(config)
+    tokens[[1, 2, 3], [3, 5, 7]] = config.vocab_size - 1
+    whole_batch, halves = (
+        jax.jit(functools.partial(whole.loss_and_gradients, config, member=member))(
+            weights_of(params), whole.Batch(tokens)
+        )
+        for member in (whole.ALONE, whole.Member(sub_batches=2))
+    )
+    assert_same(whole_batch, halves)
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_remat_changes_nothing(result, remat):
+    assert_same(result, run(dataclasses.replace(MODEL, remat=remat)))
+
+
+@pytest.mark.parametrize("unrolled", [True, False])
+def test_blocks_of_different_remat_change_nothing(unrolled, monkeypatch):
+    """A repeated pattern, then a pattern that is another."""
+    deep = dataclasses.replace(DENSE, num_layers=3 if unrolled else 5)
+    plan = dataclasses.replace(deep, remat="offload+none:1,full:1" if unrolled else MIXED)
+    monkeypatch.setattr(whole, "UNROLL_LAYERS", 5 if unrolled else 1)
+    assert_same(run(plan), run(deep))
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full:2,none:3"])
+@pytest.mark.parametrize("layer_types", ["sliding+full", "full+sliding+sliding"])
+def test_scanned_layers_keep_their_windows(remat, layer_types, monkeypatch):
+    local = dict(window=2, layer_types=layer_types, rotary_local_base=20.0)
+    deep = dataclasses.replace(DENSE, num_layers=5, positions="rotary", remat=remat, **local)
+    unrolled = run(dataclasses.replace(deep, remat="none"))
+    monkeypatch.setattr(whole, "UNROLL_LAYERS", 1)
+    assert_same(run(deep), unrolled)
+
+
+MIXED = "offload+none:2,dots:1"
+
+
+@pytest.mark.parametrize(("remat", "copies"), [("offload", True), (MIXED, True), ("dots", False)])
+def test_offloaded_blocks_are_copied_to_pinned_host_memory(remat, copies, monkeypatch):
+    """In the program for a TPU, before its compiler."""
+    monkeypatch.setattr(whole, "UNROLL_LAYERS", 1)
+    config = dataclasses.replace(DENSE, num_layers=5, remat=remat)
+    step = jax.jit(
+        lambda p, t: whole.loss_and_gradients(
+            config, weights_of(p, tables_of(config)), whole.Batch(t)
+        )
+    )
+    traced = step.trace(arbitrary_params(config), tokens_of(config))
+    program = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert ('_xla_buffer_placement = "pinned_host"' in program) == copies
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("unrolled", [True, False])
+def test_traced_tables_change_nothing(result, remat, unrolled, monkeypatch):
+    monkeypatch.setattr(whole, "UNROLL_CHANGING_LAYERS", 2 if unrolled else 1)
+    assert_same(result, run(dataclasses.replace(MODEL, remat=remat), traced_tables=True))
+
+
+def loss_alone(jit=True):
+    tables, tokens = tables_of(MODEL), tokens_of(MODEL)
+    weights = np.full((4, 10), 1 / 40, np.float32)
+
+    def loss(params):
+        return whole.loss(MODEL, weights_of(params, tables), whole.Batch(tokens, weights))
+
+    loss = jax.jit(loss) if jit else loss
+    return loss(jax.tree.map(jnp.asarray, arbitrary_params(MODEL)))
+
+
+def test_scanning_concrete_tables_changes_nothing(result, monkeypatch):
+    monkeypatch.setattr(whole, "UNROLL_LAYERS", 1)
+    assert not whole.unrolls(MODEL, weights_of({}, tables_of(MODEL)))
+    np.testing.assert_allclose(loss_alone(), result[0], rtol=1e-5)
+
+
+def test_jit_changes_nothing(result):
+    np.testing.assert_allclose(loss_alone(jit=False), result[0], rtol=1e-5)
+
+
+def test_shallow_models_unroll_on_a_cpu():
+    if jax.default_backend() != "cpu":
+        pytest.skip("only CPU programs unroll")
+    unrolls = lambda model, tables: whole.unrolls(model, weights_of({}, tables))  # noqa: E731
+    assert unrolls(MODEL, tables_of(MODEL)) and unrolls(DENSE, {})
+    deep = dataclasses.replace(MODEL, num_layers=whole.UNROLL_LAYERS + 1)
+    assert not unrolls(deep, tables_of(deep))
+    for layers in (whole.UNROLL_CHANGING_LAYERS, whole.UNROLL_CHANGING_LAYERS + 1):
+        deep, traced = dataclasses.replace(MODEL, num_layers=layers), []
+        jax.eval_shape(lambda t, m=deep, to=traced: to.append(unrolls(m, t)), tables_of(deep))
+        assert traced == [layers <= whole.UNROLL_CHANGING_LAYERS]
+
+
+def test_a_program_for_changing_layouts_does_not_grow_with_depth(array_sizes):
+    def length(layers):
+        config = dataclasses.replace(MODEL, num_layers=layers)
+        step = lambda p, t, x: whole.loss_and_gradients(config, weights_of(p, t), whole.Batch(x))  # noqa: E731
+        return len(
+            array_sizes(step, arbitrary_params(config), tables_of(config), tokens_of(config))
+        )
+
+    deepest = whole.UNROLL_CHANGING_LAYERS
+    assert length(deepest + 1) == length(deepest + 6)
+
+
+def test_each_layer_uses_its_weights_and_layouts():
+    """Compares with a loop over the layers."""
+    params, tables, tokens = arbitrary_params(MODEL), tables_of(MODEL), tokens_of(MODEL)
+    assert len(set(stacks.layouts(MODEL)["attn_out"])) > 1
+
+    def by_hand(params, tokens):
+        x = gpt.embed(MODEL, params["embed"], tokens)
+        for i in range(MODEL.num_layers):
+            layer, layer_tables = jax.tree.map(lambda a, i=i: a[i], (params["blocks"], tables))
+            x = gpt.block(MODEL, layer_weights(MODEL, layer, layer_tables), x)
+        return gpt.logits(MODEL, params, x)
+
+    logits = jax.jit(lambda p, t: whole.logits(MODEL, weights_of(p, tables), t))(params, tokens)
+    np.testing.assert_allclose(jax.jit(by_hand)(params, tokens), logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "unrolled"), [("sparse", True), ("experts", False)])
+def test_the_gradient_of_a_shared_block_is_the_sum_over_the_layers(kind, unrolled, monkeypatch):
+    """Compares with a model whose layers have equal weights of their own."""
+    monkeypatch.setattr(whole, "unrolls", lambda *_: unrolled)
+    spec = LinearSpec("block_sparse", "monarch", density=0.25, block=4, rank=2)
+    unshared = dataclasses.replace(DENSE, num_layers=3, linears={"qkv": spec})
+    if kind == "experts":
+        unshared = dataclasses.replace(DENSE, num_layers=3, experts=4)
+    config = dataclasses.replace(unshared, shared_layers=True)
+    params, tables, tokens = arbitrary_params(config), tables_of(config), tokens_of(config)
+    copies = {**params, "blocks": jax.tree.map(lambda a: a.repeat(3, 0), params["blocks"])}
+    shared, apart = (
+        jax.jit(
+            lambda p, model=model: whole.loss_and_gradients(
+                model, weights_of(p, tables), whole.Batch(tokens), whole.Accumulation(1)
+            )
+        )(p)
+        for model, p in ((config, params), (unshared, copies))
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), shared[0], apart[0])
+    blocks = jax.tree.map(lambda a: a.sum(0, keepdims=True), apart[1]["blocks"])
+    assert_same({**shared[1]}, {**apart[1], "blocks": blocks})
+
+
+def test_loss_weights_select_tokens():
+    params, tables, tokens = arbitrary_params(MODEL), tables_of(MODEL), tokens_of(MODEL)
+    jitted = jax.jit(lambda p, t, w: whole.loss(MODEL, weights_of(p, tables), whole.Batch(t, w)))
+    loss = lambda tokens, weights: jitted(params, tokens, weights)  # noqa: E731
+    each = []
+    for row in range(2):
+        weights = np.zeros((4, 10), np.float32)
+        weights[row, 3] = 1
+        each.append(loss(tokens, weights))
+        changed = tokens.copy()
+        changed[row, 5:] = 0  # Later tokens do not matter.
+        np.testing.assert_allclose(loss(changed, weights), each[-1], rtol=1e-6)
+    weights = np.zeros((4, 10), np.float32)
+    weights[0, 3], weights[1, 3] = 2, 0.5
+    np.testing.assert_allclose(loss(tokens, weights), 2 * each[0] + 0.5 * each[1], rtol=1e-5)
+
+
+def test_the_initial_loss_is_that_of_a_uniform_guess():
+    tables, tokens = tables_of(MODEL), tokens_of(MODEL)
+    weights = np.full((4, 10), 1 / 40, np.float32)
+    loss = jax.jit(
+        lambda key: whole.loss(
+            MODEL, weights_of(gpt.init(MODEL, key), tables), whole.Batch(tokens, weights)
+        )
+    )(jax.random.key(0))
+    assert float(loss) == pytest.approx(np.log(MODEL.vocab_size), rel=0.05)
+
+
+def test_bfloat16_compute_stays_near_float32_and_keeps_float32_masters(result):
+    loss, gradients = result
+    narrow_loss, narrow = run(dataclasses.replace(MODEL, compute_dtype="bfloat16"))
+    assert narrow_loss.dtype == np.float32
+    np.testing.assert_allclose(narrow_loss, loss, rtol=0.01)
+    for gradient, exact in zip(jax.tree.leaves(narrow), jax.tree.leaves(gradients)):
+        assert gradient.dtype == np.float32
+        difference = np.linalg.norm(gradient - exact)
+        assert difference < 0.1 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_masked_documents_have_the_loss_of_each_alone(remat):
+    """Rotary positions are relative, so a document's place in the window changes nothing."""
+    config = dataclasses.replace(MODEL, positions="rotary", mask_documents=True, remat=remat)
+    params, tables, eot = arbitrary_params(config), tables_of(config), config.vocab_size - 1
+    tokens = tokens_of(config, batch=1) % eot
+    tokens[0, 4] = eot
+    weights = np.ones((1, tokens.shape[1] - 1), np.float32)
+    together = whole.loss(config, weights_of(params, tables), whole.Batch(tokens, weights))
+    alone = sum(
+        whole.loss(
+            config,
+            weights_of(params, tables),
+            whole.Batch(part, np.ones((1, part.shape[1] - 1), np.float32)),
+        )
+        for part in (tokens[:, :6], tokens[:, 5:])
+    )
+    np.testing.assert_allclose(together, alone, rtol=1e-5)
+    plain = dataclasses.replace(config, mask_documents=False)
+    assert (
+        abs(whole.loss(plain, weights_of(params, tables), whole.Batch(tokens, weights)) - together)
+        > 1e-3
+    )

@@ -1,0 +1,176 @@
+"""Steps with a loss spike change no bit, also after a resume; several in a row roll back."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.optim.loss_spikes import (
+    MAX_ROLLBACKS,
+    MAX_SKIPPED,
+    MIN_LOSSES,
+    WINDOW,
+    SpikeHistory,
+    is_accepted,
+)
+from sparse_dataflow.core.optim.train_state import StepReport
+from sparse_dataflow.core.training import hooks
+from sparse_dataflow.core.training.batches import EvalBatches, TrainBatches
+from sparse_dataflow.core.training.loop import Trainer
+from sparse_dataflow.core.training.monitoring.metrics import read_metrics
+from sparse_dataflow.core.training.programs import Compiled, TrainingData
+from sparse_dataflow.core.training.step import initial_state, make_train_step
+from sparse_dataflow.core.training.turns import advance_side_by_side
+from sparse_dataflow.core.training.variants import Variant
+from sparse_dataflow.files.errors import UserError
+
+MODEL = ModelConfig(1, 8, 1, 32, 300, 4)
+TRAINING = TrainingConfig(steps=40, batch=2, sequence=4, skip_spikes=6.0)
+TOKENS = np.arange(200, dtype=np.uint16)
+WINDOWS = EvalBatches(TOKENS, 2, 4, 4)
+DATA = TrainingData(TrainBatches(TOKENS, 2, 4), WINDOWS, 16, WINDOWS, 16, "hash")
+LOSSES = st.lists(st.floats(0.125, 20, width=32), max_size=WINDOW + 20)
+
+
+@given(LOSSES, st.floats(0.5, 10))
+def test_the_limit_follows_the_last_losses_and_survives_json(losses, sigmas):
+    history = SpikeHistory()
+    for loss in losses:
+        history = history.with_accepted(loss)
+    skipped = history.with_skipped()
+    again = SpikeHistory.from_json(json.loads(json.dumps(skipped.to_json())))
+    assert again == skipped and again.loss_limit(sigmas) == history.loss_limit(sigmas)
+    last = losses[-WINDOW:]
+    if len(last) < MIN_LOSSES:
+        assert np.isinf(history.loss_limit(sigmas))
+    else:
+        limit = np.mean(last) + sigmas * np.std(last)
+        np.testing.assert_allclose(history.loss_limit(sigmas), limit, rtol=1e-5)
+
+
+@given(st.lists(st.integers(0, 60), unique=True), st.integers(1, 60), st.integers(1, 8), st.data())
+def test_rollbacks_go_to_regular_checkpoints_from_before_the_spike(saved, step, every, data):
+    skipped = data.draw(st.integers(1, step))
+    targets = [
+        SpikeHistory((), skipped, rollbacks).rollback_step(saved, step, every)
+        for rollbacks in range(MAX_ROLLBACKS)
+    ]
+    legal = {s for s in saved if s <= step - skipped and s % every == 0}
+    assert all(target in legal if legal else target is None for target in targets)
+    if legal:
+        assert targets[0] == max(legal) and targets == sorted(targets, reverse=True)
+
+
+def trainer(folder, losses, training=TRAINING):
+    """Returns a trainer whose step adds one to every parameter; `losses` is {step: loss}."""
+
+    def train_step(state, layouts, tokens, learning_rate, limit):
+        step = int(state.step)
+        loss = losses.get(step + 1, 2.0 + 0.01 * (step % 3))
+        accepted = is_accepted(loss, {}, limit)
+        params = jax.tree.map(lambda p: jnp.floor(p) + 1 if accepted else p, state.params)
+        return state._replace(step=state.step + 1, params=params), StepReport(loss, {"embed": 1.0})
+
+    programs = [Compiled(train_step, lambda *_: 3.0, 0.0)]
+    variant = Variant("sparse", MODEL, training)
+    return Trainer(variant, folder, DATA, programs, hooks.usual(50, 4, training.skip_spikes))
+
+
+def train(t, steps=None):
+    left = iter(range(steps if steps is not None else 10**9))
+    try:
+        for _ in advance_side_by_side([t], lambda: next(left, None) is None):
+            pass
+    finally:
+        t.close()
+    return t
+
+
+def rows(folder, *kinds):
+    metrics = read_metrics(folder / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second", "mfu")}
+            for row in metrics if not kinds or row["kind"] in kinds]  # fmt: skip
+
+
+def bits(t):
+    leaves = jax.tree.leaves((t.state.params, t.state.moments, t.state.step))
+    return [np.asarray(leaf).tobytes() for leaf in leaves]
+
+
+def test_a_spike_is_skipped_and_training_goes_on(tmp_path):
+    t = train(trainer(tmp_path, {15: 50.0, 20: math.nan, 2: math.inf}))
+    skipped = rows(tmp_path, "skipped")
+    assert [(row["step"], row["loss"]) for row in skipped] == [(2, None), (15, 50.0), (20, None)]
+    assert skipped[0]["limit"] is None and 2 < skipped[1]["limit"] < 3
+    assert t.step == 40 and t.finished
+    trained = [row["step"] for row in rows(tmp_path, "train")]
+    assert trained == [s for s in range(1, 41) if s not in (2, 15, 20)]
+
+
+SPIKES = {step: 50.0 for step in (14, 16, 17, 18, 19, 23)}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """(folder, trainer) of an undisturbed run."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, train(trainer(folder, SPIKES))
+
+
+@pytest.mark.parametrize("stop", [3, 13, 17, 18, 25])
+def test_a_resumed_run_skips_and_rolls_back_as_an_undisturbed_one(tmp_path, whole, stop):
+    train(trainer(tmp_path, SPIKES), stop)
+    resumed = train(trainer(tmp_path, SPIKES))
+    folder, undisturbed = whole
+    assert rows(folder) == rows(tmp_path)
+    assert bits(undisturbed) == bits(resumed)
+    [rollback] = rows(folder, "rollback")
+    assert (rollback["step"], rollback["to"]) == (15 + MAX_SKIPPED, 12)
+
+
+def test_a_rollback_restores_the_parameters_of_the_checkpoint(tmp_path):
+    t = trainer(tmp_path, {step: 50.0 for step in range(16, 16 + MAX_SKIPPED)})
+    for _ in range(12):
+        t.advance()
+    before = bits(t)[:-1]
+    for _ in range(3):
+        t.advance()
+    assert bits(t)[:-1] != before
+    for _ in range(MAX_SKIPPED):
+        t.advance()
+    assert bits(t)[:-1] == before and int(t.state.step) == t.step == 15 + MAX_SKIPPED
+    t.close()
+
+
+def test_a_run_that_spikes_after_every_rollback_ends_with_an_error(tmp_path):
+    spiking = trainer(tmp_path, {step: 50.0 for step in range(16, 41)})
+    with pytest.raises(UserError, match=r"spikes again .* after 3 rollbacks.*--learning_rate"):
+        train(spiking)
+
+
+def test_a_skipped_step_changes_no_bit_of_parameters_and_moments():
+    model = ModelConfig(1, 8, 1, 32, 300, 8)
+    training = TrainingConfig(steps=4, batch=2, sequence=8, skip_spikes=3.0)
+    step = jax.jit(make_train_step(model, training))
+    state = initial_state(model, training)
+    tokens = jax.random.randint(jax.random.key(0), (2, 9), 0, 300)
+    free, report = step(state, tokens, 1e-2, np.float32(np.inf))
+    plain, _ = jax.jit(make_train_step(model, dataclasses.replace(training, skip_spikes=0.0)))(
+        state, tokens, 1e-2
+    )
+    same, _ = step(state, tokens, 1e-2, np.float32(report.loss))
+    none, _ = step(state, tokens, 1e-2, np.nextafter(np.float32(report.loss), np.float32(0)))
+    for result, expected in ((same, free), (plain, free), (none, state._replace(step=free.step))):
+        for leaf, right in zip(jax.tree.leaves(result[:3]), jax.tree.leaves(expected[:3])):
+            assert np.asarray(leaf).tobytes() == np.asarray(right).tobytes()
+    broken = state._replace(params=jax.tree.map(lambda p: p * np.nan, state.params))
+    skipped, _ = step(broken, tokens, 1e-2, np.float32(np.inf))
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(skipped.moments))

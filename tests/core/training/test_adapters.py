@@ -1,0 +1,218 @@
+"""Training adapters: the frozen weights, the first step's function, gradients, memory and FLOPs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparse_dataflow.core.config.families import FAMILIES
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
+from sparse_dataflow.core.model import adapters, gpt, stacks
+from sparse_dataflow.core.model.model_weights import Fixed, weights_of
+from sparse_dataflow.core.training import cost
+from sparse_dataflow.core.training.step import (
+    abstract_state,
+    initial_state,
+    jitted_train_step,
+    make_train_step,
+)
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.planner import memory
+
+SHAPE = {"num_layers": 2, "d_model": 32, "num_heads": 4, "d_ff": 64, "vocab_size": 48}
+DENSE = ModelConfig(**SHAPE, max_len=16)
+SPARSE = DENSE.with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8))
+BASES = {
+    "dense": DENSE,
+    "llama": dataclasses.replace(DENSE, **FAMILIES["llama"], num_kv_heads=2),
+    "sparse": SPARSE,
+    "sparse by depth": dataclasses.replace(SPARSE, density_by_depth=(2.0, 1.0)),
+    "bfloat16": dataclasses.replace(DENSE, compute_dtype="bfloat16"),
+}
+TRAINING = TrainingConfig(
+    steps=4, batch=4, sequence=8, learning_rate=1e-2, adapter_rank=3, adapter_alpha=6.0
+)
+TOKENS = np.random.default_rng(0).integers(0, 48, (4, 9)).astype(np.int32)
+each_base = pytest.mark.parametrize("base", BASES.values(), ids=BASES)
+
+
+def start(base, training=TRAINING):
+    """Returns (config with adapters, initial state, layout tables)."""
+    model = adapters.with_adapters(base, training.adapter_rank, training.frozen_dtype)
+    tables = stacks.layout_tables(stacks.layouts(model))
+    return model, initial_state(model, training)._replace(tables=Fixed(tables)), tables
+
+
+def same_bits(a, b):
+    return all(jax.tree.leaves(jax.tree.map(lambda x, y: np.array_equal(x, y), a, b)))
+
+
+@each_base
+def test_training_changes_every_factor_and_no_bit_of_the_base(base):
+    model, state, _ = start(base)
+    step = jax.jit(make_train_step(model, TRAINING))
+    before = jax.device_get(state)
+    for _ in range(2):
+        state, report = step(state, TOKENS, np.float32(1e-2))
+    assert same_bits(before.frozen, state.frozen)
+    moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), before.params, state.params)
+    assert all(jax.tree.leaves(moved)) and np.isfinite(report.loss)
+    names = {path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(state.params)}
+    assert names == set(adapters.FACTORS)
+    assert jax.tree.structure(state.moments[1].mu) == jax.tree.structure(state.params)
+
+
+@each_base
+def test_before_the_first_step_the_model_is_its_base(base):
+    model, state, tables = start(base)
+    weights = state.weights.merged
+    groups = weights["blocks"] if isinstance(weights["blocks"], tuple) else (weights["blocks"],)
+    terms = (*adapters.FACTORS, "gate")
+    bare = [
+        {name: {k: v for k, v in m.items() if k not in terms} for name, m in group.items()}
+        for group in groups
+    ]
+    base_params = {**weights, "blocks": tuple(bare) if len(bare) > 1 else bare[0]}
+    logits = jax.jit(
+        lambda model, params: whole.logits(model, weights_of(params, tables), TOKENS),
+        static_argnums=0,
+    )
+    assert np.array_equal(logits(model, weights), logits(base, base_params))
+
+
+def test_a_bfloat16_base_is_stored_in_bfloat16_and_computes_the_same_bits():
+    model, state, _ = start(BASES["bfloat16"])
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), state.frozen)
+    assert state.frozen["blocks"]["mlp_in"]["kernel"].dtype == jnp.bfloat16
+    assert state.frozen["head"]["norm"]["scale"].dtype == jnp.float32
+    step = jax.jit(make_train_step(model, TRAINING))
+    results = [
+        step(state._replace(frozen=frozen), TOKENS, np.float32(1e-2))
+        for frozen in (state.frozen, wide)
+    ]
+    assert same_bits(results[0][0].params, results[1][0].params)
+    assert float(results[0][1].loss) == float(results[1][1].loss)
+
+
+@pytest.mark.parametrize("base", [DENSE, SPARSE], ids=["dense", "sparse"])
+def test_gradients_are_those_of_merged_dense_weights_in_float64(base):
+    """d/dA and d/dB follow from the gradient G of the merged weight: s G Bᵀ and s Aᵀ G."""
+    model, state, tables = start(base)
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(lambda p: rng.normal(size=p.shape, scale=0.1), state.params)
+    scale = TRAINING.adapter_scale
+    layouts = stacks.layouts_from_tables(model, tables)
+    with jax.enable_x64(True):
+        wide = lambda tree: jax.tree.map(lambda leaf: jnp.asarray(leaf, "float64"), tree)  # noqa: E731
+        params, frozen = wide(params), wide(jax.device_get(state.frozen))
+        dense = jax.tree.map(lambda leaf: leaf, frozen)
+        for name, factors in params["blocks"].items():
+            module = dict(frozen["blocks"][name])
+            module.pop("gate")
+            if name in layouts:
+                values = module.pop("values")
+                module["kernel"] = jnp.stack(
+                    [lay.to_dense(np.asarray(v)) for lay, v in zip(layouts[name], values)]
+                )
+            module["kernel"] += scale * factors["a_kernel"] @ factors["b_kernel"]
+            dense["blocks"][name] = module
+        plain = dataclasses.replace(base, linears={})
+        gradient = jax.jit(
+            lambda model, params, frozen: whole.loss_and_gradients(
+                model,
+                weights_of(params, tables if frozen else {}, frozen),
+                whole.Batch(TOKENS),
+                whole.Accumulation(dtype="float64"),
+            )[1],
+            static_argnums=0,
+        )
+        expected, gradients = gradient(plain, dense, ()), gradient(model, params, frozen)
+        for name, factors in params["blocks"].items():
+            G = expected["blocks"][name]["kernel"]
+            of_a = scale * G @ factors["b_kernel"].swapaxes(1, 2)
+            of_b = scale * factors["a_kernel"].swapaxes(1, 2) @ G
+            actual = gradients["blocks"][name]
+            np.testing.assert_allclose(actual["a_kernel"], of_a, rtol=1e-4, atol=1e-7)
+            np.testing.assert_allclose(actual["b_kernel"], of_b, rtol=1e-4, atol=1e-7)
+
+
+def test_weights_of_the_targets_are_those_of_the_loss_and_its_gradient():
+    weights = np.random.default_rng(2).random((4, 8)).astype(np.float32)
+    weights /= weights.sum()
+    params = gpt.init(DENSE, jax.random.key(0))
+    run = jax.jit(
+        lambda params, micro_batches: whole.loss_and_gradients(
+            DENSE,
+            weights_of(params),
+            whole.Batch(TOKENS, weights),
+            whole.Accumulation(micro_batches),
+        ),
+        static_argnums=1,
+    )
+    loss, gradients = run(params, 1)
+    direct = jax.jit(
+        jax.value_and_grad(
+            lambda p: whole.loss(DENSE, weights_of(p, {}), whole.Batch(TOKENS, weights))
+        )
+    )(params)
+    np.testing.assert_allclose(loss, direct[0], rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradients, direct[1])
+    two = run(params, 2)
+    np.testing.assert_allclose(two[0], loss, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), two[1], gradients)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_the_plan_of_memory_is_that_of_the_compiled_step(remat):
+    layers = whole.UNROLL_LAYERS + 1
+    base = ModelConfig(layers, 256, 4, 1024, 512, 128, remat=remat)
+    training = TrainingConfig(steps=1, batch=2, sequence=128, adapter_rank=4)
+    model = adapters.with_adapters(base, 4)
+    shapes = abstract_state(model, training)
+    step = jitted_train_step(model, training, SINGLE_DEVICE, shapes)
+    tokens = jax.ShapeDtypeStruct((2, 129), jnp.int32)
+    analysis = step.lower(shapes, (), tokens, np.float32(0)).compile().memory_analysis()
+    plan = memory.training_config_bytes(model, training)
+    state = plan.parameters + plan.moments
+    assert state == pytest.approx(analysis.argument_size_in_bytes, rel=0.01)
+    everything = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+    assert plan.total == pytest.approx(everything, rel=0.25)
+    # Weights, and 16 bytes for each parameter of the adapters.
+    expected = memory.frozen_bytes(model) + 16 * memory.adapter_count(model)
+    whole_training = dataclasses.replace(training, adapter_rank=0)
+    assert plan.state == expected < memory.training_config_bytes(base, whole_training).state / 3
+
+
+def test_flops_leave_out_the_gradients_of_frozen_weights():
+    model = adapters.with_adapters(DENSE, 3)
+    forward = cost.flops_per_token(model, 8, training=False)
+    steps = cost.flops_per_token(model, 8, adapters=True).sections
+    every = cost.flops_per_token(model, 8).sections
+    assert steps["attention"] == every["attention"]
+    assert steps["head"] == 2 * forward.head
+    sides = sum(DENSE.projection_shape("mlp_in"))
+    low_rank = 2 * DENSE.num_layers * 3 * sides
+    assert steps["mlp_in"] == pytest.approx(2 * forward.sections["mlp_in"] + low_rank)
+
+
+@pytest.mark.parametrize(
+    ("base", "rank", "words"),
+    [
+        (DENSE, 33, r"adapter_rank=33 is above 32, the features .*; legal: 1 to 32"),
+        (DENSE.with_linears(LinearSpec(rank=2), ["mlp_in"]), 4, "mlp_in have a low-rank term"),
+    ],
+)
+def test_a_model_that_takes_no_adapters_is_named(base, rank, words):
+    with pytest.raises(UserError, match=words):
+        adapters.with_adapters(base, rank)
+
+
+def test_muon_has_nothing_to_train():
+    with pytest.raises(UserError, match=r"muon orthogonalises .*legal with it: adamw"):
+        TrainingConfig(optimizer="muon", adapter_rank=4)

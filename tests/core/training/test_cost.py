@@ -1,0 +1,276 @@
+"""FLOPs by section: the published ceilings, sums, scaling and the pieces of MFU."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_dataflow.core.config.families import FAMILIES
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.presets import SIZES
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.model import gpt
+from sparse_dataflow.core.model import stacks as layer_stacks
+from sparse_dataflow.core.model.model_weights import ModelWeights, weights_of
+from sparse_dataflow.core.optim import muon
+from sparse_dataflow.core.training import cost
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware.chips import CHIPS, Chip
+from sparse_dataflow.planner.parallel_plan import RECOMPUTED
+
+PROJECTIONS = SIZES["nano"].projections
+
+MLP = ("mlp_in", "mlp_out")
+
+
+@pytest.mark.parametrize("pattern", ["", "cyclic", "monarch"])
+def test_flops_of_newton_schulz_are_those_of_the_program(pattern):
+    linears = {"mlp_in": LinearSpec("block_sparse", pattern, 0.5, 16)} if pattern else {}
+    model = ModelConfig(1, 64, 4, 256, vocab_size=48, max_len=8, linears=linears)
+    params = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
+    tables = layer_stacks.with_groups(layer_stacks.layout_tables(layer_stacks.layouts(model)))
+    stacks = [
+        (leaf, muon.matrices_of(leaf.shape, ModelWeights(params, tables).layout_at(path)))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if muon.is_matrix(path)
+    ]
+    joined = [jax.eval_shape(matrices.join, leaf) for leaf, matrices in stacks]
+    program = jax.jit(lambda stacks: jax.tree.map(muon.orthogonalize, stacks)).lower(joined)
+    assert cost.orthogonalization_flops(model) == pytest.approx(
+        program.cost_analysis()["flops"], rel=0.05
+    )
+
+
+def sparse_spec(density, rank=0):
+    return LinearSpec("block_sparse", density=density, rank=rank)
+
+
+def sparse(config, density, projections=PROJECTIONS, rank=0):
+    return config.with_linears(sparse_spec(density, rank), projections)
+
+
+@st.composite
+def configs(draw, ranks=(0, 32)):
+    heads = draw(st.integers(1, 4))
+    d_model = heads * 64 * draw(st.integers(1, 4))
+    spec = st.builds(
+        sparse_spec,
+        st.sampled_from([1 / 16, 1 / 8, 0.3, 0.5, 1.0]),
+        st.sampled_from(ranks),
+    )
+    return ModelConfig(
+        num_layers=draw(st.integers(1, 6)),
+        d_model=d_model,
+        num_heads=heads,
+        d_ff=d_model * draw(st.integers(1, 4)),
+        vocab_size=draw(st.integers(256, 60_000)),
+        max_len=4096,
+        linears=draw(st.dictionaries(st.sampled_from(PROJECTIONS), spec)),
+        remat=draw(st.sampled_from(["none", "dots", "full"])),
+    )
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "projections", "published"),
+    [
+        (0.5, PROJECTIONS, 1.85),
+        (0.75, PROJECTIONS, 3.22),
+        (0.8, PROJECTIONS, 3.79),
+        (0.875, PROJECTIONS, 5.13),
+        (0.9375, PROJECTIONS, 7.27),
+        (0.875, MLP, 2.16),
+    ],
+)
+def test_ceiling_of_13b_with_whole_attention_and_gpt2_vocabulary(sparsity, projections, published):
+    config = sparse(SIZES["13b"], 1 - sparsity, projections)
+    assert config.vocab_size == 50257
+    assert round(cost.flop_ceiling(config, 2048), 2) == published
+
+
+@given(configs(ranks=(0,)), st.integers(1, 4096))
+def test_ceiling_lies_between_one_and_inverse_density(config, sequence):
+    lowest = min(cost.stored_fractions(config).values())
+    ceiling = cost.flop_ceiling(config, sequence)
+    assert 1 <= ceiling + 1e-12
+    assert ceiling <= 1 / lowest + 1e-12
+
+
+@given(configs(), st.integers(1, 4096), st.booleans(), st.booleans())
+def test_total_is_sum_of_sections(config, sequence, causal_half, training):
+    flops = cost.flops_per_token(config, sequence, causal_half=causal_half, training=training)
+    assert flops.total == pytest.approx(sum(flops.sections.values()))
+    assert flops.projections == pytest.approx(sum(flops.sections[p] for p in PROJECTIONS))
+    assert 0 < flops.projection_share < 1
+    assert flops.sections["embed"] == 0
+
+
+@given(configs(), st.integers(1, 4096))
+def test_training_is_three_forwards(config, sequence):
+    forward = cost.flops_per_token(config, sequence, training=False)
+    train = cost.flops_per_token(config, sequence)
+    for name, value in forward.sections.items():
+        assert train.sections[name] == pytest.approx(3 * value)
+
+
+@given(configs(), st.integers(1, 4096), st.integers(2, 5))
+def test_blocks_scale_linearly_in_layers_and_the_head_not_at_all(config, sequence, times):
+    deeper = dataclasses.replace(config, num_layers=times * config.num_layers)
+    once, more = (cost.flops_per_token(c, sequence) for c in (config, deeper))
+    for name in (*PROJECTIONS, "attention"):
+        assert more.sections[name] == pytest.approx(times * once.sections[name])
+    assert more.head == once.head
+
+
+@given(configs(ranks=(0,)), st.integers(1, 4096))
+def test_density_one_costs_what_dense_costs(config, sequence):
+    dense = dataclasses.replace(config, linears={})
+    assert cost.flops_per_token(sparse(config, 1.0), sequence) == cost.flops_per_token(
+        dense, sequence
+    )
+
+
+@given(configs(), st.integers(1, 2048))
+def test_attention_grows_with_the_sequence_and_is_half_when_causal(config, sequence):
+    half, whole = (
+        cost.flops_per_token(config, sequence, causal_half=half) for half in (True, False)
+    )
+    assert whole.attention == pytest.approx(2 * half.attention)
+    longer = cost.flops_per_token(config, 2 * sequence)
+    assert longer.attention == pytest.approx(2 * half.attention)
+    assert longer.projections == half.projections
+
+
+def test_a_dense_model_stores_every_weight():
+    assert cost.stored_fractions(SIZES["nano"]) == dict.fromkeys(PROJECTIONS, 1.0)
+
+
+def test_low_rank_term_adds_its_two_products():
+    config, rank = sparse(SIZES["nano"], 1 / 8), 64
+    with_rank = sparse(SIZES["nano"], 1 / 8, rank=rank)
+    added = (
+        cost.flops_per_token(with_rank, 128, training=False).sections["mlp_in"]
+        - cost.flops_per_token(config, 128, training=False).sections["mlp_in"]
+    )
+    assert added == 2 * config.num_layers * rank * (config.d_model + config.d_ff)
+
+
+def test_a_transform_adds_the_products_of_its_two_factors():
+    config = sparse(SIZES["nano"], 1 / 8)
+    mixed = config.with_linears(dataclasses.replace(sparse_spec(1 / 8), hadamard=128), ["mlp_out"])
+    plain, with_it = (cost.flops_per_token(c, 128, training=False) for c in (config, mixed))
+    assert with_it.sections["mlp_out"] - plain.sections[
+        "mlp_out"
+    ] == 2 * config.num_layers * config.d_ff * (8 + 16)
+    assert with_it.total - plain.total == with_it.sections["mlp_out"] - plain.sections["mlp_out"]
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_recompute_is_what_jax_executes_for_a_rematerialised_block(remat):
+    config = dataclasses.replace(SIZES["nano"], num_layers=1, d_model=64, num_heads=1, d_ff=256)
+    config = dataclasses.replace(config, remat=remat)
+    sequence = 32
+    executed = _dot_flops_of_block_step(config, sequence) / sequence
+    flops = cost.flops_per_token(config, sequence, causal_half=False)
+    forward = cost.flops_per_token(config, sequence, causal_half=False, training=False)
+    recomputed = sum(forward.sections.get(name, 0) for name in RECOMPUTED[remat])
+    assert executed == pytest.approx(flops.total - flops.head + recomputed)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_flops_are_those_of_the_traced_program_in_every_family(family, kv_heads):
+    fields = {**FAMILIES[family], "num_kv_heads": kv_heads, "head_dim": 24, "window": 5}
+    config = ModelConfig(2, 64, 4, 160, 50, 32, **fields)
+    params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
+    tokens = jax.ShapeDtypeStruct((3, 16), jnp.int32)
+    program = jax.make_jaxpr(lambda p, t: whole.logits(config, weights_of(p, {}), t))(
+        params, tokens
+    )
+    flops = cost.flops_per_token(config, 16, causal_half=False, training=False)
+    assert _dot_flops(program.jaxpr) == flops.total * tokens.size
+    assert list(flops.sections) == [
+        "embed",
+        *config.projections[: -2 - config.gated_mlp - 1],
+        "attention",
+        *config.projections[-2 - config.gated_mlp - 1 :],
+        "head",
+    ]
+
+
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_a_window_counts_the_keys_that_queries_see(window, sequence):
+    config = dataclasses.replace(SIZES["pico"], window=window)
+    seen = sum(min(t + 0.5, window) for t in range(sequence)) / sequence
+    assert cost.visible_keys(config, sequence) == pytest.approx(seen, abs=0.5)
+
+
+def _dot_flops_of_block_step(config, sequence):
+    """FLOPs of the products in the gradient of a plain one-head block, as jax traces it."""
+    keys = jax.random.split(jax.random.key(0), len(PROJECTIONS))
+    weights = {
+        name: jax.random.normal(key, config.projection_shape(name))
+        for name, key in zip(PROJECTIONS, keys)
+    }
+
+    # Only products count; a sine around them keeps every product's input and output needed.
+    def block(x, w):
+        q, k, v = jnp.split(jnp.sin(x) @ w["qkv"], 3, axis=-1)
+        scores = jnp.sin(jnp.einsum("bqd,bkd->bqk", q, k))
+        x = x + jnp.einsum("bqk,bkd->bqd", scores, v) @ w["attn_out"]
+        return x + jnp.sin(jnp.sin(x) @ w["mlp_in"]) @ w["mlp_out"]
+
+    policy = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+    if config.remat != "none":
+        block = jax.checkpoint(block, policy=policy[config.remat])
+    x = jnp.ones((1, sequence, config.d_model))
+    step = jax.make_jaxpr(jax.grad(lambda x, w: jnp.sum(jnp.sin(block(x, w))), (0, 1)))
+    return _dot_flops(step(x, weights).jaxpr)
+
+
+def _dot_flops(jaxpr):
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            width = 1
+            for axis in contracted:
+                width *= left[axis]
+            total += 2 * equation.outvars[0].aval.size * width
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                total += _dot_flops(inner)
+    return total
+
+
+@given(configs(), configs(), st.integers(1, 4096), st.integers(1, 9), st.integers(0, 9))
+def test_training_flops_sum_over_phases(first, second, sequence, tokens, more):
+    total = cost.training_flops([(first, tokens), (second, more)], sequence)
+    each = [cost.flops_per_token(model, sequence).total for model in (first, second)]
+    assert total == pytest.approx(tokens * each[0] + more * each[1])
+
+
+@given(configs(), st.integers(1, 4096))
+def test_gradient_norms_cost_two_passes_and_the_dense_products(config, sequence):
+    forward = cost.flops_per_token(config, sequence, training=False)
+    flops = cost.gradient_norms_flops(config, 3, sequence) / 3
+    dense = cost.flops_per_token(dataclasses.replace(config, linears={}), sequence, training=False)
+    products = sum(dense.sections[name] for name in config.sparse_projections)
+    assert flops == pytest.approx(2 * forward.total + forward.attention + products)
+    assert flops <= cost.flops_per_token(config, sequence).total + products + 1
+
+
+def test_mfu_is_rate_over_peak_and_none_without_a_peak():
+    assert cost.mfu(1e9, 312e12 / 1e9 / 2, CHIPS["a100-80gb"], "bfloat16") == pytest.approx(0.5)
+    assert cost.mfu(1e9, 1e3, Chip("unheard-of"), "bfloat16") is None
+    assert cost.mfu(1e9, 1e3, CHIPS["tpu-v4"], "float64") is None
+
+
+def test_a_sequence_without_tokens_is_refused():
+    with pytest.raises(UserError, match="legal: 1 or more"):
+        cost.flops_per_token(SIZES["nano"], 0)
