@@ -40,6 +40,7 @@ CLUSTER_COMMANDS = ("docker", "sbatch", "scancel", "squeue", "kubectl", "gcloud"
 FOREIGN = (
     *("git clone", "cd ", "python mine.py", "python -m build", "python -m venv", "lm_eval "),
     "python -m sparse_dataflow.commands.lm_eval",
+    *("pip install ", ". .venv/bin/activate"),
 )
 SETTINGS = settings.by_path(RunConfig)
 CONFIGS = "|".join(sorted({path.partition(".")[0] for path in SETTINGS}))
@@ -275,6 +276,33 @@ def test_the_readme_example_runs():
 
 
 @pytest.mark.slow
+def test_the_steps_of_getting_started_run_as_printed(tmp_path):
+    """In order, in a folder with the text that they train on."""
+    page = ROOT / "docs" / "start.md"
+    (tmp_path / "docs").mkdir()
+    for path in (ROOT / "docs").glob("*.md"):
+        (tmp_path / "docs" / path.name).write_text(path.read_text("utf-8"), "utf-8")
+    text = page.read_text(encoding="utf-8")
+    programs = os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]])
+    environment = os.environ | {"PATH": programs, "PYTHONPATH": str(ROOT)}
+    outputs = []
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S):
+        command = [sys.executable, "-c", block] if language else ["sh", "-ec", block]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1500
+        )
+        assert done.returncode == 0, f"{block}\n{done.stderr[-3000:]}"
+        outputs.append(done.stdout + done.stderr)
+    first, resumed, _, evaluated, pruned, counted = outputs
+    assert "report: runs/first/report.html" in first and "held-out bits per byte" in first
+    assert "resumes after step 100 of 100" in resumed
+    assert "cloze" in evaluated and (tmp_path / "runs" / "first" / "report.html").exists()
+    assert "report: runs/pruned/report.html" in pruned
+    # An eighth of two weights of 256 x 1024, biases, and the eight numbers of each layout.
+    assert int(counted) == 2 * 256 * 1024 // 8 + 1024 + 256 + 2 * 8
+
+
+@pytest.mark.slow
 def test_python_in_the_page_of_layers_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / "layers.md").read_text(encoding="utf-8")
@@ -367,11 +395,21 @@ def test_the_reference_has_the_public_names_and_every_module(site):
         assert f"sd.{name}" in page
         assert sum(f'id="sd.{name}"' in text for text in pages) == 1
     assert "balanced layout of a named pattern" in page
-    for room in (ROOT / "sparse_dataflow").glob("*/__init__.py"):
-        text = (site / "api" / f"{room.parent.name}.html").read_text(encoding="utf-8")
+    package = ROOT / "sparse_dataflow"
+    for room in [*package.glob("[abd-z]*/__init__.py"), *package.glob("c*/*/__init__.py")]:
+        parts = room.parent.relative_to(package).parts
+        page = ".".join(parts) if parts[0] == "core" else parts[0]
+        text = (site / "api" / f"{page}.html").read_text(encoding="utf-8")
         for path in room.parent.rglob("[a-z]*.py"):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             assert f'id="{name}"' in text
+
+
+def test_the_core_is_read_in_nine_files():
+    rows = re.findall(r"^\| `([a-z_/]+\.py)` \|", (ROOT / "BUILD.md").read_text(), re.M)
+    paths = [ROOT / "sparse_dataflow/core" / row for row in rows]
+    assert len(paths) == 9
+    assert sum(len(path.read_text().splitlines()) for path in paths) <= 5_000
 
 
 def test_the_site_does_not_replace_other_files(tmp_path):

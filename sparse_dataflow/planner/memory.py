@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from sparse_dataflow.core.config import remat
+from sparse_dataflow.core.config.attention_kinds import DENSE_TOKENS
 from sparse_dataflow.core.config.layer_groups import with_densest_layers
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
 from sparse_dataflow.core.config.presets import SIZES
@@ -373,7 +374,7 @@ def block_widths(config: ModelConfig, kv_copies=1, expert_rows=None) -> BlockWid
 
     Args:
       config: the model.
-      kv_copies: chips that compute the same key/value head; see `parallel_plan.key_value_copies`.
+      kv_copies: chips that compute the same key/value head; see `mesh_cuts.key_value_copies`.
       expert_rows: rows of the MLP per token; None for `ModelConfig.active_experts`.
     """
     queries = config.num_heads * config.head_width
@@ -409,10 +410,12 @@ def activation_bytes(
     active = config.active_experts if expert_rows is None else expert_rows
     heads = widths.queries + widths.keys_values
     # Scores are float32; probabilities have the compute dtype.
-    scores = 0 if fused_attention else config.num_heads * sequence * (4 + compute)
-    if config.kv_heads < config.num_heads and not fused_attention:
+    # Where no kernel runs, the scores of more tokens are computed in chunks (`kernels.attention`).
+    dense = not fused_attention and sequence <= DENSE_TOKENS
+    scores = config.num_heads * sequence * (4 + compute) if dense else 0
+    if config.kv_heads < config.num_heads and dense:
         scores += 3 * widths.queries * compute
-    if config.attention_cap and not fused_attention:
+    if config.attention_cap and dense:
         scores += 4 * config.num_heads * sequence
     before_norms = 2 * d if config.post_norms else 0
     # Of each expert of a token, its input and its output.

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparse_dataflow.core.config.parallel import PINNED_SETTING
 from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import BUILT_IN, OPTIMIZERS, TrainingConfig
@@ -175,5 +176,5 @@ def test_a_batch_that_is_not_divisible_is_refused():
 def test_a_limit_on_page_locked_memory_is_named_with_what_is_needed():
     step = relay.estimate(LARGE, 8, 2048, stash="host")
     relay.check_pinned_memory(step, 64)
-    with pytest.raises(UserError, match=rf"set {relay.PINNED_SETTING}=\d+ in the environment"):
+    with pytest.raises(UserError, match=rf"set {PINNED_SETTING}=\d+ in the environment"):
         relay.check_pinned_memory(step, 8)

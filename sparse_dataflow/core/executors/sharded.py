@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.core.config.layer_groups import group_index_of_path, join_groups, split_groups
-from sparse_dataflow.core.config.mesh_cuts import run_length
+from sparse_dataflow.core.config.mesh_cuts import key_value_copies, run_length
 from sparse_dataflow.core.config.parallel import MOST_SUB_BATCHES
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP
 from sparse_dataflow.core.executors import (
@@ -27,6 +27,7 @@ from sparse_dataflow.core.executors import (
     residual_stream as residual,
 )
 from sparse_dataflow.core.executors.block_gradients import block_gradient_norms
+from sparse_dataflow.core.executors.context import Context
 from sparse_dataflow.core.executors.executor import Executor
 from sparse_dataflow.core.executors.mesh import BATCH_AXES, MODEL_AXES
 from sparse_dataflow.core.executors.sharding import COLUMN_PARALLEL
@@ -35,7 +36,6 @@ from sparse_dataflow.core.model.model_weights import Fixed, ModelWeights
 from sparse_dataflow.core.model.shard import Shard
 from sparse_dataflow.core.optim.optimizers import gradient_arrays
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.planner.parallel_plan import key_value_copies
 
 TABLES = P("stage", "tensor")
 """Partition spec of tables [layers, shards, lines, fan]."""
@@ -47,7 +47,7 @@ class Sharded(Executor):
 
     Attributes:
       mesh: with all of `mesh.AXES`; its "stage" is 1.
-      zero: which arrays are sharded over "fsdp"; see `sharding.ZERO`.
+      zero: which arrays are sharded over "fsdp" and "context"; see `sharding.ZERO`.
       exchange: whether tokens travel to the experts over "fsdp", whose weights stay sharded.
       sub_batches: see `whole.Member`.
     """
@@ -217,6 +217,7 @@ class Sharded(Executor):
                 sharding.reduce_scatter, gradients, specs, gradient_specs
             ),
             self.sub_batches,
+            Context("context", self.mesh.shape["context"]) if longer("context") else None,
         )
         layouts = jax.tree.map(lambda table: TABLES, weights.layouts)
         return member, ModelWeights(specs, layouts, frozen_specs), gradient_specs

@@ -15,6 +15,7 @@ from sparse_dataflow.core.optim.factories import is_built_in, unlike_the_weight
 from sparse_dataflow.files.errors import UserError
 
 ROWS = "data, fsdp"
+CONTEXT = "context"
 TENSOR = "tensor"
 FEATURE = "feature"
 STAGE = "stage"
@@ -22,7 +23,7 @@ RELAY = "relay"
 RELAY_DEPTH = "relay, depth_schedule"
 RELAY_DEVICES = "relay, several devices"
 
-WAYS = ROWS, TENSOR, FEATURE, STAGE, RELAY, RELAY_DEPTH, RELAY_DEVICES
+WAYS = ROWS, CONTEXT, TENSOR, FEATURE, STAGE, RELAY, RELAY_DEPTH, RELAY_DEVICES
 """Axes of a mesh that are longer than 1, and kinds of the relay, in the order of the table."""
 
 
@@ -124,13 +125,13 @@ RULES = (
         _adapters,
         (STAGE, RELAY),
         "which trains all weights",
-        "the axes data, fsdp, feature and tensor",
+        "the axes data, fsdp, context, feature and tensor",
     ),
     Rule(
         "`training.teacher`",
         lambda job: job.training.teacher and "training.teacher",
-        (TENSOR, FEATURE, STAGE, RELAY),
-        "which cuts the model",
+        (CONTEXT, TENSOR, FEATURE, STAGE, RELAY),
+        "which cuts the model or its sequences",
         "the axes data and fsdp",
     ),
     Rule(
@@ -187,6 +188,16 @@ RULES = (
         "training.skip_spikes=0, or another executor",
     ),
     Rule(
+        "`training.new_rows_first`",
+        lambda job: (
+            job.training.new_rows_first
+            and f"training.new_rows_first={job.training.new_rows_first:g}"
+        ),
+        (RELAY,),
+        "which updates each section by itself",
+        "training.new_rows_first=0, or another executor",
+    ),
+    Rule(
         "`model.experts`",
         _experts,
         (RELAY_DEVICES,),
@@ -199,6 +210,13 @@ RULES = (
         (FEATURE,),
         "whose axis feature cuts every weight alike",
         "a mesh without feature",
+    ),
+    Rule(
+        "`model.experts`",
+        _experts,
+        (CONTEXT,),
+        "whose axis context shards the tokens that experts count",
+        "a mesh without context",
     ),
     Rule(
         "`sparsity.pattern=low_rank`",

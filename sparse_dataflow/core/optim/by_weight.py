@@ -89,6 +89,7 @@ def update(
         rows = vocabulary if path[-1].key in VOCABULARY else None
         return update_leaf(training, path, gradient, state, param, rate, decay, rows)
 
+    structure: Any
     leaves, structure = jax.tree_util.tree_flatten_with_path(gradients)
     columns = (jax.tree.leaves(tree) for tree in (params, rates, decays))
     of_leaves = structure.flatten_up_to(states)
@@ -96,7 +97,7 @@ def update(
         of_leaf(path, gradient, *others)
         for (path, gradient), *others in zip(leaves, *columns, of_leaves, strict=True)
     ]
-    return tuple(structure.unflatten(column) for column in zip(*updated, strict=True))  # type: ignore[return-value]
+    return tuple(structure.unflatten(column) for column in zip(*updated, strict=True))
 
 
 def update_leaf(
@@ -165,6 +166,7 @@ def _averages(training, params, states):
 
         return _over_stack(of_weight, path, param)(param, state)
 
+    structure: Any
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     of_leaves = zip(leaves, structure.flatten_up_to(states), strict=True)
     return structure.unflatten([of_leaf(path, param, state) for (path, param), state in of_leaves])

@@ -24,16 +24,14 @@ section 6)."""
 
 _TRIED_STEPS = 20
 
-Transformation = optax.GradientTransformationExtraArgs
-
 
 def is_built_in(training: TrainingConfig) -> bool:
     """Returns whether the optimizer is AdamW or Muon, which `optim.optimizers` applies."""
     return training.optimizer in BUILT_IN
 
 
-def transformation(training: TrainingConfig, rate: Any, decay: float) -> Transformation:
-    """Returns the transformation of one matrix or vector, whose updates are added to it.
+def transformation(training: TrainingConfig, rate: Any, decay: float) -> Any:
+    """Returns the optax transformation of one matrix or vector, whose updates are added to it.
 
     Args:
       training: names the optimizer, and has its betas and epsilon.

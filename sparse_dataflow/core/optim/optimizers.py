@@ -35,6 +35,7 @@ def learning_rate_schedule(training: TrainingConfig) -> Callable[[int], float]:
     peak = training.learning_rate
     after = training.steps - warmup
     end = training.final_rate * peak
+    plateau = max(warmup, training.plateau_stop)
     falls = {
         "cosine": lambda: [optax.cosine_decay_schedule(peak, after, training.final_rate)],
         "linear": lambda: [optax.linear_schedule(peak, end, after)],
@@ -44,7 +45,6 @@ def learning_rate_schedule(training: TrainingConfig) -> Callable[[int], float]:
             optax.linear_schedule(peak, end, training.steps - plateau),
         ],
     }
-    plateau = max(warmup, training.plateau_stop)
     stops = [warmup, *([plateau] if training.schedule == "wsd" else [])]
     rising = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
     schedule = optax.join_schedules([rising, *falls[training.schedule]()], stops)

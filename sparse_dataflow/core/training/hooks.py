@@ -8,8 +8,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,69 +17,13 @@ from sparse_dataflow.cluster import processes
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.layouts.evolution import exchanged_share, new_shares
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.optim.loss_spikes import SpikeHistory, is_accepted, refuse_more_rollbacks
+from sparse_dataflow.core.optim.loss_spikes import SpikeHistory, refuse_more_rollbacks
+from sparse_dataflow.core.training.loop import Hook, StepDone, Trainer
 from sparse_dataflow.core.training.monitoring.metrics import Progress, say
 from sparse_dataflow.core.training.phases import phase_before
 from sparse_dataflow.core.training.plateau import Plateau, with_next_start
 from sparse_dataflow.core.training.programs import convert_state, evolve_layouts
 from sparse_dataflow.core.training.routing import routing_numbers
-
-if TYPE_CHECKING:
-    from sparse_dataflow.core.training.loop import Trainer
-
-
-@dataclass(frozen=True)
-class StepDone:
-    """One optimizer step, after it.
-
-    Attributes:
-      loss: in nats per token.
-      gradient_norms: parameter group -> norm.
-      routing: see `StepReport`.
-      rate: learning rate.
-      seconds: that it took.
-      limit: highest loss that was accepted; None for no limit.
-    """
-
-    loss: float
-    gradient_norms: Mapping[str, float]
-    routing: Any
-    rate: float
-    seconds: float
-    limit: np.float32 | None
-
-    @property
-    def accepted(self) -> bool:
-        """Whether the parameters changed."""
-        return self.limit is None or is_accepted(self.loss, self.gradient_norms, self.limit)
-
-
-class Hook:
-    """Something that a training does; the methods here do nothing."""
-
-    def before_step(self, trainer: "Trainer") -> None:
-        """Is called when the batch of the next step is at hand; may change the trainer's state."""
-
-    def limit(self) -> np.float32 | None:
-        """Returns the highest loss that the next step accepts; None for any."""
-        return None
-
-    def after_step(self, trainer: "Trainer", step: StepDone) -> None:
-        """Is called after each step, also one that was not accepted."""
-
-    def saved(self) -> dict[str, Any]:
-        """Returns what a checkpoint must remember, as JSON values by name."""
-        return {}
-
-    def restore(self, extra: Mapping[str, Any]) -> None:
-        """Takes over the values of a checkpoint, which are not trusted.
-
-        Raises:
-          ValueError, TypeError or KeyError: they are none that `saved` returned.
-        """
-
-    def close(self) -> None:
-        """Is called once, at the end of the process's part of the training."""
 
 
 class Evolve(Hook):
@@ -90,7 +33,7 @@ class Evolve(Hook):
     makes the same changes again.
     """
 
-    def before_step(self, trainer: "Trainer") -> None:
+    def before_step(self, trainer: Trainer) -> None:
         """See `Hook`; writes a row "evolution"."""
         evolution, steps = trainer.evolution, trainer.training.steps
         share = exchanged_share(evolution, trainer.step, steps)
@@ -150,7 +93,7 @@ class SkipSpikes(Hook):
         """See `Hook`."""
         return self._history.loss_limit(self._sigmas)
 
-    def after_step(self, trainer: "Trainer", step: StepDone) -> None:
+    def after_step(self, trainer: Trainer, step: StepDone) -> None:
         """See `Hook`; writes rows "skipped" and "rollback"."""
         if step.accepted:
             self._history = self._history.with_accepted(step.loss)
@@ -212,13 +155,13 @@ class Record(Hook):
         self._mfu, self._position = mfu, position
         self._progress: Progress | None = None
 
-    def before_step(self, trainer: "Trainer") -> None:
+    def before_step(self, trainer: Trainer) -> None:
         """See `Hook`."""
         if self._progress is None:
             steps = trainer.training.steps
             self._progress = Progress(trainer.name, steps, trainer.step, self._position)
 
-    def after_step(self, trainer: "Trainer", step: StepDone) -> None:
+    def after_step(self, trainer: Trainer, step: StepDone) -> None:
         """See `Hook`."""
         if not step.accepted:
             return
@@ -254,7 +197,7 @@ class Evaluate(Hook):
         """
         self._every, self._plateau = every, Plateau()
 
-    def after_step(self, trainer: "Trainer", step: StepDone) -> None:
+    def after_step(self, trainer: Trainer, step: StepDone) -> None:
         """See `Hook`; writes rows "eval", and "routing" for a model with experts."""
         if trainer.step % self._every and not trainer.finished:
             return
@@ -289,7 +232,7 @@ class Save(Hook):
         """
         self._every = every
 
-    def after_step(self, trainer: "Trainer", step: StepDone) -> None:
+    def after_step(self, trainer: Trainer, step: StepDone) -> None:
         """See `Hook`."""
         if trainer.step % self._every == 0 or trainer.finished:
             trainer.save()

@@ -194,7 +194,7 @@ def test_the_dense_form_computes_the_same():
     ("changes", "words"),
     [
         ({"evolution__method": "rigl"}, "evolution.method=rigl.*legal with it: static, shared"),
-        ({"evolution__method": "gradual"}, "two factors and no blocks"),
+        ({"evolution__method": "gradual"}, "which stores no blocks"),
         ({"sparsity__budget": "compute"}, "sparsity.budget=compute.*legal with it: uniform"),
         ({"sparsity__rank": 4}, "rank 4 is not legal for a low_rank weight"),
         ({"sparsity__hadamard": 4}, "hadamard 4 is not legal for a low_rank weight"),

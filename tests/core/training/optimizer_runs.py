@@ -71,11 +71,11 @@ def main(optimizer, name, folder):
     losses, state, bits = run(Sharded(mesh.make(mesh.parse("fsdp:4,tensor:2", 8)), 3), save=True)
     right, _ = run(SINGLE_DEVICE)
     arrays = jax.tree.leaves(state.moments)
-    held = sum(math.prod(a.sharding.shard_shape(a.shape)) for a in arrays)
+    on_device = sum(math.prod(a.sharding.shard_shape(a.shape)) for a in arrays)
     return {
         "losses": losses,
         "bits": bits,
-        "share": held / sum(a.size for a in arrays),
+        "share": on_device / sum(a.size for a in arrays),
         "error": max(abs(a - b) for a, b in zip(losses, right, strict=True)),
     }
 

@@ -132,9 +132,9 @@ def test_schedule_free_learning_is_evaluated_at_its_average():
     states, rng, points = by_weight.init(training, params), np.random.default_rng(0), []
     for _ in range(5):
         gradients = jax.tree.map(lambda p: rng.standard_normal(p.shape).astype(p.dtype), params)
-        one = jax.tree.map(lambda _: 0.1, params)
+        rates = jax.tree.map(lambda _: 0.1, params)
         updates, states = by_weight.update(
-            training, gradients, states, params, one, jax.tree.map(lambda _: 0.0, params)
+            training, gradients, states, params, rates, jax.tree.map(lambda _: 0.0, params)
         )
         params = jax.tree.map(lambda p, u: np.asarray(p + u), params, updates)
         shape = factories.state_shapes(training, (4,))

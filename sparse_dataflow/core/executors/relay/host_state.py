@@ -133,8 +133,8 @@ def fresh_state(
             block |= {name: jax.tree.map(np.zeros_like, block[name]) for name in ROW_PARALLEL}
         _fill(view(params, number), block)
     if not is_built_in(training):
-        for section in all_sections(model.stored_layers):
-            _fill(view(mu, section), by_weight.init(training, view(params, section)))
+        for each in all_sections(model.stored_layers):
+            _fill(view(mu, each), by_weight.init(training, view(params, each)))
     moments = with_moments(shapes.moments, 0, mu, nu)
     return TrainState(np.zeros((), np.int32), params, moments, shapes.tables, key)
 

@@ -312,8 +312,8 @@ class ServerStep:
                     host_optimizer.update_weights, training=training, path=leaf.path
                 )
                 flat = None if copy is None else copy.reshape(-1)
-                job = functools.partial(update, old, gradient, rates, new, flat)
-                work.append((gradient.size, job))
+                whole = functools.partial(update, old, gradient, rates, new, flat)
+                work.append((gradient.size, whole))
                 continue
             for where in host_optimizer.pieces(gradient.size, server.threads, unit):
                 rounded = None if copy is None else copy.reshape(-1)[where]
@@ -387,7 +387,8 @@ class ServerStep:
 def _leaves(facts, trees, section) -> list[Leaf]:
     """Returns the leaves of a section's trees; nu lacks Muon's matrices, or is empty."""
     params, mu, nu = (view(tree, section) for tree in trees)
-    structure, second = jax.tree.structure(params), iter(jax.tree.leaves(nu))
+    structure: Any = jax.tree.structure(params)
+    second = iter(jax.tree.leaves(nu))
     params, mu = jax.tree.leaves(params), structure.flatten_up_to(mu)
     return [
         Leaf(p, m, next(second, None) if leaf.matrices is None else None)

@@ -14,7 +14,7 @@ import pytest
 
 from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.parallel import CLIPPINGS
+from sparse_dataflow.core.config.parallel import CLIPPINGS, PINNED_SETTING
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import BUILT_IN, OPTIMIZERS, TrainingConfig
 from sparse_dataflow.core.executors import block_gradients, whole
@@ -517,7 +517,7 @@ def test_exhausted_page_locked_memory_names_the_setting():
         )
 
     relay.server.pin = full
-    with pytest.raises(UserError, match=rf"exhausted in step 1 .*Set {planning.PINNED_SETTING} to"):
+    with pytest.raises(UserError, match=rf"exhausted in step 1 .*Set {PINNED_SETTING} to"):
         relay.train_step(fresh_state(model, how), tokens_of(0), 1e-3)
 
 
