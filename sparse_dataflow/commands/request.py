@@ -16,6 +16,7 @@ from sparse_dataflow.core.config.presets import GPT2_VOCABULARY, SIZES
 from sparse_dataflow.core.config.projections import PROJECTIONS
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.config.settings import FIXED, FRESH, Setting
+from sparse_dataflow.core.config.training import is_factory
 from sparse_dataflow.files.addresses import is_address
 from sparse_dataflow.files.errors import UserError
 
@@ -403,6 +404,12 @@ def _resumable(saved: RunConfig, folder: str) -> RunConfig:
 def _refuse_other_run(request, spelled):
     """Raises UserError if the command line changes settings that a resumed run must keep."""
     saved = settings.to_json(saved_config(request.resume))
+    optimizer = str(saved["training"]["optimizer"])
+    if is_factory(optimizer) and "training.optimizer" not in request.changes:
+        raise UserError(
+            f"{request.resume} was trained with code that its config names, and a run folder alone "
+            f"runs none; resume it with --set training.optimizer={optimizer[:100]}."
+        )
     wrong = []
     if request.scale not in ("auto", saved["run"]["scale"]):
         wrong.append(f"--scale={request.scale} (saved: {saved['run']['scale']})")

@@ -12,7 +12,7 @@ import numpy as np
 
 from sparse_dataflow.core.config.model import DTYPES, ModelConfig
 from sparse_dataflow.core.config.parallel import EXPERTS
-from sparse_dataflow.core.config.training import OPTIMIZERS
+from sparse_dataflow.core.config.training import OPTIMIZERS, is_factory
 from sparse_dataflow.files.errors import UserError
 
 Counts = int | np.ndarray
@@ -109,7 +109,7 @@ class ParallelPlan:
             "schedule": BUBBLES,
             "remat": RECOMPUTED,
             "state_dtype": DTYPES,
-            "optimizer": OPTIMIZERS,
+            "optimizer": (*OPTIMIZERS, *filter(is_factory, [self.optimizer])),
             "experts": EXPERTS,
         }
         for name, legal in choices.items():

@@ -70,7 +70,9 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     gathered = np.where(sharded & ~staged, memory.MASTER_BYTES * weights, 0)
     gathered = gathered * (0, 1, 2, 0)[plan.zero]
     updates = memory.update_bytes(matrices, plan.optimizer) * shares[1]
-    moments = memory.moment_bytes(held[1], matrices * shares[1], plan.state_dtype, plan.optimizer)
+    moments = memory.moment_bytes(
+        config, held[1], matrices * shares[1], plan.state_dtype, plan.optimizer
+    )
     return MemoryEstimate(
         parameters=memory.MASTER_BYTES * held[3],
         working_copy=_working_copy(config, plan, weights, shares[3]),
@@ -124,7 +126,7 @@ def run_bytes(
         - memory.parameter_count(config) * share * compute * whole_copy
         + memory.int8_count(config) * share * compute * (plan.remat == "none"),
         gradients=trained * gradient,
-        moments=memory.moment_bytes(trained, 0, plan.state_dtype, "adamw"),
+        moments=memory.moment_bytes(config, trained, 0, plan.state_dtype, plan.optimizer),
     )
 
 

@@ -207,7 +207,8 @@ def estimate(
         "inside a block": max(micro.activations + micro.working_set, micro.logits),
     }
     state = parameters * MASTER_BYTES
-    state += memory.moment_bytes(parameters, memory.matrix_count(model), state_dtype, optimizer)
+    matrices = memory.matrix_count(model)
+    state += memory.moment_bytes(model, parameters, matrices, state_dtype, optimizer)
     # Eager clipping frees the gradients of a block after its update.
     gradients = parameters if clipping == "exact" else rest + 3 * block
     # Without kept copies, those of the blocks that are fetched and of the head exist at once.

@@ -25,9 +25,11 @@ from sparse_dataflow.hardware.chips import Chip, Network
 from sparse_dataflow.planner import experts, plan_collectives
 from sparse_dataflow.planner.efficiency import Efficiency, block_rate
 from sparse_dataflow.planner.memory import (
+    ADAM_MOMENTS,
     DTYPE_BYTES,
     block_and_rest,
     block_widths,
+    bytes_of_states,
     has_one_op_mlp,
     matrix_count,
     parameter_count,
@@ -309,6 +311,10 @@ def optimizer_bytes(config: ModelConfig, plan: ParallelPlan):
     size = stage_parameters(config, plan) * OPTIMIZER_BYTES[plan.state_dtype]
     if plan.optimizer == "muon":  # Reads and writes no second moment.
         size = size - stage_matrices(config, plan) * 2 * DTYPE_BYTES[plan.state_dtype]
+    elif plan.optimizer != "adamw":  # Each reads and writes its state.
+        adam = ADAM_MOMENTS * DTYPE_BYTES[plan.state_dtype]
+        more = bytes_of_states(config, plan.optimizer) - adam
+        size = size + stage_parameters(config, plan) * 2 * more
     return size
 
 

@@ -3,6 +3,7 @@
 Moments and gradients of a parameter follow its row. To change a sharding, change its row.
 """
 
+import itertools
 import math
 import re
 from typing import Any
@@ -135,7 +136,7 @@ def residual_dim(path) -> int | None:
     Args:
       path: of `jax.tree_util`, of a leaf of the state.
     """
-    name = _parameter(path)
+    name = parameter_name(path)
     if not name or name.endswith(".values"):
         return None
     firsts = [entry_axes(entry)[:1] for entry in _row(name)]
@@ -179,15 +180,28 @@ def state_shardings(state: Any, model: ModelConfig, mesh: AnyMesh, zero: int) ->
       zero: `parallel.zero`, 0 to 3.
     """
     copies = int(key_value_copies(model, mesh.shape["tensor"]))
+    shapes = parameter_shapes(state)
 
     def sharding(path, leaf):
-        name = _parameter(path)
+        name = parameter_name(path)
         if not name:  # Step, key, the optimizer's count.
             return NamedSharding(mesh, P())
         fsdp = zero >= ZERO[_name(path[0])]
-        return NamedSharding(mesh, spec(name, leaf.shape, mesh, fsdp, copies))
+        shape = shapes.get(name, leaf.shape)
+        entries = spec(name, shape, mesh, fsdp, copies)
+        if leaf.shape == shape:
+            return NamedSharding(mesh, entries)
+        # A state array of another shape has the first axes of the parameter.
+        same = itertools.takewhile(lambda sizes: sizes[0] == sizes[1], zip(leaf.shape, shape))
+        return NamedSharding(mesh, P(*entries[: len(list(same))]))
 
     return jax.tree_util.tree_map_with_path(sharding, state)
+
+
+def parameter_shapes(state: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each trained parameter of a state, by its dotted path."""
+    leaves = jax.tree_util.tree_leaves_with_path(state.params)
+    return {dotted_path(path): leaf.shape for path, leaf in leaves}
 
 
 def abstract(leaf: Any, target: Any) -> jax.ShapeDtypeStruct:
@@ -195,11 +209,15 @@ def abstract(leaf: Any, target: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
 
 
-def _parameter(path):
-    """Returns the dotted path of the parameter of a leaf of the state; empty for none."""
+def parameter_name(path) -> str:
+    """Returns the dotted path of the parameter of a leaf of a state; empty for none.
+
+    The last key of an array in a weight's own state is its number (see `optim.by_weight`).
+    """
     keys = [_name(key) for key in path]
     start = next((i for i, key in enumerate(keys) if key in ("embed", "blocks", "head")), 0)
-    return ".".join(keys[start:]) if start else ""
+    named = keys[start:-1] if hasattr(path[-1], "idx") else keys[start:]
+    return ".".join(named) if start else ""
 
 
 def _name(key) -> str:

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
-from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.config.training import BUILT_IN, TrainingConfig
+from sparse_dataflow.core.layouts.evolution import METHODS
+from sparse_dataflow.core.optim.factories import is_built_in, unlike_the_weight
 from sparse_dataflow.files.errors import UserError
 
 ROWS = "data, fsdp"
@@ -50,7 +52,7 @@ class Rule(NamedTuple):
     Attributes:
       option: in the words of the table.
       used: (job) -> the option as the job has it, such as "training.adapter_rank=4"; "" without it.
-      ways: in which it does not work.
+      ways: in which it does not work; WAYS is also on one device.
       because: completes "OPTION with EXECUTOR, ".
       legal: completes "legal: ".
     """
@@ -77,6 +79,30 @@ def _experts(job):
 
 def _changes(job):
     return job.evolution and f"--evolution={job.evolution}"
+
+
+def _of_weights(job):
+    return job.evolution and not is_built_in(job.training)
+
+
+def _changes_model(job):
+    if _of_weights(job) and METHODS[job.evolution].update is None:
+        return f"training.optimizer={job.training.optimizer} and --evolution={job.evolution}"
+    return ""
+
+
+def _state_that_stays(job):
+    """An optimizer whose state of a stored block is of no shape that moves with the block."""
+    if not _of_weights(job) or METHODS[job.evolution].update is None:
+        return ""
+    for name in job.model.sparse_projections:
+        block = job.model.linear(name).block
+        if shape := unlike_the_weight(job.training, (block, block)):
+            return (
+                f"training.optimizer={job.training.optimizer}, whose state of a block has an array "
+                f"{list(shape)}, and --evolution={job.evolution}"
+            )
+    return ""
 
 
 RULES = (
@@ -211,6 +237,21 @@ RULES = (
         "training.optimizer=adamw, or another executor",
     ),
     Rule(
+        "`training.optimizer` other than adamw and muon with an `evolution.method` that changes "
+        "the model",
+        _changes_model,
+        WAYS,
+        "which knows what becomes of the moments of adamw and muon alone",
+        f"training.optimizer={' or '.join(BUILT_IN)}, or --evolution=set or rigl",
+    ),
+    Rule(
+        "`training.optimizer` with state that is not of a block's shape, with set and rigl",
+        _state_that_stays,
+        WAYS,
+        "which moves moments of single weights with their blocks",
+        f"another optimizer, such as {', '.join(BUILT_IN)}, or --evolution=static",
+    ),
+    Rule(
         "`run.init_from` with stored blocks",
         lambda job: job.given_layouts and "--init_from",
         (FEATURE,),
@@ -232,7 +273,7 @@ def refuse(executor: Any, job: Job) -> None:
     """
     for rule in RULES:
         used = rule.used(job)
-        if used and set(rule.ways) & set(executor.ways):
+        if used and (rule.ways == WAYS or set(rule.ways) & set(executor.ways)):
             raise UserError(
                 f"{used} with {executor.describe()}, {rule.because}; legal: {rule.legal}."
             )

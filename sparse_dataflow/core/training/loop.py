@@ -17,6 +17,7 @@ from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.layouts.evolution import guide_share
+from sparse_dataflow.core.optim.by_weight import evaluated
 from sparse_dataflow.core.optim.loss_spikes import is_accepted
 from sparse_dataflow.core.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.core.optim.train_state import TrainState
@@ -345,7 +346,8 @@ class Trainer:
     def _evaluate(self, kind, windows):
         """Writes the loss of the windows of `TrainingData` or of each `HeldOut`."""
         with self.clock.during("evaluation"):
-            weights = self.programs.weights(self.state)
+            params = evaluated(self.training, self.state.moments, self.state.params)
+            weights = self.programs.weights(self.state._replace(params=params))
             values = held_out.losses(
                 self._data,
                 windows,

@@ -48,6 +48,13 @@ OPTIONS = {
         "training__optimizer": "muon",
     },
     "other `evolution.method` than static": {"evolution__method": "rigl", "evolution__every": 2},
+    "`training.optimizer` other than adamw and muon with an `evolution.method` that changes the "
+    "model": {"training__optimizer": "lion", "evolution__method": "sparse_to_dense"},
+    "`training.optimizer` with state that is not of a block's shape, with set and rigl": {
+        "training__optimizer": "optax:sm3",
+        "evolution__method": "set",
+        "evolution__every": 2,
+    },
     "`run.init_from` with stored blocks": {"run__init_from": "DIR"},
 }
 DENSE = {"`training.adapter_rank`", "`data.loss=answers`", "`training.new_rows_first`"}
