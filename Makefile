@@ -28,10 +28,10 @@ GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_
 FAULT_TESTS := $(addprefix tests/,borders experiments/test_faults.py experiments/test_mirror_runs.py experiments/test_random_kills.py experiments/test_storm.py experiments/test_three_processes.py experiments/test_tools_killed.py experiments/test_exhausted_runs.py)
 
 # Tests of code that runs only where an optional package is installed.
-OPTIONAL_TESTS := $(addprefix tests/,experiments/test_optional_packages.py experiments/benchmarks/test_step_peers.py training/monitoring/test_tracker_packages.py interchange/test_architectures.py)
+OPTIONAL_TESTS := $(addprefix tests/,experiments/test_optional_packages.py experiments/benchmarks/test_step_peers.py core/training/monitoring/test_tracker_packages.py interchange/test_architectures.py interchange/test_generations.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test quick nightly optional faults aot-tpu aot-gpu bench bench-schedule bench-schedule-gpu chip-report lint format docs lock clean FORCE
+.PHONY: help env demo test quick nightly optional faults aot-tpu aot-gpu bench bench-schedule bench-schedule-gpu chip-report package lint format docs lock clean FORCE
 
 help: ## list the targets
 	@echo 'usage: make TARGET [ARGS="--flag=value ..."] [VENV=.venv] [PYTHON=python3.12]'
@@ -56,8 +56,9 @@ quick: $(READY) ## run the tests that are not marked slow
 nightly: $(READY) ## run the tests that are too long for every day, and new draws of the drawn ones
 	$(BIN)/python -m pytest -m 'nightly or hypothesis' --hypothesis-profile=new-draws $(TESTS)
 
-optional: ## run what needs torch, transformers, wandb, mlflow and others (fetches 4 GB into .venv-optional)
+optional: ## run what needs torch, transformers of four releases, wandb, mlflow and others (fetches 4 GB into .venv-optional)
 	@sh launch/make_env.sh .venv-optional dev,optional
+	@.venv-optional/bin/python tests/interchange/generations.py
 	.venv-optional/bin/python -m pytest -n $(WORKERS) --dist worksteal -m '' $(OPTIONAL_TESTS) $(TESTS)
 
 faults: $(READY) ## every fault test, measured for docs/surviving.md; ARGS="--kills=200"
@@ -86,6 +87,9 @@ bench-schedule-gpu: ## the same for GPUs from a T4 to a B200, without one (.venv
 
 chip-report: $(READY) ## how much faster than dense this chip trains, in 9 minutes; ARGS="--minutes=30"
 	@$(BIN)/python -m experiments.chip_report $(ARGS)
+
+package: $(READY) ## build sdist and wheel, install the wheel in a new environment, train one step
+	@sh launch/check_package.sh $(BIN)/python
 
 lint: $(READY) ## check style and types
 	$(BIN)/ruff check .

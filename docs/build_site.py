@@ -20,7 +20,7 @@ from mkdocs.structure.pages import Page
 
 import sparse_dataflow
 from sparse_dataflow.commands.request import shown_default
-from sparse_dataflow.core.config import settings
+from sparse_dataflow.core.config import settings, settings_together
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
@@ -69,16 +69,18 @@ _CODE = re.compile(r"^```.*?^```", re.M | re.S)
 
 
 def rooms() -> list[str]:
-    """Folders of the package with an API page each, by name; `experiments` last."""
-    names = sorted(path.parent.name for path in (ROOT / PACKAGE).glob("*/__init__.py"))
-    return [*names, "experiments"]
+    """Folders of the package with an API page each, by name: the core's first."""
+    package = ROOT / PACKAGE
+    core = sorted(f"core.{path.parent.name}" for path in package.glob("core/*/__init__.py"))
+    names = sorted(path.parent.name for path in package.glob("*/__init__.py"))
+    return [*core, *(name for name in names if name != "core"), "experiments"]
 
 
 def modules(room: str) -> list[str]:
     """Full names of a room and of every module in it."""
     base = ROOT if room == "experiments" else ROOT / PACKAGE
     names = []
-    for path in sorted((base / room).rglob("*.py")):
+    for path in sorted((base / room.replace(".", "/")).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         names.append(".".join(parts).removesuffix(".__init__"))
     return names
@@ -134,6 +136,7 @@ def settings_page() -> str:
         several = ("all", "none") if s.type == tuple[str, ...] else ()
         legal = s.legal[0] if s.legal else ", ".join((*several, *s.choices))
         text.append(f"| `{path}` | {shown_default(path, s)} | {s.help} | {legal} |")
+    text += ["", "## Settings that ask something of another", "", settings_together.table()]
     return "\n".join(text) + "\n"
 
 

@@ -32,7 +32,7 @@ import dataclasses
 
 from sparse_dataflow.commands import command_line
 from sparse_dataflow.core.config.settings import A_FRACTION, ABOVE_ZERO, AT_LEAST_ONE, setting
-from sparse_dataflow.core.config.training import OPTIMIZERS
+from sparse_dataflow.core.config.training import BUILT_IN, OPTIMIZERS
 
 SHARED = ("scale", "corpus", "batch", "learning_rate", "pattern", "block", "evolution")
 DEFAULTS = {"scale": "3m", "block": 8, "pattern": "random"}
@@ -56,7 +56,7 @@ class Options:
         legal=A_FRACTION,
     )
     optimizers: tuple[str, ...] = setting(
-        OPTIMIZERS, "Optimizers, each tuned by itself.", choices=OPTIMIZERS
+        BUILT_IN, "Optimizers, each tuned by itself.", choices=OPTIMIZERS
     )
     equal: tuple[str, ...] = setting(
         ("flops", "parameters"), "What the arms have in common with the dense model.", choices=EQUAL

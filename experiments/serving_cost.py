@@ -26,7 +26,7 @@ from sparse_dataflow.commands import command_line
 from sparse_dataflow.core.config.settings import ABOVE_ZERO, AT_LEAST_ONE, AT_LEAST_ZERO, setting
 from sparse_dataflow.core.config.training import OPTIMIZERS
 
-from .serving_cost_study.arms import ARMS
+from .studies.serving_cost.arms import ARMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Options:
 
     arms: tuple[str, ...] = setting(
         ("narrow", "pruned_2", "pruned_4"),
-        "Models: see experiments/serving_cost_study/arms.py.",
+        "Models: see experiments/studies/serving_cost/arms.py.",
         choices=tuple(ARMS),
     )
     lengths: tuple[int, ...] = setting(
@@ -67,7 +67,7 @@ class Options:
 
 def main(options):
     """Trains what is not trained yet, then writes tables and figure."""
-    from .serving_cost_study import study
+    from .studies.serving_cost import study
 
     return study.run(options)
 

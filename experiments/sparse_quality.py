@@ -83,8 +83,8 @@ ARMS = {
     "moe_sparse": AS_ACTIVE | MONARCH,
     "monarch_to_dense_90": MONARCH | TO_DENSE | {"evolution.at": 0.9},
 }
-"""Changes of the config by path; None is the dense model.  `experiments.studies.quality.Changes` says how
-rank, hadamard, d_ff, teacher, training_flops and flops_a_token are relative."""
+"""Changes of the config by path; None is the dense model.  `studies.quality.Changes` says how rank,
+hadamard, d_ff, teacher, training_flops and flops_a_token are relative."""
 COMPARED = (
     "dense",
     *("static_pixelfly", "static_cyclic", "static_random", "static_monarch"),

@@ -8,6 +8,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted(page for where in ("", "docs/", "launch/") for page in ROOT.glob(f"{where}*.md"))
 
 E = "tests/experiments/"
+S = E + "benchmarks/schedules/"
 RUN = {
     "experiments.block_bench": E + "test_benches.py::test_block_bench",
     "experiments.chip_report": E + "test_benches.py::test_this_cpu_is_measured",
@@ -30,7 +31,7 @@ RUN = {
     "experiments.relay_bert_large": E + "test_relay_experiments.py::test_bert_large_compares",
     "experiments.relay_depth": E + "test_relay_experiments.py::test_depth_costs_no_memory",
     "experiments.scaling_study": E + "test_planner_experiments.py::test_scaling_names",
-    "experiments.schedule_bench": "tests/experiments/benchmarks/schedules/test_compiles.py::test_cycles",
+    "experiments.schedule_bench": S + "test_compiles.py::test_cycles",
     "experiments.scoring_bench": E + "test_benches.py::test_scoring_bench",
     "experiments.serving_cost": E + "test_serving_cost.py::test_a_small_study_goes_on",
     "experiments.sparse_quality": E + "test_sparse_quality.py::test_a_small_comparison",
@@ -52,9 +53,10 @@ RUN = {
     "tests/experiments/test_golden.py": E + "test_golden.py::test_",
     "tests/launch/test_gke.py": "tests/launch/test_gke.py::test_manifests_equal_the_golden_ones",
     "build": "tests/test_wheel.py::wheel",
+    "venv": "tests/launch/test_make_env.py::test_it_is_created_once",
     "make aot-gpu": "tests/core/ops/test_pallas_hopper_compiles.py::test_",
-    "make bench-schedule": "tests/experiments/benchmarks/schedules/test_compiles.py::test_cycles",
-    "make bench-schedule-gpu": "tests/experiments/benchmarks/schedules/test_gpu_compiles.py::test_kernels",
+    "make bench-schedule": S + "test_compiles.py::test_cycles",
+    "make bench-schedule-gpu": S + "test_gpu_compiles.py::test_kernels",
     "make bench": E + "test_benches.py::test_step_bench",
     "make chip-report": E + "test_benches.py::test_this_cpu_is_measured",
     "make docs": "tests/test_documentation.py::test_the_site_is_whole",

@@ -30,7 +30,9 @@ KINDS = (
     "folders of text",
     "environments of a process",
 )
-HEAD = "| input | drawn | used | refused in words | traceback or hang |\n|---|---|---|---|---|\n"
+HEAD = (
+    "| input | drawn | used | refused with a message | traceback or hang |\n|---|---|---|---|---|\n"
+)
 PLACE = re.compile(re.escape(HEAD) + r"(\|.*\n)*")
 SECONDS = 120
 """An input that takes longer hangs, even on a busy machine."""

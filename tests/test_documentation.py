@@ -27,6 +27,7 @@ from planned_commands import spelled_out
 
 import sparse_dataflow
 from sparse_dataflow.commands import command_line
+from sparse_dataflow.commands import console as commands
 from sparse_dataflow.commands.request import NAMED, Request
 from sparse_dataflow.core.config import settings
 from sparse_dataflow.core.config.presets import preset
@@ -40,8 +41,10 @@ CLUSTER_COMMANDS = ("docker", "sbatch", "scancel", "squeue", "kubectl", "gcloud"
 FOREIGN = (
     *("git clone", "cd ", "python mine.py", "python -m build", "python -m venv", "lm_eval "),
     "python -m sparse_dataflow.commands.lm_eval",
+    *("pip install ", ". .venv/bin/activate"),
 )
 SETTINGS = settings.by_path(RunConfig)
+EXTRAS = set(re.findall(r"^([a-z]+) =$", (ROOT / "setup.cfg").read_text(), re.M))
 CONFIGS = "|".join(sorted({path.partition(".")[0] for path in SETTINGS}))
 README_WORDS = 900
 LINE = 100
@@ -69,6 +72,14 @@ def command_problem(command, comment):
     if words[0] == "make":
         named = [word for word in words[1:] if "=" not in word]
         return "" if set(named) <= set(TARGETS) else f"no such target: {named}"
+    if command == ". .venv/bin/activate":
+        return ""
+    if words[:2] == ["pip", "install"]:
+        return "" if set(re.findall(r"\[([a-z,]+)\]", command)) <= EXTRAS else "no such extra"
+    if words[0] == commands.SCRIPT:
+        if words[1] not in commands.EVERYDAY:
+            return f"no such command: {words[1]}"
+        return experiment_problem(f"experiments.{commands.EVERYDAY[words[1]]}", words[2:])
     if words[:2] == ["python", "-m"] and words[2].startswith("experiments."):
         return experiment_problem(words[2], words[3:])
     if words[0] in ("python", "sh"):
@@ -91,7 +102,9 @@ def experiment(name):
 
 def experiment_problem(name, arguments):
     module = experiment(name)
-    flags = [a for a in arguments if a != "..." and not a.startswith(("--help", "--resume="))]
+    left_out = ("--help", "--resume=")
+    flags = [a for a in arguments if a != "..." and not a.startswith(left_out)]
+    flags = [a for a in flags if a not in ("--resume", "--run")]  # Alone, the newest run.
     try:
         if module is None:
             sets = [b for a, b in itertools.pairwise(flags) if a == "--set"]
@@ -275,6 +288,33 @@ def test_the_readme_example_runs():
 
 
 @pytest.mark.slow
+def test_the_steps_of_getting_started_run_as_printed(tmp_path):
+    """In order, in a folder with the text that they train on."""
+    page = ROOT / "docs" / "start.md"
+    (tmp_path / "docs").mkdir()
+    for path in (ROOT / "docs").glob("*.md"):
+        (tmp_path / "docs" / path.name).write_text(path.read_text("utf-8"), "utf-8")
+    text = page.read_text(encoding="utf-8")
+    programs = os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]])
+    environment = os.environ | {"PATH": programs, "PYTHONPATH": str(ROOT)}
+    outputs = []
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S):
+        command = [sys.executable, "-c", block] if language else ["sh", "-ec", block]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1500
+        )
+        assert done.returncode == 0, f"{block}\n{done.stderr[-3000:]}"
+        outputs.append(done.stdout + done.stderr)
+    first, resumed, _, evaluated, pruned, counted = outputs
+    assert "report: runs/first/report.html" in first and "held-out bits per byte" in first
+    assert "resumes after step 100 of 100" in resumed
+    assert "cloze" in evaluated and (tmp_path / "runs" / "first" / "report.html").exists()
+    assert "report: runs/pruned/report.html" in pruned
+    # An eighth of two weights of 256 x 1024, biases, and the eight numbers of each layout.
+    assert int(counted) == 2 * 256 * 1024 // 8 + 1024 + 256 + 2 * 8
+
+
+@pytest.mark.slow
 def test_python_in_the_page_of_layers_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / "layers.md").read_text(encoding="utf-8")
@@ -367,11 +407,21 @@ def test_the_reference_has_the_public_names_and_every_module(site):
         assert f"sd.{name}" in page
         assert sum(f'id="sd.{name}"' in text for text in pages) == 1
     assert "balanced layout of a named pattern" in page
-    for room in (ROOT / "sparse_dataflow").glob("*/__init__.py"):
-        text = (site / "api" / f"{room.parent.name}.html").read_text(encoding="utf-8")
+    package = ROOT / "sparse_dataflow"
+    for room in [*package.glob("[abd-z]*/__init__.py"), *package.glob("c*/*/__init__.py")]:
+        parts = room.parent.relative_to(package).parts
+        page = ".".join(parts) if parts[0] == "core" else parts[0]
+        text = (site / "api" / f"{page}.html").read_text(encoding="utf-8")
         for path in room.parent.rglob("[a-z]*.py"):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             assert f'id="{name}"' in text
+
+
+def test_the_core_is_read_in_nine_files():
+    rows = re.findall(r"^\| `([a-z_/]+\.py)` \|", (ROOT / "BUILD.md").read_text(), re.M)
+    paths = [ROOT / "sparse_dataflow/core" / row for row in rows]
+    assert len(paths) == 9
+    assert sum(len(path.read_text().splitlines()) for path in paths) <= 5_000
 
 
 def test_the_site_does_not_replace_other_files(tmp_path):

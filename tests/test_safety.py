@@ -93,7 +93,7 @@ def test_json_from_outside_is_read_with_a_limit_of_its_depth():
             if name in ("json.load", "json.loads", "json.JSONDecoder") and not (
                 isinstance(node.args[0], ast.Call) and dotted_name(node.args[0]) == "json.dumps"
             ):
-                found.append(path.as_posix().partition("sparse_dataflow/")[2])
+                found.append(path.relative_to(ROOT).as_posix().removeprefix("sparse_dataflow/"))
     assert found and not [place for place in found if not place.startswith(UNBOUNDED)]
 
 

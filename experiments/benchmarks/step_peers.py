@@ -24,7 +24,7 @@ from sparse_dataflow.commands import measurement
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.relay.host_state import fresh_state, view
-from sparse_dataflow.core.optim.optimizers import B1, B2, EPS, decay_mask, learning_rate_multipliers
+from sparse_dataflow.core.optim.optimizers import learning_rate_multipliers, weight_decays
 from sparse_dataflow.files.errors import UserError
 
 from .benchmark import Program
@@ -160,14 +160,14 @@ def _compiled(model, training, tokens, learning_rate, compiled, device):
     optimizer = torch.optim.AdamW(
         [
             {
-                "params": [leaf for leaf, kind in zip(leaves, kinds) if kind == (decays, rate)],
-                "weight_decay": training.weight_decay if decays else 0.0,
+                "params": [leaf for leaf, kind in zip(leaves, kinds) if kind == (decay, rate)],
+                "weight_decay": decay,
                 "lr": rate * learning_rate,
             }
-            for decays, rate in dict.fromkeys(kinds)
+            for decay, rate in dict.fromkeys(kinds)
         ],
-        betas=(B1, B2),
-        eps=EPS,
+        betas=(training.b1, training.b2),
+        eps=training.epsilon,
         fused=True,
     )
     loss_of = functools.partial(_loss, model)
@@ -201,8 +201,8 @@ def _compiled(model, training, tokens, learning_rate, compiled, device):
     return Step(run, seconds, peak, count, 4 * dtype.itemsize * count)
 
 
-def _parameters(model, training, dtype, device) -> tuple[dict[str, Any], list[tuple[bool, float]]]:
-    """({"embed", "blocks" (a list of layers), "head"}, (whether it decays, its learning rate over
+def _parameters(model, training, dtype, device) -> tuple[dict[str, Any], list[tuple[float, float]]]:
+    """({"embed", "blocks" (a list of layers), "head"}, (its weight decay, its learning rate over
     the schedule's) of each leaf): our own initial parameters, of which torch's product wants the
     transpose."""
     import torch
@@ -220,7 +220,10 @@ def _parameters(model, training, dtype, device) -> tuple[dict[str, Any], list[tu
     # A dense model's layers are one group, whose leaves are stacked: each has one kind.
     kinds = (
         jax.tree.leaves(kind | {"blocks": [kind["blocks"] for _ in layers]})
-        for kind in (decay_mask(ours), learning_rate_multipliers(model, training, ours))
+        for kind in (
+            weight_decays(training, ours),
+            learning_rate_multipliers(model, training, ours),
+        )
     )
     return params, list(zip(*kinds, strict=True))
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from sparse_dataflow.cluster.clock import Clock
 from sparse_dataflow.commands.job import EVALUATIONS_A_RUN
 from sparse_dataflow.commands.preflight import settling
 from sparse_dataflow.commands.request import Request, spelling
@@ -31,6 +32,8 @@ from sparse_dataflow.core.training import hooks, variants
 from sparse_dataflow.core.training.batches import EvalBatches
 from sparse_dataflow.core.training.loop import Trainer
 from sparse_dataflow.core.training.monitoring.metrics import read_metrics, say
+from sparse_dataflow.core.training.monitoring.progress import Progress
+from sparse_dataflow.core.training.monitoring.time_left import TimeLeft
 from sparse_dataflow.core.training.phases import refuse_unfit
 from sparse_dataflow.core.training.programs import TrainingData, compile_programs
 from sparse_dataflow.core.training.saved_state import abstract_saved_state, completed, identity
@@ -198,16 +201,20 @@ def train(
     where.mkdir(parents=True, exist_ok=True)
     _keep(where / "steps.json", variant.training.steps)
     every = max(1, variant.training.steps // evaluations)
+    clock = Clock()
+    progress = Progress(TimeLeft(clock.seconds_by_activity))
     trainer = Trainer(
         dataclasses.replace(variant, name=variant.name[:6]),
         where,
         data,
         programs,
-        hooks.usual(every, 2 * every, variant.training.skip_spikes),
+        hooks.usual(every, 2 * every, variant.training.skip_spikes, progress=progress),
+        clock=clock,
         checkpoints=functools.partial(Checkpoints, keep=1),
     )
     say(f"{label}, {variant.training.steps} steps into {where}")
-    with contextlib.closing(trainer):
+    with contextlib.closing(progress), contextlib.closing(trainer):
+        progress.time_left.begin()
         for _ in advance_side_by_side([trainer], stop):
             pass
         if not trainer.finished:

@@ -13,7 +13,9 @@ the flags of every imported library.
 """
 
 import dataclasses
+import importlib.metadata
 import os
+import select
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +25,12 @@ from absl import flags as absl_flags
 
 from sparse_dataflow.cluster import stopping
 from sparse_dataflow.commands import console as commands
-from sparse_dataflow.commands import request
+from sparse_dataflow.commands import peer_flags, request, run_list
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config import settings
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.config.settings import Setting
-from sparse_dataflow.files import json_files, storage
+from sparse_dataflow.files import information, json_files, storage
 from sparse_dataflow.files.errors import TEMPORARY, UserError, in_words, is_exhausted
 from sparse_dataflow.files.output import best_effort_errors, flush_or_exit
 from sparse_dataflow.hardware import detect, xla_flags
@@ -62,6 +64,11 @@ class Flag:
         return self.setting.name
 
 
+_QUIET = Flag(
+    Setting("quiet", bool, False, "Print results, warnings and errors alone."), default="no"
+)
+
+
 def flags_of(
     shared: Sequence[str], options: type | None, defaults: Mapping[str, Any] = request.NO_DEFAULTS
 ) -> list[Flag]:
@@ -84,7 +91,7 @@ def flags_of(
             flags.append(Flag(s, path, default))
     for s in settings.settings(options) if options else ():
         flags.append(Flag(s, "", settings.text(s.default)))
-    return flags
+    return [*flags, _QUIET]
 
 
 class _Parser(absl_flags.ArgumentParser):
@@ -128,7 +135,7 @@ def parse(
         )
     if sets:
         absl_flags.DEFINE_multi_string(_SET, [], "path=value", flag_values=values)
-    argv = _with_flagfiles(argv)
+    argv = _with_newest(_with_flagfiles(argv))
     for word in argv[1:]:
         name = word.lstrip("-").partition("=")[0]
         if word.startswith("-") and len(name) > _LONGEST_FLAG:  # absl's hint recurses by letters.
@@ -186,8 +193,23 @@ def _with_flagfiles(argv: Sequence[str]) -> list[str]:
     return words
 
 
+def _with_newest(argv: Sequence[str]) -> list[str]:
+    """Returns the command line with the newest run as the value of a --resume or --run alone."""
+    words = list(argv)
+    for i, word in enumerate(words):
+        if word == "--":
+            break
+        name = word.lstrip("-")
+        alone = i + 1 == len(words) or words[i + 1].startswith("-")
+        if word.startswith("-") and name in ("resume", "run") and alone:
+            words[i] = f"--{name}={run_list.NEWEST}"
+    return words
+
+
 def _unknown(name: str, flags: Sequence[Flag], sets: bool) -> str:
     name = settings.shown(name)
+    if other := peer_flags.hint(name, [f.name for f in flags], sets):
+        return f"unknown flag --{name}; {other}"
     if sets and (path := request.path_of_old_flag(name)):
         return f"unknown flag --{name}; write --set {path}=VALUE."
     near = settings.did_you_mean(name, [f.name for f in flags], "--")
@@ -270,14 +292,20 @@ def _run(main, doc, shared, options, defaults, argv) -> None:
         if page := _help_kind(argv):
             sys.stdout.write(help_text(doc, program(), flags, bool(shared), all=page == "all"))
             sys.exit(0)
+        if argv[1:] == ["--version"]:
+            print(f"{commands.SCRIPT} {importlib.metadata.version('sparse_dataflow')}")
+            sys.exit(0)
         xla_flags.check()
         status = main(*arguments(argv, shared, options, defaults))
+        sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_left():
+            sys.exit(0)
         if not (words := in_words(error)):
             raise
         print(f"error: {words}", file=sys.stderr, flush=True)
@@ -289,6 +317,21 @@ def _run(main, doc, shared, options, defaults, argv) -> None:
         flush_or_exit(TEMPORARY)
         raise
     sys.exit(status or 0)
+
+
+def _reader_left() -> bool:
+    """Returns whether nobody reads the standard output any more, as after `| head`; then drops
+    what is still to be written there."""
+    try:
+        descriptor = sys.stdout.fileno()
+        poll = select.poll()
+        poll.register(descriptor, select.POLLOUT)
+        if not any(event & select.POLLERR for _, event in poll.poll(0)):
+            return False
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    except (AttributeError, OSError, ValueError):
+        return False
+    return True
 
 
 def arguments(
@@ -304,6 +347,12 @@ def arguments(
     """
     flags = flags_of(shared, options)
     flag_values, sets = parse(argv, flags, bool(shared))
+    if flag_values.pop(_QUIET.name, False):
+        information.be_quiet()
+    for name in ("resume", "run"):
+        if flag_values.get(name) == run_list.NEWEST:
+            flag_values[name] = run_list.newest(f"--{name}")
+            information.LOGGER.info("--%s=%s, the newest run", name, flag_values[name])
     arguments: list[Any] = []
     if shared:
         arguments.append(_request(flags, flag_values, sets).with_defaults(defaults))

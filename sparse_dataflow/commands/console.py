@@ -39,6 +39,11 @@ def folder() -> Path:
     return beside
 
 
+def _in_wheel() -> bool:
+    """Returns whether the experiments are installed inside the package."""
+    return (Path(__file__).parents[1] / "experiments").is_dir()
+
+
 def experiments() -> dict[str, str]:
     """Returns the first sentence of the docstring of each experiment, by name."""
     modules = {p.stem: ast.parse(p.read_text()) for p in sorted(folder().glob("[a-z]*.py"))}
@@ -47,12 +52,27 @@ def experiments() -> dict[str, str]:
 
 
 def command_of(experiment: str) -> str:
-    """Returns how an experiment is started, in the way that this process was."""
+    """Returns how an experiment is started, in the way that this process was; in a notebook or a
+    script, from the folder of the clone, or by the console script of an installed wheel."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    if spec is None or not spec.name.startswith(f"{PACKAGE}."):
+    name = spec.name if spec else ""
+    in_clone = name.startswith("experiments.") or not _in_wheel()
+    if in_clone and not name.startswith(f"{PACKAGE}."):
         return f"python -m experiments.{experiment}"
     short = {module: name for name, module in EVERYDAY.items()}
     return f"{SCRIPT} {short.get(experiment, experiment)}"
+
+
+def started_by(experiment: str) -> str:
+    """Returns what starts this process's experiment again: a script of the user's, or
+    `command_of`."""
+    script = Path(sys.argv[0])
+    script_runs = (
+        getattr(sys.modules.get("__main__"), "__spec__", None) is None and script.suffix == ".py"
+    )
+    if script_runs and script.is_file() and script.resolve().parent != folder().resolve():
+        return f"python {sys.argv[0]}"
+    return command_of(experiment)
 
 
 def with_commands(text: str) -> str:

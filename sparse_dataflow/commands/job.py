@@ -7,7 +7,6 @@ import functools
 import importlib.metadata
 import platform
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,11 +20,12 @@ from sparse_dataflow.commands import (
     address_runs,
     devices,
     distillation,
+    provenance,
     report,
+    report_time,
     run_folder,
     vocabularies,
 )
-from sparse_dataflow.commands.console import command_of
 from sparse_dataflow.commands.preflight import relay_plan, remat_plan, settling, step_plan
 from sparse_dataflow.commands.training_data import corpus_of, thin_data, tokenizer_of, training_data
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
@@ -37,7 +37,13 @@ from sparse_dataflow.core.optim.train_state import TrainState
 from sparse_dataflow.core.training import cost, hooks
 from sparse_dataflow.core.training.loop import Trainer
 from sparse_dataflow.core.training.monitoring import goodput, profiles, trackers
-from sparse_dataflow.core.training.monitoring.metrics import MetricsWriter, read_metrics, say
+from sparse_dataflow.core.training.monitoring.metrics import (
+    MetricsWriter,
+    read_metrics,
+    say,
+    say_result,
+)
+from sparse_dataflow.core.training.monitoring.progress import Progress
 from sparse_dataflow.core.training.monitoring.stalls import stall_alerts
 from sparse_dataflow.core.training.phases import refuse_unfit
 from sparse_dataflow.core.training.programs import Compiled, TrainingData, compile_programs
@@ -97,6 +103,7 @@ class Job:
     Args:
       config: of the run; its paths exist.
       experiment: name of the experiment, which the run folder keeps.
+      command: words of the command line, or the Python call, that began it.
       folder: the run folder, which this process has locked.
       clock: counts the seconds since the start.
       check_folder: raises UserError if the folder was deleted or moved.
@@ -106,11 +113,13 @@ class Job:
         self,
         config: RunConfig,
         experiment: str,
+        command: tuple[str, ...],
         folder: Path,
         clock: Clock,
         check_folder: Callable[[], None],
     ):
-        self.config, self.experiment, self.folder, self.clock = config, experiment, folder, clock
+        self.config, self.experiment, self.command = config, experiment, command
+        self.folder, self.clock = folder, clock
         self._check_folder = check_folder
         self.chip = hardware.detect([config.model.compute_dtype])
         # Before anything that is compiled or written: the plan is part of the config.
@@ -156,25 +165,33 @@ class Job:
         goodput_log = goodput.GoodputLog(folder, self.clock)
         with contextlib.ExitStack() as stack:
             trainers = []
-            for position, v in enumerate(models):
-                trainer = self._trainer(v, data, programs[v.name], position, record)
+            progress = report_time.progress(self.clock, models, programs)
+            stack.callback(progress.close)
+            for v in models:
+                trainer = self._trainer(v, data, programs[v.name], progress, record)
                 stack.push(functools.partial(_close, trainer))
                 trainers.append(trainer)
                 if resume:
                     say(f"{v.name:>6}: resumes after step {trainer.step} of {v.training.steps}")
+            progress.time_left.begin()
             with stop_on_signals(say) as stop:
                 finished = self._advance(trainers, stop, goodput_log)
             if words := data.train.skipped_words:
                 say(f"left out of {corpus.name}: {words}")
             if finished:
                 for trainer in trainers:
+                    progress.stage(f"evaluating {trainer.name} on all held-out text")
                     trainer.evaluate_finally()
+                    progress.time_left.evaluated(trainer.name)
+                progress.stage("writing the report")
         goodput_log.write(ended=not finished)
         if not finished:
             if uncopied := address_runs.finished(folder, self.mirror, config.variants):
                 say(uncopied)
             place = config.run.out if is_address(config.run.out) else str(folder)
-            again = f"{command_of(self.experiment)} --resume={shlex.quote(place)}"
+            again = f"{self.command[0]} --resume={shlex.quote(place)}"
+            if self.command[0].startswith(run_files.PYTHON_CALL):
+                again = f"sd.train(config.change(run__out={place!r}), resume=True)"
             say(f"stopped; resume with: {again}")
             return Run(folder, config, False, status=processes.stopped_status(stop()))
         headline = ""
@@ -182,7 +199,8 @@ class Job:
             for v in models:
                 if spans := programs[v.name][-1].timeline():
                     say(f"{v.name:>6}: {relay_plan.measured(spans)}")
-            headline = self._report(record, trainers, corpus, tokenizer, goodput_log)
+            with self.clock.during("report"):
+                headline = self._report(record, trainers, corpus, tokenizer, goodput_log)
         if uncopied := address_runs.finished(folder, self.mirror, config.variants):
             if is_address(config.run.out):
                 raise UserError(uncopied)
@@ -197,9 +215,9 @@ class Job:
             corpus = as_text(corpus, tokenizer)
         losses = report.write(self.folder, record, trainers, corpus, tokenizer, self.chip, seconds)
         goodput_log.write(ended=True)
-        say(losses)
+        say_result(losses)
         say(goodput.summary(seconds))
-        say(f"report: {self.folder / PAGE}")
+        say_result(f"report: {self.folder / PAGE}")
         return losses
 
     def _saved_record(self) -> RunRecord:
@@ -287,7 +305,7 @@ class Job:
             start["vocabulary"] = vocabularies.measured(base, tokenizer, corpus)
         record = RunRecord(
             experiment=self.experiment,
-            command=(command_of(self.experiment), *sys.argv[1:]),
+            command=self.command,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             versions=_versions(),
             machine=f"{self.chip.name} ({platform.machine()})",
@@ -298,6 +316,9 @@ class Job:
             steps={v.name: v.training.steps for v in models},
             init_from=start,
             teacher=dict(data.teacher.source) if data.teacher else None,
+            code=provenance.code(),
+            host=provenance.host(),
+            seed=self.config.training.seed,
         )
         return RunRecord(**record.to_json())  # The report shows it, without secrets.
 
@@ -306,7 +327,7 @@ class Job:
         v: Variant,
         data: TrainingData,
         programs: list[Compiled],
-        position: int,
+        progress: Progress,
         record: RunRecord,
     ) -> Trainer:
         config, executor = self.config, self.executor
@@ -329,7 +350,7 @@ class Job:
             self.folder / v.name,
             data,
             programs,
-            hooks.usual(*every, v.training.skip_spikes, mfu=mfu, position=position),
+            hooks.usual(*every, v.training.skip_spikes, mfu=mfu, progress=progress),
             executor=executor,
             start=self._start(v, data),
             base=self._frozen(v, record),

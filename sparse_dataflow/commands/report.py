@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shlex
 from pathlib import Path
 
 import numpy as np
@@ -74,12 +73,15 @@ def write(
     dense_flops = cost.flops_per_token(dataclasses.replace(model, linears=()), sequence)
     data = ReportData(
         title=record.experiment,
-        command=shlex.join([*record.command[0].split(), *record.command[1:]]),
+        command=record.replay,
         date=record.date,
         machine=record.machine,
         versions=dict(record.versions),
         corpus=f"{corpus.name} ({corpus.content_hash[:12]})",
         tokenizer=f"{tokenizer.vocab_size} tokens ({tokenizer.content_hash[:12]})",
+        code=record.code_in_words,
+        host=record.host,
+        seed=record.seed,
         notes=_notes(trainers, variants, timed) + vocabularies.notes(record),
         variants=variants,
         layouts=_layouts(trainers, model),
@@ -202,7 +204,7 @@ def _notes(trainers, variants, timed):
         f"{t.name}: {t.model.num_layers} layers of width {t.model.d_model}, sequences of "
         f"{t.training.sequence} tokens, {t.training.batch} a step, "
         f"{t.training.optimizer} with a peak learning rate of "
-        f"{t.training.learning_rate:g} (blocks at 1/8 density x {t.training.sparse_rate:g}, "
+        f"{t.training.learning_rate:g} ({_block_rate(t)}"
         f"embeddings, biases and norms x {t.training.vector_rate:g}), {t.model.compute_dtype}."
         for t in trainers
     ] + [
@@ -212,6 +214,12 @@ def _notes(trainers, variants, timed):
         "Held-out documents are whole files, chosen by a hash of their name: about one in twenty.",
         _about_sections(trainers[0].executor, timed),
     ]
+
+
+def _block_rate(trainer):
+    """Returns the rate of blocks in words; "" for a model that is dense in all phases."""
+    sparse = any(phase.model.sparse_projections for phase in trainer.phases)
+    return f"blocks at 1/8 density x {trainer.training.sparse_rate:g}, " if sparse else ""
 
 
 def _profile(folder):

@@ -16,6 +16,7 @@ from sparse_dataflow.core.config.presets import GPT2_VOCABULARY, SIZES
 from sparse_dataflow.core.config.projections import PROJECTIONS
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.config.settings import FIXED, FRESH, Setting
+from sparse_dataflow.core.config.training import is_factory
 from sparse_dataflow.files.addresses import is_address
 from sparse_dataflow.files.errors import UserError
 
@@ -75,7 +76,7 @@ START: dict[str, Setting] = {
         "resume",
         str,
         "",
-        "Run folder or address to resume, with its own settings.",
+        "Run folder or address to resume, with its own settings; alone, the newest run of runs/.",
         path=True,
         address=True,
     ),
@@ -381,6 +382,7 @@ def saved_config(folder: str | Path) -> RunConfig:
     Raises:
       UserError: it is no run folder, damaged, or of an older version.
     """
+    from sparse_dataflow.commands import run_list
     from sparse_dataflow.evaluation import run_files
 
     if is_address(str(folder)):
@@ -388,10 +390,7 @@ def saved_config(folder: str | Path) -> RunConfig:
 
         return address_runs.saved_run(folder)[0]
     folder = Path(folder).expanduser()
-    if not (folder / run_files.CONFIG).exists():
-        runs = sorted(str(path.parent) for path in folder.parent.glob(f"*/{run_files.CONFIG}"))
-        hint = f"latest there: {', '.join(runs[-5:])}" if runs else f"none is in {folder.parent}"
-        raise UserError(f"--resume={folder} is not a run folder; {hint}.")
+    run_list.refuse_other_folder("--resume", folder)
     return run_files.read_config(folder)
 
 
@@ -405,6 +404,12 @@ def _resumable(saved: RunConfig, folder: str) -> RunConfig:
 def _refuse_other_run(request, spelled):
     """Raises UserError if the command line changes settings that a resumed run must keep."""
     saved = settings.to_json(saved_config(request.resume))
+    optimizer = str(saved["training"]["optimizer"])
+    if is_factory(optimizer) and "training.optimizer" not in request.changes:
+        raise UserError(
+            f"{request.resume} was trained with code that its config names, and a run folder alone "
+            f"runs none; resume it with --set training.optimizer={optimizer[:100]}."
+        )
     wrong = []
     if request.scale not in ("auto", saved["run"]["scale"]):
         wrong.append(f"--scale={request.scale} (saved: {saved['run']['scale']})")

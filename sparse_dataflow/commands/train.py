@@ -1,12 +1,14 @@
 """The main job: train a GPT, sparse, dense or both side by side, into one run folder."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
 from sparse_dataflow.cluster.clock import Clock
-from sparse_dataflow.commands import devices, run_folder
+from sparse_dataflow.commands import console as commands
+from sparse_dataflow.commands import devices, provenance, run_folder
 from sparse_dataflow.commands.job import Job, Run
 from sparse_dataflow.commands.planning import described
 from sparse_dataflow.commands.request import Request
@@ -26,6 +28,7 @@ def train(
     texts: Sequence[str] | None = None,
     resume: bool = False,
     experiment: str = "train",
+    command: Sequence[str] = (),
     clock: Clock | None = None,
 ) -> Run:
     """Trains what a config says into its run folder: data, programs, training with checkpoints and
@@ -39,6 +42,8 @@ def train(
       texts: documents in place of `config.data.corpus`.
       resume: whether to resume the run in the folder.
       experiment: whose run it is, a module's name.
+      command: words of the command line that began it; the record of a run that has none names
+        this call.
       clock: tracks what this process is doing; a new one where None.
 
     Returns:
@@ -58,10 +63,11 @@ def train(
     """
     keep_freed_memory()
     clock = clock or Clock()
+    command = tuple(command) or (provenance.python_call(config, texts is not None),)
     config = _settled_mirror(config, resume)
     mirror = config.run.mirror
     with run_folder.opened(experiment, config.run.out, resume, mirror) as (folder, check):
-        return Job(config, experiment, folder, clock, check).run(texts, resume)
+        return Job(config, experiment, command, folder, clock, check).run(texts, resume)
 
 
 def _settled_mirror(config: RunConfig, resume: bool) -> RunConfig:
@@ -111,7 +117,10 @@ def run(request: Request, experiment: str, *, sparse: bool = True) -> int:
         elif request.scale == "auto" and not config.run.init_from:
             _say_scale(config, chip)
         resume = bool(request.resume)
-        return train(config, resume=resume, experiment=experiment, clock=clock).status
+        command = commands.started_by(experiment), *sys.argv[1:]
+        return train(
+            config, resume=resume, experiment=experiment, command=command, clock=clock
+        ).status
 
 
 def detect_chip(request: Request) -> Chip:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from sparse_dataflow.commands import run_list
 from sparse_dataflow.core.config import settings
 from sparse_dataflow.core.training.monitoring import goodput
 from sparse_dataflow.core.training.monitoring.metrics import read_metrics, say
@@ -39,10 +40,13 @@ def serve(options) -> None:
     """
     folders = [Path(os.path.expanduser(name)) for name in options.run.split(",") if name]
     if not 1 <= len(folders) <= MOST_RUNS:
-        raise UserError(f"--run names {len(folders)} run folders; legal: 1 to {MOST_RUNS}.")
+        raise UserError(
+            f"--run names {len(folders)} run folders; legal: 1 to {MOST_RUNS}, or --run alone for "
+            f"the newest; {run_list.runs_in_words()}."
+        )
     for folder in folders:
-        if not folder.is_dir():
-            raise UserError(f"--run: {folder} is not a folder.")
+        if not folder.is_dir() or run_list.runs_in(folder):
+            run_list.refuse_other_folder("--run", folder)
     jax.config.update("jax_platforms", "cpu")  # The chip is for the runs that train.
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

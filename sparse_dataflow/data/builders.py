@@ -1,131 +1,114 @@
-"""tfds builders of local corpora.
+"""Local corpora, stored once as array_record files of documents.
 
-Importing this module imports tensorflow_datasets, without tensorflow.
+A stored corpus is a folder with `train.array_record`, `validation.array_record` and
+`metadata.json`: the number of documents and the digest of each split as read from the source.
 """
 
-import contextlib
 import hashlib
-import os
+import json
+import shutil
 import struct
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-import tensorflow_datasets as tfds
-from tensorflow_datasets.core import shuffle
-
-from sparse_dataflow.data.documents import Document, PythonStdlibSource, Source
+from sparse_dataflow.data.documents import Document, Source
 from sparse_dataflow.data.progress import with_progress
-from sparse_dataflow.data.splits import Split, split_for
+from sparse_dataflow.data.splits import split_for
+from sparse_dataflow.files import json_files
 
 SPLITS = ("train", "validation")
+VERSION = 2
+"""Raise it when the split of the same files or the form of a record changes."""
+
+METADATA = "metadata.json"
+_HEAD = struct.Struct("<Q")
 
 
-class _LocalDatasetInfo(tfds.core.DatasetInfo):
-    def initialize_from_bucket(self) -> None:
-        """Does nothing: local corpora have no published metadata."""
+class Records(Sequence):
+    """The records {"id", "text"}, UTF-8 bytes, of a split of a stored corpus."""
+
+    def __init__(self, path: Path):
+        """Opens the file.
+
+        Raises:
+          Exception: it is missing or damaged; array_record raises errors of several types.
+        """
+        from array_record.python.array_record_data_source import ArrayRecordDataSource
+
+        self._source = ArrayRecordDataSource([str(path)])
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    # Slices are not supported.
+    def __getitem__(self, index: int) -> dict[str, bytes]:  # type: ignore[override]
+        data = self._source[index]
+        (size,) = _HEAD.unpack_from(data)
+        start = _HEAD.size
+        return {"id": data[start : start + size], "text": data[start + size :]}
 
 
-class _Spool:
-    """Serialised records in the order in which they came, in a temporary file.
+def store(source: Source, folder: Path) -> None:
+    """Stores the documents of a source, split by `splits.py`, in the order of the source.
 
-    Stands in for the `Shuffler` of tfds, which keeps up to 1 GB of them in memory, and needs
-    tensorflow to keep more.
+    The folder appears once all is written.  Documents are written as they are read, so memory is
+    bounded.
+
+    Raises:
+      RuntimeError: array_record could not write, as on a full disk.
+      OSError: another file could not be written.
     """
+    from array_record.python.array_record_module import ArrayRecordWriter
 
-    def __init__(self, dirpath: str | os.PathLike, *_: object, **__: object):
-        self._file = tempfile.TemporaryFile(dir=os.fspath(dirpath))
-        self.size = self.num_examples = 0
-
-    @property
-    def bucket_lengths(self) -> list[int]:
-        """All records are in one bucket."""
-        return [self.num_examples]
-
-    def add(self, key: int, data: bytes) -> None:
-        """Appends a record."""
-        self._file.write(struct.pack("=QQ", key, len(data)) + data)
-        self.size += len(data)
-        self.num_examples += 1
-
-    def __iter__(self) -> Iterator[tuple[int, bytes]]:
-        self._file.seek(0)
-        while head := self._file.read(16):
-            key, size = struct.unpack("=QQ", head)
-            yield key, self._file.read(size)
-
-
-@contextlib.contextmanager
-def in_bounded_memory() -> Iterator[None]:
-    """Inside, tfds stores records in their order, on disk until all are there."""
-    before = shuffle.Shuffler
-    shuffle.Shuffler = _Spool
+    partial = folder.with_name(f"incomplete.{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     try:
-        yield
+        digests = {split: hashlib.sha256() for split in SPLITS}
+        counts = dict.fromkeys(SPLITS, 0)
+        writers = {
+            split: ArrayRecordWriter(str(partial / f"{split}.array_record"), "group_size:1")
+            for split in SPLITS
+        }
+        for split, document in _assigned(source):
+            identity = document.id.encode()
+            data = _HEAD.pack(len(identity)) + identity + document.text.encode()
+            writers[split].write(data)
+            _add_to_digest(digests[split], document)
+            counts[split] += 1
+        for writer in writers.values():
+            writer.close()
+        metadata = {"documents": counts, "digests": {s: d.hexdigest() for s, d in digests.items()}}
+        (partial / METADATA).write_text(json.dumps(metadata, indent=1), encoding="utf-8")
+        partial.rename(folder)
     finally:
-        shuffle.Shuffler = before
+        shutil.rmtree(partial, ignore_errors=True)
 
 
-class DocumentsBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """Stores the documents of a `Source` as records {"id", "text"}, split by `splits.py`.
+def _assigned(source: Source) -> Iterator[tuple[str, Document]]:
+    """Yields (split, document) of all documents; reads the source twice."""
+    split = split_for(_documents(source, "reading"))
+    for document in _documents(source, "storing", split.count):
+        yield from split.assign(document)
 
-    Records keep the order of the source. Their metadata holds the number of documents and the
-    digest (`documents_digest`) of each split as read from the source, to verify the stored records.
+
+def _documents(source, activity, count=0):
+    label = f"{activity} the corpus {source.fingerprint}"
+    return with_progress(source.documents(), label, count)
+
+
+def metadata(folder: Path) -> dict[str, Any]:
+    """Returns {"documents", "digests"} by split.
+
+    Raises:
+      OSError or ValueError: the file is missing or damaged.
     """
-
-    VERSION = tfds.core.Version("1.1.0")  # Raise it when the split of the same files changes.
-
-    def __init__(self, source: Source, **kwargs):
-        self._source = source
-        config = tfds.core.BuilderConfig(
-            name=source.fingerprint, version=self.VERSION, description=str(source)
-        )
-        super().__init__(config=config, file_format="array_record", **kwargs)
-
-    def _info(self) -> tfds.core.DatasetInfo:
-        return _LocalDatasetInfo(
-            builder=self,
-            description=type(self).__doc__,
-            features=tfds.features.FeaturesDict(
-                {"id": tfds.features.Text(), "text": tfds.features.Text()}
-            ),
-            metadata=tfds.core.MetadataDict(documents={}, digests={}),
-            disable_shuffling=True,
-        )
-
-    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict:
-        del dl_manager
-        split = split_for(self._documents("reading"))
-        return {name: self._generate_examples(name, split) for name in SPLITS}
-
-    def _documents(self, activity: str, count: int = 0) -> Iterator[Document]:
-        label = f"{activity} of the corpus {self._source.fingerprint}"
-        return with_progress(self._source.documents(), label, count)
-
-    def _generate_examples(self, name: str, split: Split) -> Iterator[tuple[int, dict]]:
-        digest, count = hashlib.sha256(), 0
-        for source_document in self._documents(f"storing the {name} split", split.count):
-            for split_name, document in split.assign(source_document):
-                if split_name == name:
-                    _add_to_digest(digest, document)
-                    yield count, {"id": document.id, "text": document.text}
-                    count += 1
-        self.info.metadata["documents"][name] = count
-        self.info.metadata["digests"][name] = digest.hexdigest()
-
-
-class PythonStdlib(DocumentsBuilder):
-    """Source code of an interpreter's standard library without tests; one document per file."""
-
-    def __init__(self, source: Source | None = None, **kwargs):
-        super().__init__(source or PythonStdlibSource.of_this_interpreter(), **kwargs)
-
-
-class Sotu(DocumentsBuilder, skip_registration=True):
-    """State of the Union addresses (English, public domain); one document per speech."""
-
-
-class LocalText(DocumentsBuilder, skip_registration=True):
-    """Local files of text, JSON lines and Parquet."""
+    content = json_files.load(folder / METADATA)
+    values = {key: dict(content[key]) for key in ("documents", "digests")}
+    if any(set(SPLITS) - set(of_split) for of_split in values.values()):
+        raise ValueError(f"{folder / METADATA} lacks a split")
+    return values
 
 
 def documents_digest(documents: Iterable[Document]) -> str:

@@ -23,7 +23,7 @@ _STORAGE_ERRORS = storage.TRANSIENT | {
 }  # fmt: skip
 
 
-_PARTS = {"downloads", "locks", "tfds", "tokenizers", "tokens"}
+_PARTS = {"downloads", "locks", "texts", "tfds", "tokenizers", "tokens"}
 
 
 def _is_older_cache(folder: Path) -> bool:

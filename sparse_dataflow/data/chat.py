@@ -122,7 +122,7 @@ class ChatTemplate:
         environment.add_filter("tojson", _to_json)
         environment.globals["raise_exception"] = _raise
         if "strftime_now" in self.text and not _TESTS_THE_CLOCK.search(self.text):
-            _LOG.warning("the chat template asks for the date, and gets %s", _DATE.isoformat())
+            _LOG.info("the chat template asks for the date, and gets %s", _DATE.isoformat())
             environment.globals["strftime_now"] = _DATE.strftime
         return environment.from_string(self.text)
 

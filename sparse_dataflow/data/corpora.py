@@ -1,7 +1,8 @@
 """`load_corpus`: a corpus as two random-access splits of documents.
 
-tfds prepares each corpus once as array_record files in the cache folder, which are read without
-tensorflow. `splits.py` chooses the held-out documents of corpora that ship no held-out split.
+Each corpus is stored once as array_record files in the cache folder: a local one by `builders`, a
+named one by tfds, which is imported for those names alone. `splits.py` chooses the held-out
+documents of corpora that ship no held-out split.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from sparse_dataflow.data import hub, tfds_copies, token_files
+from sparse_dataflow.data import builders, hub, tfds_copies, token_files
 from sparse_dataflow.data.cache import atomic_write, exclusive, resolved
 from sparse_dataflow.data.documents import (
     ChainedDocuments,
@@ -109,7 +110,7 @@ class _StoredDocuments(Sequence[Document]):
         except RuntimeError as error:  # array_record verifies checksums
             raise UserError(
                 f"Record {index} of a prepared corpus is damaged ({first_line(error)}). "
-                "Delete the folder in that message, or the folder 'tfds' of the cache, and run "
+                "Delete the folder in that message, or 'texts' and 'tfds' of the cache, and run "
                 "again."
             ) from error
         name = record["id"].decode() if self.id_prefix is None else f"{self.id_prefix}{index}"
@@ -273,10 +274,8 @@ def _digest(identity: Any) -> str:
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
-def _load_local(
-    builder_name: str, name: str, source: Source, cache_dir: Path, options: _Options
-) -> Corpus:
-    load = functools.partial(_load_once, builder_name, name, source, cache_dir)
+def _load_local(kind: str, name: str, source: Source, cache_dir: Path, options: _Options) -> Corpus:
+    load = functools.partial(_load_once, kind, name, source, cache_dir)
     try:
         corpus = storage.retry(f"Reading the corpus {name}", load)
     except OSError as error:
@@ -289,68 +288,54 @@ def _load_local(
     return corpus
 
 
-def _load_once(builder_name, name, source, cache_dir):
-    fingerprint = source.fingerprint
-    with _quiet():
-        from sparse_dataflow.data import builders
-
-        builder = getattr(builders, builder_name)(source, data_dir=cache_dir / "tfds")
-        if not builder.data_path.exists():
-            with exclusive(cache_dir, f"{builder_name}-{fingerprint}"):
-                if not builder.data_path.exists():
-                    with builders.in_bounded_memory():
-                        _prepare(builder)
-                    _check_against_source(builder, builders)
-        # Another process may have prepared the corpus after this builder was created.
-        builder = getattr(builders, builder_name)(source, data_dir=cache_dir / "tfds")
-        splits = {split: _open_split(builder, split) for split in builders.SPLITS}
-    digests = "".join(builder.info.metadata["digests"][split] for split in builders.SPLITS)
+def _load_once(kind, name, source, cache_dir):
+    folder = cache_dir / "texts" / f"{kind}-{source.fingerprint}-{builders.VERSION}"
+    if not folder.exists():
+        with exclusive(cache_dir, f"{kind}-{source.fingerprint}"):
+            if not folder.exists():
+                _prepare(source, folder)
+                _check_against_source(folder)
+    splits = {split: _open_split(folder, split) for split in builders.SPLITS}
+    digests = "".join(builders.metadata(folder)["digests"][split] for split in builders.SPLITS)
     content_hash = hashlib.sha256(digests.encode()).hexdigest()
     return Corpus(name, splits["train"], splits["validation"], content_hash)
 
 
-def _prepare(builder) -> None:
-    target = Path(builder.data_dir)
-    for abandoned in target.parent.glob("incomplete.*"):
-        shutil.rmtree(abandoned, ignore_errors=True)
+def _prepare(source, folder) -> None:
     try:
-        builder.download_and_prepare()
+        builders.store(source, folder)
     except RuntimeError as error:  # raised by the array_record writer, e.g. on a full disk
         raise UserError(
-            f"The corpus could not be stored in {target} ({first_line(error)}). "
+            f"The corpus could not be stored in {folder} ({first_line(error)}). "
             "Free disk space or choose another cache folder."
         ) from error
 
 
-def _open_split(builder, split: str) -> _StoredDocuments:
-    expected = builder.info.metadata["documents"][split]
+def _open_split(folder, split: str) -> _StoredDocuments:
     try:
-        from array_record.python.array_record_data_source import ArrayRecordDataSource
-
-        documents = _StoredDocuments(builder.as_data_source(split))
-        # tfds reports the length that it meant to write; count the records in the files instead.
-        stored = len(ArrayRecordDataSource([str(f) for f in builder.info.splits[split].filepaths]))
+        expected = builders.metadata(folder)["documents"][split]
+        documents = _StoredDocuments(builders.Records(folder / f"{split}.array_record"))
     except Exception as error:
         raise UserError(
-            f"The prepared corpus in {builder.data_dir} cannot be read ({first_line(error)}). "
+            f"The prepared corpus in {folder} cannot be read ({first_line(error)}). "
             "Delete that folder and run again."
         ) from error
-    if stored != expected:
+    if len(documents) != expected:
         raise UserError(
-            f"The prepared corpus in {builder.data_dir} is damaged: its {split} split holds "
-            f"{stored} of {expected} documents. Delete that folder and run again."
+            f"The prepared corpus in {folder} is damaged: its {split} split holds "
+            f"{len(documents)} of {expected} documents. Delete that folder and run again."
         )
     return documents
 
 
-def _check_against_source(builder, builders) -> None:
+def _check_against_source(folder) -> None:
     """Reads all stored documents back and compares them with the digest of the source."""
     for split in builders.SPLITS:
-        digest = builders.documents_digest(_open_split(builder, split))
-        if digest != builder.info.metadata["digests"][split]:
-            shutil.rmtree(builder.data_dir)
+        digest = builders.documents_digest(_open_split(folder, split))
+        if digest != builders.metadata(folder)["digests"][split]:
+            shutil.rmtree(folder)
             raise UserError(
-                f"The {split} split stored in {builder.data_dir} differs from its source. If the "
+                f"The {split} split stored in {folder} differs from its source. If the "
                 "source changed while it was read, run again."
             )
 
@@ -397,7 +382,7 @@ def _npm_pack(package: str, folder: Path) -> None:
 
 def _load_tfds(name: str, cache_dir: Path, options: "_Options") -> Corpus:
     tfds_copies.refuse_unprepared(name, cache_dir)
-    with _quiet(progress=True):
+    with _quiet():
         copy = tfds_copies.opened(name, cache_dir, options.column, LEGAL_CORPORA)
     train, validation = _splits_of_records(name, copy.records, copy.feature, options)
     return Corpus(name, train, validation, _digest(copy.identity))
@@ -430,19 +415,14 @@ def _splits_of_records(
 
 
 @contextlib.contextmanager
-def _quiet(progress: bool = False) -> Iterator[None]:
-    """Silences tfds on the terminal, except for its progress bars if `progress`."""
+def _quiet() -> Iterator[None]:
+    """Silences tfds on the terminal, except for its progress bars."""
     from absl import logging as absl_logging
 
     verbosity = absl_logging.get_verbosity()
     absl_logging.set_verbosity(absl_logging.ERROR)
     try:
-        import tensorflow_datasets as tfds
-
-        if not progress:
-            tfds.disable_progress_bar()
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             yield
     finally:
         absl_logging.set_verbosity(verbosity)
-        tfds.enable_progress_bar()

@@ -76,7 +76,7 @@ def _entries(address: Address) -> tuple[dict[str, Entry], Address]:
 
 def _fetch(address, entries, folder):
     size = sum(entry.size for entry in entries.values())
-    logging.getLogger(__name__).warning(
+    logging.getLogger(__name__).info(
         "fetching %d files, %.2f GiB, from %s into %s", len(entries), size / _GIB, address, folder
     )
     partial = folder.with_name(f"{folder.name}.partial")

@@ -125,7 +125,7 @@ class Lane:
             if number not in self._blocks:
                 known = max(block for block in list(self._starts) if block <= number)
                 if known < number - 1 and self._number == 0:
-                    _LOG.warning("%s: reads again from block %d", self._stream.name, known)
+                    _LOG.info("%s: reads again from block %d", self._stream.name, known)
                 for block in range(known, number + 1):
                     windows = self._read(block)
                 self._blocks[number] = windows
@@ -172,7 +172,7 @@ class Lane:
                 )
             epoch, first = epoch + 1, 0
             if self._number == 0:
-                _LOG.warning("corpus %s: epoch %d begins", self._stream.name, epoch + 1)
+                _LOG.info("corpus %s: epoch %d begins", self._stream.name, epoch + 1)
 
     def _encoded(self, rows):
         pending, size = [], 0

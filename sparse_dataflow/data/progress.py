@@ -35,4 +35,4 @@ def with_progress(items: Iterable[T], label: str, total: int = 0, first: int = 0
         yield item
         if time.monotonic() - last > SECONDS:
             last = time.monotonic()
-            _LOG.warning("%s: %s%s documents", label, f"{number:,}", f" of {total:,}" * bool(total))
+            _LOG.info("%s: %s%s documents", label, f"{number:,}", f" of {total:,}" * bool(total))

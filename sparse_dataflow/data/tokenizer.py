@@ -377,7 +377,7 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, cache_dir: Path) -> Tokeniz
         if cached is not None and cached.vocab_size == vocab_size:
             return cached
         name = escaped(corpus.name)
-        _LOG.warning("training the tokenizer of %d tokens on the corpus %s", vocab_size, name)
+        _LOG.info("training the tokenizer of %d tokens on the corpus %s", vocab_size, name)
         tokenizer = _train(short_words(training_texts(corpus)), vocab_size)
         tokenizer.save(path)
     return tokenizer

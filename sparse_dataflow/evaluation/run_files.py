@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from sparse_dataflow.files.links import refuse_outside_links
 from sparse_dataflow.files.redaction import redact_json
 
 _MAX_BYTES = 4 * 2**20
+PYTHON_CALL = "sd."
+"""Begins the command of a run that `sd.train` began."""
+
 CONFIG, RECORD, TOKENIZER = "config.json", "run.json", "tokenizer.json"
 
 
@@ -26,7 +30,7 @@ class RunRecord:
 
     Attributes:
       experiment: module name of the experiment, such as "gpt13b_sparse".
-      command: words of the command line.
+      command: words of the command line; of `sd.train`, the Python call alone.
       date: date and time of the start, ISO 8601 in UTC.
       versions: package -> version.
       machine: chip and architecture.
@@ -37,6 +41,9 @@ class RunRecord:
       steps: variant -> number of optimizer steps.
       init_from: source of the initial weights; None if they were drawn from the seed.
       teacher: source of the teacher's weights; None without a teacher.
+      code: {"commit", "dirty"} of the package; {} if unknown.
+      host: name of the host that began the run; "" if unknown.
+      seed: of initial weights and batches; None in runs of older versions.
     """
 
     experiment: str
@@ -51,10 +58,13 @@ class RunRecord:
     steps: Mapping[str, int]
     init_from: Mapping[str, Any] | None = None
     teacher: Mapping[str, Any] | None = None
+    code: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    host: str = ""
+    seed: int | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "command", tuple(self.command))
-        for name in ("experiment", "date", "machine", "corpus", "corpus_hash", "tokenizer"):
+        for name in ("experiment", "date", "machine", "corpus", "corpus_hash", "tokenizer", "host"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"its {name} is not a string")
         if not all(isinstance(word, str) for word in self.command) or not self.command:
@@ -65,7 +75,21 @@ class RunRecord:
         for name, count in counts.items():
             if type(count) is not int or count < 1:
                 raise ValueError(f"its {name} is not an integer of 1 or more")
-        dict(self.versions)
+        dict(self.versions), dict(self.code)
+
+    @property
+    def replay(self) -> str:
+        """The command line for a shell, or the Python call, that trains the same again."""
+        program, *arguments = self.command
+        if program.startswith(PYTHON_CALL):
+            return program
+        return shlex.join([*program.split(), *arguments])
+
+    @property
+    def code_in_words(self) -> str:
+        """The commit and whether files differed from it; "" if unknown."""
+        commit = str(self.code.get("commit", ""))[:12]
+        return commit + ", with changed files" * bool(commit and self.code.get("dirty"))
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields with secrets redacted; `RunRecord(**fields)` is the inverse."""

@@ -15,6 +15,7 @@ from sparse_dataflow.core.config.model import PRECISIONS, ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model import guides
 from sparse_dataflow.core.model.model_weights import ModelWeights
+from sparse_dataflow.core.optim.by_weight import evaluated
 from sparse_dataflow.core.training.phases import phase_before, phases
 from sparse_dataflow.core.training.saved_state import (
     SavedProgress,
@@ -171,20 +172,27 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
     checkpoints = Checkpoints(path, config=config_identity, completed=completed, read_only=True)
     model_phases = phases(model, evolution, training.steps)
 
+    # Other optimizers' states are not read, so their code is not imported.
+    averages = training.optimizer == "schedule_free"
+    planned = training if averages else dataclasses.replace(training, optimizer="adamw")
+
     def template(step, extra):
         state = abstract_saved_state(
-            SavedProgress.from_extra(extra, model_phases).phases, training, step
+            SavedProgress.from_extra(extra, model_phases).phases, planned, step
         )
-        # Optimizer moments stay on the host: only the parameters are used.
+        if not averages:
+            return state._replace(moments=())
         on_host = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), state.moments)
         return state._replace(moments=on_host)
 
-    restored = checkpoints.restore(template, _step(checkpoints, checkpoint))
+    unread = () if averages else ("moments",)
+    restored = checkpoints.restore(template, _step(checkpoints, checkpoint), without=unread)
     if restored is None:
         raise UserError(f"The run {folder} has no checkpoint of {variant} yet: {path} is empty.")
     state, facts = restored
     step = int(state.step)
-    shape, params = model_phases[phase_before(model_phases, step)].model, state.params
+    shape = model_phases[phase_before(model_phases, step)].model
+    params = evaluated(training, state.moments, state.params)
     if shape.shared_layers:
         params = {**params, "blocks": copied_blocks(params["blocks"], shape.num_layers)}
         shape = dataclasses.replace(shape, shared_layers=False)

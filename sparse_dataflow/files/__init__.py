@@ -1,1 +1,5 @@
 """User errors and file helpers: retries, JSON, links, folders, manifests, redaction."""
+
+from sparse_dataflow.files import information
+
+information.install()

@@ -178,7 +178,7 @@ def in_use(place: object, owner: dict[str, Any]) -> UserError:
 
 def say_wait(place: object, owner: dict[str, Any]) -> None:
     """Says that the owner of a place may be dead, which takes a while to see."""
-    logging.getLogger(__name__).warning(
+    logging.getLogger(__name__).info(
         "%s was in use on %s; waiting up to %.0f seconds to see whether it still is.",
         *(place, str(owner.get("host"))[:100], DEAD_AFTER * BEAT_SECONDS),
     )

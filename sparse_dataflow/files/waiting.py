@@ -22,7 +22,7 @@ def told(activity: str) -> Iterator[None]:
     def tell():
         pause = SECONDS
         while not ended.wait(pause):
-            _LOG.warning("still %s after %.0f s", escaped(activity), time.monotonic() - start)
+            _LOG.info("still %s after %.0f s", escaped(activity), time.monotonic() - start)
             pause = time.monotonic() - start
 
     with contextlib.suppress(RuntimeError):  # No more threads.

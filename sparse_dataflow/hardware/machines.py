@@ -43,11 +43,6 @@ class Machine:
     price: float | None = None
 
     @property
-    def fused_attention(self) -> bool:
-        """Whether attention scores stay on chip."""
-        return not self.host
-
-    @property
     def name(self) -> str:
         """Returns the kind and number, such as "h100:8"."""
         return f"{self.chip.name}:{self.count}"

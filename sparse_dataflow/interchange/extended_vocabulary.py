@@ -81,7 +81,7 @@ def learned(base: Tokenizer, corpus: Corpus, count: int, cache_dir: Path) -> Tok
             cached = Tokenizer.load(path)
         except UserError:
             name = escaped(source.name)
-            _LOG.warning("learning %d more tokens from the corpus %s", count, name)
+            _LOG.info("learning %d more tokens from the corpus %s", count, name)
             cached = extended(base, plain.training_texts(source), count)
             cached.save(path)
     # The cache knows no files of the model, by which its key does not differ.

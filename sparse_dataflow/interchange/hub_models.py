@@ -70,7 +70,7 @@ def hub_name(place: str | Path) -> HubName | None:
         raise UserError(f"{text} is no name of a model on the hub; legal: {LEGAL}.")
     if not marked and os.path.lexists(text.partition("/")[0]):
         if huggingface.is_directory(text):
-            _LOG.warning("%s is the folder here; %s%s is the model on the hub", text, PREFIX, text)
+            _LOG.info("%s is the folder here; %s%s is the model on the hub", text, PREFIX, text)
         return None
     return HubName(match[1], match[2] or "")
 
@@ -171,7 +171,7 @@ def _download(hub, name, commit, sizes) -> Path:
             f"{shutil.disk_usage(place).free / _GIB:,.1f}; name another folder with HF_HUB_CACHE."
         )
     if any(file.endswith(_WEIGHTS) for file in set(sizes) - held):
-        _LOG.warning("fetching %.2f GiB of %s into %s", needed / _GIB, name, root)
+        _LOG.info("fetching %.2f GiB of %s into %s", needed / _GIB, name, root)
     try:
         with waiting.told(f"fetching {name}"):
             for file in sizes:

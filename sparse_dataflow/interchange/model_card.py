@@ -181,10 +181,11 @@ def _scores(trained, result):
 
 
 def _provenance(record, versions):
-    command = " ".join(record.command)
+    code = f" Code: {record.code_in_words}." if record.code_in_words else ""
+    seed = f" Seed: {record.seed}." if record.seed is not None else ""
     trained_with = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     exported = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
-        f"## How it was made\n`{command}`\n\nTrained {record.date} on {record.machine} with "
-        f"{trained_with}. Exported with {exported}.\n"
+        f"## How it was made\n`{record.replay}`\n\nTrained {record.date} on {record.machine} with "
+        f"{trained_with}. Exported with {exported}.{code}{seed}\n"
     )

@@ -9,15 +9,18 @@ Pure Python: importing this module loads no jax.
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from sparse_dataflow.core.config import remat
+from sparse_dataflow.core.config.attention_kinds import DENSE_TOKENS
 from sparse_dataflow.core.config.layer_groups import with_densest_layers
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
 from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import PROJECTIONS, LinearSpec
+from sparse_dataflow.core.config.training import BUILT_IN, TrainingConfig
 from sparse_dataflow.core.training.cost import DTYPE_BYTES, stored_fractions
 from sparse_dataflow.hardware.chips import GIB
 
@@ -199,7 +202,7 @@ def training_bytes(
         working_copy=(copied * compute if compute != MASTER_BYTES else 0)
         + int8_count(config if config.remat == "none" else single_layer(config)) * compute,
         gradients=parameters * gradient_bytes(accumulation, state_dtype),
-        moments=moment_bytes(parameters, matrices, state_dtype, optimizer),
+        moments=moment_bytes(config, parameters, matrices, state_dtype, optimizer),
         layout_tables=table_bytes(config),
         activations=activations,
         working_set=max(
@@ -277,12 +280,37 @@ def gradient_bytes(accumulation, state_dtype: str):
     return DTYPE_BYTES[state_dtype] + MASTER_BYTES * (accumulation > 1)
 
 
-def moment_bytes(parameters, matrices, state_dtype: str, optimizer: str):
-    """Returns the bytes of all moments of so many parameters, with `matrices` of `matrix_count`."""
+def moment_bytes(config: ModelConfig, parameters, matrices, state_dtype: str, optimizer: str):
+    """Returns the bytes of the optimizer's state of so many parameters of a model, with `matrices`
+    of `matrix_count`."""
+    if optimizer not in BUILT_IN:
+        return parameters * bytes_of_states(config, optimizer)
     moments = ADAM_MOMENTS * parameters
     if optimizer == "muon":
         moments = moments - (ADAM_MOMENTS - MUON_MOMENTS) * matrices
     return moments * DTYPE_BYTES[state_dtype]
+
+
+@functools.cache
+def bytes_of_states(config: ModelConfig, optimizer: str) -> float:
+    """Returns the bytes per parameter of the states of an optimizer of `optim.by_weight`.
+
+    They are those of the arrays that it makes, which only jax can tell.
+
+    Raises:
+      UserError: see `optim.factories.factory`.
+    """
+    import jax
+
+    from sparse_dataflow.core.model import gpt
+    from sparse_dataflow.core.optim import by_weight
+
+    training = TrainingConfig(optimizer=optimizer)
+    params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
+    states = jax.eval_shape(functools.partial(by_weight.init, training), params)
+    arrays = jax.tree.leaves(states)
+    size = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+    return size / sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
 def update_bytes(matrices, optimizer: str):
@@ -346,7 +374,7 @@ def block_widths(config: ModelConfig, kv_copies=1, expert_rows=None) -> BlockWid
 
     Args:
       config: the model.
-      kv_copies: chips that compute the same key/value head; see `parallel_plan.key_value_copies`.
+      kv_copies: chips that compute the same key/value head; see `mesh_cuts.key_value_copies`.
       expert_rows: rows of the MLP per token; None for `ModelConfig.active_experts`.
     """
     queries = config.num_heads * config.head_width
@@ -382,10 +410,12 @@ def activation_bytes(
     active = config.active_experts if expert_rows is None else expert_rows
     heads = widths.queries + widths.keys_values
     # Scores are float32; probabilities have the compute dtype.
-    scores = 0 if fused_attention else config.num_heads * sequence * (4 + compute)
-    if config.kv_heads < config.num_heads and not fused_attention:
+    # Where no kernel runs, the scores of more tokens are computed in chunks (`kernels.attention`).
+    dense = not fused_attention and sequence <= DENSE_TOKENS
+    scores = config.num_heads * sequence * (4 + compute) if dense else 0
+    if config.kv_heads < config.num_heads and dense:
         scores += 3 * widths.queries * compute
-    if config.attention_cap and not fused_attention:
+    if config.attention_cap and dense:
         scores += 4 * config.num_heads * sequence
     before_norms = 2 * d if config.post_norms else 0
     # Of each expert of a token, its input and its output.

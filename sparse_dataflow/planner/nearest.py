@@ -12,7 +12,7 @@ CHANGES = (("remat",), ("micro_batch", "accumulation"), ("zero", "experts"), ("s
 CANDIDATES = 20_000
 """Number of the fastest plans to consider."""
 
-MESH = ("data", "stage", "fsdp", "feature", "tensor")
+MESH = ("data", "stage", "fsdp", "context", "feature", "tensor")
 
 
 def changes(plan: ParallelPlan, other: ParallelPlan) -> int:

@@ -1,8 +1,8 @@
 """Parallel plans: how a model is sharded over chips and scheduled in time.
 
 The mesh axes are those of `core/executors/mesh.py`, outermost first.  "data" replicates the model,
-"stage" splits it by layers, "fsdp" shards the state that the ZeRO stage names, and "feature" and
-"tensor" shard every layer.
+"stage" splits it by layers, "fsdp" and "context" shard the state that the ZeRO stage names, and
+"feature" and "tensor" shard every layer.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import numpy as np
 
 from sparse_dataflow.core.config.model import DTYPES, ModelConfig
 from sparse_dataflow.core.config.parallel import EXPERTS
-from sparse_dataflow.core.config.training import OPTIMIZERS
+from sparse_dataflow.core.config.training import OPTIMIZERS, is_factory
 from sparse_dataflow.files.errors import UserError
 
 Counts = int | np.ndarray
@@ -46,17 +46,6 @@ minimal_with_context, which recomputes element-wise operations only.
 """
 
 
-def key_value_copies(config: ModelConfig, tensor: Counts) -> Counts:
-    """Returns how many of `tensor` chips compute the same key/value head.
-
-    Where there are more chips than key/value heads, the weights of separate projections `k` and `v`
-    are replicated over them, and each chip computes the head that its queries read.
-    """
-    if config.fused_qkv:
-        return 1
-    return np.maximum(1, np.asarray(tensor) // config.kv_heads)
-
-
 @dataclasses.dataclass(frozen=True)
 class ParallelPlan:
     """A parallel plan.  Counts may be numpy arrays that broadcast, which describes many plans.
@@ -65,6 +54,7 @@ class ParallelPlan:
       data: size of the axis "data", replicas of the model.
       stage: pipeline stages.
       fsdp: size of the axis "fsdp", which shards state and batch rows.
+      context: size of the axis "context", which shards state and the tokens of each sequence.
       tensor: tensor-parallel chips.
       feature: size of the axis "feature", which cuts the features of the residual stream.  The
         estimate multiplies strips of blocks at the rate of whole blocks.
@@ -93,6 +83,7 @@ class ParallelPlan:
     data: Counts = 1
     stage: Counts = 1
     fsdp: Counts = 1
+    context: Counts = 1
     tensor: Counts = 1
     feature: Counts = 1
     zero: int = 0
@@ -118,7 +109,7 @@ class ParallelPlan:
             "schedule": BUBBLES,
             "remat": RECOMPUTED,
             "state_dtype": DTYPES,
-            "optimizer": OPTIMIZERS,
+            "optimizer": (*OPTIMIZERS, *filter(is_factory, [self.optimizer])),
             "experts": EXPERTS,
         }
         for name, legal in choices.items():
@@ -137,13 +128,19 @@ class ParallelPlan:
     @property
     def chips(self) -> Counts:
         """Number of chips."""
-        return self.data * self.stage * self.fsdp * self.layer_chips
+        return self.data * self.stage * self.state_shards * self.layer_chips
 
     @property
     def mesh(self) -> str:
         """The axes of a plan with integers as its counts, as `--mesh` has them."""
-        axes = ("data", "stage", "fsdp", *(["feature"] if self.feature != 1 else []), "tensor")
+        rare = [axis for axis in ("context", "feature") if getattr(self, axis) != 1]
+        axes = ("data", "stage", "fsdp", *rare, "tensor")
         return ",".join(f"{axis}:{getattr(self, axis)}" for axis in axes)
+
+    @property
+    def state_shards(self) -> Counts:
+        """Number of chips that share the state which the ZeRO stage names."""
+        return self.fsdp * self.context
 
     @property
     def layer_chips(self) -> Counts:
@@ -166,6 +163,7 @@ class ParallelPlan:
 
     def __str__(self):
         words = [f"data {self.data}", f"stage {self.stage}", f"fsdp {self.fsdp} (ZeRO {self.zero})"]
+        words += [f"context {self.context}"] if np.any(np.asarray(self.context) > 1) else []
         words += [f"feature {self.feature}"] if np.any(np.asarray(self.feature) > 1) else []
         words += [f"tensor {self.tensor}", f"micro-batch {self.micro_batch}"]
         words += [f"accumulation {self.accumulation}"]

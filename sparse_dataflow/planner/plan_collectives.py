@@ -5,6 +5,7 @@ All functions broadcast over the counts of a `ParallelPlan`.
 
 import numpy as np
 
+from sparse_dataflow.core.config.mesh_cuts import key_value_copies
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import ROW_PARALLEL
 from sparse_dataflow.hardware.chips import Network
@@ -15,7 +16,8 @@ from sparse_dataflow.planner.parallel_plan import RECOMPUTED, ParallelPlan
 FEATURE_OVERLAP = 1 / 8
 """Largest fraction of the collectives of a block that overlaps with products on the axes "feature"
 and "tensor": compiled programs for H100 and v5e schedule an eighth of the bytes while products run
-(`tests/planner/aot/overlaps.py`; docs/devices.md).  The fitted fraction comes from runs without that axis.
+(`tests/planner/aot/overlaps.py`; docs/devices.md).  The fitted fraction comes from runs without
+that axis.
 """
 
 
@@ -44,6 +46,34 @@ def tensor_seconds(config, tokens, plan, network, efficiency):
     return seconds * (1 - overlap * plan.tensor_overlaps)
 
 
+CONTEXT_GATHERS = 3
+"""Collectives of keys and values of all tokens in a block: they are gathered in the forward pass
+and again in the backward pass, which reduce-scatters their gradients."""
+
+
+def context_seconds(config, tokens, plan, network, efficiency):
+    """Returns the seconds of the gathers of keys and values of one block and micro-batch.
+
+    Nothing hides them: attention waits for its keys.
+
+    Args:
+      config: the model.
+      tokens: of a micro-batch on a chip.
+      plan: parallel plan.
+      network: links of the chips.
+      efficiency: constants of the chip family.
+    """
+    island = plan.island or network.island
+    context, shared = np.asarray(plan.context), np.asarray(plan.layer_chips)
+    copies = key_value_copies(config, plan.tensor)
+    width = 2 * config.kv_heads * config.head_width * copies / shared
+    size = tokens * context * width * collectives.DTYPE_BYTES[config.compute_dtype]
+    near = np.clip(island // shared, 1, context)
+    axes = np.maximum(network.axes - _torus_axes(shared, island, network), 1)
+    seconds = collectives.gather_seconds(size, context, near, network, efficiency, axes)
+    return CONTEXT_GATHERS * seconds
+
+
 def _torus_axes(chips, island, network):
     """Returns the number of torus axes that a group of chips spans; 0 for one chip."""
     side = min(island, network.island) ** (1 / network.axes) * (1 + 1e-9)
@@ -59,7 +89,7 @@ def send_seconds(size, plan, network, efficiency):
     """
     stages = np.asarray(plan.stage)
     island = plan.island or network.island
-    near = np.asarray(2 * plan.fsdp * plan.layer_chips) <= island
+    near = np.asarray(2 * plan.state_shards * plan.layer_chips) <= island
     send = collectives.send_seconds(size, near, network, efficiency)
     hidden = efficiency.overlap if plan.schedule == "interleaved" else 0.0
     exposed = (1 - hidden) * plan.accumulation * plan.chunks + (stages - 1)
@@ -67,12 +97,12 @@ def send_seconds(size, plan, network, efficiency):
 
 
 def state_seconds(weights, own, plan, network, efficiency, computing, dtype_bytes):
-    """Returns the exposed seconds of gradient and weight collectives over "fsdp" and "data".
+    """Returns the exposed seconds of gradient and weight collectives over the axes of rows, tokens.
 
     Of the weights, `own` cross "data" alone.
     """
     island = plan.island or network.island
-    shared, fsdp, data = (np.asarray(n) for n in (plan.layer_chips, plan.fsdp, plan.data))
+    shared, fsdp, data = (np.asarray(n) for n in (plan.layer_chips, plan.state_shards, plan.data))
     near, axes = _fsdp_links(plan, network)
     outer = np.clip(island // (shared * fsdp * plan.stage), 1, data)
 
@@ -125,4 +155,4 @@ def _fsdp_links(plan, network):
     island = plan.island or network.island
     shared = np.asarray(plan.layer_chips)
     axes = np.maximum(network.axes - _torus_axes(shared, island, network), 1)
-    return np.clip(island // shared, 1, np.asarray(plan.fsdp)), axes
+    return np.clip(island // shared, 1, np.asarray(plan.state_shards)), axes

@@ -1,9 +1,9 @@
 """Memory estimate of a parallel plan on its fullest chip, by category; broadcasts over counts.
 
-For one chip it equals `memory.training_bytes`.  "fsdp" shards what the ZeRO stage says (arXiv
-1910.02054, section 5): moments from stage 1, gradients from 2, weights from 3.  Arrays that the
-axis does not divide stay replicated, and so do biases and norms.  The buffers of a pipeline are
-those of `core/executors/pipeline/pipeline.py` for every schedule; `experiments.compile_plan` compares
+For one chip it equals `memory.training_bytes`.  "fsdp" and "context" shard what the ZeRO stage says
+(arXiv 1910.02054, section 5): moments from stage 1, gradients from 2, weights from 3.  Arrays that
+the axes do not divide stay replicated, and so do biases and norms.  The buffers of a pipeline are
+those of `executors/pipeline/pipeline.py` for every schedule; `experiments.compile_plan` compares
 them with the compiler's.
 """
 
@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from sparse_dataflow.core.config.layer_groups import layer_groups, with_densest_layers
+from sparse_dataflow.core.config.mesh_cuts import key_value_copies
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP, ROW_PARALLEL
 from sparse_dataflow.core.training.cost import stored_fractions
 from sparse_dataflow.planner import experts, memory
 from sparse_dataflow.planner.memory import MemoryEstimate
-from sparse_dataflow.planner.parallel_plan import ParallelPlan, key_value_copies
+from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.planner.step_time import stage_matrices, stage_parameters
 
 ERROR = (-0.15, 0.05)
@@ -44,12 +45,12 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     remat = plan.remat if plan.remat in ("none", "dots") else "full"
     config = dataclasses.replace(config, remat=remat)
     weights, matrices = stage_parameters(config, plan), stage_matrices(config, plan)
-    tokens = np.asarray(plan.micro_batch) * sequence
+    tokens = np.asarray(plan.micro_batch) * sequence / plan.context
     shares = {stage: _shard_share(config, plan, stage) for stage in (1, 2, 3)}
     cut, whole = _stage_vectors(config, plan)
     # Stage of ZeRO -> parameters, or state of their shape, on one chip.
     held = {stage: (weights - cut) * share + whole for stage, share in shares.items()}
-    staged, sharded = np.asarray(plan.stage) > 1, np.asarray(plan.fsdp) > 1
+    staged, sharded = np.asarray(plan.stage) > 1, np.asarray(plan.state_shards) > 1
     layers = plan.stage_layers(config)
     rows = experts.computed_rows(config, tokens, plan)[0] / tokens if config.experts else None
     saved, working = _block_bytes(config, sequence, plan, rows)
@@ -69,7 +70,9 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     gathered = np.where(sharded & ~staged, memory.MASTER_BYTES * weights, 0)
     gathered = gathered * (0, 1, 2, 0)[plan.zero]
     updates = memory.update_bytes(matrices, plan.optimizer) * shares[1]
-    moments = memory.moment_bytes(held[1], matrices * shares[1], plan.state_dtype, plan.optimizer)
+    moments = memory.moment_bytes(
+        config, held[1], matrices * shares[1], plan.state_dtype, plan.optimizer
+    )
     return MemoryEstimate(
         parameters=memory.MASTER_BYTES * held[3],
         working_copy=_working_copy(config, plan, weights, shares[3]),
@@ -113,7 +116,7 @@ def run_bytes(
     trained = memory.adapter_count(config)
     gradient = memory.gradient_bytes(np.asarray(plan.accumulation), plan.state_dtype)
     compute = memory.DTYPE_BYTES[config.compute_dtype]
-    gathers = (np.asarray(plan.fsdp) > 1) & (plan.zero == 3)
+    gathers = (np.asarray(plan.state_shards) > 1) & (plan.zero == 3)
     whole_copy = gathers | (plan.remat == "none")  # See `_working_copy`.
     return dataclasses.replace(
         estimate,
@@ -123,7 +126,7 @@ def run_bytes(
         - memory.parameter_count(config) * share * compute * whole_copy
         + memory.int8_count(config) * share * compute * (plan.remat == "none"),
         gradients=trained * gradient,
-        moments=memory.moment_bytes(trained, 0, plan.state_dtype, "adamw"),
+        moments=memory.moment_bytes(config, trained, 0, plan.state_dtype, plan.optimizer),
     )
 
 
@@ -188,6 +191,13 @@ def _block_bytes(config, sequence, plan, expert_rows):
     # Inputs of attn_out and mlp_out, which "feature" gathers.
     whole_inputs = compute * (config.num_heads * config.head_width + config.d_ff) / plan.tensor
     whole_inputs = np.where(np.asarray(plan.feature) > 1, whole_inputs, 0)
+    # Keys and values of all tokens, and their gradients.
+    context = np.asarray(plan.context)
+    keys_values = memory.block_widths(config, copies).keys_values * compute / plan.layer_chips
+    working = working + np.where(context > 1, 2 * context * keys_values, 0)
+    if config.mask_documents and plan.fused_attention and not plan.tpu:
+        masked = context == 1  # With "context", XLA's chunks need no mask.
+        working = working + np.where(masked, sequence * compute, 0)  # cuDNN's, of all heads.
     if config.remat == "none":
         saved = saved + whole_inputs
         if compute < memory.MASTER_BYTES:
@@ -206,7 +216,8 @@ def _block_bytes(config, sequence, plan, expert_rows):
 
 def _gathered_weights(config, plan, weights):
     """Returns the bytes of gathered weights that remat "none" saves for the backward pass."""
-    gathers = (np.asarray(plan.fsdp) > 1) & (plan.zero == 3) & (np.asarray(plan.stage) == 1)
+    gathers = (np.asarray(plan.state_shards) > 1) & (plan.zero == 3)
+    gathers = gathers & (np.asarray(plan.stage) == 1)
     if config.remat != "none":
         return 0.0
     exchanged = experts.stage_experts(config, plan) * plan.exchanges
@@ -220,7 +231,8 @@ def _working_copy(config, plan, weights, share):
     A stage gathers its weights once per step and keeps them.  Otherwise it is a copy of the local
     shard in the compute dtype, plus one gathered layer.  Experts that tokens reach stay sharded.
     """
-    staged, gathers = np.asarray(plan.stage) > 1, (np.asarray(plan.fsdp) > 1) & (plan.zero == 3)
+    staged = np.asarray(plan.stage) > 1
+    gathers = (np.asarray(plan.state_shards) > 1) & (plan.zero == 3)
     single = stage_parameters(memory.single_layer(config), plan)
     own = (1 - 1 / np.asarray(plan.fsdp)) * experts.stage_experts(config, plan) * plan.exchanges
     block = single - memory.embeddings(config) / plan.layer_chips - own / plan.stage_layers(config)
@@ -252,8 +264,8 @@ def _shard_share(config, plan, stage):
     """
     if plan.zero < stage:
         return 1.0
-    fsdp, tensor, feature = (np.asarray(n) for n in (plan.fsdp, plan.tensor, plan.feature))
-    # Number of weights, and whether "fsdp" divides them.
+    fsdp, tensor, feature = (np.asarray(n) for n in (plan.state_shards, plan.tensor, plan.feature))
+    # Number of weights, and whether "fsdp" with "context" divides them.
     parts = [(memory.embeddings(config), config.d_model % fsdp == 0)]
     for group, name in itertools.product(layer_groups(config), config.projections):
         spec, (inside, outside) = config.linear(name), config.projection_shape(name)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from sparse_dataflow.core.config.layer_groups import layer_groups
 from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.parallel import PINNED_SETTING
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
@@ -206,7 +207,8 @@ def estimate(
         "inside a block": max(micro.activations + micro.working_set, micro.logits),
     }
     state = parameters * MASTER_BYTES
-    state += memory.moment_bytes(parameters, memory.matrix_count(model), state_dtype, optimizer)
+    matrices = memory.matrix_count(model)
+    state += memory.moment_bytes(model, parameters, matrices, state_dtype, optimizer)
     # Eager clipping frees the gradients of a block after its update.
     gradients = parameters if clipping == "exact" else rest + 3 * block
     # Without kept copies, those of the blocks that are fetched and of the head exist at once.
@@ -301,13 +303,6 @@ def check_host_memory(step: RelayEstimate, available: int, processes: int = 1) -
         f"The relay needs {need / GIB:,.3g} GiB of host memory with these flags "
         f"({_listed(step.host)}{each}), and {available / GIB:,.3g} GiB are available; {advice}."
     )
-
-
-PINNED_SETTING = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""Environment variable of XLA: limit of page-locked host memory for CUDA devices, in GiB."""
-
-PINNED_GIB = 64
-"""Its default (`GetGpuHostAllocator` in XLA's pjrt/gpu/gpu_helpers.cc)."""
 
 
 def check_pinned_memory(step: RelayEstimate, limit_gib: float) -> None:

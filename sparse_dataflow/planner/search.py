@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from sparse_dataflow.core.config import mesh_cuts as residual
+from sparse_dataflow.core.config.mesh_cuts import key_value_copies
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
 from sparse_dataflow.core.config.parallel import EXPERTS
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP, ROW_PARALLEL
@@ -23,17 +24,30 @@ from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.planner import relay
 from sparse_dataflow.planner.efficiency import EFFICIENCIES, PRIOR, Efficiency, own_key
 from sparse_dataflow.planner.memory import USABLE, MemoryEstimate
-from sparse_dataflow.planner.parallel_plan import BUBBLES, ParallelPlan, key_value_copies
+from sparse_dataflow.planner.parallel_plan import BUBBLES, ParallelPlan
 from sparse_dataflow.planner.plan_memory import alternating_bytes, run_bytes
 from sparse_dataflow.planner.step_time import StepTime, step_time
 
-COUNTS = ("tensor", "feature", "stage", "data", "micro_batch", "chunks")
+COUNTS = ("tensor", "feature", "context", "stage", "data", "micro_batch", "chunks")
 NAMES = ("schedule", "zero", "remat", "experts")
 
 # Constraints of a legal plan.
-CONSTRAINTS = ("heads", "feature", "experts", "chips", "layers", "batch", "schedule", "memory")
+CONSTRAINTS = (
+    "heads",
+    "feature",
+    "context",
+    "experts",
+    "chips",
+    "layers",
+    "batch",
+    "schedule",
+    "memory",
+)
 ROOMY = 0.95
 """Share of the usable memory above which a plan is marked: the estimate may be 5% too low."""
+CONTEXT_TOKENS = 8192
+"""Fewest tokens of a sequence on a chip for which the search shards sequences."""
+
 _LARGEST = {"tensor": 16, "stage": 128, "micro_batch": 32, "data": 64}
 
 
@@ -90,12 +104,13 @@ class Request:
         down.
         """
         counts = (np.asarray(choice[name]) for name in COUNTS)
-        tensor, feature, stage, data, micro_batch, chunks = counts
-        fsdp = np.maximum(self.chips // (tensor * feature * stage * data), 1)
+        tensor, feature, context, stage, data, micro_batch, chunks = counts
+        fsdp = np.maximum(self.chips // (tensor * feature * context * stage * data), 1)
         rows = data * fsdp * micro_batch
         return ParallelPlan(
             tensor=tensor,
             feature=feature,
+            context=context,
             stage=stage,
             data=data,
             micro_batch=micro_batch,
@@ -150,6 +165,7 @@ def space(request: Request) -> Levels:
     return {
         "tensor": _powers(min(chips, _LARGEST["tensor"])),
         "feature": _powers(min(chips, request.largest_feature)),
+        "context": _powers(max(1, min(chips, request.sequence // CONTEXT_TOKENS))),
         "stage": tuple(stages),
         "data": tuple(n for n in _copies(chips) if chips % n == 0),
         "micro_batch": _powers(_LARGEST["micro_batch"]),
@@ -297,6 +313,12 @@ def violations(request: Request, plan: ParallelPlan, memory) -> dict[str, np.nda
         ),
         "feature": (np.asarray(plan.feature) > 1)
         & ((stage > 1) | _uncut(config, tensor, plan.feature)),
+        "context": (np.asarray(plan.context) > 1)
+        & (
+            (stage > 1)
+            | bool(config.experts)
+            | (request.sequence % (2 * np.asarray(plan.context) * tensor) != 0)
+        ),
         "experts": plan.exchanges
         & ((plan.zero < 3) | (config.experts % np.asarray(plan.fsdp) != 0)),
         "chips": np.asarray(plan.chips) != request.chips,

@@ -33,7 +33,7 @@ def decisions(priced: Priced) -> tuple[np.ndarray, dict[str, tuple]]:
         axis = list(levels).index("stage")
         no_pipeline = (slice(None),) * axis + (levels["stage"].index(1),)
         merged[no_pipeline] = merged[no_pipeline].max(axis=-1, keepdims=True)
-    for name in ("experts", "feature"):
+    for name in ("experts", "feature", "context"):
         if len(levels[name]) == 1:  # No choice, as for a model without experts.
             merged = merged.squeeze(list(levels).index(name))
             del levels[name]

@@ -24,6 +24,7 @@ from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.hardware.machines import Machine
 from sparse_dataflow.planner import bands, memory, search
 from sparse_dataflow.planner import relay as relays
+from sparse_dataflow.planner.attention import runs_fused
 from sparse_dataflow.planner.memory import USABLE
 from sparse_dataflow.planner.parallel_plan import BUBBLES, ParallelPlan
 from sparse_dataflow.planner.search import ROOMY, Request
@@ -32,6 +33,20 @@ ModelsOf = Callable[[RunConfig], Mapping[str, Sequence[ModelConfig]]]
 """Returns name -> phases of each model that a run trains."""
 Check = Callable[[RunConfig], None]
 """Raises a UserError where no executor trains a settled config."""
+
+
+class NothingFits(UserError):
+    """No plan fits; `settle_advice.advised` says what would.
+
+    Attributes:
+      config: of the plans that were tried.
+      priced: the plans; None for the relay.
+    """
+
+    def __init__(self, message: str, config: RunConfig, priced: search.Priced | None = None):
+        super().__init__(message)
+        self.config, self.priced = config, priced
+
 
 TRIED = 200
 """Most plans that are checked against the executor, fastest first."""
@@ -161,9 +176,7 @@ def _fastest(config, models_of, machine, check, staged=False) -> Settled:
             return result
     if refused:
         raise refused
-    from sparse_dataflow.planner import settle_advice as advice
-
-    raise UserError(advice.refusal(config, models_of, machine, priced))
+    raise NothingFits("No plan of these settings fits the machine.", config, priced)
 
 
 def _is_open(config, machine):
@@ -186,7 +199,7 @@ def request_of(config: RunConfig, models_of: ModelsOf, machine: Machine) -> Requ
         machine.count,
         config.training.state_dtype,
         config.training.optimizer,
-        fused_attention=machine.fused_attention,
+        fused_attention=runs_fused(first, machine.chip, machine.host),
         trained=trained,
         adapters=bool(config.training.adapter_rank),
         kinds=kinds_of_remat.kinds(text, first.num_layers) if mixed else (),
@@ -210,7 +223,9 @@ def levels(config: RunConfig, request: Request, staged: bool = False) -> search.
     result = dict(search.space(request))
     if parallel.mesh != AUTO:
         sizes = meshes.parse(parallel.mesh, chips)
-        result |= {axis: (sizes[axis],) for axis in ("tensor", "feature", "stage", "data")}
+        result |= {
+            axis: (sizes[axis],) for axis in ("tensor", "feature", "context", "stage", "data")
+        }
     else:
         stages = [n for n in result["stage"] if n > 1]
         several = staged or parallel.executor == "pipeline"
@@ -305,12 +320,10 @@ def relayed(config: RunConfig, models_of: ModelsOf, machine: Machine) -> Settled
     count, estimate = largest
     # On a CPU the device's memory is the host's, which `relay_plan` checks as a whole.
     if not machine.host and estimate.device_total > usable(machine):
-        from sparse_dataflow.planner import settle_advice as advice
-
-        raise UserError(
+        raise NothingFits(
             f"The relay needs {estimate.device_total / GIB:,.1f} GiB on the device with these "
-            f"settings, and it has {machine.chip.capacity / GIB:,.1f}; "
-            f"{advice.for_relay(config, models_of, machine)}."
+            f"settings, and it has {machine.chip.capacity / GIB:,.1f}",
+            config,
         )
     chosen: dict[str, object] = {}
     if not training.micro_batches:
@@ -343,7 +356,7 @@ def relay_that_fits(
                 files=bool(parallel.server_dir),
                 pinned=not machine.host,
                 chip=machine.chip,
-                fused_attention=machine.fused_attention,
+                fused_attention=runs_fused(model, machine.chip, machine.host),
                 devices=machine.count,
                 optimizer=training.optimizer,
             )

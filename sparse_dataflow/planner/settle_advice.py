@@ -9,7 +9,6 @@ import numpy as np
 from sparse_dataflow.core.config import remat as kinds_of_remat
 from sparse_dataflow.core.config.mesh_config import AUTO
 from sparse_dataflow.core.config.presets import SIZES, rescaled
-from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.hardware.machines import Machine
@@ -21,7 +20,14 @@ _MORE_CHIPS = 2**12
 """Most chips of a machine that is advised."""
 
 
-def refusal(config: RunConfig, models_of: ModelsOf, machine: Machine, priced: search.Priced) -> str:
+def advised(nothing: settle.NothingFits, models_of: ModelsOf, machine: Machine) -> UserError:
+    """Returns the error of a machine on which nothing fits, with what would."""
+    if nothing.priced is None:
+        return UserError(f"{nothing}; {_for_relay(nothing.config, models_of, machine)}.")
+    return UserError(_refusal(nothing.config, models_of, machine, nothing.priced))
+
+
+def _refusal(config, models_of, machine, priced):
     """Returns why no plan of `settle.settle` is legal, and what would be."""
     scale = config.run.scale
     many = f"{machine.count:,} {machine.chip.name}"
@@ -170,7 +176,7 @@ def _smaller(config, models_of, machine):
     return ""
 
 
-def for_relay(config: RunConfig, models_of: ModelsOf, machine: Machine) -> str:
+def _for_relay(config, models_of, machine):
     """Returns the largest smaller batch that fits, with the stash where it must be."""
     batch = config.training.batch
     while batch >= machine.count:

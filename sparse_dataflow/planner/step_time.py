@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from sparse_dataflow.core.config.layer_groups import with_densest_layers
+from sparse_dataflow.core.config.mesh_cuts import key_value_copies
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP, PROJECTIONS, ROW_PARALLEL
 from sparse_dataflow.core.training.cost import (
@@ -24,9 +25,11 @@ from sparse_dataflow.hardware.chips import Chip, Network
 from sparse_dataflow.planner import experts, plan_collectives
 from sparse_dataflow.planner.efficiency import Efficiency, block_rate
 from sparse_dataflow.planner.memory import (
+    ADAM_MOMENTS,
     DTYPE_BYTES,
     block_and_rest,
     block_widths,
+    bytes_of_states,
     has_one_op_mlp,
     matrix_count,
     parameter_count,
@@ -35,7 +38,6 @@ from sparse_dataflow.planner.parallel_plan import (
     BUBBLES,
     RECOMPUTED,
     ParallelPlan,
-    key_value_copies,
 )
 
 # Fused? -> elements per token that element-wise operations of a block's forward pass read and
@@ -139,7 +141,7 @@ class StepTime:
 GROUPS = {
     "products": (*PROJECTIONS, "router", "attention", "head", "recompute"),
     "memory passes": ("element-wise", "optimizer", "passes"),
-    "collectives in layers": ("tensor", "exchange"),
+    "collectives in layers": ("tensor", "context", "exchange"),
     "pipeline": ("bubble", "sends"),
     "collectives of state": ("state",),
     "waits": ("waits",),
@@ -206,7 +208,7 @@ def step_time(
     terms["state"] = plan_collectives.state_seconds(
         weights, own, plan, network, efficiency, computing, dtype_bytes
     )
-    shards = plan.fsdp if plan.zero else 1
+    shards = plan.state_shards if plan.zero else 1
     _, bandwidth = chip.rates(config.compute_dtype)
     rate = rates.get("optimizer", bandwidth * efficiency.bandwidth)
     terms["optimizer"] = optimizer_bytes(config, plan) / shards / rate
@@ -245,8 +247,9 @@ def _block_seconds(config, sequence, plan, sections, network, efficiency):
     passes = 4 if "mlp_in" in recomputed else 3
     # Norms and GELU are recomputed with the products that read them.
     block["element-wise"] = passes * (sections["norms"].seconds + sections["gelu"].seconds)
-    tokens = np.asarray(plan.micro_batch) * sequence
+    tokens = np.asarray(plan.micro_batch) * sequence / plan.context
     block["tensor"] = plan_collectives.tensor_seconds(config, tokens, plan, network, efficiency)
+    block["context"] = plan_collectives.context_seconds(config, tokens, plan, network, efficiency)
     if plan.exchanges:
         block["exchange"] = plan_collectives.exchange_seconds(
             config, sequence, plan, network, efficiency
@@ -308,6 +311,10 @@ def optimizer_bytes(config: ModelConfig, plan: ParallelPlan):
     size = stage_parameters(config, plan) * OPTIMIZER_BYTES[plan.state_dtype]
     if plan.optimizer == "muon":  # Reads and writes no second moment.
         size = size - stage_matrices(config, plan) * 2 * DTYPE_BYTES[plan.state_dtype]
+    elif plan.optimizer != "adamw":  # Each reads and writes its state.
+        adam = ADAM_MOMENTS * DTYPE_BYTES[plan.state_dtype]
+        more = bytes_of_states(config, plan.optimizer) - adam
+        size = size + stage_parameters(config, plan) * 2 * more
     return size
 
 
@@ -333,7 +340,7 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
     # An emulated product runs at the rate of the dtype that its operands are converted to.
     projection_peak = chip.peak(config.precision) or peak
     memory = bandwidth * efficiency.bandwidth
-    tokens = np.asarray(plan.micro_batch, np.float64) * sequence
+    tokens = np.asarray(plan.micro_batch, np.float64) * sequence / plan.context
     shared = np.asarray(plan.layer_chips, np.float64)
     fractions = stored_fractions(config)
 
@@ -410,14 +417,23 @@ def _attention(config, sequence, tokens, shared, plan, peak, memory, efficiency,
     widths = block_widths(config, key_value_copies(config, plan.tensor))
     queries, keys_values = widths.queries, widths.keys_values
     flops = 2 * 2.0 * tokens * keys * queries / shared
-    size = (2 * queries + keys_values) * tokens / shared * DTYPE_BYTES[config.compute_dtype]
+    size = (2 * queries + keys_values * np.asarray(plan.context)) * tokens / shared
+    size = size * DTYPE_BYTES[config.compute_dtype]
     if not plan.fused_attention:
         size = size + SCORE_BYTES * tokens * sequence * config.num_heads / shared
     if "attention" in rates:
         return Section(flops, size, flops / rates["attention"])
     seconds = flops / (peak * efficiency.attention)
     if plan.fused_attention:
-        return Section(flops, size, np.maximum(seconds, size / memory))
+        fused = np.maximum(seconds, size / memory)
+        if plan.tpu:
+            return Section(flops, size, fused)
+        # With "context" XLA computes the visible scores in chunks, as cuDNN's queries have the
+        # positions of its keys.
+        scores = SCORE_BYTES * tokens * keys * config.num_heads / shared
+        size = size + np.where(np.asarray(plan.context) > 1, scores, 0)
+        chunked = seconds + size / memory
+        return Section(flops, size, np.where(np.asarray(plan.context) > 1, chunked, fused))
     if config.head_width % 8:
         seconds = seconds * UNALIGNED
     # The score matrix is written before it is read, so products and passes do not overlap.

@@ -13,6 +13,14 @@ from sparse_dataflow.reporting.quantities import MISSING, finite
 from sparse_dataflow.reporting.report_data import LayoutData, ProfileData, ReportData, VariantData
 
 _EQUAL_TIME_TOLERANCE = 0.05
+
+SEED_SPREAD = 0.02
+"""Relative difference of held-out losses that one seed cannot tell from chance: the range over the
+seeds of the same model, 1.7% to 2.1% of the loss, in the tables of docs/quality.md."""
+
+_LEAST_STEPS = 20
+"""Steps from which the shares of a run's time say something."""
+
 _MAX_PICTURES = 12
 _PICTURE_WIDTH = 320
 
@@ -82,7 +90,9 @@ def contents(data: ReportData) -> dict[str, Any]:
         "pictures": pictures,
         "omitted_pictures": omitted,
         "evaluation": evaluation_table(data.evaluation) if data.evaluation else None,
-        "goodput": goodput(data.goodput),
+        "goodput": goodput(data.goodput, sum(v.steps for v in variants)),
+        "noise": NOISE if any(_is_within_noise(variants, name) for name in compared(variants))
+        else "",
         "kernels": kernels(data.profile) if data.profile else [],
     }  # fmt: skip
 
@@ -96,11 +106,20 @@ def kernels(profile: ProfileData) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def goodput(seconds: dict[str, float]) -> str:
-    """Returns the shares of a run's time as text; "" without data."""
+def goodput(seconds: dict[str, float], steps: int = _LEAST_STEPS) -> str:
+    """Returns the shares of a run's time as text; "" without data.
+
+    Args:
+      seconds: category -> seconds.
+      steps: of all models of the run.
+    """
     total = sum(seconds.values())
     if not total or "productive" not in seconds:
         return ""
+    if steps < _LEAST_STEPS:
+        return (
+            f"not stated: {steps} steps are few beside the start of a run ({total:,.0f} s in all)"
+        )
     shares = {name: value / total for name, value in seconds.items() if value / total >= 0.0005}
     productive = shares.pop("productive", 0.0)
     text = f"{productive:.1%} of {total:,.0f} s in productive steps"
@@ -128,9 +147,11 @@ def headline(variants: Sequence[VariantData]) -> str:
         return f"The {name} model reaches {score[name]} {unit} after {clock[name]} of training."
     if len(variants) == 3:
         first = headline([v for v in variants if v.name != "narrow"])
+        values = [float(score[name]) for name in ("sparse", "narrow")]
+        noise = ", within the noise of one seed" if _is_noise(*values) else ""
         return (
             f"{first} A narrower dense model of equal FLOPs per token reaches {score['narrow']} "
-            f"after {clock['narrow']}."
+            f"after {clock['narrow']}{noise}."
         )
     times = [v.train_seconds for v in variants]
     if max(times) - min(times) > _EQUAL_TIME_TOLERANCE * max(times):
@@ -143,6 +164,11 @@ def headline(variants: Sequence[VariantData]) -> str:
         return f"{start} the sparse model and its dense twin both reach {score['sparse']} {unit}."
     title = {"sparse": "sparse model", "dense": "dense twin"}
     better, worse = sorted(score, key=lambda name: float(score[name]))
+    if _is_noise(float(score[better]), float(score[worse])):
+        return (
+            f"{start} the sparse model reaches {score['sparse']} and its dense twin "
+            f"{score['dense']} {unit}: within the noise of one seed."
+        )
     return (
         f"{start} the {title[better]} is better: {score[better]} {unit}; the {title[worse]} "
         f"reaches {score[worse]}."
@@ -181,11 +207,36 @@ def _verdict(measure: Measure, dense: float | None, sparse: float | None) -> tup
     word = measure.better if better else measure.worse
     if measure.relative:
         share = abs(sparse - dense) / dense
-        return (f"{100 * share:.1f}% {word}", better) if share >= 5e-4 else ("equal", None)
+        if share < 5e-4:
+            return "equal", None
+        if _is_noise(sparse, dense):
+            return f"{100 * share:.1f}% {word}, within noise", None
+        return f"{100 * share:.1f}% {word}", better
     factor = max(dense, sparse) / min(dense, sparse)
     if factor < 1.005:
         return "equal", None
     return f"{quantities.significant(factor)}× {word}", better
+
+
+NOISE = (
+    f"Within noise: the losses differ by less than {SEED_SPREAD:.0%}, the range over seeds of the "
+    "same model at small scales, so one seed cannot tell which model is better."
+)
+
+
+def _is_noise(first: float, second: float) -> bool:
+    """Returns whether two held-out losses of one seed each may differ by chance."""
+    return abs(first - second) < SEED_SPREAD * min(first, second)
+
+
+def _is_within_noise(variants: Sequence[VariantData], name: str) -> bool:
+    """Returns whether a loss of the sparse model differs from that of `name` by chance alone."""
+    by_name = {v.name: v for v in variants}
+    pairs = [
+        (finite(getattr(by_name[n], field)) for n in ("sparse", name))
+        for field in ("loss", "bits_per_byte")
+    ]
+    return any(a and b and _is_noise(a, b) for a, b in pairs)
 
 
 def _ceiling(dense: float | None, sparse: float | None, flop_ceiling: float | None) -> str | None:

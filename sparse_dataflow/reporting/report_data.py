@@ -166,6 +166,9 @@ class ReportData:
       goodput: category -> seconds of the run, including restarts; "productive" counts the steps
         that the final model includes.
       profile: trace of some steps, if the run has one.
+      code: commit of the code and whether files differed from it; "" if unknown.
+      host: name of the host; "" if unknown.
+      seed: seed of the run; None if unknown.
 
     Raises:
       UserError: there is no variant, a duplicate or an unknown one.
@@ -187,6 +190,9 @@ class ReportData:
     evaluation: EvaluationData | None = None
     goodput: dict[str, float] = dataclasses.field(default_factory=dict)
     profile: ProfileData | None = None
+    code: str = ""
+    host: str = ""
+    seed: int | None = None
 
     def __post_init__(self):
         names = [v.name for v in self.variants]

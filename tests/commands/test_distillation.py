@@ -92,13 +92,16 @@ def test_other_tokenizers_and_missing_folders_are_refused_before_the_first_step(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"evolution__method": "rigl"}, "legal with it: every other method"),
+        ({"evolution__method": "rigl"}, "legal with it: every other value"),
         (
             {"training__adapter_rank": 2, "run__init_from": "folder", "run__twin": "no"},
-            "training.adapter_rank=2; legal with it: 0",
+            "training.adapter_rank=2 with training.teacher, .*; legal with it: 0",
         ),
-        ({"run__twin": "narrow"}, "run.twin=narrow; legal with it: no, yes"),
-        ({"data__loss": "answers", "run__init_from": "folder"}, "data.loss=answers; legal .* all"),
+        ({"run__twin": "narrow"}, "run.twin=narrow with .*; legal with it: no, yes"),
+        (
+            {"data__loss": "answers", "run__init_from": "folder"},
+            "answers with .* legal with it: all",
+        ),
         ({"training__teacher_weight": 0.0}, r"in \(0, 1\]"),
     ],
 )

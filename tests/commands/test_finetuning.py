@@ -279,12 +279,15 @@ def test_settings_that_contradict_adapters_are_named(place, changes, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"evolution__method": "set"}, "evolution.method=set changes weights, .*legal with it: st"),
+        (
+            {"evolution__method": "set"},
+            "set with training.adapter_rank, .*legal with it: st",
+        ),
         (
             {"evolution__method": "rigl", "data__loss": "answers"},
-            "measures gradients of all tokens",
+            "evolution.method=rigl with data.loss=answers, ",
         ),
-        ({"run__twin": "yes"}, "run.twin=yes trains another model.*legal with it: no"),
+        ({"run__twin": "yes"}, "run.twin=yes with training.adapter_rank, .*legal with it: no"),
         ({"run__twin": "no", "sparsity__block": 8, "sparsity__density": 1.0}, "as they are, and "),
     ],
 )

@@ -55,7 +55,7 @@ def test_a_folder_of_others_is_no_cache(tmp_path):
 
 
 def test_a_cache_that_has_no_mark_yet_goes_on(tmp_path):
-    for name in ("locks", "tfds", "tokens"):
+    for name in ("locks", "texts", "tokens"):
         (tmp_path / name).mkdir()
     for _ in range(2):
         with exclusive(tmp_path, "key"):

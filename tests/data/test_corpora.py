@@ -182,12 +182,13 @@ def test_an_unwritable_cache_raises_user_error(stories, tmp_path):
 
 
 def test_a_full_disk_while_storing_raises_user_error(stories, cache, monkeypatch):
-    from sparse_dataflow.data import builders
+    from array_record.python import array_record_module
 
-    def full(*_, **__):
-        raise RuntimeError("write() failed: No space left on device")
+    class Full(array_record_module.ArrayRecordWriter):
+        def write(self, data):
+            raise RuntimeError("write() failed: No space left on device")
 
-    monkeypatch.setattr(builders.LocalText, "_download_and_prepare", full)
+    monkeypatch.setattr(array_record_module, "ArrayRecordWriter", Full)
     with pytest.raises(UserError, match="No space left"):
         load_corpus(str(stories), cache)
     monkeypatch.undo()
@@ -207,13 +208,13 @@ def test_lost_records_are_detected(stories, cache):
 def test_stored_documents_are_compared_with_the_source(stories, cache, monkeypatch):
     from sparse_dataflow.data import builders
 
-    real = builders.DocumentsBuilder._generate_examples
+    real = builders.Records.__getitem__
 
-    def lossy(self, name, split):
-        for key, record in real(self, name, split):
-            yield key, record | {"text": record["text"].upper()}
+    def lossy(self, index):
+        record = real(self, index)
+        return record | {"text": record["text"].upper()}
 
-    monkeypatch.setattr(builders.DocumentsBuilder, "_generate_examples", lossy)
+    monkeypatch.setattr(builders.Records, "__getitem__", lossy)
     with pytest.raises(UserError, match="differs from its source"):
         load_corpus(str(stories), cache)
     monkeypatch.undo()
@@ -267,8 +268,8 @@ def test_each_interpreter_version_has_its_own_dataset(stdlib, cache, monkeypatch
     original = load_corpus("python_stdlib", cache)
     monkeypatch.setattr("platform.python_version", lambda: "3.99.0")
     load_corpus("python_stdlib", cache)
-    names = {path.name[:14] for path in (cache / "tfds" / "python_stdlib").iterdir()}
-    assert "cpython-3.99.0" in names
+    names = [path.name for path in (cache / "texts").iterdir()]
+    assert any("cpython-3.99.0" in name for name in names)
     write(stdlib, {"new.py": "z = 1\n"})
     assert load_corpus("python_stdlib", cache).content_hash != original.content_hash
 
@@ -335,3 +336,16 @@ def test_concurrent_processes_prepare_the_same_corpus(stories, cache):
     hashes = {process.communicate(timeout=1500)[0].strip() for process in processes}
     assert [process.returncode for process in processes] == [0, 0]
     assert hashes == {load_corpus(str(stories), cache).content_hash}
+
+
+def test_a_folder_of_text_needs_no_tensorflow_datasets(stories, cache):
+    code = (
+        "import sys, pathlib; from sparse_dataflow.data.corpora import load_corpus;"
+        "corpus = load_corpus(sys.argv[1], pathlib.Path(sys.argv[2]));"
+        "assert len(corpus.train) + len(corpus.validation) == 80;"
+        "sys.exit('tensorflow_datasets' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(stories), str(cache)], timeout=300, check=False
+    )
+    assert done.returncode == 0

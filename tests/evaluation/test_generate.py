@@ -51,7 +51,7 @@ def test_greedy_tokens_are_the_most_likely_tokens(config):
         lambda params, tokens: whole.logits(config, weights_of(params, tables), tokens)
     )
     for prompt, added in zip(prompts, new):
-        # The model is causal (tests/core/model/test_gpt.py), so one pass gives the logits of all steps.
+        # The model is causal (core/model/test_gpt.py), so one pass gives the logits of all steps.
         text = np.pad([*prompt, *added], (0, 16 - len(prompt) - 8))[None]
         best = np.argmax(logits(params, text)[0], axis=-1)[len(prompt) - 1 :][: len(added)]
         np.testing.assert_array_equal(added, best)

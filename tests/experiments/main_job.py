@@ -21,7 +21,7 @@ IMPORTED = (
     "array_record.python.array_record_data_source", "sparse_dataflow.commands.train", "grain",
     "jax.interpreters.mlir", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg",
     "scipy.optimize", "sparse_dataflow.data.builders", "sparse_dataflow.reporting.page",
-    "tensorboardX", "tensorflow_datasets.core.data_sources", "tokenizers",
+    "tensorboardX", "tokenizers",
 )  # fmt: skip
 """What a run imports, most of it when it needs it."""
 TIMEOUT = 1500  # seconds, for a machine that is busy with other things

@@ -140,7 +140,7 @@ def test_scaling_names_what_limits_each_point(tmp_path, capsys):
 
 def test_the_planners_experiments_start_without_jax():
     names = ["experiments." + n for n in ("layout_search", "compile_plan")]
-    names += ["sparse_dataflow.commands.planning." + n for n in ("truth", "scaling")]
+    names += ["experiments.planning." + n for n in ("truth", "scaling")]
     names += ["experiments.planner_truth", "experiments.scaling_study"]
     code = f"import sys; import {', '.join(names)}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from experiments import serving_cost
-from experiments.serving_cost_study import arms, law, pruning, runs, training
-from experiments.serving_cost_study.arms import ARMS, Arm
-from experiments.serving_cost_study.text import Text
+from experiments.studies.serving_cost import arms, law, pruning, runs, training
+from experiments.studies.serving_cost.arms import ARMS, Arm
+from experiments.studies.serving_cost.text import Text
 from sparse_dataflow.commands import command_line
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.training import cost

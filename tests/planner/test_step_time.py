@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.training import OPTIMIZERS
+from sparse_dataflow.core.config.training import BUILT_IN
 from sparse_dataflow.core.executors.pipeline import schedules
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
@@ -220,7 +220,7 @@ def test_muon_reads_no_second_moment_and_multiplies_matrices():
     sparse = MODEL.with_linears(LinearSpec("block_sparse", "random", density=1 / 8, block=128))
     for model in (MODEL, sparse):
         adamw, muon = (
-            seconds(ParallelPlan(optimizer=o), model, chip).terms["optimizer"] for o in OPTIMIZERS
+            seconds(ParallelPlan(optimizer=o), model, chip).terms["optimizer"] for o in BUILT_IN
         )
         matrices = memory.matrix_count(model)
         products = cost.orthogonalization_flops(model) / 50e12

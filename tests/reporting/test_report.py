@@ -362,3 +362,26 @@ def test_a_profile_is_linked_with_its_longest_operations(tmp_path_factory):
     assert "profile/" in parsed.values("href")
     assert "fusion.<1>" in words and "60.0%" in words and "20.0%" in words
     assert ReportData.from_json(json.loads(json.dumps(data.to_json()))) == data
+
+
+@pytest.mark.parametrize(
+    "sparse, decided", [(2.0, False), (2.03, False), (1.97, False), (2.05, True), (1.95, True)]
+)
+def test_one_seed_decides_no_difference_within_the_range_over_seeds(sparse, decided):
+    data = report_sample.report("dense", "sparse")
+    dense_model, sparse_model = (
+        dataclasses.replace(v, loss=value, bits_per_byte=value, train_seconds=60.0)
+        for v, value in zip(data.variants, (2.0, sparse), strict=True)
+    )
+    verdict = page.table([dense_model, sparse_model], None)[1]["verdicts"][0]
+    assert (verdict[1] is not None) == decided
+    words = "within" in verdict[0] or verdict[0] == "equal"
+    assert words != decided
+    if sparse != 2.0:
+        assert ("within the noise" in page.headline([dense_model, sparse_model])) != decided
+
+
+def test_a_run_of_few_steps_states_no_goodput():
+    seconds = {"productive": 2.0, "compile": 98.0}
+    assert "%" not in page.goodput(seconds, 3)
+    assert page.goodput(seconds, 300).startswith("2.0% of 100 s")

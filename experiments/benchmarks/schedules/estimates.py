@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import sparse_dataflow
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.layouts.patterns import legal_densities
@@ -186,31 +187,25 @@ def digest(case: Case) -> str:
 
 @functools.cache
 def _sources():
-    root = Path(__file__).parents[2]
-    folders = (
-        "planner/aot/schedule.py",
-        "experiments/benchmarks/schedules/*case.py",
-        "sparsity/*.py",
-    )
-    tpu = ("kernels/*/*tpu*.py", "kernels/*/tpu*/*.py", "kernels/*/tuned/*tpu*")
-    shared = ("kernels/*.py", "kernels/gelu/*.py", "kernels/*/*grouped*.py", "kernels/*/fused.py")
-    patterns = (*folders, *tpu, *shared)
-    return sorted({path for pattern in patterns for path in root.glob(pattern)})
+    reader = ("planner/aot/schedule.py", "core/layouts/*.py")
+    tpu = ("chips/tpu/**/*.py", "core/ops/*/tuned/*tpu*")
+    shared = ("core/ops/*.py", "core/ops/*/*grouped*.py", "core/ops/*/fused.py")
+    return _found(*reader, *tpu, *shared)
 
 
 @functools.cache
 def _gpu_sources():
-    root = Path(__file__).parents[2]
-    folders = (
-        "planner/aot/hlo.py",
-        "planner/aot/ptx.py",
-        "planner/aot/gpu_targets.py",
-        "sparsity/*.py",
-        "kernels/*.py",
-    )
-    kernels = ("kernels/gelu/*.py", "kernels/block_sparse_matmul/**/*")
-    cases = ("experiments/benchmarks/schedules/*case.py",)
-    paths = {path for pattern in (*folders, *kernels, *cases) for path in root.glob(pattern)}
+    reader = ("hlo", "ptx", "gpu_targets")
+    products = ("core/ops/*.py", "core/ops/block_sparse_matmul/**/*", "core/layouts/*.py")
+    chips = ("chips/hopper/*.py", "chips/triton/*.py")
+    return _found(*(f"planner/aot/{name}.py" for name in reader), *products, *chips)
+
+
+def _found(*patterns):
+    """Files of the package of these patterns, and the cases beside this file."""
+    package = Path(sparse_dataflow.__file__).parent
+    paths = {path for pattern in patterns for path in package.glob(pattern)}
+    paths |= set(Path(__file__).parent.glob("*case.py"))
     return sorted(path for path in paths if path.suffix in (".py", ".json"))
 
 

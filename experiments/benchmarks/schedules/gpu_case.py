@@ -104,10 +104,10 @@ SOURCES = {
 """Part of a product's target -> what compiles it."""
 
 
-def _table_product(module, case):
-    from importlib import import_module
+def _table_product(name, case):
+    from sparse_dataflow.core.ops.block_sparse_matmul import matmul_op
 
-    module = import_module(f"sparse_dataflow.core.ops.block_sparse_matmul.{module}")
+    module = matmul_op.OP.load(name)
     layout = schedule_case.layout_of(case)
     weight = layout.nnz, case.block, case.block
     return schedule_case.three_products(module.block_sparse_matmul), weight, layout.tables()
@@ -135,7 +135,7 @@ _BUILDERS: dict[str, Callable] = {
     DENSE: schedule_case.dense_product,
     "grouped": _grouped_product,
     "xla": functools.partial(_table_product, "xla"),
-    "pallas_hopper": functools.partial(_table_product, "hopper.api"),
+    "pallas_hopper": functools.partial(_table_product, "pallas_hopper"),
     "pallas_triton": functools.partial(_table_product, "pallas_triton"),
 }
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.experimental.pallas.ops.tpu import splash_attention
 
 LANES = 128
@@ -13,7 +15,7 @@ MAX_HEAD_DIM = 256
 """The widest head that compiles for every TPU from v4 to v6e; wider ones may exceed VMEM."""
 
 TILES = (512, 256, 128)
-"""Tile sizes of queries and keys, in tokens; the largest that divides the sequence is used."""
+"""Tile sizes of queries and keys, in tokens; the largest that divides the queries is used."""
 
 
 def causal_attention(
@@ -22,6 +24,7 @@ def causal_attention(
     value: jax.Array,
     window: int = 0,
     cap: float = 0.0,
+    documents: jax.Array | None = None,
     *,
     interpret: bool = False,
 ) -> jax.Array:
@@ -33,17 +36,58 @@ def causal_attention(
       value: like key.
       window: see `api.causal_attention`.
       cap: see `api.causal_attention`.
+      documents: see `api.causal_attention`.
       interpret: whether to interpret the kernels on a CPU.
     """
-    batch, tokens, heads, width = query.shape
-    # The kernel does not scale; scaling rounds unless sqrt(width) is a power of two.
-    query = (query.astype(jnp.float32) / math.sqrt(width)).astype(query.dtype)
-    q, k, v = (array.swapaxes(1, 2) for array in (query, key, value))
-    kernel = _kernel(tokens, heads, k.shape[1], window, cap, interpret)
-    if k.shape[1] == heads:
-        return jax.vmap(kernel)(q, k, v).swapaxes(1, 2)
-    grouped = q.reshape(batch, k.shape[1], -1, tokens, width)
-    return jax.vmap(jax.vmap(kernel))(grouped, k, v).reshape(q.shape).swapaxes(1, 2)
+    tokens, heads, kv_heads = query.shape[1], query.shape[2], key.shape[2]
+    kernel = _kernel(np.arange(tokens), 1, heads, kv_heads, window, cap, interpret)
+    return _run(kernel, query, key, value, documents, documents)
+
+
+def shard_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    order: np.ndarray,
+    shard: jax.Array,
+    window: int = 0,
+    cap: float = 0.0,
+    documents: tuple[jax.Array, jax.Array] | None = None,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Compute `causal_attention` of the queries of one shard of a sequence to all keys.
+
+    Args:
+      query: of the shard, [batch, tokens / shards, heads, head_dim].
+      key: [batch, tokens, kv heads, head_dim].
+      value: like key.
+      order: int32 [shards, tokens / shards], positions of the queries of each shard.
+      shard: int32 [], index of the shard; traced.
+      window: see `api.causal_attention`.
+      cap: see `api.causal_attention`.
+      documents: int32 [batch, tokens / shards] of the queries, and [batch, tokens] of the keys.
+      interpret: whether to interpret the kernels on a CPU.
+    """
+    shards, heads, kv_heads = len(order), query.shape[2], key.shape[2]
+    kernel = _kernel(order.reshape(-1), shards, heads, kv_heads, window, cap, interpret)
+
+    def of_shard(array, axis):
+        size = array.shape[axis] // shards
+        return lax.dynamic_slice_in_dim(array, shard * size, size, axis)
+
+    def sliced(info):
+        # Tables [heads, tiles of queries, tiles of keys], but for the positions of the queries.
+        tables = {
+            name: of_shard(getattr(info, name), 1)
+            for name in ("data_next", "mask_next", "block_mask")
+            if getattr(info, name) is not None
+        }
+        return info._replace(**tables, q_sequence=of_shard(info.q_sequence, 0))
+
+    infos = map(sliced, (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info))
+    kernel = type(kernel)(*infos, **kernel.kwargs)
+    return _run(kernel, query, key, value, *(documents or (None, None)))
 
 
 def refusal(query: jax.Array) -> str:
@@ -58,28 +102,85 @@ def refusal(query: jax.Array) -> str:
     return ""
 
 
-def _kernel(tokens, heads, kv_heads, window, cap, interpret):
+def _run(kernel, query, key, value, documents, key_documents):
+    batch, tokens, heads, width = query.shape
+    # The kernel does not scale; scaling rounds unless sqrt(width) is a power of two.
+    query = (query.astype(jnp.float32) / math.sqrt(width)).astype(query.dtype)
+    q, k, v = (array.swapaxes(1, 2) for array in (query, key, value))
+    segments = None
+    if documents is not None:
+        segments = splash_attention.SegmentIds(q=documents, kv=key_documents)
+    if k.shape[1] == heads:
+        return jax.vmap(kernel)(q, k, v, segments).swapaxes(1, 2)
+    grouped = q.reshape(batch, k.shape[1], -1, tokens, width)
+    of_row = jax.vmap(kernel, in_axes=(0, 0, 0, None))
+    return jax.vmap(of_row)(grouped, k, v, segments).reshape(q.shape).swapaxes(1, 2)
+
+
+_NONE, _ALL = np.array([[False]]), np.array([[True]])
+
+
+class _Mask(splash_attention.CausalMask):
+    """A causal mask, within a window if there is one, of queries in any order.
+
+    Building a kernel asks of every tile whether any and whether all of it is seen, and a long
+    sequence has many.  So a tile that is seen whole or not at all has one element.
+    """
+
+    def __init__(self, positions, window):
+        tokens = len(positions)
+        super().__init__((tokens, tokens))
+        self.window = window
+        self.q_sequence = np.asarray(positions, np.int32)
+        self.ends = {}  # Tile of queries -> its first and last position.
+
+        def seen(query, key):
+            visible = query >= key
+            return visible & (query - key < window) if window else visible
+
+        self.mask_function = seen
+
+    def __getitem__(self, index):
+        rows, columns = index
+        first, end, _ = columns.indices(self.shape[1])
+        tile = rows.start, rows.stop
+        if tile not in self.ends:
+            queries = self.q_sequence[rows]
+            self.ends[tile] = int(queries.min()), int(queries.max())
+        lowest, highest = self.ends[tile]
+        nearest, farthest = lowest - (end - 1), highest - first
+        if farthest < 0 or (self.window and nearest >= self.window):
+            return _NONE
+        if nearest >= 0 and not (self.window and farthest >= self.window):
+            return _ALL
+        return self.mask_function(self.q_sequence[rows][:, None], np.arange(first, end)[None])
+
+    def __eq__(self, other):
+        return (
+            isinstance(other, _Mask)
+            and self.window == other.window
+            and np.array_equal(self.q_sequence, other.q_sequence)
+        )
+
+    def __hash__(self):
+        return hash((self.window, self.q_sequence.tobytes()))
+
+
+def _kernel(positions, shards, heads, kv_heads, window, cap, interpret):
     """Return the kernel of all heads, or of the query heads of one key/value head."""
-    tile = next(tile for tile in TILES if tokens % tile == 0)
+    tile = next(tile for tile in TILES if len(positions) // shards % tile == 0)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     sizes: dict[str, Any] = {f"block_{name}": tile for name in names}
-    square = (tokens, tokens)
-    mask = (
-        splash_attention.LocalMask(square, (window - 1, 0), 0)
-        if window
-        else splash_attention.CausalMask(square)
-    )
     grouped = kv_heads < heads
-    make = (
-        splash_attention.make_splash_mqa_single_device
-        if grouped
-        else splash_attention.make_splash_mha_single_device
-    )
+    make = splash_attention.make_splash_mqa if grouped else splash_attention.make_splash_mha
+    masks = [_Mask(positions, window)] * (heads // kv_heads if grouped else heads)
     # The mask's tables must be concrete, even inside a trace.
     with jax.ensure_compile_time_eval():
         return make(
-            splash_attention.MultiHeadMask([mask] * (heads // kv_heads if grouped else heads)),
+            splash_attention.MultiHeadMask(masks),
             block_sizes=splash_attention.BlockSizes(**sizes),
+            head_shards=1,
+            q_seq_shards=shards,
             attn_logits_soft_cap=cap or None,
             interpret=interpret,
         )

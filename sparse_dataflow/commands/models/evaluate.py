@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from sparse_dataflow.commands import measurement
-from sparse_dataflow.commands.models import evaluation_report
+from sparse_dataflow.commands.models import evaluation_report, load_model
 from sparse_dataflow.commands.models import tasks as evaluation_tasks
 from sparse_dataflow.commands.training_data import (
     FINAL_WINDOWS,
@@ -57,8 +57,9 @@ def evaluate(options) -> None:
       UserError: before anything is scored where it can be known then.
     """
     keep_freed_memory()
-    if not options.run:
-        raise UserError("--run is needed: the run folder or Hugging Face directory to evaluate.")
+    for place in _PLACES:
+        if place == "run" or getattr(options, place):
+            load_model.refuse_no_model(getattr(options, place), f"--{place}")
     share = options.activation_sparsity
     if share and jax.device_count() > 1:
         raise UserError(

@@ -28,7 +28,11 @@ class ActivationOptions:
 class ModelOptions:
     """Flags that name a trained model; a base of the options of experiments that load one."""
 
-    run: str = setting("", "Run folder, Hugging Face directory, or its name on the hub.", path=True)
+    run: str = setting(
+        "",
+        "Run folder, Hugging Face directory, or its name on the hub; alone, the newest of runs/.",
+        path=True,
+    )
     variant: str = setting("", "Model of the run; empty is sparse where it has one.")
     checkpoint: str = setting("newest", "newest, best (held-out loss) or a step.")
 
@@ -41,13 +45,27 @@ def load(options: ModelOptions) -> "Model":
     """
     from sparse_dataflow.interchange import load
 
-    if not options.run:
-        raise UserError(
-            "No run is named; give a run folder, a Hugging Face directory or its name on the hub "
-            "with --run."
-        )
+    refuse_no_model(options.run)
     keep_programs()
     return load.load(options.run, options.variant, options.checkpoint)
+
+
+def refuse_no_model(run: str, flag: str = "--run") -> None:
+    """Refuses what is neither a run folder nor a Hugging Face directory nor a name on the hub.
+
+    Raises:
+      UserError: naming the runs that are there.
+    """
+    from sparse_dataflow.commands import run_list
+    from sparse_dataflow.interchange import hub_models, huggingface
+
+    if not run:
+        raise UserError(
+            "No run is named; give a run folder, a Hugging Face directory or its name on the hub "
+            f"with {flag}, or {flag} alone for the newest run; {run_list.runs_in_words()}."
+        )
+    if not hub_models.hub_name(run) and not huggingface.is_directory(run):
+        run_list.refuse_other_folder(flag, run)
 
 
 PROGRAMS = "programs"

@@ -78,8 +78,8 @@ def text(best: Table, verdicts: Sequence[str]) -> str:
         mark = ("*" if number == best.recommended else " ") + ("=" if row["tie"] else " ")
         gain = f" {row['over_dense']:>7.2f}x" if sparse else ""
         exchange = ", exchange" if row["experts"] == "exchange" else ""
-        feature = f", feature:{row['feature']}" if row["feature"] > 1 else ""
-        choices = f"{row['zero']}, {row['remat']}{exchange}{feature}"
+        rare = "".join(f", {a}:{row[a]}" for a in ("context", "feature") if row[a] > 1)
+        choices = f"{row['zero']}, {row['remat']}{exchange}{rare}"
         schedule = row["schedule"] + (f"/{row['chunks']}" if row["chunks"] > 1 else "")
         lines.append(
             f"{mark}{row['tokens_per_second']:>11,.0f} {row['days']:>8,.1f}{gain} "

@@ -8,7 +8,7 @@ import psutil
 
 from sparse_dataflow.cluster import processes
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.parallel import ParallelConfig
+from sparse_dataflow.core.config.parallel import PINNED_GIB, PINNED_SETTING, ParallelConfig
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.relay import timeline
@@ -20,6 +20,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import CHIPS, GIB, Chip
 from sparse_dataflow.planner import memory, relay
+from sparse_dataflow.planner.attention import runs_fused
 
 
 def estimate(
@@ -53,7 +54,7 @@ def estimate(
         clipping=how.clipping,
         files=files,
         pinned=chip.name in CHIPS,
-        fused_attention=chip.name in CHIPS,
+        fused_attention=runs_fused(model, chip, chip.name not in CHIPS),
         chip=chip,
         devices=devices,
         local_devices=jax.local_device_count() if devices > 1 else 1,
@@ -131,7 +132,7 @@ def refuse_small_host(estimate: relay.RelayEstimate) -> None:
     available = psutil.virtual_memory().available
     relay.check_host_memory(estimate, available, processes.count_on_host())
     if jax.default_backend() == "gpu":
-        limit = float(os.environ.get(relay.PINNED_SETTING) or relay.PINNED_GIB)
+        limit = float(os.environ.get(PINNED_SETTING) or PINNED_GIB)
         relay.check_pinned_memory(estimate, limit)
 
 

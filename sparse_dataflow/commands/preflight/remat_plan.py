@@ -9,6 +9,7 @@ import jax
 from sparse_dataflow.cluster import processes
 from sparse_dataflow.core.config import remat as kinds_of_remat
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
+from sparse_dataflow.core.config.parallel import PINNED_GIB, PINNED_SETTING
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh as meshes
@@ -20,9 +21,9 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip, Network
 from sparse_dataflow.hardware.detect import host_memory_bytes
 from sparse_dataflow.planner import memory, plan_memory, remat
+from sparse_dataflow.planner.attention import runs_fused
 from sparse_dataflow.planner.efficiency import EFFICIENCIES, PRIOR, own_key
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
-from sparse_dataflow.planner.relay import PINNED_GIB, PINNED_SETTING
 from sparse_dataflow.planner.step_time import step_time
 
 STEP_TERMS = ("head", "bubble", "sends", "state", "optimizer", "waits")
@@ -101,7 +102,7 @@ def run_costs(models: list[Variant], chip: Chip, executor: Executor) -> list[rem
       UserError: the chip has no known rates.
     """
     resident = [
-        max(_resident(p.model, v.training, executor) for p in v.phase_specs) for v in models
+        max(_resident(p.model, v.training, executor, chip) for p in v.phase_specs) for v in models
     ]
     return [
         model_costs(p.model, v.training, chip, executor, sum(resident) - own)
@@ -118,7 +119,10 @@ def model_costs(
     other_bytes: float = 0,
 ) -> remat.BlockCosts:
     """Returns the costs of one model; `other_bytes` of a device belong to others."""
-    layers, plans = model.num_layers, {kind: _plan(training, executor, kind) for kind in REMATS}
+    layers, plans = (
+        model.num_layers,
+        {kind: _plan(model, training, executor, kind, chip) for kind in REMATS},
+    )
     estimates = {kind: _estimate(model, training, plans[kind], executor) for kind in REMATS}
     if chip.network is None:  # The differences between kinds of remat are then without links.
         chip = dataclasses.replace(chip, network=Network(2**20, math.inf, math.inf))
@@ -174,7 +178,7 @@ def _rest(estimate):
     return float(estimate.total - estimate.activations - estimate.working_copy)
 
 
-def _plan(training, executor, kind):
+def _plan(model, training, executor, kind, chip):
     sharded = isinstance(executor, Sharded)
     sizes = executor.mesh.shape if sharded else dict.fromkeys(meshes.AXES, 1)
     rows = training.micro_batches * sizes["data"] * sizes["fsdp"]
@@ -186,7 +190,7 @@ def _plan(training, executor, kind):
         accumulation=training.micro_batches,
         remat=kind,
         sequence_parallel=sharded,
-        fused_attention=jax.default_backend() != "cpu",
+        fused_attention=runs_fused(model, chip, jax.default_backend() == "cpu"),
         state_dtype=training.state_dtype,
         optimizer=training.optimizer,
     )
@@ -199,6 +203,7 @@ def _estimate(model, training, plan, executor):
     return plan_memory.plan_bytes(model, training.sequence, plan)
 
 
-def _resident(model, training, executor):
-    each = _estimate(model, training, _plan(training, executor, "none"), executor)
+def _resident(model, training, executor, chip):
+    plan = _plan(model, training, executor, "none", chip)
+    each = _estimate(model, training, plan, executor)
     return float(each.parameters + each.moments + each.layout_tables)

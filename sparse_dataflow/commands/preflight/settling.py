@@ -13,7 +13,7 @@ from sparse_dataflow.files import tables
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.hardware.machines import Machine
-from sparse_dataflow.planner import plan_memory
+from sparse_dataflow.planner import plan_memory, settle_advice
 from sparse_dataflow.planner import settle as planning
 from sparse_dataflow.planner.settle import Settled
 
@@ -34,7 +34,10 @@ def settle(config: RunConfig, machine: Machine) -> Settled:
         executor = devices.executor(settled, machine.count)
         devices.check(executor, settled, variants(settled))
 
-    return planning.settle(config, models_of, machine, check)
+    try:
+        return planning.settle(config, models_of, machine, check)
+    except planning.NothingFits as nothing:
+        raise settle_advice.advised(nothing, models_of, machine) from None
 
 
 def this_machine(chip: Chip) -> Machine:

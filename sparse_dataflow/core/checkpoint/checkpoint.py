@@ -229,7 +229,7 @@ class Checkpoints:
             self._mirror.wait()
 
     def restore(
-        self, abstract_state: Any, step: int | None = None
+        self, abstract_state: Any, step: int | None = None, *, without: tuple[str, ...] = ()
     ) -> tuple[Any, dict[str, Any]] | None:
         """Restores the newest verified checkpoint, or the one of `step`, bit by bit.
 
@@ -243,6 +243,7 @@ class Checkpoints:
             and `dtype`.  A leaf whose `sharding` names devices is placed there, a numpy leaf
             stays in numpy, any other leaf becomes an uncommitted array on the default device.
           step: the checkpoint to restore; the newest verified one if None.
+          without: first parts of the names of arrays that are not read, and not compared.
 
         Returns:
           (state, extra), or None if the folder has no checkpoint.
@@ -260,6 +261,7 @@ class Checkpoints:
         self._refuse_other_config(path, extra["config"])
         tree = abstract_state(step, extra) if callable(abstract_state) else abstract_state
         expected = named_arrays.describe(named_arrays.flatten(tree))
+        arrays = {n: about for n, about in arrays.items() if n.partition(".")[0] not in without}
         refuse_difference(path, "holds other arrays", arrays, expected)
         state = path / "state"
         read = functools.partial(named_arrays.read, self._orbax, state, tree)

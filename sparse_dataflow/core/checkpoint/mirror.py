@@ -15,6 +15,7 @@ from sparse_dataflow.core.checkpoint.copies import copies_at
 from sparse_dataflow.files import json_files, manifest, storage
 from sparse_dataflow.files.addresses import Address
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.information import LOGGER
 
 BESIDE = "metrics.jsonl"
 """File next to the folder of checkpoints that is copied with each one."""
@@ -79,7 +80,7 @@ class Mirror:
         """
         if step not in self.steps():
             return False
-        logging.warning("Restoring the checkpoint of step %d from %s.", step, self._copies)
+        LOGGER.info("Restoring the checkpoint of step %d from %s.", step, self._copies)
         back = functools.partial(self._copies.get, step, self._source)
         try:
             storage.retry(f"Copying {self._copies}/{step}", back)

@@ -10,6 +10,10 @@ SLIDING, FULL = "sliding", "full"
 LAYER_TYPES = (SLIDING, FULL)
 """Kinds of layers: those with the window, and those that see all tokens."""
 
+DENSE_TOKENS = 1024
+"""Most keys whose scores XLA computes at once, where no kernel of attention runs; the scores of
+more are computed in chunks."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class AttentionSettings(Readable):

@@ -11,12 +11,13 @@ from sparse_dataflow.files.errors import UserError
 
 AUTO = "auto"
 
-AXES = ("data", "stage", "fsdp", "feature", "tensor")
+AXES = ("data", "stage", "fsdp", "context", "feature", "tensor")
 """Mesh axes from outermost to innermost; inner axes communicate more in a step.
 
 "data" replicates the model, "stage" splits its layers, "fsdp" shards what `parallel.zero` says.
-"tensor" and "feature" shard every layer in two dimensions, the latter by the features of the
-residual stream. BATCH_AXES shard the rows of a batch.
+"context" shards the tokens of each sequence, and the state as fsdp does.  "tensor" and "feature"
+shard every layer in two dimensions, the latter by the features of the residual stream.  BATCH_AXES
+shard the rows of a batch.
 """
 
 

@@ -1,8 +1,22 @@
-"""What the mesh axis "feature" can cut; loads no jax."""
+"""What the mesh axes "tensor" and "feature" can cut; loads no jax."""
+
+from typing import Any
+
+import numpy as np
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import ROW_PARALLEL
-from sparse_dataflow.planner.parallel_plan import key_value_copies
+
+
+def key_value_copies(config: ModelConfig, tensor: Any) -> Any:
+    """Returns how many of `tensor` chips compute the same key/value head; also of arrays of counts.
+
+    Where there are more chips than key/value heads, the weights of separate projections `k` and `v`
+    are replicated over them, and each chip computes the head that its queries read.
+    """
+    if config.fused_qkv:
+        return 1
+    return np.maximum(1, np.asarray(tensor) // config.kv_heads)
 
 
 def run_length(model: ModelConfig) -> int:

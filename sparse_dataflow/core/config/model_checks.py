@@ -1,19 +1,19 @@
-"""Checks that the fields of a `ModelConfig` fit each other; they raise UserError."""
+"""Checks that the fields of a `ModelConfig` fit each other; they raise UserError.
 
-from typing import TYPE_CHECKING
+The config calls them, so its type has no name here.
+"""
+
+from typing import Any
 
 from sparse_dataflow.core.config.projections import LOW_RANK, MLP
 from sparse_dataflow.core.config.settings import MOST_EXPERTS
 from sparse_dataflow.files.errors import UserError
 
-if TYPE_CHECKING:
-    from sparse_dataflow.core.config.model import ModelConfig
-
 MOST_BLOCKS = 2**28
 """Upper bound of the stored blocks of one projection, summed over layers."""
 
 
-def check_attention(model: "ModelConfig") -> None:
+def check_attention(model: Any) -> None:
     """Checks that heads fit the width, the key/value heads and the position encoding."""
     if not model.head_dim and model.d_model % model.num_heads:
         raise UserError(
@@ -40,7 +40,7 @@ def check_attention(model: "ModelConfig") -> None:
         )
 
 
-def check_experts(model: "ModelConfig") -> None:
+def check_experts(model: Any) -> None:
     """Checks the groups of experts, and that experts have the storage that a mixture can."""
     if not model.experts:
         names = ("top_k", "prototypes", "expert_capacity", "shared_expert", "shared_gate",
@@ -92,7 +92,7 @@ def check_experts(model: "ModelConfig") -> None:
         )
 
 
-def check_blocks(model: "ModelConfig") -> None:
+def check_blocks(model: Any) -> None:
     """Checks that block-sparse projections fit their Hadamard transform and MOST_BLOCKS."""
     for name in model.sparse_projections:
         spec, (fan_in, fan_out) = model.linear(name), model.projection_shape(name)

@@ -23,6 +23,10 @@ CLIPPINGS = ("exact", "eager")
 MOST_PROCESSES = 2**20
 MOST_BYTES = 1e15
 MOST_SUB_BATCHES = 8
+PINNED_SETTING = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""Environment variable of XLA: limit of page-locked host memory for CUDA devices, in GiB."""
+PINNED_GIB = 64
+"""Its default (`GetGpuHostAllocator` in XLA's pjrt/gpu/gpu_helpers.cc)."""
 ONLY_RELAY = ("stash", "clipping", "server_dir", "depth_schedule")
 """Settings that no other executor reads."""
 
@@ -49,9 +53,9 @@ class ParallelConfig(Readable):
     mesh: str = setting(
         "auto",
         "Devices along each axis, as in data:2,fsdp:4,tensor:8 (data replicates, stage cuts by "
-        "layers, fsdp shards, tensor cuts every layer, feature cuts it by the features of the "
-        "residual stream too); one size may be left out. With auto the planner chooses; on a "
-        "CPU it is fsdp over all devices.",
+        "layers, fsdp shards, context shards the tokens of a sequence, tensor cuts every layer, "
+        "feature cuts it by the features of the residual stream too); one size may be left out. "
+        "With auto the planner chooses; on a CPU it is fsdp over all devices.",
         resumed=FRESH,
     )
     zero: int = setting(

@@ -4,12 +4,11 @@ import dataclasses
 import re
 from typing import Any
 
-from sparse_dataflow.core.config import remat, settings
+from sparse_dataflow.core.config import remat, settings, settings_together
 from sparse_dataflow.core.config.data import DataConfig
 from sparse_dataflow.core.config.evolution_config import EvolutionConfig
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.parallel import ParallelConfig
-from sparse_dataflow.core.config.projections import LOW_RANK
 from sparse_dataflow.core.config.settings import (
     ADOPTED,
     FRESH,
@@ -180,162 +179,11 @@ class RunConfig(Readable):
                 "projections are block-sparse."
             )
         self.sparsity.linears(self.model)
-        self._check_remat()
-        sequence = self.training.sequence
-        self.model.check_context(sequence, f"training.sequence={sequence}")
-        if self.training.teacher and self.model.logit_cap:
-            raise UserError(
-                f"training.teacher with model.logit_cap={self.model.logit_cap:g}; legal with a "
-                "teacher: 0."
-            )
-        if self.sparsity.pattern == LOW_RANK and self.sparsity.projections:
-            self._check_low_rank()
-        if self.evolution.method == "low_rank_tail" and not self.sparsity.rank:
-            raise UserError(
-                "evolution.method=low_rank_tail adds a term of sparsity.rank; legal: 1 or more."
-            )
-        if self.evolution.method == "shared_to_own" and self.run.init_from:
-            raise UserError(
-                "evolution.method=shared_to_own begins with one block for all layers, and the "
-                "weights of run.init_from have one for each; legal with them: another method."
-            )
-        if self.evolution.method == "self_guided" and self.run.init_from:
-            raise UserError(
-                "evolution.method=self_guided begins with guides that are copies of drawn blocks; "
-                "legal with run.init_from: another method."
-            )
-        if self.run.twin == "narrow" and self.run.init_from:
-            raise UserError(
-                "run.twin=narrow trains a narrower model, which the weights of run.init_from do "
-                "not fit; legal with them: yes, no."
-            )
-        if self.run.prune_by == "activations" and not self.run.init_from:
-            raise UserError(
-                "run.prune_by=activations chooses blocks of given weights; legal with "
-                "run.init_from."
-            )
-        if self.data.extend_vocabulary or self.training.new_rows_first:
-            self._check_vocabulary()
-        if self.data.loss == "answers":
-            self._check_answers()
-        if self.training.adapter_rank or self.training.frozen_dtype != "compute":
-            self._check_adapters()
-        if self.training.teacher:
-            self._check_teacher()
-        if self.parallel.executor == "relay":
-            self._check_relay()
-
-    def _check_vocabulary(self):
-        count = self.data.extend_vocabulary
-        if not count:
-            raise UserError(
-                f"training.new_rows_first={self.training.new_rows_first:g} trains the rows of "
-                "data.extend_vocabulary first; legal without it: 0."
-            )
-        named = f"data.extend_vocabulary={count}"
-        if not self.run.init_from:
-            raise UserError(
-                f"{named} adds tokens to those of given weights; legal with run.init_from. "
-                "model.vocab_size is the size of a new tokenizer."
-            )
-        for path, value, legal in (
-            ("data.loss", self.data.loss, "all"),
-            # It freezes the embedding, which has the new rows.
-            ("training.adapter_rank", self.training.adapter_rank, 0),
-            # It has another tokenizer.
-            ("training.teacher", self.training.teacher, ""),
-        ):
-            if value != legal:
-                raise UserError(f"{path}={value} with {named}; legal with it: {legal or 'none'}.")
-        if self.parallel.executor == "relay" and self.training.new_rows_first:
-            raise UserError(
-                f"training.new_rows_first={self.training.new_rows_first:g} with --executor=relay, "
-                "which updates each section by itself; legal with it: 0."
-            )
-
-    def _check_teacher(self):
-        for path, value, legal in (
-            ("data.loss", self.data.loss, ("all",)),
-            ("training.adapter_rank", self.training.adapter_rank, (0,)),
-            # The forward passes of the teacher would be in the FLOPs that a narrow model gets.
-            ("run.twin", self.run.twin, ("no", "yes")),
-        ):
-            if value not in legal:
-                raise UserError(
-                    f"training.teacher with {path}={value}; legal with it: "
-                    f"{', '.join(map(str, legal))}."
-                )
-        if self.evolution.method == "rigl":
-            raise UserError(
-                "evolution.method=rigl measures gradients of the next tokens' loss, and "
-                "training.teacher trains another; legal with it: every other method."
-            )
-
-    def _check_low_rank(self):
-        """Refuses what needs stored blocks, and given weights, as factors are drawn."""
-        for path, value, legal in (
-            ("evolution.method", self.evolution.method, ("static", "shared_to_own")),
-            ("sparsity.budget", self.sparsity.budget, ("uniform",)),
-        ):
-            if value not in legal:
-                raise UserError(
-                    f"{path}={value} with sparsity.pattern={LOW_RANK}, which stores two factors "
-                    f"and no blocks; legal with it: {', '.join(legal)}."
-                )
-        if self.run.init_from:
-            raise UserError(
-                f"run.init_from with sparsity.pattern={LOW_RANK}, whose two factors begin drawn; "
-                "legal with given weights: a pattern of blocks, or dense weights."
-            )
-
-    def _check_remat(self):
-        executor = self.parallel.executor
         if self.model.remat != remat.AUTO:
             remat.kinds(self.model.remat, self.model.num_layers)  # Refuses another number.
-        if executor in ("relay", "pipeline") and self.parallel.memory_limit:
-            raise UserError(
-                f"parallel.memory_limit={self.parallel.memory_limit} with --executor={executor}, "
-                "whose blocks are all treated alike; legal with it: whole, auto."
-            )
-
-    def _check_answers(self):
-        if not self.run.init_from:
-            raise UserError(
-                "data.loss=answers trains given weights to answer; legal with run.init_from."
-            )
-        if self.evolution.method == "rigl":
-            raise UserError(
-                "evolution.method=rigl measures gradients of all tokens, and data.loss=answers "
-                "counts some; legal with it: every other method."
-            )
-
-    def _check_adapters(self):
-        if not self.training.adapter_rank:
-            raise UserError(
-                f"training.frozen_dtype={self.training.frozen_dtype} stores the weights under "
-                "adapters; legal with training.adapter_rank of 1 or more."
-            )
-        rank = f"training.adapter_rank={self.training.adapter_rank}"
-        if not self.run.init_from:
-            raise UserError(f"{rank} trains adapters of given weights; legal with run.init_from.")
-        if self.evolution.method != "static":
-            raise UserError(
-                f"evolution.method={self.evolution.method} changes weights, which {rank} freezes; "
-                "legal with it: static."
-            )
-        if self.sparsity.projections and self.run.twin != "no":
-            raise UserError(
-                f"run.twin={self.run.twin} trains another model, and {rank} one frozen model; "
-                "legal with it: no."
-            )
-
-    def _check_relay(self):
-        method = self.evolution.method
-        if self.parallel.server_dir and method not in ("static", "set", "rigl"):
-            raise UserError(
-                f"evolution.method={method} changes the shapes of the weights, and the files of "
-                "parallel.server_dir keep theirs; legal with it: static, set, rigl."
-            )
+        sequence = self.training.sequence
+        self.model.check_context(sequence, f"training.sequence={sequence}")
+        settings_together.refuse(self)
 
     @property
     def variants(self) -> tuple[str, ...]:

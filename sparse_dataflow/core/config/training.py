@@ -1,6 +1,7 @@
 """How a model is trained."""
 
 import dataclasses
+import re
 
 from sparse_dataflow.core.config.model import DTYPES
 from sparse_dataflow.core.config.projections import FROZEN_DTYPES
@@ -15,12 +16,24 @@ from sparse_dataflow.core.config.settings import (
     between,
     positive,
     setting,
+    shown,
     validate,
 )
 from sparse_dataflow.files.errors import UserError
 
-OPTIMIZERS = ("adamw", "muon")
+BUILT_IN = ("adamw", "muon")
+OPTIMIZERS = (*BUILT_IN, "lion", "adafactor", "schedule_free")
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
+DECAYED = ("matrices", "projections", "all")
+
+MOST_NARROW_B2 = 0.96
+"""Largest b2 with moments in bfloat16: see `TrainingConfig.b1`."""
 _DIVISORS_SHOWN = 12
+
+
+def is_factory(optimizer: str) -> bool:
+    """Returns whether an optimizer is named MODULE:ATTRIBUTE."""
+    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", optimizer) is not None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -28,11 +41,17 @@ class TrainingConfig(Readable):
     """How a model is trained.
 
     Attributes:
-      optimizer: Muon is explained in `optim.muon`.
+      optimizer: Muon is explained in `optim.muon`, factories in `optim.factories`.
       sparse_rate: the multiplier is a power of the density, so that 1 is 1 at every density.  The
         low-rank term of a weight has it too.
       micro_batches: 0 in a `RunConfig` that the planner has not settled, else 1 or more.
       warmup: of linear warm-up.
+      b1: its default and that of `b2` are GPT-3's (arXiv 2005.14165, appendix B).  They allow
+        moments in bfloat16, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2), rounded to
+        nearest: bfloat16 rounds by at most 2^-8 = 0.4%, while a step moves the second moment by
+        1 - b2 = 5% of its distance from the new square, and the first by 10%.  So the second
+        moment stops within 8.5% of its float32 limit, the first within 4.1%, and both decay to
+        zero without gradients.  With a b2 of 0.999 neither holds.
       final_rate: 0.1 is GPT-3's (arXiv 2005.14165, appendix B); 0 is lower for a fixed token
         budget (arXiv 2502.15938).
       state_dtype: masters, sums over micro-batches and all arithmetic are float32.
@@ -56,12 +75,28 @@ class TrainingConfig(Readable):
     )
     optimizer: str = setting(
         "adamw",
-        "muon: orthogonalised momentum for dense weights, stored blocks and groups; embeddings, "
-        "vectors and low-rank terms have adamw.",
-        choices=OPTIMIZERS,
+        f"{', '.join(OPTIMIZERS)}, or MODULE:ATTRIBUTE, a function with the argument "
+        "learning_rate that returns an optax optimizer, such as optax:nadamw. muon orthogonalises "
+        "the momentum of dense weights, stored blocks and groups; the rest has adamw.",
     )
+    b1: float = setting(
+        0.9, "Decay rate of the first moment; of lion, its share in a step.", legal=A_SHARE
+    )
+    b2: float = setting(
+        0.95, "Decay rate of the second moment; of lion, of its momentum.", legal=A_SHARE
+    )
+    epsilon: float = setting(1e-8, "Added to the root of the second moment.", legal=positive(1.0))
     learning_rate: float = setting(
-        1e-3, "Peak of the warm-up and cosine schedule, for dense weights.", legal=positive(1e38)
+        1e-3, "Peak of the schedule, for dense weights.", legal=positive(1e38)
+    )
+    schedule: str = setting(
+        "cosine",
+        "Fall of the learning rate after warm-up: cosine or linear to the last step; wsd, level, "
+        "then linear in the last share of training.decay; constant, none.",
+        choices=SCHEDULES,
+    )
+    decay: float = setting(
+        0.2, "Share of the steps in which training.schedule=wsd falls.", legal=A_FRACTION
     )
     sparse_rate: float = setting(
         1.0,
@@ -76,13 +111,19 @@ class TrainingConfig(Readable):
     warmup: float = setting(0.1, "Fraction of the steps spent in warm-up.", legal=A_SHARE)
     final_rate: float = setting(
         0.1,
-        "End of the cosine schedule, as a fraction of its peak.",
+        "End of the schedule, as a fraction of its peak.",
         legal=("in [0, 1]", lambda fraction: 0 <= fraction <= 1),
     )
     weight_decay: float = setting(
         0.1,
-        "Decoupled decay of matrices; biases, norms and gates have none.",
+        "Decoupled weight decay of what training.decayed names.",
         legal=between(0, 100),
+    )
+    decayed: str = setting(
+        "matrices",
+        "What decays: matrices of projections, routers, embeddings and output layer; projections, "
+        "without the last two; all, also biases, norms and gates.",
+        choices=DECAYED,
     )
     clip: float = setting(1.0, "Largest global gradient norm.", legal=positive(10**12))
     state_dtype: str = setting(
@@ -139,6 +180,7 @@ class TrainingConfig(Readable):
 
     def __post_init__(self):
         validate(self, "training")
+        self._check_optimizer()
         if self.adapter_rank and self.optimizer == "muon":
             raise UserError(
                 f"training.optimizer=muon orthogonalises the weights of projections, which "
@@ -152,6 +194,32 @@ class TrainingConfig(Readable):
                 f"{self.micro_batches} equal micro-batches; legal: "
                 f"{', '.join(map(str, divisors[:_DIVISORS_SHOWN]))}{more}."
             )
+
+    def _check_optimizer(self):
+        named = f"training.optimizer={shown(self.optimizer)}"
+        if self.optimizer not in OPTIMIZERS and not is_factory(self.optimizer):
+            raise UserError(
+                f"{named} is unknown. Legal: {', '.join(OPTIMIZERS)}, or MODULE:ATTRIBUTE, such as "
+                "optax:nadamw."
+            )
+        if self.state_dtype == "float32":
+            return
+        if self.optimizer not in BUILT_IN:
+            raise UserError(
+                f"training.state_dtype={self.state_dtype} with {named}, whose state stays in "
+                f"float32; legal with it: float32, or another optimizer: {', '.join(BUILT_IN)}."
+            )
+        if self.b2 > MOST_NARROW_B2:
+            raise UserError(
+                f"training.b2={self.b2:g} with training.state_dtype={self.state_dtype}, which "
+                f"rounds away so small a step of a moment; legal: at most {MOST_NARROW_B2}, or "
+                "float32."
+            )
+
+    @property
+    def plateau_stop(self) -> int:
+        """First step (from 0) in which training.schedule=wsd falls."""
+        return self.steps - max(1, round(self.decay * self.steps))
 
     @property
     def new_rows_steps(self) -> int:

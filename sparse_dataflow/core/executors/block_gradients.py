@@ -50,12 +50,13 @@ def block_gradient_norms(
         }
         for group in split_groups(weights.tables)
     ]
+    summed = axes if member.context is None else (*axes, member.context.axis)
     shares = math.prod(lax.axis_size(axis) for axis in axes)
     mean = jnp.full(tokens[:, 1:].shape, 1 / (shares * tokens[:, 1:].size), jnp.float32)
 
     def loss(norms):
         probes = [
-            Probe.of(group, group_norms, axes, member.shard)
+            Probe.of(group, group_norms, summed, member.shard)
             for group, group_norms in zip(split_groups(weights.tables), norms, strict=True)
         ]
         probed = dataclasses.replace(weights, layouts=join_groups(probes))

@@ -13,7 +13,7 @@ from sparse_dataflow.core.executors import support, whole
 from sparse_dataflow.core.executors.block_gradients import block_gradient_norms
 from sparse_dataflow.core.executors.whole import Accumulation, Batch
 from sparse_dataflow.core.model.model_weights import Fixed, ModelWeights
-from sparse_dataflow.core.optim.optimizers import adam_state
+from sparse_dataflow.core.optim.optimizers import gradient_arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Executor:
         return {
             "parameters": state.params,
             **({"frozen parameters": state.frozen} if state.frozen else {}),
-            "gradients": adam_state(state.moments).mu,
+            "gradients": gradient_arrays(state.moments, state.params),
             "moments": state.moments,
             "layout tables": tables if changing else Fixed(tables),
             "batch": batch,

@@ -15,6 +15,9 @@ __all__ = ["AXES", "parse"]  # Of `config.mesh`, for those who import this modul
 
 BATCH_AXES = ("data", "fsdp")
 
+STATE_AXES = ("fsdp", "context")
+"""Axes that shard what `parallel.zero` says, outermost first."""
+
 MODEL_AXES = ("tensor", "feature")
 """Axes that shard every layer, in the order in which they cut one dimension."""
 

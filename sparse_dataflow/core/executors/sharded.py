@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.core.config.layer_groups import group_index_of_path, join_groups, split_groups
-from sparse_dataflow.core.config.mesh_cuts import run_length
+from sparse_dataflow.core.config.mesh_cuts import key_value_copies, run_length
 from sparse_dataflow.core.config.parallel import MOST_SUB_BATCHES
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP
 from sparse_dataflow.core.executors import (
@@ -27,15 +27,15 @@ from sparse_dataflow.core.executors import (
     residual_stream as residual,
 )
 from sparse_dataflow.core.executors.block_gradients import block_gradient_norms
+from sparse_dataflow.core.executors.context import Context
 from sparse_dataflow.core.executors.executor import Executor
 from sparse_dataflow.core.executors.mesh import BATCH_AXES, MODEL_AXES
 from sparse_dataflow.core.executors.sharding import COLUMN_PARALLEL
 from sparse_dataflow.core.model import adapters, stacks
 from sparse_dataflow.core.model.model_weights import Fixed, ModelWeights
 from sparse_dataflow.core.model.shard import Shard
-from sparse_dataflow.core.optim.optimizers import adam_state
+from sparse_dataflow.core.optim.optimizers import gradient_arrays
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.planner.parallel_plan import key_value_copies
 
 TABLES = P("stage", "tensor")
 """Partition spec of tables [layers, shards, lines, fan]."""
@@ -47,7 +47,7 @@ class Sharded(Executor):
 
     Attributes:
       mesh: with all of `mesh.AXES`; its "stage" is 1.
-      zero: which arrays are sharded over "fsdp"; see `sharding.ZERO`.
+      zero: which arrays are sharded over "fsdp" and "context"; see `sharding.ZERO`.
       exchange: whether tokens travel to the experts over "fsdp", whose weights stay sharded.
       sub_batches: see `whole.Member`.
     """
@@ -217,6 +217,7 @@ class Sharded(Executor):
                 sharding.reduce_scatter, gradients, specs, gradient_specs
             ),
             self.sub_batches,
+            Context("context", self.mesh.shape["context"]) if longer("context") else None,
         )
         layouts = jax.tree.map(lambda table: TABLES, weights.layouts)
         return member, ModelWeights(specs, layouts, frozen_specs), gradient_specs
@@ -261,9 +262,14 @@ class Sharded(Executor):
         it has these rows.
         """
 
+        shapes = sharding.parameter_shapes(state)
+
         def resized(path, leaf):
-            if not sharding.dotted_path(path).endswith(sharding.VOCABULARY_ROWS):
+            parameter = sharding.parameter_name(path)
+            if not parameter.endswith(sharding.VOCABULARY_ROWS) or not leaf.shape:
                 return leaf
+            if leaf.shape[:1] != shapes.get(parameter, leaf.shape)[:1]:
+                return leaf  # A state array of other rows.
             rows = vocabulary or sharding.padded_rows(leaf.shape[0], self.mesh)
             if rows == leaf.shape[0]:
                 return leaf
@@ -301,14 +307,19 @@ class Sharded(Executor):
         arrays = state._replace(tables=())
         features = residual.order(model, self.mesh)
 
+        shapes = sharding.parameter_shapes(arrays)
+
         def place(path, leaf, target):
-            *_, module, name = ["", "", *(getattr(key, "key", "") for key in path)]
+            parameter = sharding.parameter_name(path)
+            *_, module, name = ["", "", *parameter.split(".")]
             key = group_index_of_path(path), module
             if key in orders and name == "values":
                 order = permutation(orders[key])[: len(leaf)]  # Shared layers have one layout.
-                return _take(target)(put_global(leaf, target), order)
+                axis = len(shapes.get(parameter, leaf.shape)) - 3
+                return _take(target, axis)(put_global(leaf, target), order)
             dim = sharding.residual_dim(path)
-            if features is not None and dim is not None:
+            mirrors = leaf.shape == shapes.get(parameter, leaf.shape)
+            if features is not None and dim is not None and mirrors:
                 order = permutation(features[None])[0]
                 return _take_features(target, dim)(put_global(leaf, target), order)
             return put_global(leaf, target)
@@ -351,7 +362,7 @@ class Sharded(Executor):
 
     def _gradients_like(self, state):
         """Returns the shapes and dtypes of the gradients."""
-        return adam_state(state.moments).mu
+        return gradient_arrays(state.moments, state.params)
 
     def local_rows(self, batch):
         """See `Executor`."""
@@ -408,12 +419,13 @@ def _take_features(target, dim):
 
 
 @functools.cache
-def _take(target):
-    """Returns a jitted function (values [layers, ..., nnz, block, block], order of each layer) ->
-    reordered values."""
+def _take(target, axis):
+    """Returns a jitted function (array [layers, ..., nnz, ...], order of each layer) -> reordered
+    array; the blocks are at `axis`."""
 
-    def take(values, order):
-        others = (1,) * (values.ndim - 4)
-        return jnp.take_along_axis(values, order.reshape(len(order), *others, -1, 1, 1), axis=-3)
+    def take(array, order):
+        inner = (1,) * (array.ndim - axis - 1)
+        order = order.reshape(len(order), *(1,) * (axis - 1), -1, *inner)
+        return jnp.take_along_axis(array, order, axis)
 
     return jax.jit(take, out_shardings=target)

@@ -3,6 +3,7 @@
 Moments and gradients of a parameter follow its row. To change a sharding, change its row.
 """
 
+import itertools
 import math
 import re
 from typing import Any
@@ -14,12 +15,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sparse_dataflow.core.config.mesh_cuts import key_value_copies
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import KEY_VALUE, PROJECTIONS, ROW_PARALLEL
-from sparse_dataflow.core.executors.mesh import BATCH_AXES, MODEL_AXES, AnyMesh, batch_shards
+from sparse_dataflow.core.executors.mesh import (
+    BATCH_AXES,
+    MODEL_AXES,
+    STATE_AXES,
+    AnyMesh,
+    batch_shards,
+)
 from sparse_dataflow.core.executors.whole import GATHERED
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.planner.parallel_plan import key_value_copies
 
 COLUMN_PARALLEL = tuple(name for name in PROJECTIONS if name not in ROW_PARALLEL)
 VOCABULARY_ROWS = ("embed.tokens", "head.output")
@@ -64,9 +71,9 @@ RULES = (
     (r"head\.norm\..*", P("feature")),
     (r"head\..*", P()),
 )
-"""If "fsdp" does not divide its dimension, it shards the next divisible one, or none. "stage" is
-dropped if it does not divide the layers, and MODEL_AXES if they do not divide the vocabulary
-(see `padded_rows`)."""
+""""fsdp" stands for STATE_AXES.  If they do not divide its dimension, they shard the next divisible
+one, or none. "stage" is dropped if it does not divide the layers, and MODEL_AXES if they do not
+divide the vocabulary (see `padded_rows`)."""
 
 ZERO = {"moments": 1, "gradients": 2, "params": 3, "frozen": 3}
 """Lowest `parallel.zero` that shards a kind of array over "fsdp" (arXiv 1910.02054, section 5)."""
@@ -82,7 +89,7 @@ def spec(
       shape: global shape.
       mesh: the devices.
       fsdp: whether to shard over "fsdp".
-      kv_copies: see `parallel_plan.key_value_copies`.
+      kv_copies: see `mesh_cuts.key_value_copies`.
     """
     row = _row(path)
     cuts = [list(entry_axes(entry)) for entry in [*row, *[None] * (len(shape) - len(row))]]
@@ -95,10 +102,11 @@ def spec(
     if first is not None:
         cuts[first].remove("fsdp")
         if fsdp:
-            fits = lambda i: shape[i] % (_shards(cuts[i], mesh) * mesh.shape["fsdp"]) == 0  # noqa: E731
+            shards = _shards(STATE_AXES, mesh)
+            fits = lambda i: shape[i] % (_shards(cuts[i], mesh) * shards) == 0  # noqa: E731
             dim = next(filter(fits, range(first, len(shape))), None)
             if dim is not None:
-                cuts[dim].append("fsdp")
+                cuts[dim] += STATE_AXES
     entries = [tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in cuts]
     while entries and not entries[-1]:
         entries.pop()
@@ -128,7 +136,7 @@ def residual_dim(path) -> int | None:
     Args:
       path: of `jax.tree_util`, of a leaf of the state.
     """
-    name = _parameter(path)
+    name = parameter_name(path)
     if not name or name.endswith(".values"):
         return None
     firsts = [entry_axes(entry)[:1] for entry in _row(name)]
@@ -172,15 +180,28 @@ def state_shardings(state: Any, model: ModelConfig, mesh: AnyMesh, zero: int) ->
       zero: `parallel.zero`, 0 to 3.
     """
     copies = int(key_value_copies(model, mesh.shape["tensor"]))
+    shapes = parameter_shapes(state)
 
     def sharding(path, leaf):
-        name = _parameter(path)
+        name = parameter_name(path)
         if not name:  # Step, key, the optimizer's count.
             return NamedSharding(mesh, P())
         fsdp = zero >= ZERO[_name(path[0])]
-        return NamedSharding(mesh, spec(name, leaf.shape, mesh, fsdp, copies))
+        shape = shapes.get(name, leaf.shape)
+        entries = spec(name, shape, mesh, fsdp, copies)
+        if leaf.shape == shape:
+            return NamedSharding(mesh, entries)
+        # A state array of another shape has the first axes of the parameter.
+        same = itertools.takewhile(lambda sizes: sizes[0] == sizes[1], zip(leaf.shape, shape))
+        return NamedSharding(mesh, P(*entries[: len(list(same))]))
 
     return jax.tree_util.tree_map_with_path(sharding, state)
+
+
+def parameter_shapes(state: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each trained parameter of a state, by its dotted path."""
+    leaves = jax.tree_util.tree_leaves_with_path(state.params)
+    return {dotted_path(path): leaf.shape for path, leaf in leaves}
 
 
 def abstract(leaf: Any, target: Any) -> jax.ShapeDtypeStruct:
@@ -188,11 +209,15 @@ def abstract(leaf: Any, target: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
 
 
-def _parameter(path):
-    """Returns the dotted path of the parameter of a leaf of the state; empty for none."""
+def parameter_name(path) -> str:
+    """Returns the dotted path of the parameter of a leaf of a state; empty for none.
+
+    The last key of an array in a weight's own state is its number (see `optim.by_weight`).
+    """
     keys = [_name(key) for key in path]
     start = next((i for i, key in enumerate(keys) if key in ("embed", "blocks", "head")), 0)
-    return ".".join(keys[start:]) if start else ""
+    named = keys[start:-1] if hasattr(path[-1], "idx") else keys[start:]
+    return ".".join(named) if start else ""
 
 
 def _name(key) -> str:
@@ -205,7 +230,7 @@ def dotted_path(path) -> str:
 
 
 def gather(params: dict, specs: dict, dtype: jnp.dtype) -> dict:
-    """All-gathers params over "fsdp" in the compute dtype, inside `shard_map`.
+    """All-gathers params over STATE_AXES in the compute dtype, inside `shard_map`.
 
     Its transpose reduce-scatters the gradient in float32.
 
@@ -217,10 +242,10 @@ def gather(params: dict, specs: dict, dtype: jnp.dtype) -> dict:
 
     def gather_leaf(leaf, spec):
         for dim, entry in enumerate(spec):
-            if "fsdp" in entry_axes(entry):
+            if axes := _state_axes(entry):
                 stored = leaf.dtype == jnp.int8  # It is cast where it is multiplied.
                 to = leaf.dtype if stored else jnp.dtype(dtype)
-                return checkpoint_name(_all_gather(leaf, dim, to), GATHERED)
+                return checkpoint_name(_all_gather(leaf, dim, to, axes), GATHERED)
         return leaf
 
     return jax.tree.map(gather_leaf, params, specs)
@@ -241,17 +266,22 @@ def gathered_specs(specs: dict, exchange: bool) -> dict:
     return jax.tree_util.tree_map_with_path(gathered, specs, is_leaf=is_spec)
 
 
-def _all_gather(leaf, dim, dtype):
+def _state_axes(entry):
+    """Returns those of STATE_AXES that shard a dimension of a spec."""
+    return tuple(axis for axis in entry_axes(entry) if axis in STATE_AXES)
+
+
+def _all_gather(leaf, dim, dtype, axes):
     @jax.custom_vjp
     def gather(leaf):
-        return lax.all_gather(leaf.astype(dtype), "fsdp", axis=dim, tiled=True)
+        return lax.all_gather(leaf.astype(dtype), axes, axis=dim, tiled=True)
 
     def forward(leaf):
         return gather(leaf), None
 
     def backward(_, gradient):
         wide = gradient.astype(leaf.dtype)
-        return (lax.psum_scatter(wide, "fsdp", scatter_dimension=dim, tiled=True),)
+        return (lax.psum_scatter(wide, axes, scatter_dimension=dim, tiled=True),)
 
     gather.defvjp(forward, backward)
     return gather(leaf)
@@ -263,18 +293,19 @@ def layer_specs(specs: dict) -> dict:
 
 
 def reduce_scatter(gradient: jax.Array, param_spec: P, gradient_spec: P) -> jax.Array:
-    """Reduce-scatters a gradient over "fsdp" if it shards the gradient but not the parameter.
+    """Reduce-scatters a gradient over STATE_AXES that shard it but not the parameter.
 
     Args:
       gradient: sharded as `param_spec` or `gradient_spec`; summed in float32 whatever its dtype.
       param_spec: spec of the parameter.
       gradient_spec: spec of the result.
     """
-    if "fsdp" in axes_of(gradient_spec) and "fsdp" not in axes_of(param_spec):
-        dim = next(i for i, entry in enumerate(gradient_spec) if "fsdp" in entry_axes(entry))
-        wide = gradient.astype(jnp.float32)
-        shard = lax.psum_scatter(wide, "fsdp", scatter_dimension=dim, tiled=True)
-        return shard.astype(gradient.dtype)
+    for dim, entry in enumerate(gradient_spec):
+        axes = _state_axes(entry)
+        if axes and not axes_of(param_spec) & set(axes):
+            wide = gradient.astype(jnp.float32)
+            shard = lax.psum_scatter(wide, axes, scatter_dimension=dim, tiled=True)
+            return shard.astype(gradient.dtype)
     return gradient
 
 
@@ -282,7 +313,7 @@ def all_reduce(gradient: jax.Array, spec: P, mesh: AnyMesh) -> jax.Array:
     """Sums a gradient in float32 over every axis that does not shard it."""
     over = tuple(
         axis
-        for axis in (*BATCH_AXES, *MODEL_AXES)
+        for axis in dict.fromkeys((*BATCH_AXES, *STATE_AXES, *MODEL_AXES))
         if mesh.shape[axis] > 1 and axis not in axes_of(spec)
     )
     if not over:
@@ -305,7 +336,12 @@ def refuse_indivisible(
     Raises:
       UserError: naming the count that is not divisible, and the legal sizes.
     """
-    tensor, shards = mesh.shape["tensor"], batch_shards(mesh)
+    tensor, shards, context = mesh.shape["tensor"], batch_shards(mesh), mesh.shape["context"]
+    if context > 1 and sequence % (2 * context * tensor):
+        raise UserError(
+            f"context:{context} with tensor:{tensor} does not divide {sequence} tokens into two "
+            f"chunks a device; legal: a sequence of a multiple of {2 * context * tensor} tokens."
+        )
     if batch % (shards * micro_batches):
         raise UserError(
             f"A batch of {batch} sequences in {micro_batches} micro-batches cannot be sharded over "

@@ -9,10 +9,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
-from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.config.training import BUILT_IN, TrainingConfig
+from sparse_dataflow.core.layouts.evolution import METHODS
+from sparse_dataflow.core.optim.factories import is_built_in, unlike_the_weight
 from sparse_dataflow.files.errors import UserError
 
 ROWS = "data, fsdp"
+CONTEXT = "context"
 TENSOR = "tensor"
 FEATURE = "feature"
 STAGE = "stage"
@@ -20,7 +23,7 @@ RELAY = "relay"
 RELAY_DEPTH = "relay, depth_schedule"
 RELAY_DEVICES = "relay, several devices"
 
-WAYS = ROWS, TENSOR, FEATURE, STAGE, RELAY, RELAY_DEPTH, RELAY_DEVICES
+WAYS = ROWS, CONTEXT, TENSOR, FEATURE, STAGE, RELAY, RELAY_DEPTH, RELAY_DEVICES
 """Axes of a mesh that are longer than 1, and kinds of the relay, in the order of the table."""
 
 
@@ -49,7 +52,7 @@ class Rule(NamedTuple):
     Attributes:
       option: in the words of the table.
       used: (job) -> the option as the job has it, such as "training.adapter_rank=4"; "" without it.
-      ways: in which it does not work.
+      ways: in which it does not work; WAYS is also on one device.
       because: completes "OPTION with EXECUTOR, ".
       legal: completes "legal: ".
     """
@@ -78,6 +81,30 @@ def _changes(job):
     return job.evolution and f"--evolution={job.evolution}"
 
 
+def _of_weights(job):
+    return job.evolution and not is_built_in(job.training)
+
+
+def _changes_model(job):
+    if _of_weights(job) and METHODS[job.evolution].update is None:
+        return f"training.optimizer={job.training.optimizer} and --evolution={job.evolution}"
+    return ""
+
+
+def _state_that_stays(job):
+    """An optimizer whose state of a stored block is of no shape that moves with the block."""
+    if not _of_weights(job) or METHODS[job.evolution].update is None:
+        return ""
+    for name in job.model.sparse_projections:
+        block = job.model.linear(name).block
+        if shape := unlike_the_weight(job.training, (block, block)):
+            return (
+                f"training.optimizer={job.training.optimizer}, whose state of a block has an array "
+                f"{list(shape)}, and --evolution={job.evolution}"
+            )
+    return ""
+
+
 RULES = (
     Rule(
         "`model.mask_documents`",
@@ -98,13 +125,13 @@ RULES = (
         _adapters,
         (STAGE, RELAY),
         "which trains all weights",
-        "the axes data, fsdp, feature and tensor",
+        "the axes data, fsdp, context, feature and tensor",
     ),
     Rule(
         "`training.teacher`",
         lambda job: job.training.teacher and "training.teacher",
-        (TENSOR, FEATURE, STAGE, RELAY),
-        "which cuts the model",
+        (CONTEXT, TENSOR, FEATURE, STAGE, RELAY),
+        "which cuts the model or its sequences",
         "the axes data and fsdp",
     ),
     Rule(
@@ -161,6 +188,16 @@ RULES = (
         "training.skip_spikes=0, or another executor",
     ),
     Rule(
+        "`training.new_rows_first`",
+        lambda job: (
+            job.training.new_rows_first
+            and f"training.new_rows_first={job.training.new_rows_first:g}"
+        ),
+        (RELAY,),
+        "which updates each section by itself",
+        "training.new_rows_first=0, or another executor",
+    ),
+    Rule(
         "`model.experts`",
         _experts,
         (RELAY_DEVICES,),
@@ -173,6 +210,13 @@ RULES = (
         (FEATURE,),
         "whose axis feature cuts every weight alike",
         "a mesh without feature",
+    ),
+    Rule(
+        "`model.experts`",
+        _experts,
+        (CONTEXT,),
+        "whose axis context shards the tokens that experts count",
+        "a mesh without context",
     ),
     Rule(
         "`sparsity.pattern=low_rank`",
@@ -191,6 +235,21 @@ RULES = (
         (RELAY,),
         "which updates one array at a time, and muon needs both factors",
         "training.optimizer=adamw, or another executor",
+    ),
+    Rule(
+        "`training.optimizer` other than adamw and muon with an `evolution.method` that changes "
+        "the model",
+        _changes_model,
+        WAYS,
+        "which knows what becomes of the moments of adamw and muon alone",
+        f"training.optimizer={' or '.join(BUILT_IN)}, or --evolution=set or rigl",
+    ),
+    Rule(
+        "`training.optimizer` with state that is not of a block's shape, with set and rigl",
+        _state_that_stays,
+        WAYS,
+        "which moves moments of single weights with their blocks",
+        f"another optimizer, such as {', '.join(BUILT_IN)}, or --evolution=static",
     ),
     Rule(
         "`run.init_from` with stored blocks",
@@ -214,7 +273,7 @@ def refuse(executor: Any, job: Job) -> None:
     """
     for rule in RULES:
         used = rule.used(job)
-        if used and set(rule.ways) & set(executor.ways):
+        if used and (rule.ways == WAYS or set(rule.ways) & set(executor.ways)):
             raise UserError(
                 f"{used} with {executor.describe()}, {rule.because}; legal: {rule.legal}."
             )

@@ -14,13 +14,14 @@ from jax.ad_checkpoint import checkpoint_name
 from sparse_dataflow.core.config import remat
 from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.executors.context import KEYS_VALUES, Context
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.model_weights import ModelWeights
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.shard import WHOLE, Shard
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
-from sparse_dataflow.core.ops.attention.documents import document_attention, document_numbers
+from sparse_dataflow.core.ops.attention.documents import document_numbers
 from sparse_dataflow.core.ops.cross_entropy.distillation import TeacherOutput
 from sparse_dataflow.core.weights.linear import PROJECTION_OUTPUT
 
@@ -52,6 +53,7 @@ class Member:
       gather: (section name, its sharded params, index of its layer group if a block) -> params to
         compute with, named GATHERED if they come from other devices; None if params are whole.
       collect: gradients of a micro-batch, sharded as the params -> as accumulated.
+      context: the device's tokens; None if it has all tokens of its rows.
       sub_batches: parts of the rows that pass through each block side by side.  No part depends on
         another, so the compiler can overlap collectives of one with products of the others.
     """
@@ -61,6 +63,11 @@ class Member:
     gather: Callable[[str, dict, int], dict] | None = None
     collect: Callable[[dict], dict] = lambda gradients: gradients
     sub_batches: int = 1
+    context: Context | None = None
+
+    def of_context(self, array: jax.Array) -> jax.Array:
+        """Returns the device's tokens of [B, T, ...]."""
+        return array if self.context is None else self.context.local_tokens(array)
 
     def section(self, params: dict, name: str, group: int = 0) -> dict:
         """Returns the params of a section to compute with; a block belongs to a layer group."""
@@ -115,9 +122,12 @@ def apply_blocks(
     member: Member = ALONE,
     documents_BxT: jax.Array | None = None,
     real_BxT: jax.Array | None = None,
+    positions_T: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
     """Runs all blocks on [B, T, D]; tokens attend within their document, if documents are given,
     and those that are not `real_BxT` have no experts.
+
+    A member with a context has T / shards tokens at `positions_T`, and documents of all T.
 
     Fixed layouts are specialised at trace time. Blocks are unrolled if `unrolls` says so.
     Otherwise each layer group is scanned, so that compile time does not depend on depth; with a
@@ -137,16 +147,18 @@ def apply_blocks(
     models = [layer_model(config, layer) for layer in range(config.num_layers)]
     # An evaluation may have fewer rows than parts.
     parts = math.gcd(member.sub_batches, len(x_BxTxD))
-    xs, attend = _split(x_BxTxD, parts), [causal_attention] * parts
+    xs = _split(x_BxTxD, parts)
+    of_part = member.context.attend if member.context else causal_attention
+    attend: list[Callable] = [of_part] * parts
     if documents_BxT is not None:
         documents = _split(documents_BxT, parts)
-        attend = [functools.partial(document_attention, documents=part) for part in documents]
+        attend = [functools.partial(attend[0], documents=part) for part in documents]
     groups = zip(layer_groups(config), split_groups(blocks), split_groups(tables), strict=True)
     for group, (layer_group, group_params, group_tables) in enumerate(groups):
         layers = layer_group.layers
         of_group = tuple(zip(kinds, models))[layers.start : layers.stop]
         run = {
-            each: _layer(each[1], member, group, attend, real_BxT, each[0])
+            each: _layer(each[1], member, group, attend, (positions_T, real_BxT), each[0])
             for each in dict.fromkeys(of_group)
         }
         if config.shared_layers:
@@ -210,9 +222,10 @@ def _scan(run, loops, x, stacked):
     return x, routing
 
 
-def _layer(config, member, group, attend, real_BxT, kind):
+def _layer(config, member, group, attend, tokens, kind):
     """Returns a function (xs, (params, tables) of a layer) -> (xs, `Routing` or ()), with the remat
-    policy of a kind; `xs` and `attend` are lists over parts of the rows."""
+    policy of a kind; `xs` and `attend` are lists over parts of the rows, and `tokens` the positions
+    and `real_BxT`."""
 
     def run(xs, layer):
         layer_params, layer_tables = layer
@@ -221,15 +234,14 @@ def _layer(config, member, group, attend, real_BxT, kind):
         block = functools.partial(gpt.routed_block, config, weights)
         # A model with experts has one part.
         outputs = [
-            block(x, member.shard, of_part, real_BxT=real_BxT)
-            for x, of_part in zip(xs, attend, strict=True)
+            block(x, member.shard, of_part, *tokens) for x, of_part in zip(xs, attend, strict=True)
         ]
         return [x for x, _ in outputs], outputs[0][1]
 
     if kind != "none":
         return _checkpointed(run, kind)
     if member.gather is not None:
-        policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
+        policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED, KEYS_VALUES)
         return jax.checkpoint(run, policy=policy)
     return run
 
@@ -345,24 +357,29 @@ def routed_loss(
     params = weights.merged
     embed, head = (member.section(params, name) for name in ("embed", "head"))
     x, routing = _residual(config, embed, weights, batch.tokens, member, padded)
-    targets = batch.tokens[:, 1:]
+    targets, counted = map(member.of_context, (batch.tokens[:, 1:], batch.weights))
     with jax.named_scope("head"):
         total = gpt.head_loss(
-            config, head, embed["tokens"], x, targets, batch.weights, member.shard, batch.teacher
+            config, head, embed["tokens"], x, targets, counted, member.shard, batch.teacher
         )
     return RoutedLoss(total, routing)
 
 
 def _residual(config, embed, weights, tokens, member, padded=False):
     """Returns the residual stream [B, T, D] after all blocks, and the routing."""
+    length, positions = tokens.shape[1] - 1, None
+    if member.context is not None:
+        config.check_context(length)
+        positions = member.context.positions(length)
     with jax.named_scope("embed"):
-        x = gpt.embed(config, embed, tokens[:, :-1], member.shard)
+        inputs = member.of_context(tokens[:, :-1])
+        x = gpt.embed(config, embed, inputs, member.shard, positions)
     documents = None
     if config.mask_documents:
         documents = document_numbers(tokens[:, :-1], config.vocab_size - 1)
     real = _real(config, tokens) if config.experts and padded else None
     with jax.named_scope("blocks"):
-        return apply_blocks(config, weights, x, member, documents, real)
+        return apply_blocks(config, weights, x, member, documents, real, positions)
 
 
 def _real(config, tokens):
@@ -401,8 +418,11 @@ def token_scores(
     """
     params = weights.merged
     embed, head = (member.section(params, name) for name in ("embed", "head"))
-    x = gpt.embed(config, embed, tokens[:, :-1], member.shard)
-    x, _ = apply_blocks(config, weights, x, member)
+    positions = member.context.positions(tokens.shape[1] - 1) if member.context else None
+    x = gpt.embed(config, embed, member.of_context(tokens[:, :-1]), member.shard, positions)
+    x, _ = apply_blocks(config, weights, x, member, positions_T=positions)
+    if member.context is not None:
+        x = member.shard.slice(member.context.gather(member.shard.gather(x)), axis=1)
     targets = tokens[:, 1:]
     return gpt.head_scores(config, head, embed["tokens"], x, targets, places, member.shard)
 

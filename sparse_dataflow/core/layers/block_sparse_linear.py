@@ -1,6 +1,7 @@
 """`BlockSparseLinear`: an nnx.Linear that stores some blocks of its kernel."""
 
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ from sparse_dataflow.core.layers.layout_state import (
     table_mark,
 )
 from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables, stack_tables
-from sparse_dataflow.core.layouts.patterns import make_layout
+from sparse_dataflow.core.layouts.patterns import has_layout, make_layout
 from sparse_dataflow.core.model.projection import with_room
 from sparse_dataflow.core.weights.weight import BlockSparse, Weight, WithDenseGradient
 from sparse_dataflow.files.errors import UserError
@@ -66,8 +67,10 @@ class BlockSparseLinear(nnx.Module):
       evolving: whether the layout is a variable.
 
     Args:
-      in_features: features of the input, a multiple of the block.
-      out_features: features of the output, a multiple of the block.
+      in_features: features of the input.  Where the block does not divide both sides of the weight,
+        they are filled up with features that are 0: to whole blocks, and by up to an eighth of them
+        where the density asks for it.  What is stored of the filling stays 0.
+      out_features: features of the output.
       layout: the stored blocks; None for those of `pattern`, `density` and `block`.
       pattern: rule that chooses the blocks, as in `sd.make_layout`.
       offset: number or seed of the pattern, as in `sd.make_layout`; None for 0, and for one drawn
@@ -129,17 +132,20 @@ class BlockSparseLinear(nnx.Module):
         bias_metadata: Mapping[str, Any] = _NO_METADATA,
         rngs: nnx.Rngs,
     ):
-        key = rngs.params()
+        key, shape = rngs.params(), (in_features, out_features)
         if layout is None:
             if offset is None:
                 offset = _drawn_offset(rngs, key) if pattern == "random" else 0
-            layout = make_layout(pattern, in_features, out_features, block, density, offset)
-        if (layout.in_features, layout.out_features) != (in_features, out_features):
+            sides = filled_up(shape, block, density)
+            layout = make_layout(pattern, *sides, block, density, offset)
+        full = layout.in_features, layout.out_features
+        if not all(0 <= a - b < layout.block + b // 8 for a, b in zip(full, shape)):
             raise UserError(
                 f"The layout is of a {layout.in_features} x {layout.out_features} weight and the "
-                f"layer has {in_features} x {out_features} features; legal: equal."
+                f"layer has {in_features} x {out_features} features; legal: equal, or less by "
+                "at most an eighth and a part of a block."
             )
-        values = draw_blocks(layout, kernel_init, key, param_dtype)
+        values = draw_blocks(layout, kernel_init, key, param_dtype, shape)
         self.values = nnx.Param(values, **kernel_metadata)
         self.bias: nnx.Param | None = nnx.data(None)
         if use_bias:
@@ -171,7 +177,7 @@ class BlockSparseLinear(nnx.Module):
         inputs, values, bias = self.promote_dtype(
             (inputs, self.values[...], bias), dtype=self.dtype
         )
-        y = self._product(inputs, values)
+        y = self._product(self._filled_up(inputs), values)[..., : self.out_features]
         if not self.evolving:
             return y if bias is None else y + bias
         # A state under `jit` has no values to compare: what it computes is no number.
@@ -188,6 +194,17 @@ class BlockSparseLinear(nnx.Module):
         if self.dense_gradient is None:
             return stored
         return WithDenseGradient(stored, self.dense_gradient[...])
+
+    def _filled_up(self, inputs):
+        """Returns inputs with the features that fill up the last block; they are 0."""
+        features, static = self.in_features, self.static_layout
+        blocks = static.in_blocks if static else self._tables().out_index.shape[-2]
+        missing = blocks * self.values.shape[-1] - features
+        if not missing:
+            return inputs
+        if inputs.ndim < 1 or inputs.shape[-1] != features:
+            raise UserError(f"x has shape {inputs.shape}; the layer reads [..., {features}].")
+        return jnp.pad(inputs, [(0, 0)] * (inputs.ndim - 1) + [(0, missing)])
 
     def _product(self, inputs, values):
         if self.dot_general is not lax.dot_general:
@@ -293,20 +310,56 @@ class BlockSparseLinear(nnx.Module):
         return LayoutTables(*(getattr(self, name)[...] for name in TABLES))
 
 
-def draw_blocks(layout: BlockLayout, kernel_init: Initializer, key: Any, dtype: Any) -> jax.Array:
+def filled_up(shape: tuple[int, int], block: int, density: float) -> tuple[int, int]:
+    """Returns the shape of the layout of a weight: its own where the block divides both sides.
+
+    Else the smallest with whole blocks that has a layout of the density, with up to an eighth more
+    blocks on each side; without one, that with the fewest blocks.
+
+    Raises:
+      UserError: a side is shorter than the block, so most of it would be filling.
+    """
+    if min(shape) < block:
+        raise UserError(
+            f"A block of {block} is larger than a side of a {shape[0]} x {shape[1]} weight; legal: "
+            f"blocks of at most {min(shape)}."
+        )
+    if not any(side % block for side in shape):
+        return shape
+    fewest = [-(-side // block) for side in shape]
+    grids = itertools.product(*(range(n, n + 1 + n // 8) for n in fewest))
+    fits = [(i, o) for i, o in grids if has_layout(i, o, density)]
+    rows, columns = min(fits, key=math.prod, default=fewest)
+    return rows * block, columns * block
+
+
+def fill_up(kernels: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Returns kernels [count, in, out] with zeros up to the shape of their layout."""
+    missing = [(0, full - side) for full, side in zip(shape, kernels.shape[1:])]
+    return jnp.pad(kernels, [(0, 0), *missing])
+
+
+def draw_blocks(
+    layout: BlockLayout, kernel_init: Initializer, key: Any, dtype: Any, shape: tuple[int, int]
+) -> jax.Array:
     """Returns values [nnz, block, block] of a kernel that an initializer of dense kernels draws.
+
+    The kernel has `shape`, and zeros up to the layout's.
 
     They are scaled by 1 / sqrt(share of the inputs that their output reads), unless the kernel is
     constant.  So outputs have the variance of those of the dense kernel, whatever the initializer.
     Sharding metadata of the initializer is dropped.
     """
     block = layout.block
-    kernel: Any = kernel_init(key, (layout.in_features, layout.out_features), dtype)
+    kernel: Any = kernel_init(key, shape, dtype)
     kernel = getattr(kernel, "raw_value", kernel)
+    is_constant = jnp.all(kernel == kernel[0, 0])
+    kernel = fill_up(kernel[None], (layout.in_features, layout.out_features))
     grid = kernel.reshape(layout.in_blocks, block, layout.out_blocks, block).swapaxes(1, 2)
     stored = grid[layout.rows, layout.cols]
-    scale = np.sqrt(layout.in_blocks / layout.fan_in[layout.cols])[:, None, None]
-    is_constant = jnp.all(kernel == kernel[0, 0])
+    features = np.clip(shape[0] - block * np.arange(layout.in_blocks), 0, block)
+    read = np.bincount(layout.cols, features[layout.rows], layout.out_blocks)
+    scale = np.sqrt(shape[0] / np.maximum(1, read[layout.cols]))[:, None, None]
     return jnp.where(is_constant, stored, (stored * scale).astype(stored.dtype))
 
 

@@ -4,6 +4,7 @@ import math
 
 from flax import nnx
 
+from sparse_dataflow.core.layers.block_sparse_linear import filled_up
 from sparse_dataflow.core.layers.general import Contraction
 from sparse_dataflow.core.layers.replace import LINEARS, Where, dotted
 from sparse_dataflow.core.layouts.patterns import legal_densities
@@ -48,8 +49,9 @@ def erk_densities(
         try:
             linear = node if isinstance(node, nnx.Linear) else Contraction.of(node).linear(node)
             layers = math.prod(linear.kernel.shape[:-2])
-            sizes[name] = layers, linear.in_features, linear.out_features
-            legal[name] = legal_densities(linear.in_features, linear.out_features, block)
+            sides = filled_up((linear.in_features, linear.out_features), block, density)
+            sizes[name] = layers, *sides
+            legal[name] = legal_densities(*sides, block)
         except UserError as error:
             raise UserError(f"{name}: {error} Or leave it out with `where`.") from None
     if not sizes:

@@ -164,7 +164,8 @@ def _largest(layers, density, path, index, layout, norms):
     if density >= layout.density:
         return layout
     try:
-        degree = balanced_degree(layers[path], layout.block, density)
+        sides = layout.in_features, layout.out_features
+        degree = balanced_degree(sides, layout.block, density)
         grid = np.zeros(layout.mask.shape)
         grid[layout.rows, layout.cols] = norms
         return largest_blocks(grid, layout.block, degree, layout.mask)

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from sparse_dataflow.core.layers.block_sparse_linear import BlockSparseLinear
+from sparse_dataflow.core.layers.block_sparse_linear import BlockSparseLinear, fill_up, filled_up
 from sparse_dataflow.core.layers.general import (
     BlockSparseGeneral,
     Contraction,
@@ -234,9 +234,9 @@ def block_sparse_layers(model: nnx.Module, where: Where | None) -> dict[tuple, B
     return selected
 
 
-def balanced_degree(linear: Any, block: int, density: float) -> int:
+def balanced_degree(sides: tuple[int, int], block: int, density: float) -> int:
     """Returns the degree of a balanced layout (see `patterns`); UserError names legal values."""
-    layout = make_layout("cyclic", linear.in_features, linear.out_features, block, density)
+    layout = make_layout("cyclic", *sides, block, density)
     return int(layout.fan_in[0]) * math.gcd(*layout.mask.shape) // layout.in_blocks
 
 
@@ -293,16 +293,17 @@ def _density_of(density, path):
 def _sparse(linear, pattern, density, block, evolving, number):
     """Returns the block-sparse layer of an nnx.Linear, the `number`-th of its model."""
     kernel, sides = linear.kernel[...], (linear.in_features, linear.out_features)
-    stack, dense = kernel.shape[:-2], kernel.reshape(-1, *kernel.shape[-2:])
+    stack, full = kernel.shape[:-2], filled_up(sides, block, density)
+    dense = fill_up(kernel.reshape(-1, *sides), full)
     if pattern == MAGNITUDE:
-        degree = balanced_degree(linear, block, density)
+        degree = balanced_degree(full, block, density)
         norms = np.asarray(grid_norms(dense, block))
         if not evolving:
             norms = np.sqrt(np.square(norms).sum(axis=0, keepdims=True))
         layouts = [largest_blocks(layer, block, degree) for layer in norms]
         scale = 1.0
     else:
-        layout = make_layout(pattern, *sides, block, density, number)
+        layout = make_layout(pattern, *full, block, density, number)
         layouts, scale = [layout], 1 / math.sqrt(layout.density)
     values = collect(*positions(layouts, len(dense)), dense, block) * scale
     layer = module_like(BlockSparseLinear, *sides, like=linear, layout=layouts[0])
@@ -326,6 +327,7 @@ def _dense(layer):
     stack, stored = values.shape[:-3], values.reshape(-1, *values.shape[-3:])
     grid = layouts[0].in_blocks, layouts[0].out_blocks
     kernel = expand(*positions(layouts, len(stored)), stored, grid)
+    kernel = kernel[..., : layer.in_features, : layer.out_features]
     linear = module_like(nnx.Linear, layer.in_features, layer.out_features, like=layer)
     linear.kernel = variable_like(layer.values, kernel.reshape(*stack, *kernel.shape[1:]))
     linear.bias, linear.use_bias = layer.bias, layer.use_bias

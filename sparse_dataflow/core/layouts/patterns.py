@@ -133,6 +133,11 @@ def legal_densities(in_features: int, out_features: int, block: int) -> list[flo
     return [k / ring for k in range(1, ring + 1)]
 
 
+def has_layout(in_blocks: int, out_blocks: int, density: float) -> bool:
+    """Whether a grid has a balanced layout of the density."""
+    return _degree(density, math.gcd(in_blocks, out_blocks)) > 0
+
+
 def _degree(density, ring):
     """Stored blocks in a ring of the grid at this density; 0 where they are no whole number."""
     degree = round(density * ring)

@@ -14,8 +14,9 @@ class Implementation(NamedTuple):
     """Where an implementation is, and where it runs.
 
     Attributes:
-      module: its module in the op's folder.  Its function `refusal` takes the operands and returns
-        why it cannot run them, empty if it can; a module without one runs all.
+      module: its module in the op's folder, or with a leading dot in the package, as those of
+        chips are.  Its function `refusal` takes the operands and returns why it cannot run them,
+        empty if it can; a module without one runs all.
       platform: the only platform that it runs on; empty for all.
       partitioned: whether XLA can partition it over devices, unlike a Pallas kernel.
     """
@@ -48,7 +49,9 @@ class Op:
 
     def load(self, name: str) -> ModuleType:
         """Imports an implementation at its first use: compilers of kernels take half a second."""
-        return importlib.import_module(f"{self.package}.{self.implementations[name].module}")
+        module = self.implementations[name].module
+        root = self.package.partition(".")[0] if module.startswith(".") else f"{self.package}."
+        return importlib.import_module(root + module)
 
     def refusal(self, name: str, *operands: Any, **options: Any) -> str:
         """Returns why an implementation cannot run operands here; empty if it can."""

@@ -1,5 +1,5 @@
-"""AdamW or Muon, with warm-up, cosine decay, a decay mask and a learning-rate multiplier per
-parameter."""
+"""The optimizer of a training: clipping, a schedule, weight decay, and a learning-rate multiplier
+for each parameter, about AdamW, Muon or an optimizer of `factories`."""
 
 import functools
 import math
@@ -17,20 +17,8 @@ from sparse_dataflow.core.config.model import SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model.guides import GUIDE
 from sparse_dataflow.core.model.model_weights import ModelWeights
-from sparse_dataflow.core.optim import muon
-
-B1, B2, EPS = 0.9, 0.95, 1e-8
-"""Adam's decay rates of the moments, from GPT-3 (arXiv 2005.14165, appendix B), and epsilon.
-
-These decay rates also allow moments in bfloat16, as in DeepSeek-V3 (arXiv 2412.19437, section
-3.3.2).  Rounding to nearest is enough: bfloat16 rounds by at most 2^-8 = 0.4%, while a step moves
-the second moment by 1 - B2 = 5% of its distance from the new square, and the first by 10%.  So the
-second moment stops within 8.5% of its float32 limit, the first within 4.1%, and both decay to zero
-without gradients.  With B2 = 0.999 neither holds.
-"""
-
-LINEAR_MATRICES = ("kernel", "values", GUIDE, "a_kernel", "b_kernel", *muon.FACTORS, "router")
-"""Leaves that multiply activations; each but the router belongs to a projection."""
+from sparse_dataflow.core.optim import by_weight, factories, muon
+from sparse_dataflow.core.optim.by_weight import LINEAR_MATRICES
 
 SPARSE_RATE_DENSITY = 1 / 8
 """Density at which `TrainingConfig.sparse_rate` is the full learning-rate multiplier."""
@@ -42,26 +30,34 @@ optimizer; docs/quality.md compares others."""
 
 @functools.cache
 def learning_rate_schedule(training: TrainingConfig) -> Callable[[int], float]:
-    """Returns step (from 0) -> learning rate: linear warm-up, then cosine decay."""
+    """Returns step (from 0) -> learning rate: linear warm-up, then `training.schedule`."""
     warmup = min(round(training.warmup * training.steps), training.steps - 1)
     peak = training.learning_rate
-    schedule = optax.join_schedules(
-        [
-            optax.linear_schedule(peak / (warmup + 1), peak, warmup),
-            optax.cosine_decay_schedule(peak, training.steps - warmup, training.final_rate),
+    after = training.steps - warmup
+    end = training.final_rate * peak
+    plateau = max(warmup, training.plateau_stop)
+    falls = {
+        "cosine": lambda: [optax.cosine_decay_schedule(peak, after, training.final_rate)],
+        "linear": lambda: [optax.linear_schedule(peak, end, after)],
+        "constant": lambda: [optax.constant_schedule(peak)],
+        "wsd": lambda: [
+            optax.constant_schedule(peak),
+            optax.linear_schedule(peak, end, training.steps - plateau),
         ],
-        [warmup],
-    )
+    }
+    stops = [warmup, *([plateau] if training.schedule == "wsd" else [])]
+    rising = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
+    schedule = optax.join_schedules([rising, *falls[training.schedule]()], stops)
     return lambda step: float(schedule(step))
 
 
 def make_optimizer(
     model: ModelConfig, training: TrainingConfig, mesh: Mesh | AbstractMesh | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns clipping, Adam or Muon, decoupled weight decay and per-parameter multipliers.
+    """Returns clipping, the optimizer, decoupled weight decay and per-parameter multipliers.
 
-    The caller multiplies the updates by minus the learning rate.  The learning rate is an argument
-    of the train step, so a schedule never recompiles.  `update` takes the `ModelWeights` as keyword
+    `update` takes the learning rate of the step as keyword `learning_rate`, so a schedule never
+    recompiles; its updates are added to the params.  It takes the `ModelWeights` as keyword
     `weights`: Muon's matrices are the groups of layouts that have them and cannot change.
 
     Args:
@@ -77,20 +73,45 @@ def make_optimizer(
         steps = jnp.asarray(training.new_rows_steps, jnp.int32)
         return NewRowsState(steps) if new_rows else optax.EmptyState()
 
-    def scale(updates, state, params=None, *, weights=None, **_):
-        multipliers = learning_rate_multipliers(model, training, updates, weights)
-        updates = jax.tree.map(lambda u, m: u * m, updates, multipliers)
+    def scale(updates, state, params=None, *, learning_rate, weights=None, **_):
+        if factories.is_built_in(training):
+            multipliers = learning_rate_multipliers(model, training, updates, weights)
+            updates = jax.tree.map(lambda u, m: -learning_rate * (u * m), updates, multipliers)
         if not new_rows:
             return updates, state
         updates = _new_rows_alone(updates, new_rows, state.left > 0)
         return updates, NewRowsState(jnp.maximum(state.left - 1, 0))
 
+    mask = functools.partial(decay_mask, decayed=training.decayed)
+    direction = [
+        _moments(training, mesh),
+        optax.add_decayed_weights(training.weight_decay, mask=mask),
+    ]
+    if not factories.is_built_in(training):
+        direction = [_by_weight(model, training)]
     return optax.chain(
         optax.clip_by_global_norm(training.clip),
-        _moments(training, mesh),
-        optax.add_decayed_weights(training.weight_decay, mask=decay_mask),
+        *direction,
         optax.GradientTransformationExtraArgs(init, scale),
     )
+
+
+def _by_weight(model, training):
+    """Returns the optimizer that updates each weight by itself, with its rate and decay."""
+
+    def init(params):
+        return by_weight.WeightStates(by_weight.init(training, params))
+
+    def update(gradients, state, params=None, *, learning_rate, **_):
+        rates = learning_rate_multipliers(model, training, gradients)
+        rates = jax.tree.map(lambda multiplier: learning_rate * multiplier, rates)
+        decays = weight_decays(training, gradients)
+        updates, states = by_weight.update(
+            training, gradients, state.states, params, rates, decays, model.vocab_size
+        )
+        return updates, by_weight.WeightStates(states)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 class NewRowsState(NamedTuple):
@@ -102,10 +123,6 @@ class NewRowsState(NamedTuple):
     """
 
     left: Any
-
-
-VOCABULARY = ("tokens", "output")
-"""Leaves with a row for each token."""
 
 
 def _new_rows_alone(updates, rows, alone):
@@ -120,7 +137,7 @@ def _new_rows_alone(updates, rows, alone):
 
     def masked(path, update):
         updated = jnp.zeros((), bool)
-        if path[-1].key in VOCABULARY:
+        if path[-1].key in by_weight.VOCABULARY:
             row = jnp.arange(update.shape[0])[:, None]
             updated = (first <= row) & (row < first + count)
         return jnp.where(updated | ~alone, update, 0)
@@ -136,7 +153,7 @@ def _moments(training, mesh):
     computed in the gradients' dtype.
     """
     dtype = jnp.dtype(training.state_dtype)
-    adam = optax.scale_by_adam(b1=B1, b2=B2, eps=EPS)
+    adam = optax.scale_by_adam(b1=training.b1, b2=training.b2, eps=training.epsilon)
     has_muon = training.optimizer == "muon"
     others = muon.without_matrices if has_muon else lambda tree: tree
 
@@ -204,8 +221,13 @@ def _matrix_updates(momentum, gradient, number, mesh, matrices):
 
 
 def adam_state(moments: optax.OptState) -> Any:
-    """Returns the entry of an optimizer state that has `count`, `mu` and `nu`; see `_moments`."""
+    """Returns the entry of a state of AdamW or Muon with `count`, `mu` and `nu`; see `_moments`."""
     return next(entry for entry in moments if hasattr(entry, "mu"))
+
+
+def gradient_arrays(moments: optax.OptState, params: Any) -> Any:
+    """Returns a tree of arrays, or shapes, like the gradients of a micro-batch."""
+    return next((entry.mu for entry in moments if hasattr(entry, "mu")), params)
 
 
 def map_moments(
@@ -213,27 +235,38 @@ def map_moments(
     moments: optax.OptState,
     second: Callable[[dict], dict] | None = None,
 ) -> optax.OptState:
-    """Returns the optimizer state with both trees of moments replaced.
+    """Returns the optimizer state with its trees like the params replaced.
 
     Args:
-      function: tree of first moments, with the params' structure -> new tree.
+      function: tree of first moments, with the params' structure -> new tree; or tree of the states
+        of each weight, a tuple of arrays for each leaf.
       moments: the optimizer state.
       second: the same for the second moments, which Muon's matrices lack; `function` if None.
     """
     second = second or function
-    return tuple(
-        entry._replace(mu=function(entry.mu), nu=second(entry.nu))
-        if hasattr(entry, "mu")
-        else entry
-        for entry in moments
+
+    def mapped(entry):
+        if isinstance(entry, by_weight.WeightStates):
+            return by_weight.WeightStates(function(entry.states))
+        if hasattr(entry, "mu"):
+            return entry._replace(mu=function(entry.mu), nu=second(entry.nu))
+        return entry
+
+    return tuple(map(mapped, moments))
+
+
+def decay_mask(params: dict, decayed: str = "matrices") -> dict:
+    """Returns True for each leaf with weight decay; see `TrainingConfig.decayed`."""
+    names = {"matrices": by_weight.MATRICES, "projections": LINEAR_MATRICES}.get(decayed)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: names is None or path[-1].key in names, params
     )
 
 
-def decay_mask(params: dict) -> dict:
-    """Returns True for each leaf with weight decay: matrices of projections and routers, embeddings
-    and output layer."""
-    decayed = (*LINEAR_MATRICES, "tokens", "positions", "output")
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in decayed, params)
+def weight_decays(training: TrainingConfig, params: dict) -> dict:
+    """Returns the decoupled weight decay of each leaf; 0 for none."""
+    mask = decay_mask(params, training.decayed)
+    return jax.tree.map(lambda decays: training.weight_decay if decays else 0.0, mask)
 
 
 def learning_rate_multipliers(
@@ -282,7 +315,7 @@ def learning_rate_multipliers(
             density = model.factor_rank(projection) / model.projection_shape(projection)[0]
         rate = training.sparse_rate ** (math.log(density) / math.log(SPARSE_RATE_DENSITY))
         if spec.turned_dense:
-            rate *= TURNED_DENSE_RATE[training.optimizer]
+            rate *= TURNED_DENSE_RATE.get(training.optimizer, TURNED_DENSE_RATE["adamw"])
         read = dict.fromkeys(("kernel", "values", GUIDE, *muon.FACTORS), density)
         read |= {"a_kernel": 1.0, "router": 1.0}
         if model.supar and name in read:

@@ -12,15 +12,22 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from sparse_dataflow.data.stored import TokenArray
 from sparse_dataflow.files.errors import UserError
 
 Batch = dict[str, np.ndarray]
 _PREFETCHED_BATCHES = 8
+
+
+class TokenArray(Protocol):
+    """Concatenated tokens, in memory or in files: int [count], read in slices."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: slice, /) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,69 +17,16 @@ from sparse_dataflow.cluster import processes
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.layouts.evolution import exchanged_share, new_shares
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.optim.loss_spikes import SpikeHistory, is_accepted, refuse_more_rollbacks
-from sparse_dataflow.core.training.monitoring.metrics import Progress, say
+from sparse_dataflow.core.optim.loss_spikes import SpikeHistory, refuse_more_rollbacks
+from sparse_dataflow.core.training import cost
+from sparse_dataflow.core.training.loop import Hook, StepDone, Trainer
+from sparse_dataflow.core.training.monitoring.metrics import say
+from sparse_dataflow.core.training.monitoring.progress import Progress
+from sparse_dataflow.core.training.monitoring.time_left import Remaining
 from sparse_dataflow.core.training.phases import phase_before
 from sparse_dataflow.core.training.plateau import Plateau, with_next_start
 from sparse_dataflow.core.training.programs import convert_state, evolve_layouts
 from sparse_dataflow.core.training.routing import routing_numbers
-
-if TYPE_CHECKING:
-    from sparse_dataflow.core.training.loop import Trainer
-
-
-@dataclass(frozen=True)
-class StepDone:
-    """One optimizer step, after it.
-
-    Attributes:
-      loss: in nats per token.
-      gradient_norms: parameter group -> norm.
-      routing: see `StepReport`.
-      rate: learning rate.
-      seconds: that it took.
-      limit: highest loss that was accepted; None for no limit.
-    """
-
-    loss: float
-    gradient_norms: Mapping[str, float]
-    routing: Any
-    rate: float
-    seconds: float
-    limit: np.float32 | None
-
-    @property
-    def accepted(self) -> bool:
-        """Whether the parameters changed."""
-        return self.limit is None or is_accepted(self.loss, self.gradient_norms, self.limit)
-
-
-class Hook:
-    """Something that a training does; the methods here do nothing."""
-
-    def before_step(self, trainer: "Trainer") -> None:
-        """Is called when the batch of the next step is at hand; may change the trainer's state."""
-
-    def limit(self) -> np.float32 | None:
-        """Returns the highest loss that the next step accepts; None for any."""
-        return None
-
-    def after_step(self, trainer: "Trainer", step: StepDone) -> None:
-        """Is called after each step, also one that was not accepted."""
-
-    def saved(self) -> dict[str, Any]:
-        """Returns what a checkpoint must remember, as JSON values by name."""
-        return {}
-
-    def restore(self, extra: Mapping[str, Any]) -> None:
-        """Takes over the values of a checkpoint, which are not trusted.
-
-        Raises:
-          ValueError, TypeError or KeyError: they are none that `saved` returned.
-        """
-
-    def close(self) -> None:
-        """Is called once, at the end of the process's part of the training."""
 
 
 class Evolve(Hook):
@@ -90,7 +36,7 @@ class Evolve(Hook):
     makes the same changes again.
     """
 
-    def before_step(self, trainer: "Trainer") -> None:
+    def before_step(self, trainer: Trainer) -> None:
         """See `Hook`; writes a row "evolution"."""
         evolution, steps = trainer.evolution, trainer.training.steps
         share = exchanged_share(evolution, trainer.step, steps)
@@ -150,7 +96,7 @@ class SkipSpikes(Hook):
         """See `Hook`."""
         return self._history.loss_limit(self._sigmas)
 
-    def after_step(self, trainer: "Trainer", step: StepDone) -> None:
+    def after_step(self, trainer: Trainer, step: StepDone) -> None:
         """See `Hook`; writes rows "skipped" and "rollback"."""
         if step.accepted:
             self._history = self._history.with_accepted(step.loss)
@@ -195,30 +141,21 @@ class SkipSpikes(Hook):
 
 
 class Record(Hook):
-    """Writes a row "train" after each accepted step, and shows the progress."""
+    """Writes a row "train" after each accepted step."""
 
     def __init__(
         self,
         mfu: Callable[[ModelConfig, float], float | None] = lambda model, tokens_per_second: None,
-        position: int = 0,
+        note: Callable[[str, int, int, str], None] = lambda name, step, steps, text: None,
     ):
-        """Shows nothing yet.
-
-        Args:
-          mfu: (model, tokens per second) -> model FLOPs utilisation, or None if the chip's peak is
-            unknown.
-          position: row of the progress bar.
+        """Args:
+        mfu: (model, tokens per second) -> model FLOPs utilisation, or None if the chip's peak is
+          unknown.
+        note: (name, step, steps, text) -> None; see `Progress.note`.
         """
-        self._mfu, self._position = mfu, position
-        self._progress: Progress | None = None
+        self._mfu, self._note = mfu, note
 
-    def before_step(self, trainer: "Trainer") -> None:
-        """See `Hook`."""
-        if self._progress is None:
-            steps = trainer.training.steps
-            self._progress = Progress(trainer.name, steps, trainer.step, self._position)
-
-    def after_step(self, trainer: "Trainer", step: StepDone) -> None:
+    def after_step(self, trainer: Trainer, step: StepDone) -> None:
         """See `Hook`."""
         if not step.accepted:
             return
@@ -232,15 +169,50 @@ class Record(Hook):
             "mfu": self._mfu(trainer.model, speed),
         }
         trainer.write("train", row | routing_numbers(step.routing))
-        left = trainer.seconds / trainer.step * (training.steps - trainer.step)
-        text = f"loss {step.loss:.3f}  {speed:,.0f} tokens/s"
-        assert self._progress is not None
-        self._progress.update(trainer.step, text, left)
+        text = f"loss {step.loss:.3f} {speed:,.0f} tokens/s"
+        self._note(trainer.name, trainer.step, training.steps, text)
 
-    def close(self) -> None:
+
+class Show(Hook):
+    """Shows the progress and the time left; the last hook, as it times the others."""
+
+    def __init__(self, progress: Progress, eval_every: int, checkpoint_every: int):
+        """Args:
+        progress: of all models of the run.
+        eval_every: steps between evaluations.
+        checkpoint_every: steps between checkpoints.
+        """
+        self._progress, self._every = progress, (eval_every, checkpoint_every)
+
+    def after_step(self, trainer: Trainer, step: StepDone) -> None:
         """See `Hook`."""
-        if self._progress is not None:
-            self._progress.close()
+        self._progress.after_step(trainer.name, remaining(trainer, *self._every))
+
+
+def remaining(trainer: Trainer, eval_every: int, checkpoint_every: int) -> Remaining:
+    """Returns what a trainer still has to do."""
+    step, steps, number = trainer.step, trainer.training.steps, trainer.phase_number
+    sequence = trainer.training.sequence
+
+    def events(every):
+        """Counts the multiples of `every` after this step, and the last step."""
+        return 0 if step >= steps else steps // every - step // every + bool(steps % every)
+
+    flops = [cost.flops_per_token(phase.model, sequence).total for phase in trainer.phases]
+    later = [
+        (phase.steps, flops[number + 1 + i] / flops[number])
+        for i, phase in enumerate(trainer.phases[number + 1 :])
+    ]
+    periodic, final = trainer.evaluation_batches
+    return Remaining(
+        phase=number,
+        steps=trainer.phase.stop - step,
+        later=tuple(later),
+        evaluations=events(eval_every),
+        saves=events(checkpoint_every),
+        evaluation_batches=periodic,
+        final_batches=final,
+    )
 
 
 class Evaluate(Hook):
@@ -254,7 +226,7 @@ class Evaluate(Hook):
         """
         self._every, self._plateau = every, Plateau()
 
-    def after_step(self, trainer: "Trainer", step: StepDone) -> None:
+    def after_step(self, trainer: Trainer, step: StepDone) -> None:
         """See `Hook`; writes rows "eval", and "routing" for a model with experts."""
         if trainer.step % self._every and not trainer.finished:
             return
@@ -289,20 +261,31 @@ class Save(Hook):
         """
         self._every = every
 
-    def after_step(self, trainer: "Trainer", step: StepDone) -> None:
+    def after_step(self, trainer: Trainer, step: StepDone) -> None:
         """See `Hook`."""
         if trainer.step % self._every == 0 or trainer.finished:
             trainer.save()
 
 
-def usual(eval_every: int, checkpoint_every: int, skip_spikes: float = 0.0, **record: Any) -> list:
+def usual(
+    eval_every: int,
+    checkpoint_every: int,
+    skip_spikes: float = 0.0,
+    *,
+    mfu: Callable[[ModelConfig, float], float | None] = lambda model, tokens_per_second: None,
+    progress: Progress | None = None,
+) -> list[Hook]:
     """Returns the hooks of a training of this project, in their order.
 
     Args:
       eval_every: steps between evaluations on the held-out windows.
       checkpoint_every: steps between checkpoints.
       skip_spikes: `TrainingConfig.skip_spikes`; 0 for none.
-      record: arguments of `Record`.
+      mfu: see `Record`.
+      progress: of the run; None for a training that is not shown.
     """
+    every = eval_every, checkpoint_every
     spikes = [SkipSpikes(skip_spikes, checkpoint_every)] if skip_spikes else []
-    return [Evolve(), *spikes, Record(**record), Evaluate(eval_every), Save(checkpoint_every)]
+    record = Record(mfu, progress.note) if progress else Record(mfu)
+    shown = [Show(progress, *every)] if progress else []
+    return [Evolve(), *spikes, record, Evaluate(eval_every), Save(checkpoint_every), *shown]

@@ -4,10 +4,12 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from sparse_dataflow.cluster import processes
 from sparse_dataflow.cluster.clock import Clock
@@ -15,10 +17,11 @@ from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.layouts.evolution import guide_share
+from sparse_dataflow.core.optim.by_weight import evaluated
+from sparse_dataflow.core.optim.loss_spikes import is_accepted
 from sparse_dataflow.core.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.core.optim.train_state import TrainState
 from sparse_dataflow.core.training import held_out
-from sparse_dataflow.core.training.hooks import Hook, StepDone
 from sparse_dataflow.core.training.monitoring.metrics import MetricsWriter, seconds_at
 from sparse_dataflow.core.training.phases import Phase, phase_before, phases_flops, refuse_unfit
 from sparse_dataflow.core.training.programs import Compiled, TrainingData, run_step
@@ -40,6 +43,60 @@ from sparse_dataflow.files.errors import UserError
 
 class DivergedError(UserError):
     """A loss, a gradient or a parameter is not finite."""
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """One optimizer step, after it.
+
+    Attributes:
+      loss: in nats per token.
+      gradient_norms: parameter group -> norm.
+      routing: see `StepReport`.
+      rate: learning rate.
+      seconds: that it took.
+      limit: highest loss that was accepted; None for no limit.
+    """
+
+    loss: float
+    gradient_norms: Mapping[str, float]
+    routing: Any
+    rate: float
+    seconds: float
+    limit: np.float32 | None
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the parameters changed."""
+        return self.limit is None or is_accepted(self.loss, self.gradient_norms, self.limit)
+
+
+class Hook:
+    """Something that a training does; the methods here do nothing."""
+
+    def before_step(self, trainer: "Trainer") -> None:
+        """Is called when the batch of the next step is at hand; may change the trainer's state."""
+
+    def limit(self) -> np.float32 | None:
+        """Returns the highest loss that the next step accepts; None for any."""
+        return None
+
+    def after_step(self, trainer: "Trainer", step: StepDone) -> None:
+        """Is called after each step, also one that was not accepted."""
+
+    def saved(self) -> dict[str, Any]:
+        """Returns what a checkpoint must remember, as JSON values by name."""
+        return {}
+
+    def restore(self, extra: Mapping[str, Any]) -> None:
+        """Takes over the values of a checkpoint, which are not trusted.
+
+        Raises:
+          ValueError, TypeError or KeyError: they are none that `saved` returned.
+        """
+
+    def close(self) -> None:
+        """Is called once, at the end of the process's part of the training."""
 
 
 class Trainer:
@@ -269,6 +326,12 @@ class Trainer:
         """Number of training tokens seen."""
         return self.step * self.training.batch * self.training.sequence
 
+    @property
+    def evaluation_batches(self) -> tuple[int, int]:
+        """Numbers of batches of a periodic evaluation, and of that after the last step."""
+        corpora = self._data.mixture or (self._data,)
+        return sum(len(c.validation) for c in corpora), sum(len(c.final) for c in corpora)
+
     def evaluate(self) -> dict:
         """Evaluates the periodic held-out windows; returns and writes a row "eval"."""
         self.last_evaluation = self._evaluate(
@@ -283,7 +346,8 @@ class Trainer:
     def _evaluate(self, kind, windows):
         """Writes the loss of the windows of `TrainingData` or of each `HeldOut`."""
         with self.clock.during("evaluation"):
-            weights = self.programs.weights(self.state)
+            params = evaluated(self.training, self.state.moments, self.state.params)
+            weights = self.programs.weights(self.state._replace(params=params))
             values = held_out.losses(
                 self._data,
                 windows,

@@ -145,7 +145,8 @@ def _seconds(function: Callable, inputs: tuple, *data) -> float:
 
 def _optimizer_seconds(model, training, state):
     optimizer = make_optimizer(model, training)
-    update = jax.jit(functools.partial(optimizer.update, weights=state.weights.with_groups()))
+    named = {"weights": state.weights.with_groups(), "learning_rate": 1e-3}
+    update = jax.jit(functools.partial(optimizer.update, **named))
     return _median(lambda: update(state.params, state.moments, state.params))
 
 

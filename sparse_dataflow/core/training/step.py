@@ -116,9 +116,12 @@ def make_train_step(
             gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.params)
         with jax.named_scope("optimizer"):
             updates, moments = optimizer.update(
-                gradients, state.moments, state.params, weights=of_model.with_groups()
+                gradients,
+                state.moments,
+                state.params,
+                learning_rate=learning_rate,
+                weights=of_model.with_groups(),
             )
-            updates = jax.tree.map(lambda u: -learning_rate * u, updates)
             params = optax.apply_updates(state.params, updates)
         loss, routing = loss if model.experts else (loss, ())
         report = StepReport(loss, group_norms(gradients), routing)

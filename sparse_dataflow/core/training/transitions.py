@@ -14,6 +14,7 @@ projection.
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -288,7 +289,13 @@ def _moved_blocks(state, place, old: Sequence[BlockLayout], new: Sequence[BlockL
 
 
 def _gather_blocks(values: jax.Array | np.ndarray, sources: np.ndarray) -> jax.Array | np.ndarray:
-    """Returns `gather_blocks`, in device or host memory as `values`."""
+    """Returns `gather_blocks`, in device or host memory as `values`.
+
+    Of arrays with one number for each block, such as a count, new blocks get that of another block.
+    """
+    if math.prod(values.shape[2:]) == 1:
+        of_others = np.maximum(sources.max(axis=1, keepdims=True), 0)
+        sources = np.where(sources < 0, of_others, sources)
     if not isinstance(values, np.ndarray):
         return gather_blocks(values, sources)
     new = np.empty((*sources.shape, *values.shape[2:]), values.dtype)
@@ -381,9 +388,11 @@ def _convert_leaf(tree, place, before, after, convert):
     if before not in module:  # Muon's matrices have no second moment.
         return tree
     leaf = module.pop(before)
-    module[after] = jax.block_until_ready(convert(leaf))
-    if isinstance(leaf, jax.Array):
-        leaf.delete()
+    # The state of a weight is a tuple of arrays; see `optim.by_weight`.
+    module[after] = jax.block_until_ready(jax.tree.map(convert, leaf))
+    for array in jax.tree.leaves(leaf):
+        if isinstance(array, jax.Array):
+            array.delete()
     return place.with_module(tree, module)
 
 

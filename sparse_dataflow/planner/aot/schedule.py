@@ -12,7 +12,8 @@ separate bound: `Schedule.hbm_bytes`.
 
 `DUMP_FLAGS` makes libtpu write the text.  It must be in LIBTPU_INIT_ARGS before jax is imported:
 
-    LIBTPU_INIT_ARGS="$(python -m sparse_dataflow.planner.aot.schedule --flags DIR)" python compile_it.py
+    export LIBTPU_INIT_ARGS="$(python -m sparse_dataflow.planner.aot.schedule --flags DIR)"
+    python compile_it.py
     python -m sparse_dataflow.planner.aot.schedule DIR
 
 Importing this module loads no jax.

@@ -41,6 +41,22 @@ def series(history: Sequence[Row], kind: str, x: str, y: str) -> np.ndarray:
     return np.array(points, np.float64).reshape(-1, 2)
 
 
+def held_out(history: Sequence[Row], x: str) -> np.ndarray:
+    """Returns the points (x, loss) of the held-out text, float64 [points, 2].
+
+    The evaluation after the last step, which is the result of a run, stands in place of the
+    periodic one of the same step.
+    """
+    final = {row.get("step") for row in history if row.get("kind") == "final"}
+    rows = [
+        {**row, "kind": "eval"}
+        for row in history
+        if row.get("kind") == "final"
+        or (row.get("kind") == "eval" and row.get("step") not in final)
+    ]
+    return series(rows, "eval", x, "loss")
+
+
 def smooth(values: np.ndarray) -> np.ndarray:
     """Returns the centred moving mean over about 1/20 of the curve, shape [n].
 
@@ -83,7 +99,7 @@ def loss_curves(
       (SVG, whether the steep start of training is outside the axes); None without points.
     """
     lines = {name: series(rows, "train", x, "loss") for name, rows in histories.items()}
-    marks = {name: series(rows, "eval", x, "loss") for name, rows in histories.items()}
+    marks = {name: held_out(rows, x) for name, rows in histories.items()}
     for line in lines.values():
         line[:, 1] = smooth(line[:, 1])
     points = np.concatenate([*lines.values(), *marks.values()])
@@ -107,6 +123,17 @@ def loss_curves(
                 markersize=6.5,
                 markeredgecolor=COLOUR["paper"],
                 zorder=3,
+            )
+            final = series(histories[name], "final", x, "loss")
+            axes.plot(
+                final[:, 0] / scale,
+                final[:, 1],
+                color=COLOUR[name],
+                linestyle="none",
+                marker=_MARKER[name],
+                markersize=11,
+                markeredgecolor=COLOUR["ink"],
+                zorder=4,
             )
         clipped = _frame_loss(axes, [*lines.values(), *marks.values()])
         axes.set_xlim(left=0)

@@ -97,7 +97,10 @@ def test_a_limit_that_nothing_meets_names_one_that_is_met():
 
 @pytest.mark.parametrize("executor", ["relay", "pipeline"])
 def test_executors_whose_blocks_are_alike_refuse_a_limit(executor):
-    with pytest.raises(UserError, match=f"--executor={executor}.*; legal with it: whole, auto"):
+    with pytest.raises(
+        UserError,
+        match=r"memory_limit=1GiB with parallel\.executor=.*with it: none",
+    ):
         CONFIG.change(parallel__executor=executor, parallel__memory_limit="1GiB")
 
 

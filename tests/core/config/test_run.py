@@ -18,7 +18,7 @@ from sparse_dataflow.files.errors import UserError
             {"training__batch": 12, "training__micro_batches": 5},
             ["training.batch=12", "training.micro_batches=5", "1, 2, 3, 4, 6, 12"],
         ),
-        ({"evolution__method": "low_rank_tail"}, ["low_rank_tail", "sparsity.rank", "1 or more"]),
+        ({"evolution__method": "low_rank_tail"}, ["low_rank_tail", "legal with sparsity.rank"]),
         (
             {
                 "parallel__executor": "relay",
@@ -57,7 +57,7 @@ def test_variants_follow_projections_and_twin():
 
 
 def test_a_narrow_twin_begins_with_no_weights():
-    with pytest.raises(UserError, match=r"run\.twin=narrow .*legal with them: yes, no"):
+    with pytest.raises(UserError, match=r"init_from with run\.twin=narrow, .* with it: none"):
         preset("pico").change(run__twin="narrow", run__init_from="folder")
 
 

@@ -9,6 +9,7 @@ more than others) or of the evolution; then meshes, each as "data:2,tensor:4/ZER
 """
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -28,6 +29,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh as meshes
+from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.executors.pipeline.pipelined import Pipelined
 from sparse_dataflow.core.executors.pipeline.stages import Division, divide
@@ -82,6 +84,13 @@ MODELS = {
     "llama": dataclasses.replace(
         DENSE, **FAMILIES["llama"], num_kv_heads=2, vocab_size=45, remat="full", window=5
     ).with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8)),
+    "packed": dataclasses.replace(
+        DENSE,
+        **FAMILIES["gemma2"] | {"window": 3, "attention_cap": 0.7},
+        num_kv_heads=2,
+        vocab_size=7,
+        mask_documents=True,
+    ),
     "qwen3": dataclasses.replace(DENSE, **FAMILIES["qwen3"], num_kv_heads=2, head_dim=12),
     "gemma2": dataclasses.replace(
         DENSE,
@@ -130,7 +139,12 @@ def executor(text, model):
     axes, zero, micro, *pipeline = text.split("/")
     exchange, axes = axes.startswith("exchange,"), axes.removeprefix("exchange,")
     parts, axes = 1 + axes.startswith("halves,"), axes.removeprefix("halves,")
-    mesh, zero = meshes.make(meshes.parse(axes, 8)), int(zero)
+    # "on:4,data:2,tensor:2" is a mesh over four of the eight devices.
+    devices = jax.devices()
+    if axes.startswith("on:"):
+        count, axes = axes.removeprefix("on:").split(",", 1)
+        devices = devices[: int(count)]
+    mesh, zero = meshes.make(meshes.parse(axes, len(devices)), devices), int(zero)
     if not pipeline:
         return Sharded(mesh, zero, exchange, parts), int(micro)
     schedule, chunks, *layer_counts = pipeline
@@ -147,6 +161,8 @@ OPTIONS = {
     "adapters": {"adapter_rank": 4},
     "int8": {"adapter_rank": 4, "frozen_dtype": "int8"},
     "teacher": {"teacher": "folder"},
+    # Two steps of these rows alone, then one of all weights. Axes of two and four cut the rows.
+    "new_rows": {"new_rows": (10, 30), "new_rows_first": 0.67},
     "answers": {"padded": True},
 }
 """What follows "+" in the name of a model -> changes of its training; rows are `padded` or not."""
@@ -243,6 +259,28 @@ def collectives(name, texts):
     """Returns {text: [kind, devices, bytes, times] of the collectives of a step}; nothing runs."""
     tuples = lambda text: [(c.kind, c.group, c.bytes, c.times) for c in hlo.collectives(text)]  # noqa: E731
     return gathers(name, texts, tuples)
+
+
+def scores(name, texts):
+    """Returns {text: largest difference of `token_scores` on the mesh and on one device}."""
+    model, places, results = MODELS[name], np.arange(0, SEQUENCE * 2, 2), {}
+    training = TrainingConfig(STEPS, BATCH, SEQUENCE)
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, (BATCH, SEQUENCE + 1))
+    start = initial_state(model, training)
+    weights = start._replace(tables=tables_of(model, SINGLE_DEVICE)[1]).weights
+    for text in texts:
+        sharded, _ = executor(text, model)
+        placed = sharded.place(start, model)._replace(tables=tables_of(model, sharded)[1])
+        shards = meshes.batch_shards(sharded.mesh)
+        rows = sharded.put({"tokens": tokens.astype(np.int32)}, BATCH)["tokens"]
+        of_shards = np.tile(places.astype(np.int32), (shards, 1))
+        score = jax.jit(functools.partial(sharded.token_scores, model))
+        mine = score(placed.weights, rows, of_shards)[0]
+        rows_of_shards = np.split(tokens.astype(np.int32), shards)
+        alone = jax.jit(functools.partial(whole.token_scores, model))
+        right = [alone(weights, shard, of_shards[0])[0] for shard in rows_of_shards]
+        results[text] = float(np.abs(mine - np.stack(right)).max())
+    return results
 
 
 def canonical(executor, state, tables, model):
@@ -399,6 +437,6 @@ def evolve(name, texts):
 
 if __name__ == "__main__":
     task, name, *texts = sys.argv[1:]
-    tasks = (compare, gathers, collectives, move, evolve)
+    tasks = (compare, gathers, collectives, move, evolve, scores)
     run = {function.__name__: function for function in tasks}[task]
     print(json.dumps(run(name, texts)))

@@ -5,7 +5,7 @@ from eight_devices import on_eight_devices
 
 def mesh_training(*arguments):
     """Returns the JSON output of mesh_training.py."""
-    return on_eight_devices("parallel/mesh_training.py", *arguments)
+    return on_eight_devices("core/executors/mesh_training.py", *arguments)
 
 
 def assert_like_single_device(results):

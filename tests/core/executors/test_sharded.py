@@ -137,6 +137,19 @@ def test_adapters_train_over_a_mesh_as_on_a_single_device(model, texts):
     assert_like_single_device(mesh_training("compare", model, *texts))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "texts"),
+    [
+        ("dense", ["on:2,data:2/0/1", "on:2,fsdp:2/3/1", "on:4,data:2,tensor:2/1/2"]),
+        ("dense_odd", ["on:2,tensor:2/0/1", "on:4,fsdp:4/3/2", "on:4,stage:2,fsdp:2/2/2/1f1b/1"]),
+        ("sparse", ["on:4,fsdp:2,tensor:2/3/1"]),
+    ],
+)
+def test_rows_of_new_tokens_alone_are_trained_first_over_a_mesh_as_on_one_device(model, texts):
+    assert_like_single_device(mesh_training("compare", f"{model}+new_rows", *texts))
+
+
 GROUP_SHAPES = {"16x48", "16x16", "16x32", "32x16"}
 """Of the model "sparse": groups of qkv, attn_out, mlp_in and mlp_out."""
 

@@ -14,6 +14,7 @@ PAGE = pathlib.Path(__file__).parents[3] / "docs" / "devices.md"
 BASE = preset("pico").change(sparsity__block=16, run__twin="no", training__steps=20)
 WAYS = {
     support.ROWS: {"parallel__mesh": "data:2,fsdp:2"},
+    support.CONTEXT: {"parallel__mesh": "context:2"},
     support.TENSOR: {"parallel__mesh": "tensor:2"},
     support.FEATURE: {"parallel__mesh": "feature:2"},
     support.STAGE: {"parallel__mesh": "stage:2"},
@@ -35,6 +36,11 @@ OPTIONS = {
     "`model.layer_types` of two kinds": {"model__layer_types": "sliding+full", "model__window": 8},
     "`model.remat` by layer": {"model__remat": "full:1,none:1"},
     "`training.skip_spikes`": {"training__skip_spikes": 4.0},
+    "`training.new_rows_first`": {
+        "training__new_rows_first": 0.5,
+        "data__extend_vocabulary": 8,
+        "run__init_from": "DIR",
+    },
     "`model.experts`": {"model__experts": 4},
     "`sparsity.pattern=low_rank`": {"sparsity__pattern": "low_rank"},
     "`sparsity.pattern=low_rank` with `training.optimizer=muon`": {
@@ -42,9 +48,16 @@ OPTIONS = {
         "training__optimizer": "muon",
     },
     "other `evolution.method` than static": {"evolution__method": "rigl", "evolution__every": 2},
+    "`training.optimizer` other than adamw and muon with an `evolution.method` that changes the "
+    "model": {"training__optimizer": "lion", "evolution__method": "sparse_to_dense"},
+    "`training.optimizer` with state that is not of a block's shape, with set and rigl": {
+        "training__optimizer": "optax:sm3",
+        "evolution__method": "set",
+        "evolution__every": 2,
+    },
     "`run.init_from` with stored blocks": {"run__init_from": "DIR"},
 }
-DENSE = {"`training.adapter_rank`", "`data.loss=answers`"}
+DENSE = {"`training.adapter_rank`", "`data.loss=answers`", "`training.new_rows_first`"}
 
 
 def check(config, way):

@@ -333,8 +333,8 @@ def test_a_pruned_layer_is_restored_with_its_layout_if_it_was_saved_evolving(tmp
 def test_what_does_not_fit_is_refused_in_words():
     with pytest.raises(sd.UserError, match="multiples of 1/4"):
         make(density=0.3)
-    with pytest.raises(sd.UserError, match="legal blocks up to 512: 8, 16, 32"):
-        make(block=24)
+    with pytest.raises(sd.UserError, match=r"larger than a side of a 64 x 32 .* of at most 32"):
+        make(block=48)
     with pytest.raises(sd.UserError, match="64 x 64 weight and the layer has 64 x 32"):
         make(layout=sd.make_layout("random", 64, 64, 8, 0.5))
     assert make()(inputs(2), out_sharding=None).shape == (2, OUT)

@@ -97,7 +97,7 @@ def test_the_cubic_schedule():
     [
         (lambda: sd.erk_densities(model_of([(16, 16)]), 0.0), "above 0 and at most 1"),
         (lambda: sd.erk_densities(model_of([(16, 16)]), math.nan), "above 0 and at most 1"),
-        (lambda: sd.erk_densities(model_of([(16, 24)]), 0.5, block=16), "layers.0: .*legal"),
+        (lambda: sd.erk_densities(model_of([(16, 24)]), 0.5, block=20), "layers.0: .*legal"),
         (lambda: sd.erk_densities(nnx.Sequential(), 0.5), "no linear"),
         (lambda: sd.erk_densities(no_product(), 0.5), "ab,bc->a is no product .* leave it out"),
         (lambda: sd.cubic_density(1, first=5, last=5, end=0.5), "legal: 6 or more"),

@@ -11,7 +11,7 @@ import sparse_dataflow as sd
 
 @pytest.fixture(scope="module")
 def report():
-    return on_eight_devices("layers/on_mesh.py")
+    return on_eight_devices("core/layers/on_mesh.py")
 
 
 def test_shard_map_over_the_batch_has_the_gradients_of_one_device(report):

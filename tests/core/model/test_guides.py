@@ -140,7 +140,10 @@ def test_flops_of_a_run_count_the_guides_while_they_last():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"run__init_from": "folder"}, "copies of drawn blocks; legal with run.init_from: another"),
+        (
+            {"run__init_from": "folder"},
+            "with evolution.method=self_guided, which copies",
+        ),
         ({"evolution__plateau": 2}, "before their share is 0; legal with it: 0"),
         ({"sparsity__pattern": "low_rank"}, "self_guided with sparsity.pattern=low_rank"),
         ({"model__experts": 4}, "self_guided with model.experts=4 is not supported"),

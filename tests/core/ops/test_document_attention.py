@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_dataflow.core.ops.attention import plain_attention as reference
-from sparse_dataflow.core.ops.attention.documents import document_attention, document_numbers
+from sparse_dataflow.core.ops.attention.attention_op import causal_attention
+from sparse_dataflow.core.ops.attention.documents import document_numbers
 
 
 def test_a_document_ends_with_its_end_of_text():
@@ -18,7 +19,7 @@ def test_a_document_ends_with_its_end_of_text():
 
 @jax.jit
 def together(operands, dy, documents):
-    y, pull = jax.vjp(lambda *operands: document_attention(*operands, documents), *operands)
+    y, pull = jax.vjp(lambda *a: causal_attention(*a, documents=documents), *operands)
     return y, *pull(dy)
 
 
@@ -49,7 +50,7 @@ def test_documents_attend_as_if_each_were_alone(ends, seed):
 def test_a_window_limits_documents_too(window):
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(1, 6, 1, 4)).astype(np.float32) for _ in range(3))
-    result = document_attention(q, k, v, np.zeros((1, 6), np.int32), window)
+    result = causal_attention(q, k, v, window=window, documents=np.zeros((1, 6), np.int32))
     last = slice(6 - window, 6)
     exact = reference.causal_attention(q[:, last], k[:, last], v[:, last])
     np.testing.assert_allclose(result[:, -1], exact[:, -1], rtol=1e-4)

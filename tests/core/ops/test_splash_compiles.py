@@ -1,12 +1,15 @@
 """Splash attention compiles ahead of time for TPUs at GPT-13B's shape."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from described_tpus import TOPOLOGIES, compiled, described, nightly
 
 from sparse_dataflow.core.config.presets import SIZES
-from sparse_dataflow.core.ops.attention.attention_op import causal_attention
+from sparse_dataflow.core.executors.context import zigzag
+from sparse_dataflow.core.ops.attention.attention_op import causal_attention, shard_attention
 
 pytest.importorskip(
     "libtpu", reason="compiling for a TPU needs libtpu: pip install 'sparse_dataflow[aot]'"
@@ -39,6 +42,40 @@ def test_splash_attention_compiles_without_materializing_the_scores(
     # Transposed operands and row sums; the scores would be tokens / width times one array.
     array = tokens * heads * max(width, 128) * 4
     assert program.memory_analysis().temp_size_in_bytes <= 12 * array
+
+
+def test_splash_attention_of_documents_compiles_without_materializing_the_scores():
+    tokens, heads, kv_heads = 8192, 32, 8
+
+    def packed(query, key, value, documents):
+        attend = functools.partial(causal_attention, window=4096, documents=documents)
+        return jax.grad(lambda *a: attend(*a).astype(jnp.float32).sum(), (0, 1, 2))(
+            query, key, value
+        )
+
+    shapes = [(1, tokens, n, 128) for n in (heads, kv_heads, kv_heads)]
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    documents = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+    program = compiled(packed, [*operands, documents], described("v5p")[0])
+    assert program.as_text().count('custom_call_target="tpu_custom_call"') == 3
+    # Dense float32 scores are 8 GiB.
+    assert program.memory_analysis().temp_size_in_bytes < 2**30
+
+
+def test_splash_attention_of_a_shard_of_a_sequence_compiles():
+    tokens, shards = 4096, 2
+    order = zigzag(tokens, shards)
+
+    def gradients_of_shard(query, key, value, shard):
+        attend = lambda *a: shard_attention(*a, order, shard).astype(jnp.float32).sum()  # noqa: E731
+        return jax.grad(attend, (0, 1, 2))(query, key, value)
+
+    shapes = [(1, tokens // shards, 8, 128), (1, tokens, 2, 128), (1, tokens, 2, 128)]
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    program = compiled(
+        gradients_of_shard, [*operands, jax.ShapeDtypeStruct((), jnp.int32)], described("v5p")[0]
+    )
+    assert program.as_text().count('custom_call_target="tpu_custom_call"') == 3
 
 
 def test_the_shape_is_gpt_13bs():

@@ -1,6 +1,7 @@
 """Muon: equality with optax, orthogonal blocks and groups, one moment, and learning rates."""
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -21,9 +22,6 @@ from sparse_dataflow.core.model import stacks as layer_stacks
 from sparse_dataflow.core.model.model_weights import ModelWeights
 from sparse_dataflow.core.optim import muon
 from sparse_dataflow.core.optim.optimizers import (
-    B1,
-    B2,
-    EPS,
     adam_state,
     learning_rate_multipliers,
     make_optimizer,
@@ -58,7 +56,9 @@ def moves(model, training, steps=3):
     optimizer, params = make_optimizer(model, training), gradients_of(model, 0)
     state = optimizer.init(params)
     for number in range(1, steps + 1):
-        updates, state = jax.jit(optimizer.update)(gradients_of(model, number), state, params)
+        updates, state = jax.jit(functools.partial(optimizer.update, learning_rate=-1.0))(
+            gradients_of(model, number), state, params
+        )
     return updates, state
 
 
@@ -100,9 +100,9 @@ def test_a_dense_model_is_trained_as_by_optax():
         optax.contrib.muon(
             rate,
             weight_decay=decay,
-            adam_b1=B1,
-            adam_b2=B2,
-            eps=EPS,
+            adam_b1=TRAINING.b1,
+            adam_b2=TRAINING.b2,
+            eps=TRAINING.epsilon,
             adam_weight_decay=0.0,
             muon_weight_dimension_numbers=matrices,
             consistent_rms=muon.RMS,
@@ -113,7 +113,9 @@ def test_a_dense_model_is_trained_as_by_optax():
     state, their_state = ours.init(params), theirs.init(right)
     for number in range(1, 5):
         gradients = gradients_of(model, number)
-        updates, state = jax.jit(ours.update)(gradients, state, params)
+        updates, state = jax.jit(functools.partial(ours.update, learning_rate=-1.0))(
+            gradients, state, params
+        )
         params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
         updates, their_state = jax.jit(theirs.update)(gradients, their_state, right)
         right = jax.tree.map(np.add, right, updates)
@@ -172,7 +174,9 @@ def test_layouts_that_change_move_by_blocks():
 
     def updates(tables):
         weights = None if tables is None else ModelWeights(params, tables)
-        move = jax.jit(optimizer.update)(params, state, params, weights=weights)
+        move = jax.jit(functools.partial(optimizer.update, learning_rate=-1.0))(
+            params, state, params, weights=weights
+        )
         return move[0]["blocks"]["mlp_in"]
 
     by_group, by_block = updates(layer_stacks.with_groups(tables)), updates(tables)
@@ -225,5 +229,5 @@ def test_supar_keeps_the_change_of_an_output_over_width_density_and_block():
 
 
 def test_unknown_optimizers_are_refused():
-    with pytest.raises(UserError, match=r"training.optimizer.* Legal: adamw, muon"):
-        dataclasses.replace(TRAINING, optimizer="lion")
+    with pytest.raises(UserError, match=r"optimizer=lions is unknown. Legal: adamw, muon, lion"):
+        dataclasses.replace(TRAINING, optimizer="lions")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sparse_dataflow.core.config.evolution_config import EvolutionConfig
 from sparse_dataflow.core.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.training import OPTIMIZERS, TrainingConfig
+from sparse_dataflow.core.config.training import BUILT_IN, TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.layouts.evolution import phase_specs
 from sparse_dataflow.core.model import gpt
@@ -142,7 +142,7 @@ def test_each_kind_of_parameter_has_its_rate(sparse_rate, vector_rate, model):
     st.floats(1.5, 10.0),
     st.sampled_from([MODEL, SUPAR]),
     st.sampled_from([(), ("qkv",)]),
-    st.sampled_from(OPTIMIZERS),
+    st.sampled_from(BUILT_IN),
 )
 def test_weights_that_turned_dense_learn_faster_than_dense_ones(
     sparse_rate, model, first, optimizer
@@ -212,7 +212,7 @@ def train(optimizer, steps=4, scale=lambda updates: updates):
     """Returns the parameters after `steps` steps on random gradients, some above the clip."""
     params = draw_like_params(0)
     state = optimizer.init(params)
-    update = jax.jit(optimizer.update)
+    update = jax.jit(functools.partial(optimizer.update, learning_rate=-1.0))
     for step in range(steps):
         gradients = draw_like_params(step + 1, scale=10.0 ** (step % 3 - 3))
         updates, state = update(gradients, state, params)
@@ -240,7 +240,9 @@ def test_gradients_are_clipped_to_their_global_norm():
     optimizer = make_optimizer(MODEL, dataclasses.replace(TRAINING, clip=1e-3))
     params = draw_like_params(0)
     state = optimizer.init(params)
-    _, state = jax.jit(optimizer.update)(draw_like_params(1, scale=50.0), state, params)
+    _, state = jax.jit(functools.partial(optimizer.update, learning_rate=-1.0))(
+        draw_like_params(1, scale=50.0), state, params
+    )
     assert optax.tree.norm(adam_state(state).mu) / (1 - 0.9) == pytest.approx(1e-3, rel=1e-4)
 
 
@@ -249,7 +251,9 @@ def test_supar_moves_weights_by_their_rates():
     moves = []
     for model in (MODEL, SUPAR):
         optimizer = make_optimizer(model, TRAINING)
-        updates, _ = jax.jit(optimizer.update)(gradients, optimizer.init(params), params)
+        updates, _ = jax.jit(functools.partial(optimizer.update, learning_rate=-1.0))(
+            gradients, optimizer.init(params), params
+        )
         moves.append(by_path(updates))
     rates = by_path(learning_rate_multipliers(SUPAR, TRAINING, params))
     for path, standard in moves[0].items():
@@ -270,3 +274,22 @@ def test_supar_moves_weights_by_their_rates():
 def test_illegal_training_is_refused(fields, message):
     with pytest.raises(UserError, match=message):
         dataclasses.replace(TRAINING, **fields)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("linear", [0.5, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]),
+        ("wsd", [0.5, 1, 1, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325]),
+        ("constant", [0.5, 1, 1, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_other_schedules_fall_as_their_names_say(schedule, expected):
+    changes = {"linear": (10, 0.1), "wsd": (11, 0.1), "constant": (8, 0.1)}
+    steps, final_rate = changes[schedule]
+    training = TrainingConfig(
+        steps, 1, 1, learning_rate=1.0, warmup=1 / steps, schedule=schedule, decay=4 / 11,
+        final_rate=final_rate,
+    )  # fmt: skip
+    rates = [learning_rate_schedule(training)(step) for step in range(steps)]
+    np.testing.assert_allclose(rates, expected, rtol=1e-5)

@@ -82,10 +82,10 @@ def test_a_step_is_a_float32_step_with_moments_rounded_at_the_end(seed, exponent
     gradients = jax.tree.map(draw, params)
     narrow, wide = make_optimizer(DENSE, TRAINING), make_optimizer(DENSE, WIDE)
     before = narrow.init(params)
-    _, before = narrow.update(jax.tree.map(draw, params), before, params)
+    _, before = narrow.update(jax.tree.map(draw, params), before, params, learning_rate=-1.0)
     same = map_moments(lambda tree: jax.tree.map(jnp.float32, tree), before)
-    mine, after = narrow.update(gradients, before, params)
-    right, unrounded = wide.update(gradients, same, params)
+    mine, after = narrow.update(gradients, before, params, learning_rate=-1.0)
+    right, unrounded = wide.update(gradients, same, params, learning_rate=-1.0)
     for leaf, other in zip(jax.tree.leaves(mine), jax.tree.leaves(right)):
         np.testing.assert_array_equal(leaf, other)
     for leaf, other in zip(
@@ -102,7 +102,7 @@ def test_the_second_moment_approaches_any_square_and_decays_to_zero(before, afte
     optimizer = make_optimizer(DENSE, dataclasses.replace(TRAINING, clip=1e9))
     params = {"head": {"norm": {"scale": jnp.ones(1)}}}
     state = optimizer.init(params)
-    run = jax.jit(optimizer.update)
+    run = jax.jit(functools.partial(optimizer.update, learning_rate=-1.0))
 
     def steps(state, gradient, count):
         gradients = {"head": {"norm": {"scale": jnp.full(1, gradient, jnp.float32)}}}

@@ -16,7 +16,7 @@ LAYERS, WIDTH = MODEL.num_layers, MODEL.d_model
 def compiled():
     """Text of `compiled_steps` -> the compiled step."""
     return on_eight_devices(
-        "aot/compiled_steps.py",
+        "planner/aot/compiled_steps.py",
         "/1/full/dense",
         "data:8/1/none/dense",
         "fsdp:4,tensor:2/2/full/sparse",

@@ -47,6 +47,16 @@ def test_curves_have_a_marker_per_evaluation_in_the_variants_colour(x):
     assert "bits per byte" in picture
 
 
+def test_the_last_marker_is_the_evaluation_of_the_headline():
+    rows = [
+        {"kind": "eval", "step": 5, "tokens": 50, "loss": 3.0},
+        {"kind": "eval", "step": 10, "tokens": 100, "loss": 2.5},
+        {"kind": "final", "step": 10, "tokens": 100, "loss": 2.25},
+    ]
+    assert drawings.held_out(rows, "tokens").tolist() == [[50, 3.0], [100, 2.25]]
+    assert drawings.held_out(rows[:2], "tokens").tolist() == [[50, 3.0], [100, 2.5]]
+
+
 def test_the_bits_axis_needs_a_constant_ratio_to_the_loss():
     assert drawings.bits_per_nat(HISTORIES) == pytest.approx(report_sample.BITS_PER_NAT)
     other = [{**row, "bits_per_byte": 1.0} for row in HISTORIES["dense"] if row["kind"] == "eval"]

@@ -52,7 +52,7 @@ class Pipelined(Sharded):
 
     def check(self, model, training):
         """See `Executor`."""
-        if self.mesh.shape["feature"] > 1:
+        if self.mesh.shape["feature"] * self.mesh.shape["context"] > 1:
             raise UserError(
                 f"--mesh={meshes.describe(self.mesh)} cuts the residual stream that stages send; "
                 "legal with stage: the axes data, fsdp and tensor."

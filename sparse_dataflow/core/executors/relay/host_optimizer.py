@@ -1,4 +1,4 @@
-"""AdamW and Muon on the host, in place: the arithmetic of `optim`, vectorised with numpy.
+"""Optimizers on the host, in place: the arithmetic of `optim`, AdamW and Muon in numpy.
 
 Arrays are updated in pieces whose temporaries stay in a core's cache. numpy releases Python's lock
 in each operation, so several threads update at once. XLA on the CPU backend would allocate its
@@ -6,14 +6,17 @@ results; copying them to the masters (slices of stacked arrays, mapped files) co
 single pass saves.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.core.optim import muon
-from sparse_dataflow.core.optim.optimizers import B1, B2, EPS
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.optim import by_weight, muon
 
 PIECE = 2**17
 """Elements per piece: its float32 temporaries, 1 MiB with float32 moments and 2 MiB with bfloat16,
@@ -30,23 +33,28 @@ class Rates(NamedTuple):
       clip: factor on the gradient, at most 1.
       learning_rate: learning rate of this parameter.
       decay: decoupled weight decay; 0 for none.
+      b1: see `TrainingConfig`, also for `b2` and `epsilon`.
     """
 
     number: int
     clip: float
     learning_rate: float
     decay: float
+    b1: float = TrainingConfig.b1
+    b2: float = TrainingConfig.b2
+    epsilon: float = TrainingConfig.epsilon
 
 
 class Leaf(NamedTuple):
     """A parameter and its moments: contiguous arrays of one shape.
 
     The parameter is float32; the moments are float32 or bfloat16. A matrix of Muon has no second
-    moment; its first moment is Muon's momentum.
+    moment; its first moment is Muon's momentum. Of an optimizer of `by_weight`, `mu` is the tuple
+    of the state's arrays.
     """
 
     parameter: np.ndarray
-    mu: np.ndarray
+    mu: Any
     nu: Any = None
 
     def piece(self, where: slice) -> "Leaf":
@@ -82,6 +90,7 @@ def update(
       copy: also receives the parameter, rounded to its dtype, float32 or bfloat16.
     """
     wide = before.mu.dtype == np.float32
+    b1, b2 = rates.b1, rates.b2
     scratch = np.empty((2 if wide else 4, min(PIECE, gradient.size)), np.float32)
     for where in pieces(gradient.size, gradient.size):
         g, t, *moments = scratch[:, : where.stop - where.start]
@@ -91,18 +100,18 @@ def update(
             m, v = (widen(array, out) for array, out in zip((m, v), moments))
             m_out, v_out = moments
         np.multiply(widen(gradient[where], g), np.float32(rates.clip), out=g)
-        np.multiply(m, np.float32(B1), out=m_out)
-        np.multiply(g, np.float32(1 - B1), out=t)
+        np.multiply(m, np.float32(b1), out=m_out)
+        np.multiply(g, np.float32(1 - b1), out=t)
         np.add(m_out, t, out=m_out)
         np.multiply(g, g, out=g)
-        np.multiply(g, np.float32(1 - B2), out=g)
-        np.multiply(v, np.float32(B2), out=v_out)
+        np.multiply(g, np.float32(1 - b2), out=g)
+        np.multiply(v, np.float32(b2), out=v_out)
         np.add(v_out, g, out=v_out)
-        np.multiply(v_out, np.float32(1 / (1 - B2**rates.number)), out=t)
+        np.multiply(v_out, np.float32(1 / (1 - b2**rates.number)), out=t)
         np.sqrt(t, out=t)
-        np.add(t, np.float32(EPS), out=t)
+        np.add(t, np.float32(rates.epsilon), out=t)
         np.divide(m_out, t, out=t)
-        np.multiply(t, np.float32(1 / (1 - B1**rates.number)), out=t)
+        np.multiply(t, np.float32(1 / (1 - b1**rates.number)), out=t)
         np.multiply(p, np.float32(rates.decay), out=g)
         np.add(t, g, out=t)
         np.multiply(t, np.float32(rates.learning_rate), out=t)
@@ -139,6 +148,48 @@ def update_matrices(
         np.subtract(before.parameter[where], step, out=after.parameter[where])
         if copy is not None:
             narrow(after.parameter[where], copy[where])
+
+
+def update_weights(
+    before: Leaf,
+    gradient: np.ndarray,
+    rates: Rates,
+    after: Leaf,
+    copy: np.ndarray | None = None,
+    *,
+    training: TrainingConfig,
+    path: tuple,
+) -> None:
+    """Runs one step of an optimizer of `by_weight` on a parameter of any shape, by XLA on the CPU.
+
+    Takes the arguments of `update`, and
+
+    Args:
+      training: names the optimizer.
+      path: of the parameter in its section.
+    """
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        program = _weights_program(training, path, rates.decay)
+        arrays = before.parameter, gradient.reshape(before.parameter.shape), before.mu
+        results = program(*arrays, np.float32(rates.clip), np.float32(rates.learning_rate))
+    parameter, state = jax.tree.map(np.asarray, results)
+    after.parameter[...] = parameter
+    for to, array in zip(after.mu, state, strict=True):
+        to[...] = array
+    if copy is not None:
+        narrow(_flat(parameter), copy)
+
+
+@functools.cache
+def _weights_program(training, path, decay):
+    @jax.jit
+    def program(parameter, gradient, state, clip, rate):
+        gradient = gradient.astype(jnp.float32) * clip
+        arguments = path, gradient, state, parameter, rate, decay
+        step, state = by_weight.update_leaf(training, *arguments)
+        return parameter + step, state
+
+    return program
 
 
 def square_sum(gradient: np.ndarray) -> float:

@@ -15,7 +15,9 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import ROW_PARALLEL
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.optim.optimizers import adam_state, make_optimizer
+from sparse_dataflow.core.optim import by_weight
+from sparse_dataflow.core.optim.factories import is_built_in
+from sparse_dataflow.core.optim.optimizers import make_optimizer
 from sparse_dataflow.core.optim.train_state import TrainState
 
 EMBED, HEAD = "embed", "head"
@@ -53,14 +55,35 @@ def depth_of(params: dict) -> int:
     return sum(len(jax.tree.leaves(group)[0]) for group in split_groups(params["blocks"]))
 
 
-def with_adam(moments: Any, count: int, mu: dict, nu: dict) -> Any:
-    """Returns the optimizer state with another count and other moments."""
-    return tuple(
-        state._replace(count=np.asarray(count, np.int32), mu=mu, nu=nu)
-        if hasattr(state, "mu")
-        else state
-        for state in moments
-    )
+_NO_MOMENTS: dict[str, dict] = {EMBED: {}, "blocks": {}, HEAD: {}}
+
+
+def count_of(moments: Any) -> int:
+    """Returns the number of updates of a state of AdamW or Muon; 0 where weights count theirs."""
+    return next((int(entry.count) for entry in moments if hasattr(entry, "mu")), 0)
+
+
+def moment_trees(moments: Any) -> tuple[dict, dict]:
+    """Returns the first and second moments; or the states of each weight, and an empty tree."""
+    for entry in moments:
+        if hasattr(entry, "mu"):
+            return entry.mu, entry.nu
+        if isinstance(entry, by_weight.WeightStates):
+            return entry.states, _NO_MOMENTS
+    raise ValueError("an optimizer state without moments")
+
+
+def with_moments(moments: Any, count: int, mu: dict, nu: dict) -> Any:
+    """Returns the optimizer state with another count and other trees of `moment_trees`."""
+
+    def replaced(entry):
+        if isinstance(entry, by_weight.WeightStates):
+            return by_weight.WeightStates(mu)
+        if hasattr(entry, "mu"):
+            return entry._replace(count=np.asarray(count, np.int32), mu=mu, nu=nu)
+        return entry
+
+    return tuple(map(replaced, moments))
 
 
 def abstract_state(model: ModelConfig, training: TrainingConfig) -> TrainState:
@@ -78,10 +101,8 @@ def abstract_state(model: ModelConfig, training: TrainingConfig) -> TrainState:
 def zeros(model: ModelConfig, training: TrainingConfig) -> tuple[dict, dict, dict]:
     """Returns zeroed (params, mu, nu); the system allocates their pages at the first write."""
     shapes = abstract_state(model, training)
-    moments = adam_state(shapes.moments)
-    return jax.tree.map(
-        lambda leaf: np.zeros(leaf.shape, leaf.dtype), (shapes.params, moments.mu, moments.nu)
-    )
+    trees = shapes.params, *moment_trees(shapes.moments)
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), trees)
 
 
 def fresh_state(
@@ -111,18 +132,19 @@ def fresh_state(
         if starting_blocks is not None and number >= starting_blocks:
             block |= {name: jax.tree.map(np.zeros_like, block[name]) for name in ROW_PARALLEL}
         _fill(view(params, number), block)
-    moments = with_adam(shapes.moments, 0, mu, nu)
+    if not is_built_in(training):
+        for each in all_sections(model.stored_layers):
+            _fill(view(mu, each), by_weight.init(training, view(params, each)))
+    moments = with_moments(shapes.moments, 0, mu, nu)
     return TrainState(np.zeros((), np.int32), params, moments, shapes.tables, key)
 
 
 def copied_state(state: TrainState, trees: tuple[dict, dict, dict]) -> TrainState:
     """Copies params and moments of a state into the trees (params, mu, nu); returns that state."""
-    moments = adam_state(state.moments)
-    jax.tree.map(
-        lambda to, leaf: np.copyto(to, leaf), trees, (state.params, moments.mu, moments.nu)
-    )
+    given = state.params, *moment_trees(state.moments)
+    jax.tree.map(lambda to, leaf: np.copyto(to, leaf), trees, given)
     params, mu, nu = trees
-    after = with_adam(state.moments, int(moments.count), mu, nu)
+    after = with_moments(state.moments, count_of(state.moments), mu, nu)
     return state._replace(params=params, moments=after)
 
 

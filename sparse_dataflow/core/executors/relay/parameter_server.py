@@ -31,15 +31,18 @@ from sparse_dataflow.core.executors.relay.host_optimizer import Leaf, Rates
 from sparse_dataflow.core.executors.relay.host_state import (
     Section,
     all_sections,
+    count_of,
+    moment_trees,
     section_name,
     view,
-    with_adam,
+    with_moments,
 )
 from sparse_dataflow.core.executors.relay.relay_programs import device_dtype
 from sparse_dataflow.core.executors.relay.timeline import Timeline
 from sparse_dataflow.core.model.model_weights import ModelWeights
+from sparse_dataflow.core.optim.factories import is_built_in
 from sparse_dataflow.core.optim.muon import Matrices, is_matrix, matrices_of
-from sparse_dataflow.core.optim.optimizers import adam_state, decay_mask, learning_rate_multipliers
+from sparse_dataflow.core.optim.optimizers import learning_rate_multipliers, weight_decays
 from sparse_dataflow.core.optim.train_state import TrainState
 from sparse_dataflow.hardware.detect import cpu_count
 
@@ -51,12 +54,14 @@ class LeafFacts(NamedTuple):
     """What the update of one leaf needs and no step changes.
 
     Attributes:
+      path: in its section.
       multiplier: of the learning rate.
       decay: decoupled weight decay; 0 for none.
-      matrices: those of a weight that Muon updates; None for AdamW.
+      matrices: those of a weight that Muon updates; None for others.
       device_dtype: dtype of the device's copy.
     """
 
+    path: tuple
     multiplier: float
     decay: float
     matrices: Matrices | None
@@ -74,16 +79,15 @@ def _facts(model, training, section, masters, layouts) -> list[LeafFacts]:
     columns = zip(
         jax.tree_util.tree_leaves_with_path(masters),
         jax.tree.leaves(multipliers),
-        jax.tree.leaves(decay_mask(masters)),
+        jax.tree.leaves(weight_decays(training, masters)),
         strict=True,
     )
 
-    def facts(path, master, multiplier, decays):
+    def facts(path, master, multiplier, decay):
         matrices = None
         if training.optimizer == "muon" and is_matrix(path):
             matrices = matrices_of(master.shape, weights.layout_at(path))
-        decay = training.weight_decay if decays else 0.0
-        return LeafFacts(multiplier, decay, matrices, device_dtype(model, path))
+        return LeafFacts(path, multiplier, decay, matrices, device_dtype(model, path))
 
     return [facts(path, master, *others) for (path, master), *others in columns]
 
@@ -220,9 +224,8 @@ class ServerStep:
         """
         self._server, self._state, self._timeline = server, state, timeline
         self._sections, self._learning_rate = sections, float(learning_rate)
-        moments = adam_state(state.moments)
-        self._count = int(moments.count) + 1
-        self._before = state.params, moments.mu, moments.nu
+        self._count = count_of(state.moments) + 1
+        self._before = state.params, *moment_trees(state.moments)
         self._after = server.storage.target(*self._before)
         self._in_flight: collections.deque[Future] = collections.deque()
         self._gradients: dict[Section, list[np.ndarray]] = {}
@@ -278,7 +281,7 @@ class ServerStep:
 
     def _update(self, section, gradients, factor):
         """Starts the update of a section on the update threads."""
-        server = self._server
+        server, training = self._server, self._server.training
         masters = view(self._before[0], section)
         leaves = server.facts(section, masters, self._state.tables)
         before = after = _leaves(leaves, self._before, section)
@@ -302,7 +305,16 @@ class ServerStep:
                 copy = np.empty(copy.shape, jnp.bfloat16)
             copies.append(new.parameter if copy is None else copy)
             rate = self._learning_rate * leaf.multiplier
-            rates = Rates(self._count, factor, rate, leaf.decay)
+            betas = training.b1, training.b2, training.epsilon
+            rates = Rates(self._count, factor, rate, leaf.decay, *betas)
+            if not is_built_in(training):
+                update = functools.partial(
+                    host_optimizer.update_weights, training=training, path=leaf.path
+                )
+                flat = None if copy is None else copy.reshape(-1)
+                whole = functools.partial(update, old, gradient, rates, new, flat)
+                work.append((gradient.size, whole))
+                continue
             for where in host_optimizer.pieces(gradient.size, server.threads, unit):
                 rounded = None if copy is None else copy.reshape(-1)[where]
                 flat = gradient.reshape(-1)[where]
@@ -356,7 +368,7 @@ class ServerStep:
         state = self._state._replace(
             step=np.asarray(self._state.step + 1, np.int32),
             params=params,
-            moments=with_adam(self._state.moments, self._count, mu, nu),
+            moments=with_moments(self._state.moments, self._count, mu, nu),
         )
         self._server.adopt(params, self._copies)
         self._server.storage.commit(state)
@@ -373,11 +385,13 @@ class ServerStep:
 
 
 def _leaves(facts, trees, section) -> list[Leaf]:
-    """Returns the leaves of a section's (params, mu, nu); Muon's matrices are not in nu."""
-    params, mu, nu = (jax.tree.leaves(view(tree, section)) for tree in trees)
-    second = iter(nu)
+    """Returns the leaves of a section's trees; nu lacks Muon's matrices, or is empty."""
+    params, mu, nu = (view(tree, section) for tree in trees)
+    structure: Any = jax.tree.structure(params)
+    second = iter(jax.tree.leaves(nu))
+    params, mu = jax.tree.leaves(params), structure.flatten_up_to(mu)
     return [
-        Leaf(p, m, next(second) if leaf.matrices is None else None)
+        Leaf(p, m, next(second, None) if leaf.matrices is None else None)
         for leaf, p, m in zip(facts, params, mu, strict=True)
     ]
 

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from sparse_dataflow.core.config.layer_groups import layer_model_index
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.parallel import CLIPPINGS, STASHES
+from sparse_dataflow.core.config.parallel import CLIPPINGS, PINNED_SETTING, STASHES
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.relay import relay_programs
 from sparse_dataflow.core.executors.relay.depth_schedule import DepthSchedule
@@ -41,7 +41,6 @@ from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.model_weights import ModelWeights
 from sparse_dataflow.core.optim.train_state import StepReport, TrainState
 from sparse_dataflow.files.errors import UserError, first_line
-from sparse_dataflow.planner.relay import PINNED_SETTING
 
 
 @dataclasses.dataclass(frozen=True)

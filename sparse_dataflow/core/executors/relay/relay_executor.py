@@ -93,7 +93,7 @@ class RelayExecutor(MultiProgramExecutor):
         """See `MultiProgramExecutor`; zeroed numpy arrays, allocated when a checkpoint is read."""
         shapes = host_state.abstract_state(model, training)
         params, mu, nu = host_state.zeros(model, training)
-        moments = host_state.with_adam(shapes.moments, 0, mu, nu)
+        moments = host_state.with_moments(shapes.moments, 0, mu, nu)
         return shapes._replace(step=np.zeros((), np.int32), params=params, moments=moments)
 
     def programs(

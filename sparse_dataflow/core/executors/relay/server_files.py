@@ -29,12 +29,13 @@ from absl import logging
 from sparse_dataflow.core.executors.relay.host_state import (
     Section,
     all_sections,
+    count_of,
     depth_of,
+    moment_trees,
     section_name,
     view,
-    with_adam,
+    with_moments,
 )
-from sparse_dataflow.core.optim.optimizers import adam_state
 from sparse_dataflow.core.optim.train_state import TrainState
 from sparse_dataflow.files import folders, manifest
 from sparse_dataflow.files.errors import UserError
@@ -70,8 +71,7 @@ class MappedFiles:
         """
         self.folder, self._abstract = Path(folder).absolute(), abstract
         self._identity = json.loads(json.dumps(identity))
-        moments = adam_state(abstract.moments)
-        self._shapes = abstract.params, moments.mu, moments.nu, abstract.tables
+        self._shapes = abstract.params, *moment_trees(abstract.moments), abstract.tables
         self._sections = all_sections(depth_of(abstract.params))
         self._digests: dict[Section, int] = {}
         self._lock, self._warned = threading.Lock(), False
@@ -127,7 +127,7 @@ class MappedFiles:
             return TrainState(
                 np.asarray(commit["step"], np.int32),
                 params,
-                with_adam(self._abstract.moments, commit["count"], mu, nu),
+                with_moments(self._abstract.moments, commit["count"], mu, nu),
                 jax.tree.map(np.array, tables),
                 key,
             )
@@ -160,7 +160,7 @@ class MappedFiles:
         digests = {section_name(s): self._digests[s] for s in self._sections}
         newest = {
             "step": int(state.step),
-            "count": int(adam_state(state.moments).count),
+            "count": count_of(state.moments),
             "slot": slot,
             "digests": digests | {"tables": _digest(tables)},
             "identity": self._identity,

@@ -3,10 +3,13 @@
 import importlib
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.attention import dot_product
 from sparse_dataflow.core.ops.attention import plain_attention as reference
+from sparse_dataflow.core.ops.attention.chunked import Tokens
 from sparse_dataflow.files.errors import UserError
 
 IMPLEMENTATIONS = ("reference", "xla", "cudnn", "splash")
@@ -20,6 +23,7 @@ def causal_attention(
     *,
     window: int = 0,
     cap: float = 0.0,
+    documents: jax.Array | None = None,
 ) -> jax.Array:
     """Compute softmax(q kᵀ / sqrt(head_dim)) v with a causal mask; differentiable.
 
@@ -32,6 +36,8 @@ def causal_attention(
         a TPU, else XLA.  XLA is also the fallback; a refusal is logged once.
       window: tokens that each query sees, itself and those before it; 0 is all.
       cap: the scores s become cap * tanh(s / cap) before the softmax; 0 leaves them.
+      documents: int32 [batch, tokens], see `documents.document_numbers`: a query sees keys of its
+        own document; None for one document.
 
     Returns:
       [batch, tokens, heads, head_dim] in query's dtype; the softmax runs in float32.
@@ -40,14 +46,64 @@ def causal_attention(
       UserError: if shapes or dtypes disagree, or a named implementation cannot run.
     """
     _check(query, key, value, window)
-    name = implementation or _choose(query, key, window, cap)
-    if implementation and (reason := _refusal(name, query, key, window, cap)):
+    name = implementation or _choose(query, key, window, cap, documents)
+    if implementation and (reason := _refusal(name, query, key, window, cap, documents)):
         raise UserError(f"Attention implementation {name!r} cannot run: {reason}")
     if name == "reference":
-        return reference.causal_attention(query, key, value, window, cap)
+        return reference.causal_attention(query, key, value, window, cap, documents)
     if name == "splash":
-        return _splash().causal_attention(query, key, value, window, cap)
-    return dot_product.causal_attention(query, key, value, window, cap, implementation=name)
+        return _splash().causal_attention(query, key, value, window, cap, documents)
+    if name == "cudnn":
+        return dot_product.cudnn_attention(query, key, value, window, documents)
+    tokens = Tokens(jnp.arange(query.shape[1]), documents)
+    return dot_product.xla_attention(query, key, value, tokens, tokens, window, cap)
+
+
+def shard_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    order: np.ndarray,
+    shard: jax.Array,
+    *,
+    window: int = 0,
+    cap: float = 0.0,
+    documents: jax.Array | None = None,
+) -> jax.Array:
+    """Compute `causal_attention` of the queries of one shard of a sequence to all keys.
+
+    Runs splash attention on a TPU, else XLA.
+
+    Args:
+      query: of the shard, float [batch, tokens / shards, heads, head_dim].
+      key: of all tokens, [batch, tokens, kv heads, head_dim].
+      value: like key.
+      order: int32 [shards, tokens / shards], positions of the queries of each shard.
+      shard: int32 [], index of the shard; traced.
+      window: see `causal_attention`.
+      cap: see `causal_attention`.
+      documents: of all tokens; see `causal_attention`.
+
+    Returns:
+      Like query.
+    """
+    at = jnp.asarray(order)[shard]
+    local_documents = None if documents is None else jnp.take(documents, at, axis=1)
+    platform, reason = (
+        dispatch.platform(),
+        "cuDNN has no queries at other positions than the keys'.",
+    )
+    if platform == "tpu":
+        reason = _splash().refusal(query) or dispatch.sharding_refusal()
+    name = "splash" if platform == "tpu" and not reason else "xla"
+    dispatch.log_choice("shard_attention", name, platform, "" if platform == "cpu" else reason)
+    if name == "splash":
+        both = None if documents is None else (local_documents, documents)
+        return _splash().shard_attention(query, key, value, order, shard, window, cap, both)
+    keys = Tokens(jnp.arange(key.shape[1]), documents)
+    return dot_product.xla_attention(
+        query, key, value, Tokens(at, local_documents), keys, window, cap
+    )
 
 
 def _check(query, key, value, window):
@@ -64,15 +120,15 @@ def _check(query, key, value, window):
         raise UserError(f"window is {window}; legal: 1 or more tokens, or 0 for all.")
 
 
-def _choose(query, key, window=0, cap=0.0):
+def _choose(query, key, window=0, cap=0.0, documents=None):
     fastest = {"gpu": "cudnn", "tpu": "splash"}.get(dispatch.platform(), "xla")
-    reason = _refusal(fastest, query, key, window, cap)
+    reason = _refusal(fastest, query, key, window, cap, documents)
     name = "xla" if reason else fastest
     dispatch.log_choice("causal_attention", name, dispatch.platform(), reason)
     return name
 
 
-def _refusal(name, query, key, window, cap=0.0):
+def _refusal(name, query, key, window, cap=0.0, documents=None):
     """Return why a named implementation cannot run here; empty if it can."""
     if name not in IMPLEMENTATIONS:
         return f"the name is unknown; legal: {', '.join(IMPLEMENTATIONS)}."
@@ -83,7 +139,7 @@ def _refusal(name, query, key, window, cap=0.0):
     if name == "cudnn" and cap:
         return "cuDNN has no soft cap of scores."
     if name == "cudnn":
-        return dot_product.cudnn_refusal(query, key, window)
+        return dot_product.cudnn_refusal(query, key, window, documents)
     if name == "splash":
         return _splash().refusal(query) or dispatch.sharding_refusal()
     return ""
@@ -91,4 +147,4 @@ def _refusal(name, query, key, window, cap=0.0):
 
 def _splash():
     """Import lazily: the module imports the TPU compiler."""
-    return importlib.import_module(f"{__package__}.splash")
+    return importlib.import_module("sparse_dataflow.chips.tpu.splash")

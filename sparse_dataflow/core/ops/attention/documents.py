@@ -1,9 +1,7 @@
-"""Causal attention within documents: no token sees one of an earlier document in its window."""
+"""Documents in a window of tokens: no token sees one of an earlier document."""
 
 import jax
 import jax.numpy as jnp
-
-from sparse_dataflow.core.ops.attention import dot_product
 
 
 def document_numbers(tokens: jax.Array, eot_id: int) -> jax.Array:
@@ -15,29 +13,3 @@ def document_numbers(tokens: jax.Array, eot_id: int) -> jax.Array:
     """
     ends = (tokens == eot_id).astype(jnp.int32)
     return jnp.cumsum(ends, axis=1) - ends
-
-
-def document_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    documents: jax.Array,
-    window: int = 0,
-    cap: float = 0.0,
-) -> jax.Array:
-    """Compute `api.causal_attention` where query and key have equal `documents`; differentiable.
-
-    Runs on every platform through XLA, which materializes the scores.
-
-    Args:
-      query: float [batch, tokens, heads, head_dim].
-      key: as `api.causal_attention` takes it.
-      value: like key.
-      documents: int32 [batch, tokens], see `document_numbers`.
-      window: tokens that each query sees, itself and those before it; 0 is all.
-      cap: see `api.causal_attention`.
-    """
-    within = documents[:, None, :, None] == documents[:, None, None, :]
-    return dot_product.causal_attention(
-        query, key, value, window, cap, implementation="xla", mask=within
-    )

@@ -3,42 +3,49 @@
 jax.nn has no soft cap of scores, so that `masked_attention` computes it.
 """
 
-import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from sparse_dataflow.core.config.attention_kinds import DENSE_TOKENS
+from sparse_dataflow.core.ops.attention import chunked
+from sparse_dataflow.core.ops.attention.chunked import Tokens
+from sparse_dataflow.hardware.chips import GIB
 
-def causal_attention(
+MASK_BYTES = GIB
+"""Most bytes of cuDNN's mask of documents."""
+
+
+def xla_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    queries: Tokens,
+    keys: Tokens,
+    window: int = 0,
+    cap: float = 0.0,
+) -> jax.Array:
+    """Compute `chunked.attention`; up to DENSE_TOKENS keys, all scores at once."""
+    if key.shape[1] > DENSE_TOKENS:
+        return chunked.attention(query, key, value, queries, keys, window, cap)
+    return masked_attention(query, key, value, chunked.visible(queries, keys, window), cap)
+
+
+def cudnn_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     window: int = 0,
-    cap: float = 0.0,
-    *,
-    implementation: Any,
-    mask: jax.Array | None = None,
+    documents: jax.Array | None = None,
 ) -> jax.Array:
-    """Compute `api.causal_attention`; cuDNN does not materialize the scores.
+    """Compute `api.causal_attention` without the scores.
 
-    Args:
-      query: as `api.causal_attention` takes it.
-      key: likewise.
-      value: likewise.
-      window: likewise.
-      cap: likewise; cuDNN has none.
-      implementation: "xla" or "cudnn".
-      mask: bool, broadcastable to [batch, heads, queries, keys]; what else must hold for a query to
-        see a key.
+    cuDNN takes documents as a mask of each query and key, which all heads and layers share.
     """
-    if cap:
-        tokens = query.shape[1]
-        seen = jnp.tri(tokens, dtype=bool)
-        if window:
-            seen &= ~jnp.tri(tokens, k=-window, dtype=bool)
-        return masked_attention(query, key, value, seen if mask is None else seen & mask, cap)
+    mask = None
+    if documents is not None:
+        mask = documents[:, None, :, None] == documents[:, None, None, :]
     return jax.nn.dot_product_attention(
         query,
         key,
@@ -46,7 +53,7 @@ def causal_attention(
         mask=mask,
         is_causal=True,
         local_window_size=(window - 1, 0) if window else None,
-        implementation=implementation,
+        implementation="cudnn",
     )
 
 
@@ -79,12 +86,25 @@ def masked_attention(
     return jnp.einsum("bngts,bsnk->btngk", weights, value).reshape(query.shape)
 
 
-def cudnn_refusal(query: jax.Array, key: jax.Array, window: int = 0) -> str:
-    """Return jax's message if cuDNN cannot run such operands; empty if it can."""
-    operands = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (query, key, key)]
-    attend = functools.partial(causal_attention, window=window, implementation="cudnn")
+def cudnn_refusal(
+    query: jax.Array, key: jax.Array, window: int = 0, documents: jax.Array | None = None
+) -> str:
+    """Return why cuDNN cannot run such operands, in jax's words; empty if it can."""
+    batch, tokens = query.shape[:2]
+    size = batch * tokens**2 * query.dtype.itemsize
+    if documents is not None and size > MASK_BYTES:
+        return (
+            f"cuDNN's mask of documents has {size / GIB:.1f} GiB for {batch} x {tokens} tokens; "
+            f"legal: {MASK_BYTES / GIB:.0f} GiB."
+        )
+    operands = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (query, key)]
+    marks = None if documents is None else jax.ShapeDtypeStruct(documents.shape, documents.dtype)
+
+    def attend(query, key, documents):
+        return cudnn_attention(query, key, key, window, documents)
+
     try:
-        jax.eval_shape(attend, *operands)
+        jax.eval_shape(attend, *operands, marks)
     except (NotImplementedError, RuntimeError, ValueError) as error:
         return str(error).strip().rstrip(".") + "."
     return ""

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 
 
 def causal_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, window: int = 0, cap: float = 0.0
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    window: int = 0,
+    cap: float = 0.0,
+    documents: jax.Array | None = None,
 ) -> jax.Array:
     """Compute softmax(q kᵀ / sqrt(head_dim) where key <= query) v, in float32 or wider.
 
@@ -21,6 +26,8 @@ def causal_attention(
     seen = jnp.tri(query.shape[1], dtype=bool)
     if window:
         seen &= ~jnp.tri(query.shape[1], k=-window, dtype=bool)
+    if documents is not None:
+        seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
     scores /= math.sqrt(query.shape[-1])
     if cap:
         scores = cap * jnp.tanh(scores / cap)

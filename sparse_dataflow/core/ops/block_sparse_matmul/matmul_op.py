@@ -18,14 +18,16 @@ from sparse_dataflow.files.errors import UserError
 OP = Op(
     __package__,
     {
-        "reference": Implementation("reference"),
+        "reference": Implementation("dense_matmul"),
         "grouped": Implementation("grouped"),
         "xla": Implementation("xla"),
         "xla_static": Implementation("xla_static"),
-        "pallas_tpu_grouped": Implementation("tpu_grouped.api", "tpu", partitioned=False),
-        "pallas_tpu": Implementation("tpu.api", "tpu", partitioned=False),
-        "pallas_hopper": Implementation("hopper.api", "gpu", partitioned=False),
-        "pallas_triton": Implementation("pallas_triton", "gpu", partitioned=False),
+        "pallas_tpu_grouped": Implementation(
+            ".chips.tpu.grouped_matmul.api", "tpu", partitioned=False
+        ),
+        "pallas_tpu": Implementation(".chips.tpu.matmul.api", "tpu", partitioned=False),
+        "pallas_hopper": Implementation(".chips.hopper.api", "gpu", partitioned=False),
+        "pallas_triton": Implementation(".chips.triton.matmul", "gpu", partitioned=False),
     },
     fallback=("reference", "xla"),
 )

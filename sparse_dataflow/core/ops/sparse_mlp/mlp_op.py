@@ -20,10 +20,10 @@ OP = Op(
     __package__,
     {
         "products": Implementation("products"),
-        "pallas_tpu_grouped": Implementation("pallas_tpu_grouped", "tpu", partitioned=False),
-        "pallas_tpu": Implementation("pallas_tpu", "tpu", partitioned=False),
-        "pallas_hopper": Implementation("pallas_hopper", "gpu", partitioned=False),
-        "xla_static": Implementation("xla_static", "cpu"),
+        "pallas_tpu_grouped": Implementation(".chips.tpu.grouped_mlp", "tpu", partitioned=False),
+        "pallas_tpu": Implementation(".chips.tpu.mlp", "tpu", partitioned=False),
+        "pallas_hopper": Implementation(".chips.hopper.mlp", "gpu", partitioned=False),
+        "xla_static": Implementation("mlp_xla_static", "cpu"),
     },
     fallback=("products",),
 )

@@ -1,4 +1,4 @@
-"""Metrics of a run: JSONL, trackers, alerts, and a progress bar or plain lines."""
+"""Metrics of a run: JSONL, trackers and alerts; lines on standard error."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from sparse_dataflow.cluster import processes
 from sparse_dataflow.cluster.stopping import Ended
 from sparse_dataflow.core.training.monitoring import trackers
 from sparse_dataflow.core.training.monitoring.trackers import TensorBoard, TrackedRun, Tracker
-from sparse_dataflow.files import json_files, storage
+from sparse_dataflow.files import information, json_files, storage
 from sparse_dataflow.files.errors import UserError, advice, first_line
 from sparse_dataflow.files.redaction import redact
 
@@ -28,7 +28,6 @@ _REQUIRED = {
     "skipped": ("tokens", "seconds"),
     "rollback": ("tokens", "seconds", "to"),
 }
-_LINE_SECONDS = 15.0
 _MAX_LINE_BYTES = 2**20  # Longer lines are read in pieces, none of which parses as a row.
 
 
@@ -236,40 +235,18 @@ def _is_complete(row: dict) -> bool:
     return all(isinstance(number, int | float) for number in numbers)
 
 
-class Progress:
-    """A progress bar on a terminal, a plain line every _LINE_SECONDS elsewhere."""
-
-    def __init__(self, name: str, total: int, step: int, position: int):
-        self._name, self._total = name, total
-        self._last_line = time.monotonic()
-        self._bar = None
-        if sys.stderr is not None and sys.stderr.isatty() and processes.is_first():
-            self._bar = tqdm(
-                desc=f"{name:>6}", total=total, initial=step, position=position, unit="step",
-                dynamic_ncols=True,
-            )  # fmt: skip
-
-    def update(self, step: int, text: str, seconds_left: float) -> None:
-        """Shows that `step` is done, with `text` and the seconds left."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update(step - self._bar.n)
-        elif time.monotonic() - self._last_line > _LINE_SECONDS or step == self._total:
-            self._last_line = time.monotonic()
-            eta = f"{seconds_left:.0f} s left" if step < self._total else "done"
-            say(f"{self._name:>6} step {step}/{self._total}  {text}  {eta}")
-
-    def close(self) -> None:
-        """Closes the bar and leaves it on the screen."""
-        if self._bar is not None:
-            self._bar.close()
-
-
 def say(text: str) -> None:
-    """Prints a line above the progress bars on process 0, with secrets redacted.
+    """Prints information above the progress line on process 0, with secrets redacted.
 
-    A standard error that cannot be written is ignored: training does not depend on its log.
+    Nothing is printed where the logger "sparse_dataflow" leaves out information.  A standard error
+    that cannot be written is ignored: training does not depend on its log.
     """
+    if not information.is_quiet():
+        say_result(text)
+
+
+def say_result(text: str) -> None:
+    """Prints as `say`, also with --quiet."""
     if not processes.is_first():
         return
     with contextlib.suppress(OSError, RuntimeError, ValueError):

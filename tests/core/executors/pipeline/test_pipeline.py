@@ -91,7 +91,7 @@ def test_a_state_moves_between_pipelines_and_other_meshes_to_the_bit():
 def test_block_gradient_norms_equal_those_of_a_single_device():
     """Methods that grow blocks by gradient use them."""
     texts = "sparse_deep@stage:2,data:2,tensor:2/3/1/1f1b/1", "llama@stage:2,tensor:4/3/1/1f1b/1"
-    errors = on_eight_devices("parallel/pipeline_runs.py", "norms", *texts)
+    errors = on_eight_devices("core/executors/pipeline_runs.py", "norms", *texts)
     assert max(errors.values()) < 5e-6, errors
 
 
@@ -99,7 +99,7 @@ def test_block_gradient_norms_equal_those_of_a_single_device():
 def test_memory_follows_the_schedule_and_not_the_micro_batches():
     """Temporaries of compiled programs for 8 and 32 micro-batches."""
     texts = [f"stage:8/3/{m}/{schedule}/1" for schedule in ("1f1b", "gpipe") for m in (8, 32)]
-    results = on_eight_devices("parallel/pipeline_runs.py", "memory", *texts)
+    results = on_eight_devices("core/executors/pipeline_runs.py", "memory", *texts)
     *flat, few, many = (results[text] for text in texts)
     assert np.ptp(flat) < 0.05 * flat[0]
     assert many > 1.9 * few
@@ -108,13 +108,13 @@ def test_memory_follows_the_schedule_and_not_the_micro_batches():
 @pytest.mark.slow
 def test_a_tick_computes_its_action_alone():
     """The compiler hoists no block out of a loop with trip count zero."""
-    assert on_eight_devices("parallel/pipeline_runs.py", "calls", "4x4") == {"4x4": 3 * 4 * 4}
+    assert on_eight_devices("core/executors/pipeline_runs.py", "calls", "4x4") == {"4x4": 3 * 4 * 4}
 
 
 @pytest.mark.slow
 def test_weights_are_gathered_once_per_step():
     (results,) = on_eight_devices(
-        "parallel/pipeline_runs.py", "gathers", "stage:2,fsdp:4/3/4/1f1b/1"
+        "core/executors/pipeline_runs.py", "gathers", "stage:2,fsdp:4/3/4/1f1b/1"
     ).values()
     assert results["inside"] == 0 and results["outside"] > 0
 

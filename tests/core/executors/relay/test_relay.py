@@ -14,9 +14,9 @@ import pytest
 
 from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.parallel import CLIPPINGS
+from sparse_dataflow.core.config.parallel import CLIPPINGS, PINNED_SETTING
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.training import OPTIMIZERS, TrainingConfig
+from sparse_dataflow.core.config.training import BUILT_IN, OPTIMIZERS, TrainingConfig
 from sparse_dataflow.core.executors import block_gradients, whole
 from sparse_dataflow.core.executors.relay import (
     host_optimizer,
@@ -195,7 +195,20 @@ def test_copies_that_are_not_kept_change_no_bit(clipping):
         assert mine.tobytes() == theirs.tobytes()
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "adafactor",
+        *(pytest.param(o, marks=pytest.mark.nightly) for o in ("lion", "schedule_free")),
+    ],
+)
+def test_other_optimizers_train_as_in_the_whole_executor(optimizer):
+    model, how = MODELS["mixed"], training(optimizer=optimizer)
+    _, mine = relay_run(Relay(model, how), fresh_state(model, how))
+    assert_same_reports(mine, whole_run(model, how), rtol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", BUILT_IN)
 def test_bfloat16_moments_train_as_in_the_whole_executor(optimizer):
     """`whole` also rounds the gradients of float32 products to bfloat16, the relay does not."""
     model, how = MODELS["dense"], training(optimizer=optimizer, state_dtype="bfloat16")
@@ -504,7 +517,7 @@ def test_exhausted_page_locked_memory_names_the_setting():
         )
 
     relay.server.pin = full
-    with pytest.raises(UserError, match=rf"exhausted in step 1 .*Set {planning.PINNED_SETTING} to"):
+    with pytest.raises(UserError, match=rf"exhausted in step 1 .*Set {PINNED_SETTING} to"):
         relay.train_step(fresh_state(model, how), tokens_of(0), 1e-3)
 
 

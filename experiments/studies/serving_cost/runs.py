@@ -12,7 +12,7 @@ from sparse_dataflow.commands.measurement import provenance
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 
-from ..studies import rate_search
+from .. import rate_search
 from . import arms
 
 LINES, LAST_SETTINGS = "runs.jsonl", "settings.json"

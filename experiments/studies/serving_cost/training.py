@@ -82,7 +82,9 @@ def train(
     program = _program(model, recipe.optimizer, recipe.vector_rate, bool(arm.teacher))
     state = program.initial(seed)
     masks = jax.tree.map(lambda leaf: jnp.ones((), leaf.dtype), state[0])
-    scores, teacher, losses, compiling = [], None, [], 0.0
+    scores: list[Any] = []
+    chunks: list[jax.Array] = []
+    teacher, compiling = None, 0.0
     for step in range(0, course.steps, CHUNK):
         if step in cuts:
             if arm.teacher and teacher is None:
@@ -106,9 +108,9 @@ def train(
         if step == 0:
             jax.block_until_ready(loss)
             compiling = time.perf_counter() - began
-        losses.append(loss)
+        chunks.append(loss)
     params = jax.tree.map(jnp.multiply, state[0], masks)
-    losses = np.concatenate(jax.device_get(losses))
+    losses = np.concatenate(jax.device_get(chunks))
     trained = time.perf_counter() - began
     served = arms.served_model(narrow, arm)
     return {
@@ -182,7 +184,7 @@ def _program(model, optimizer, vector_rate, has_teacher):
         def body(state, now):
             (params, moments), (rate, batch) = state, now
             loss, gradients, masked = loss_and_gradients(params, masks, batch, teacher, weight)
-            scores = ()
+            scores: Any = ()
             if scored:
                 scores = {
                     "products": jax.tree.map(jnp.multiply, masked, gradients)["blocks"],
@@ -244,7 +246,8 @@ def _input_squares(model, params, tokens):
     x = gpt.embed(model, params["embed"], tokens)
     squares: dict[str, list] = {name: [] for name in arms.ALL}
     for weights in stacks.weights(model, weights_of(params)):
-        block, attended = gpt.bind_block(model, weights), []
+        attended: list[jax.Array] = []
+        block = gpt.bind_block(model, weights)
 
         def attend(*heads, attended=attended, **options):
             attended.append(causal_attention(*heads, **options))

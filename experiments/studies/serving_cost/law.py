@@ -58,7 +58,7 @@ def fit(weights: Sequence[float], tokens: Sequence[float], losses: Sequence[floa
     def residuals(point):
         irreducible, a, alpha, b, beta = point
         terms = irreducible, a - alpha * log_weights, b - beta * log_tokens
-        return np.logaddexp.reduce(np.broadcast_arrays(*terms)) - logs
+        return np.logaddexp.reduce(np.stack(np.broadcast_arrays(*terms))) - logs
 
     starts = itertools.product((-1.0, 0.5), (0.0, 3.0), (0.2, 0.5), (0.0, 5.0), (0.2, 0.5))
     bounds = [-10, -20, 0, -20, 0], [5, 40, 3, 40, 3]

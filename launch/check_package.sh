@@ -1,0 +1,36 @@
+#!/bin/sh
+# check_package.sh PYTHON: builds the source distribution, the wheel from it, installs the wheel in
+# a new environment without the source tree, and trains one step there. With LOCKED=1 the versions
+# are those of constraints.txt. PYTHON is that of an environment with the extra dev.
+
+set -eu
+python=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
+here=$(cd "$(dirname "$0")/.." && pwd)
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+
+# The build makes folders in its source.
+mkdir "$folder/source" "$folder/texts"
+(cd "$here" && tar cf - --exclude __pycache__ --exclude experiments/results \
+    setup.cfg setup.py pyproject.toml README.md LICENSE sparse_dataflow experiments) |
+    tar xf - -C "$folder/source"
+"$python" -m build --no-isolation --outdir "$folder/dist" "$folder/source" > "$folder/log" 2>&1 ||
+    { cat "$folder/log" >&2; exit 1; }
+
+new=$folder/env/bin
+"$python" -m uv venv -q --python "$python" "$folder/env"
+set --
+[ -n "${LOCKED:-}" ] && set -- -c "$here/constraints.txt"
+"$python" -m uv pip install -q --python "$new/python" "$@" "$folder"/dist/*.whl
+
+cd "$folder"
+number=0
+while [ "$number" -lt 40 ]; do
+    number=$((number + 1))
+    seq "$number" 700 > "texts/$number.txt"
+done
+"$new/sparse-dataflow" --version
+"$new/python" -c 'import sparse_dataflow as sd; sd.BlockSparseLinear, sd.train'
+JAX_PLATFORMS=cpu XDG_CACHE_HOME=$folder/cache "$new/sparse-dataflow" train --quiet --scale=pico \
+    --block=16 --notwin --steps=1 --corpus=texts --out=run
+test -s run/report.html

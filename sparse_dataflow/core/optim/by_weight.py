@@ -1,0 +1,189 @@
+"""An optimizer that updates each weight by itself, by a transformation of `factories`.
+
+A weight is a layer's matrix or vector, the matrix of an expert, or a stored block.  So a factored
+or matrix optimizer sees matrices, whatever is stacked, and a section has the same update under
+every executor.
+
+The state of a parameter is a tuple of arrays, whose first axes are those of its stack: layers,
+experts, stored blocks.  They lie on devices, and move to new layouts, with the parameter.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.model.guides import GUIDE
+from sparse_dataflow.core.optim import factories, muon
+
+LINEAR_MATRICES = ("kernel", "values", GUIDE, "a_kernel", "b_kernel", *muon.FACTORS, "router")
+"""Leaves that multiply activations; each but the router belongs to a projection."""
+
+VOCABULARY = ("tokens", "output")
+"""Leaves with a row for each token."""
+
+MATRICES = (*LINEAR_MATRICES, *VOCABULARY, "positions")
+"""All leaves of which a weight has two axes."""
+
+
+class WeightStates(NamedTuple):
+    """State of an optimizer that updates each weight by itself.
+
+    Attributes:
+      states: a tree like the params with a tuple of arrays for each leaf.
+    """
+
+    states: Any
+
+
+def weight_axes(path: tuple) -> int:
+    """Returns the number of axes of one weight of a parameter, after those of its stack.
+
+    Args:
+      path: of `jax.tree_util`, in the params or in a section of them.
+    """
+    name = path[-1].key
+    return 2 if name in MATRICES else 0 if name == "gate" else 1
+
+
+def init(training: TrainingConfig, params: Any) -> Any:
+    """Returns the states of params, or of a section of them."""
+
+    def of_leaf(path, leaf):
+        of_weight = lambda weight: tuple(  # noqa: E731
+            map(
+                jnp.asarray,
+                jax.tree.leaves(factories.transformation(training, 0.0, 0.0).init(weight)),
+            )
+        )
+        return _over_stack(of_weight, path, leaf)(leaf)
+
+    return jax.tree_util.tree_map_with_path(of_leaf, params)
+
+
+def update(
+    training: TrainingConfig,
+    gradients: Any,
+    states: Any,
+    params: Any,
+    rates: Any,
+    decays: Any,
+    vocabulary: int | None = None,
+) -> tuple[Any, Any]:
+    """Returns (updates, which are added to the params; states).
+
+    Args:
+      training: names the optimizer.
+      gradients: of the params.
+      states: from `init` or `update`.
+      params: a tree of float32 arrays.
+      rates: learning rate of each leaf, a number or float32 [].
+      decays: decoupled weight decay of each leaf; 0 for none.
+      vocabulary: rows of leaves in VOCABULARY without their padding; None for all.
+    """
+
+    def of_leaf(path, gradient, param, rate, decay, state):
+        rows = vocabulary if path[-1].key in VOCABULARY else None
+        return update_leaf(training, path, gradient, state, param, rate, decay, rows)
+
+    structure: Any
+    leaves, structure = jax.tree_util.tree_flatten_with_path(gradients)
+    columns = (jax.tree.leaves(tree) for tree in (params, rates, decays))
+    of_leaves = structure.flatten_up_to(states)
+    updated = [
+        of_leaf(path, gradient, *others)
+        for (path, gradient), *others in zip(leaves, *columns, of_leaves, strict=True)
+    ]
+    return tuple(structure.unflatten(column) for column in zip(*updated, strict=True))
+
+
+def update_leaf(
+    training: TrainingConfig,
+    path: tuple,
+    gradient: jax.Array,
+    state: tuple,
+    param: jax.Array,
+    rate: Any,
+    decay: float,
+    rows: int | None = None,
+) -> tuple[jax.Array, tuple]:
+    """Returns (update, state) of one parameter; see `update`, also for `rows`."""
+    shape = param.shape[param.ndim - weight_axes(path) :]
+    placed = gradient, param, *state
+    if rows:  # Padding is zeros, which a mean over the rows must not count.
+        shape = (rows, *shape[1:])
+    abstract = factories.state_shapes(training, shape)
+    structure, shapes = jax.tree.structure(abstract), jax.tree.leaves(abstract)
+    if rows:
+        unpadded = [shape, shape, *(leaf.shape for leaf in shapes)]
+        gradient, param, *arrays = map(_with_rows, placed, unpadded)
+        state = tuple(arrays)
+
+    def of_weight(gradient, state, param):
+        before = jax.tree.unflatten(structure, state)
+        step, after = factories.transformation(training, rate, decay).update(
+            gradient, before, param
+        )
+        arrays = map(jnp.asarray, jax.tree.leaves(after))
+        return step, tuple(new.astype(old.dtype) for new, old in zip(arrays, state, strict=True))
+
+    step, state = _over_stack(of_weight, path, param)(gradient, state, param)
+    if rows:
+        step, *arrays = map(_with_rows, (step, *state), [leaf.shape for leaf in placed[1:]])
+        state = tuple(arrays)
+    return step, state
+
+
+def evaluated(training: TrainingConfig, moments: Any, params: Any) -> Any:
+    """Returns the params that are evaluated and exported: averages, of schedule-free learning.
+
+    Args:
+      training: names the optimizer.
+      moments: the optimizer state.
+      params: the params that are trained.
+    """
+    if training.optimizer != "schedule_free":
+        return params
+    states = next(entry.states for entry in moments if isinstance(entry, WeightStates))
+    averages = functools.partial(_averages, training)
+    leaves = jax.tree.leaves(params)
+    if all(isinstance(leaf, np.ndarray) for leaf in leaves):
+        return jax.tree.map(np.asarray, jax.jit(averages)(params, states))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+    return jax.jit(averages, out_shardings=shardings)(params, states)
+
+
+def _averages(training, params, states):
+    def of_leaf(path, param, state):
+        shape = param.shape[param.ndim - weight_axes(path) :]
+        structure = jax.tree.structure(factories.state_shapes(training, shape))
+
+        def of_weight(param, state):
+            return factories.averaged(training, jax.tree.unflatten(structure, state), param)
+
+        return _over_stack(of_weight, path, param)(param, state)
+
+    structure: Any
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    of_leaves = zip(leaves, structure.flatten_up_to(states), strict=True)
+    return structure.unflatten([of_leaf(path, param, state) for (path, param), state in of_leaves])
+
+
+def _over_stack(function, path, param):
+    """Returns a function of one weight as one of a parameter's arrays."""
+    for _ in range(param.ndim - weight_axes(path)):
+        function = jax.vmap(function)
+    return function
+
+
+def _with_rows(array, shape):
+    """Returns an array with as many rows as a shape: without its last, or with rows of zeros."""
+    if array.shape == tuple(shape):
+        return array
+    more = shape[0] - array.shape[0]
+    if more < 0:
+        return array[:more]
+    return jnp.pad(array, [(0, more), *[(0, 0)] * (array.ndim - 1)])

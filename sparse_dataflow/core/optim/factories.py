@@ -1,0 +1,183 @@
+"""Optimizers of optax and of users: one transformation of one matrix or vector.
+
+`by_weight` applies it to each weight by itself.  So a factory gets the learning rate of the step
+times the weight's multiplier, and the weight's decay, and needs no mask.
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from sparse_dataflow.core.config.training import BUILT_IN, TrainingConfig
+from sparse_dataflow.files.errors import UserError, first_line
+
+CLIPPED_RMS = 1.0
+"""Largest root mean square of Adafactor's update, in units of the learning rate (arXiv 1804.04235,
+section 6)."""
+
+_TRIED_STEPS = 20
+
+
+def is_built_in(training: TrainingConfig) -> bool:
+    """Returns whether the optimizer is AdamW or Muon, which `optim.optimizers` applies."""
+    return training.optimizer in BUILT_IN
+
+
+def transformation(training: TrainingConfig, rate: Any, decay: float) -> Any:
+    """Returns the optax transformation of one matrix or vector, whose updates are added to it.
+
+    Args:
+      training: names the optimizer, and has its betas and epsilon.
+      rate: learning rate of the weight in this step, a number or float32 [].
+      decay: decoupled weight decay of the weight; 0 for none.
+
+    Raises:
+      UserError: the factory cannot be imported, or is none that `factory` takes.
+    """
+    decayed = optax.add_decayed_weights(decay), optax.scale(-rate)
+    match training.optimizer:
+        case "lion":
+            chain = optax.chain(optax.scale_by_lion(training.b1, training.b2), *decayed)
+        case "adafactor":
+            chain = optax.chain(
+                optax.scale_by_factored_rms(), optax.clip_by_block_rms(CLIPPED_RMS), *decayed
+            )
+        case "schedule_free":
+            second = optax.scale_by_rms(
+                training.b2, training.epsilon, eps_in_sqrt=False, bias_correction=True
+            )
+            # The step's rate weighs the average, as in optax.
+            chain = optax.contrib.schedule_free(
+                optax.chain(second, *decayed), jnp.asarray(rate, jnp.float32), b1=training.b1
+            )
+        case name:
+            chain = _of_factory(factory(name), rate, decay)
+    return optax.with_extra_args_support(chain)
+
+
+def averaged(training: TrainingConfig, state: Any, weight: Any) -> Any:
+    """Returns the weight that schedule-free learning evaluates; other optimizers keep the weight.
+
+    Args:
+      training: names the optimizer.
+      state: of `transformation`.
+      weight: the trained matrix or vector.
+    """
+    if training.optimizer != "schedule_free":
+        return weight
+    return optax.contrib.schedule_free_eval_params(state, weight)
+
+
+def _of_factory(make, rate, decay):
+    if "weight_decay" in inspect.signature(make).parameters:
+        return make(learning_rate=rate, weight_decay=decay)
+
+    def update(updates, state, params=None, **extra):
+        updates, state = inner.update(updates, state, params, **extra)
+        return jax.tree.map(lambda u, p: u - rate * decay * p, updates, params), state
+
+    inner = optax.with_extra_args_support(make(learning_rate=rate))
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+@functools.cache
+def factory(name: str) -> Callable[..., optax.GradientTransformation]:
+    """Imports the factory MODULE:ATTRIBUTE, and tries it on a small weight.
+
+    A factory takes `learning_rate` by name and returns a `optax.GradientTransformation`.  One that
+    takes `weight_decay` by name gets the weight's; else the decay is decoupled.
+
+    Raises:
+      UserError: it cannot be imported or takes no learning rate, or its transformation needs more
+        than gradients and weights, does not follow the learning rate, goes up the gradient, or
+        couples the weights of a model.
+    """
+    words = f"training.optimizer={name}"
+    module, _, attribute = name.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # The code of others raises errors of any type.
+        raise UserError(f"{words} cannot be imported ({first_line(error)}).") from error
+    legal = "legal: a function with the argument learning_rate that returns an optax optimizer"
+    try:
+        parameters = inspect.signature(make).parameters
+    except (TypeError, ValueError):
+        parameters = {}  # type: ignore[assignment]
+    if "learning_rate" not in parameters:
+        has = f"a function of ({', '.join(parameters)})" if callable(make) else type(make).__name__
+        raise UserError(f"{words} is {has[:80]}, without learning_rate; {legal}.")
+    try:
+        with jax.ensure_compile_time_eval():  # A program may be the first that needs it.
+            _try(make)
+    except _Unfit as reason:
+        raise UserError(f"{words} {reason}") from None
+    except Exception as error:  # The code of others raises errors of any type.
+        raise UserError(
+            f"{words} cannot update a weight from its gradient ({first_line(error)}); {legal}."
+        ) from error
+    return make
+
+
+class _Unfit(Exception):
+    """What a factory does that a training cannot use; completes its name."""
+
+
+def _try(make):
+    """Updates two small weights, and raises `_Unfit`, or what the factory raises."""
+    rng = np.random.default_rng(0)
+    weights, gradients = (
+        {name: jnp.asarray(rng.standard_normal((4, 6)), jnp.float32) for name in "ab"}
+        for _ in range(2)
+    )
+
+    @jax.jit
+    def updates(rate, weights, gradients):
+        """Returns the sum of some steps: the first of some optimizers are tiny."""
+
+        def step(carried, _):
+            moved, state = carried
+            update, state = _of_factory(make, rate, 0.0).update(gradients, state, moved)
+            return (optax.apply_updates(moved, update), state), None
+
+        begun = weights, jax.tree.map(jnp.asarray, _of_factory(make, 1e-3, 0.0).init(weights))
+        (moved, _), _ = jax.lax.scan(step, begun, length=_TRIED_STEPS)
+        return jax.tree.map(jnp.subtract, moved, weights)
+
+    jax.eval_shape(updates, 1e-3, weights["a"], gradients["a"])  # As in a training.
+    step = updates(1e-3, weights, gradients)
+    if any(np.any(step[name]) for name in step):
+        twice = updates(2e-3, weights, gradients)
+        if all(np.array_equal(step[name], twice[name]) for name in step):
+            raise _Unfit(
+                "does not follow learning_rate; legal: a factory that hands learning_rate on, and "
+                "optax.inject_hyperparams left out."
+            )
+        if sum(float(jnp.vdot(step[name], gradients[name])) for name in step) > 0:
+            raise _Unfit("goes up the gradient; legal: optax.scale_by_learning_rate at its end.")
+    scaled = updates(1e-3, weights, gradients | {"a": 1000 * gradients["a"]})
+    if not np.allclose(step["b"], scaled["b"], rtol=1e-3, atol=1e-30):
+        raise _Unfit(
+            "couples the weights of a model, and each is updated by itself; legal: training.clip "
+            "for clipping by the global norm, and a factory without it."
+        )
+
+
+def state_shapes(training: TrainingConfig, shape: tuple[int, ...]) -> Any:
+    """Returns shapes and dtypes of the state of one float32 matrix or vector of this shape."""
+    return jax.eval_shape(
+        lambda weight: transformation(training, 0.0, 0.0).init(weight),
+        jax.ShapeDtypeStruct(shape, jnp.float32),
+    )
+
+
+def unlike_the_weight(training: TrainingConfig, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Returns the shape of a state array that is neither of the weight's shape nor a number."""
+    shapes = (leaf.shape for leaf in jax.tree.leaves(state_shapes(training, shape)))
+    return next((s for s in shapes if s != shape and np.prod(s) != 1), None)

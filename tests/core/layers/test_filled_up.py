@@ -1,0 +1,102 @@
+"""Layers whose features the block does not divide compute what the dense kernel computes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import sparse_dataflow as sd
+
+SHAPES = [(37, 60, 8), (64, 30, 16), (19, 48, 12)]
+each_shape = pytest.mark.parametrize(("inputs", "outputs", "block"), SHAPES)
+
+
+def layer_of(inputs, outputs, block, **options):
+    density = 1 if inputs == 37 else 0.5
+    return sd.BlockSparseLinear(
+        inputs, outputs, block=block, density=density, rngs=nnx.Rngs(0), **options
+    )
+
+
+def filling(layer):
+    """The stored weights of features that the layer does not have."""
+    kernel = np.zeros((layer.layout.in_features, layer.layout.out_features))
+    block, values = layer.layout.block, np.asarray(layer.values[...])
+    for value, row, col in zip(values, layer.layout.rows, layer.layout.cols):
+        kernel[row * block :, col * block :][:block, :block] = value
+    kernel[: layer.in_features, : layer.out_features] = 0
+    return kernel
+
+
+def test_any_features_can_have_blocks_that_divide_none():
+    layer = sd.BlockSparseLinear(100, 50, block=32, pattern="cyclic", density=0.5, rngs=nnx.Rngs(0))
+    assert layer.layout.in_features == 128 and layer.layout.out_features == 64
+    assert layer(jnp.ones((2, 3, 100))).shape == (2, 3, 50)
+    with pytest.raises(sd.UserError, match=r"reads \[..., 100\]"):
+        layer(jnp.ones((2, 128)))
+
+
+@each_shape
+@pytest.mark.parametrize("evolving", [False, True])
+def test_product_and_gradients_are_those_of_the_dense_kernel(inputs, outputs, block, evolving):
+    layer = layer_of(inputs, outputs, block, evolving=evolving)
+    dense = sd.densify(layer)
+    assert dense.kernel.shape == (inputs, outputs)
+    x = jax.random.normal(jax.random.key(1), (5, inputs))
+    weights = jax.random.normal(jax.random.key(2), (5, outputs))
+
+    def loss(module, x):
+        return jnp.sum(module(x) * weights)
+
+    np.testing.assert_allclose(layer(x), dense(x), rtol=1e-5, atol=1e-5)
+    _, dx = nnx.value_and_grad(loss, argnums=1)(layer, x)
+    _, expected = nnx.value_and_grad(loss, argnums=1)(dense, x)
+    np.testing.assert_allclose(dx, expected, rtol=1e-5, atol=1e-5)
+    dense_gradient = np.asarray(nnx.grad(loss)(dense, x).kernel[...])
+    layer.values[...] = nnx.grad(loss)(layer, x)["values"][...]
+    stored = np.asarray(sd.densify(layer).kernel[...])
+    mask = np.kron(layer.layout.mask, np.ones((block, block)))[:inputs, :outputs]
+    np.testing.assert_allclose(stored, dense_gradient * mask, rtol=1e-5, atol=1e-5)
+    assert not filling(layer).any()
+
+
+@each_shape
+def test_training_and_evolution_leave_the_filling_zero(inputs, outputs, block):
+    layer = layer_of(inputs, outputs, block, evolving=True)
+    optimizer = nnx.Optimizer(layer, optax.adamw(0.1), wrt=nnx.Param)
+    x = jax.random.normal(jax.random.key(1), (5, inputs))
+
+    def loss(module, x):
+        return jnp.mean(jnp.square(module(x) - 1))
+
+    for method in ("set", "rigl"):
+        optimizer.update(layer, nnx.grad(loss)(layer, x))
+        measured = {"loss": loss, "batch": (x,)} if method == "rigl" else {}
+        sd.evolve(layer, optimizer, method, share=0.3, **measured)
+        optimizer.update(layer, nnx.grad(loss)(layer, x))
+        assert not filling(layer).any()
+        np.testing.assert_allclose(layer(x), sd.densify(layer)(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("pattern", ["magnitude", "random"])
+def test_a_model_of_odd_sizes_is_replaced_at_density_1_by_the_same_function(pattern):
+    linears = [nnx.Linear(30, 50, rngs=nnx.Rngs(0)), nnx.Linear(50, 17, rngs=nnx.Rngs(1))]
+    model = nnx.Sequential(*linears)
+    sparse = sd.sparsify(model, pattern, density=1, block=16)
+    x = jax.random.normal(jax.random.key(1), (4, 30))
+    np.testing.assert_allclose(sparse(x), model(x), rtol=1e-5, atol=1e-5)
+    halves = sd.sparsify(model, pattern, density=0.5, block=16)
+    np.testing.assert_allclose(halves(x), sd.densify(halves)(x), rtol=1e-5, atol=1e-5)
+    assert sum(sd.erk_densities(model, 0.5, block=16).values()) > 0
+
+
+def test_outputs_of_a_last_block_have_the_variance_of_the_others():
+    layer = sd.BlockSparseLinear(
+        552, 1048, block=64, density=1 / 3, use_bias=False, rngs=nnx.Rngs(0)
+    )
+    y = layer(jax.random.normal(jax.random.key(1), (2000, 552)))
+    variances = np.var(np.asarray(y), axis=0)
+    assert abs(variances[1024:].mean() / variances[:1024].mean() - 1) < 0.1
+    assert abs(variances.mean() - 1) < 0.1

@@ -1,0 +1,109 @@
+"""What the planner says of sequences that several chips share, and of attention that runs."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from sparse_dataflow.core.config.presets import SIZES
+from sparse_dataflow.hardware.chips import CHIPS
+from sparse_dataflow.planner import memory, search
+from sparse_dataflow.planner.attention import runs_fused
+from sparse_dataflow.planner.efficiency import EFFICIENCIES, own_key
+from sparse_dataflow.planner.parallel_plan import ParallelPlan
+from sparse_dataflow.planner.plan_memory import plan_bytes
+from sparse_dataflow.planner.step_time import step_time
+
+MODEL = dataclasses.replace(SIZES["llama3-8b"], compute_dtype="bfloat16")
+LONG = 2**17
+
+
+def timed(plan, chip="tpu-v5p"):
+    efficiency = EFFICIENCIES[own_key(CHIPS[chip].family)]
+    return step_time(MODEL, LONG, plan, CHIPS[chip], efficiency)
+
+
+def test_chips_that_share_a_sequence_share_its_tokens_and_the_state():
+    how = {"zero": 3, "remat": "full", "tpu": True, "sequence_parallel": True}
+    rows, tokens = ParallelPlan(fsdp=8, **how), ParallelPlan(context=8, **how)
+    assert tokens.chips == rows.chips == 8 and tokens.batch == 1 and rows.batch == 8
+    of_rows, of_tokens = (plan_bytes(MODEL, LONG, plan) for plan in (rows, tokens))
+    for name in ("parameters", "moments", "gradients"):
+        assert getattr(of_tokens, name) == getattr(of_rows, name)
+    assert of_tokens.activations == pytest.approx(of_rows.activations / 8)
+    # Keys and values of all tokens, and their gradients, beside an eighth of the rest.
+    gathered = 2 * 2 * 8 * 128 * 2 * LONG
+    apart = of_tokens.working_set - gathered
+    state = plan_bytes(MODEL, 1, rows).working_set  # What does not depend on the tokens.
+    assert apart - state == pytest.approx((of_rows.working_set - state) / 8, rel=1e-2)
+
+
+def test_a_share_of_a_sequence_costs_its_share_of_the_products_and_a_gather():
+    how = {"zero": 3, "remat": "full", "tpu": True}
+    rows, tokens = timed(ParallelPlan(fsdp=8, **how)), timed(ParallelPlan(context=8, **how))
+    for name in ("q", "attention", "mlp_in"):
+        assert tokens.sections[name].flops == pytest.approx(rows.sections[name].flops / 8)
+    assert rows.terms["context"] == 0
+    # Three collectives in each of 32 layers, of keys and values of all tokens.
+    size = 3 * 32 * LONG * 2 * 8 * 128 * 2 * 7 / 8
+    rate = CHIPS["tpu-v5p"].network.fast
+    assert size / rate / 4 < tokens.terms["context"] < 4 * size / rate
+
+
+def test_attention_over_context_is_not_cudnns():
+    how = {"zero": 3, "remat": "full"}
+    alone, shared = (
+        timed(ParallelPlan(**{axis: 8}, **how), "h100") for axis in ("fsdp", "context")
+    )
+    assert shared.sections["attention"].seconds > 2 * alone.sections["attention"].seconds / 8
+
+
+def test_the_search_shares_a_sequence_that_no_chip_has_memory_for():
+    request = search.Request(MODEL, LONG, 1, CHIPS["tpu-v5p"], 8)
+    priced = search.price(request)
+    plan, _ = priced.ranked(1)[0]
+    assert plan.context > 1 and plan.stage == 1 and plan.chips == 8
+    short = search.space(dataclasses.replace(request, sequence=4096))
+    assert short["context"] == (1,)
+
+
+def test_experts_and_stages_share_no_sequence():
+    request = search.Request(MODEL, LONG, 1, CHIPS["tpu-v5p"], 8)
+    staged = ParallelPlan(context=2, stage=4)
+    assert search.violations(request, staged, 0)["context"]
+    experts = dataclasses.replace(request, config=dataclasses.replace(MODEL, experts=8))
+    assert search.violations(experts, ParallelPlan(context=8), 0)["context"]
+    odd = dataclasses.replace(request, sequence=LONG + 8)
+    assert search.violations(odd, ParallelPlan(context=8), 0)["context"]
+    assert not search.violations(request, ParallelPlan(context=8), 0)["context"]
+
+
+def test_scores_of_many_tokens_take_no_memory_without_a_kernel_either():
+    sizes = [
+        memory.activation_bytes(dataclasses.replace(MODEL, remat="none"), tokens).saved
+        for tokens in (1024, 8192)
+    ]
+    assert sizes[0] - sizes[1] >= 32 * 1024 * (4 + 2)  # Scores and probabilities a token.
+
+
+@pytest.mark.parametrize(
+    ("chip", "changes", "fused"),
+    [
+        ("h100", {}, True),
+        ("h100", {"attention_cap": 50.0}, False),
+        ("h100", {"head_dim": 512}, False),
+        ("h100", {"compute_dtype": "float32"}, False),
+        ("tpu-v5p", {"attention_cap": 50.0, "compute_dtype": "float32"}, True),
+        ("tpu-v5p", {"head_dim": 512}, False),
+    ],
+)
+def test_attention_is_fused_where_its_kernel_takes_the_model(chip, changes, fused):
+    assert runs_fused(dataclasses.replace(MODEL, **changes), CHIPS[chip]) is fused
+    assert not runs_fused(MODEL, CHIPS[chip], host=True)
+
+
+def test_cudnns_mask_of_documents_is_counted():
+    packed = dataclasses.replace(MODEL, mask_documents=True)
+    plans = [ParallelPlan(tpu=tpu, remat="full") for tpu in (False, True)]
+    gpu, tpu = (plan_bytes(packed, 8192, plan).working_set for plan in plans)
+    assert np.asarray(gpu - tpu) == 8192**2 * 2
