@@ -5,6 +5,7 @@ training and D its tokens: Chinchilla's form (arXiv 2203.15556, section 3.3).
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -58,7 +59,7 @@ def fit(weights: Sequence[float], tokens: Sequence[float], losses: Sequence[floa
     def residuals(point):
         irreducible, a, alpha, b, beta = point
         terms = irreducible, a - alpha * log_weights, b - beta * log_tokens
-        return np.logaddexp.reduce(np.stack(np.broadcast_arrays(*terms))) - logs
+        return functools.reduce(np.logaddexp, terms) - logs
 
     starts = itertools.product((-1.0, 0.5), (0.0, 3.0), (0.2, 0.5), (0.0, 5.0), (0.2, 0.5))
     bounds = [-10, -20, 0, -20, 0], [5, 40, 3, 40, 3]

@@ -191,9 +191,9 @@ def _program(model, optimizer, vector_rate, has_teacher):
                     "inputs": _input_squares(model, masked, batch[:, :-1]),
                 }
             updates, moments = transform.update(
-                gradients, moments, masked, weights=weights_of(masked)
+                gradients, moments, masked, weights=weights_of(masked), learning_rate=rate
             )
-            updates = jax.tree.map(lambda u, m: -rate * u * m, updates, masks)
+            updates = jax.tree.map(jnp.multiply, updates, masks)
             return (optax.apply_updates(masked, updates), moments), (loss, scores)
 
         state, (losses, scores) = jax.lax.scan(body, state, (rates, tokens))
