@@ -114,7 +114,9 @@ def test_a_mesh_that_cuts_the_model_has_no_teacher():
     sizes = meshes.parse("tensor:2", 2)
     sharded = Sharded(jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)))
     training = TrainingConfig(2, 4, 8, teacher="folder")
-    with pytest.raises(UserError, match="cuts the model; legal: the axes data and fsdp"):
+    with pytest.raises(
+        UserError, match="cuts the model or its sequences; legal: the axes data and fsdp"
+    ):
         sharded.check(MODEL, training)
     sharded.check(MODEL, dataclasses.replace(training, teacher=""))
 

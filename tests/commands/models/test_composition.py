@@ -155,7 +155,7 @@ def test_the_page_has_the_bytes_of_a_switch_at_the_13b():
         )
         moved[name] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
         tables_bytes = sum(table.nbytes for table in jax.tree.leaves(tables))
-    page = (pathlib.Path(__file__).parents[3] / "docs" / "exchange.md").read_text()
+    page = (pathlib.Path(__file__).parents[3] / "docs" / "generation.md").read_text()
     [(dense, sparse, ratio, of_tables)] = re.findall(
         r"13B's shape .* moves ([\d.]+) GB .* moves ([\d.]+) GB,\s.*\*\*([\d.]+)\*\*"
         r"[^(]*index tables \(([\d.]+) MB\)",
