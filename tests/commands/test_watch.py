@@ -139,7 +139,7 @@ def test_a_run_that_has_not_begun_or_is_damaged_says_so(tmp_path, folders):
 
 def test_folders_are_checked(tmp_path):
     options = type("Options", (), {"run": str(tmp_path / "none"), "port": 0, "refresh": 1})
-    with pytest.raises(UserError, match="is not a folder"):
+    with pytest.raises(UserError, match=r"none does not exist; no run is in"):
         watch.serve(options)
     options.run = ""
     with pytest.raises(UserError, match="names 0 run folders; legal: 1 to 8"):
