@@ -126,7 +126,7 @@ def test_thresholds_change_the_loss_and_are_noted(evaluated, copy):
 
 
 def test_runs_that_cannot_be_evaluated(evaluated, copy, tmp_path):
-    assert "--run is needed" in refusal(evaluated)
+    assert "No run is named; give a run folder" in refusal(evaluated)
     assert "not a run folder" in refusal(evaluated, f"--run={tmp_path}")
     run = f"--run={copy}"
     assert "whole numbers" in refusal(evaluated, run, "--num_fewshot=0,x")

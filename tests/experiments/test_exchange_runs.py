@@ -87,7 +87,7 @@ def test_lines_are_continued_until_the_input_ends(job, undisturbed):
     ("experiment", "arguments", "message"),
     [
         ("generate", [], "No run is named"),
-        ("generate", ["--run=nowhere"], "not a run folder"),
+        ("generate", ["--run=nowhere"], "nowhere does not exist; no run is in"),
         ("generate", ["--run=RUN", "--variant=small"], "legal: sparse, dense"),
         ("generate", ["--run=RUN", f"--prompt={'word ' * 99}"], "in the context of 64"),
         ("export", ["--run=RUN"], "give a new one with --to"),

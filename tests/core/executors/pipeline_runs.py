@@ -18,7 +18,7 @@ from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.executors.pipeline import schedules
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.model_weights import ModelWeights
-from sparse_dataflow.core.training.step import initial_state
+from sparse_dataflow.core.training.step import abstract_state, initial_state
 
 
 def norms(text):
@@ -50,8 +50,7 @@ def memory(text):
     """Returns the bytes of temporaries of the compiled gradient."""
     model = MODELS["dense_deep"]
     runs, micro_batches = executor(text, model)
-    params = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
-    params = runs.placed_shapes(params, model)
+    params = abstract_state(model, TrainingConfig(steps=1), runs).params
     tokens = jax.ShapeDtypeStruct((2 * micro_batches, SEQUENCE + 1), jnp.int32)
     gradient = gradient_of(runs, model, micro_batches)
     compiled = jax.jit(gradient).lower(params, tokens).compile()
