@@ -62,7 +62,7 @@ def code() -> dict[str, Any]:
 
 def _git(root, *arguments):
     done = subprocess.run(
-        ["git", "-C", str(root), *arguments],
+        ["git", "--no-optional-locks", "-C", str(root), *arguments],
         capture_output=True, text=True, check=True, timeout=_SECONDS, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     return done.stdout.strip()

@@ -37,7 +37,7 @@ def first_state(params, mu, nu, model=MODEL, training=TRAINING):
     for leaf in jax.tree.leaves(params):
         leaf[...] = rng.normal(size=leaf.shape)
     shapes = host_state.abstract_state(model, training)
-    moments = host_state.with_adam(shapes.moments, 0, mu, nu)
+    moments = host_state.with_moments(shapes.moments, 0, mu, nu)
     return TrainState(np.zeros((), np.int32), params, moments, shapes.tables, key())
 
 

@@ -14,7 +14,7 @@ from server_process import IDENTITY, MODEL, TRAINING, advance, first_state, key,
 from sparse_dataflow.cluster import processes
 from sparse_dataflow.core.config.projections import LOW_RANK, LinearSpec
 from sparse_dataflow.core.config.sparsity import PATTERN_NAMES
-from sparse_dataflow.core.config.training import OPTIMIZERS
+from sparse_dataflow.core.config.training import BUILT_IN
 from sparse_dataflow.core.executors.relay import (
     host_state,
     server_files,
@@ -95,7 +95,7 @@ def test_layouts_that_are_read_equal_those_that_were_written(tmp_path, pattern):
     assert jax.tree.structure(with_groups) == jax.tree.structure(stacks.with_groups(written.tables))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", BUILT_IN)
 def test_bfloat16_moments_that_are_read_equal_those_that_were_written(tmp_path, optimizer):
     """In less space, and a training that goes on from them has the same bits."""
     training = dataclasses.replace(TRAINING, state_dtype="bfloat16", optimizer=optimizer)
