@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from experiments.serving_cost_study import arms, report, runs, text, training
+from experiments.serving_cost_study import arms, decoding, report, runs, text, training
 from experiments.serving_cost_study.runs import Cell
 from sparse_dataflow.config.model import ModelConfig
 from sparse_dataflow.hardware.detect import cpu_name
 from sparse_dataflow.planning.equal_cost import stored_parameters
+from sparse_dataflow.runs import measurement
 
 SETTINGS = (
     "learning_rate", "vector_rate", "width", "hidden", "layers", "heads", "vocabulary", "sequence",
@@ -75,6 +76,9 @@ def run(options) -> int:
             flush=True,
         )
     report.write(options, narrow, corpus, lines, folder)
+    if options.decode:
+        rows = decoding.measure(narrow, options.arms, rounds=options.decode)
+        measurement.keep(str(folder), "decoding", machine, [{"rows": rows}])
     return 0
 
 
