@@ -13,11 +13,14 @@ Differences to the narrow model are paired by seed, with intervals of Student's 
     python -m experiments.serving_cost
         one core: hours
     python -m experiments.serving_cost --lengths=160 --arms=narrow,pruned_4,pruned_4_saliency
-        other arms; --help lists them
+        other arms
+    python -m experiments.serving_cost --decode=20
+        also times tokens of the served models, 32 times as wide, with random weights
 
 Leaves OUT/settings.json, OUT/runs.jsonl (a line for each run), OUT/serving_cost.json,
-OUT/serving_cost.md and OUT/serving_cost.png.  The same command goes on where it was stopped; the
-tables have all runs of the folder, also of other lengths, arms, optimizers or seeds.
+OUT/serving_cost.md, OUT/serving_cost.png and, with --decode, OUT/decoding.json.  The same command
+goes on where it was stopped; the tables have all runs of the folder, also of other lengths, arms,
+optimizers or seeds.
 """
 
 import dataclasses
@@ -60,7 +63,7 @@ class Options:
     batch: int = setting(32, "Sequences in a step.", legal=AT_LEAST_ONE)
     corpus: str = setting("python_stdlib", "Text; see experiments.gpt13b_sparse.", path=True)
     decode: int = setting(
-        0, "Rounds of timed decoding of the served models; 0 is none.", legal=AT_LEAST_ZERO
+        0, "Rounds of timed decoding, 32 times as wide; 0 is none.", legal=AT_LEAST_ZERO
     )
     out: str = setting("runs/serving_cost", "Folder to make, or to go on in.", path=True)
 

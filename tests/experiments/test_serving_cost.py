@@ -18,7 +18,7 @@ from sparse_dataflow.files.errors import UserError
 NARROW = ModelConfig(
     2, 24, 2, 96, vocab_size=40, max_len=32, norm="rmsnorm", activation="relu", biases=()
 )
-OF_FLOPS = [name for name, arm in ARMS.items() if arm.equal == "flops" and not arm.experts]
+OF_FLOPS = ["narrow", *(n for n, arm in ARMS.items() if arm.pruned and arm.equal == "flops")]
 
 
 def study(*flags):

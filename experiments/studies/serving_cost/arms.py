@@ -78,6 +78,9 @@ _HALF_HEADS = _change(_HALF, heads_width=1, start=0.1, end=0.5)
 
 ARMS: Mapping[str, Arm] = {
     "narrow": Arm(),
+    # Dense models of the served FLOPs of d_model 16 and d_ff 192, with more width.
+    "narrow_wider": Arm(width=1.25, hidden=134 / 192),
+    "narrow_widest": Arm(width=1.5, hidden=92 / 192),
     "pruned_2": _HALF,
     "pruned_4": _QUARTER,
     "pruned_8": _EIGHTH,

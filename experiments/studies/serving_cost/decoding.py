@@ -31,10 +31,10 @@ TOKENS = 4
 def measure(
     narrow: ModelConfig,
     names: Sequence[str],
-    *,
-    scale: int,
-    block: int,
     rounds: int,
+    *,
+    scale: int = 32,
+    block: int = 64,
     batches: Sequence[int] = (1, 8),
 ) -> list[dict[str, Any]]:
     """Returns a row for each arm and batch: seconds a token, and its costs by the planner.
@@ -42,9 +42,9 @@ def measure(
     Args:
       narrow: the narrow dense model of the study.
       names: arms; "narrow" is always timed, as the ratios are to it.
+      rounds: timed rounds, in turn.
       scale: factor of all widths.
       block: side of the stored blocks.
-      rounds: timed rounds, in turn.
       batches: texts that are written at once.
     """
     models = {"narrow": _scaled(narrow, scale)}
@@ -61,7 +61,7 @@ def measure(
             name: _writer(model, weights[name], batch, narrow.max_len - TOKENS)
             for name, model in models.items()
         }
-        seconds = measurement.paired_seconds(programs, rounds)
+        seconds = measurement.paired_seconds(programs, rounds, enough=0.1)
         for name, model in models.items():
             ratio = measurement.paired_ratio(seconds[name], seconds["narrow"], "over_narrow")
             spec = dict(model.linears).get("mlp_in", LinearSpec())

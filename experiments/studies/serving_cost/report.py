@@ -21,7 +21,7 @@ from .runs import Cell, Lines
 
 NAME, NARROW, NONE = "serving_cost", "narrow", "-"
 DRAWN = 6
-"""Arms of the figure, at most: those with the most lengths."""
+"""Arms of the figure, at most: the first ones with two lengths or more, if any has."""
 
 
 def write(options, narrow: ModelConfig, corpus, lines: Lines, folder: Path) -> None:
@@ -252,7 +252,8 @@ def draw(rows: Sequence[Mapping], path: Path) -> None:
     """Draws loss over training FLOPs and the gain over the narrow model over the length."""
     drawn = [r for r in rows if r["schedule"] == "linear"]
     lengths = {arm: len({r["length"] for r in drawn if r["arm"] == arm}) for arm in arms.ARMS}
-    names = sorted((n for n in lengths if lengths[n]), key=lambda n: -lengths[n])[:DRAWN]
+    most = min(2, max(lengths.values()))
+    names = [name for name in lengths if lengths[name] >= most][:DRAWN]
     shown = []
     for optimizer in dict.fromkeys(r["optimizer"] for r in drawn):
         curves, gains = {}, {}

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+from sparse_dataflow.commands import measurement
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.training.equal_cost import stored_parameters
 from sparse_dataflow.hardware.detect import cpu_name
 
-from . import arms, report, runs, text, training
+from . import arms, decoding, report, runs, text, training
 from .runs import Cell
 
 SETTINGS = (
@@ -76,6 +77,9 @@ def run(options) -> int:
             flush=True,
         )
     report.write(options, narrow, corpus, lines, folder)
+    if options.decode:
+        rows = decoding.measure(narrow, options.arms, rounds=options.decode)
+        measurement.keep(str(folder), "decoding", machine, [{"rows": rows}])
     return 0
 
 
