@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -90,9 +91,9 @@ def test_the_first_loss_is_equal_and_three_steps_part_the_copies():
     def step(params, moments):
         compute = lambda params: whole.loss(new, weights_of(params, {}), whole.Batch(IDS, weights))  # noqa: E731
         loss, gradients = jax.value_and_grad(compute)(params)
-        updates, moments = optimizer.update(gradients, moments, params)
-        move = lambda p, u: p - TRAINING.learning_rate * u  # noqa: E731
-        return loss, jax.tree.map(move, params, updates), moments
+        rate = TRAINING.learning_rate
+        updates, moments = optimizer.update(gradients, moments, params, learning_rate=rate)
+        return loss, jax.tree.map(jnp.add, params, updates), moments
 
     params, moments, losses = state.params, state.moments, []
     for _ in range(3):
