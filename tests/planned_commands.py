@@ -10,10 +10,11 @@ import itertools
 import math
 import re
 import shlex
+from unittest import mock
 
 from documented_commands import split_commands
 
-from sparse_dataflow.commands import command_line
+from sparse_dataflow.commands import command_line, run_list
 from sparse_dataflow.commands.console import EVERYDAY
 from sparse_dataflow.commands.planning import compile_report, launching, search_table
 from sparse_dataflow.commands.preflight import settling
@@ -128,9 +129,11 @@ def problem(command):
     if any(flag.startswith("--help") for flag in command.flags):
         return ""
     try:
-        arguments = command_line.arguments(
-            [name, *command.flags], shared, options, getattr(module, "DEFAULTS", {})
-        )
+        # The newest run is the reader's.
+        with mock.patch.object(run_list, "newest", lambda flag: "RUN"):
+            arguments = command_line.arguments(
+                [name, *command.flags], shared, options, getattr(module, "DEFAULTS", {})
+            )
         for argument in arguments:
             if isinstance(argument, Request):
                 _plan_request(command, name, argument)

@@ -18,7 +18,7 @@ import os
 import select
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from absl import flags as absl_flags
@@ -135,7 +135,8 @@ def parse(
         )
     if sets:
         absl_flags.DEFINE_multi_string(_SET, [], "path=value", flag_values=values)
-    argv = _with_newest(_with_flagfiles(argv))
+    folders = {f.name for f in flags if f.name in ("resume", "run") and not f.setting.is_switch}
+    argv = _with_newest(_with_flagfiles(argv), folders)
     for word in argv[1:]:
         name = word.lstrip("-").partition("=")[0]
         if word.startswith("-") and len(name) > _LONGEST_FLAG:  # absl's hint recurses by letters.
@@ -193,15 +194,15 @@ def _with_flagfiles(argv: Sequence[str]) -> list[str]:
     return words
 
 
-def _with_newest(argv: Sequence[str]) -> list[str]:
-    """Returns the command line with the newest run as the value of a --resume or --run alone."""
+def _with_newest(argv: Sequence[str], names: Collection[str]) -> list[str]:
+    """Returns the command line with the newest run as the value of a flag of `names` alone."""
     words = list(argv)
     for i, word in enumerate(words):
         if word == "--":
             break
         name = word.lstrip("-")
         alone = i + 1 == len(words) or words[i + 1].startswith("-")
-        if word.startswith("-") and name in ("resume", "run") and alone:
+        if word.startswith("-") and name in names and alone:
             words[i] = f"--{name}={run_list.NEWEST}"
     return words
 

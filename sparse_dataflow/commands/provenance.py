@@ -1,7 +1,6 @@
 """What made a run: the command or the Python call, the code and the host."""
 
 import importlib.metadata
-import json
 import socket
 import subprocess
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from sparse_dataflow.core.config import presets, settings
 from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.files import json_files
 
 _SECONDS = 5.0
 _WHERE_IT_RAN = ("run.out", "run.mirror", "run.scale")
@@ -54,7 +54,7 @@ def code() -> dict[str, Any]:
         return {"commit": commit, "dirty": bool(changes)}
     try:
         url = importlib.metadata.distribution("sparse_dataflow").read_text("direct_url.json")
-        commit = json.loads(url or "{}").get("vcs_info", {}).get("commit_id")
+        commit = json_files.parse(url or "{}").get("vcs_info", {}).get("commit_id")
     except (importlib.metadata.PackageNotFoundError, ValueError, AttributeError, OSError):
         return {}
     return {"commit": str(commit), "dirty": False} if commit else {}

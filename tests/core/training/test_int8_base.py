@@ -146,7 +146,7 @@ def test_stored_blocks_are_refused():
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"training__adapter_rank": 0}, "legal with training.adapter_rank of 1 or more"),
+        ({"training__adapter_rank": 0}, "under adapters; legal with training.adapter_rank"),
         ({"training__frozen_dtype": "int4"}, "Legal: compute, int8"),
     ],
 )

@@ -272,7 +272,7 @@ def test_copies_of_a_shared_block_keep_the_loss_and_the_direction_of_the_moments
     def step_without_gradient(model, state):
         zeros = jax.tree.map(jax.numpy.zeros_like, state.params)
         update = jax.jit(make_optimizer(model, training).update)
-        return update(zeros, state.moments, state.params, tables=None)[0]["blocks"]
+        return update(zeros, state.moments, state.params, learning_rate=1.0)[0]["blocks"]
 
     mine, theirs = (step_without_gradient(m, s) for m, s in ((own, after), (shared, before)))
     for copies, block in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
