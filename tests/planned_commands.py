@@ -126,8 +126,8 @@ def problem(command):
     module = importlib.import_module(command.name)
     name = command.name.removeprefix("experiments.")
     shared, options = getattr(module, "SHARED", ()), getattr(module, "Options", None)
-    if any(flag.startswith("--help") for flag in command.flags):
-        return ""
+    if any(flag.startswith("--help") or flag == "--resume" for flag in command.flags):
+        return ""  # The newest run, or its settings, are the reader's.
     try:
         # The newest run is the reader's.
         with mock.patch.object(run_list, "newest", lambda flag: "RUN"):
