@@ -50,7 +50,7 @@ def importable(monkeypatch):
 def test_it_trains_pico_over_a_mesh_as_on_one_device_and_resumes_at_the_same_bits(
     name, variant, tmp_path
 ):
-    result = on_eight_devices("training/optimizer_runs.py", name, variant, str(tmp_path))
+    result = on_eight_devices("core/training/optimizer_runs.py", name, variant, str(tmp_path))
     assert result["bits"]
     assert result["error"] < 1e-5
     # Rows and columns of Adafactor have the sharding of the first axes that they share.
