@@ -68,7 +68,7 @@ class BlockSparseLinear(nnx.Module):
 
     Args:
       in_features: features of the input.  Where the block does not divide both sides of the weight,
-        they are filled up with features that are 0: to whole blocks, and by up to an eighth of them
+        they are filled up with features that are 0: to whole blocks, and by up to a quarter of them
         where the density asks for it.  What is stored of the filling stays 0.
       out_features: features of the output.
       layout: the stored blocks; None for those of `pattern`, `density` and `block`.
@@ -138,12 +138,11 @@ class BlockSparseLinear(nnx.Module):
                 offset = _drawn_offset(rngs, key) if pattern == "random" else 0
             sides = filled_up(shape, block, density)
             layout = make_layout(pattern, *sides, block, density, offset)
-        full = layout.in_features, layout.out_features
-        if not all(0 <= a - b < layout.block + b // 8 for a, b in zip(full, shape)):
+        if any(n not in _counts(s, layout.block) for n, s in zip(layout.mask.shape, shape)):
             raise UserError(
                 f"The layout is of a {layout.in_features} x {layout.out_features} weight and the "
-                f"layer has {in_features} x {out_features} features; legal: equal, or less by "
-                "at most an eighth and a part of a block."
+                f"layer has {in_features} x {out_features} features; legal: equal, or with "
+                "as many blocks and up to a quarter more."
             )
         values = draw_blocks(layout, kernel_init, key, param_dtype, shape)
         self.values = nnx.Param(values, **kernel_metadata)
@@ -313,7 +312,7 @@ class BlockSparseLinear(nnx.Module):
 def filled_up(shape: tuple[int, int], block: int, density: float) -> tuple[int, int]:
     """Returns the shape of the layout of a weight: its own where the block divides both sides.
 
-    Else the smallest with whole blocks that has a layout of the density, with up to an eighth more
+    Else the smallest with whole blocks that has a layout of the density, with up to a quarter more
     blocks on each side; without one, that with the fewest blocks.
 
     Raises:
@@ -326,11 +325,16 @@ def filled_up(shape: tuple[int, int], block: int, density: float) -> tuple[int, 
         )
     if not any(side % block for side in shape):
         return shape
-    fewest = [-(-side // block) for side in shape]
-    grids = itertools.product(*(range(n, n + 1 + n // 8) for n in fewest))
-    fits = [(i, o) for i, o in grids if has_layout(i, o, density)]
-    rows, columns = min(fits, key=math.prod, default=fewest)
+    counts = [_counts(side, block) for side in shape]
+    fits = [(i, o) for i, o in itertools.product(*counts) if has_layout(i, o, density)]
+    rows, columns = min(fits, key=math.prod, default=[each[0] for each in counts])
     return rows * block, columns * block
+
+
+def _counts(side, block):
+    """Numbers of blocks that a side may have: the fewest, and up to a quarter more, rounded up."""
+    fewest = -(-side // block)
+    return range(fewest, fewest + 1 + -(-fewest // 4))
 
 
 def fill_up(kernels: jax.Array, shape: tuple[int, int]) -> jax.Array:

@@ -34,6 +34,13 @@ def test_any_features_can_have_blocks_that_divide_none():
     layer = sd.BlockSparseLinear(100, 50, block=32, pattern="cyclic", density=0.5, rngs=nnx.Rngs(0))
     assert layer.layout.in_features == 128 and layer.layout.out_features == 64
     assert layer(jnp.ones((2, 3, 100))).shape == (2, 3, 50)
+    # 49 x 19 and 19 x 7 blocks have no balanced layouts of these densities.
+    for shape, density, grid in (((784, 300), 0.125, (56, 24)), ((300, 100), 0.25, (20, 8))):
+        layer = sd.BlockSparseLinear(*shape, block=16, density=density, rngs=nnx.Rngs(0))
+        assert layer.layout.mask.shape == grid
+    with pytest.raises(sd.UserError, match="12 x 786 blocks of 64; legal: multiples of 1/6"):
+        sd.BlockSparseLinear(768, 50257, rngs=nnx.Rngs(0))
+    layer = sd.BlockSparseLinear(100, 50, block=32, pattern="cyclic", density=0.5, rngs=nnx.Rngs(0))
     with pytest.raises(sd.UserError, match=r"reads \[..., 100\]"):
         layer(jnp.ones((2, 128)))
 

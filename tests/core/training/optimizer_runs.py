@@ -68,7 +68,9 @@ def main(optimizer, name, folder):
         pairs = zip(jax.tree.leaves(bare(state)), jax.tree.leaves(bare(again)), strict=True)
         return losses[:STEPS], state, all(np.array_equal(a, b) for a, b in pairs)
 
-    losses, state, bits = run(Sharded(mesh.make(mesh.parse("fsdp:4,tensor:2", 8)), 3), save=True)
+    # An axis "tensor" may cut the groups that Muon orthogonalises: they are then those of a device.
+    axes = "fsdp:8" if optimizer == "muon" else "fsdp:4,tensor:2"
+    losses, state, bits = run(Sharded(mesh.make(mesh.parse(axes, 8)), 3), save=True)
     right, _ = run(SINGLE_DEVICE)
     arrays = jax.tree.leaves(state.moments)
     on_device = sum(math.prod(a.sharding.shard_shape(a.shape)) for a in arrays)

@@ -89,10 +89,8 @@ def shard_attention(
     """
     at = jnp.asarray(order)[shard]
     local_documents = None if documents is None else jnp.take(documents, at, axis=1)
-    platform, reason = (
-        dispatch.platform(),
-        "cuDNN has no queries at other positions than the keys'.",
-    )
+    platform = dispatch.platform()
+    reason = "cuDNN has no queries at other positions than the keys'."
     if platform == "tpu":
         reason = _splash().refusal(query) or dispatch.sharding_refusal()
     name = "splash" if platform == "tpu" and not reason else "xla"
