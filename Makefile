@@ -22,7 +22,7 @@ GONE := $(shell test -x $(BIN)/python || echo FORCE)
 
 # Tests of what a compiler for a chip that is not there makes.
 TPU_COMPILES := test_pallas_tpu_compiles.py test_pallas_tpu_grouped_compiles.py test_splash_compiles.py test_step_compiles.py test_quantized_compiles.py
-GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_compiles.py test_grouped_compiles.py test_pallas_triton_compiles.py test_quantized_compiles.py
+GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_compiles.py test_grouped_compiles.py test_decoding_compiles.py test_pallas_triton_compiles.py test_quantized_compiles.py
 
 # Tests of faults that happen to a run.
 FAULT_TESTS := $(addprefix tests/,borders experiments/test_faults.py experiments/test_mirror_runs.py experiments/test_random_kills.py experiments/test_storm.py experiments/test_three_processes.py experiments/test_tools_killed.py experiments/test_exhausted_runs.py)

@@ -1,6 +1,5 @@
 """Tokens that a model writes from a cache, or switches of models, for `decode_bench`."""
 
-import functools
 import time
 
 import jax
@@ -15,6 +14,7 @@ from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.evaluation import activation_sparsity, kv_cache
 from sparse_dataflow.evaluation.composition import Composition
+from sparse_dataflow.evaluation.sampling import Sampler, Sampling
 
 from . import benchmark
 from .benchmark import Program
@@ -151,23 +151,33 @@ def _with_zeros(
 def _program(
     model: ModelConfig, weights: kv_cache.Weights, batch: int, cached: int, tokens: int
 ) -> Program:
-    """Writes `tokens` tokens of each text, always after the same cache of zeros."""
-    shape = (batch, model.kv_heads, cached + 1, model.head_width)
+    """Writes `tokens` tokens of each text as generation does, always after `cached` zeros."""
+    shape = (batch, model.kv_heads, cached + tokens, model.head_width)
     empty = jnp.zeros(shape, model.compute_dtype)
     caches = (kv_cache.LayerCache(empty, empty),) * model.num_layers
     caches = jax.tree.map(jnp.copy, caches)
     last, positions = np.zeros(batch, np.int32), np.full(batch, cached, np.int32)
-    decode_token = jax.jit(
-        functools.partial(kv_cache.decode_token, model), donate_argnames="caches"
-    )
+    sampler = Sampler.of(Sampling(), batch)
+    most = kv_cache.most_tokens()
     start = time.perf_counter()
-    compiled = decode_token.lower(weights, caches, last, positions).compile()
+    compiled = kv_cache.decode_tokens.lower(
+        model, weights, caches, last, positions, sampler, np.int32(0), np.int32(1), most=most
+    ).compile()
     seconds = time.perf_counter() - start
 
     def run():
         nonlocal caches
-        for _ in range(tokens):
-            logits, caches = compiled(weights, caches, last, positions)
-        return logits
+        for step in range(0, tokens, most):
+            count = min(most, tokens - step)
+            written, caches = compiled(
+                weights,
+                caches,
+                last,
+                positions + np.int32(step),
+                sampler,
+                np.int32(step),
+                np.int32(count),
+            )
+        return written
 
     return Program(run, seconds)

@@ -5,23 +5,26 @@ programs.
 """
 
 import functools
+import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.offloaded_experts import OffloadedExperts
-from sparse_dataflow.evaluation.sampling import Sampling, row_keys, sample_tokens
+from sparse_dataflow.evaluation.sampling import Sampler, Sampling
 from sparse_dataflow.evaluation.stopping import StreamDecoder
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
 
 SMALLEST_BUCKET = 16
 """Tokens. Shorter prompts take about the same time."""
+
+SECONDS_UNSEEN = 0.05
+"""Most seconds of tokens that one program writes, if a token takes less."""
 
 
 @dataclass(frozen=True)
@@ -162,11 +165,10 @@ def generate_tokens(
     lengths = [len(prompt) for prompt in prompts]
     if isinstance(weights, OffloadedExperts):
         # No rows of padding, which would fetch experts of their own.
-        rows, prefill, decode_token = len(prompts), weights.prefill, weights.decode_token
+        rows, prefill = len(prompts), weights.prefill
     else:
         rows = bucket(len(prompts), smallest=1)
         prefill = functools.partial(kv_cache.prefill, config, weights)
-        decode_token = functools.partial(_decode_token, config, weights)
     width = min(bucket(max(lengths)), context)
     cache_tokens = min(bucket(max(lengths) + count), context)
     tokens = np.zeros((rows, width), np.int32)
@@ -174,32 +176,49 @@ def generate_tokens(
         row[: len(prompt)] = prompt
     positions = np.ones(rows, np.int32)
     positions[: len(prompts)] = lengths
-    sample = functools.partial(
-        sample_tokens,
-        temperature=np.float32(sampling.temperature or 1),
-        top_k=np.int32(sampling.top_k),
-        top_p=np.float32(sampling.top_p),
-        stochastic=sampling.stochastic,
-        filters=sampling.filters,
-    )
-    keys = row_keys(sampling.seed, rows)
+    sampler = Sampler.of(sampling, rows)
     logits, caches = prefill(tokens, positions, cache_tokens=cache_tokens)
-    for step in range(count):
-        next_tokens = sample(logits, _fold(keys, step) if sampling.stochastic else keys)
+    first = np.asarray(sampler(logits, np.int32(0)))
+    del logits
+    rest = _following(config, weights, caches, first, positions, sampler, count)
+    for step, next_tokens in enumerate(itertools.chain([first], rest)):
         full = [length + step >= context for length in lengths]
-        yield [None if f else token for f, token in zip(full, np.asarray(next_tokens).tolist())]
+        yield [None if f else token for f, token in zip(full, next_tokens.tolist())]
         if step == count - 1 or all(full) or finished():
             return
-        logits, caches = decode_token(caches, next_tokens, positions)
-        positions = np.minimum(positions + 1, cache_tokens - 1)
 
 
-_decode_token = jax.jit(kv_cache.decode_token, static_argnames="config", donate_argnames="caches")
+def _following(config, weights, caches, tokens, positions, sampler, count):
+    """Yields the tokens after the first, int32 [rows] each, `count` in all.
 
-
-@jax.jit
-def _fold(keys, step):
-    return jax.vmap(jax.random.fold_in, (0, None))(keys, jnp.asarray(step))
+    A program writes as many as take about SECONDS_UNSEEN, so that dispatching it costs little and
+    text still streams.
+    """
+    last, most = caches[0].keys.shape[2] - 1, kv_cache.most_tokens()
+    step, at_once = 0, 1
+    while step < count - 1:
+        start = time.perf_counter()
+        if isinstance(weights, OffloadedExperts):
+            at = np.minimum(positions + step, last)
+            logits, caches = weights.decode_token(caches, tokens, at)
+            written = np.asarray(sampler(logits, np.int32(step + 1)))[None]
+        else:
+            written, caches = kv_cache.decode_tokens(
+                config,
+                weights,
+                caches,
+                tokens,
+                positions + np.int32(step),
+                sampler,
+                np.int32(step),
+                np.int32(at_once),
+                most=most,
+            )
+            written = np.asarray(written)[:at_once]
+        faster = time.perf_counter() - start < SECONDS_UNSEEN / 2
+        yield from written
+        tokens, step = written[-1], step + len(written)
+        at_once = min(2 * at_once if faster else at_once, most, count - 1 - step)
 
 
 def check_prompts(

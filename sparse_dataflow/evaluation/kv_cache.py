@@ -1,9 +1,9 @@
-"""Decoding with a key-value cache: prefill of the prompts, then one token per step.
+"""Decoding with a key-value cache: prefill of the prompts, then several tokens per program.
 
 Rows of a batch may differ in length. A prompt is padded at its end, which causal attention masks,
 and each new token overwrites the padding at its row's position. Layout tables are arguments, so one
-program serves every layout. Weights are one array per layer: slicing a stacked array would copy all
-weights at every token.
+program serves every layout; a program of equal groups reads none. Weights are one array per layer:
+slicing a stacked array would copy all weights at every token.
 """
 
 import dataclasses
@@ -15,13 +15,19 @@ import jax.numpy as jnp
 
 from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.adapters import SCALE
 from sparse_dataflow.core.model.experts import ROUTER
 from sparse_dataflow.core.model.model_weights import ModelWeights
 from sparse_dataflow.core.model.projection import layer_weights
+from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.attention.dot_product import masked_attention
+from sparse_dataflow.evaluation.sampling import Sampler
+
+MOST_TOKENS = 32
+"""Most tokens of each row that a program writes, but on a CPU."""
 
 
 class Weights(NamedTuple):
@@ -57,12 +63,26 @@ def prepare(config: ModelConfig, of_model: ModelWeights) -> Weights:
     cast = functools.partial(jax.tree.map, lambda leaf: jnp.asarray(leaf, dtype))
     params, layers = of_model.merged, []
     for stacked, layouts in zip(
-        split_groups(params["blocks"]), split_groups(of_model.tables), strict=True
+        split_groups(params["blocks"]),
+        split_groups(stacks.with_groups(of_model.tables)),
+        strict=True,
     ):
         for i in range(len(jax.tree.leaves(stacked)[0])):
-            layout = jax.tree.map(lambda table, i=i: jnp.asarray(table[i]), layouts)
+            layout = {name: _layout(config, name, each, i) for name, each in layouts.items()}
             layers.append(layer_weights(config, _layer(stacked, i, dtype), layout))
     return Weights(cast(params["embed"]), tuple(layers), cast(params["head"]))
+
+
+def _layout(config, projection, stacked, i):
+    """Returns the layout of layer i; on a GPU equal groups are constants of the program.
+
+    There each argument of a program costs about as much as a small kernel.
+    """
+    groups = isinstance(stacked, LayoutTables) and stacked.groups
+    layout = jax.tree.map(lambda table: table[i], stacked)
+    if groups and dispatch.platform() == "gpu":
+        return BlockLayout.from_tables(layout, config.linear(projection).block)
+    return jax.tree.map(jnp.asarray, layout)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -156,6 +176,61 @@ def decode_token(
         of_layer = layer_model(config, i)
         x_BxTxD = gpt.block(of_layer, layer, x_BxTxD, attend=attend, positions_BxT=positions_BxT)
     return last_logits(config, weights, x_BxTxD, jnp.ones_like(positions_B)), tuple(new_caches)
+
+
+def most_tokens() -> int:
+    """Returns how many tokens of each row a program writes at most.
+
+    A CPU writes one: its compiler turns a loop over tokens into a single kernel on one core, which
+    compiles for minutes.
+    """
+    return 1 if dispatch.platform() == "cpu" else MOST_TOKENS
+
+
+@functools.partial(jax.jit, static_argnames=("config", "most"), donate_argnames="caches")
+def decode_tokens(
+    config: ModelConfig,
+    weights: Weights,
+    caches: tuple[LayerCache, ...],
+    tokens_B: jax.Array,
+    positions_B: jax.Array,
+    sampler: Sampler,
+    step: jax.Array,
+    count: jax.Array,
+    *,
+    most: int,
+) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+    """Appends tokens to each row, each with the token before; the count is traced.
+
+    Args:
+      config: model config.
+      weights: weights from `prepare`.
+      caches: caches of the previous tokens, which are donated.
+      tokens_B: int32 [B], the last token of each row, which no cache has.
+      positions_B: int32 [B], number of previous tokens of each row; rows with a full cache
+        overwrite its end.
+      sampler: picks tokens.
+      step: int32 [], number of tokens that were written before `tokens_B`, which the random
+        numbers depend on.
+      count: int32 [], tokens to append, 1 to `most`.
+      most: see `most_tokens`; 1 compiles no loop.
+
+    Returns:
+      (int32 [most, B], whose first `count` rows are the new tokens; updated caches).
+    """
+    last = caches[0].keys.shape[2] - 1
+
+    def append(i, carry):
+        written, tokens_B, caches = carry
+        at = jnp.minimum(positions_B + i, last)
+        logits, caches = decode_token(config, weights, caches, tokens_B, at)
+        tokens_B = sampler(logits, step + i + 1)
+        return written.at[i].set(tokens_B), tokens_B, caches
+
+    carry = jnp.zeros((most, len(tokens_B)), jnp.int32), tokens_B, caches
+    many = most > 1
+    written, _, caches = jax.lax.fori_loop(0, count, append, carry) if many else append(0, carry)
+    return written, caches
 
 
 def token_attention(

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,60 @@ class Sampling:
     def filters(self) -> bool:
         """Whether top_k or top_p excludes tokens, which costs a sort of the vocabulary."""
         return self.stochastic and (self.top_k > 0 or self.top_p < 1)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("keys_B", "temperature", "top_k", "top_p"),
+    meta_fields=("stochastic", "filters"),
+)
+@dataclass(frozen=True)
+class Sampler:
+    """Picks the next tokens of some rows; a pytree, of which programs trace the numbers.
+
+    Attributes:
+      keys_B: random key of each row.
+      temperature: float32 []; see `Sampling`, also for the others.
+      top_k: int32 [].
+      top_p: float32 [].
+      stochastic: bool.
+      filters: bool.
+    """
+
+    keys_B: jax.Array
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    stochastic: bool
+    filters: bool
+
+    @classmethod
+    def of(cls, sampling: Sampling, rows: int) -> "Sampler":
+        """Returns the sampler of a batch; rows without a seed of their own are padding."""
+        return cls(
+            row_keys(sampling.seed, rows),
+            np.float32(sampling.temperature or 1),
+            np.int32(sampling.top_k),
+            np.float32(sampling.top_p),
+            sampling.stochastic,
+            sampling.filters,
+        )
+
+    @jax.jit
+    def __call__(self, logits_BxV: jax.Array, step: jax.Array) -> jax.Array:
+        """Returns int32 [B], the token of each row at a step, int32 []."""
+        keys = self.keys_B
+        if self.stochastic:
+            keys = jax.vmap(jax.random.fold_in, (0, None))(keys, jnp.asarray(step))
+        return sample_tokens(
+            logits_BxV,
+            keys,
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            stochastic=self.stochastic,
+            filters=self.filters,
+        )
 
 
 def row_keys(seed: int | Sequence[int], rows: int) -> jax.Array:

@@ -14,6 +14,7 @@ from sparse_dataflow.core.model.model_weights import ModelWeights, weights_of
 from sparse_dataflow.evaluation import generate as generate_module
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.generate import bucket, generate, generate_tokens
+from sparse_dataflow.evaluation.sampling import Sampling
 from sparse_dataflow.files.errors import UserError
 
 
@@ -69,13 +70,37 @@ def test_a_full_context_ends_only_its_row():
     assert [row.index(None) if None in row else len(row) for row in new] == [5, 2]
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.5, 20, 0.9, seed=3)])
+def test_tokens_do_not_depend_on_how_many_a_program_writes(monkeypatch, sampling):
+    params, tables = confident_model(SPARSE)
+    weights = kv_cache.prepare(SPARSE, ModelWeights(params, tables))
+    written = {}
+    for most, seconds in ((1, 1e9), (8, 0), (8, 1e9)):
+        counts = []
+
+        def decode(*arguments, counts=counts, decode_tokens=kv_cache.decode_tokens, **most):
+            counts.append(int(arguments[-1]))
+            return decode_tokens(*arguments, **most)
+
+        monkeypatch.setattr(generate_module, "SECONDS_UNSEEN", seconds)
+        monkeypatch.setattr(kv_cache, "most_tokens", lambda most=most: most)
+        with monkeypatch.context() as patch:
+            patch.setattr(kv_cache, "decode_tokens", decode)
+            prompts = draw_prompts((2, 5, 9))
+            tokens = [*generate_tokens(SPARSE, weights, prompts, 13, 16, sampling)]
+        written[most, seconds] = tokens, counts
+    (one, singly), (slow, slowly), (fast, at_once) = written.values()
+    assert one == slow == fast
+    assert singly == slowly == [1] * 12 and at_once == [1, 2, 4, 5]
+
+
 @pytest.mark.slow
 def test_prompts_of_all_lengths_compile_few_programs():
     config = dataclasses.replace(DENSE, max_len=128)
-    before = kv_cache.prefill._cache_size(), generate_module._decode_token._cache_size()
+    before = kv_cache.prefill._cache_size(), kv_cache.decode_tokens._cache_size()
     for length in range(1, 60, 4):
         greedy_tokens(config, draw_prompts((length,)), 3, context=64)
-    after = kv_cache.prefill._cache_size(), generate_module._decode_token._cache_size()
+    after = kv_cache.prefill._cache_size(), kv_cache.decode_tokens._cache_size()
     assert after[0] - before[0] <= 5 and after[1] - before[1] <= 3
     assert [bucket(n) for n in (1, 16, 17, 100)] == [16, 16, 32, 128]
 

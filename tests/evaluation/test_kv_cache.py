@@ -16,6 +16,7 @@ from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.model_weights import ModelWeights, weights_of
 from sparse_dataflow.core.model.projection import arrays
+from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.evaluation import kv_cache
 
@@ -74,6 +75,30 @@ def test_logits_depend_on_the_position():
     right = decode_token(DENSE, weights, caches, np.array([5]), np.array([4]))[0]
     wrong = decode_token(DENSE, weights, caches, np.array([5]), np.array([5]))[0]
     assert np.abs(np.asarray(right) - wrong).max() > 1e-2
+
+
+@pytest.mark.parametrize("pattern", ["monarch", "random"])
+@pytest.mark.parametrize("rows", [1, 2, 32])
+def test_a_gpu_decodes_without_kernels_and_without_tables_of_equal_groups(
+    monkeypatch, pattern, rows
+):
+    """Each kernel would be compiled by itself in every layer; tables would be arguments."""
+    config = DENSE.with_linears(LinearSpec("block_sparse", pattern, density=0.5, block=8))
+    of_model = ModelWeights(*random_model(config))
+    tokens = np.arange(rows, dtype=np.int32)
+    cache = jnp.zeros((rows, config.kv_heads, 4, config.head_width))
+    caches = (kv_cache.LayerCache(cache, cache),) * config.num_layers
+    arguments = caches, tokens, np.zeros_like(tokens)
+    expected, _ = decode_token(config, kv_cache.prepare(config, of_model), *arguments)
+    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    weights = kv_cache.prepare(config, of_model)
+    of_dense = jax.eval_shape(lambda: kv_cache.random_weights(DENSE, 0))
+    tables = 4 * len(config.projections) * config.num_layers if pattern == "random" else 0
+    assert len(jax.tree.leaves(weights)) == len(jax.tree.leaves(of_dense)) + tables
+    decode = lambda *each: kv_cache.decode_token(config, *each)  # noqa: E731
+    assert "pallas_call" not in str(jax.make_jaxpr(decode)(weights, *arguments))
+    logits, _ = jax.jit(decode)(weights, *arguments)
+    np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-4)
 
 
 def test_weights_are_cast_once():

@@ -21,6 +21,7 @@ from simulated_triton import simulated_triton
 from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS
 from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables
 from sparse_dataflow.core.layouts.patterns import PATTERNS, make_layout
+from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.block_sparse_matmul import matmul_op as api
 from sparse_dataflow.core.ops.block_sparse_matmul.matmul_op import block_sparse_matmul
 from sparse_dataflow.files.errors import UserError
@@ -384,6 +385,22 @@ def test_few_rows_read_every_stored_block_once(rows):
     cost = product.lower(*operands, layout.tables()).compile().cost_analysis()
     stored = 4 * layout.nnz * block * block
     assert cost["bytes accessed"] < 1.5 * stored  # The rest is partial products, rows / block.
+
+
+@pytest.mark.parametrize("pattern", ["monarch", "butterfly", "random"])
+@pytest.mark.parametrize("rows", [1, 7, 32])
+def test_few_rows_on_a_gpu_run_no_kernel(monkeypatch, pattern, rows):
+    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    layout = make_layout(pattern, 256, 512, 64, 1 / 4)
+    x, values, _ = draw_operands(layout, (rows,), "float32")
+    dense = np.float64(x) @ layout.to_dense(np.float64(values))
+    traced = layout.tables().with_groups()
+    for layout_or_tables in (layout, layout.tables(), traced):
+        product = lambda x, v, t=layout_or_tables: block_sparse_matmul(x, v, t)  # noqa: E731
+        assert "pallas_call" not in str(jax.make_jaxpr(product)(x, values))
+        np.testing.assert_allclose(product(x, values), dense, rtol=1e-5, atol=1e-5)
+    y = jax.jit(block_sparse_matmul)(x, values, traced)
+    np.testing.assert_allclose(y, dense, rtol=1e-5, atol=1e-5)
 
 
 def program(layout, tables, implementation, x_shape=(64,)):

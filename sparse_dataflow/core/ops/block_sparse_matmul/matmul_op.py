@@ -167,7 +167,10 @@ def check_operands(
 def _choose(x, values, tables, static_layout):
     platform, few_rows = dispatch.platform(), dispatch.at_most(x.shape[0], xla_few_rows.FEW_ROWS)
     names, groups = OP.of_platform(), tables.groups
-    if groups and not few_rows:
+    if few_rows and platform == "gpu":
+        # The kernels' tiles have more rows, and each layer's call is compiled by itself.
+        names = []
+    elif groups and not few_rows:
         # On a GPU a group is a product of the vendor's library.
         names = ["grouped"] if platform == "gpu" else [*names, "grouped"]
     if platform == "cpu" and static_layout and not few_rows:

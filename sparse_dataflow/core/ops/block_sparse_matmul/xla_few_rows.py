@@ -2,7 +2,9 @@
 
 Stored blocks are read in place.  They are sorted by output block, so those of an output block are
 one matrix, unless its line of the table is padded.  `xla` gathers the blocks by table line first,
-which triples the bytes.
+which triples the bytes.  Of a layout of equal groups no table is read.
+
+Kernels for CPUs and GPUs start at tiles of more rows, so both take this form.
 """
 
 import jax
@@ -18,7 +20,9 @@ FEW_ROWS = 32
 
 def product(x: jax.Array, values: jax.Array, tables: LayoutTables) -> jax.Array:
     """Compute `x @ W` for x [rows, in_features], values [nnz, block, block], in x's dtype."""
-    rows, block = len(x), values.shape[-1]
+    rows, block, groups = len(x), values.shape[-1], tables.groups
+    if groups and groups.count == groups.in_parts == groups.out_parts:
+        return _of_groups(x, values, groups)
     slots, index = tables.in_slot, tables.in_index
     if padded := slots.size != len(values):
         # One matrix per stored block; its partial products are summed below.
@@ -29,6 +33,20 @@ def product(x: jax.Array, values: jax.Array, tables: LayoutTables) -> jax.Array:
     if padded:  # Padding (slot -1) reads the appended zeros.
         y = jnp.sum(jnp.pad(y, [(0, 0), (0, 1), (0, 0)])[:, slots], axis=2)
     return y.reshape(rows, len(slots) * block).astype(x.dtype)
+
+
+def _of_groups(x, values, groups):
+    """Compute `product` of a layout of whole groups; moves of x are part of its kernels."""
+    rows, block, run = len(x), values.shape[-1], groups.in_run * values.shape[-1]
+    by_group = x.reshape(rows, -1, groups.count, run).swapaxes(1, 2)
+    inputs = by_group.shape[2] * run
+    # Lines are ordered (outer, group, run).
+    weight = values.reshape(-1, groups.count, groups.out_run, inputs, block)
+    lines = (rows, weight.shape[0], groups.count, groups.out_run)
+    by_line = by_group.reshape(rows, 1, groups.count, 1, inputs)
+    by_line = jnp.broadcast_to(by_line, (*lines, inputs)).reshape(rows, -1, inputs)
+    y = _products(by_line, weight.reshape(by_line.shape[1], inputs, block))
+    return y.reshape(rows, -1).astype(x.dtype)
 
 
 def _products(x, weight):

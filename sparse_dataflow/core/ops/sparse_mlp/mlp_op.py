@@ -157,5 +157,6 @@ def _checked(x, values, tables):
 
 
 def _few_rows(x):
-    """Whether a CPU has products of their own for so few rows of x [..., features]."""
-    return dispatch.platform() == "cpu" and math.prod(x.shape[:-1]) <= xla_few_rows.FEW_ROWS
+    """Whether the platform has other products for so few rows of x [..., features]."""
+    own = dispatch.platform() in ("cpu", "gpu")
+    return own and math.prod(x.shape[:-1]) <= xla_few_rows.FEW_ROWS
