@@ -52,6 +52,7 @@ def run(request: Request, options) -> None:
         median, model = float(np.median(seconds[name])), by_name[name]
         flops = cost.flops_per_token(model, training.sequence).total
         row |= {
+            "remat": model.remat,
             "step_ms": 1e3 * median,
             "tokens_per_second": models.tokens / median,
             "mfu": cost.mfu(flops, models.tokens / median, chip, model.compute_dtype),
@@ -86,7 +87,8 @@ def _timed(makers, rounds):
 def _line(row):
     memory_text = f"  {row['step_bytes'] / memory.GIB:.2f} GiB" if row["step_bytes"] else ""
     return (
-        f"{row['step_ms']:8.1f} ms a step  {row['tokens_per_second']:9,.0f} tokens/s"
+        f"{row['step_ms']:8.1f} ms a step  {row['tokens_per_second']:9,.0f} tokens/s  "
+        f"remat {row['remat']}"
         f"{benchmark.mfu_text(row['mfu'])}{memory_text}  first loss {row['first_loss']:.4f}"
     )
 

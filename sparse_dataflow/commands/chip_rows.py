@@ -102,7 +102,9 @@ def rows(chip: ChipFacts, scale: str) -> list[Row]:
         ]  # fmt: skip
 
     rounds = f"--rounds={ROUNDS}"
-    tables = "xla,xla_static" if cpu else "xla,pallas_hopper,pallas_triton,pallas_tpu"
+    tables = "xla,xla_static" if cpu else "pallas_hopper,pallas_triton,pallas_tpu,xla"
+    if dtype == "bfloat16" and chip.capability:
+        tables = "pallas_hopper,pallas_triton"  # They take the place of xla, which is slower.
     three = "forward,input_gradient,weight_gradient"
     saving = [] if step_scale in LAPTOP_SCALES else [
         "--set", "model.remat=full", "--set", "training.state_dtype=bfloat16"
@@ -186,8 +188,10 @@ def paired(label: str, milliseconds: str, bound: str) -> Measures:
         texts = []
         for name in ("dense", "sparse"):
             row = result["rows"][name]
-            mfu = f" (MFU {row['mfu']:.0%})" if row.get("mfu") is not None else ""
-            texts.append(f"{name} {row[milliseconds]:.4g} ms{mfu}")
+            notes = [] if row.get("mfu") is None else [f"MFU {row['mfu']:.0%}"]
+            notes += [f"remat {row['remat']}"] if "remat" in row else []
+            note = f" ({', '.join(notes)})" if notes else ""
+            texts.append(f"{name} {row[milliseconds]:.4g} ms{note}")
         shape = f"batch {result['batch']}, {result['dtype']}, block {result['block']}"
         text = f"{', '.join(texts)}; {shape}"
         low, high = result["ratio_low"], result["ratio_high"]

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from sparse_dataflow.core.config import remat
 from sparse_dataflow.core.config.attention_kinds import DENSE_TOKENS
 from sparse_dataflow.core.config.layer_groups import with_densest_layers
+from sparse_dataflow.core.config.logit_chunks import chunk_tokens
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
 from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import PROJECTIONS, LinearSpec
@@ -32,9 +33,6 @@ TABLE_BYTES_PER_BLOCK = 4 * 4
 
 # Usable fraction of device memory; the rest is for the runtime and fragmentation.
 USABLE = 0.9
-LOGITS_CHUNK = 512
-"""Tokens per chunk of the chunked cross-entropy."""
-
 LAPTOP_SCALE = "nano"
 TARGET_SCALE = "13b"
 LARGE_SCALES = ("125m", "350m", "1.3b", "6.7b", TARGET_SCALE)
@@ -195,7 +193,9 @@ def training_bytes(
     per_token = activation_bytes(config, sequence, fused_attention)
     matrices = matrix_count(config)
     activations = tokens * config.num_layers * per_token.saved
-    logits = 2 * min(tokens, LOGITS_CHUNK) * config.vocab_size * 4
+    chunk = int(chunk_tokens(config.vocab_size, on_cpu=not fused_attention))
+    # The working set of a block is not alive beside them: it has room for their gradient.
+    logits = min(tokens, chunk) * config.vocab_size * MASTER_BYTES
     frozen = frozen_bytes(config) if adapters else 0
     return MemoryEstimate(
         parameters=parameters * MASTER_BYTES + frozen,
@@ -357,7 +357,7 @@ class BlockWidths(NamedTuple):
     Attributes:
       queries: of all query heads; also of attention's output.
       keys_values: of keys and values together.
-      normed: what query and key norms save, 0 without them: their input, in float32 and scaled.
+      normed: what query and key norms save, 0 without them: their input.
       products: outputs of mlp_gate and mlp_in, of all experts of a token.
       hidden: those of the MLP that the backward pass reads.
     """
@@ -379,7 +379,7 @@ def block_widths(config: ModelConfig, kv_copies=1, expert_rows=None) -> BlockWid
     """
     queries = config.num_heads * config.head_width
     keys_values = 2 * config.kv_heads * config.head_width * kv_copies
-    normed = 3 * (queries + keys_values // 2) if config.qk_norm else 0
+    normed = queries + keys_values // 2 if config.qk_norm else 0
     products, hidden = (2, 4) if config.gated_mlp else (1, 2)
     d_ff = (config.active_experts if expert_rows is None else expert_rows) * config.d_ff
     return BlockWidths(queries, keys_values, normed, products * d_ff, hidden * d_ff)
@@ -397,13 +397,13 @@ def activation_bytes(
     The counts follow XLA's buffer assignment for a scanned pre-norm block with
     `jax.nn.dot_product_attention` and tanh GELU in float32.  Remat "full" saves the block's input.
     "dots" adds the projection outputs that the backward pass reads (q, k, v, attn_out and mlp_in, 3
-    d + d + d_ff in GPT-3), without that of mlp_in where the MLP is one op.  "none" saves 12 d + 2
-    d_ff there (5 d of norms and sums; q, k, v in both memory orders and attention's output; GELU's
-    input and output) and the scores twice, as logits and as probabilities.  A gated MLP saves two
-    more of d_ff (gate and product).  XLA's attention repeats grouped keys and values, and saves its
-    output in another order.  In bfloat16, XLA allocates up to a third more on a CPU, where it
-    computes elementwise operations in float32.  "none" saves what is between two factors too.
-    `kv_copies` and `expert_rows` are those of `block_widths`.
+    d + d + d_ff in GPT-3), without that of mlp_in where the MLP is one op.  "none" saves 9 d + 2
+    d_ff there (inputs and outputs of the norms, 4 d; q, k, v, 3 d; attention's output in two
+    memory orders; GELU's input and output) and the scores twice, as logits and as probabilities.  A
+    gated MLP saves two more of d_ff (gate and product).  XLA's attention repeats grouped keys and
+    values, and saves its output in another order.  In bfloat16, XLA allocates up to a third
+    more on a CPU, where it computes elementwise operations in float32.  "none" saves what is
+    between two factors too.  `kv_copies` and `expert_rows` are those of `block_widths`.
     """
     compute = DTYPE_BYTES[config.compute_dtype]
     d, widths = config.d_model, block_widths(config, kv_copies, expert_rows)
@@ -420,7 +420,7 @@ def activation_bytes(
     before_norms = 2 * d if config.post_norms else 0
     # Of each expert of a token, its input and its output.
     rows = 2 * active * d if config.experts else 0
-    unfused = 5 * d + heads + widths.queries + heads + widths.normed + widths.hidden + rows
+    unfused = 4 * d + heads + 2 * widths.queries + widths.normed + widths.hidden + rows
     unfused += before_norms
     unfused += sum(config.factor_rank(name) for name in config.projections)
     whole_block = (unfused + 3 * active * config.d_ff) * compute + scores

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from sparse_dataflow.core.config.layer_groups import layer_groups, with_densest_layers
+from sparse_dataflow.core.config.logit_chunks import chunk_tokens
 from sparse_dataflow.core.config.mesh_cuts import key_value_copies
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP, ROW_PARALLEL
@@ -29,9 +30,9 @@ ERROR = (-0.15, 0.05)
 """Relative range of the compiler's bytes about the estimate, on the plans of
 `experiments/results/compile_plan`; a test compares them."""
 
-NORM_COPIES = {"full": 6, "dots": 0, "none": 5}
-"""Remat -> float32 arrays of width d_model that a pipelined layer saves of its norms and attention;
-see `pipeline_bytes`."""
+NORM_COPIES = {"full": 6, "dots": 0, "none": 0}
+"""Remat -> float32 arrays of width d_model that a pipelined layer stores of its norms; see
+`pipeline_bytes`."""
 
 
 def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> MemoryEstimate:
@@ -57,8 +58,9 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     saved = np.where(staged, pipeline_bytes(config, plan, rows), saved * layers * in_flight(plan))
     activations = tokens * (saved + gathered_residual(config, plan))
     activations = activations + _gathered_weights(config, plan, weights)
-    chunk = np.minimum(tokens, memory.LOGITS_CHUNK)
-    logits = 2.0 * chunk * config.vocab_size * 4 / plan.layer_chips
+    local = config.vocab_size / np.asarray(plan.layer_chips)
+    chunk = np.minimum(tokens, chunk_tokens(local, not plan.fused_attention))
+    logits = chunk * local * memory.MASTER_BYTES
     # A stage sums the gradients of all its weights in float32, and reduce-scatters them at the end.
     gradient = memory.gradient_bytes(np.asarray(plan.accumulation), plan.state_dtype)
     staged_gradients = memory.MASTER_BYTES * (weights + np.where(sharded, held[2], 0))
@@ -200,15 +202,6 @@ def _block_bytes(config, sequence, plan, expert_rows):
         working = working + np.where(masked, sequence * compute, 0)  # cuDNN's, of all heads.
     if config.remat == "none":
         saved = saved + whole_inputs
-        if compute < memory.MASTER_BYTES:
-            # As traced for several chips: both norms save three float32 arrays where
-            # `activation_bytes` counts three of the compute dtype, attention saves q, k and v once
-            # and its output twice.
-            widths = memory.block_widths(config, copies, expert_rows)
-            wide = 6 * memory.MASTER_BYTES * config.d_model - compute * (
-                3 * config.d_model + widths.keys_values
-            )
-            saved = saved + np.where(np.asarray(plan.chips) > 1, wide / plan.layer_chips, 0)
         if plan.tpu and memory.has_one_op_mlp(config):
             saved = saved - compute * config.d_ff / plan.layer_chips
     return saved, working + whole_inputs
@@ -304,7 +297,8 @@ def pipeline_bytes(config: ModelConfig, plan: ParallelPlan, expert_rows=None):
 
     - Remat "full" saves the input.  Its recomputation saves both norm outputs for the whole
       sequence, q, k, v, attention's output twice, GELU's input and output, and six float32 arrays
-      of width d.  "none" saves all of these in the forward pass, "dots" the projection outputs.
+      of width d.  "none" saves these but the float32 arrays in the forward pass, "dots" the
+      projection outputs.
     - The backward pass passes on the norm outputs, GELU's output, the gradients of the outputs of
       the four products, and two float32 arrays of width d.
 
@@ -326,7 +320,7 @@ def pipeline_bytes(config: ModelConfig, plan: ParallelPlan, expert_rows=None):
         recomputed = block_buffers
     elif config.remat == "dots":
         saved = 2 * residual + heads + products
-        passed_on = passed_on + residual + 4 * norm
+        passed_on = passed_on + residual
     else:
         saved = block_buffers + 2 * residual
     layers = plan.stage_layers(config)

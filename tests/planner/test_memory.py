@@ -220,10 +220,11 @@ def test_activations_and_logits_agree_with_xla(remat, fields):
 
 def test_logits_take_the_memory_of_one_chunk():
     config = SIZES["125m"]
-    large = memory.training_bytes(config, 8, 2048)
-    assert large.logits == 2 * memory.LOGITS_CHUNK * config.vocab_size * 4
+    for fused, tokens in ((False, 512), (True, 2048)):
+        large = memory.training_bytes(config, 8, 2048, fused_attention=fused)
+        assert large.logits == tokens * config.vocab_size * 4
     plan = memory.training_bytes(config, 1, 16)
-    assert plan.logits == 2 * 16 * config.vocab_size * 4
+    assert plan.logits == 16 * config.vocab_size * 4
 
 
 def test_table_shows_every_category_and_the_total():

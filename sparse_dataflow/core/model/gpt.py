@@ -58,7 +58,7 @@ from sparse_dataflow.core.model.experts import Experts, with_loss
 from sparse_dataflow.core.model.mlp import Mlp
 from sparse_dataflow.core.model.projection import arrays
 from sparse_dataflow.core.model.rotary import rotate
-from sparse_dataflow.core.model.shard import WHOLE, Shard
+from sparse_dataflow.core.model.shard import WHOLE, Shard, normalise
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.cross_entropy import cross_entropy_op as cross_entropy
 from sparse_dataflow.core.ops.cross_entropy import vocabulary
@@ -169,7 +169,7 @@ class Block(Mlp):
         normed = shard.gather(shard.normalise(self.norm1, x_BxTxD))
         q, k, v = self._heads(normed, shard)
         if config.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = normalise(self.q_norm, q), normalise(self.k_norm, k)
         if config.positions == "rotary":
             q, k = rotate(config, q, positions_BxT), rotate(config, k, positions_BxT)
         if self.query_scale != 1:

@@ -1,6 +1,7 @@
 """The tensor-parallel shard of a model in one program, and its collectives."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -9,10 +10,32 @@ from flax import nnx
 from jax import lax
 
 from sparse_dataflow.core.config.projections import KEY_VALUE
+from sparse_dataflow.core.ops import derivatives, dispatch
 
 OUTPUT_AXIS = {"values": 0, "kernel": 1, "guide": 1, "b_kernel": 1, "b_factor": 1, "bias": 0}
 """Parameter of a projection -> its axis that output features order.  Stored blocks are sorted by
 output block, and each head has equally many."""
+
+
+def normalise(norm: nnx.LayerNorm | nnx.RMSNorm, x: jax.Array) -> jax.Array:
+    """Applies a norm, whose gradient saves x alone.
+
+    Autodiff would also save x in float32, less its mean, and normalised: in a bfloat16 model six
+    arrays of twice the residual stream's bytes for each block, 40% of what a block saves.
+    """
+    graph, parameters = nnx.split(norm)
+    return _norm(graph, *dispatch.equally_varying(parameters, x))
+
+
+def _normalised(graph, parameters, x):
+    return nnx.merge(graph, parameters)(x)
+
+
+def _norm_gradients(graph, saved, dy):
+    return jax.vjp(functools.partial(_normalised, graph), *saved)[1](dy)
+
+
+_norm = derivatives.differentiable(_normalised, _norm_gradients)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +162,7 @@ class Shard:
     def normalise(self, norm: nnx.LayerNorm | nnx.RMSNorm, x: jax.Array) -> jax.Array:
         """Applies a norm to this device's features, with the statistics of all features."""
         norm.axis_name = self.feature_axis
-        return norm(x)
+        return normalise(norm, x)
 
     def own_experts(self, experts: jax.Array) -> jax.Array:
         """Slices a replicated array [experts, ...] to the experts of this device."""

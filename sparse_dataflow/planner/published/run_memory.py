@@ -24,6 +24,10 @@ from sparse_dataflow.planner.step_time import stage_parameters
 
 _STATE_BYTES = {"float32": 14, "bfloat16": 8}
 """Dtype of the weights -> bytes per parameter of MaxText's weights, moments and gradients."""
+
+XLA_LOGITS_TOKENS = 512
+"""Tokens whose logits the runs of XLA's frameworks hold at once."""
+
 LOGIT_BYTES = {"eager": 2}
 """Stack -> bytes per logit of the loss.  llm-foundry's default fused_crossentropy overwrites the
 bfloat16 logits with their gradient (mosaicml/llm-foundry, models/mpt/modeling_mpt.py).  OTHERS:
@@ -100,7 +104,7 @@ def _activation_bytes(row: Row) -> float:
     working = max(working + scores, 8 * config.d_model + 4 * widths.products + 2 * config.d_ff)
     logits = 0.0
     if plan.stage == 1:
-        rows = min(tokens, memory.LOGITS_CHUNK) if row.stack == "xla" else tokens
+        rows = min(tokens, XLA_LOGITS_TOKENS) if row.stack == "xla" else tokens
         logits = rows * config.vocab_size / tensor * LOGIT_BYTES.get(row.stack, OTHERS)
     return float(tokens * kept + max(tokens * working / tensor, logits))
 

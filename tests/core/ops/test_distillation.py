@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparse_dataflow.core.ops.cross_entropy import cross_entropy_op as api
+from sparse_dataflow.core.config.logit_chunks import CPU_TOKENS
 from sparse_dataflow.core.ops.cross_entropy.distillation import TeacherOutput, distillation_loss
 
-TOKENS, WIDTH, VOCABULARY = api.CHUNK + 5, 6, 11
+TOKENS, WIDTH, VOCABULARY = CPU_TOKENS + 5, 6, 11
 
 
 def arrays(seed=0):

@@ -17,10 +17,13 @@ import numpy as np
 
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.optim import by_weight, muon
+from sparse_dataflow.hardware.detect import cpu_count
 
-PIECE = 2**17
-"""Elements per piece: its float32 temporaries, 1 MiB with float32 moments and 2 MiB with bfloat16,
-fit a core's second-level cache."""
+PIECE = 2**17 if cpu_count() <= 2 else 2**19
+"""Elements per piece.  On few cores its float32 temporaries, 1 MiB with float32 moments and 2 MiB
+with bfloat16, fit a core's second-level cache.  On many, threads wait for Python's lock between the
+operations of short pieces: 16 cores updated 199 M parameters a second in pieces of 2**17 and 696 M
+in pieces of 2**19."""
 
 BFLOAT16 = "bfloat16"
 

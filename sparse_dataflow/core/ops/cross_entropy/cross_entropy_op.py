@@ -12,12 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparse_dataflow.core.config.logit_chunks import chunk_tokens
 from sparse_dataflow.core.ops import derivatives, dispatch
 from sparse_dataflow.core.ops.cross_entropy import vocabulary
 from sparse_dataflow.core.ops.cross_entropy.vocabulary import Axis
-
-CHUNK = 512
-"""Tokens of a chunk, whose logits are in memory at once."""
 
 UNROLL_CHUNKS = 4
 """Most chunks that are unrolled on a CPU."""
@@ -54,7 +52,7 @@ def token_scores(
         return vocabulary.logsumexp(logits, axis) - target, target >= largest
 
     _, results = over_chunks(
-        lambda carry, chunk_arrays: (carry, chunk(*chunk_arrays)), (), (x, targets)
+        lambda carry, chunk_arrays: (carry, chunk(*chunk_arrays)), (), (x, targets), len(embedding)
     )
     return results
 
@@ -134,7 +132,8 @@ def loss_and_gradients(
 
     zero = jnp.zeros((), jnp.promote_types(dtype, weights.dtype))
     total = zero, jnp.zeros(embedding.shape, dtype)
-    (loss, dembedding), dx = over_chunks(step, total, (x, targets, weights, *more))
+    arrays = x, targets, weights, *more
+    (loss, dembedding), dx = over_chunks(step, total, arrays, len(embedding))
     return loss, (dx, dembedding.astype(embedding.dtype))
 
 
@@ -160,22 +159,27 @@ def capped(logits: jax.Array, cap: float) -> jax.Array:
     return cap * jnp.tanh(logits / cap) if cap else logits
 
 
-def over_chunks(step: Callable, carry: Any, arrays: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+def over_chunks(
+    step: Callable, carry: Any, arrays: tuple[jax.Array, ...], vocabulary: int
+) -> tuple[Any, Any]:
     """Scan `step(carry, chunk's arrays)` over chunks; return (carry, results of all tokens).
 
-    Only a CPU unrolls (few) chunks: unrolled chunks may run concurrently, and a GPU's compiler then
-    allocates one gradient of the whole embedding per chunk.
+    A chunk has `chunk_tokens` of the vocabulary on this device.  Only a CPU unrolls (few) chunks:
+    unrolled chunks may run concurrently, and a GPU's compiler then allocates one gradient of the
+    whole embedding per chunk.
     """
-    chunks = len(arrays[0]) // CHUNK
-    max_unrolled = UNROLL_CHUNKS if dispatch.platform() == "cpu" else 1
+    on_cpu = dispatch.platform() == "cpu"
+    chunk = int(chunk_tokens(vocabulary, on_cpu))
+    chunks = len(arrays[0]) // chunk
+    max_unrolled = UNROLL_CHUNKS if on_cpu else 1
     results_by_chunk, start = [], 0
     if chunks > max_unrolled:
-        start = chunks * CHUNK
-        stacked = tuple(a[:start].reshape(chunks, CHUNK, *a.shape[1:]) for a in arrays)
+        start = chunks * chunk
+        stacked = tuple(a[:start].reshape(chunks, chunk, *a.shape[1:]) for a in arrays)
         carry, results = lax.scan(step, carry, stacked)
         results_by_chunk.append(jax.tree.map(lambda a: a.reshape(start, *a.shape[2:]), results))
     while start < len(arrays[0]):
-        end = min(start + CHUNK, len(arrays[0]))
+        end = min(start + chunk, len(arrays[0]))
         carry, results = step(carry, tuple(a[start:end] for a in arrays))
         results_by_chunk.append(results)
         start = end
