@@ -213,8 +213,8 @@ def _verdict(measure: Measure, dense: float | None, sparse: float | None) -> tup
             return f"{100 * share:.1f}% {word}, within noise", None
         return f"{100 * share:.1f}% {word}", better
     factor = max(dense, sparse) / min(dense, sparse)
-    if factor < 1.005:
-        return "equal", None
+    if factor < 1.02:
+        return "equal" if factor < 1.005 else "about equal", None
     return f"{quantities.significant(factor)}× {word}", better
 
 
