@@ -31,8 +31,8 @@ def train(
     command: Sequence[str] = (),
     clock: Clock | None = None,
 ) -> Run:
-    """Trains what a config says into its run folder: data, programs, training with checkpoints and
-    evaluations, report.
+    """Trains the models of a config and writes the run folder: checkpoints, metrics, evaluations
+    and the report.
 
     Ctrl-C, SIGTERM and SIGHUP save and stop; `resume` then continues to the same bits.  With
     several processes all of them call it, after `devices.joined`.
