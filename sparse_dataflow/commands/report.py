@@ -217,7 +217,7 @@ def _notes(trainers, variants, timed):
 
 
 def _block_rate(trainer):
-    """Returns the rate of blocks in words; "" for a model that is dense in all phases."""
+    """Returns the rate of blocks, for a sentence; "" for a model that is dense in all phases."""
     sparse = any(phase.model.sparse_projections for phase in trainer.phases)
     return f"blocks at 1/8 density x {trainer.training.sparse_rate:g}, " if sparse else ""
 
