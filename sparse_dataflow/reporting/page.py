@@ -72,7 +72,10 @@ def contents(data: ReportData) -> dict[str, Any]:
     """Returns the variables of the template; variants in the order dense, narrow, sparse."""
     variants = sorted(data.variants, key=lambda v: v.name)
     seconds = _breakdown({v.name: v.section_seconds for v in variants}, quantities.seconds, "step")
-    memory = _breakdown({v.name: v.memory for v in variants}, quantities.size, "memory")
+    bytes_by_name = {
+        v.name: {k.replace("_", " "): n for k, n in v.memory.items()} for v in variants
+    }
+    memory = _breakdown(bytes_by_name, quantities.size, "memory")
     pictures, omitted = layout_pictures(data.layouts)
     return {
         "data": data,
