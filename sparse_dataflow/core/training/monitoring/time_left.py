@@ -119,7 +119,7 @@ class TimeLeft:
     """Seconds until the end of a run whose models take turns.
 
     A busy machine slows all models alike.  So the speed of the coming time is that of the last
-    steps of all models, over half of the time that is left.
+    steps of all models, over a time as long as the one that is left.
 
     Args:
       seconds_by_activity: () -> {activity: seconds} of this process so far; see `Clock`.
@@ -170,7 +170,7 @@ class TimeLeft:
         """Returns the seconds of the newest steps over those of as many mean steps."""
         if not self._recent:
             return 1.0
-        begin = self._recent[-1][0] - max(_LEAST_SECONDS, self._left / 2)
+        begin = self._recent[-1][0] - max(_LEAST_SECONDS, self._left)
         newest = list(itertools.takewhile(lambda step: step[0] > begin, reversed(self._recent)))
         expected = sum(steps.mean for _, steps, _ in newest)
         return sum(seconds for *_, seconds in newest) / max(1e-9, expected)

@@ -125,7 +125,7 @@ def test_it_follows_a_speed_that_drifts(step_seconds, evaluation, drift, seed):
 @settings(deadline=None, max_examples=30)
 @given(several, costs, st.sampled_from([0.5, 2.0]), st.integers(0, 2**31))
 def test_a_new_speed_is_known_once_it_has_lasted(step_seconds, evaluation, factor, seed):
-    """As when another program begins or ends: longer than half of the time left, or a minute."""
+    """As when another program begins or ends: as long as the time left, and a minute."""
     steps = drawn_steps(step_seconds, 900.0, np.random.default_rng(seed))
     change = 200.0
     run = SimulatedRun(steps, evaluation, slowdown=lambda time: 1.0 if time < change else factor)
