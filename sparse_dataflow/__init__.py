@@ -20,7 +20,7 @@ A language model of this project:
 | use a model | `load`, `save`, `generate` |
 | count | `flops_per_token`, `parameter_count` |
 
-Errors that you can mend are `UserError`s, which name the legal values.  Names are imported when
+Wrong input raises a `UserError`, which names the legal values.  Names are imported when
 they are first used, so that importing the package takes no time.  Every other module may change
 from version to version.
 """

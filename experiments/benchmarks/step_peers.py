@@ -118,13 +118,13 @@ def torch_step(
 
     Args:
       model: one that `refusal` has nothing against.
-      training: likewise; batch, micro-batches, clipping, decay, seed and dtype of the state.
+      training: the same; batch, micro-batches, clipping, decay, seed and dtype of the state.
       tokens: int32 [batch, sequence + 1].
       learning_rate: of every step.
       compiled: whether through torch.compile.
 
     Raises:
-      UserError: it does not run here, for want of memory or a compiler.
+      UserError: it does not run here, because memory or a compiler is missing.
     """
     import torch
 

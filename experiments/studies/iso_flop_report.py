@@ -233,7 +233,7 @@ def _title(curve):
 
 
 def curve_table(curve: Mapping[str, Any]) -> str:
-    """Returns a Markdown table of one `summary`, and its minimum in words."""
+    """Returns a Markdown table of one `summary`, and a sentence with its minimum."""
     rows = []
     for arm in curve["arms"]:
         reached = arm["time_to_quality"]

@@ -41,7 +41,7 @@ class Membership:
       processes: number of processes.
       process: index of this process, from 0.
       devices: indices of the host's GPUs that this process uses; None for all visible ones.
-      source: where this was read, in words; empty for a process without a launcher.
+      source: where this was read, for messages; empty for a process without a launcher.
     """
 
     coordinator: str = ""

@@ -1,4 +1,4 @@
-"""The handshake of a run's processes: who may join, and what a stranger at the port can do.
+"""The handshake of a run's processes: who may join, and what any other client can do.
 
     process 0   {"nonce"}
     process n   {"process", "processes", "facts", "nonce", "proof"}
@@ -6,10 +6,10 @@
     process 0   {"refused"}                      once all have joined, or cannot
 
 A proof is an HMAC of a shared secret, the token, over both nonces and the message. A message of
-another form or proof is a stranger's: its connection is closed, and the run waits on. So does any
-exception that reading it raises: no connection ends more than itself. A right proof with other
-settings ends the run if there is a token. Without one anybody can prove as much, so that process
-alone is refused.
+another form or proof comes from another program: its connection is closed, and the run waits on.
+So does any exception that reading it raises: no connection ends more than itself. A right proof
+with other settings ends the run if there is a token. Without one anybody can prove as much, so that
+process alone is refused.
 
 It exists because jax's service lacks three things (`tests/cluster/test_jax_service.py`): it
 aborts the process, without an exception, if another one is missing; it admits whoever names a free
@@ -74,7 +74,7 @@ def has_form(message: Any, form: Mapping[str, type]) -> bool:
     )
 
 
-class _Stranger:
+class _Client:
     """A connection that has not joined."""
 
     def __init__(self, connection: socket.socket):
@@ -101,7 +101,7 @@ class _Door:
 
     def __init__(self, listener: socket.socket, mine: Mapping[str, Any], token: str):
         self._listener, self._mine, self._token = listener, mine, token
-        self._strangers: dict[socket.socket, _Stranger] = {}
+        self._clients: dict[socket.socket, _Client] = {}
         self.peers: dict[int, socket.socket] = {}
         self.problem = self.last_refusal = ""
         self._warnings = 0
@@ -116,19 +116,19 @@ class _Door:
                 now = time.monotonic()
                 if now >= end:
                     break
-                for connection in [c for c, s in self._strangers.items() if s.end < now]:
+                for connection in [c for c, s in self._clients.items() if s.end < now]:
                     self._drop(connection)
                 for key, _ in self._ready.select(min(0.5, end - now)):
                     self._handle(key.fileobj)
-            for connection in list(self._strangers):
+            for connection in list(self._clients):
                 self._drop(connection)
 
     def _handle(self, connection):
         if connection is self._listener:
             self._accept()
-        elif connection in self._strangers:
+        elif connection in self._clients:
             try:
-                hello = self._strangers[connection].read()
+                hello = self._clients[connection].read()
                 if hello is not None:
                     self._answer(connection, hello)
             except Exception as error:
@@ -139,23 +139,23 @@ class _Door:
             self.peers = {n: peer for n, peer in self.peers.items() if peer is not connection}
 
     def _accept(self):
-        if len(self._strangers) >= _MOST_PENDING + self._mine["processes"]:
-            self._drop(next(iter(self._strangers)))
+        if len(self._clients) >= _MOST_PENDING + self._mine["processes"]:
+            self._drop(next(iter(self._clients)))
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                time.sleep(0.05)  # The next stranger whose time is over frees a descriptor.
+                time.sleep(0.05)  # The next client whose time is over frees a descriptor.
             return
         try:
-            self._strangers[connection] = _Stranger(connection)
+            self._clients[connection] = _Client(connection)
             self._ready.register(connection, selectors.EVENT_READ)
         except Exception:
-            self._strangers.pop(connection, None)
+            self._clients.pop(connection, None)
             connection.close()
 
     def _answer(self, connection, hello):
-        number, nonces = hello["process"], (self._strangers[connection].nonce, hello["nonce"])
+        number, nonces = hello["process"], (self._clients[connection].nonce, hello["nonce"])
         content = {name: value for name, value in hello.items() if name != "proof"}
         right = proof(self._token, "process", nonces, content)
         if not is_proof(right, hello["proof"]):
@@ -167,7 +167,7 @@ class _Door:
         connection.sendall(json.dumps(answer).encode() + b"\n")
         if not refused:
             self.peers[number] = connection
-            del self._strangers[connection]
+            del self._clients[connection]
         elif self._token:
             self.problem = refused
         else:
@@ -183,7 +183,7 @@ class _Door:
 
     def _drop(self, connection):
         self._forget(connection)
-        self._strangers.pop(connection, None)
+        self._clients.pop(connection, None)
 
     def _forget(self, connection):
         with contextlib.suppress(KeyError, ValueError):
@@ -286,7 +286,7 @@ def join(address: tuple[str, int], mine: Mapping[str, Any], timeout: float, toke
                 if (answer := _introduced(connection, mine, end, token)) is not None:
                     break
                 reason = "its answer has another token"
-            except Exception as error:  # Whoever answers may be a stranger.
+            except Exception as error:  # Any program may answer.
                 reason = first_line(error)
             connection.close()
             reached = True

@@ -11,7 +11,7 @@ from typing import Any
 from sparse_dataflow.files import json_files
 
 MAX_BYTES = 2**20
-"""Size limit of a message, so that a stranger at the port cannot fill the memory."""
+"""Size limit of a message, so that no client can fill the memory."""
 
 
 def parse(line: bytes) -> dict[str, Any]:

@@ -190,11 +190,11 @@ def meet(
         interface = listener.getsockname()[0]
         interface = "" if interface in ("0.0.0.0", "::") else interface
         if not token:
-            _warn_of_strangers(host, int(port), interface)
+            _warn_of_open_port(host, int(port), interface)
         return ProcessSet(0, handshake.accept_all(listener, mine, timeout, token), interface)
 
 
-def _warn_of_strangers(host: str, port: int, interface: str) -> None:
+def _warn_of_open_port(host: str, port: int, interface: str) -> None:
     """Says who can join a run without a token; raises UserError if that is the whole internet."""
     addresses = [interface] if interface else lines.addresses(host, port)
     reach = [lines.reach(address) for address in addresses]

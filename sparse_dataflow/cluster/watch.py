@@ -30,7 +30,7 @@ STEP = "step"
 
 _LONGEST_NAME = 200
 
-UNTIMED = ("compile", START)
+UNTIMED = ("compile", "report", START)
 """Activities without a time limit."""
 
 

@@ -77,7 +77,7 @@ class Run:
       folder: the run folder.
       config: its config.
       finished: whether every model came to its last step.
-      headline: the held-out bits per byte in words; "" where the run was stopped.
+      headline: a sentence with the held-out bits per byte; "" where the run was stopped.
       status: the exit status of an experiment that made it.
     """
 

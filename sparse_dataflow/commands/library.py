@@ -24,9 +24,9 @@ from sparse_dataflow.interchange.model_card import model_card
 def preset(scale: str | Path, *, compute_dtype: str = "float32") -> RunConfig:
     """Returns the run of a named scale with its recipe, or the run that begins with other weights.
 
-    A named scale is block-sparse at 1/8, beside its dense twin where the scale fits a laptop.  A
-    folder gives the shape, the recipe is that of the scale of nearest size, and block-sparse
-    weights bring their layout settings.
+    A named scale is block-sparse at density 1/8; laptop scales also train the dense twin.  A folder
+    gives the shape, and the named scale of nearest size the recipe.  Block-sparse weights also
+    bring their layout settings.
 
     Args:
       scale: name of a scale, such as "3m"; or run folder, Hugging Face directory or name of a model
@@ -54,11 +54,11 @@ def preset(scale: str | Path, *, compute_dtype: str = "float32") -> RunConfig:
 def init(config: RunConfig, key: jax.Array, tokenizer: Tokenizer | None = None) -> Model:
     """Draws a model: the sparse one, or the dense one of a config without sparse projections.
 
-    A `Model` is a pytree whose leaves are its parameters, so `jax.grad`, `jax.jit`, optax and orbax
-    take it.  Its layouts are static: programs are specialised to them.
+    A `Model` is a pytree whose leaves are its parameters, so it works with `jax.grad`, `jax.jit`,
+    optax and orbax.  Its layouts are static: programs are specialised to them.
 
     Args:
-      config: shape and sparsity; what says how `sd.train` trains is not read.
+      config: shape and sparsity; settings of `sd.train` are not read.
       key: random key of the parameters.
       tokenizer: gives the vocabulary; None for one token a byte, and `config.model.vocab_size`.
 

@@ -202,7 +202,7 @@ def _teacher_notes(trainers):
 def _notes(trainers, variants, timed):
     return [
         f"{t.name}: {t.model.num_layers} layers of width {t.model.d_model}, sequences of "
-        f"{t.training.sequence} tokens, {t.training.batch} a step, "
+        f"{t.training.sequence} tokens, {t.training.batch} per step, "
         f"{t.training.optimizer} with a peak learning rate of "
         f"{t.training.learning_rate:g} ({_block_rate(t)}"
         f"embeddings, biases and norms x {t.training.vector_rate:g}), {t.model.compute_dtype}."
@@ -217,7 +217,7 @@ def _notes(trainers, variants, timed):
 
 
 def _block_rate(trainer):
-    """Returns the rate of blocks in words; "" for a model that is dense in all phases."""
+    """Returns the rate of blocks, for a sentence; "" for a model that is dense in all phases."""
     sparse = any(phase.model.sparse_projections for phase in trainer.phases)
     return f"blocks at 1/8 density x {trainer.training.sparse_rate:g}, " if sparse else ""
 
@@ -244,11 +244,9 @@ def _mixture_notes(variants):
 
 def _about_sections(executor, timed):
     if executor == SINGLE_DEVICE and not timed:
-        return f"Sections of a step are timed where training took {TIMED_FROM:g} seconds or more."
+        return f"Sections of a step are timed if training took {TIMED_FROM:g} seconds or more."
     if executor == SINGLE_DEVICE:
-        return (
-            "Sections of a step are timed by themselves, forward and backward, at the run's shapes."
-        )
+        return "Sections of a step are timed separately, forward and backward, at the run's shapes."
     return (
         f"The model was sharded by {executor.describe()}: its sections were not timed, and it "
         "generated no continuations."

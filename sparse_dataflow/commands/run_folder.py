@@ -45,8 +45,8 @@ def opened(
 ) -> Iterator[tuple[Path, Callable[[], None]]]:
     """The run folder, or a new one where `out` is empty; locked by the first process.
 
-    A new run takes a folder that is missing or empty, and its mirror likewise; that of a resumed
-    run is missing, empty or its own. If the block ends before a config.json is there, whatever this
+    A new run takes a folder and a mirror that are missing or empty; the mirror of a resumed run is
+    missing, empty or its own. If the block ends before a config.json is there, whatever this
     process created is removed. A run at an address is written in its `work_folder`, and `mirror` is
     the address.
 

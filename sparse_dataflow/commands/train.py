@@ -31,17 +31,17 @@ def train(
     command: Sequence[str] = (),
     clock: Clock | None = None,
 ) -> Run:
-    """Trains what a config says into its run folder: data, programs, training with checkpoints and
-    evaluations, report.
+    """Trains the models of a config and writes the run folder: checkpoints, metrics, evaluations
+    and the report.
 
-    Ctrl-C, SIGTERM and SIGHUP save and stop; `resume` then goes on to the same bits.  With several
-    processes all of them call it, after `devices.joined`.
+    Ctrl-C, SIGTERM and SIGHUP save and stop; `resume` then continues to the same bits.  With
+    several processes all of them call it, after `devices.joined`.
 
     Args:
       config: what is trained; `config.run.out` is the folder, or an address.
       texts: documents in place of `config.data.corpus`.
       resume: whether to resume the run in the folder.
-      experiment: whose run it is, a module's name.
+      experiment: name of the module that trains.
       command: words of the command line that began it; the record of a run that has none names
         this call.
       clock: tracks what this process is doing; a new one where None.
@@ -50,7 +50,7 @@ def train(
       The run, finished or stopped.
 
     Raises:
-      UserError: in words, before the first step where it can be known then.
+      UserError: the input is wrong; before the first step where it can be known then.
 
     Examples:
         >>> out = os.path.join(tempfile.mkdtemp(), "run")
@@ -98,7 +98,7 @@ def run(request: Request, experiment: str, *, sparse: bool = True) -> int:
       The exit status: TEMPORARY where SIGTERM or SIGHUP ended the run after saving, else 0.
 
     Raises:
-      UserError: in words, before the first step where it can be known then.
+      UserError: the input is wrong; before the first step where it can be known then.
     """
     keep_freed_memory()
     clock = Clock()

@@ -139,7 +139,7 @@ def thin_data(corpus: Corpus, train: TrainBatches, variants: Sequence[Variant]) 
         if size > sum(counts):
             sentences.append(
                 f"{v.name} has {size:,} parameters and {corpus.name} {most}{sum(counts):,} "
-                f"training tokens, which it can learn by heart; {advice}"
+                f"training tokens, which it can memorise; {advice}"
             )
     return sentences
 

@@ -43,8 +43,8 @@ class Model:
     """A language model: its parameters, which blocks they are, and its tokenizer.
 
     A pytree whose leaves are the parameters.  Everything else is static, and models of equal
-    config, layouts and tokenizer have equal structure.  Where a function of jax makes a new model,
-    it has no folder, step, record and facts.
+    config, layouts and tokenizer have equal structure.  A model that a function of jax returns has
+    no folder, step, record and facts.
 
     Attributes:
       folder: folder that it was loaded from; empty for none.

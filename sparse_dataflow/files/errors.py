@@ -18,7 +18,7 @@ LONGEST = 2000
 
 
 class UserError(ValueError):
-    """A request that cannot be served, in one or two plain sentences that name the legal values.
+    """Wrong input, explained in one or two sentences that name the legal values.
 
     Experiments print it without a stack trace and exit with status 2. Its text is redacted and
     `escaped`.

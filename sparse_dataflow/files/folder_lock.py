@@ -1,4 +1,4 @@
-"""A lock on a folder: one running process owns it, and the next one is refused in words.
+"""A lock on a folder: one running process owns it, and the next one is refused.
 
 The owner holds an exclusive flock on a small file, which the operating system releases when the
 process dies. The file names the owner in JSON. A file system may keep flocks on each machine for

@@ -101,7 +101,7 @@ class Chip:
         return None if self.peak_flops is None else self.peak_flops.get(dtype)
 
     def product_words(self, precision: str, compute_dtype: str) -> str:
-        """Returns in words how quantised products run here, beside those of `compute_dtype`."""
+        """Returns how quantised products run here, next to those of `compute_dtype`."""
         head = f"{precision} products on {self.name}:"
         peak, wide = self.peak(precision), self.peak(compute_dtype)
         if peak and wide:

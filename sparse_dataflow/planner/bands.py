@@ -104,7 +104,7 @@ def band(config: ModelConfig, sequence: int, chip: Chip, key: str) -> Band | Non
 
 
 def _unpublished(config):
-    """Returns in words what the model has, and no published run of the fits."""
+    """Returns what the model has and no published run of the fits has."""
     kinds = ["block-sparse weights"] if config.sparse_projections else []
     kinds += ["low-rank weights"] if config.low_rank_projections else []
     kinds += ["experts"] if config.experts else []
@@ -132,7 +132,7 @@ def tie_width(config: ModelConfig, sequence: int, key: str) -> float:
 
 
 def words(config: ModelConfig, sequence: int, chip: Chip, key: str) -> str:
-    """Returns the band of a prediction in words."""
+    """Returns the band of a prediction as a sentence."""
     if key not in efficiency.EFFICIENCIES:
         return f"extrapolated: prior constants, because no published run is on {chip.name}"
     if kinds := _unpublished(config):

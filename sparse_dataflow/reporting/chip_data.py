@@ -41,7 +41,7 @@ class Measure:
       low: lower quartile of the ratio over rounds; None if unknown.
       high: upper quartile of the ratio over rounds; None if unknown.
       bound: the largest possible ratio; None if unknown.
-      text: the figures behind the ratio, in words.
+      text: the figures behind the ratio, as a sentence.
     """
 
     label: str
@@ -82,7 +82,7 @@ class RowResult:
 
     @property
     def reason(self) -> str:
-        """Why the row is not done, in words."""
+        """Why the row is not done."""
         return {
             FAILED: f"it failed with status {self.exit_status}",
             TIMED_OUT: f"it was stopped after {self.seconds:.0f} s",

@@ -72,7 +72,10 @@ def contents(data: ReportData) -> dict[str, Any]:
     """Returns the variables of the template; variants in the order dense, narrow, sparse."""
     variants = sorted(data.variants, key=lambda v: v.name)
     seconds = _breakdown({v.name: v.section_seconds for v in variants}, quantities.seconds, "step")
-    memory = _breakdown({v.name: v.memory for v in variants}, quantities.size, "memory")
+    bytes_by_name = {
+        v.name: {k.replace("_", " "): n for k, n in v.memory.items()} for v in variants
+    }
+    memory = _breakdown(bytes_by_name, quantities.size, "memory")
     pictures, omitted = layout_pictures(data.layouts)
     return {
         "data": data,
@@ -213,8 +216,8 @@ def _verdict(measure: Measure, dense: float | None, sparse: float | None) -> tup
             return f"{100 * share:.1f}% {word}, within noise", None
         return f"{100 * share:.1f}% {word}", better
     factor = max(dense, sparse) / min(dense, sparse)
-    if factor < 1.005:
-        return "equal", None
+    if factor < 1.02:
+        return "equal" if factor < 1.005 else "about equal", None
     return f"{quantities.significant(factor)}× {word}", better
 
 

@@ -207,7 +207,7 @@ class ReportData:
         """Creates the report from a parsed report.json.
 
         Raises:
-          TypeError: a key is missing or unknown, or a value has another structure; likewise the
+          TypeError: a key is missing or unknown, or a value has another structure; also for the
             other errors of `json_files.MALFORMED`.
         """
         kinds = {"variants": VariantData, "layouts": LayoutData, "continuations": Continuation}

@@ -16,7 +16,7 @@ class Page:
     Attributes:
       title: model and chips.
       headline: the answer in one sentence.
-      band: error band of the step times, in words.
+      band: error band of the step times, as a sentence.
       rows: best plans as rows of a table, fastest first.
       verdicts: of the compiler, on each row.
       recommended: index of the plan to run.

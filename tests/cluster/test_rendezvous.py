@@ -114,7 +114,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize("token", ["", "secret"])
-def test_a_run_joins_while_strangers_say_anything(token):
+def test_a_run_joins_while_others_send_anything(token):
     """A seeded fuzz: bytes, wrong forms, wrong proofs, silence, one byte at a time, floods."""
     draw, port, joined = random.Random(8), free_port(), []
     met = threading.Thread(
@@ -136,7 +136,7 @@ def test_a_run_joins_while_strangers_say_anything(token):
         thread.start()
     for form in FORMS:
         with contextlib.suppress(OSError, ValueError):
-            # Of these, with a token, only strangers without it.
+            # Of these, with a token, only programs without it.
             connection, answer = hello(port, "", **form)
             assert answer["joined"] is False
     for _ in range(200):

@@ -39,6 +39,7 @@ def test_all_are_named_if_all_wait_in_a_step():
     [
         replaced(idle=1.0),  # it progresses
         replaced(activity="compile"),
+        replaced(activity="report"),
         replaced(activity="start"),
         replaced(longest_step=0.0),  # before its first step
         replaced(longest_step=11.0),  # its steps take as long

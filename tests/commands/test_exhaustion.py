@@ -1,4 +1,4 @@
-"""A process that has no threads or address space left ends in words, and ends."""
+"""A process that has no threads or address space left ends with a message."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What a mixture of experts does not have is refused in words, before the first step."""
+"""What a mixture of experts does not have is refused with a message, before the first step."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Every file that the project reads, damaged or someone else's: it is read, or refused in words.
+"""Every file that the project reads, damaged or someone else's, is read or refused with a message.
 
 Never a traceback, a hang, an allocation that the file's own size does not explain, or a path that
 leaves the folder.

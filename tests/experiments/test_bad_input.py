@@ -1,4 +1,4 @@
-"""What a user can get wrong: refused in words before any work, and nothing is left behind."""
+"""What a user can get wrong: refused with a message before any work, and nothing is left behind."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Environments in which a run cannot do what it is asked: it ends in words."""
+"""Environments in which a run cannot do what it is asked: it ends with a message."""
 
 import importlib
 import json

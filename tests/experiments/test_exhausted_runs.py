@@ -1,4 +1,4 @@
-"""A run that may have no more memory or threads ends in words, and loses no step that it saved."""
+"""A run that may have no more memory or threads ends with a message, and keeps saved steps."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""A run folder has one owner, and a run whose folder goes away ends in words."""
+"""A run folder has one owner, and a run whose folder goes away ends with a message."""
 
 import signal
 import time

@@ -1,4 +1,4 @@
-"""The main job on several processes over loopback: the same training, and ends in words."""
+"""The main job on several processes over loopback: the same training, and ends with a message."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Whatever comes from outside is used or refused in words: never a traceback, never a hang.
+"""Whatever comes from outside is used or refused with a message: never a traceback, never a hang.
 
 Five kinds of input, drawn from a fixed seed; `make faults` draws more and counts them for
 docs/surviving.md.

@@ -1,4 +1,4 @@
-"""The law is fitted: it predicts, says how sure it is, and refuses in words."""
+"""The law is fitted: it predicts, says how sure it is, and refuses with a message."""
 
 import dataclasses
 

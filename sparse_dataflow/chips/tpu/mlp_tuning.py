@@ -61,7 +61,7 @@ class MlpShape:
       by_hidden_row: dhidden = dy W_outᵀ.
       by_input_row: dx = dz W_inᵀ.
       bytes_in: HBM bytes of W_in's stored blocks, rows padded to a register's lanes.
-      bytes_out: HBM bytes of W_out's stored blocks, rows padded likewise.
+      bytes_out: HBM bytes of W_out's stored blocks, rows padded too.
     """
 
     by_hidden: Operand

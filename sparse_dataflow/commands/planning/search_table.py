@@ -23,7 +23,7 @@ class Table:
 
     Attributes:
       rows: plans as rows, fastest first.
-      band: error band of the step times, in words.
+      band: error band of the step times, as a sentence.
       recommended: index of the plan to run.
       headline: the answer in one sentence.
       frontier: the plan that ran on Frontier, with both predictions; "" for other models and chips.

@@ -41,6 +41,7 @@ def planned_steps(
     """
     if config.training.steps:
         return {v.name: config.training.steps for v in variants}
+    say(f"measuring the time of a step, for {config.run.minutes:g} minutes a model")
     seconds = _phase_seconds(variants, programs, data, executor)
     steps = {}
     for v in variants:

@@ -39,7 +39,7 @@ class DataConfig(Readable):
     tokenizer: str = setting(
         "bpe",
         "bpe is trained on the corpus; gpt2 is GPT-2's own; DIR or hf:NAME is that of a Hugging "
-        "Face directory or run folder; none is for token ids alone.",
+        "Face directory or run folder; none is for corpora of token ids.",
         path=True,
     )
     extend_vocabulary: int = setting(

@@ -29,7 +29,7 @@ def run_length(model: ModelConfig) -> int:
 
 
 def obstacle(model: ModelConfig, tensor: int, feature: int) -> str:
-    """Returns why the axis "feature" cannot have a size, in words; empty if it can.
+    """Returns why the axis "feature" cannot have a size; empty if it can.
 
     Args:
       model: the model.

@@ -108,7 +108,7 @@ class ModelConfig(AttentionSettings, RotarySettings):
         ('mlp_in', 'mlp_out')
     """
 
-    num_layers: int = setting(help="Blocks of the model.", legal=between(1, MOST_LAYERS))
+    num_layers: int = setting(help="Layers of the model.", legal=between(1, MOST_LAYERS))
     d_model: int = setting(help="Residual width, in features.", legal=between(1, MOST_SIZE))
     num_heads: int = setting(
         help="Attention heads; must divide model.d_model, unless model.head_dim is given.",
@@ -123,13 +123,15 @@ class ModelConfig(AttentionSettings, RotarySettings):
     )
     linears: tuple[tuple[str, LinearSpec], ...] | Mapping[str, LinearSpec] = ()
     density_by_depth: tuple[float, ...] = ()
-    norm: str = setting("layernorm", "Normalisation of a block's inputs.", choices=NORMS)
+    norm: str = setting(
+        "layernorm", "Normalisation of the inputs of attention and MLP.", choices=NORMS
+    )
     positions: str = setting("learned", "Position encoding.", choices=POSITIONS)
     activation: str = setting("gelu", "Activation of the MLP.", choices=ACTIVATIONS)
     remat: str = setting(
         "none",
         "Activations recomputed in the backward pass: none, all but matmuls (dots), or all (full); "
-        "offload copies those of matmuls to host memory. Blocks may differ: offload+full:4,none:8. "
+        "offload copies those of matmuls to host memory. Layers may differ: offload+full:4,none:8. "
         "With auto the planner chooses.",
         resumed=ADOPTED,
     )
@@ -177,17 +179,16 @@ class ModelConfig(AttentionSettings, RotarySettings):
         0, "Experts of each MLP; 0 is one MLP for all tokens.", legal=between(0, MOST_EXPERTS)
     )
     top_k: int = setting(
-        1, "Experts of a token in each group of experts.", legal=between(1, MOST_EXPERTS)
+        1, "Experts per token in each group of experts.", legal=between(1, MOST_EXPERTS)
     )
     prototypes: int = setting(
         1,
-        "Equal groups of experts; a token has model.top_k of each group.",
+        "Equal groups of experts; a token uses model.top_k of each group.",
         legal=between(1, MOST_EXPERTS),
     )
     shared_expert: int = setting(
         0,
-        "Width of an expert that every token has and no router chooses, as a multiple of "
-        "model.d_ff; 0 is none.",
+        "Width of an expert that every token uses, as a multiple of model.d_ff; 0 is none.",
         legal=between(0, MOST_EXPERTS),
     )
     shared_gate: bool = setting(
@@ -198,7 +199,7 @@ class ModelConfig(AttentionSettings, RotarySettings):
     )
     expert_capacity: float = setting(
         0.0,
-        "Most tokens of an expert in training, as a multiple of the mean; 0 drops none.",
+        "Most tokens of an expert in training, as a multiple of the mean; 0 is no limit.",
         legal=between(0, MOST_EXPERTS),
     )
     balance_loss: float = setting(
@@ -209,8 +210,8 @@ class ModelConfig(AttentionSettings, RotarySettings):
     )
     mask_documents: bool = setting(
         False,
-        "Attention in training and held-out losses stays within a document; else windows are "
-        "seen whole.",
+        "Attention in training and held-out losses stays within a document; otherwise it covers "
+        "the whole window.",
     )
     shared_layers: bool = False
     guided: bool = False

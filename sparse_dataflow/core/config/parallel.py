@@ -45,7 +45,7 @@ class ParallelConfig(Readable):
     executor: str = setting(
         "auto",
         "whole: all layers in one program. pipeline: micro-batches stream through the stages of "
-        "the mesh. relay: one block at a time on the device, parameters in host memory. auto: "
+        "the mesh. relay: one layer at a time on the device, parameters in host memory. auto: "
         "pipeline where the mesh has stages, else whole.",
         choices=EXECUTORS,
         resumed=ADOPTED,
@@ -66,16 +66,16 @@ class ParallelConfig(Readable):
     )
     experts: str = setting(
         "gather",
-        "What travels over fsdp for the experts of a layer: gather brings all weights to every "
-        "device, exchange sends each token to the devices that have its experts (all-to-all).",
+        "What fsdp sends for the experts of a layer: gather sends all weights to every device, "
+        "exchange sends each token to the devices of its experts (all-to-all).",
         choices=EXPERTS,
         resumed=FRESH,
     )
     sub_batches: int = setting(
         1,
-        "Parts of a micro-batch that pass through each block side by side, so that collectives of "
-        "one can overlap with products of another. Refused with stages, the relay and experts; one "
-        "device has none to overlap.",
+        "Parts of a micro-batch that pass through each layer in turn, so that collectives of one "
+        "can overlap with products of another. Not with stages, the relay and experts; no effect "
+        "on one device.",
         legal=between(1, MOST_SUB_BATCHES),
         resumed=FRESH,
     )
@@ -86,13 +86,14 @@ class ParallelConfig(Readable):
     )
     memory_limit: str = setting(
         "",
-        "Bytes a device that training may use, as in 16GiB or 16e9: the planner then chooses which "
-        "blocks keep, recompute or offload their activations (model.remat). Empty is no limit.",
+        "Bytes a device that training may use, as in 16GiB or 16e9: the planner then chooses "
+        "which layers keep, recompute or offload their activations (model.remat). Empty is no "
+        "limit.",
         resumed=ADOPTED,
     )
     stash: str = setting(
         "device",
-        "Where the relay stores block inputs until the backward pass; with host, device memory "
+        "Where the relay stores layer inputs until the backward pass; with host, device memory "
         "does not depend on the depth.",
         choices=STASHES,
         resumed=ADOPTED,
@@ -111,7 +112,7 @@ class ParallelConfig(Readable):
     )
     depth_schedule: str = setting(
         "constant",
-        "Blocks in a step of the relay: constant; drop:P leaves each out with probability P; "
+        "Layers in a step of the relay: constant; drop:P leaves each out with probability P; "
         "grow:F starts with the first F of them.",
     )
     coordinator: str = setting(

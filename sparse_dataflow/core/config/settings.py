@@ -90,7 +90,7 @@ class Setting:
       default: its default; `dataclasses.MISSING` where the preset decides, None where the code
         that reads it decides.
       help: one or two sentences, with units.
-      legal: the legal numbers, in words and as a test.
+      legal: the legal numbers, as a description and a test.
       choices: the legal names of a str or tuple; empty where any text is legal.
       resumed: FIXED, ADOPTED or FRESH.
       path: whether a text may name a file or folder, so that `~` is the user's home.

@@ -12,7 +12,7 @@ from sparse_dataflow.files.errors import UserError
 
 
 class Legal(NamedTuple):
-    """Legal values: in words, and whether a value is one."""
+    """Legal values: a description, and whether a value is one."""
 
     words: str
     fits: Callable[[Any], bool]

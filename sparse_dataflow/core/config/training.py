@@ -91,12 +91,14 @@ class TrainingConfig(Readable):
     )
     schedule: str = setting(
         "cosine",
-        "Fall of the learning rate after warm-up: cosine or linear to the last step; wsd, level, "
-        "then linear in the last share of training.decay; constant, none.",
+        "Learning rate after warm-up: cosine or linear to the last step; wsd, constant and then "
+        "linear in the last fraction training.decay; or constant.",
         choices=SCHEDULES,
     )
     decay: float = setting(
-        0.2, "Share of the steps in which training.schedule=wsd falls.", legal=A_FRACTION
+        0.2,
+        "Fraction of the steps, at the end, in which training.schedule=wsd falls.",
+        legal=A_FRACTION,
     )
     sparse_rate: float = setting(
         1.0,
@@ -155,8 +157,8 @@ class TrainingConfig(Readable):
     )
     new_rows_first: float = setting(
         0.0,
-        "Share of the steps, the first ones, that train the rows of the tokens of "
-        "data.extend_vocabulary alone; 0 trains all weights from the start.",
+        "Fraction of the steps, at the start, that train only the rows of the tokens of "
+        "data.extend_vocabulary; 0 trains all weights from the start.",
         legal=A_SHARE,
     )
     new_rows: tuple[int, ...] = setting(
@@ -165,13 +167,14 @@ class TrainingConfig(Readable):
     teacher: str = setting(
         "",
         "Run folder, Hugging Face directory or name on the hub, with the same tokenizer, whose "
-        "distribution of the next token the model learns too; empty is none.",
+        "prediction of the next token the model learns too; empty is none.",
         path=True,
         address=True,
     )
     teacher_weight: float = setting(
         0.5,
-        "Weight of the divergence from training.teacher; next tokens have the rest.",
+        "Weight of the divergence from training.teacher; the rest is the weight of the next "
+        "tokens.",
         legal=A_FRACTION,
     )
     seed: int = setting(

@@ -378,7 +378,7 @@ def refuse_exchange(mesh: AnyMesh, model: ModelConfig, zero: int) -> None:
 
 
 def _indivisible(model, sequence, tensor):
-    """Returns what a tensor axis does not divide, in words; empty if it shards the model."""
+    """Returns what a tensor axis does not divide, for a message; empty if it shards the model."""
     copied = KEY_VALUE if key_value_copies(model, tensor) > 1 else ()
     heads = f"{model.kv_heads} key/value heads"
     counts = {f"{model.num_heads} heads": model.num_heads, f"{sequence} tokens": sequence}

@@ -20,8 +20,8 @@ TENSOR = "tensor"
 FEATURE = "feature"
 STAGE = "stage"
 RELAY = "relay"
-RELAY_DEPTH = "relay, depth_schedule"
-RELAY_DEVICES = "relay, several devices"
+RELAY_DEPTH = "relay with depth_schedule"
+RELAY_DEVICES = "relay over several devices"
 
 WAYS = ROWS, CONTEXT, TENSOR, FEATURE, STAGE, RELAY, RELAY_DEPTH, RELAY_DEVICES
 """Axes of a mesh that are longer than 1, and kinds of the relay, in the order of the table."""
@@ -280,15 +280,16 @@ def refuse(executor: Any, job: Job) -> None:
 
 
 def table() -> str:
-    """Returns the table of docs/devices.md: an option in each row, a way in each column."""
-    lines = ["| option | " + " | ".join(WAYS) + " |", "|---" * (1 + len(WAYS)) + "|"]
+    """Returns the table of docs/devices.md: an option in each row, with the ways that lack it."""
+    lines = ["| option | does not work with |", "|---|---|"]
     for option in dict.fromkeys(rule.option for rule in RULES):
         # Two options together have the rules of the first as well.
         missing = {way for rule in RULES if option.startswith(rule.option) for way in rule.ways}
-        cells = ["no" if way in missing or _is_kind_of(way, missing) else "yes" for way in WAYS]
-        lines.append(f"| {option} | " + " | ".join(cells) + " |")
+        kinds = [way for way in WAYS if way in missing and not _is_kind_of_relay(way, missing)]
+        cell = "any executor" if missing == set(WAYS) else ", ".join(kinds)
+        lines.append(f"| {option} | {cell} |")
     return "\n".join(lines) + "\n"
 
 
-def _is_kind_of(way, missing):
-    return way.startswith(RELAY) and RELAY in missing
+def _is_kind_of_relay(way, missing):
+    return way != RELAY and way.startswith(RELAY) and RELAY in missing

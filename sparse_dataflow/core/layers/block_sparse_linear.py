@@ -50,15 +50,13 @@ class DenseGradient(nnx.Variable):
 class BlockSparseLinear(nnx.Module):
     """Drop-in for `nnx.Linear` that stores some blocks of its kernel: y = x W + b.
 
-    Gradients, optimizer state and checkpoints have the stored blocks, and eight numbers that say
-    which blocks they are.
+    Gradients, optimizer state and checkpoints have the stored blocks, and a mark of eight numbers
+    that identifies the layout.
 
-    The layout is static by default: it is no array, it is hashable and compares by content, so
-    every program is specialised to it.  The parameters have its name, as the key of zeros, so that
-    a state of another layout is refused.  With `evolving=True` the layout is a variable of four
-    index tables, which `sd.evolve` changes without recompiling; products are then slower.  The
-    parameters have a fingerprint of the tables.  Where they disagree, the layer raises, and inside
-    `jit` returns NaN.
+    The layout is static by default: it is hashable, compares by content, and programs are
+    specialised to it.  With `evolving=True` it is a variable of four index tables, which
+    `sd.evolve` changes without recompiling; products are then slower.  Values of another layout
+    raise an error; inside `jit` an evolving layer returns NaN.
 
     Attributes:
       values: nnx.Param, param_dtype [nnz, block, block], the stored blocks as `BlockLayout` orders
@@ -67,16 +65,16 @@ class BlockSparseLinear(nnx.Module):
       evolving: whether the layout is a variable.
 
     Args:
-      in_features: features of the input.  Where the block does not divide both sides of the weight,
-        they are filled up with features that are 0: to whole blocks, and by up to a quarter of them
-        where the density asks for it.  What is stored of the filling stays 0.
+      in_features: features of the input.  If the block does not divide a side of the weight, the
+        side is padded with zeros to whole blocks, or by up to a quarter if the density needs it.
+        Padding stays 0.
       out_features: features of the output.
       layout: the stored blocks; None for those of `pattern`, `density` and `block`.
       pattern: rule that chooses the blocks, as in `sd.make_layout`.
-      offset: number or seed of the pattern, as in `sd.make_layout`; None for 0, and for one drawn
-        from `rngs` where the pattern is random.  Inside `jit`, `vmap` and `nnx.eval_shape` keys
-        have no value, so layers of one `rngs` are numbered instead: give `offset` where an
-        abstract layer must equal a concrete one.
+      offset: number or seed of the pattern, as in `sd.make_layout`; None for 0, or a draw from
+        `rngs` for a random pattern.  Inside `jit`, `vmap` and `nnx.eval_shape` keys have no value,
+        so the number of the layer is used: give `offset` if an abstract layer must equal a concrete
+        one.
       density: fraction of the blocks stored; see `sd.legal_densities`.
       block: side of a square block, in features.
       evolving: whether `sd.evolve` may change the layout without recompiling.

@@ -17,10 +17,10 @@ def erk_densities(
     """Returns a density for each linear of a model, larger for smaller weights: for `sd.sparsify`.
 
     The Erdős-Rényi rule (arXiv 1707.04780, section 2; arXiv 1911.11134, section 3): the density of
-    a weight is proportional to (inputs + outputs) / (inputs x outputs) and at most 1.  Each is then
-    a legal one of its layer: rounded down, and up again where the blocks that this leaves over are
-    most missed.  So the whole stores at most `density` of the weights, unless a layer's smallest
-    legal density is more.
+    a weight is proportional to (inputs + outputs) / (inputs x outputs) and at most 1.  Each is
+    rounded down to a legal density of its layer; blocks that remain go to the layers that were
+    rounded down most.  So the whole stores at most `density` of the weights, unless a layer's
+    smallest legal density is more.
 
     Args:
       model: any nnx model.

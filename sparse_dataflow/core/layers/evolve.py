@@ -63,9 +63,8 @@ def evolve(
 ) -> Any:
     """Changes the stored blocks of a model in place, and returns its optimizer's state.
 
-    Weights and moments follow one rule: a block that stays keeps them bit by bit, a new block
-    starts at zero.  Layers that are `evolving` change without recompiling; others are compiled
-    again.
+    A block that stays keeps its weights and moments bit by bit; a new block starts at zero.  Layers
+    that are `evolving` change without recompiling; others are compiled again.
 
     - "set" replaces the smallest blocks by random ones (arXiv 1707.04780).
     - "rigl" replaces small blocks by absent ones of large gradient (arXiv 1911.11134); it needs

@@ -50,12 +50,11 @@ def sparsify(
 ) -> Model:
     """Returns the model with its `nnx.Linear`s replaced by `sd.BlockSparseLinear`s.
 
-    The model itself stays as it is, and shares no array with the result.  Types, metadata and
-    settings of the linears are kept.  An `nnx.LinearGeneral`, and an `nnx.Einsum` that is a product
-    with one matrix, become a `BlockSparseLinear` of the matrix, with the axes of before: so do the
-    projections of `nnx.MultiHeadAttention`.  A linear whose kernel has leading axes, as `nnx.vmap`
-    makes for a scan over layers, becomes a stack of layers with one layout, or with one each if
-    `evolving`.
+    The model itself does not change, and shares no array with the result.  Types, metadata and
+    settings of the linears are kept.  `nnx.LinearGeneral`, as in `nnx.MultiHeadAttention`, and an
+    `nnx.Einsum` that is a product with one matrix are replaced too, and keep their axes.  A linear
+    whose kernel has leading axes, as `nnx.vmap` makes for a scan over layers, becomes a stack of
+    layers with one layout, or with one layout each if `evolving`.
 
     Args:
       model: any nnx model.
@@ -148,11 +147,11 @@ def densify(model: Model) -> Model:
 
 
 def partition_specs(model: nnx.Module, mesh: Mesh, axis: str) -> nnx.State:
-    """Returns where the state of a model lies on a mesh: a `PartitionSpec` for each array.
+    """Returns how the state of a model is sharded over a mesh: a `PartitionSpec` for each array.
 
-    Stored blocks are sharded over `axis` by block, and other parameters by the first of their axes
-    that the mesh axis divides.  Arrays that it does not divide stay replicated, as does everything
-    that is no parameter.
+    Stored blocks are sharded over `axis` by block, and other parameters along the first of their
+    axes that the mesh axis divides.  Arrays that it does not divide, and everything except
+    parameters, are replicated.
 
     Args:
       model: any nnx model, also an abstract one of `nnx.eval_shape`.

@@ -29,7 +29,7 @@ class Groups:
       in_run: consecutive input blocks of one part before those of the next.
       out_run: consecutive output blocks of one part before those of the next.
       in_parts: parts of the input blocks; more than `count` only in a shard.  0 means `count`.
-      out_parts: parts of the output blocks, likewise.
+      out_parts: the same for the output blocks.
     """
 
     count: int

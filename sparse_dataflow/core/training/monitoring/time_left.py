@@ -4,12 +4,21 @@ What has been measured in this run counts; before that a part is estimated from 
 """
 
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
 
-_RECENT = 50
 _FIRST_STEPS = 2
 """Steps of each phase that are slow, as memory is touched for the first time."""
+
+_LEAST_SECONDS = 60.0
+"""Least length of the time from which the current speed is taken."""
+
+_MOST_STEPS = 5000
+"""Most steps of that time."""
+
+_BESIDE = 5
+"""Newest steps of a model with which the seconds of its evaluation are compared."""
 
 FORWARD_SHARE = 0.4
 """Seconds of a held-out sequence over those of a training sequence, until one is measured."""
@@ -42,46 +51,64 @@ class Remaining:
     final_batches: int = 0
 
 
+class _Steps:
+    """Seconds of the steps of a model in one phase."""
+
+    def __init__(self):
+        self.count, self.total, self.seen = 0, 0.0, 0
+        self.newest: deque[float] = deque(maxlen=_BESIDE)
+
+    @property
+    def mean(self) -> float:
+        """Mean seconds of a step; the mean, as slow steps take time too."""
+        return self.total / max(1, self.count)
+
+    def record(self, seconds: float) -> None:
+        if self.seen in (0, _FIRST_STEPS):
+            self.count, self.total = 0, 0.0
+            self.newest.clear()
+        self.seen += 1
+        self.count, self.total = self.count + 1, self.total + seconds
+        self.newest.append(seconds)
+
+
 class _Model:
     """What was measured of one model."""
 
     def __init__(self):
         self.remaining: Remaining | None = None
-        self.phase, self.steps_seen = -1, 0
-        self.steps: deque[float] = deque(maxlen=_RECENT)
-        self.evaluations: list[float] = []
+        self.phase, self.steps = -1, _Steps()
+        self.evaluations: list[float] = []  # In steps of their time.
         self.saves: list[float] = []
 
-    @property
-    def step(self) -> float:
-        """Mean seconds of a step; the mean, as slow steps take time too."""
-        return sum(self.steps) / max(1, len(self.steps))
-
-    def record(self, seconds: Mapping[str, float], remaining: Remaining) -> None:
+    def record(self, seconds: Mapping[str, float], remaining: Remaining) -> float:
+        """Returns the seconds of the step alone."""
         evaluation, save = seconds.get("evaluation", 0.0), seconds.get("checkpoint", 0.0)
         if remaining.phase != self.phase:
-            self.phase, self.steps_seen = remaining.phase, 0
-        if self.steps_seen in (0, _FIRST_STEPS):
-            self.steps.clear()
-        self.steps_seen += 1
-        self.steps.append(sum(seconds.values()) - evaluation - save)
+            self.phase, self.steps = remaining.phase, _Steps()
+        step = sum(seconds.values()) - evaluation - save
+        self.steps.record(step)
         if evaluation:
-            self.evaluations.append(evaluation)
+            self.evaluations.append(evaluation / max(1e-9, _mean(self.steps.newest)))
         if save:
             self.saves.append(save)
         self.remaining = remaining
+        return step
 
-    def seconds_left(self) -> float:
+    def seconds_left(self, slowdown: float) -> float:
+        """Args:
+        slowdown: seconds of a step now over those of the mean step so far.
+        """
         left = self.remaining
         if left is None:
             return 0.0
         later = sum(steps * flops**SPEED_PER_FLOP for steps, flops in left.later)
-        evaluation = _mean(self.evaluations[-3:])
+        evaluation = _mean(self.evaluations)
         if evaluation is None:
-            evaluation = FORWARD_SHARE * self.step * left.evaluation_batches
+            evaluation = FORWARD_SHARE * left.evaluation_batches
         final = evaluation * left.final_batches / max(1, left.evaluation_batches)
-        saves = left.saves * (_mean(self.saves[-3:]) or 0.0)
-        return (left.steps + later) * self.step + left.evaluations * evaluation + final + saves
+        steps = left.steps + later + left.evaluations * evaluation + final
+        return steps * self.steps.mean * slowdown + left.saves * (_mean(self.saves[-3:]) or 0.0)
 
 
 def _mean(values):
@@ -90,6 +117,9 @@ def _mean(values):
 
 class TimeLeft:
     """Seconds until the end of a run whose models take turns.
+
+    A busy machine slows all models alike.  So the speed of the coming time is that of the last
+    steps of all models, over a time as long as the one that is left.
 
     Args:
       seconds_by_activity: () -> {activity: seconds} of this process so far; see `Clock`.
@@ -104,6 +134,8 @@ class TimeLeft:
         self._seconds, self._report = seconds_by_activity, report
         self._models: dict[str, _Model] = {}
         self._before: dict[str, float] = {}
+        self._recent: deque[tuple[float, _Steps, float]] = deque(maxlen=_MOST_STEPS)
+        self._left = 0.0
 
     def begin(self) -> None:
         """Is called right before the first step of this process."""
@@ -114,7 +146,10 @@ class TimeLeft:
         now = dict(self._seconds())
         spent = {a: s - self._before.get(a, 0.0) for a, s in now.items()}
         self._before = now
-        self._models.setdefault(name, _Model()).record(spent, remaining)
+        model = self._models.setdefault(name, _Model())
+        step = model.record(spent, remaining)
+        if model.steps.seen > _FIRST_STEPS:
+            self._recent.append((sum(now.values()), model.steps, step))
 
     def evaluated(self, name: str) -> None:
         """Is called after the evaluation that follows a model's last step, which an earlier process
@@ -125,5 +160,17 @@ class TimeLeft:
 
     def seconds(self) -> float:
         """Returns the seconds left, the report included."""
-        report = sum(self._report(name, model.step) for name, model in self._models.items())
-        return report + sum(model.seconds_left() for model in self._models.values())
+        slowdown = self._slowdown()
+        models = self._models.items()
+        report = sum(self._report(name, model.steps.mean * slowdown) for name, model in models)
+        self._left = report + sum(model.seconds_left(slowdown) for _, model in models)
+        return self._left
+
+    def _slowdown(self) -> float:
+        """Returns the seconds of the newest steps over those of as many mean steps."""
+        if not self._recent:
+            return 1.0
+        begin = self._recent[-1][0] - max(_LEAST_SECONDS, self._left)
+        newest = list(itertools.takewhile(lambda step: step[0] > begin, reversed(self._recent)))
+        expected = sum(steps.mean for _, steps, _ in newest)
+        return sum(seconds for *_, seconds in newest) / max(1e-9, expected)

@@ -20,20 +20,23 @@ REPORT = 20.0
 class SimulatedRun:
     """Models that take turns on a simulated clock."""
 
-    def __init__(self, steps, evaluation, save=0.5, every=8, final=6.0):
+    def __init__(self, steps, evaluation, save=0.5, every=8, final=6.0, slowdown=lambda time: 1.0):
         """Args:
-        steps: name -> seconds of each step.
+        steps: name -> seconds of each step on a quiet machine.
         evaluation: seconds of a periodic evaluation over those of a mean step.
         save: seconds of a checkpoint.
         every: evaluations a run; half as many checkpoints.
         final: batches of the last evaluation over those of a periodic one.
+        slowdown: simulated time -> seconds of all work over those on a quiet machine.
         """
         self.seconds = {"step": 0.0}
         self.steps, self.evaluation, self.save, self.final = steps, evaluation, save, final
+        self.slowdown = slowdown
         self.mean = {name: float(np.mean(values)) for name, values in steps.items()}
         self.every = {name: max(1, len(values) // every) for name, values in steps.items()}
 
     def spend(self, activity, seconds):
+        seconds *= self.slowdown(self.now)
         self.seconds[activity] = self.seconds.get(activity, 0.0) + seconds
 
     @property
@@ -41,9 +44,9 @@ class SimulatedRun:
         return sum(self.seconds.values())
 
     def run(self, time_left):
-        """Yields (simulated time, estimate) after each step and each last evaluation."""
+        """Yields (simulated time, estimate) every few seconds and after each last evaluation."""
         time_left.begin()
-        done = dict.fromkeys(self.steps, 0)
+        done, shown = dict.fromkeys(self.steps, 0), 0.0
         while any(done[name] < len(s) for name, s in self.steps.items()):
             name = min(done, key=lambda n: done[n] / len(self.steps[n]))
             self.spend("step", self.steps[name][done[name]])
@@ -57,7 +60,9 @@ class SimulatedRun:
             rest = Remaining(0, steps - step, (), left(every), left(2 * every), 10,
                              round(10 * self.final))  # fmt: skip
             time_left.after_step(name, rest)
-            yield self.now, time_left.seconds()
+            if self.now - shown > 3.0:
+                shown = self.now
+                yield self.now, time_left.seconds()
         for name in self.steps:
             self.spend("evaluation", self.final * self.evaluation * self.mean[name])
             time_left.evaluated(name)
@@ -66,9 +71,12 @@ class SimulatedRun:
 
 def estimates(run, report=REPORT):
     """Returns [(time, estimated seconds left, true ones)] of a simulated run."""
-    time_left = TimeLeft(lambda: run.seconds, lambda name, step: report / len(run.steps))
-    rows = list(run.run(time_left))
-    end = run.now + report
+
+    def of_model(name, step):
+        return report / len(run.steps) * step / run.mean[name]
+
+    rows = list(run.run(TimeLeft(lambda: run.seconds, of_model)))
+    end = run.now + report * run.slowdown(run.now)
     return [(time, estimate, end - time) for time, estimate in rows]
 
 
@@ -89,6 +97,58 @@ def test_from_the_second_minute_on_it_is_within_a_fifth(step_seconds, most, eval
     # Within a fifth, and within a step and an evaluation near the end.
     slack = (evaluation + 3) * max(step_seconds)
     assert all(abs(est - true) <= 0.2 * true + slack for _, est, true in rows)
+
+
+def drawn_steps(step_seconds, total, rng):
+    """Steps of models that share `total` seconds, each step within a fifth of its mean."""
+    share = total / len(step_seconds)
+    return {
+        str(i): mean * rng.uniform(0.8, 1.2, max(12, round(share / mean)))
+        for i, mean in enumerate(step_seconds)
+    }
+
+
+several = st.lists(st.floats(0.2, 3.0), min_size=1, max_size=3)
+costs = st.floats(1.0, 6.0)  # Of an evaluation, in steps.
+
+
+@settings(deadline=None, max_examples=30)
+@given(several, costs, st.floats(-0.25, 0.25), st.integers(0, 2**31))
+def test_it_follows_a_speed_that_drifts(step_seconds, evaluation, drift, seed):
+    steps = drawn_steps(step_seconds, 400.0, np.random.default_rng(seed))
+    run = SimulatedRun(steps, evaluation, slowdown=lambda time: 1.0 + drift * min(1.0, time / 500))
+    slack = (evaluation + 3) * max(step_seconds)
+    rows = [row for row in estimates(run) if row[0] > 60]
+    assert all(abs(est - true) <= 0.2 * true + slack for _, est, true in rows)
+
+
+@settings(deadline=None, max_examples=30)
+@given(several, costs, st.sampled_from([0.5, 2.0]), st.integers(0, 2**31))
+def test_a_new_speed_is_known_once_it_has_lasted(step_seconds, evaluation, factor, seed):
+    """As when another program begins or ends: as long as the time left, and a minute."""
+    steps = drawn_steps(step_seconds, 900.0, np.random.default_rng(seed))
+    change = 200.0
+    run = SimulatedRun(steps, evaluation, slowdown=lambda time: 1.0 if time < change else factor)
+    slack = (evaluation + 3) * max(step_seconds) * max(1.0, factor)
+    rows = [row for row in estimates(run) if row[0] - change > max(60, row[2]) + slack]
+    assert len(rows) > 10
+    assert all(abs(est - true) <= 0.2 * true + slack for _, est, true in rows)
+
+
+def test_models_share_the_speed_of_the_machine():
+    """A model whose steps are minutes apart follows the quick steps of another."""
+    clock = {"step": 0.0}
+    left = TimeLeft(lambda: clock)
+    left.begin()
+    for turn in range(20):
+        slow = 1.0 if turn < 10 else 2.0
+        for _ in range(20):
+            clock["step"] += 1.0 * slow
+            left.after_step("quick", Remaining(0, 0))
+        if turn < 10:
+            clock["step"] += 50.0
+            left.after_step("rare", Remaining(0, 4))
+    assert left.seconds() == pytest.approx(4 * 50.0 * 2.0, rel=0.35)
 
 
 def test_a_recorded_run_is_estimated_within_a_fifth():

@@ -1,4 +1,4 @@
-"""Nothing that a stranger or a peer sends ends more than its own connection."""
+"""Nothing that another program or a peer sends ends more than its own connection."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ def drawn_line(draw, example):
 
 
 @pytest.mark.parametrize("token", ["", "secret"])
-def test_no_line_of_a_stranger_ends_a_run(token):
+def test_no_message_of_another_program_ends_a_run(token):
     draw, port, met = random.Random(1), free_port(), []
     # Without a token, a hello of these facts is right.
     first = threading.Thread(
@@ -35,9 +35,9 @@ def test_no_line_of_a_stranger_ends_a_run(token):
     )
     first.start()
     for _ in range(300):
-        with contextlib.suppress(OSError), connected(port) as stranger:
-            stranger.settimeout(0.05)
-            nonce = json.loads(stranger.recv(200))["nonce"]
+        with contextlib.suppress(OSError), connected(port) as client:
+            client.settimeout(0.05)
+            nonce = json.loads(client.recv(200))["nonce"]
             line = drawn_line(draw, HELLO)
             with contextlib.suppress(Exception):
                 if draw.random() < 0.5:  # As somebody who knows that there is no token.
@@ -45,9 +45,9 @@ def test_no_line_of_a_stranger_ends_a_run(token):
                     content = {name: each for name, each in hello.items() if name != "proof"}
                     proof = handshake.proof("", "process", (nonce, "0"), content)
                     line = json.dumps(hello | {"proof": proof}).encode() + b"\n"
-            stranger.sendall(line)
+            client.sendall(line)
             if draw.random() < 0.5:
-                stranger.recv(100)
+                client.recv(100)
         assert first.is_alive() and not met
     met += meet_all((1, 2, {"b": 2}), port=port, token=token)
     first.join()
@@ -95,7 +95,7 @@ def test_a_token_that_is_not_utf8_is_a_token():
 FORGED = "\x1b]0;title\x07\x1b[2J\nerror: forged \u202e line"
 
 
-def test_text_of_a_stranger_is_escaped_in_the_log(capfd):
+def test_text_of_another_program_is_escaped_in_the_log(capfd):
     port, lines = free_port(), []
     first = threading.Thread(
         target=lambda: lines.extend(meet_all((0, 2, {"a": 1}), port=port, token="", timeout=3.0))
