@@ -78,6 +78,7 @@ def following(
     caches: Sequence[LayerCache],
     draft: Draft,
     draft_caches: Sequence[LayerCache],
+    previous: np.ndarray,
     first: np.ndarray,
     positions: np.ndarray,
     sampler: Sampler,
@@ -91,6 +92,7 @@ def following(
       caches: its caches of the prompts, which are donated.
       draft: the model that drafts.
       draft_caches: its caches of the prompts, which are donated.
+      previous: int32 [rows], last token of each prompt.
       first: int32 [rows], first new token of each row.
       positions: int32 [rows], tokens of each prompt.
       sampler: picks tokens.
@@ -100,20 +102,23 @@ def following(
     written: list[list[int]] = [[] for _ in first]
     step = 0
     while True:
-        at, last = positions + number - 1, tokens
-        drafts, chances = [], []
-        for i in range(draft.tokens + 1):  # The last one only fills the cache.
-            last, chance, draft_caches = _draft_token(
-                draft.config, draft.weights, draft_caches, last, at + i, sampler, number + i
+        at, drafts, chances = positions + number - 1, [], []
+        # The cache of the draft may lack the token before the last: the last draft of a round.
+        last, begins = np.stack([previous, tokens], 1), at - 1
+        for i in range(draft.tokens):
+            drawn, chance, draft_caches = _draft_token(
+                draft.config, draft.weights, draft_caches, last, begins, sampler, number + i
             )
-            drafts.append(last)
+            drafts.append(drawn)
             chances.append(chance)
+            last, begins = drawn[:, None], at + i + 1
         new, count, caches = _accept(
-            config, weights, caches, tokens, drafts[:-1], chances[:-1], at, sampler, number
+            config, weights, caches, tokens, drafts, chances, at, sampler, number
         )
         new, count = np.asarray(new), np.asarray(count)
         for row, text in enumerate(written):
             text += new[row, : count[row] + 1].tolist()
+        previous = np.where(count > 0, new[rows, count - 1], tokens)
         tokens, number = new[rows, count], number + count + 1
         draft.drafted += texts * draft.tokens
         draft.accepted += int(count[:texts].sum())
@@ -123,10 +128,10 @@ def following(
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="caches")
-def _draft_token(config, weights, caches, tokens_B, positions_B, sampler, number_B):
-    """Returns (drafts int32 [B], their distribution [B, V], caches)."""
-    logits, caches = kv_cache.decode_token(config, weights, caches, tokens_B, positions_B)
-    chances = sampler.probabilities(logits)
+def _draft_token(config, weights, caches, tokens_BxT, positions_B, sampler, number_B):
+    """Returns (int32 [B] drafts after the tokens, their distribution [B, V], caches)."""
+    logits, caches = kv_cache.decode_text(config, weights, caches, tokens_BxT, positions_B)
+    chances = sampler.probabilities(logits[:, -1])
     return _drawn(_keys(sampler, number_B, _DRAFT), chances), chances, caches
 
 

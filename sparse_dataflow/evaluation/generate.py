@@ -193,7 +193,8 @@ def generate_tokens(
         _, draft_caches = kv_cache.prefill(
             draft.config, draft.weights, tokens, positions, cache_tokens=cache_tokens
         )
-        state = caches, draft, draft_caches, first, positions, sampler
+        previous = tokens[np.arange(rows), positions - 1]
+        state = caches, draft, draft_caches, previous, first, positions, sampler
         rest = drafts.following(config, weights, *state, texts=len(prompts))
     for step, next_tokens in enumerate(itertools.chain([first], rest)):
         full = [length + step >= context for length in lengths]
