@@ -28,6 +28,9 @@ EXCHANGING = tuple(
 )
 """Settings of the methods that exchange blocks."""
 
+ENDS = ("training.steps", "training.decay", "training.final_rate")
+"""Paths of the settings that another end of a run may change; see `branch`."""
+
 NAMED: dict[str, tuple[str, str]] = {
     "scale": ("", ""),
     "corpus": ("data.corpus", ""),
@@ -142,6 +145,11 @@ class Request:
         return dataclasses.replace(self, scale=scale, changes={**paths, **self.changes})
 
     @property
+    def branches(self) -> bool:
+        """Whether a new run goes on from a checkpoint of `resume`; see `branch`."""
+        return bool(self.resume and self.changes.get("run.out"))
+
+    @property
     def parallel(self) -> ParallelConfig:
         """The parallel plan of the command line; a resumed run saves none."""
         prefix = "parallel."
@@ -174,9 +182,14 @@ class Request:
           UserError: settings contradict each other, the saved run or its weights.
         """
         if self.resume:
-            return settings.changed(
+            config = settings.changed(
                 _resumable(saved_config(self.resume), self.resume), self.changes
             )
+            if not self.branches:
+                return config
+            from sparse_dataflow.commands import branch
+
+            return branch.with_same_warmup(self.resume, config)
         if self.changes.get("run.init_from"):
             from sparse_dataflow.interchange import starting_point
 
@@ -349,11 +362,6 @@ def _refuse_contradictions(request, spelled):
                 "out, or leave --init_from out."
             )
     if request.resume:
-        if has("run.out"):
-            raise UserError(
-                "--out and --resume contradict each other: a resumed run stays in its own "
-                f"folder, {request.resume}."
-            )
         _refuse_other_run(request, spelled)
 
 
@@ -415,6 +423,8 @@ def _refuse_other_run(request, spelled):
         wrong.append(f"--scale={request.scale} (saved: {saved['run']['scale']})")
     for path, s in settings.by_path(RunConfig).items():
         if s.resumed != FIXED or path not in request.changes:
+            continue
+        if request.branches and path in ENDS:
             continue
         member, _, name = path.partition(".")
         before, now = settings.text(saved[member][name]), settings.text(request.changes[path])

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import jax
 
+from sparse_dataflow.cluster import processes
 from sparse_dataflow.cluster.clock import Clock
+from sparse_dataflow.commands import branch, devices, provenance, run_folder
 from sparse_dataflow.commands import console as commands
-from sparse_dataflow.commands import devices, provenance, run_folder
 from sparse_dataflow.commands.job import Job, Run
 from sparse_dataflow.commands.planning import described
 from sparse_dataflow.commands.request import Request
@@ -118,6 +119,8 @@ def run(request: Request, experiment: str, *, sparse: bool = True) -> int:
             _say_scale(config, chip)
         resume = bool(request.resume)
         command = commands.started_by(experiment), *sys.argv[1:]
+        if request.branches:
+            processes.on_first(lambda: branch.make(request.resume, config, command))
         return train(
             config, resume=resume, experiment=experiment, command=command, clock=clock
         ).status

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.evaluation import kv_cache
+from sparse_dataflow.evaluation import drafts, kv_cache
+from sparse_dataflow.evaluation.drafts import Draft
 from sparse_dataflow.evaluation.offloaded_experts import OffloadedExperts
 from sparse_dataflow.evaluation.sampling import Sampler, Sampling
 from sparse_dataflow.evaluation.stopping import StreamDecoder
@@ -55,6 +56,7 @@ def generate(
     seed: int | Sequence[int] = 0,
     on_token: Callable[[int, str], None] | None = None,
     weights: kv_cache.Weights | OffloadedExperts | None = None,
+    draft: Draft | None = None,
 ) -> list[Continuation]:
     """Continues all prompts in one batch.
 
@@ -73,6 +75,7 @@ def generate(
         characters are complete and it cannot become a stop string.
       weights: the model's parameters from `kv_cache.prepare`, or with experts in host memory; None
         prepares them in each call.
+      draft: model that drafts the texts, see `drafts`; None for none.
 
     Raises:
       UserError: a prompt fills the model's context, or another value is not legal.
@@ -101,6 +104,7 @@ def generate(
         model.context,
         sampling,
         finished=lambda: all(decoder.stopped_by for decoder in decoders),
+        draft=draft,
     )
 
     def report(index, text):
@@ -138,6 +142,7 @@ def generate_tokens(
     context: int,
     sampling: Sampling | None = None,
     finished: Callable[[], bool] = lambda: False,
+    draft: Draft | None = None,
 ) -> Iterator[list[int | None]]:
     """Yields the next token of each prompt, step by step.
 
@@ -149,6 +154,7 @@ def generate_tokens(
       context: context length in tokens, including the prompt.
       sampling: sampling parameters; greedy decoding where None.
       finished: called before each step but the first; True stops the generation.
+      draft: model that drafts, for weights of `kv_cache.prepare`; None for none.
 
     Yields:
       One token per prompt; None where its context is full.
@@ -180,7 +186,16 @@ def generate_tokens(
     logits, caches = prefill(tokens, positions, cache_tokens=cache_tokens)
     first = np.asarray(sampler(logits, np.int32(0)))
     del logits
-    rest = _following(config, weights, caches, first, positions, sampler, count)
+    if draft is None:
+        rest = _following(config, weights, caches, first, positions, sampler, count)
+    else:
+        assert isinstance(weights, kv_cache.Weights)
+        _, draft_caches = kv_cache.prefill(
+            draft.config, draft.weights, tokens, positions, cache_tokens=cache_tokens
+        )
+        previous = tokens[np.arange(rows), positions - 1]
+        state = caches, draft, draft_caches, previous, first, positions, sampler
+        rest = drafts.following(config, weights, *state, texts=len(prompts))
     for step, next_tokens in enumerate(itertools.chain([first], rest)):
         full = [length + step >= context for length in lengths]
         yield [None if f else token for f, token in zip(full, next_tokens.tolist())]

@@ -168,14 +168,38 @@ def decode_token(
     Returns:
       (float32 [B, vocab] logits of the next tokens, updated caches).
     """
-    positions_BxT = positions_B[:, None]
-    x_BxTxD = gpt.embed(config, weights.embed, tokens_B[:, None], positions_BxT=positions_BxT)
+    logits, caches = decode_text(config, weights, caches, tokens_B[:, None], positions_B)
+    return logits[:, 0], caches
+
+
+def decode_text(
+    config: ModelConfig,
+    weights: Weights,
+    caches: tuple[LayerCache, ...],
+    tokens_BxT: jax.Array,
+    positions_B: jax.Array,
+) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+    """Appends the same number of tokens to each row; what a cache has no room for is dropped.
+
+    Args:
+      config: model config.
+      weights: weights from `prepare`.
+      caches: caches of the previous tokens; donate them.
+      tokens_BxT: int32, new tokens.
+      positions_B: int32 [B], number of previous tokens of each row.
+
+    Returns:
+      (float32 [B, T, vocab] logits of the tokens after each, updated caches).
+    """
+    positions_BxT = positions_B[:, None] + jnp.arange(tokens_BxT.shape[1])
+    x_BxTxD = gpt.embed(config, weights.embed, tokens_BxT, positions_BxT=positions_BxT)
     new_caches: list[LayerCache] = []
     for i, (layer, cache) in enumerate(zip(weights.layers, caches)):
-        attend = functools.partial(token_attention, new_caches, cache, positions_B)
+        attend = functools.partial(cached_attention, new_caches, cache, positions_BxT)
         of_layer = layer_model(config, i)
         x_BxTxD = gpt.block(of_layer, layer, x_BxTxD, attend=attend, positions_BxT=positions_BxT)
-    return last_logits(config, weights, x_BxTxD, jnp.ones_like(positions_B)), tuple(new_caches)
+    params = {"head": weights.head, "embed": weights.embed}
+    return gpt.logits(config, params, x_BxTxD), tuple(new_caches)
 
 
 def most_tokens() -> int:
@@ -233,20 +257,20 @@ def decode_tokens(
     return written, caches
 
 
-def token_attention(
-    caches: list[LayerCache], cache: LayerCache, positions_B: jax.Array, q, k, v, window, cap=0.0
+def cached_attention(
+    caches: list[LayerCache], cache: LayerCache, positions_BxT: jax.Array, q, k, v, window, cap=0.0
 ) -> jax.Array:
-    """Attention of one token a row, as `gpt.Block` calls it; appends the updated cache."""
-    rows = jnp.arange(len(positions_B))
-    distance = positions_B[:, None] - jnp.arange(cache.keys.shape[2])
+    """Attention of new tokens of each row, as `gpt.Block` calls it; appends the updated cache."""
+    rows = jnp.arange(len(positions_BxT))[:, None]
+    distance = positions_BxT[..., None] - jnp.arange(cache.keys.shape[2])
     visible = distance >= 0
     if window:
         visible &= distance < window
-    keys = cache.keys.at[rows, :, positions_B].set(k[:, 0])
-    values = cache.values.at[rows, :, positions_B].set(v[:, 0])
+    keys = cache.keys.at[rows, :, positions_BxT].set(k)
+    values = cache.values.at[rows, :, positions_BxT].set(v)
     caches.append(LayerCache(keys, values))
     keys, values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
-    return masked_attention(q, keys, values, visible[:, None, None, :], cap)
+    return masked_attention(q, keys, values, visible[:, None], cap)
 
 
 def last_logits(

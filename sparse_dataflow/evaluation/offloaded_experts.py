@@ -344,7 +344,7 @@ def _attention(config, weights, following_weights, x_BxTxD, cache, positions_B, 
         attend = functools.partial(kv_cache.prompt_attention, caches, cache_tokens)
     else:
         positions_BxT = positions_B[:, None]
-        attend = functools.partial(kv_cache.token_attention, caches, cache, positions_B)
+        attend = functools.partial(kv_cache.cached_attention, caches, cache, positions_BxT)
     block = gpt.bind_block(config, weights)
     x_BxTxD = block.attention(x_BxTxD, WHOLE, attend, positions_BxT)
     normed_BxTxD = block.norm2(x_BxTxD)

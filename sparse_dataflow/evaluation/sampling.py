@@ -105,6 +105,18 @@ class Sampler:
             filters=self.filters,
         )
 
+    def probabilities(self, logits_BxV: jax.Array) -> jax.Array:
+        """Returns the float32 distribution [B, V] that tokens are drawn from."""
+        size = logits_BxV.shape[-1]
+        if not self.stochastic:
+            return jax.nn.one_hot(jnp.argmax(logits_BxV, axis=-1), size)
+        logits_BxV = logits_BxV / self.temperature
+        if self.filters:
+            ranked, order = _filtered(logits_BxV, self.top_k, self.top_p)
+            rank_of_token = jnp.argsort(order, axis=-1)
+            logits_BxV = jnp.take_along_axis(ranked, rank_of_token, axis=-1)
+        return jax.nn.softmax(logits_BxV, axis=-1)
+
 
 def row_keys(seed: int | Sequence[int], rows: int) -> jax.Array:
     """Returns a random key of each row; rows without a seed of their own are padding.
@@ -139,6 +151,13 @@ def sample_tokens(
     logits_BxV = logits_BxV / temperature
     if not filters:
         return jax.vmap(jax.random.categorical)(keys_B, logits_BxV).astype(jnp.int32)
+    logits_BxV, order = _filtered(logits_BxV, top_k, top_p)
+    ranks = jax.vmap(jax.random.categorical)(keys_B, logits_BxV)
+    return jnp.take_along_axis(order, ranks[:, None], axis=-1)[:, 0].astype(jnp.int32)
+
+
+def _filtered(logits_BxV, top_k, top_p):
+    """Returns (logits from the largest on, -inf for excluded ones; their tokens)."""
     order = jnp.argsort(-logits_BxV, axis=-1, stable=True)
     logits_BxV = jnp.take_along_axis(logits_BxV, order, axis=-1)
     rank = jnp.arange(logits_BxV.shape[-1])
@@ -147,6 +166,4 @@ def sample_tokens(
     probabilities = jax.nn.softmax(logits_BxV, axis=-1)
     mass_before = jnp.cumsum(probabilities, axis=-1) - probabilities
     # The most likely token stays for any top_p.
-    logits_BxV = jnp.where((mass_before < top_p) | (rank == 0), logits_BxV, -jnp.inf)
-    ranks = jax.vmap(jax.random.categorical)(keys_B, logits_BxV)
-    return jnp.take_along_axis(order, ranks[:, None], axis=-1)[:, 0].astype(jnp.int32)
+    return jnp.where((mass_before < top_p) | (rank == 0), logits_BxV, -jnp.inf), order

@@ -194,9 +194,9 @@ def test_a_run_of_an_older_version_is_refused_in_one_sentence(saved_run):
         parse(f"--resume={saved_run}").config()
 
 
-def test_out_and_resume_contradict(saved_run):
-    with pytest.raises(UserError, match="--out and --resume"):
-        parse(f"--resume={saved_run}", "--out=elsewhere")
+def test_another_folder_for_a_resumed_run_needs_a_level_learning_rate(saved_run):
+    with pytest.raises(UserError, match=r"trained with training\.schedule=cosine; legal: "):
+        parse(f"--resume={saved_run}", "--out=elsewhere").config()
 
 
 def test_processes_are_compared_by_all_but_their_own_number():

@@ -19,6 +19,7 @@ from sparse_dataflow.core.training.monitoring.metrics import say
 from sparse_dataflow.data.chat import USER
 from sparse_dataflow.evaluation import activation_sparsity, generate
 from sparse_dataflow.evaluation.composition import Experts, Prompt
+from sparse_dataflow.evaluation.drafts import Draft
 from sparse_dataflow.evaluation.offloaded_experts import OffloadedExperts
 from sparse_dataflow.evaluation.run_files import read_config
 from sparse_dataflow.evaluation.trained import Model
@@ -65,6 +66,22 @@ def offload_experts(options: load_model.ModelOptions, slots: int) -> tuple[Model
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         model = load_model.load(options)
     return dataclasses.replace(model, params={}), OffloadedExperts(model, slots)
+
+
+def load_draft(run: str, model: Model, tokens: int) -> Draft:
+    """Loads the model of a run that drafts for another model.
+
+    Raises:
+      UserError: see `load_model.load` and `Draft.of`.
+    """
+    load_model.refuse_no_model(run, "--draft")
+    return Draft.of(load_model.load(load_model.ModelOptions(run)), model, tokens)
+
+
+def say_drafts(draft: Draft) -> None:
+    """Says how many drafts were accepted."""
+    share = draft.accepted / draft.drafted
+    say(f"drafts: {draft.accepted:,} of {draft.drafted:,} accepted ({share:.0%})")
 
 
 def say_traffic(offloaded: OffloadedExperts) -> None:

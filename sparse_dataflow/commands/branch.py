@@ -1,0 +1,134 @@
+"""Another end of a run's plateau: a new run that begins with a checkpoint of the level part.
+
+With training.schedule=wsd the learning rate is level after warm-up, so what is trained until it
+falls does not depend on when it falls.  `--resume=RUN --out=NEW` copies the newest checkpoint of
+each model before both falls, the old run's and the new one's, and goes on in the new folder.  So
+the new run has the bits of one that had its settings from the beginning, and the old one stays.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+
+from sparse_dataflow.core.checkpoint import checkpoint_folder
+from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.training.saved_state import identity
+from sparse_dataflow.evaluation import run_files
+from sparse_dataflow.files import manifest
+from sparse_dataflow.files.addresses import is_address
+from sparse_dataflow.files.errors import UserError
+
+
+def with_same_warmup(folder: str | Path, config: RunConfig) -> RunConfig:
+    """Returns a config with other steps whose warm-up takes the steps of the run in a folder.
+
+    Raises:
+      UserError: the run has no plateau that a new end could begin at, or is at an address.
+    """
+    if is_address(str(folder)) or is_address(config.run.out):
+        raise UserError(
+            "--resume with --out copies a checkpoint between folders; legal: folders, no addresses."
+        )
+    saved = run_files.read_config(folder)
+    wrong = ""
+    if saved.training.schedule != "wsd":
+        wrong = f"training.schedule={saved.training.schedule}"
+    elif saved.evolution.method != "static":
+        wrong = f"--evolution={saved.evolution.method}"
+    elif saved.training.new_rows_first:
+        wrong = "training.new_rows_first"
+    if wrong:
+        raise UserError(
+            f"--out with --resume gives another end to a level learning rate, and {folder} was "
+            f"trained with {wrong}; legal: training.schedule=wsd, a static layout. To resume the "
+            "run itself leave --out out."
+        )
+    steps = _steps(folder, saved)
+    if not config.training.steps:
+        config = config.change(training__steps=steps)
+    warmup = round(saved.training.warmup * steps) / config.training.steps
+    if warmup >= 1:
+        raise UserError(
+            f"--steps={config.training.steps} ends within the warm-up of {folder}; legal: more "
+            f"than {round(saved.training.warmup * steps)}."
+        )
+    mirror = "" if config.run.mirror == saved.run.mirror else config.run.mirror
+    return config.change(training__warmup=warmup, run__mirror=mirror)
+
+
+def _steps(folder, saved):
+    """Returns the most steps that a model of the run was planned with."""
+    return max(run_files.read_record(folder, saved).steps.values())
+
+
+def make(source: str | Path, config: RunConfig, command: tuple[str, ...]) -> None:
+    """Makes the run folder `config.run.out` with checkpoints of the plateau of another run.
+
+    The folder appears with all of its files at once.
+
+    Args:
+      source: folder of the run.
+      config: of the new run, from `with_same_warmup`.
+      command: words of the command line.
+
+    Raises:
+      UserError: the folder exists, or a model has no checkpoint before both falls.
+    """
+    source, out = Path(source).expanduser(), Path(config.run.out).expanduser().absolute()
+    if out.exists():
+        raise UserError(f"--out={out} exists already; legal: a new folder.")
+    saved = run_files.read_config(source)
+    record = run_files.read_record(source, saved)
+    new_record = dataclasses.replace(
+        record, command=command, steps=dict.fromkeys(record.steps, config.training.steps)
+    )
+    before = run_files.read_variants(saved, record)
+    after = run_files.read_variants(config, new_record)
+    begun = out.parent / f"{out.name}.branching"
+    shutil.rmtree(begun, ignore_errors=True)
+    try:
+        for name, v in after.items():
+            falls = min(before[name].training.plateau_stop, v.training.plateau_stop)
+            step = _newest_until(source / name / "checkpoints", falls, name)
+            made_with = identity(v.model, v.training, v.evolution, record.tokenizer)
+            _copy(source / name, begun / name, step, made_with)
+        shutil.copy(source / run_files.TOKENIZER, begun / run_files.TOKENIZER)
+        (begun / run_files.RECORD).write_bytes(run_files.to_bytes(new_record.to_json()))
+        (begun / run_files.CONFIG).write_bytes(run_files.to_bytes(config.to_json()))
+        os.rename(begun, out)
+    except OSError as error:
+        raise UserError(f"The run folder {out} cannot be made: {error.strerror}.") from error
+    finally:
+        shutil.rmtree(begun, ignore_errors=True)
+
+
+def _newest_until(checkpoints: Path, last: int, name: str) -> int:
+    steps = checkpoint_folder.steps(checkpoints)
+    level = [step for step in steps if step <= last]
+    if not level:
+        raise UserError(
+            f"{checkpoints} has no checkpoint of {name} until step {last}, where a learning rate "
+            f"falls; it has {', '.join(map(str, sorted(steps))) or 'none'}. Legal: more steps, or "
+            "a shorter training.decay."
+        )
+    return max(level)
+
+
+def _copy(source: Path, target: Path, step: int, made_with: dict) -> None:
+    """Copies a verified checkpoint as one of another config, and the metrics until its step."""
+    path, copy = source / "checkpoints" / str(step), target / "checkpoints" / str(step)
+    try:
+        facts = manifest.verify(path)
+    except manifest.Damaged as damage:
+        raise UserError(f"The checkpoint {path} is damaged: {damage}.") from None
+    shutil.copytree(path, copy)
+    about = json.loads((copy / "extra.json").read_text())
+    about["extra"]["config"] = made_with
+    (copy / "extra.json").write_text(json.dumps(about))
+    (copy / manifest.NAME).unlink()
+    manifest.write(copy, facts)
+    rows = (source / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [row for row in rows if json.loads(row)["step"] <= step]
+    (target / "metrics.jsonl").write_text("".join(kept))
