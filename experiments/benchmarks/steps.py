@@ -125,7 +125,7 @@ def compiled_step(
       executor: where it runs.
     """
     state = initial_state(model, training, executor)
-    layouts = executor.layouts(state.tables, model, changing=False)
+    layouts = executor.place_layouts(state.weights, model, changing=False).layouts
     state = state._replace(tables=())
     step = jitted_train_step(model, training, executor, state)
     tokens = executor.put({"tokens": tokens}, len(tokens))["tokens"]

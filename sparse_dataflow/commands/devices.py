@@ -156,13 +156,11 @@ def arrays(executor: Executor, variant: Variant) -> list[dict]:
     """`Executor.arrays` of each model that the variant trains in turn."""
     training, described = variant.training, []
     for phase in variant.phase_specs:
-        state = abstract_state(phase.model, training)
-        layout_tables = stacks.layout_tables(stacks.layouts(phase.model))
+        layouts = stacks.layout_tables(stacks.layouts(phase.model))
+        state = abstract_state(phase.model, training)._replace(tables=layouts)
         tokens = jax.ShapeDtypeStruct((training.batch, training.sequence + 1), "int32")
         batch = {"tokens": tokens}
-        described.append(
-            executor.arrays(state, layout_tables, phase.model, phase.runtime_layouts, batch)
-        )
+        described.append(executor.arrays(state, phase.model, phase.runtime_layouts, batch))
     return described
 
 

@@ -27,8 +27,8 @@ def mesh_forward(trained: Model, executor: Sharded) -> Forward:
         trained.model, dataclasses.replace(trained.training, batch=shards, micro_batches=1)
     )
     state = TrainState(np.int32(0), trained.params, (), trained.tables, ())
-    tables = executor.layouts(trained.tables, trained.model, changing=False)
-    state = executor.place(state, trained.model)._replace(tables=tables)
+    weights = executor.place(state, trained.model).weights
+    weights = executor.place_layouts(weights, trained.model, changing=False)
     program = jax.jit(functools.partial(executor.token_scores, trained.model))
 
     def forward(tokens, positions):
@@ -39,7 +39,7 @@ def mesh_forward(trained: Model, executor: Sharded) -> Forward:
         positions = np.pad(positions, ((0, 0), (0, -count % tensor)))
         batch = executor.put({"tokens": tokens}, len(tokens))
         batch |= executor.put({"positions": positions}, shards)
-        outputs = program(state.weights, batch["tokens"], batch["positions"])
+        outputs = program(weights, batch["tokens"], batch["positions"])
         return [output[:, :count] for output in outputs]
 
     return forward

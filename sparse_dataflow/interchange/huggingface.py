@@ -251,8 +251,7 @@ def write(
     folder: str | Path,
     form: str,
     model: ModelConfig,
-    params: dict,
-    tables: dict,
+    weights: ModelWeights,
     tokenizer: Tokenizer,
     *,
     context: int,
@@ -265,8 +264,7 @@ def write(
       folder: folder to create; it must not exist.
       form: "dense": `transformers` loads it; "sparse": only stored blocks.
       model: config of the model.
-      params: parameter tree; see `gpt`.
-      tables: concrete layout tables.
+      weights: parameters, see `gpt`, and layouts, in numpy.
       tokenizer: tokenizer of the model. If it was imported, the export has its original ids.
       context: sequence length of the training, in tokens.
       card: text of README.md.
@@ -294,7 +292,8 @@ def write(
             f"The architecture {architecture!r} is unknown; legal: {AUTO}, "
             f"{', '.join(architectures.ARCHITECTURES)}."
         )
-    weights = ModelWeights(_reordered(params, tokenizer.ids_from_original), tables)
+    params = _reordered(weights.params, tokenizer.ids_from_original)
+    weights = dataclasses.replace(weights, params=params)
     ids = tokenizer.original_ids
     end_of_text = ids[tokenizer.eot_id] if ids else tokenizer.eot_id
     if form == "dense":

@@ -45,7 +45,7 @@ def write(
         "model": model.to_json(),
         "context": context,
         **{name: value for name, value in more.items() if value is not None},
-        "layout": _digest(weights.tables),
+        "layout": _digest(weights),
     }
     params = weights.merged
     (folder / CONFIG).write_text(json.dumps(fields, indent=1) + "\n")
@@ -89,7 +89,8 @@ def read(folder: str | Path) -> tuple[ModelConfig, dict, dict]:
     other_sections = {name: section for name, section in shapes.items() if name != "blocks"}
     params = {**_read_tree(files.read, other_sections), "blocks": blocks}
     stacks.layouts_from_tables(model, tables)  # Raises UserError for tables of no legal layout.
-    if json_files.load(folder / CONFIG).get("layout") not in (None, _digest(tables)):
+    digest = _digest(ModelWeights(params, tables))
+    if json_files.load(folder / CONFIG).get("layout") not in (None, digest):
         raise UserError(
             f"{folder} has the tables of another layout than its config.json; restore its files "
             "from one export."
@@ -113,10 +114,10 @@ def read_config(folder: Path) -> ModelConfig:
         raise UserError(f"{path} is not a sparse export that can be read ({error}).") from None
 
 
-def _digest(tables):
+def _digest(weights):
     """Returns the sha256 (hex) of the layout tables of all layers."""
     combined = hashlib.sha256()
-    for name, table in sorted(flatten(tables).items()):
+    for name, table in sorted(flatten(weights.tables).items()):
         combined.update(f"{name}{np.shape(table)}".encode())
         combined.update(np.ascontiguousarray(table, "<i4").tobytes())
     return combined.hexdigest()

@@ -12,7 +12,7 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.model_weights import weights_of
+from sparse_dataflow.core.model.model_weights import ModelWeights, weights_of
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
 
@@ -60,8 +60,9 @@ def begun_with_equal_logits(old, new, ids):
 def export(folder, form, config, seed=0):
     """Exports a random model and returns its (parameters, layout tables)."""
     params, tables = random_model(config, seed)
+    weights = ModelWeights(params, tables)
     huggingface.write(
-        folder, form, config, params, tables, BYTES, context=config.max_len, card="# A model\n"
+        folder, form, config, weights, BYTES, context=config.max_len, card="# A model\n"
     )
     return params, tables
 

@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 from models import DENSE, random_model
 
+from sparse_dataflow.core.model.model_weights import ModelWeights
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface
@@ -121,7 +122,8 @@ def directory(folder, original):
     """Writes a random GPT-2 with this tokenizer.json."""
     plain = Tokenizer(tuple(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())), (), 320)
     params, tables = random_model(MODEL)
-    huggingface.write(folder, "dense", MODEL, params, tables, plain, context=16, card="")
+    weights = ModelWeights(params, tables)
+    huggingface.write(folder, "dense", MODEL, weights, plain, context=16, card="")
     (folder / "tokenizer.json").write_text(original, encoding="utf-8")
     (folder / "tokenizer_config.json").unlink()  # It names the end of text of the other one.
     config = json.loads((folder / "config.json").read_text())
@@ -213,16 +215,8 @@ def test_transformers_reads_an_export_with_the_original_ids(imported, original, 
 
 
 def write(folder, form, model):
-    huggingface.write(
-        folder,
-        form,
-        model.model,
-        model.params,
-        model.tables,
-        model.tokenizer,
-        context=16,
-        card="",
-    )
+    weights = ModelWeights(model.params, model.tables)
+    huggingface.write(folder, form, model.model, weights, model.tokenizer, context=16, card="")
 
 
 def embedded(model, ids):

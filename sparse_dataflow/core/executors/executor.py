@@ -12,7 +12,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors import support, whole
 from sparse_dataflow.core.executors.block_gradients import block_gradient_norms
 from sparse_dataflow.core.executors.whole import Accumulation, Batch
-from sparse_dataflow.core.model.model_weights import Fixed, ModelWeights
+from sparse_dataflow.core.model.model_weights import ModelWeights
 from sparse_dataflow.core.optim.optimizers import gradient_arrays
 
 
@@ -20,10 +20,10 @@ from sparse_dataflow.core.optim.optimizers import gradient_arrays
 class Executor:
     """Runs a model's sections on devices; the defaults run all of them in one program on one.
 
-    Training states and layout tables are canonical, as on a single device, wherever they are
+    Training states and their layouts are canonical, as on a single device, wherever they are
     saved, changed or inspected. `place` brings a state to where the programs need it, `canonical`
-    back. `loss`, `loss_and_gradients` and `block_gradient_norms` are traced inside a program; their
-    weights are as placed.
+    back; `place_layouts` brings the layouts. `loss`, `loss_and_gradients` and
+    `block_gradient_norms` are traced inside a program; their weights are as placed.
 
     Executors are hashable and compare by value: compiled programs are cached by executor.
     """
@@ -75,7 +75,7 @@ class Executor:
         return block_gradient_norms(model, weights, tokens)
 
     def shardings(self, state: Any, model: ModelConfig) -> Any:
-        """Returns the shardings of a state without tables, for `jax.jit`; None for the default."""
+        """Returns the shardings of a state without layouts, for `jax.jit`; None for the default."""
         return None
 
     def replicated(self) -> Any:
@@ -83,37 +83,36 @@ class Executor:
         return None
 
     def place(self, state: Any, model: ModelConfig) -> Any:
-        """Moves the arrays of a canonical state to where the programs need them; not its tables."""
+        """Moves a canonical state to where the programs need it, except its layouts."""
         return state
 
     def placed_shapes(self, state: Any, model: ModelConfig) -> Any:
-        """Returns the shapes and shardings of `place`; `state` has shapes and no tables."""
+        """Returns the shapes and shardings of `place`; `state` has shapes and no layouts."""
         return state
 
     def canonical(self, state: Any, model: ModelConfig) -> Any:
         """Inverts `place`, except that arrays stay on their devices."""
         return state
 
-    def layouts(self, tables: dict, model: ModelConfig, changing: bool) -> Any:
-        """Returns the programs' tables; `Fixed` if the programs are specialised to them.
+    def place_layouts(
+        self, weights: ModelWeights, model: ModelConfig, changing: bool
+    ) -> ModelWeights:
+        """Returns the weights with the programs' layouts; `Fixed` if these are specialised to them.
 
         Args:
-          tables: canonical numpy tables, see `stacks.layout_tables`.
+          weights: with canonical layouts in numpy; of the other arrays shapes suffice.
           model: config of the model.
           changing: whether layouts may change without recompiling.
         """
-        return tables if changing else Fixed(tables)
+        return weights if changing else weights.with_fixed_layouts()
 
-    def arrays(
-        self, state: Any, tables: dict, model: ModelConfig, changing: bool, batch: dict
-    ) -> dict[str, Any]:
+    def arrays(self, state: Any, model: ModelConfig, changing: bool, batch: dict) -> dict[str, Any]:
         """Returns {group: tree of shapes, dtypes and shardings} of all resident training arrays.
 
         Args:
-          state: shapes, without tables.
-          tables: as in `layouts`.
+          state: shapes, with canonical layouts in numpy.
           model: config of the model.
-          changing: as in `layouts`.
+          changing: as in `place_layouts`.
           batch: shapes of a whole batch by name.
         """
         return {
@@ -121,7 +120,7 @@ class Executor:
             **({"frozen parameters": state.frozen} if state.frozen else {}),
             "gradients": gradient_arrays(state.moments, state.params),
             "moments": state.moments,
-            "layout tables": tables if changing else Fixed(tables),
+            "layout tables": self.place_layouts(state.weights, model, changing).layouts,
             "batch": batch,
         }
 

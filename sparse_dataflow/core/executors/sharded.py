@@ -32,7 +32,7 @@ from sparse_dataflow.core.executors.executor import Executor
 from sparse_dataflow.core.executors.mesh import BATCH_AXES, MODEL_AXES
 from sparse_dataflow.core.executors.sharding import COLUMN_PARALLEL
 from sparse_dataflow.core.model import adapters, stacks
-from sparse_dataflow.core.model.model_weights import Fixed, ModelWeights
+from sparse_dataflow.core.model.model_weights import ModelWeights
 from sparse_dataflow.core.model.shard import Shard
 from sparse_dataflow.core.optim.optimizers import gradient_arrays
 from sparse_dataflow.files.errors import UserError
@@ -327,36 +327,41 @@ class Sharded(Executor):
         placed = jax.tree_util.tree_map_with_path(place, arrays, self.shardings(arrays, model))
         return placed._replace(tables=state.tables)
 
-    def layouts(self, tables, model, changing):
+    def place_layouts(self, weights, model, changing):
         """See `Executor`."""
         target = NamedSharding(self.mesh, TABLES)
-        return jax.tree.map(
-            lambda table: put_global(table, target), self._cut_tables(tables, model, changing)
+        layouts = jax.tree.map(
+            lambda table: put_global(table, target), self._cut_layouts(weights, model, changing)
         )
+        return dataclasses.replace(weights, layouts=layouts)
 
-    def _cut_tables(self, tables, model, changing):
+    def _cut_layouts(self, weights, model, changing):
+        """Returns the layouts of `place_layouts` in numpy."""
         if self.tensor_shards == 1 and not changing:
-            return Fixed(tables)
+            return weights.with_fixed_layouts().layouts
         copies = self._kv_copies(model)
         groups = [
-            cuts.cut(group, self.tensor_shards, changing, copies) for group in split_groups(tables)
+            cuts.cut(group, self.tensor_shards, changing, copies)
+            for group in split_groups(weights.tables)
         ]
         return join_groups([{name: cut.tables for name, cut in group.items()} for group in groups])
 
-    def arrays(self, state, tables, model, changing, batch):
+    def arrays(self, state, model, changing, batch):
         """See `Executor`."""
 
         def sharded(tree, spec):
             target = NamedSharding(self.mesh, spec)
             return jax.tree.map(lambda leaf: sharding.abstract(leaf, target), tree)
 
+        layouts = self._cut_layouts(state.weights, model, changing)
+        state = state._replace(tables=())
         placed = jax.tree.map(sharding.abstract, state, self.shardings(state, model))
         placed = self.placed_shapes(placed, model)
         fsdp = self.zero >= sharding.ZERO["gradients"]
         specs = sharding.specs(placed.params, model, self.mesh, fsdp)
-        return super().arrays(placed, tables, model, changing, batch) | {
+        return super().arrays(placed, model, changing, batch) | {
             "gradients": jax.tree.map(sharded, self._gradients_like(placed), specs),
-            "layout tables": sharded(self._cut_tables(tables, model, changing), TABLES),
+            "layout tables": sharded(layouts, TABLES),
             "batch": sharded(batch, P(BATCH_AXES)),
         }
 

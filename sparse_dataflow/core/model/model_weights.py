@@ -9,8 +9,10 @@ import jax
 import numpy as np
 
 from sparse_dataflow.core.config.layer_groups import group_index_of_path, split_groups
+from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.layouts.layout import LayoutTables
 from sparse_dataflow.core.model import adapters, stacks
+from sparse_dataflow.core.model.projection import layer_weights
 
 
 @jax.tree_util.register_static
@@ -71,9 +73,17 @@ class ModelWeights:
         """Layout tables of all layers, in numpy if they are fixed; {} for none."""
         return (self.layouts.tables if isinstance(self.layouts, Fixed) else self.layouts) or {}
 
+    def with_fixed_layouts(self) -> "ModelWeights":
+        """Returns the weights with layouts, numpy tables, that cannot change."""
+        return dataclasses.replace(self, layouts=Fixed(self.tables))
+
     def with_groups(self) -> "ModelWeights":
         """Returns the weights with the groups of layouts that have them; see `stacks`."""
         return dataclasses.replace(self, layouts=stacks.with_groups(self.tables))
+
+    def linears(self, config: ModelConfig) -> dict:
+        """Returns the `layer_weights` of the weights of one layer."""
+        return layer_weights(config, self.params, self.tables)
 
     def layout_at(self, path: tuple) -> LayoutTables | None:
         """Returns the layouts of the stacked weight at a `jax.tree_util` path of `params`; None for

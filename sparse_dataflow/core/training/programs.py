@@ -16,7 +16,7 @@ from sparse_dataflow.core.executors.block_gradients import mean_norms, portions
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
 from sparse_dataflow.core.layouts.evolution import METHODS, PhaseSpec
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.model.model_weights import Fixed, ModelWeights
+from sparse_dataflow.core.model.model_weights import ModelWeights
 from sparse_dataflow.core.optim.train_state import StepReport, TrainState, group_norms
 from sparse_dataflow.core.training.batches import EvalBatches, TrainBatches
 from sparse_dataflow.core.training.step import (
@@ -87,8 +87,8 @@ class Compiled:
         loss, and where batches have weights, those by name.
       eval_step: (`ModelWeights`, tokens, weights) -> sum of weighted losses, in nats.
       seconds: compile time.
-      layouts: canonical numpy tables -> layouts as the programs take them; `Fixed` if the programs
-        are specialised to them.
+      place_layouts: `ModelWeights` with canonical layouts in numpy -> those with layouts as the
+        programs take them; `Fixed` if the programs are specialised to them.
       gradient_norms: (`ModelWeights`, iterator over the tokens of training batches) -> norms of the
         dense gradient's blocks; None if the evolution does not read them.
       update_seconds: measured seconds of one layout update.
@@ -105,7 +105,7 @@ class Compiled:
     train_step: Callable
     eval_step: Callable
     seconds: float
-    layouts: Callable = Fixed
+    place_layouts: Callable = ModelWeights.with_fixed_layouts
     gradient_norms: Callable | None = None
     update_seconds: float = 0.0
     parameter_norms: Callable = group_norms
@@ -115,8 +115,8 @@ class Compiled:
     teach: Callable | None = None
 
     def weights(self, state: TrainState) -> ModelWeights:
-        """Returns the weights of a state with canonical tables, as the programs take them."""
-        return ModelWeights(state.params, self.layouts(state.tables), state.frozen)
+        """Returns the weights of a state with canonical layouts, as the programs take them."""
+        return self.place_layouts(state.weights)
 
 
 def compile_programs(
@@ -167,10 +167,10 @@ def _compile(phase, training, data, executor):
     if isinstance(executor, MultiProgramExecutor):
         programs = executor.programs(model, training, data, phase.runtime_layouts)
         return Compiled(**programs, seconds=time.perf_counter() - start)
-    canonical = stacks.layout_tables(stacks.layouts(model))
-    place = functools.partial(executor.layouts, model=model, changing=phase.runtime_layouts)
+    place = functools.partial(executor.place_layouts, model=model, changing=phase.runtime_layouts)
     shapes = executor.placed_shapes(abstract_state(model, training, executor), model)
-    layouts = place(canonical)
+    canonical = shapes._replace(tables=stacks.layout_tables(stacks.layouts(model))).weights
+    weights = place(canonical)
     replicated = executor.replicated()
     train_step = jitted_train_step(model, training, executor, shapes)
     eval_step = jax.jit(make_eval_step(model, executor), out_shardings=replicated)
@@ -189,27 +189,27 @@ def _compile(phase, training, data, executor):
     share = 0.0 if model.guided else None
     arguments, named = _step_arguments(batch, 0.0, no_loss_limit(training), share, teach)
     return Compiled(
-        train_step.lower(shapes, layouts, *arguments, **named).compile(),
-        eval_step.lower(shapes._replace(tables=layouts).weights, *windows).compile(),
+        train_step.lower(shapes, weights.layouts, *arguments, **named).compile(),
+        eval_step.lower(weights, *windows).compile(),
         time.perf_counter() - start,
-        _newest(place),
+        _with_newest_layouts(place),
         parameter_norms=parameter_norms.lower(shapes.params).compile(),
         guided=model.guided,
         teach=teach,
     )
 
 
-def _newest(function):
-    """Returns a function of one argument that keeps its last result while the argument is the same
-    object, as the layouts of a state are from one update to the next."""
-    argument: Any = None
-    result: Any = None
+def _with_newest_layouts(place):
+    """Returns a `place_layouts` that keeps its last layouts while the given ones are the same
+    object, as those of a state are from one update to the next."""
+    given: Any = None
+    placed: Any = None
 
-    def newest(given):
-        nonlocal argument, result
-        if result is None or given is not argument:
-            argument, result = given, function(given)
-        return result
+    def newest(weights):
+        nonlocal given, placed
+        if placed is None or weights.layouts is not given:
+            given, placed = weights.layouts, place(weights).layouts
+        return dataclasses.replace(weights, layouts=placed)
 
     return newest
 
@@ -272,13 +272,13 @@ def run_step(
 
     Args:
       programs: of the state's model.
-      state: as placed by the executor, with canonical tables; donated but for these.
+      state: as placed by the executor, with canonical layouts; donated but for these.
       batch: as put by the executor.
       learning_rate: of this step.
       limit: highest accepted loss; None if the programs were compiled without a limit.
       guide_share: the guides' share of the products; read by a guided model alone.
     """
-    layouts, before = programs.layouts(state.tables), state.tables
+    layouts, before = programs.weights(state).layouts, state.tables
     share = guide_share if programs.guided else None
     arguments, named = _step_arguments(batch, learning_rate, limit, share, programs.teach)
     arrays = state._replace(tables=())

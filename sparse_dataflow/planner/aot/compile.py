@@ -109,10 +109,11 @@ def abstract_arguments(
     Returns:
       ((state without tables, layouts, tokens, learning rate), `Executor.arrays`).
     """
-    tables = stacks.layout_tables(stacks.layouts(model))
     shape = (training.batch, training.sequence + 1)
     batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
-    arrays = executor.arrays(abstract_state(model, training), tables, model, changing, batch)
+    layouts = stacks.layout_tables(stacks.layouts(model))
+    described = abstract_state(model, training)._replace(tables=layouts)
+    arrays = executor.arrays(described, model, changing, batch)
     runtime_tables = jax.tree.map(
         lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=getattr(t, "sharding", None)),
         arrays["layout tables"],

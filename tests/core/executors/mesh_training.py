@@ -36,6 +36,7 @@ from sparse_dataflow.core.executors.pipeline.stages import Division, divide
 from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.core.layouts.evolution import phase_specs
 from sparse_dataflow.core.model import adapters, gpt, stacks
+from sparse_dataflow.core.model.model_weights import weights_of
 from sparse_dataflow.core.optim.optimizers import map_moments
 from sparse_dataflow.core.optim.train_state import StepReport
 from sparse_dataflow.core.training import hooks
@@ -227,7 +228,7 @@ def train(model, executor, micro_batches, start=None, padded=False, **changes):
 def tables_of(model, executor):
     """Returns the layouts' tables: canonical, and those of the programs."""
     tables = stacks.layout_tables(stacks.layouts(model))
-    return tables, executor.layouts(tables, model, changing=False)
+    return tables, executor.place_layouts(weights_of({}, tables), model, changing=False).layouts
 
 
 def compiled_step(model, training, executor, state, batch, **counted):

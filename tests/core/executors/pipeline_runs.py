@@ -31,10 +31,10 @@ def norms(text):
     start, results = initial_state(model, training), []
     for runs in (executor(text, model)[0], SINGLE_DEVICE):
         state = runs.place(start, model)
-        state = state._replace(tables=runs.layouts(state.tables, model, changing=True))
+        weights = runs.place_layouts(state.weights, model, changing=True)
         rows = runs.put({"tokens": tokens}, BATCH)["tokens"]
         program = jax.jit(functools.partial(runs.block_gradient_norms, model))
-        results.append(jax.device_get(program(state.weights, rows)))
+        results.append(jax.device_get(program(weights, rows)))
     return error(*results)
 
 

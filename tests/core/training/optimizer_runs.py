@@ -20,6 +20,7 @@ from sparse_dataflow.core.executors import mesh
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.model.model_weights import weights_of
 from sparse_dataflow.core.training.step import abstract_state, initial_state, jitted_train_step
 from sparse_dataflow.core.training.variants import variants
 
@@ -45,7 +46,8 @@ def main(optimizer, name, folder):
     def run(executor, save=False):
         shapes = executor.placed_shapes(abstract_state(model, training, executor), model)
         program = jitted_train_step(model, training, executor, shapes)
-        layouts, losses = executor.layouts(tables, model, changing=False), []
+        weights = executor.place_layouts(weights_of({}, tables), model, changing=False)
+        layouts, losses = weights.layouts, []
 
         def steps(state, numbers):
             for number in numbers:

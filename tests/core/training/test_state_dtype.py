@@ -206,7 +206,7 @@ def test_the_planned_bytes_are_the_bytes_of_the_arrays(model, training, remat):
     model = dataclasses.replace(model, remat=remat)
     tables = stacks.layout_tables(stacks.layouts(model))
     state = abstract_state(model, training)
-    arrays = SINGLE_DEVICE.arrays(state, tables, model, True, {})
+    arrays = SINGLE_DEVICE.arrays(state._replace(tables=tables), model, True, {})
     array_bytes = {group: describe.bytes_per_chip({group: tree}) for group, tree in arrays.items()}
     plan = memory.training_config_bytes(model, training)
     assert array_bytes["parameters"] == plan.parameters

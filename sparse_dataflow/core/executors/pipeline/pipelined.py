@@ -214,9 +214,9 @@ class Pipelined(Sharded):
         shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
         return _mover(self, model, move, structure, shapes)(arrays)._replace(tables=state.tables)
 
-    def _cut_tables(self, tables, model, changing):
+    def _cut_layouts(self, weights, model, changing):
         """Stages share one program, so it can be specialised to common groups alone."""
-        sharded = cuts.cut(tables, self.tensor_shards, changing, self._kv_copies(model))
+        sharded = cuts.cut(weights.tables, self.tensor_shards, changing, self._kv_copies(model))
         return {name: to_stages(self.division, cut.tables) for name, cut in sharded.items()}
 
 

@@ -32,6 +32,7 @@ from sparse_dataflow.core.executors.relay.host_state import (
     Section,
     all_sections,
     count_of,
+    layer_view,
     moment_trees,
     section_name,
     view,
@@ -160,6 +161,15 @@ class ParameterServer:
             self._copies[section] = self._new_copy(view(params, section))
         return self._copies[section]
 
+    def section(self, weights: ModelWeights, section: Section) -> Any:
+        """Returns the host arrays of a section that the device reads: params, see `copy`, or the
+        weights of a block."""
+        copy = self.copy(weights.params, section)
+        if not isinstance(section, int):
+            return copy
+        layouts = layer_view(weights.tables, section)
+        return ModelWeights(copy, jax.tree.map(np.asarray, layouts))
+
     def adopt(self, params: dict, copies: dict[Section, Any]) -> None:
         """Sets the copies of new parameters, which the updates wrote."""
         self._copied, self._copies = params, copies
@@ -234,13 +244,13 @@ class ServerStep:
         self._copies: dict[Section, Any] = {}
 
     def fetch(self, section: Section, *more: Any) -> Future:
-        """Starts copying a section's parameters, and other host arrays, to the device."""
+        """Starts copying a `ParameterServer.section`, and other host arrays, to the device."""
         return self._server.fetching.submit(self._fetch, section, more)
 
     def _fetch(self, section, more):
-        copy = self._server.copy(self._state.params, section)
+        arrays = self._server.section(self._state.weights, section)
         with self._timeline.span("fetch", section_name(section)):
-            return jax.block_until_ready(self._server.put((copy, *more)))
+            return jax.block_until_ready(self._server.put((arrays, *more)))
 
     def push(self, section: Section, gradient: Any) -> None:
         """Starts returning a gradient to the host.

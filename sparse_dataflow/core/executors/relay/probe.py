@@ -12,15 +12,14 @@ import numpy as np
 from sparse_dataflow.core.config.layer_groups import layer_model_index, layer_models
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors.relay import relay_programs as programs
-from sparse_dataflow.core.executors.relay.host_state import layer_view
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.projection import Probe, layer_weights
+from sparse_dataflow.core.model.projection import Probe
 
 
 class ProbePrograms(NamedTuple):
     """Compiled programs, as `programs.Programs`.
 
-    `backward` is (params, tables, x, dy) -> (dx, {projection: float32 [in_blocks, out_blocks]}).
+    `backward` is (weights, x, dy) -> (dx, {projection: float32 [in_blocks, out_blocks]}).
     """
 
     embed: Callable
@@ -30,14 +29,13 @@ class ProbePrograms(NamedTuple):
 
 
 def block_gradient_norms(
-    model: ModelConfig, fetch: Callable, tables: dict, tokens: np.ndarray
+    model: ModelConfig, fetch: Callable, tokens: np.ndarray
 ) -> dict[str, np.ndarray]:
     """Returns the block norms of the dense gradient of the mean loss over the tokens.
 
     Args:
       model: model config.
-      fetch: (section, host arrays...) -> (params of the section, these arrays...) on the device.
-      tables: numpy, stacked over layers.
+      fetch: section -> its `ParameterServer.section` on the device.
       tokens: int32 [rows, sequence + 1].
 
     Returns:
@@ -52,19 +50,16 @@ def block_gradient_norms(
     inputs, targets = tokens[None, :, :-1], tokens[None, :, 1:]
     weights = np.full(targets.shape, 1 / targets.size, np.float32)
     layers = range(model.num_layers)
-    layer_tables = lambda layer: jax.tree.map(np.asarray, layer_view(tables, layer))  # noqa: E731
-    (embed,) = fetch("embed")
+    embed = fetch("embed")
     stash = [programs_by_kind[0].embed(embed, inputs)]
     for layer in layers:
-        operands = fetch(layer, layer_tables(layer))
-        stash.append(block_programs(layer).forward(*operands, stash[-1]))
-    (head,) = fetch("head")
+        stash.append(block_programs(layer).forward(fetch(layer), stash[-1]))
+    head = fetch("head")
     tied = gpt.tied_output(model, embed)
     _, dx, _ = programs_by_kind[0].head(head, tied, stash.pop(), targets, weights)
     norms = []
     for layer in reversed(layers):
-        operands = fetch(layer, layer_tables(layer))
-        dx, block_norms = block_programs(layer).backward(*operands, stash.pop(), dx)
+        dx, block_norms = block_programs(layer).backward(fetch(layer), stash.pop(), dx)
         norms.append(jax.device_get(block_norms))
     return {name: np.stack([block[name] for block in norms[::-1]]) for name in norms[0]}
 
@@ -72,17 +67,16 @@ def block_gradient_norms(
 @functools.cache
 def _compiled(model, shape):
     functions = programs.functions(model)
-    tables = programs.layer_tables(model)
-    arguments = programs.arguments(model, tables, shape)
+    arguments = programs.arguments(model, shape)
     zeros = {
         name: np.zeros((table.out_index.shape[0], table.in_index.shape[0]), np.float32)
-        for name, table in tables.items()
+        for name, table in arguments.forward[0].tables.items()
     }
 
-    def backward(params, tables, x, dy):
+    def backward(weights, x, dy):
         def block(x, norms):
-            probes = {name: Probe(tables[name], norms[name]) for name in tables}
-            return gpt.block(model, layer_weights(model, params, probes), x)
+            probes = {name: Probe(table, norms[name]) for name, table in weights.tables.items()}
+            return gpt.block(model, dataclasses.replace(weights, layouts=probes).linears(model), x)
 
         _, pull = jax.vjp(block, x[0], jax.tree.map(jnp.asarray, zeros))
         dx, norms = pull(dy[0])

@@ -32,7 +32,6 @@ from sparse_dataflow.core.executors.relay.host_state import (
     EMBED,
     HEAD,
     Section,
-    layer_view,
     section_name,
 )
 from sparse_dataflow.core.executors.relay.parameter_server import ParameterServer, ServerStep
@@ -149,11 +148,11 @@ class Relay:
         """Sets the run's length and seed, and enables its depth schedule."""
         self.training, self._depth = training, self.config.depth
 
-    def to_device(self, params: dict, section: Section, *more: Any) -> tuple:
-        """Copies a section's parameters, and other host arrays, to the device."""
-        return jax.block_until_ready(self._put((self.server.copy(params, section), *more)))
+    def to_device(self, weights: ModelWeights, section: Section, *more: Any) -> tuple:
+        """Copies a `ParameterServer.section`, and other host arrays, to the device."""
+        return jax.block_until_ready(self._put((self.server.section(weights, section), *more)))
 
-    def to_first_device(self, params: dict, section: Section, *more: Any) -> tuple:
+    def to_first_device(self, weights: ModelWeights, section: Section) -> Any:
         """Copies as `to_device`, to this process's first device alone."""
         device = SingleDeviceSharding(jax.local_devices()[0])
 
@@ -161,7 +160,7 @@ class Relay:
             local = leaf.addressable_data(0) if isinstance(leaf, jax.Array) else leaf
             return jax.device_put(local, device, may_alias=False)
 
-        return jax.block_until_ready(jax.tree.map(put, (self.server.copy(params, section), *more)))
+        return jax.block_until_ready(jax.tree.map(put, self.server.section(weights, section)))
 
     def train_step(
         self, state: TrainState, tokens: np.ndarray, learning_rate: float
@@ -185,13 +184,11 @@ class Relay:
         with translated_device_errors(f"step {step + 1}"):
             server = ServerStep(self.server, state, sections, learning_rate, self.timeline)
             batch = self._batch(tokens, None, self._train_shape)
-            loss = self._forward_backward(server, state.tables, blocks, batch)
+            loss = self._forward_backward(server, blocks, batch)
             after, norms = server.finish()
         return after, StepReport(np.float32(loss), norms)
 
-    def _forward_backward(
-        self, server: ServerStep, tables, blocks: tuple[int, ...], batch
-    ) -> jax.Array:
+    def _forward_backward(self, server: ServerStep, blocks: tuple[int, ...], batch) -> jax.Array:
         """Runs the forward and the backward pass; returns the loss."""
         run, stash, last = self._run, [], ()
         inputs, targets, weights = batch
@@ -205,7 +202,7 @@ class Relay:
             x, done = run(block, "forward", *fetched, x)
             return done
 
-        fetch = self._block_fetch(server.fetch, tables)
+        fetch = self._block_fetch(server.fetch)
         _prefetch_loop(blocks, fetch, forward)
 
         params, embed = (server.fetch(section).result()[0] for section in (HEAD, EMBED))
@@ -242,14 +239,14 @@ class Relay:
         server.push(EMBED, gradient)
         return jax.device_get(loss)
 
-    def _block_fetch(self, fetch: Callable[..., Future], tables) -> Callable[..., Future]:
-        """Returns (block, *more) -> future of its parameters, its tables and `more` on the device.
+    def _block_fetch(self, fetch: Callable[..., Future]) -> Callable[..., Future]:
+        """Returns (block, *more) -> future of its weights and `more` on the device.
 
         A block that all layers share is fetched once, by `fetch` (section, *more).
         """
         if not self.model.shared_layers:
-            return lambda block, *more: fetch(block, _layer(tables, block), *more)
-        shared = fetch(0, _layer(tables, 0))
+            return fetch
+        shared = fetch(0)
 
         def with_more(more):
             return *shared.result(), *self._put(more)
@@ -289,7 +286,7 @@ class Relay:
         run, timeline = self.eval_programs[0], Timeline()
         inputs, targets, weights = self._batch(tokens, weights, self._eval_shape)
         fetch = lambda section, *more: self.server.fetching.submit(  # noqa: E731
-            self.to_device, of_model.params, section, *more
+            self.to_device, of_model, section, *more
         )
         x = run.embed(*fetch(EMBED).result(), inputs)
 
@@ -299,7 +296,7 @@ class Relay:
             return self._watching.submit(_watch, x, 0.0, section_name(block), timeline)
 
         blocks = range(self.model.num_layers)
-        _prefetch_loop(blocks, self._block_fetch(fetch, of_model.tables), forward)
+        _prefetch_loop(blocks, self._block_fetch(fetch), forward)
         (head,), (embed,) = (fetch(section).result() for section in (HEAD, EMBED))
         tied = gpt.tied_output(self.model, embed)
         return jax.device_get(run.head(head, tied, x, targets, weights))
@@ -377,10 +374,6 @@ def _watch(result, dispatched, section, timeline):
     start = max([dispatched, *earlier[-1:]])
     jax.block_until_ready(result)
     timeline.add("compute", section, start, time.perf_counter())
-
-
-def _layer(tables, layer):
-    return jax.tree.map(np.asarray, layer_view(tables, layer))
 
 
 def _put(sharding: Sharding, tree: Any) -> Any:

@@ -22,7 +22,6 @@ from sparse_dataflow.core.executors.relay.parameter_server import group_norms, s
 from sparse_dataflow.core.executors.relay.probe import block_gradient_norms
 from sparse_dataflow.core.executors.relay.relay import Relay, RelayConfig, translated_device_errors
 from sparse_dataflow.core.executors.relay.server_files import MappedFiles
-from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.optim.train_state import TrainState
 
 
@@ -81,7 +80,7 @@ class RelayExecutor(MultiProgramExecutor):
         suffix = "" if processes.is_first() else f"-process{jax.process_index()}"
         return Path(self.server_dir).absolute() / f"{name}{suffix}"
 
-    def arrays(self, state, tables, model, changing, batch):
+    def arrays(self, state, model, changing, batch):
         """Returns the arrays that stay on a device between programs; `planner.relay` has all."""
         return {"batch": batch}
 
@@ -112,7 +111,7 @@ class RelayExecutor(MultiProgramExecutor):
         return {
             "train_step": train_step,
             "eval_step": relay.eval_step,
-            "layouts": functools.partial(self.layouts, model=model, changing=changing),
+            "place_layouts": functools.partial(self.place_layouts, model=model, changing=changing),
             "gradient_norms": functools.partial(_gradient_norms, relay),
             "parameter_norms": parameter_norms,
             "start_state": functools.partial(self._start, relay),
@@ -158,9 +157,9 @@ class RelayExecutor(MultiProgramExecutor):
         fields = {"step": state.step, "params": state.params, "moments": state.moments}
         return state._replace(**jax.tree.map(_writable, fields))
 
-    def layouts(self, tables, model, changing):
+    def place_layouts(self, weights, model, changing):
         """See `Executor`."""
-        return tables if changing else stacks.with_groups(tables)
+        return weights if changing else weights.with_groups()
 
 
 def parameter_norms(params: dict) -> dict[str, float]:
@@ -183,9 +182,9 @@ def _restore_common_step(files, key):
 def _gradient_norms(relay, weights, tokens):
     # The first device of every process computes the norms of all rows, so that the layouts do not
     # depend on the number of devices.
-    fetch = functools.partial(relay.to_first_device, weights.params)
+    fetch = functools.partial(relay.to_first_device, weights)
     with translated_device_errors("an update of the layouts"):
-        return block_gradient_norms(relay.model, fetch, weights.tables, np.asarray(tokens))
+        return block_gradient_norms(relay.model, fetch, np.asarray(tokens))
 
 
 def _writable(leaf):

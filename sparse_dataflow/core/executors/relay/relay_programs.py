@@ -9,7 +9,7 @@ Shapes in names: M micro-batches, B their batch, T tokens, D d_model, V vocabula
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -21,9 +21,10 @@ from jax.stages import Compiled
 from sparse_dataflow.core.config.layer_groups import group_index, layer_model, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.layouts.layout import Groups
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.experts import ROUTER
-from sparse_dataflow.core.model.projection import layer_weights
+from sparse_dataflow.core.model.model_weights import ModelWeights
 from sparse_dataflow.files.errors import UserError
 
 DATA_AXIS = "data"
@@ -37,11 +38,11 @@ class Programs(NamedTuple, Generic[T]):
 
     Attributes:
       embed: (embed params, int32 inputs [M, B, T]) -> x [M, B, T, D].
-      forward: (block params, its tables, x) -> x after the block.
+      forward: (`ModelWeights` of a block, x) -> x after the block.
       head: (head params, embedding [V, D] if tied else (), x, int32 targets, float32 weights
         [M, B, T]) -> (float32 [] loss, dx, (gradient of the head, of the embedding)).
-      backward: (block params, its tables, x, dy) -> (dx, gradient); recomputes the forward pass and
-        donates dy.
+      backward: (`ModelWeights` of a block, x, dy) -> (dx, gradient of its params); recomputes the
+        forward pass and donates dy.
       embed_backward: (inputs, dx, the head's gradient of the embedding) -> gradient of the embed
         section; the sum of both gradients of a tied embedding.
     """
@@ -92,8 +93,8 @@ def functions(model: ModelConfig) -> Programs[Callable]:
     def embed(params, inputs):
         return _map(lambda tokens: gpt.embed(model, params, tokens), inputs)
 
-    def forward(params, tables, x):
-        return _map(functools.partial(gpt.block, model, layer_weights(model, params, tables)), x)
+    def forward(weights, x):
+        return _map(functools.partial(gpt.block, model, weights.linears(model)), x)
 
     def head(params, embedding, x, targets, weights):
         def micro_batch(x, targets, weights):
@@ -109,18 +110,19 @@ def functions(model: ModelConfig) -> Programs[Callable]:
         dx, (loss, head, embedding_gradient) = _accumulated(micro_batch, x, targets, weights)
         return loss, dx, _cast_like((params, embedding), (head, embedding_gradient))
 
-    def backward(params, tables, x, dy):
+    def backward(weights, x, dy):
         def micro_batch(x, dy):
             def block(params, x):
-                return gpt.trained_block(model, layer_weights(model, params, tables), x, part)
+                layer = dataclasses.replace(weights, params=params)
+                return gpt.trained_block(model, layer.linears(model), x, part)
 
-            _, pull = jax.vjp(block, params, x)
+            _, pull = jax.vjp(block, weights.params, x)
             gradient, dx = pull(dy)
             return dx, gradient
 
         part = 1 / len(x)
         dx, gradient = _accumulated(micro_batch, x, dy)
-        return dx, _cast_like(params, gradient)
+        return dx, _cast_like(weights.params, gradient)
 
     def embed_backward(inputs, dx, embedding_gradient):
         # Embedding is linear in its params, so its gradient does not depend on them.
@@ -151,25 +153,34 @@ def eval_functions(model: ModelConfig) -> EvalPrograms[Callable]:
     return EvalPrograms(training.embed, training.forward, head)
 
 
-def arguments(model: ModelConfig, tables: dict, shape: tuple[int, int, int]) -> Programs[tuple]:
+def arguments(
+    model: ModelConfig, shape: tuple[int, int, int], groups: Mapping[str, Groups | None] = {}
+) -> Programs[tuple]:
     """Returns the shapes and dtypes of each program's arguments.
 
     Args:
-      model: model config of any depth.
-      tables: tables of one layer, or their shapes.
+      model: model config of any depth; its first layer gives the shapes of the layouts.
       shape: (micro-batches, sequences in each, tokens in a sequence).
+      groups: projection -> groups of its layout, which the programs are specialised to.
     """
     embed, block, head = (device_params(model, section) for section in section_shapes(model))
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
     weights = jax.ShapeDtypeStruct(shape, jnp.float32)
     x = jax.ShapeDtypeStruct((*shape, model.d_model), jnp.dtype(model.compute_dtype))
-    tables = jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype), tables)
+    stacked = stacks.layout_tables(stacks.layouts(dataclasses.replace(model, num_layers=1)))
+    layouts = {
+        name: jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape[1:], t.dtype), table)._replace(
+            groups=groups.get(name)
+        )
+        for name, table in stacked.items()
+    }
+    layer = ModelWeights(block, layouts)
     tied = gpt.tied_output(model, embed)
     return Programs(
         embed=(embed, tokens),
-        forward=(block, tables, x),
+        forward=(layer, x),
         head=(head, tied, x, tokens, weights),
-        backward=(block, tables, x, x),
+        backward=(layer, x, x),
         embed_backward=(tokens, x, tied),
     )
 
@@ -196,7 +207,7 @@ def lower(
         structs, out = getattr(arguments, name), None
         if mesh is not None:
             structs, out = _sharded(name, structs, mesh, isinstance(programs, EvalPrograms))
-        donated = (3,) if name == "backward" else ()
+        donated = (2,) if name == "backward" else ()
         jitted = jax.jit(function, donate_argnums=donated, out_shardings=out)
         lowered[name] = jitted.trace(*structs).lower(**options)
     return type(programs)(**lowered)
@@ -243,22 +254,14 @@ def _compiled(model, structure, shape, mesh, evaluation, shared=None):
 
     `structure` has (projection, groups of its tables).
     """
-    tables, groups = layer_tables(model), dict(structure)
-    tables = {name: table._replace(groups=groups[name]) for name, table in tables.items()}
     pure = (eval_functions if evaluation else functions)(model)
-    programs = lower(pure, arguments(model, tables, shape), mesh)
+    programs = lower(pure, arguments(model, shape, dict(structure)), mesh)
     compiled = {
         name: program.compile()
         for name, program in programs._asdict().items()
         if shared is None or name in ("forward", "backward")
     }
     return type(programs)(**compiled) if shared is None else shared._replace(**compiled)
-
-
-def layer_tables(model: ModelConfig) -> dict:
-    """Returns the numpy tables of the first layer; those of every layer have these shapes."""
-    first = stacks.layout_tables(stacks.layouts(dataclasses.replace(model, num_layers=1)))
-    return jax.tree.map(lambda stacked: stacked[0], first)
 
 
 def refuse_unsupported(training: TrainingConfig, devices: int) -> None:
@@ -283,7 +286,7 @@ def data_shardings(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
 
 def _sharded(name, structs, mesh, evaluation):
     rows, replicated = data_shardings(mesh)
-    params = {"embed": 1, "forward": 2, "head": 2, "backward": 2, "embed_backward": 0}[name]
+    params = {"embed": 1, "forward": 1, "head": 2, "backward": 1, "embed_backward": 0}[name]
     shardings = [replicated if n < params else rows for n in range(len(structs))]
     if name == "embed_backward":
         shardings[-1] = replicated

@@ -43,7 +43,7 @@ def mesh():
 
 
 def lower(model, mesh):
-    arguments = relay_programs.arguments(model, relay_programs.layer_tables(model), SHAPE)
+    arguments = relay_programs.arguments(model, SHAPE)
     return relay_programs.lower(
         relay_programs.functions(model), arguments, mesh, lowering_platforms=("tpu",)
     )

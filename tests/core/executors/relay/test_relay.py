@@ -386,7 +386,7 @@ def test_one_set_of_programs_serves_any_depth():
     for layers in (4, 400):
         model = dataclasses.replace(MODELS["sparse"], num_layers=layers)
         shape = (2, 2, 11)
-        arguments = programs.arguments(model, programs.layer_tables(model), shape)
+        arguments = programs.arguments(model, shape)
         lowered = programs.lower(programs.functions(model), arguments)
         texts.append([program.as_text() for program in lowered])
     assert texts[0] == texts[1]
@@ -531,9 +531,9 @@ def test_unknown_settings_are_refused(field):
 def test_block_gradients_equal_those_of_the_whole_executor(name):
     model, how = MODELS[name], training()
     state = fresh_state(model, how)
-    fetch = functools.partial(Relay(model, how).to_device, state.params)
+    fetch = functools.partial(Relay(model, how).to_first_device, state.weights)
     tokens = tokens_of(3, rows=2)
-    mine = probe.block_gradient_norms(model, fetch, state.tables, tokens)
+    mine = probe.block_gradient_norms(model, fetch, tokens)
     program = jax.jit(functools.partial(block_gradients.block_gradient_norms, model))
     theirs = program(state.weights, tokens)
     assert mine.keys() == theirs.keys()
