@@ -70,6 +70,11 @@ class Imported(NamedTuple):
     digest: str
     architecture: str
 
+    @property
+    def weights(self) -> ModelWeights:
+        """Parameters with their layouts."""
+        return ModelWeights(self.params, self.tables)
+
 
 def is_directory(folder: str | Path) -> bool:
     """Returns whether the folder's config.json has a model_type; that of a run folder has none."""

@@ -17,6 +17,7 @@ from sparse_dataflow.core.executors.relay.relay_executor import RelayExecutor
 from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.core.layouts.evolution import phase_specs
 from sparse_dataflow.core.model.adapters import with_adapters
+from sparse_dataflow.core.model.model_weights import weights_of
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface
 
@@ -95,4 +96,6 @@ def test_tokens_travel_to_experts_of_a_mesh_alone(how):
 
 def test_sparse_form_is_refused(tmp_path):
     with pytest.raises(UserError, match="legal with experts: form=dense, or the run folder"):
-        huggingface.write(tmp_path / "out", "sparse", MODEL, {}, {}, None, context=16, card="")
+        huggingface.write(
+            tmp_path / "out", "sparse", MODEL, weights_of({}), None, context=16, card=""
+        )

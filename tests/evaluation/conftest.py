@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_models import arbitrary_params, tables_of
 
 from sparse_dataflow.commands import run_folder
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
@@ -19,7 +20,6 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.run import RunConfig, RunSettings
 from sparse_dataflow.core.config.sparsity import SparsityConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.training.saved_state import identity
 from sparse_dataflow.core.training.step import initial_state
 from sparse_dataflow.data.corpora import Corpus
@@ -79,10 +79,8 @@ def trained(models, tokenizer):
 
     def make(variant):
         model = models[variant]
-        rng = np.random.default_rng(0)
-        shapes = jax.eval_shape(lambda key: gpt.init(model, key), jax.random.key(0))
-        params = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), jnp.float32), shapes)
-        tables = stacks.layout_tables(stacks.layouts(model))
+        params = jax.tree.map(jnp.asarray, arbitrary_params(model, scale=1))
+        tables = tables_of(model)
         training = TrainingConfig(steps=1, batch=4, sequence=CONTEXT)
         folder = pathlib.Path("missing")
         return Model(folder, variant, model, params, tables, tokenizer, 1, training, None, {})

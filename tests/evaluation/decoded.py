@@ -3,17 +3,12 @@
 import dataclasses
 
 import tokenizers
+from small_models import DENSE, LOW_RANK, SPARSE
 
 from sparse_dataflow.core.config.families import FAMILIES
-from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.data.tokenizer import Tokenizer
 
-DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=16)
-SPARSE = DENSE.with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=8))
-LOW_RANK = SPARSE.with_linears(
-    LinearSpec("block_sparse", "random", 0.25, 8, rank=3, hadamard=4), ("mlp_in",)
-)
 CONFIGS = {
     "dense": DENSE,
     "sparse": SPARSE,

@@ -17,11 +17,11 @@ import numpy as np
 from decoded import BYTES, CONFIGS
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from small_models import arbitrary_params, tables_of
 
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.sharded import Sharded
-from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.evaluation.generate import generate
 from sparse_dataflow.evaluation.offloaded_experts import OffloadedExperts
 from sparse_dataflow.evaluation.over_mesh import mesh_forward
@@ -38,10 +38,7 @@ def random_model(**mixture):
     config = dataclasses.replace(
         CONFIGS["llama"], vocab_size=BYTES.vocab_size, max_len=CONTEXT, **mixture
     )
-    shapes = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda a: rng.normal(size=a.shape).astype(np.float32), shapes)
-    tables = stacks.layout_tables(stacks.layouts(config))
+    params, tables = arbitrary_params(config, scale=1), tables_of(config)
     training = TrainingConfig(steps=1, batch=4, sequence=CONTEXT)
     return Model(Path(), "sparse", config, params, tables, BYTES, 0, training, None, {})
 

@@ -11,6 +11,7 @@ from decoded import BYTES, CONFIGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from small_models import arbitrary_params, tables_of
 
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
@@ -36,10 +37,7 @@ quantile = jax.jit(magnitude_quantile, static_argnums=1)
 
 
 def random_model(config):
-    rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
-    params = jax.tree.map(lambda s: rng.normal(size=s.shape, scale=0.3).astype("f4"), shapes)
-    tables = stacks.layout_tables(stacks.layouts(config))
+    params, tables = arbitrary_params(config, scale=0.3), tables_of(config)
     training = TrainingConfig(steps=1, batch=4, sequence=config.max_len)
     folder = pathlib.Path("missing")
     return Model(folder, "dense", config, params, tables, BYTES, 1, training, None, {})

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 from decoded import BYTES, CONFIGS, DENSE, SPARSE
+from small_models import shapes_of, tables_of
 
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.model_weights import ModelWeights, weights_of
 from sparse_dataflow.evaluation import generate as generate_module
 from sparse_dataflow.evaluation import kv_cache
@@ -27,9 +27,8 @@ def confident_model(config, seed=0):
             return np.zeros(leaf.shape, np.float32)
         return rng.normal(size=leaf.shape).astype(np.float32)
 
-    shapes = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
-    params = jax.tree_util.tree_map_with_path(draw, shapes)
-    return params, stacks.layout_tables(stacks.layouts(config))
+    params = jax.tree_util.tree_map_with_path(draw, shapes_of(config))
+    return params, tables_of(config)
 
 
 def draw_prompts(lengths, vocab_size=40, seed=1):

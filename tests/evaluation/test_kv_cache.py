@@ -9,11 +9,11 @@ import pytest
 from decoded import CONFIGS, DENSE, SPARSE
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import arbitrary_params, tables_of
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.model_weights import ModelWeights, weights_of
 from sparse_dataflow.core.model.projection import arrays
 from sparse_dataflow.core.ops import dispatch
@@ -28,10 +28,7 @@ decode_token = jax.jit(kv_cache.decode_token, static_argnames="config")
 
 def random_model(config, seed=0):
     """Returns (params, tables) with nonzero parameters."""
-    rng = np.random.default_rng(seed)
-    shapes = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
-    params = jax.tree.map(lambda s: rng.normal(size=s.shape, scale=0.3).astype("f4"), shapes)
-    return params, stacks.layout_tables(stacks.layouts(config))
+    return arbitrary_params(config, seed, 0.3), tables_of(config)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 from decoded import BYTES, DENSE
+from small_models import shapes_of, tables_of
 
 from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.evaluation import kv_cache, offloaded_experts
 from sparse_dataflow.evaluation.generate import generate_tokens
 from sparse_dataflow.evaluation.offloaded_experts import OffloadedExperts
@@ -48,9 +48,8 @@ def drawn(config):
         # A bias of a norm favours the same token, and the same experts, everywhere.
         return 0 * values if names[-1] == "bias" and "experts" not in names else values
 
-    shapes = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
-    params = jax.tree_util.tree_map_with_path(draw, shapes)
-    tables = stacks.layout_tables(stacks.layouts(config))
+    params = jax.tree_util.tree_map_with_path(draw, shapes_of(config))
+    tables = tables_of(config)
     training = TrainingConfig(steps=1, batch=1, sequence=16)
     return Model(Path(), "dense", config, params, tables, BYTES, 0, training, None, {})
 

@@ -4,36 +4,29 @@ import dataclasses
 
 import jax
 import numpy as np
+import small_models
 from make_fixture import BYTES
 from safetensors.numpy import load_file, save_file
+from small_models import arbitrary_params, tables_of
 
-from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.model_weights import ModelWeights, weights_of
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
 
-DENSE = ModelConfig(
-    num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=BYTES.vocab_size, max_len=16
+DENSE, SPARSE, LOW_RANK = (
+    dataclasses.replace(config, vocab_size=BYTES.vocab_size)
+    for config in (small_models.DENSE, small_models.SPARSE, small_models.LOW_RANK)
 )
-SPARSE = DENSE.with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=8))
 SUPAR = dataclasses.replace(SPARSE, parametrization="supar")
-LOW_RANK = SPARSE.with_linears(
-    LinearSpec("block_sparse", "random", 0.25, 8, rank=3, hadamard=4), ("mlp_in",)
-)
 DEPTH = dataclasses.replace(LOW_RANK, density_by_depth=(2.0, 1.0))
 TRAINING = TrainingConfig(steps=2, batch=2, sequence=8, learning_rate=1e-3)
 
 
 def random_model(config, seed=0):
     """Returns (random nonzero parameters, layout tables)."""
-    rng = np.random.default_rng(seed)
-    shapes = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
-    params = jax.tree.map(lambda s: rng.normal(size=s.shape, scale=0.3).astype("f4"), shapes)
-    return params, stacks.layout_tables(stacks.layouts(config))
+    return arbitrary_params(config, seed, 0.3), tables_of(config)
 
 
 def logits(config, params, tables, ids):

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 from models import logits, random_model
+from small_models import DENSE, SPARSE
 
 from sparse_dataflow.core.config.evolution_config import EvolutionConfig
 from sparse_dataflow.core.config.layer_groups import split_groups
-from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.layouts.evolution import phase_specs
@@ -19,8 +19,6 @@ from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
 
-DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=16)
-SPARSE = DENSE.with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=8))
 TRAINING = TrainingConfig(steps=2, batch=2, sequence=8, learning_rate=1e-3)
 NO_TOKENIZER = Tokenizer(tuple(chr(300 + n) for n in range(256)), (), 257)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import shapes_of, tables_of
 
 from sparse_dataflow.core.config.layer_groups import layer_groups, layer_linear, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
@@ -68,7 +69,7 @@ def test_groups_are_runs_of_layers_of_equal_density(model_and_depth):
 @given(models())
 def test_parameters_tables_and_flops_follow_the_layouts(model_and_depth):
     model, _ = model_and_depth
-    shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
+    shapes = shapes_of(model)
     layouts = stacks.layouts(model)
     tables = stacks.layout_tables(layouts)
     count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))  # noqa: E731
@@ -117,7 +118,7 @@ def test_initial_parameters_of_a_group_equal_those_of_its_uniform_model():
 
 def arbitrary(model, seed=0):
     rng = np.random.default_rng(seed)
-    shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
+    shapes = shapes_of(model)
     return jax.tree.map(lambda a: 0.2 * rng.normal(size=a.shape).astype(np.float32), shapes)
 
 
@@ -170,7 +171,7 @@ def test_loss_and_gradients_equal_those_layer_by_layer(
     monkeypatch.setattr(whole, "UNROLL_CHANGING_LAYERS", deepest)
     tokens, (loss, gradients) = expected
     model = dataclasses.replace(MODEL, remat=remat)
-    static_tables = stacks.layout_tables(stacks.layouts(model))
+    static_tables = tables_of(model)
 
     @jax.jit
     def step(params, tables):
@@ -204,8 +205,8 @@ def test_illegal_multipliers_are_refused(depth, words):
 
 
 def traced_flops(model):
-    params = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
-    tables = jax.tree.map(jnp.asarray, stacks.layout_tables(stacks.layouts(model)))
+    params = shapes_of(model)
+    tables = jax.tree.map(jnp.asarray, tables_of(model))
     batch = whole.Batch(jnp.zeros((2, 9), jnp.int32))
     step = functools.partial(whole.loss_and_gradients, model)
     program = jax.make_jaxpr(step)(weights_of(params, tables), batch)

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_models import DENSE as TINY
 
 from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.files.errors import UserError
-
-TINY = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12)
 
 dense_or_sparse = st.builds(
     LinearSpec,

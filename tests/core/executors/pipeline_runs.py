@@ -3,39 +3,19 @@
 Run as a process by test_pipeline.py, because the number of CPU devices is fixed at start.
 """
 
-import functools
 import json
 import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from mesh_training import BATCH, MODELS, SEQUENCE, error, executor
+from executor_runs import BATCH, MODELS, SEQUENCE, executor
 
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.executors.pipeline import schedules
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.model_weights import ModelWeights
-from sparse_dataflow.core.training.step import abstract_state, initial_state
-
-
-def norms(text):
-    """Returns the error of the block norms of the dense gradient of MODEL@MESH."""
-    name, _, text = text.rpartition("@")
-    model = MODELS[name]
-    training = TrainingConfig(10, BATCH, SEQUENCE)
-    shape = (BATCH, SEQUENCE + 1)
-    tokens = np.random.default_rng(0).integers(0, model.vocab_size, shape, np.int32)
-    start, results = initial_state(model, training), []
-    for runs in (executor(text, model)[0], SINGLE_DEVICE):
-        state = runs.place(start, model)
-        weights = runs.place_layouts(state.weights, model, changing=True)
-        rows = runs.put({"tokens": tokens}, BATCH)["tokens"]
-        program = jax.jit(functools.partial(runs.block_gradient_norms, model))
-        results.append(jax.device_get(program(weights, rows)))
-    return error(*results)
+from sparse_dataflow.core.training.step import abstract_state
 
 
 def gradient_of(runs, model, micro_batches):
@@ -100,5 +80,5 @@ def calls(text):
 if __name__ == "__main__":
     assert jax.device_count() == 8
     task, *texts = sys.argv[1:]
-    run = {"norms": norms, "memory": memory, "gathers": gathers, "calls": calls}[task]
+    run = {"memory": memory, "gathers": gathers, "calls": calls}[task]
     print(json.dumps({text: run(text) for text in texts}))

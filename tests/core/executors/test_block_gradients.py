@@ -4,17 +4,16 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_models import arbitrary_weights, as_dense
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.block_gradients import block_gradient_norms
-from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.model_weights import ModelWeights, weights_of
+from sparse_dataflow.core.model.model_weights import weights_of
 
 PROJECTIONS = SIZES["nano"].projections
 
@@ -25,30 +24,7 @@ MIXED = ModelConfig(2, 64, 4, 128, 40, 8).with_linears(SPARSE, ["attn_out", "mlp
 RANKED_MIXED = MIXED.with_linears(dataclasses.replace(SPARSE, rank=2), ["mlp_out"])
 
 
-@functools.cache
-def params_of(model, scale=0.2):
-    shapes = jax.eval_shape(lambda key: gpt.init(model, key), jax.random.key(0))
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda leaf: jnp.asarray(scale * rng.normal(size=leaf.shape), jnp.float32), shapes
-    )
-
-
-def tokens_of(rows=3):
-    return np.random.default_rng(1).integers(0, 40, (rows, 9), np.int32)
-
-
-def dense_twin(model, params):
-    """Returns (model, params) of the same function with dense kernels."""
-    blocks = {name: dict(module) for name, module in params["blocks"].items()}
-    for name, layers in stacks.layouts(model).items():
-        values = blocks[name].pop("values")
-        blocks[name]["kernel"] = np.stack([lay.to_dense(v) for lay, v in zip(layers, values)])
-    linears = {
-        name: LinearSpec(rank=spec.rank) if spec.kind == "block_sparse" else spec
-        for name, spec in model.linears
-    }
-    return dataclasses.replace(model, linears=linears), {**params, "blocks": blocks}
+TOKENS = np.random.default_rng(1).integers(0, 40, (3, 9), np.int32)
 
 
 @pytest.mark.slow
@@ -65,15 +41,12 @@ def dense_twin(model, params):
     ],
 )
 def test_norms_equal_those_of_the_dense_gradient(model, remat):
-    params, tokens = params_of(model), tokens_of()
-    tables = stacks.layout_tables(stacks.layouts(model))
+    weights = arbitrary_weights(model)
     probed = dataclasses.replace(model, remat=remat)
-    norms = jax.jit(functools.partial(block_gradient_norms, probed))(
-        ModelWeights(params, tables), tokens
-    )
-    dense, dense_params = dense_twin(model, params)
+    norms = jax.jit(functools.partial(block_gradient_norms, probed))(weights, TOKENS)
+    dense, dense_params = as_dense(model, weights.params)
     loss, gradients = jax.jit(
-        lambda p: whole.loss_and_gradients(dense, weights_of(p, {}), whole.Batch(tokens))
+        lambda p: whole.loss_and_gradients(dense, weights_of(p, {}), whole.Batch(TOKENS))
     )(dense_params)
     assert loss > 0 and set(norms) == set(model.sparse_projections)
     for name, actual in norms.items():
@@ -87,14 +60,10 @@ def test_norms_equal_those_of_the_dense_gradient(model, remat):
 
 def test_no_array_is_larger_than_the_dense_gradient_of_a_projection(array_sizes):
     """With few tokens and a small vocabulary, weights are the largest arrays."""
-    tables = stacks.layout_tables(stacks.layouts(MODEL))
-    sizes = array_sizes(
-        functools.partial(block_gradient_norms, MODEL),
-        ModelWeights(params_of(MODEL), tables),
-        tokens_of(1),
-    )
+    weights = arbitrary_weights(MODEL)
+    sizes = array_sizes(functools.partial(block_gradient_norms, MODEL), weights, TOKENS[:1])
     largest = max(np.prod(MODEL.projection_shape(name)) for name in PROJECTIONS)
-    stored = max(np.size(leaf) for leaf in jax.tree.leaves(params_of(MODEL)))
+    stored = max(np.size(leaf) for leaf in jax.tree.leaves(weights.params))
     assert stored < largest == max(sizes)
     layer = sum(np.prod(MODEL.projection_shape(name)) for name in PROJECTIONS)
     dense = [size for size in sizes if size > stored]

@@ -1,16 +1,14 @@
-"""The axis "context" shards the tokens of a sequence and trains as one device."""
+"""The axis "context" shards the tokens of a sequence."""
 
 import numpy as np
 import pytest
-from mesh_training import BATCH, MODELS, SEQUENCE
-from mesh_trainings import assert_layouts_evolve_alike, assert_like_single_device, mesh_training
+from compared import executor_run
+from executor_runs import BATCH, MODELS, SEQUENCE
 
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.context import zigzag
 from sparse_dataflow.core.executors.sharding import refuse_indivisible
 from sparse_dataflow.files.errors import UserError
-
-nightly = pytest.mark.nightly
 
 
 def pairs(order, window):
@@ -31,47 +29,16 @@ def test_zigzag_gives_every_device_equal_causal_attention(shards):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "text"),
-    [
-        # Grouped queries, rotary positions and a window.
-        ("llama", "fsdp:2,context:2,tensor:2/3/2"),
-        # Documents, layers with and without a window, soft caps.
-        ("packed", "context:4,tensor:2/0/1"),
-        ("sparse_depth", "halves,fsdp:2,context:2,feature:2/3/1"),
-        ("sparse_mlp+muon", "fsdp:4,context:2/2/2"),
-        pytest.param("dense", "data:2,context:4/1/1", marks=nightly),
-        pytest.param("gemma2", "fsdp:2,context:4/3/1", marks=nightly),
-        pytest.param("llama+answers", "fsdp:4,context:2/3/1", marks=nightly),
-        pytest.param("llama+adapters", "fsdp:4,context:2/3/1", marks=nightly),
-    ],
-)
-def test_devices_that_share_sequences_train_like_a_single_one(model, text):
-    assert_like_single_device(mesh_training("compare", model, text))
-
-
-@pytest.mark.slow
-def test_layouts_evolve_by_the_gradient_of_whole_sequences():
-    assert_layouts_evolve_alike(mesh_training("evolve", "rigl", "fsdp:2,context:2,tensor:2/3/1"))
-
-
-@pytest.mark.slow
 def test_scores_of_some_tokens_are_those_of_one_device():
     texts = ["data:2,context:2,tensor:2/3/1", "fsdp:2,context:4/3/1"]
-    assert max(mesh_training("scores", "llama", *texts).values()) < 2e-6
-
-
-@pytest.mark.slow
-def test_a_checkpoint_moves_between_meshes_with_and_without_the_axis():
-    results = mesh_training("move", "sparse", "fsdp:2,context:4/3/1", "data:2,fsdp:4/3/1")
-    assert all(results.values()), results
+    assert max(executor_run("scores", "llama", *texts).values()) < 2e-6
 
 
 @pytest.mark.slow
 def test_a_layer_gathers_keys_and_values_and_shards_the_rest():
     """Without sharded weights, what a step gathers are keys and values of grouped heads."""
     config, text = MODELS["llama"], "data:2,context:4/0/1"
-    [steps] = mesh_training("collectives", "llama", text).values()
+    [steps] = executor_run("collectives", "llama", text).values()
     size = 4 * BATCH // 2 * SEQUENCE * config.kv_heads * config.head_width
     gathers = [step for step in steps if step[0] == "all-gather"]
     # In the forward pass and again for the backward pass (remat), of each layer.

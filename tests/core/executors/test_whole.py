@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import DENSE, MODEL, arbitrary_params, assert_same, tables_of, tokens_of
+from small_models import DENSE, arbitrary_params, assert_same, tables_of, tokens_of
+from small_models import EACH_KIND as MODEL
 
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole

@@ -10,7 +10,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_experts import apply, choose
-from random_models import arbitrary_params
+from small_models import arbitrary_params
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec

@@ -9,14 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_models import HALF, arbitrary_params, as_dense, logits_of, tokens_of
+from small_models import DENSE, MONARCH, arbitrary_params, as_dense, logits_of, tokens_of
 
 from sparse_dataflow.core.config.families import FAMILIES
-from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.rotary_scaling import SCALINGS, WHOLE
-
-TINY = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=16)
 
 
 @st.composite
@@ -34,7 +31,7 @@ def configs(draw):
     names = ("qkv",) if fused else ("q", "k", "v")
     biases = draw(st.sets(st.sampled_from([*names, "attn_out", "mlp_in", "mlp_out"])))
     return dataclasses.replace(
-        TINY,
+        DENSE,
         **{
             **family,
             "fused_qkv": fused,
@@ -91,15 +88,15 @@ def assert_equals_its_dense_model(config):
 
 @pytest.mark.parametrize("projection", ["q", "k", "v", "attn_out", "mlp_gate", "mlp_in", "mlp_out"])
 def test_each_projection_of_a_gated_model_may_be_block_sparse_or_low_rank(projection):
-    llama = dataclasses.replace(TINY, **FAMILIES["llama"], num_kv_heads=2)
-    config = llama.with_linears(dataclasses.replace(HALF, rank=2), [projection])
+    llama = dataclasses.replace(DENSE, **FAMILIES["llama"], num_kv_heads=2)
+    config = llama.with_linears(dataclasses.replace(MONARCH, rank=2), [projection])
     assert_equals_its_dense_model(config)
 
 
 @pytest.mark.parametrize("fields", [{}, {"activation": "gelu", "biases": ("mlp_in",)}])
 def test_a_sparse_gated_mlp_equals_the_dense_one_of_its_weights(fields):
     """Also with the GELU and the bias that `sparse_mlp` would fuse without a gate."""
-    config = dataclasses.replace(TINY, **{**FAMILIES["qwen3"], **fields}).with_linears(HALF)
+    config = dataclasses.replace(DENSE, **{**FAMILIES["qwen3"], **fields}).with_linears(MONARCH)
     assert_equals_its_dense_model(config)
 
 
@@ -107,7 +104,7 @@ def test_a_gated_mlp_is_quantized_where_its_groups_could_run_by_themselves():
     """Two blocks of seven products each: q, k, v, attn_out and three of the MLP."""
     pytest.importorskip("qwix")
     groups = LinearSpec("block_sparse", "monarch", density=0.5, block=8)
-    config = dataclasses.replace(TINY, **FAMILIES["llama"], precision="int8").with_linears(groups)
+    config = dataclasses.replace(DENSE, **FAMILIES["llama"], precision="int8").with_linears(groups)
     params, tokens = arbitrary_params(config, 0), tokens_of(config, 3, 16, 0)
     text = str(jax.make_jaxpr(lambda tokens: logits_of(config, params, tokens))(tokens))
     assert len(re.findall(r"i32\[[0-9,]*\] = dot_general", text)) == 14

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from random_models import (
+from small_models import (
     DENSE,
-    HALF,
+    MONARCH,
     arbitrary_params,
     as_dense,
     logits_of,
-    shapes,
+    shapes_of,
     tables_of,
     tokens_of,
 )
@@ -32,9 +32,9 @@ from sparse_dataflow.planner.memory import parameter_count
 
 PROJECTIONS = SIZES["nano"].projections
 
-SPARSE = DENSE.with_linears(HALF)
-LOW_RANK = DENSE.with_linears(dataclasses.replace(HALF, rank=3))
-MIXED = DENSE.with_linears(HALF, ["qkv", "mlp_out"]).with_linears(LinearSpec(rank=2), ["mlp_in"])
+SPARSE = DENSE.with_linears(MONARCH)
+LOW_RANK = DENSE.with_linears(dataclasses.replace(MONARCH, rank=3))
+MIXED = DENSE.with_linears(MONARCH, ["qkv", "mlp_out"]).with_linears(LinearSpec(rank=2), ["mlp_in"])
 ROTARY = dataclasses.replace(SPARSE, positions="rotary", norm="rmsnorm")
 VARIANTS = {"dense": DENSE, "low_rank": LOW_RANK, "mixed": MIXED, "rotary": ROTARY}
 
@@ -52,7 +52,7 @@ def test_logits_are_causal(config):
         x, _ = whole.apply_blocks(config, weights_of(params, tables), x)
         return gpt.logits(config, params, x) @ weights
 
-    x = gpt.embed(config, params["embed"], tokens_of(config, length=6))
+    x = gpt.embed(config, params["embed"], tokens_of(config, 2, 6))
     jacobian = jax.jit(jax.jacrev(mixed_logits))(x)  # [B, T] by [B, T, D]
     reach = np.abs(jacobian).sum(-1)
     for logits_row in range(2):
@@ -69,7 +69,7 @@ def test_logits_are_causal(config):
 def test_a_sparse_model_equals_the_dense_model_of_its_weights(config):
     params, tokens = arbitrary_params(config), tokens_of(config)
     logits = logits_of(config, params, tokens)
-    assert logits.shape == (2, 10, config.vocab_size) and logits.dtype == np.float32
+    assert logits.shape == (4, 11, config.vocab_size) and logits.dtype == np.float32
     np.testing.assert_allclose(
         logits, logits_of(*as_dense(config, params), tokens), rtol=1e-4, atol=1e-4
     )
@@ -143,11 +143,11 @@ def test_rotary_logits_depend_on_the_order_of_earlier_tokens():
 
 
 def test_sequences_longer_than_the_learned_positions_are_refused():
-    message = "Sequence of 13 tokens is longer than the model's 12 positions; legal: 1 to 12"
+    message = "Sequence of 17 tokens is longer than the model's 16 positions; legal: 1 to 16"
     with pytest.raises(UserError, match=message):
-        logits_of(SPARSE, arbitrary_params(SPARSE), tokens_of(SPARSE, length=13))
+        logits_of(SPARSE, arbitrary_params(SPARSE), tokens_of(SPARSE, length=17))
     longer = tokens_of(ROTARY, length=20)
-    assert logits_of(ROTARY, arbitrary_params(ROTARY), longer).shape == (2, 20, 40)
+    assert logits_of(ROTARY, arbitrary_params(ROTARY), longer).shape == (4, 20, 40)
 
 
 def test_norms():
@@ -182,7 +182,7 @@ def test_the_initial_scale_of_activations_does_not_depend_on_density():
 
 @variants(*VARIANTS)
 def test_the_parameter_count_equals_the_planners(config):
-    leaves = jax.tree.leaves(shapes(config))
+    leaves = jax.tree.leaves(shapes_of(config))
     count = sum(math.prod(leaf.shape) for leaf in leaves)
     assert count == parameter_count(config)
     assert all(leaf.dtype == np.float32 for leaf in leaves)

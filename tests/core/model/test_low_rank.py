@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import DENSE, shapes_of
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.presets import preset
@@ -31,12 +32,7 @@ from sparse_dataflow.interchange.equivalent_forms import dense_form
 from sparse_dataflow.planner import memory
 
 SPEC = LinearSpec(LOW_RANK, LOW_RANK, density=0.25)
-SMALL = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12)
-MODEL = SMALL.with_linears(SPEC)
-
-
-def shapes_of(model):
-    return jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
+MODEL = DENSE.with_linears(SPEC)
 
 
 def arbitrary(model, seed=0):
@@ -215,6 +211,8 @@ def test_models_and_forms_without_factors_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"legal: training.optimizer=adamw, or another executor"):
         RelayExecutor().check(MODEL, TrainingConfig(20, 4, 8, optimizer="muon"))
     with pytest.raises(UserError, match="two factors; legal: form=dense"):
-        huggingface.write(tmp_path / "sparse", "sparse", MODEL, {}, {}, None, context=8, card="")
+        huggingface.write(
+            tmp_path / "sparse", "sparse", MODEL, weights_of({}), None, context=8, card=""
+        )
     with pytest.raises(UserError, match="no widths of equal cost"):
         equal_cost_model(MODEL, stored_parameters, 10_000, density=0.25)

@@ -12,12 +12,13 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_models import MIXED as MODEL
+from small_models import shapes_of, tables_of
 
 from sparse_dataflow.core.config.model import SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.layouts.layout import BlockLayout, stack_tables
-from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model import stacks as layer_stacks
 from sparse_dataflow.core.model.model_weights import ModelWeights
 from sparse_dataflow.core.optim import muon
@@ -28,10 +29,6 @@ from sparse_dataflow.core.optim.optimizers import (
 )
 from sparse_dataflow.files.errors import UserError
 
-MODEL = ModelConfig(
-    num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12
-).with_linears(LinearSpec("block_sparse", "cyclic", density=0.5, block=8, rank=2), ["qkv"])
-MODEL = MODEL.with_linears(LinearSpec("block_sparse", "cyclic", density=0.25, block=8), ["mlp_out"])
 TRAINING = TrainingConfig(steps=20, batch=4, sequence=8, weight_decay=0.3, optimizer="muon")
 WIDE = dataclasses.replace(TRAINING, optimizer="adamw")
 
@@ -47,7 +44,7 @@ stacks = st.builds(
 
 def gradients_of(model, number=1):
     rng = np.random.default_rng(number)
-    shapes = jax.eval_shape(lambda key: gpt.init(model, key), jax.random.key(0))
+    shapes = shapes_of(model)
     return jax.tree.map(lambda s: rng.normal(size=s.shape).astype(np.float32), shapes)
 
 
@@ -168,7 +165,7 @@ def test_a_grouped_layout_moves_by_dense_groups(grid, strided_outputs, array):
 def test_layouts_that_change_move_by_blocks():
     model = MODEL.with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8), ["mlp_in"])
     params = gradients_of(model)
-    tables = layer_stacks.layout_tables(layer_stacks.layouts(model))
+    tables = tables_of(model)
     optimizer = make_optimizer(model, dataclasses.replace(TRAINING, weight_decay=0.0))
     state = optimizer.init(params)
 
@@ -217,8 +214,8 @@ def test_supar_keeps_the_change_of_an_output_over_width_density_and_block():
         spec = LinearSpec("block_sparse", pattern, density, block) if block else LinearSpec()
         model = ModelConfig(1, width, 4, 2 * width, 40, 12, parametrization="supar")
         model = model.with_linears(spec)
-        params = jax.eval_shape(lambda key, m=model: gpt.init(m, key), jax.random.key(0))
-        tables = layer_stacks.with_groups(layer_stacks.layout_tables(layer_stacks.layouts(model)))
+        params = shapes_of(model)
+        tables = layer_stacks.with_groups(tables_of(model))
         weights = ModelWeights(params, tables)
         module = learning_rate_multipliers(model, TRAINING, params, weights)["blocks"]["qkv"]
         grouped = pattern == "monarch" or density == 1

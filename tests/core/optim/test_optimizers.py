@@ -10,6 +10,8 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import MIXED as MODEL
+from small_models import shapes_of
 
 from sparse_dataflow.core.config.evolution_config import EvolutionConfig
 from sparse_dataflow.core.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
@@ -30,17 +32,13 @@ from sparse_dataflow.core.optim.optimizers import (
 from sparse_dataflow.core.optim.train_state import group_norms
 from sparse_dataflow.files.errors import UserError
 
-MODEL = ModelConfig(
-    num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12
-).with_linears(LinearSpec("block_sparse", "cyclic", density=0.5, block=8, rank=2), ["qkv"])
-MODEL = MODEL.with_linears(LinearSpec("block_sparse", "cyclic", density=0.25, block=8), ["mlp_out"])
 SUPAR = dataclasses.replace(MODEL, parametrization="supar")
 TRAINING = TrainingConfig(steps=20, batch=4, sequence=8, weight_decay=0.3, clip=0.7)
 
 
 @functools.cache
 def shapes(model=MODEL):
-    return jax.eval_shape(lambda key: gpt.init(model, key), jax.random.key(0))
+    return shapes_of(model)
 
 
 def draw_like_params(seed, scale=1.0):
@@ -174,7 +172,7 @@ def test_each_layer_has_the_rate_of_its_own_density():
     spec = LinearSpec("block_sparse", "cyclic", density=0.25, block=8)
     model = dataclasses.replace(SUPAR.with_linears(spec), density_by_depth=(2.0, 1.0))
     training = dataclasses.replace(TRAINING, sparse_rate=3.0)
-    shapes = jax.eval_shape(lambda key: gpt.init(model, key), jax.random.key(0))
+    shapes = shapes_of(model)
     groups = learning_rate_multipliers(model, training, shapes)["blocks"]
     for group, density, power in zip(groups, (0.5, 0.25), (1 / 3, 2 / 3), strict=True):
         expected = 3.0**power * SUPAR_WIDTH / (model.d_model * density)
@@ -191,7 +189,7 @@ def test_a_dense_model_of_the_base_width_is_the_same_under_supar(width):
     """The two parametrizations are equal at SUPAR_WIDTH only."""
     model = ModelConfig(1, width, width // SUPAR_HEAD, 2 * width, 40, 12)
     supar = dataclasses.replace(model, parametrization="supar")
-    shapes = jax.eval_shape(lambda key: gpt.init(model, key), jax.random.key(0))
+    shapes = shapes_of(model)
     rates = set(by_path(learning_rate_multipliers(supar, TRAINING, shapes)).values())
     tokens = np.arange(12)[None]
     draw = jax.jit(lambda key: gpt.init(model, key))

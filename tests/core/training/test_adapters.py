@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_models import tables_of
 
 from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.model import ModelConfig
@@ -45,7 +46,7 @@ each_base = pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 def start(base, training=TRAINING):
     """Returns (config with adapters, initial state, layout tables)."""
     model = adapters.with_adapters(base, training.adapter_rank, training.frozen_dtype)
-    tables = stacks.layout_tables(stacks.layouts(model))
+    tables = tables_of(model)
     return model, initial_state(model, training)._replace(tables=Fixed(tables)), tables
 
 

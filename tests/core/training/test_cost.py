@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_models import shapes_of, tables_of
 
 from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model import stacks as layer_stacks
 from sparse_dataflow.core.model.model_weights import ModelWeights, weights_of
 from sparse_dataflow.core.optim import muon
@@ -31,8 +31,8 @@ MLP = ("mlp_in", "mlp_out")
 def test_flops_of_newton_schulz_are_those_of_the_program(pattern):
     linears = {"mlp_in": LinearSpec("block_sparse", pattern, 0.5, 16)} if pattern else {}
     model = ModelConfig(1, 64, 4, 256, vocab_size=48, max_len=8, linears=linears)
-    params = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
-    tables = layer_stacks.with_groups(layer_stacks.layout_tables(layer_stacks.layouts(model)))
+    params = shapes_of(model)
+    tables = layer_stacks.with_groups(tables_of(model))
     stacks = [
         (leaf, muon.matrices_of(leaf.shape, ModelWeights(params, tables).layout_at(path)))
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
@@ -185,7 +185,7 @@ def test_recompute_is_what_jax_executes_for_a_rematerialised_block(remat):
 def test_flops_are_those_of_the_traced_program_in_every_family(family, kv_heads):
     fields = {**FAMILIES[family], "num_kv_heads": kv_heads, "head_dim": 24, "window": 5}
     config = ModelConfig(2, 64, 4, 160, 50, 32, **fields)
-    params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
+    params = shapes_of(config)
     tokens = jax.ShapeDtypeStruct((3, 16), jnp.int32)
     program = jax.make_jaxpr(lambda p, t: whole.logits(config, weights_of(p, {}), t))(
         params, tokens

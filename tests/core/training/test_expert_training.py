@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_models import tables_of
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.layouts.evolution import PhaseSpec
-from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.model_weights import weights_of
 from sparse_dataflow.core.training import hooks
 from sparse_dataflow.core.training.batches import EvalBatches, TrainBatches
@@ -58,7 +59,7 @@ def test_a_resumed_mixture_trains_to_the_same_bits(tmp_path, programs):
 
 def test_evaluation_drops_no_choice():
     params = gpt.init(MODEL, jax.random.key(0))
-    tables = stacks.layout_tables(stacks.layouts(MODEL))
+    tables = tables_of(MODEL)
     tokens = jnp.asarray(TOKENS[:18].reshape(2, 9), jnp.int32)
     weights = jnp.full((2, 8), 1 / 16)
     dropless = dataclasses.replace(MODEL, expert_capacity=0.0)

@@ -8,13 +8,13 @@ import sys
 import jax
 import numpy as np
 import pytest
+from small_models import tables_of
 
 import sparse_dataflow as sd
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.model_weights import Fixed
 from sparse_dataflow.core.training.step import abstract_state, initial_state, make_train_step
 from sparse_dataflow.core.training.variants import variants
@@ -41,7 +41,7 @@ def model_of(precision):
 @functools.cache
 def program(precision):
     """(layout tables, jitted step)."""
-    tables = stacks.layout_tables(stacks.layouts(MODEL))
+    tables = tables_of(MODEL)
     return tables, jax.jit(make_train_step(model_of(precision), TRAINING))
 
 

@@ -4,17 +4,17 @@ import dataclasses
 
 import numpy as np
 import pytest
+from small_models import DENSE
 
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.evolution_config import EvolutionConfig
-from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.training.saved_state import completed, identity
 from sparse_dataflow.files.errors import UserError
 
 PARTS = {
-    "model": ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=16),
+    "model": DENSE,
     "training": TrainingConfig(),
     "evolution": EvolutionConfig(),
 }

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from small_models import shapes_of, tables_of
 
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.evolution_config import EvolutionConfig
@@ -19,7 +20,6 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import describe, whole
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.executors.relay.relay_executor import RelayExecutor
-from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.model_weights import Fixed, weights_of
 from sparse_dataflow.core.optim.optimizers import adam_state, make_optimizer, map_moments
 from sparse_dataflow.core.training.saved_state import identity
@@ -42,7 +42,7 @@ ROUNDING = 2.0**-8
 
 @functools.cache
 def shapes(model):
-    return jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
+    return shapes_of(model)
 
 
 def draw_params(model):
@@ -53,7 +53,7 @@ def draw_params(model):
 @functools.cache
 def program(model, training):
     """(layout tables, jitted step)."""
-    tables = stacks.layout_tables(stacks.layouts(model))
+    tables = tables_of(model)
     return tables, jax.jit(make_train_step(model, training))
 
 
@@ -204,7 +204,7 @@ def test_a_checkpoint_of_another_dtype_is_refused(tmp_path):
 )
 def test_the_planned_bytes_are_the_bytes_of_the_arrays(model, training, remat):
     model = dataclasses.replace(model, remat=remat)
-    tables = stacks.layout_tables(stacks.layouts(model))
+    tables = tables_of(model)
     state = abstract_state(model, training)
     arrays = SINGLE_DEVICE.arrays(state._replace(tables=tables), model, True, {})
     array_bytes = {group: describe.bytes_per_chip({group: tree}) for group, tree in arrays.items()}

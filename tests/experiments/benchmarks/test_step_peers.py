@@ -6,10 +6,10 @@ import importlib.util
 import jax
 import numpy as np
 import pytest
+from small_models import DENSE as MODEL
 
 from experiments.benchmarks import step_peers, steps
 from sparse_dataflow.commands import measurement
-from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.training import cost
@@ -20,7 +20,6 @@ with_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="the extra peers is not installed"
 )
 
-MODEL = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12)
 # Clipping is at work.
 TRAINING = TrainingConfig(
     steps=9, batch=4, sequence=12, clip=0.3, weight_decay=0.1, vector_rate=3.0

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import DENSE, MODEL, SPARSE, arbitrary_params, assert_same, tables_of
+from small_models import DENSE, QUARTER, arbitrary_params, assert_same, tables_of
+from small_models import EACH_KIND as MODEL
 
 from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.executors import whole
@@ -95,9 +96,9 @@ def test_full_remat_stores_the_input_alone_and_recomputes_once():
 
 def test_weights_are_not_stored():
     """The stored values do not grow with the density."""
-    wide = dataclasses.replace(SPARSE, density=0.5)
+    wide = dataclasses.replace(QUARTER, density=0.5)
     sizes = []
-    for spec in (SPARSE, wide):
+    for spec in (QUARTER, wide):
         model = dataclasses.replace(DENSE, linears=dict.fromkeys(PROJECTIONS, spec))
         params, tables, x, dy = second_layer(model)
         layer = whole.rematerialised(model, functools.partial(block, model))

@@ -1,98 +1,13 @@
-"""Pipelines over eight virtual devices train like a single device, in the schedule's memory."""
+"""Pipelines over eight virtual devices, in the schedule's memory."""
 
 import numpy as np
 import pytest
 from eight_devices import on_eight_devices
 from hypothesis import given
 from hypothesis import strategies as st
-from mesh_trainings import (
-    assert_layouts_evolve_alike,
-    assert_like_single_device,
-    mesh_training,
-)
 
 from sparse_dataflow.core.executors.pipeline import pipeline, schedules, stages
 from sparse_dataflow.files.errors import UserError
-
-
-@pytest.mark.parametrize(
-    ("model", "texts"),
-    [
-        # Each schedule (test_sharded.py has 1f1b, gpipe and zero_bubble too), each sharding of a
-        # stage, even and uneven divisions.
-        pytest.param(
-            "dense_deep",
-            ["stage:2,data:2,tensor:2/3/4/gpipe/1"],
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            "sparse_deep",
-            ["stage:4,tensor:2/3/4/zero_bubble/1"],
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            "sparse_deep_full",
-            ["stage:2,fsdp:2,tensor:2/2/2/interleaved/2/2+1+1+1"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "dense_deep",
-            [
-                "stage:4,fsdp:2/3/8/1f1b/1",
-                "stage:8/3/16/1f1b/1",
-                "stage:8/3/4/zero_bubble/1",
-                "stage:4,fsdp:2/1/8/interleaved/2",
-                "stage:1,data:8/0/2/gpipe/2/6+2",
-                "stage:2,tensor:4/3/16/1f1b/1/3+5",
-            ],
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            "sparse_deep",
-            [
-                "stage:4,data:2/0/2/1f1b/1/1+1+2+1",
-                "stage:2,fsdp:4/1/4/interleaved/2",
-                "stage:2,data:2,fsdp:2/2/4/zero_bubble/1",
-                "stage:2,fsdp:2,tensor:2/3/4/gpipe/2",
-            ],
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            "sparse_deep_full",
-            ["stage:4,data:2/3/4/1f1b/1", "stage:2,tensor:4/3/4/zero_bubble/1/4+1"],
-            marks=pytest.mark.nightly,
-        ),
-    ],
-)
-def test_stages_train_like_a_single_device(model, texts):
-    """Three optimizer steps and an evaluation."""
-    assert_like_single_device(mesh_training("compare", model, *texts))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("method", ["rigl", "set", "sparse_to_dense"])
-def test_layouts_evolve_over_stages_as_on_a_single_device(method):
-    text = "stage:2,data:2,tensor:2/3/1/zero_bubble/1"
-    assert_layouts_evolve_alike(mesh_training("evolve", method, text))
-
-
-@pytest.mark.slow
-def test_a_state_moves_between_pipelines_and_other_meshes_to_the_bit():
-    texts = [
-        "stage:4,tensor:2/3/4/1f1b/1",
-        "data:2,fsdp:4/3/1",
-        "stage:2,fsdp:4/3/4/interleaved/2",
-    ]
-    results = mesh_training("move", "sparse_deep", *texts)
-    assert all(results[text] for text in (*texts, "None"))
-
-
-@pytest.mark.slow
-def test_block_gradient_norms_equal_those_of_a_single_device():
-    """Methods that grow blocks by gradient use them."""
-    texts = "sparse_deep@stage:2,data:2,tensor:2/3/1/1f1b/1", "llama@stage:2,tensor:4/3/1/1f1b/1"
-    errors = on_eight_devices("core/executors/pipeline_runs.py", "norms", *texts)
-    assert max(errors.values()) < 5e-6, errors
 
 
 @pytest.mark.slow

@@ -17,7 +17,10 @@ IMPORTED = (
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory):
     """Starts the scripts of this folder."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        "JAX_PLATFORMS": "cpu",
+    }
     forks = Forks(environment, tmp_path_factory.mktemp("forks"), IMPORTED)
     yield forks
     forks.close()

@@ -9,17 +9,14 @@ import sys
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from small_models import DENSE, QUARTER
 
 from sparse_dataflow.cluster import rendezvous
-from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.relay.host_state import fresh_state
 from sparse_dataflow.core.executors.relay.relay import Relay
 
-MODEL = ModelConfig(
-    num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12
-).with_linears(LinearSpec("block_sparse", "butterfly", density=0.25, block=4))
+MODEL = DENSE.with_linears(QUARTER)
 TRAINING = TrainingConfig(
     steps=8, batch=8, sequence=11, micro_batches=2, learning_rate=5e-3, clip=0.7
 )

@@ -6,6 +6,7 @@ WHERE is "update" (in the N-th piece of an update, half of it written), "never",
 expression of a path: the N-th file operation on it.
 """
 
+import dataclasses
 import os
 import re
 import signal
@@ -13,9 +14,8 @@ import sys
 
 import jax
 import numpy as np
+from small_models import DENSE, QUARTER
 
-from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.relay import host_optimizer, host_state
 from sparse_dataflow.core.executors.relay.parameter_server import ParameterServer, ServerStep
@@ -24,9 +24,7 @@ from sparse_dataflow.core.executors.relay.timeline import Timeline
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.optim.train_state import TrainState
 
-MODEL = ModelConfig(
-    num_layers=3, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=12
-).with_linears(LinearSpec("block_sparse", "butterfly", density=0.25, block=4))
+MODEL = dataclasses.replace(DENSE, num_layers=3).with_linears(QUARTER)
 TRAINING = TrainingConfig(steps=8, batch=4, sequence=11, clip=0.7)
 IDENTITY = {"model": MODEL.to_json()}
 

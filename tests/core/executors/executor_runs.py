@@ -1,11 +1,11 @@
-"""Compares trainings over eight virtual devices with a single device; prints JSON.
+"""Compares executors with a single device; prints JSON.
 
-Run as a process by test_sharded.py and test_pipeline.py, because the number of devices is fixed at
-start. Arguments: the task; the name of the model ("dense+bfloat16": with bfloat16 moments and
-gradients; "dense+muon": trained by Muon; "dense+adapters": adapters, whose loss counts some targets
-more than others) or of the evolution; then meshes, each as "data:2,tensor:4/ZERO/MICRO_BATCHES";
-"exchange," before it sends tokens to experts, "halves," makes two sub-batches. Pipelines add
-"/SCHEDULE/CHUNKS", and optionally "/2+3", the layers of each virtual stage.
+Run as a process, because the number of devices is fixed at start; `compared.py` has the bounds.
+Arguments: the task; the name of the model, or of the evolution, with "+OPTION" for what changes its
+training; then executors. A mesh is "data:2,tensor:4/ZERO/MICRO_BATCHES", with "exchange," before it
+to send tokens to experts and "halves," for two sub-batches. Pipelines add "/SCHEDULE/CHUNKS", and
+optionally "/2+3", the layers of each virtual stage. The relay is "relay/STASH/MICRO_BATCHES", or
+"relay,data:2/..." over devices.
 """
 
 import dataclasses
@@ -16,10 +16,12 @@ import re
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.evolution_config import EvolutionConfig
@@ -33,27 +35,24 @@ from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.executors.pipeline.pipelined import Pipelined
 from sparse_dataflow.core.executors.pipeline.stages import Division, divide
+from sparse_dataflow.core.executors.relay import probe
+from sparse_dataflow.core.executors.relay.relay import Relay, RelayConfig
+from sparse_dataflow.core.executors.relay.relay_executor import RelayExecutor
 from sparse_dataflow.core.executors.sharded import Sharded
-from sparse_dataflow.core.layouts.evolution import phase_specs
+from sparse_dataflow.core.layouts.evolution import PhaseSpec, phase_specs
 from sparse_dataflow.core.model import adapters, gpt, stacks
-from sparse_dataflow.core.model.model_weights import weights_of
 from sparse_dataflow.core.optim.optimizers import map_moments
-from sparse_dataflow.core.optim.train_state import StepReport
 from sparse_dataflow.core.training import hooks
 from sparse_dataflow.core.training.batches import EvalBatches, TrainBatches
 from sparse_dataflow.core.training.loop import Trainer
-from sparse_dataflow.core.training.programs import TrainingData, compile_programs
-from sparse_dataflow.core.training.step import (
-    abstract_state,
-    initial_state,
-    make_eval_step,
-    make_train_step,
-)
+from sparse_dataflow.core.training.programs import TrainingData, compile_programs, run_step
+from sparse_dataflow.core.training.step import abstract_state, initial_state, jitted_train_step
 from sparse_dataflow.core.training.teacher import Teacher
 from sparse_dataflow.core.training.variants import Variant
 from sparse_dataflow.planner.aot import hlo
+from sparse_dataflow.planner.aot.compile import abstract_arguments
 
-STEPS, BATCH, SEQUENCE = 3, 16, 8
+STEPS, BATCH, SEQUENCE, CLIP = 3, 16, 8, 0.5
 DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=48, max_len=8)
 
 
@@ -138,6 +137,9 @@ MODELS = {
 
 def executor(text, model):
     axes, zero, micro, *pipeline = text.split("/")
+    if axes.startswith("relay"):
+        mesh = Mesh(np.array(jax.devices()[:2]), ("data",)) if axes == "relay,data:2" else None
+        return RelayExecutor(RelayConfig(zero), mesh=mesh), int(micro)
     exchange, axes = axes.startswith("exchange,"), axes.removeprefix("exchange,")
     parts, axes = 1 + axes.startswith("halves,"), axes.removeprefix("halves,")
     # "on:4,data:2,tensor:2" is a mesh over four of the eight devices.
@@ -159,6 +161,10 @@ OPTIONS = {
     "": {},
     "bfloat16": {"state_dtype": "bfloat16"},
     "muon": {"optimizer": "muon"},
+    "bfloat16_muon": {"state_dtype": "bfloat16", "optimizer": "muon"},
+    "adafactor": {"optimizer": "adafactor"},
+    "lion": {"optimizer": "lion"},
+    "schedule_free": {"optimizer": "schedule_free"},
     "adapters": {"adapter_rank": 4},
     "int8": {"adapter_rank": 4, "frozen_dtype": "int8"},
     "teacher": {"teacher": "folder"},
@@ -169,21 +175,24 @@ OPTIONS = {
 """What follows "+" in the name of a model -> changes of its training; rows are `padded` or not."""
 
 
+class Rows(NamedTuple):
+    """A batch as the first of a data set, for `compile_programs`."""
+
+    example: dict
+    batch_size: int
+
+
 def train(model, executor, micro_batches, start=None, padded=False, **changes):
     """Returns losses, norms, canonical moments and params, eval loss and program text by name.
 
-    `start` is a state on one device; None draws it with the executor.
+    `start` is a state on one device; None draws it with the executor. Gradients are clipped, and
+    sparse weights learn faster.
     """
-    training = TrainingConfig(STEPS, BATCH, SEQUENCE, micro_batches, learning_rate=1e-3, **changes)
+    training = TrainingConfig(
+        STEPS, BATCH, SEQUENCE, micro_batches, learning_rate=1e-3, clip=CLIP, sparse_rate=2.0,
+        **changes,
+    )  # fmt: skip
     model = adapters.with_adapters(model, training.adapter_rank, training.frozen_dtype)
-    if start is None:
-        state = initial_state(model, training, executor)
-    else:
-        # Copies, as the step donates its state, and placed arrays share memory with `start`.
-        state = executor.place(start, model)._replace(tables=())
-        state = jax.jit(lambda state: jax.tree.map(jnp.copy, state))(state)
-    tables, placed_tables = tables_of(model, executor)
-    evaluate = jax.jit(make_eval_step(model, executor), out_shardings=executor.replicated())
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, model.vocab_size, (STEPS, BATCH, SEQUENCE + 1)).astype(np.int32)
     weights = rng.uniform(size=(BATCH, SEQUENCE)).astype(np.float32)
@@ -195,63 +204,45 @@ def train(model, executor, micro_batches, start=None, padded=False, **changes):
         tokens %= model.vocab_size - 1  # An end of text in front of padding would be padding.
         tokens[:, :, 1:] = np.where(padding, model.vocab_size - 1, tokens[:, :, 1:])
         weights = np.where(padding, 0, 1 if model.balance_loss else weights).astype(np.float32)
-    batches = [executor.put({"tokens": t}, BATCH)["tokens"] for t in tokens]
-    state = state._replace(tables=placed_tables)
-    counted = {}
-    if training.adapter_rank or padded:
-        counted = executor.put({"weights": weights / weights.sum()}, BATCH)
-    teach = lambda batch: {}  # noqa: E731
-    if training.teacher:
-        teacher = Teacher(DENSE, gpt.init(DENSE, jax.random.key(1)), {})
-        forward = teacher.program(model, executor, batches[0], micro_batches)
-        teach = lambda batch: {"teacher": forward(batch)}  # noqa: E731
-    counted |= teach(batches[0])
-    program = compiled_step(model, training, executor, state, batches[0], **counted)
+    counted = {"weights": weights / weights.sum()} if training.adapter_rank or padded else {}
+    batches = [Rows({"tokens": rows, **counted}, BATCH) for rows in tokens]
+    held_out = Rows({"tokens": tokens[0], "weights": weights}, BATCH)
+    teacher = Teacher(DENSE, gpt.init(DENSE, jax.random.key(1)), {}) if training.teacher else None
+    data = TrainingData(batches[0], held_out, 1, held_out, 1, "none", teacher=teacher)
+    [programs] = compile_programs([PhaseSpec(0.0, model)], training, data, executor=executor)
+    if start is None:
+        state = initial_state(model, training, executor)
+    else:
+        # Copies, as the step donates its state, and placed arrays share memory with `start`.
+        state = jax.tree.map(jnp.copy, start._replace(tables=()))
+        state = executor.place(state._replace(tables=start.tables), model)
     reports, first = [], None
-    for batch in batches:
-        state, report = program(state, batch, np.float32(1e-3), **counted | teach(batch))
+    for rows in batches:
+        batch = executor.put(rows.example, BATCH)
+        state, report = run_step(programs, state, batch, np.float32(1e-3))
         reports.append(jax.tree.map(float, report._replace(routing=())))
-        if first is None:
-            first = canonical(executor, state, tables, model)["moments"]
-    held_out = executor.put({"tokens": tokens[0], "weights": weights}, BATCH)
-    loss = evaluate(state.weights, held_out["tokens"], held_out["weights"])
+        first = first or canonical(executor, state, model)["moments"]
+    rows = executor.put(held_out.example, BATCH)
+    loss = programs.eval_step(programs.weights(state), rows["tokens"], rows["weights"])
     return {
         "losses": [report.loss for report in reports],
         "norms": [report.gradient_norms for report in reports],
         "first moments": first,
-        **canonical(executor, state, tables, model),
+        **canonical(executor, state, model),
         "eval": float(loss),
-        "text": program.as_text(),
+        "text": getattr(programs.train_step, "as_text", str)(),
     }
-
-
-def tables_of(model, executor):
-    """Returns the layouts' tables: canonical, and those of the programs."""
-    tables = stacks.layout_tables(stacks.layouts(model))
-    return tables, executor.place_layouts(weights_of({}, tables), model, changing=False).layouts
-
-
-def compiled_step(model, training, executor, state, batch, **counted):
-    """Returns the compiled training step; `state` may have shapes alone."""
-    replicated = executor.replicated()
-    shardings = executor.shardings(state._replace(tables=()), model)
-    if shardings is not None:
-        shardings = shardings._replace(tables=None), StepReport(replicated, replicated, replicated)
-    step = make_train_step(model, training, executor)
-    step = jax.jit(step, donate_argnums=0, out_shardings=shardings)
-    return step.lower(state, batch, np.float32(1e-3), **counted).compile()
 
 
 def gathers(name, texts, of_step=lambda text: gathered(text)):
     """Returns {text: shapes that the step gathers}, or another function of its text; runs none."""
+    name, _, option = name.partition("+")
     model, shapes = MODELS[name], {}
     for text in texts:
-        sharded, micro = executor(text, model)
-        training = TrainingConfig(STEPS, BATCH, SEQUENCE, micro, learning_rate=1e-3)
-        state = abstract_state(model, training, sharded)
-        state = state._replace(tables=tables_of(model, sharded)[1])
-        batch = sharded.put({"tokens": np.zeros((BATCH, SEQUENCE + 1), np.int32)}, BATCH)["tokens"]
-        step = compiled_step(model, training, sharded, state, batch)
+        runs, micro = executor(text, model)
+        training = TrainingConfig(STEPS, BATCH, SEQUENCE, micro, **OPTIONS[option])
+        arguments, _ = abstract_arguments(runs, model, training, changing=False)
+        step = jitted_train_step(model, training, runs, arguments[0]).lower(*arguments).compile()
         shapes[text] = of_step(step.as_text())
     return shapes
 
@@ -268,15 +259,16 @@ def scores(name, texts):
     training = TrainingConfig(STEPS, BATCH, SEQUENCE)
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, (BATCH, SEQUENCE + 1))
     start = initial_state(model, training)
-    weights = start._replace(tables=tables_of(model, SINGLE_DEVICE)[1]).weights
+    weights = start.weights.with_fixed_layouts()
     for text in texts:
         sharded, _ = executor(text, model)
-        placed = sharded.place(start, model)._replace(tables=tables_of(model, sharded)[1])
+        placed = sharded.place(start, model).weights
+        placed = sharded.place_layouts(placed, model, changing=False)
         shards = meshes.batch_shards(sharded.mesh)
         rows = sharded.put({"tokens": tokens.astype(np.int32)}, BATCH)["tokens"]
         of_shards = np.tile(places.astype(np.int32), (shards, 1))
         score = jax.jit(functools.partial(sharded.token_scores, model))
-        mine = score(placed.weights, rows, of_shards)[0]
+        mine = score(placed, rows, of_shards)[0]
         rows_of_shards = np.split(tokens.astype(np.int32), shards)
         alone = jax.jit(functools.partial(whole.token_scores, model))
         right = [alone(weights, shard, of_shards[0])[0] for shard in rows_of_shards]
@@ -284,11 +276,34 @@ def scores(name, texts):
     return results
 
 
-def canonical(executor, state, tables, model):
-    state = jax.device_get(executor.canonical(state._replace(tables=tables), model))
+def norms(name, texts):
+    """Returns the errors of the block norms of the dense gradient, which methods grow by."""
+    model, training = MODELS[name], TrainingConfig(STEPS, BATCH, SEQUENCE)
+    shape = BATCH, SEQUENCE + 1
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, shape, np.int32)
+    start = initial_state(model, training)
+
+    def measured(runs):
+        weights = runs.place_layouts(runs.place(start, model).weights, model, changing=True)
+        rows = runs.put({"tokens": tokens}, BATCH)["tokens"]
+        if isinstance(runs, RelayExecutor):
+            fetch = functools.partial(Relay(model, training).to_first_device, weights)
+            return probe.block_gradient_norms(model, fetch, rows)
+        return jax.device_get(
+            jax.jit(functools.partial(runs.block_gradient_norms, model))(weights, rows)
+        )
+
+    right = measured(SINGLE_DEVICE)
+    return {text: error(measured(executor(text, model)[0]), right) for text in texts}
+
+
+def canonical(executor, state, model):
+    state = executor.canonical(state, model)
     moments: list = []
     map_moments(lambda tree: moments.append(tree) or tree, state.moments)
-    return {"params": without_key_bias(state.params), "moments": moments}
+    arrays = {"params": without_key_bias(jax.device_get(state.params)), "moments": moments}
+    # Copies, as the relay updates its arrays in place.
+    return jax.tree.map(np.copy, jax.device_get(arrays))
 
 
 def without_key_bias(params):
@@ -306,7 +321,8 @@ def without_key_bias(params):
 
 def error(mine, right):
     """Returns the largest difference in any leaf, relative to the leaf's largest value."""
-    pairs = zip(jax.tree.leaves(mine), jax.tree.leaves(right), strict=True)
+    pairs = list(zip(jax.tree.leaves(mine), jax.tree.leaves(right), strict=True))
+    assert all(np.asarray(a).dtype == np.asarray(b).dtype for a, b in pairs)
     return max(float(np.abs(a - b).max() / (np.abs(b).max() + 1e-9)) for a, b in pairs)
 
 
@@ -347,6 +363,8 @@ def compare(name, texts):
             right[reference] = train(model, *reference, start, **changes)
         # One mesh draws the state; to place it costs less.
         mine = train(model, sharded, micro, start if errors else None, **changes)
+        # The gradients of adapters are small.
+        assert "adapter_rank" in changes or max(max(each.values()) for each in mine["norms"]) > CLIP
         errors[text] = {
             key: error(mine[key], right[reference][key]) for key in mine if key != "text"
         }
@@ -380,7 +398,8 @@ def move(name, texts):
             lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), mine, right
         )
         results[str(text)] = all(jax.tree.leaves(same))
-        results[f"{text} devices"] = len(jax.tree.leaves(state.params)[0].devices())
+        if not isinstance(after, RelayExecutor):  # Its arrays are in host memory.
+            assert len(jax.tree.leaves(state.params)[0].devices()) == after.devices
     return results
 
 
@@ -438,6 +457,6 @@ def evolve(name, texts):
 
 if __name__ == "__main__":
     task, name, *texts = sys.argv[1:]
-    tasks = (compare, gathers, collectives, move, evolve, scores)
+    tasks = (compare, gathers, collectives, move, evolve, norms, scores)
     run = {function.__name__: function for function in tasks}[task]
     print(json.dumps(run(name, texts)))

@@ -1,0 +1,232 @@
+"""What every executor does: it trains, evaluates, evolves and saves as one device.
+
+A case is a model or method and executors of it, in the words of executor_runs.py. What an executor
+refuses is the table of test_support.py.
+"""
+
+import pytest
+from compared import assert_like_single_device, executor_run
+
+slow, nightly = pytest.mark.slow, pytest.mark.nightly
+
+
+def cases(*daily, at_night=()):
+    """Returns the cases (name, *texts) of a property as (name, texts); each kind is a daily one."""
+
+    def marked(case, *marks):
+        return pytest.param(case[0], case[1:], marks=marks, id=" ".join(case))
+
+    in_process = lambda case: all(text.startswith("relay/") for text in case[1:])  # noqa: E731
+    today = [marked(case, *[] if in_process(case) else [slow]) for case in daily]
+    return today + [marked(case, nightly) for case in at_night]
+
+
+TRAINED = [
+    # Meshes. Axes are also longer than there are key/value heads.
+    ("dense", "data:2,tensor:4/0/2"),
+    ("sparse", "data:2,fsdp:2,tensor:2/2/2"),
+    ("shared", "data:2,fsdp:2,tensor:2/3/2"),
+    ("llama", "data:2,tensor:4/0/1"),
+    ("multi_query", "data:2,tensor:4/0/1"),
+    ("gemma2", "data:2,fsdp:2,tensor:2/3/2"),
+    # Micro-batches of a mesh have other rows, and the load-balance loss is theirs.
+    ("experts", "data:2,tensor:4/0/1"),
+    # Rows whose ends are padding, as data.loss=answers has them.
+    ("experts_alone+answers", "data:2,fsdp:2,tensor:2/3/1"),
+    ("experts+answers", "data:2,fsdp:2,tensor:2/2/1"),
+    ("llama+adapters", "data:2,fsdp:2,tensor:2/3/2"),
+    ("dense+int8", "fsdp:2,feature:2,tensor:2/3/1"),
+    ("int8", "data:2,fsdp:2,tensor:2/3/1", "stage:2,fsdp:2,tensor:2/2/2/1f1b/1"),
+    ("dense+bfloat16", "data:2,fsdp:2,tensor:2/3/2", "stage:2,fsdp:4/2/2/1f1b/1"),
+    # A dense kernel and a group are one matrix on all devices; single blocks stay in place.
+    ("sparse_mlp+muon", "data:2,fsdp:2,tensor:2/3/2", "stage:2,fsdp:2,tensor:2/2/2/1f1b/1"),
+    ("sparse+teacher", "data:2,fsdp:4/3/2"),
+    ("dense+new_rows", "on:2,data:2/0/1", "on:2,fsdp:2/3/1", "on:4,data:2,tensor:2/1/2"),
+    ("dense_odd+new_rows", "on:2,tensor:2/0/1", "on:4,stage:2,fsdp:2/2/2/1f1b/1"),
+    ("sparse_depth", "halves,fsdp:2,feature:2,tensor:2/3/2"),
+    # Grouped queries, rotary positions and a window; documents, and soft caps.
+    ("llama", "fsdp:2,context:2,tensor:2/3/2"),
+    ("packed", "context:4,tensor:2/0/1"),
+    ("sparse_depth", "halves,fsdp:2,context:2,feature:2/3/1"),
+    ("sparse_mlp+muon", "fsdp:4,context:2/2/2"),
+    # Pipelines: each schedule, even and uneven divisions.
+    ("low_rank+muon", "stage:2,fsdp:2,tensor:2/3/2/gpipe/1"),
+    ("qwen3", "stage:2,data:2,tensor:2/1/2/zero_bubble/1"),
+    ("experts_sparse", "fsdp:2,stage:2,tensor:2/3/1/1f1b/1"),
+    ("experts", "exchange,stage:2,fsdp:2,tensor:2/3/1/1f1b/1"),
+    ("sparse_deep_full", "stage:2,fsdp:2,tensor:2/2/2/interleaved/2/2+1+1+1"),
+    # The relay: one block at a time.
+    ("dense", "relay/device/1", "relay/host/2"),
+    ("llama", "relay/device/2", "relay/host/2", "relay,data:2/device/2"),
+    ("sparse_rank+muon", "relay/device/1"),
+    ("sparse_rank+adafactor", "relay/device/1"),
+    ("dense+bfloat16", "relay/device/1"),
+    ("dense+bfloat16_muon", "relay/device/1"),
+    ("int8", "relay/device/1"),
+    ("shared", "relay/device/2"),
+    ("gemma2", "relay/device/2"),
+    ("gemma3", "relay/device/2"),
+    ("sparse_depth", "relay/device/2"),
+    ("experts_sparse", "relay/device/2"),
+]
+AT_NIGHT = [
+    ("sparse_rank", "data:2,tensor:4/0/1"),
+    ("sparse_depth", "data:2,fsdp:2,tensor:2/3/2"),
+    ("low_rank+muon", "data:2,fsdp:2,tensor:2/3/2"),
+    ("experts", "stage:2,fsdp:2,tensor:2/3/1/1f1b/1"),
+    ("llama", "data:2,fsdp:2,tensor:2/3/2", "stage:2,tensor:4/3/2/1f1b/1"),
+    ("llama", "stage:2,fsdp:2,tensor:2/3/2/1f1b/1"),
+    ("qwen3", "data:4,tensor:2/0/1", "stage:2,tensor:4/1/2/zero_bubble/1"),
+    ("qwen3", "fsdp:2,tensor:4/3/2"),
+    ("gemma3", "data:2,tensor:4/0/1"),
+    ("multi_query", "data:2,fsdp:2,tensor:2/3/2"),
+    ("experts_sparse", "stage:2,fsdp:4/2/1/1f1b/1", "data:2,tensor:4/0/1"),
+    ("experts_sparse", "data:2,fsdp:4/3/1"),
+    ("llama+adapters", "data:2,tensor:4/0/1", "fsdp:8/2/1"),
+    ("dense+int8", "data:2,tensor:4/0/1", "fsdp:8/3/2"),
+    ("sparse_depth+adapters", "data:2,fsdp:2,tensor:2/3/2", "fsdp:8/2/1"),
+    ("fp8", "data:2,fsdp:2,tensor:2/3/1", "stage:2,fsdp:2,tensor:2/2/2/1f1b/1"),
+    *(
+        (f"{model}+muon", "data:2,fsdp:2,tensor:2/3/2", "stage:2,fsdp:2,tensor:2/2/2/1f1b/1")
+        for model in ("sparse", "dense", "sparse_rank")
+    ),
+    ("dense_odd+new_rows", "on:4,fsdp:4/3/2"),
+    ("sparse+new_rows", "on:4,fsdp:2,tensor:2/3/1"),
+    ("sparse_depth", "fsdp:2,feature:2,tensor:2/3/2"),
+    ("llama", "halves,fsdp:2,feature:2,tensor:2/3/1"),
+    ("dense_odd", "data:2,feature:4/0/1"),
+    ("sparse_deep_full", "data:4,feature:2/0/1"),
+    ("llama", "fsdp:4,feature:2/3/2"),
+    ("gemma2", "data:4,feature:2/0/1"),
+    ("qwen3", "data:4,feature:2/0/1"),
+    ("sparse+muon", "fsdp:2,feature:2,tensor:2/3/2"),
+    ("sparse_depth+adapters", "fsdp:2,feature:2,tensor:2/3/1"),
+    ("dense", "data:2,context:4/1/1"),
+    ("gemma2", "fsdp:2,context:4/3/1"),
+    ("llama+answers", "fsdp:4,context:2/3/1"),
+    ("llama+adapters", "fsdp:4,context:2/3/1"),
+    ("dense_deep", "stage:2,data:2,tensor:2/3/4/gpipe/1"),
+    ("sparse_deep", "stage:4,tensor:2/3/4/zero_bubble/1"),
+    (
+        "dense_deep",
+        "stage:4,fsdp:2/3/8/1f1b/1",
+        "stage:8/3/16/1f1b/1",
+        "stage:8/3/4/zero_bubble/1",
+        "stage:4,fsdp:2/1/8/interleaved/2",
+        "stage:1,data:8/0/2/gpipe/2/6+2",
+        "stage:2,tensor:4/3/16/1f1b/1/3+5",
+    ),
+    (
+        "sparse_deep",
+        "stage:4,data:2/0/2/1f1b/1/1+1+2+1",
+        "stage:2,fsdp:4/1/4/interleaved/2",
+        "stage:2,data:2,fsdp:2/2/4/zero_bubble/1",
+        "stage:2,fsdp:2,tensor:2/3/4/gpipe/2",
+    ),
+    ("sparse_deep_full", "stage:4,data:2/3/4/1f1b/1", "stage:2,tensor:4/3/4/zero_bubble/1/4+1"),
+    *((model, "relay/device/2", "relay/host/2") for model in ("sparse", "qwen3", "multi_query")),
+    ("fp8", "relay/device/1"),
+    *((f"sparse_rank+{name}", "relay/device/1") for name in ("lion", "schedule_free")),
+    *((f"{model}+muon", "relay/device/1") for model in ("sparse_depth", "shared")),
+]
+
+
+@pytest.mark.parametrize(("model", "texts"), cases(*TRAINED, at_night=AT_NIGHT))
+def test_training_is_that_of_one_device(model, texts):
+    """Losses, clipped gradients, moments and parameters of three steps, and an evaluation."""
+    if model in ("int8", "fp8"):
+        pytest.importorskip("qwix", reason="quantised products need the extra quantized")
+    assert_like_single_device(executor_run("compare", model, *texts), model)
+
+
+@nightly
+@pytest.mark.parametrize("model", ["dense", "dense_odd", "sparse", "sparse_rank", "sparse_depth"])
+@pytest.mark.parametrize("zero", range(4))
+def test_every_mesh_and_zero_trains_like_a_single_device(model, zero):
+    texts = [
+        f"data:{data},fsdp:{fsdp},tensor:{8 // data // fsdp}/{zero}/{1 + data % 2}"
+        for data in (1, 2, 4, 8)
+        for fsdp in (1, 2, 4, 8)
+        if data * fsdp in (2, 4, 8)
+    ]
+    assert_like_single_device(executor_run("compare", model, *texts))
+
+
+MESH, TENSOR = "data:2,fsdp:2,tensor:2/3/1", "data:2,tensor:4/0/1"
+STAGES = "stage:2,data:2,tensor:2/3/1/zero_bubble/1"
+
+
+@pytest.mark.parametrize(
+    ("method", "texts"),
+    cases(
+        # With parts of a batch, the norms that choose blocks are those of the whole.
+        ("rigl+depth", f"halves,{MESH}"),
+        ("rigl", "fsdp:2,context:2,tensor:2/3/1"),
+        ("rigl", "relay/device/1"),
+        at_night=[
+            ("rigl", MESH, STAGES),
+            ("set", MESH, STAGES, "relay/device/1"),
+            ("sparse_to_dense", MESH, STAGES, "relay/device/1"),
+            ("rigl+depth", "relay/device/1"),
+            *((f"{method}+llama", TENSOR) for method in ("rigl", "self_guided")),
+            *((method, MESH) for method in ("gradual", "sparse_to_dense+depth")),
+            *((method, MESH) for method in ("low_rank_tail", "self_guided")),
+        ],
+    ),
+)
+def test_layouts_evolve_as_on_one_device(method, texts):
+    for text, errors in executor_run("evolve", method, *texts).items():
+        assert errors["layouts"] == 0, text
+        assert errors["losses"] < 1e-5 and errors["params"] < 1e-2, (text, errors)
+
+
+@pytest.mark.parametrize(
+    ("model", "texts"),
+    cases(
+        ("sparse_deep", "stage:2,data:2,tensor:2/3/1/1f1b/1", "relay/device/1"),
+        ("llama", "stage:2,tensor:4/3/1/1f1b/1", "data:2,tensor:4/0/1"),
+        ("sparse_depth", "relay/device/1"),
+    ),
+)
+def test_block_gradient_norms_are_those_of_one_device(model, texts):
+    """Methods that grow blocks by gradient use them."""
+    errors = executor_run("norms", model, *texts)
+    assert max(errors.values()) < 5e-6, errors
+
+
+@pytest.mark.parametrize(
+    ("model", "texts"),
+    cases(
+        # Tokens that travel to experts, or do not.
+        (
+            "experts_sparse",
+            "exchange,data:2,fsdp:4/3/1",
+            "fsdp:8/1/1",
+            "exchange,stage:2,data:2,fsdp:2/3/1/1f1b/1",
+        ),
+        # A density by depth.
+        (
+            "sparse_depth",
+            "data:2,feature:2,tensor:2/3/1",
+            "relay/device/1",
+            "data:2,fsdp:2,tensor:2/2/1",
+            "fsdp:2,context:4/3/1",
+            "feature:4,fsdp:2/2/1",
+        ),
+        # One copy of each key/value head.
+        ("llama", "data:8/3/1", "fsdp:2,tensor:4/3/1", "stage:2,tensor:4/2/1/1f1b/1"),
+        # No padding of the vocabulary: no tensor axis divides its 45 tokens.
+        ("dense_odd", "data:2,fsdp:2,tensor:2/3/1", "relay/host/1", "stage:2,tensor:4/2/1/1f1b/1"),
+        (
+            "sparse_deep",
+            "stage:4,tensor:2/3/4/1f1b/1",
+            "data:2,fsdp:4/3/1",
+            "stage:2,fsdp:4/3/4/interleaved/2",
+        ),
+        at_night=[("sparse", "data:4,tensor:2/1/1", "fsdp:2,tensor:4/3/1", "data:2,fsdp:4/2/1")],
+    ),
+)
+def test_a_checkpoint_moves_between_executors_at_the_same_bits(model, texts):
+    """Saved by each and read by the next, the last of which is one device."""
+    results = executor_run("move", model, *texts)
+    assert all(results.values()), results
