@@ -12,41 +12,36 @@ from sparse_dataflow.core.config.parallel import ONLY_RELAY, ParallelConfig
 from sparse_dataflow.core.config.sparsity import SparsityConfig
 from sparse_dataflow.core.layouts.patterns import make_layout
 
-DEVICES = 2
-RELAY = "--executor=relay"
-STAGES, SHARDS = "--mesh=stage:2", "--mesh=fsdp:2"
-EXPERTS = "--set=model.experts=2"
 FOLDER, PORT = "FOLDER", "PORT"  # Replaced by a new folder and a free port.
-ADDRESS = f"127.0.0.1:{PORT}"
-ALONE = ["--set=parallel.processes=1"]
-
-OPTIONS = {
-    "executor": {"auto": [], "whole": [], "pipeline": [STAGES], "relay": []},
-    "mesh": {f"{axis}:2": [] for axis in ("data", "fsdp", "tensor", "feature", "stage")},
-    "zero": {str(level): [SHARDS] for level in range(4)},
-    "experts": {"gather": [EXPERTS], "exchange": [EXPERTS, SHARDS]},
-    "sub_batches": {"2": [SHARDS]},
-    "schedule": {
-        name: [STAGES, "--set=training.micro_batches=4", "--set=model.num_layers=4"]
-        for name in ("gpipe", "1f1b", "interleaved:2", "zero_bubble")
+OF_MODEL = ("model.experts", "model.num_layers")
+STAGES = {"mesh": "stage:2", "model.num_layers": "4", "training.micro_batches": "4"}
+RELAY = {"executor": "relay"}
+RUNS = [
+    {
+        "executor": "auto",
+        "memory_limit": "1GiB",
+        "processes": "1",
+        "process": "0",
+        "coordinator": f"127.0.0.1:{PORT}",
+        "join_timeout": "60",
+        "heartbeat": "20",
     },
-    "memory_limit": {"1GiB": []},
-    "stash": {"device": [RELAY], "host": [RELAY]},
-    "clipping": {"exact": [RELAY], "eager": [RELAY]},
-    "server_dir": {FOLDER: [RELAY]},
-    "depth_schedule": {each: [RELAY] for each in ("constant", "drop:0.25", "grow:0.5")},
-    "coordinator": {ADDRESS: [*ALONE, "--set=parallel.process=0"]},
-    "processes": {"1": []},
-    "process": {"0": [*ALONE, f"--set=parallel.coordinator={ADDRESS}"]},
-    "join_timeout": {"60": []},
-    "heartbeat": {"20": []},
-}
-"""Field of `ParallelConfig` -> value -> the other flags that it needs."""
+    *({"mesh": f"{axis}:2"} for axis in ("data", "tensor", "feature")),
+    {"mesh": "fsdp:2", "executor": "whole", "zero": "0"},
+    {"mesh": "fsdp:2", "zero": "1", "sub_batches": "2"},
+    {"mesh": "fsdp:2", "zero": "2", "model.experts": "2", "experts": "gather"},
+    {"mesh": "fsdp:2", "zero": "3", "model.experts": "2", "experts": "exchange"},
+    {**STAGES, "executor": "pipeline", "schedule": "gpipe"},
+    *({**STAGES, "schedule": name} for name in ("1f1b", "interleaved:2", "zero_bubble")),
+    {**RELAY, "stash": "device", "clipping": "exact", "depth_schedule": "constant"},
+    {**RELAY, "stash": "host", "server_dir": FOLDER},
+    {**RELAY, "clipping": "eager"},
+    *({**RELAY, "depth_schedule": each} for each in ("drop:0.25", "grow:0.5")),
+]
+"""Options of `ParallelConfig`, and of other parts, that a run has together."""
 
-OTHER_RESULTS = ("eager", "drop:0.25", "grow:0.5")
+OTHER_RESULTS = {"eager", "drop:0.25", "grow:0.5"}
 """Values with which later steps differ from those of one program."""
-
-CASES = [(field, value) for field, values in OPTIONS.items() for value in values]
 
 
 def run(job, folder, *flags, devices=1):
@@ -72,11 +67,12 @@ def whole(job, tmp_path_factory):
     return whole
 
 
-def test_the_table_has_every_option_and_every_choice():
-    assert OPTIONS.keys() == {field.name for field in dataclasses.fields(ParallelConfig)}
+def test_the_runs_have_every_option_and_every_choice():
+    runs = [{name: value for name, value in each.items() if "." not in name} for each in RUNS]
+    assert set().union(*runs) == {field.name for field in dataclasses.fields(ParallelConfig)}
     for setting in settings.settings(ParallelConfig):
-        assert {*(setting.choices or ())} <= OPTIONS[setting.name].keys()
-    assert all(RELAY in flags for name in ONLY_RELAY for flags in OPTIONS[name].values())
+        assert {*(setting.choices or ())} <= {each.get(setting.name) for each in runs}
+    assert all(each["executor"] == "relay" for each in runs if {*ONLY_RELAY} & each.keys())
 
 
 def test_the_default_pattern_has_groups():
@@ -86,16 +82,17 @@ def test_the_default_pattern_has_groups():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("field, value", CASES, ids=["=".join(case) for case in CASES])
-def test_an_option_trains_the_default_pattern(job, whole, tmp_path, field, value):
-    flags = [f"--set=parallel.{field}={value}", *OPTIONS[field][value]]
-    port = str(free_port())
-    flags = [f.replace(FOLDER, str(tmp_path / "server")).replace(PORT, port) for f in flags]
-    devices = DEVICES if any("mesh=" in flag for flag in flags) else 1
-    losses = run(job, tmp_path / "run", *flags, devices=devices)
-    expected = whole(*(flag for flag in flags if "model." in flag))
+@pytest.mark.parametrize("options", RUNS, ids=lambda each: " ".join(map("=".join, each.items())))
+def test_options_train_the_default_pattern(job, whole, tmp_path, options):
+    def flag(name):
+        value = options[name].replace(FOLDER, str(tmp_path / "server")).replace(PORT, port)
+        return f"--set={name if '.' in name else f'parallel.{name}'}={value}"
+
+    port, devices = str(free_port()), 2 if "mesh" in options else 1
+    losses = run(job, tmp_path / "run", *map(flag, options), devices=devices)
+    expected = whole(*(flag(name) for name in OF_MODEL if name in options))
     assert len(losses) == len(expected) == 4
-    if value in OTHER_RESULTS:
+    if OTHER_RESULTS & {*options.values()}:
         assert losses[0] == pytest.approx(expected[0], rel=0.05)
         assert losses[-1] < losses[0]
     else:
