@@ -50,7 +50,7 @@ class Records(Sequence):
 
 
 def store(source: Source, folder: Path) -> None:
-    """Stores the documents of a source, split by `splits.py`, in the order of the source.
+    """Stores the documents of a source, split by `splits`, in the order of the source.
 
     The folder appears once all is written.  Documents are written as they are read, so memory is
     bounded.

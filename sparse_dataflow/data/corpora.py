@@ -1,7 +1,7 @@
 """`load_corpus`: a corpus as two random-access splits of documents.
 
 Each corpus is stored once as array_record files in the cache folder: a local one by `builders`, a
-named one by tfds, which is imported for those names alone. `splits.py` chooses the held-out
+named one by tfds, which is imported for those names alone. `splits` chooses the held-out
 documents of corpora that ship no held-out split.
 """
 

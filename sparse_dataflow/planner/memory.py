@@ -410,7 +410,7 @@ def activation_bytes(
     active = config.active_experts if expert_rows is None else expert_rows
     heads = widths.queries + widths.keys_values
     # Scores are float32; probabilities have the compute dtype.
-    # Where no kernel runs, the scores of more tokens are computed in chunks (`kernels.attention`).
+    # Where no kernel runs, the scores of more tokens are computed in chunks (`ops.attention`).
     dense = not fused_attention and sequence <= DENSE_TOKENS
     scores = config.num_heads * sequence * (4 + compute) if dense else 0
     if config.kv_heads < config.num_heads and dense:

@@ -34,7 +34,7 @@ class Case:
 
     Attributes:
       chip: kind of a described TPU, as in `--topology`: v5e, v5p, v6e.
-      implementation: DENSE, or a module of `kernels.block_sparse_matmul`.
+      implementation: DENSE, or a module of `ops.block_sparse_matmul`.
       pattern: of the layout; "" for DENSE.
       in_features: rows of the weight.
       out_features: columns of the weight.

@@ -43,7 +43,7 @@ CLOCKS = {"v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
 per 16 rows; v6e: 2 of 256x256, 8 cycles) these reproduce the FLOP/s of the data sheets."""
 
 IMPLEMENTATIONS = {"pallas_tpu": "pixelfly", "pallas_tpu_grouped": "monarch"}
-"""Module in `kernels.block_sparse_matmul` -> the pattern that it is compiled for."""
+"""Module in `ops.block_sparse_matmul` -> the pattern that it is compiled for."""
 
 MLP, MLP_BLOCK = ("mlp_in", "mlp_out"), 128
 """Projections that FUSED computes, and the side of its blocks in the table."""

@@ -31,7 +31,7 @@ IMPLEMENTATIONS = {
     "pallas_hopper": ("pixelfly", ("h100",)),
     "pallas_triton": ("pixelfly", ("a100", "l4", "b200")),
 }
-"""Module in `kernels.block_sparse_matmul` -> its pattern, and the GPUs that it is compiled for."""
+"""Module in `ops.block_sparse_matmul` -> its pattern, and the GPUs that it is compiled for."""
 
 
 def run(options) -> None:

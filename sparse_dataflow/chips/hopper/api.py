@@ -71,7 +71,7 @@ def block_sparse_matmul(
       values: stored blocks.
       tables: index tables.
       bias: [out_features], any float dtype.
-      activation: None or "gelu" (tanh form, `kernels.gelu`).  bfloat16 uses the hardware's tanh,
+      activation: None or "gelu" (tanh form, `ops.gelu`).  bfloat16 uses the hardware's tanh,
         exact to about 11 bits; float32 uses XLA's.
       tuning: tile sizes; None for `default_tuning`.
 

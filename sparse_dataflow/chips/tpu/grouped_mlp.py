@@ -100,7 +100,7 @@ def grouped_mlp(
       groups_out: groups of W_out.
       block: features of a block.
       weight_gate: like weight_in; None for an MLP without a gate.
-      activation: key of `pallas_tpu_grouped_kernels.ACTIVATIONS`.
+      activation: key of `grouped_mlp_kernels.ACTIVATIONS`.
       tuning: tile sizes; None for `default_tuning`.
 
     Returns:

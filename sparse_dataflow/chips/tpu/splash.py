@@ -28,15 +28,15 @@ def causal_attention(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute `api.causal_attention` without the scores; tiles without a visible key are skipped.
+    """Compute `attention_op.causal_attention` without scores; skips tiles without a visible key.
 
     Args:
       query: bfloat16 or float32 [batch, tokens, heads, head_dim], see `refusal`.
       key: [batch, tokens, kv heads, head_dim].
       value: like key.
-      window: see `api.causal_attention`.
-      cap: see `api.causal_attention`.
-      documents: see `api.causal_attention`.
+      window: see `attention_op.causal_attention`.
+      cap: see `attention_op.causal_attention`.
+      documents: see `attention_op.causal_attention`.
       interpret: whether to interpret the kernels on a CPU.
     """
     tokens, heads, kv_heads = query.shape[1], query.shape[2], key.shape[2]
@@ -64,8 +64,8 @@ def shard_attention(
       value: like key.
       order: int32 [shards, tokens / shards], positions of the queries of each shard.
       shard: int32 [], index of the shard; traced.
-      window: see `api.causal_attention`.
-      cap: see `api.causal_attention`.
+      window: see `attention_op.causal_attention`.
+      cap: see `attention_op.causal_attention`.
       documents: int32 [batch, tokens / shards] of the queries, and [batch, tokens] of the keys.
       interpret: whether to interpret the kernels on a CPU.
     """

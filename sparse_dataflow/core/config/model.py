@@ -68,7 +68,7 @@ class ModelConfig(AttentionSettings, RotarySettings):
       activation: "gelu" is its tanh form, as in GPT-2, "gelu_exact" uses erf, "relu" is OPT's,
         "silu" Llama's.
       remat: a kind for all blocks, or counts of blocks; see `config.remat`.
-      precision: 8-bit numbers have a scale for each row that a product sums (`kernels.quantized`):
+      precision: 8-bit numbers have a scale for each row that a product sums (`ops.quantized`):
         "fp8" (e4m3, gradients e5m2) or "int8".  Low-rank terms, attention and the output layer keep
         compute_dtype.
       parametrization: "supar" keeps the scale of activations and of their updates constant over

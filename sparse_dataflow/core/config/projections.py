@@ -45,7 +45,7 @@ class LinearSpec(Readable):
       block: side of a square block, in features (block_sparse only).
       rank: width of an added gated low-rank term `x A B` (Pixelfly, arXiv 2112.00029); 0 for none.
       hadamard: width of the Walsh-Hadamard transform of consecutive input features before a
-        block-sparse product (`kernels.hadamard`): a power of 2 that divides them; 0 for none.
+        block-sparse product (`ops.hadamard`): a power of 2 that divides them; 0 for none.
       turned_dense: whether a dense weight was block-sparse before, which raises its learning rate;
         see `optim.optimizers`.
       frozen_dtype: how a dense weight under an adapter is stored: in the compute dtype, or as int8

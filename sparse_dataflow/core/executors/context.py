@@ -67,7 +67,7 @@ class Context:
         documents: jax.Array | None = None,
         **settings: Any,
     ) -> jax.Array:
-        """Computes `api.causal_attention` of this device's queries to the keys of all tokens.
+        """Computes `attention_op.causal_attention` of this device's queries to all keys.
 
         Args:
           query: float [B, T / shards, heads, head_dim].

@@ -1,7 +1,7 @@
 """A mixture of experts in place of a block's MLP.
 
 A router chooses the experts of each token.  The rows of an expert follow one another, padded to
-whole tiles (`expert_rows`), and `kernels.expert_matmul` multiplies them with its weights.
+whole tiles (`expert_rows`), and `ops.expert_matmul` multiplies them with its weights.
 
 Shapes in names: N tokens, K experts of a token, E experts, S rows, T tiles, D and F features.
 """

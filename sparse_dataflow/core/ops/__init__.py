@@ -1,1 +1,4 @@
-"""One folder per op: `api.py` dispatches, `reference.py` defines, one file implements a backend."""
+"""One folder per op: `NAME_op.py` dispatches, other files are implementations.
+
+Kernels for chips stand in `chips`, and the ops load them by name.
+"""

@@ -59,7 +59,7 @@ def block_sparse_matmul(
       values: stored blocks.
       tables: index tables.
       bias: [out_features], any float dtype.
-      activation: None or "gelu" (tanh form, `kernels.gelu`).
+      activation: None or "gelu" (tanh form, `ops.gelu`).
       tuning: tile sizes; None for `default_tuning`.
     """
     out_features = len(tables.in_index) * values.shape[1]

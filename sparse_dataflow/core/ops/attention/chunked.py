@@ -41,7 +41,7 @@ def visible(queries: Tokens, keys: Tokens, window: int = 0) -> jax.Array:
     Args:
       queries: of T queries.
       keys: of S keys; both have documents, or neither.
-      window: see `api.causal_attention`.
+      window: see `attention_op.causal_attention`.
     """
     distance = queries.positions[:, None] - keys.positions
     seen = distance >= 0
@@ -66,12 +66,12 @@ def attention(
 
     Args:
       query: float [batch, T, heads, head_dim].
-      key: [batch, S, kv heads, head_dim]; see `api.causal_attention`.
+      key: [batch, S, kv heads, head_dim]; see `attention_op.causal_attention`.
       value: like key.
       queries: the tokens of the queries, each of which sees a key.
       keys: those of the keys.
-      window: see `api.causal_attention`.
-      cap: see `api.causal_attention`.
+      window: see `attention_op.causal_attention`.
+      cap: see `attention_op.causal_attention`.
 
     Returns:
       [batch, T, heads, head_dim] in query's dtype; the softmax runs in float32 or wider.

@@ -39,7 +39,7 @@ def cudnn_attention(
     window: int = 0,
     documents: jax.Array | None = None,
 ) -> jax.Array:
-    """Compute `api.causal_attention` without the scores.
+    """Compute `attention_op.causal_attention` without the scores.
 
     cuDNN takes documents as a mask of each query and key, which all heads and layers share.
     """
@@ -67,7 +67,7 @@ def masked_attention(
       key: [batch, keys, kv heads, head_dim].
       value: like key.
       mask: bool, broadcastable to [batch, heads, queries, keys], whether a query sees a key.
-      cap: see `api.causal_attention`.
+      cap: see `attention_op.causal_attention`.
 
     Returns:
       [batch, queries, heads, head_dim] in query's dtype.

@@ -16,7 +16,7 @@ def causal_attention(
 ) -> jax.Array:
     """Compute softmax(q kᵀ / sqrt(head_dim) where key <= query) v, in float32 or wider.
 
-    Arrays are as in `api.causal_attention`.  Scores, and a key for each query head, are
+    Arrays are as in `attention_op.causal_attention`.  Scores, and a key for each query head, are
     materialized.
     """
     wide = jnp.promote_types(query.dtype, jnp.float32)

@@ -39,7 +39,7 @@ def distillation_loss(
 ) -> jax.Array:
     """Return the sum over tokens of weights * ((1 - w) * loss + w * divergence), w of the teacher.
 
-    `loss` is that of `api.token_scores`; the divergence is KL(teacher || student) of the next
+    `loss` is `cross_entropy_op.token_scores`; the divergence is KL(teacher || student) of the next
     token's distribution, in nats, at temperature 1 (arXiv 1503.02531).  Differentiable in x and
     embedding.
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def token_losses(x: jax.Array, embedding: jax.Array, targets: jax.Array) -> jax.Array:
-    """Return -log softmax(x Eᵀ)[target] of each token; see `api.token_scores`."""
+    """Return -log softmax(x Eᵀ)[target] of each token; see `cross_entropy_op.token_scores`."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     logits = jnp.matmul(x, embedding.T, preferred_element_type=wide)
     log_probability = jax.nn.log_softmax(logits)

@@ -15,7 +15,7 @@ _PRODUCT, _TRANSPOSED = "sgd,gdf->sgf", "sgf,gdf->sgd"
 
 
 def expert_matmul(x_SxGxD: jax.Array, weights_ExGxDxF: jax.Array, tiles_T: jax.Array) -> jax.Array:
-    """See `api.expert_matmul`."""
+    """See `expert_matmul_op.expert_matmul`."""
     return _matmul(None, x_SxGxD, weights_ExGxDxF, tiles_T)
 
 
