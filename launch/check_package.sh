@@ -31,6 +31,13 @@ while [ "$number" -lt 40 ]; do
 done
 "$new/sparse-dataflow" --version
 "$new/python" -c 'import sparse_dataflow as sd; sd.BlockSparseLinear, sd.train'
+if "$new/python" -Pc 'import experiments' 2> /dev/null; then
+    echo "the wheel installs a package experiments" >&2
+    exit 1
+fi
+"$new/sparse-dataflow" train --help | grep '^usage: sparse-dataflow train \[' > /dev/null
+JAX_PLATFORMS=cpu "$new/sparse-dataflow" train --scale=pico --block=16 --mesh=fsdp:2,tensor:2 \
+    --describe | grep '4 chips' > /dev/null
 JAX_PLATFORMS=cpu XDG_CACHE_HOME=$folder/cache "$new/sparse-dataflow" train --quiet --scale=pico \
     --block=16 --notwin --steps=1 --corpus=texts --out=run
 test -s run/report.html

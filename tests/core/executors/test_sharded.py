@@ -6,9 +6,14 @@ from executor_runs import BATCH, MODELS, SEQUENCE
 
 from sparse_dataflow.planner import collectives
 
+nightly = pytest.mark.nightly
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["dense", "llama", "multi_query", "experts"])
+@pytest.mark.parametrize(
+    "model",
+    ["multi_query", *(pytest.param(m, marks=nightly) for m in ("dense", "llama", "experts"))],
+)
 def test_the_axis_tensor_gathers_activations_alone(model):
     [shapes] = executor_run("gathers", model, "data:2,tensor:4/0/2").values()
     # Rows of 8 tokens, of width 32.
@@ -20,7 +25,7 @@ def test_the_axis_tensor_gathers_activations_alone(model):
     ("model", "text"),
     [
         # The model over stages, and these axes with a capacity, are in other cases.
-        pytest.param("experts", "data:2,fsdp:4/3/1", marks=pytest.mark.nightly),
+        pytest.param("experts", "data:2,fsdp:4/3/1", marks=nightly),
         ("experts_sparse", "data:4,fsdp:2/3/1"),
         ("experts_capacity", "data:2,fsdp:4/3/2"),
     ],
@@ -51,7 +56,7 @@ GROUP_SHAPES = {"16x48", "16x16", "16x32", "32x16"}
     "model",
     [
         "sparse_mlp",
-        *(pytest.param(m, marks=pytest.mark.nightly) for m in ("sparse", "sparse_rank")),
+        *(pytest.param(m, marks=nightly) for m in ("sparse", "sparse_rank")),
     ],
 )
 def test_muon_gathers_matrices_of_groups_and_no_single_blocks(model):

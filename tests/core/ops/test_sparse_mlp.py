@@ -61,6 +61,7 @@ SUITE = [
     Implementation("pallas_tpu_grouped", GROUPS, ("float32", "bfloat16"), True, simulated_tpu),
     Implementation("pallas_hopper", irregular(64), ("bfloat16",), environment=simulated_hopper),
 ]
+RUNTIME_TABLES = [each for each in SUITE if each.layouts is not GROUPS and not each.gated]
 every_implementation = pytest.mark.parametrize("implementation", SUITE, ids=lambda i: i.name)
 every_case = pytest.mark.parametrize(
     ("implementation", "gated"),
@@ -156,6 +157,24 @@ def test_second_derivatives_are_right_or_refused_in_words(implementation):
         with precision(dtype):
             both = [curvature(run, operands[0]) for run in (implementation.run, SUITE[0].run)]
         np.testing.assert_allclose(*both, atol=1e-9 * np.abs(both[0]).max())
+
+
+@pytest.mark.parametrize("implementation", RUNTIME_TABLES, ids=lambda i: i.name)
+def test_a_changed_layout_runs_in_the_same_program(implementation):
+    block, dtype = implementation.layouts[0].block, implementation.dtypes[0]
+
+    @jax.jit
+    def program(operands, dy, tables):
+        y, pull = jax.vjp(lambda *operands: implementation.run(operands, tables), *operands)
+        return y, *pull(dy)
+
+    for offset in range(2):
+        layouts = mlp_layouts("random", 2, 1, 2, block, (offset, offset + 1))
+        operands, dy = draw_operands(layouts, (9,), dtype, offset)
+        with precision(dtype):
+            actual = program(operands, dy, [layout.tables() for layout in layouts])
+            assert_close(actual, exact(operands, dy, layouts), dtype)
+    assert program._cache_size() == 1
 
 
 @every_case

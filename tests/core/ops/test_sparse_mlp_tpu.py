@@ -65,22 +65,6 @@ def test_a_backward_pass_of_single_products():
     assert_close(actual, exact(operands, dy, layouts), "float32")
 
 
-def test_a_changed_layout_runs_in_the_same_program():
-    @jax.jit
-    def program(operands, dy, tables):
-        return gradients(operands, dy, tables)
-
-    for offset in range(2):
-        layouts = tuple(
-            make_layout("random", *shape, 128, 0.5, offset) for shape in ((256, 512), (512, 256))
-        )
-        operands, dy = draw_operands(layouts, (9,), "float32", offset)
-        with simulated_tpu():
-            actual = program(operands, dy, tables_of(layouts))
-        assert_close(actual, exact(operands, dy, layouts), "float32")
-    assert program._cache_size() == 1
-
-
 def structs(tokens, block, density, shape=(5120, 20480)):
     """Return the shapes of (x, values_in, bias, values_out) of GPT-13B's MLP, and its tables."""
     layouts = [make_layout("pixelfly", *s, block, density) for s in (shape, shape[::-1])]
