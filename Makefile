@@ -67,7 +67,7 @@ faults: $(READY) ## every fault test, measured for docs/surviving.md; ARGS="--ki
 
 aot-tpu: ## compile the TPU kernels and plans for v4 to v6e, without one (fetches libtpu: 200 MB in .venv-tpu)
 	@sh launch/make_env.sh .venv-tpu dev,aot
-	.venv-tpu/bin/python -m pytest $(addprefix tests/core/ops/,$(TPU_COMPILES)) tests/core/executors/relay/test_compiles.py tests/planner/aot/test_plans_compile.py tests/planner/aot/test_overlaps.py tests/experiments/benchmarks/schedules/test_compiles.py $(TESTS)
+	.venv-tpu/bin/python -m pytest -n $(WORKERS) --dist worksteal $(addprefix tests/core/ops/,$(TPU_COMPILES)) tests/core/executors/relay/test_compiles.py tests/planner/aot/test_plans_compile.py tests/planner/aot/test_overlaps.py tests/experiments/benchmarks/schedules/test_compiles.py $(TESTS)
 
 aot-gpu: ## compile the GPU programs for a T4 to a B200, without one (fetches CUDA: 4 GB in .venv-gpu)
 	@sh launch/make_env.sh .venv-gpu dev,cuda

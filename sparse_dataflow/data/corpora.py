@@ -47,7 +47,6 @@ from sparse_dataflow.data.token_files import TokenSplits, open_token_files
 from sparse_dataflow.files import addresses, storage
 from sparse_dataflow.files.errors import UserError, first_line
 
-DEFAULT_CORPUS = "python_stdlib"
 LEGAL_CORPORA = (
     f"'python_stdlib', 'sotu', a folder or file of {LEGAL_FILES}, a saved Hugging Face dataset, "
     "the address of one such as 'gs://BUCKET/PATH', 'hf:OWNER/NAME' such as 'hf:allenai/c4/en', a "
