@@ -15,6 +15,7 @@ import small_models
 from executor_runs import MODELS
 
 from sparse_dataflow.core.config.parallel import CLIPPINGS, PINNED_SETTING
+from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import OPTIMIZERS, TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.relay import (
@@ -30,6 +31,7 @@ from sparse_dataflow.core.executors.relay.host_state import abstract_state, fres
 from sparse_dataflow.core.executors.relay.relay import Relay, RelayConfig
 from sparse_dataflow.core.executors.relay.server_files import MappedFiles
 from sparse_dataflow.core.executors.relay.timeline import KINDS, hidden_share
+from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.model_weights import ModelWeights
 from sparse_dataflow.core.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.core.training.step import initial_state, make_train_step
@@ -98,6 +100,22 @@ def test_copies_that_are_not_kept_change_no_bit(clipping):
         *map(jax.tree.leaves, (without_copies.params, with_copies.params)), strict=True
     ):
         assert mine.tobytes() == theirs.tobytes()
+
+
+def test_the_products_of_groups_are_quantised():
+    """The contract compares their losses; here they differ from those that are not quantised."""
+    pytest.importorskip("qwix", reason="quantised products need the extra quantized")
+    groups = LinearSpec("block_sparse", "monarch", density=0.5, block=8)
+    losses = {}
+    for precision in ("compute_dtype", "int8"):
+        model = dataclasses.replace(DENSE, precision=precision)
+        model, how = model.with_linears(groups, ["mlp_in", "mlp_out"]), training()
+        state = fresh_state(model, how)
+        state = state._replace(tables=stacks.with_groups(state.tables))
+        _, reports = relay_run(Relay(model, how, changing=False), state, steps=2)
+        losses[precision] = [loss for loss, _ in reports]
+    assert losses["int8"] != losses["compute_dtype"]
+    np.testing.assert_allclose(losses["int8"], losses["compute_dtype"], rtol=1e-2)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
