@@ -81,6 +81,10 @@ ARMS: Mapping[str, Arm] = {
     # Dense models of the served FLOPs of d_model 16 and d_ff 192, with more width.
     "narrow_wider": Arm(width=1.25, hidden=134 / 192),
     "narrow_widest": Arm(width=1.5, hidden=92 / 192),
+    # What `pruned_2_narrow_heads` and `pruned_4_narrow_heads` would reach without a cut, at a higher
+    # served cost.
+    "wide_2": Arm(width=1.5, hidden=1.5, heads_width=1),
+    "wide_4": Arm(width=2, hidden=2, heads_width=1),
     "pruned_2": _HALF,
     "pruned_4": _QUARTER,
     "pruned_8": _EIGHTH,
@@ -123,6 +127,12 @@ ARMS: Mapping[str, Arm] = {
     "pruned_2_narrow_heads_early": _HALF_HEADS,
     "pruned_2_narrow_heads_saliency": _change(_HALF_HEADS, keep="saliency"),
     "pruned_2_narrow_heads_block_1": _change(_HALF_HEADS, block=1),
+    "pruned_2_narrow_heads_block_2": _change(_HALF_HEADS, block=2),
+    "pruned_2_narrow_heads_stored": _change(_HALF_HEADS, equal="stored"),
+    "pruned_2_narrow_heads_taught": _change(_HALF_HEADS, teacher=0.5),
+    "pruned_2_narrow_heads_across": _change(_HALF_HEADS, across="model"),
+    "pruned_2_narrow_heads_rewarm": _change(_HALF_HEADS, rewarm=20),
+    "pruned_2_narrow_heads_40_cuts": _change(_HALF_HEADS, stages=40),
     "static_2_narrow_heads": _change(_HALF_HEADS, start=0, end=0, stages=1, keep="random"),
 }
 """Name -> arm."""
