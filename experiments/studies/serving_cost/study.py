@@ -61,7 +61,7 @@ def run(options) -> int:
             WARMUP,
             options.batch,
         )
-        result = training.train(
+        result, _ = training.train(
             narrow,
             arms.ARMS[each.cell.arm],
             recipe,
