@@ -26,7 +26,7 @@ ALL = ("qkv", "attn_out", *HIDDEN)
 class Arm:
     """A model of the comparison and how it is trained.
 
-    The model is cut to the served FLOPs of the narrow dense model, or to its stored weights.
+    A pruned model is cut to the served FLOPs of the narrow dense model, or to its stored weights.
 
     Attributes:
       width: d_model, relative to the narrow dense model's.
@@ -83,8 +83,7 @@ ARMS: Mapping[str, Arm] = {
     # Dense models of the served FLOPs of d_model 16 and d_ff 192, with more width.
     "narrow_wider": Arm(width=1.25, hidden=134 / 192),
     "narrow_widest": Arm(width=1.5, hidden=92 / 192),
-    # What `pruned_2_narrow_heads` and `pruned_4_narrow_heads` would reach without a cut, at a higher
-    # served cost.
+    # The wide models without a cut, whose served cost is higher.
     "wide_2": Arm(width=1.5, hidden=1.5, heads_width=1),
     "wide_4": Arm(width=2, hidden=2, heads_width=1),
     "pruned_2": _HALF,
