@@ -35,6 +35,9 @@ from .text import Text
 CHUNK = 10
 """Optimizer steps of one call of the compiled program."""
 
+DECAY = 0.3
+"""Last fraction of the steps in which the schedule "wsd" decays."""
+
 SCORED_CHUNKS = 5
 """Chunks before a cut whose gradients and inputs score the blocks."""
 
@@ -47,7 +50,7 @@ class Recipe:
       optimizer: "muon" or "adamw".
       learning_rate: peak, of matrices.
       vector_rate: multiplier of embeddings and norms.
-      schedule: "linear" to zero or "cosine" to a tenth, after the warm-up.
+      schedule: "linear" to zero, "cosine" to a tenth, or "wsd": constant, then linear to zero.
       warmup: fraction of the steps.
       batch: sequences in a step.
     """
@@ -184,6 +187,8 @@ def _rates(recipe, course, rewarm):
     left = np.clip((course.steps - step) / max(1, course.steps - warmup), 0, 1)
     if recipe.schedule == "cosine":
         left = 0.1 + 0.9 * (1 - np.cos(np.pi * left)) / 2
+    elif recipe.schedule == "wsd":
+        left = np.clip((course.steps - step) / (DECAY * course.steps), 0, 1)
     rates = recipe.learning_rate * np.where(step < warmup, (step + 1) / warmup, left)
     for cut in course.cuts:
         if rewarm and cut.step:
