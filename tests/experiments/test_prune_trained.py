@@ -1,12 +1,15 @@
 """The study of recoveries: what is left of a trained model, and at which cost."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
 
 from experiments import prune_trained
-from experiments.studies.serving_cost import arms, recovery, study, training
+from experiments.studies.serving_cost import arms, recovery, runs, study, training
 from experiments.studies.serving_cost.text import Text
+from sparse_dataflow.commands import command_line
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.whole import Batch
@@ -75,3 +78,34 @@ def test_a_training_begins_with_the_given_weights():
     begin = training.Trained(params, (NARROW, params))
     again, _ = training.train(NARROW, arm, still, 10, 0, corpus, begin, 2)
     assert again["held_out"] == pytest.approx(first["held_out"], rel=1e-6)
+
+
+def test_a_small_study_goes_on(tmp_path, capsys):
+    small = (
+        "--length=1", "--batch=64", "--recoveries=20", "--trials=1", "--served=1/4",
+        f"--out={tmp_path}",
+    )  # fmt: skip
+
+    def ended(*flags):
+        with pytest.raises(SystemExit) as status:
+            command_line.run(
+                prune_trained.main,
+                prune_trained.__doc__,
+                options=prune_trained.Options,
+                argv=["prune_trained", *small, *flags],
+            )
+        return status.value.code
+
+    assert ended("--seeds=1", "--methods=narrow_taught") == 0
+    first = (tmp_path / runs.LINES).read_text()
+    assert ended("--seeds=1", "--methods=narrow_taught,blocks_taught") == 0
+    text = (tmp_path / runs.LINES).read_text()
+    assert text.startswith(first)
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [line["seed"] for line in lines] == [0, 0]
+    assert len({line["served_flops"] for line in lines}) == 1
+    assert lines[0]["trained"] == lines[1]["trained"]
+    assert "| 1/4 | blocks_taught |" in (tmp_path / "recovery.md").read_text()
+    assert ended("--learning_rate=1") == 2
+    assert "other settings" in capsys.readouterr().err
+    jax.clear_caches()

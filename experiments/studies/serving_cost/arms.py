@@ -132,6 +132,7 @@ ARMS: Mapping[str, Arm] = {
     "pruned_2_narrow_heads_late_block_1": _change(_HALF_HEADS, block=1, start=0.25, end=0.75),
     "pruned_4_narrow_heads_block_1": _change(_QUARTER, heads_width=1, block=1, start=0.1, end=0.5),
     "pruned_2_narrow_heads_latest": _change(_HALF_HEADS, start=0.5, end=0.75),
+    "pruned_4_narrow_heads_block_2": _change(_QUARTER, heads_width=1, block=2, start=0.1, end=0.5),
     "pruned_2_narrow_heads_stored": _change(_HALF_HEADS, equal="stored"),
     "pruned_2_narrow_heads_taught": _change(_HALF_HEADS, teacher=0.5),
     "pruned_2_narrow_heads_across": _change(_HALF_HEADS, across="model"),

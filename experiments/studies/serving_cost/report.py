@@ -249,8 +249,10 @@ def _rate(summary):
 
 
 def draw(rows: Sequence[Mapping], path: Path) -> None:
-    """Draws loss over training FLOPs and the gain over the narrow model over the length."""
+    """Draws loss over training FLOPs and the gain over the narrow model, of equal served FLOPs."""
+    served = next((r["served_flops"] for r in rows if r["arm"] == NARROW), 0)
     drawn = [r for r in rows if r["schedule"] == "linear"]
+    drawn = [r for r in drawn if not served or abs(r["served_flops"] / served - 1) < 0.01]
     lengths = {arm: len({r["length"] for r in drawn if r["arm"] == arm}) for arm in arms.ARMS}
     most = min(2, max(lengths.values()))
     names = [name for name in lengths if lengths[name] >= most][:DRAWN]

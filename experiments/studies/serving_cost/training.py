@@ -129,7 +129,9 @@ def train(
                 teacher = state[0]
             if step == 0 and begin is not None:
                 tokens = text.batches(rng, CHUNK, recipe.batch, narrow.max_len)
-                scores = [jax.device_get(steps(program.scored, rates[:CHUNK] * 0, tokens)[2])]
+                scores = [
+                    jax.device_get(steps(program.scored, np.zeros(CHUNK, np.float32), tokens)[2])
+                ]
             params = jax.tree.map(jnp.multiply, state[0], masks)
             blocks = pruning.block_scores(arm, params["blocks"], scores, rng)
             masks = pruning.with_blocks(masks, arm, blocks, cuts[step])
