@@ -77,6 +77,7 @@ _HALF = Arm(width=1.5, hidden=1.5, pruned=ALL)
 _EIGHTH = Arm(width=8 / 3, hidden=8 / 3, pruned=ALL)
 _change = dataclasses.replace
 _HALF_HEADS = _change(_HALF, heads_width=1, start=0.1, end=0.5)
+_QUARTER_HEADS = _change(_QUARTER, heads_width=1, start=0.1, end=0.5)
 
 ARMS: Mapping[str, Arm] = {
     "narrow": Arm(),
@@ -124,15 +125,15 @@ ARMS: Mapping[str, Arm] = {
     "pruned_2_mlp": Arm(hidden=2, pruned=HIDDEN),
     "pruned_4_narrow_heads": _change(_QUARTER, heads_width=1),
     "pruned_2_narrow_heads": _change(_HALF, heads_width=1),
-    "pruned_4_narrow_heads_early": _change(_QUARTER, heads_width=1, start=0.1, end=0.5),
+    "pruned_4_narrow_heads_early": _QUARTER_HEADS,
     "pruned_2_narrow_heads_early": _HALF_HEADS,
     "pruned_2_narrow_heads_saliency": _change(_HALF_HEADS, keep="saliency"),
     "pruned_2_narrow_heads_block_1": _change(_HALF_HEADS, block=1),
     "pruned_2_narrow_heads_block_2": _change(_HALF_HEADS, block=2),
     "pruned_2_narrow_heads_late_block_1": _change(_HALF_HEADS, block=1, start=0.25, end=0.75),
-    "pruned_4_narrow_heads_block_1": _change(_QUARTER, heads_width=1, block=1, start=0.1, end=0.5),
+    "pruned_4_narrow_heads_block_1": _change(_QUARTER_HEADS, block=1),
     "pruned_2_narrow_heads_latest": _change(_HALF_HEADS, start=0.5, end=0.75),
-    "pruned_4_narrow_heads_block_2": _change(_QUARTER, heads_width=1, block=2, start=0.1, end=0.5),
+    "pruned_4_narrow_heads_block_2": _change(_QUARTER_HEADS, block=2),
     "pruned_2_narrow_heads_stored": _change(_HALF_HEADS, equal="stored"),
     "pruned_2_narrow_heads_taught": _change(_HALF_HEADS, teacher=0.5),
     "pruned_2_narrow_heads_across": _change(_HALF_HEADS, across="model"),
