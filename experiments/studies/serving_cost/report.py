@@ -269,14 +269,19 @@ def draw(rows: Sequence[Mapping], path: Path) -> None:
     most = min(2, max(lengths.values()))
     names = [name for name in lengths if lengths[name] >= most][:DRAWN]
     shown = []
-    for optimizer in dict.fromkeys(r["optimizer"] for r in drawn):
+    of_optimizer = {r["optimizer"]: {} for r in drawn}
+    for r in drawn:
+        of_optimizer[r["optimizer"]][r["length"]] = float(f"{r['flops'] / 1e9:.2g}")
+    for optimizer, budgets in of_optimizer.items():
+        if len(budgets) < most:
+            continue
         curves, gains = {}, {}
         for name in names:
             of_arm = [r for r in drawn if (r["optimizer"], r["arm"]) == (optimizer, name)]
             if not of_arm:
                 continue
             curves[name] = panels.Curve(
-                [r["flops"] for r in of_arm], [r["mean"] for r in of_arm], marked=True
+                [r["flops"] / 1e9 for r in of_arm], [r["mean"] for r in of_arm], marked=True
             )
             to = [(r["length"], r["to_narrow"]) for r in of_arm if r["to_narrow"]]
             if to:
@@ -289,8 +294,8 @@ def draw(rows: Sequence[Mapping], path: Path) -> None:
                 )
         shown.append(
             panels.Panel(
-                f"{optimizer}: equal served FLOPs", "training FLOPs", "held-out bits a symbol",
-                curves, log_x=10,
+                f"{optimizer}: equal served FLOPs", "training GFLOPs", "held-out bits a symbol",
+                curves, log_x=10, ticks=sorted(budgets.values()),
             )
         )  # fmt: skip
         if gains:
