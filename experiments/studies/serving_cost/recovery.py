@@ -238,6 +238,6 @@ def _to_rival(losses, rival):
     ours, theirs = ([each[seed] for seed in seeds] for each in (losses, rival))
     difference, mean = paired_difference(ours, theirs, seeds), float(np.mean(theirs))
     text = f"{100 * difference.difference / mean:+.2f}%"
-    if difference.low is None:
+    if difference.low is None or difference.high is None:
         return text
     return f"{text} ({100 * difference.low / mean:+.2f}% to {100 * difference.high / mean:+.2f}%)"

@@ -269,7 +269,7 @@ def draw(rows: Sequence[Mapping], path: Path) -> None:
     most = min(2, max(lengths.values()))
     names = [name for name in lengths if lengths[name] >= most][:DRAWN]
     shown = []
-    of_optimizer = {r["optimizer"]: {} for r in drawn}
+    of_optimizer: dict[str, dict[int, float]] = {r["optimizer"]: {} for r in drawn}
     for r in drawn:
         of_optimizer[r["optimizer"]][r["length"]] = float(f"{r['flops'] / 1e9:.2g}")
     for optimizer, budgets in of_optimizer.items():
