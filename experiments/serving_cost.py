@@ -46,7 +46,9 @@ class Options:
     )
     optimizers: tuple[str, ...] = setting(("muon",), "Each is tuned.", choices=OPTIMIZERS)
     schedule: str = setting(
-        "linear", "Decay of the rate: to zero, or to a tenth.", choices=("linear", "cosine")
+        "linear",
+        "Decay of the rate: to zero, to a tenth, or to zero in the last 30%.",
+        choices=("linear", "cosine", "wsd"),
     )
     learning_rate: float = setting(16e-3, "Peak that the first trial has.", legal=ABOVE_ZERO)
     vector_rate: float = setting(

@@ -81,7 +81,7 @@ def test_cut_weights_stay_cut_and_the_loss_is_the_served_one(keep):
     )
     arm = Arm(width=2, hidden=2, pruned=arms.ALL, keep=keep, stages=2)
     recipe = training.Recipe("muon", 1e-2, 1.0, "linear", 0.05, 4)
-    result = training.train(model, arm, recipe, 100, 0, text)
+    result, _ = training.train(model, arm, recipe, 100, 0, text)
     density = arms.served_density(model, arm)
     assert len(result["cuts"]) == 2
     assert all(abs(share - density) < 0.05 for share in result["kept"].values())

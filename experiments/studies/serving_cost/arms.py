@@ -26,11 +26,12 @@ ALL = ("qkv", "attn_out", *HIDDEN)
 class Arm:
     """A model of the comparison and how it is trained.
 
-    The model is cut to the served FLOPs of the narrow dense model, or to its stored weights.
+    A pruned model is cut to the served FLOPs of the narrow dense model, or to its stored weights.
 
     Attributes:
       width: d_model, relative to the narrow dense model's.
       hidden: d_ff, relative to the narrow dense model's.
+      heads: number of heads, relative to the narrow dense model's.
       heads_width: width of all heads together, relative to the narrow dense model's; 0 is `width`.
       experts: number of experts of each MLP; 0 is one MLP.
       pruned: projections that are cut; the others stay dense.
@@ -50,6 +51,7 @@ class Arm:
 
     width: float = 1.0
     hidden: float = 1.0
+    heads: float = 1.0
     heads_width: float = 0.0
     experts: int = 0
     pruned: tuple[str, ...] = ()
@@ -75,12 +77,16 @@ _HALF = Arm(width=1.5, hidden=1.5, pruned=ALL)
 _EIGHTH = Arm(width=8 / 3, hidden=8 / 3, pruned=ALL)
 _change = dataclasses.replace
 _HALF_HEADS = _change(_HALF, heads_width=1, start=0.1, end=0.5)
+_QUARTER_HEADS = _change(_QUARTER, heads_width=1, start=0.1, end=0.5)
 
 ARMS: Mapping[str, Arm] = {
     "narrow": Arm(),
     # Dense models of the served FLOPs of d_model 16 and d_ff 192, with more width.
     "narrow_wider": Arm(width=1.25, hidden=134 / 192),
     "narrow_widest": Arm(width=1.5, hidden=92 / 192),
+    # The wide models without a cut, whose served cost is higher.
+    "wide_2": Arm(width=1.5, hidden=1.5, heads_width=1),
+    "wide_4": Arm(width=2, hidden=2, heads_width=1),
     "pruned_2": _HALF,
     "pruned_4": _QUARTER,
     "pruned_8": _EIGHTH,
@@ -119,10 +125,20 @@ ARMS: Mapping[str, Arm] = {
     "pruned_2_mlp": Arm(hidden=2, pruned=HIDDEN),
     "pruned_4_narrow_heads": _change(_QUARTER, heads_width=1),
     "pruned_2_narrow_heads": _change(_HALF, heads_width=1),
-    "pruned_4_narrow_heads_early": _change(_QUARTER, heads_width=1, start=0.1, end=0.5),
+    "pruned_4_narrow_heads_early": _QUARTER_HEADS,
     "pruned_2_narrow_heads_early": _HALF_HEADS,
     "pruned_2_narrow_heads_saliency": _change(_HALF_HEADS, keep="saliency"),
     "pruned_2_narrow_heads_block_1": _change(_HALF_HEADS, block=1),
+    "pruned_2_narrow_heads_block_2": _change(_HALF_HEADS, block=2),
+    "pruned_2_narrow_heads_late_block_1": _change(_HALF_HEADS, block=1, start=0.25, end=0.75),
+    "pruned_4_narrow_heads_block_1": _change(_QUARTER_HEADS, block=1),
+    "pruned_2_narrow_heads_latest": _change(_HALF_HEADS, start=0.5, end=0.75),
+    "pruned_4_narrow_heads_block_2": _change(_QUARTER_HEADS, block=2),
+    "pruned_2_narrow_heads_stored": _change(_HALF_HEADS, equal="stored"),
+    "pruned_2_narrow_heads_taught": _change(_HALF_HEADS, teacher=0.5),
+    "pruned_2_narrow_heads_across": _change(_HALF_HEADS, across="model"),
+    "pruned_2_narrow_heads_rewarm": _change(_HALF_HEADS, rewarm=20),
+    "pruned_2_narrow_heads_40_cuts": _change(_HALF_HEADS, stages=40),
     "static_2_narrow_heads": _change(_HALF_HEADS, start=0, end=0, stages=1, keep="random"),
 }
 """Name -> arm."""
@@ -169,17 +185,23 @@ def shape(narrow: ModelConfig, arm: Arm) -> ModelConfig:
         narrow.d_ff * arm.hidden,
         narrow.d_model * (arm.heads_width or arm.width),
     ]
-    multiple = math.lcm(arm.block, narrow.num_heads) if arm.pruned else narrow.num_heads
+    num_heads = round(narrow.num_heads * arm.heads)
+    multiple = math.lcm(arm.block, num_heads) if arm.pruned else num_heads
     for width in widths:
         if width % multiple > 1e-6 and multiple - width % multiple > 1e-6:
             raise UserError(
                 f"A width of {width:g} is no multiple of {multiple}, which blocks of {arm.block} "
-                f"and {narrow.num_heads} heads need; legal: other --width, --hidden or arms."
+                f"and {num_heads} heads need; legal: other --width, --hidden or arms."
             )
     width, hidden, heads = map(round, widths)
-    head_dim = heads // narrow.num_heads if heads != width else 0
+    head_dim = heads // num_heads if heads != width else 0
     return dataclasses.replace(
-        narrow, d_model=width, d_ff=hidden, head_dim=head_dim, experts=arm.experts
+        narrow,
+        d_model=width,
+        num_heads=num_heads,
+        d_ff=hidden,
+        head_dim=head_dim,
+        experts=arm.experts,
     )
 
 
@@ -231,7 +253,14 @@ def training_flops(model: ModelConfig) -> float:
     return cost.flops_per_token(model, model.max_len).total
 
 
-def course(narrow: ModelConfig, arm: Arm, narrow_steps: int, chunk: int, batch: int) -> Course:
+def course(
+    narrow: ModelConfig,
+    arm: Arm,
+    narrow_steps: int,
+    chunk: int,
+    batch: int,
+    teacher: ModelConfig | None = None,
+) -> Course:
     """Returns the steps and cuts with the training FLOPs of `narrow_steps` of the narrow model.
 
     Args:
@@ -240,6 +269,7 @@ def course(narrow: ModelConfig, arm: Arm, narrow_steps: int, chunk: int, batch: 
       narrow_steps: optimizer steps of the narrow model.
       chunk: cuts happen, and the training ends, at multiples of this many steps.
       batch: sequences in a step.
+      teacher: of all steps; None for the model before its first cut, from then on.
     """
     tokens = batch * narrow.max_len
     budget = narrow_steps * tokens * training_flops(narrow)
@@ -252,8 +282,8 @@ def course(narrow: ModelConfig, arm: Arm, narrow_steps: int, chunk: int, batch: 
             cuts.append(Cut(step, density))
         model = at_density(dense, arm, density)
         flops = training_flops(model)
-        if arm.teacher and cuts:
-            flops += cost.flops_per_token(dense, narrow.max_len, training=False).total
+        if arm.teacher and (teacher or cuts):
+            flops += sum(served_sections(teacher or dense).values())
         flops *= chunk * tokens
         if spent + flops / 2 > budget:
             return Course(step, tuple(cuts), spent, weights / max(step, 1))

@@ -5,15 +5,20 @@ training and D its tokens: Chinchilla's form (arXiv 2203.15556, section 3.3).
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import optimize
+from scipy import optimize, special
 
 HUBER = 1e-3
 """Residual of the log loss above which a run counts linearly (arXiv 2203.15556, appendix D.2)."""
+
+LOG_BOUNDS = np.array([(-10, -20, -20), (5, 40, 40)], float)
+"""Bounds of the logarithms of the irreducible loss and of both factors."""
+
+EXPONENTS, STARTS = np.geomspace(0.05, 2.5, 25), 4
+"""Exponents of the grid whose best points the fit starts from, and their number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,17 +61,32 @@ def fit(weights: Sequence[float], tokens: Sequence[float], losses: Sequence[floa
         np.log(np.asarray(v, float)) for v in (weights, tokens, losses)
     )
 
-    def residuals(point):
-        irreducible, a, alpha, b, beta = point
-        terms = irreducible, a - alpha * log_weights, b - beta * log_tokens
-        return functools.reduce(np.logaddexp, terms) - logs
+    ones = np.ones_like(logs)
 
-    starts = itertools.product((-1.0, 0.5), (0.0, 3.0), (0.2, 0.5), (0.0, 5.0), (0.2, 0.5))
-    bounds = [-10, -20, 0, -20, 0], [5, 40, 3, 40, 3]
-    fits = (
-        optimize.least_squares(residuals, s, loss="huber", f_scale=HUBER, bounds=bounds)
-        for s in starts
-    )
+    def log_terms(point):
+        irreducible, a, alpha, b, beta = point
+        return np.stack([irreducible * ones, a - alpha * log_weights, b - beta * log_tokens])
+
+    def residuals(point):
+        return special.logsumexp(log_terms(point), axis=0) - logs
+
+    def slopes(point):
+        first, second, third = special.softmax(log_terms(point), axis=0)
+        return np.stack([first, second, -second * log_weights, third, -third * log_tokens], axis=1)
+
+    def start(alpha, beta):
+        """Returns (error, point): the other three constants are a linear fit of relative errors."""
+        terms = np.stack([ones, np.exp(-alpha * log_weights), np.exp(-beta * log_tokens)], axis=1)
+        factors, error = optimize.nnls(terms / np.exp(logs)[:, None], ones)
+        irreducible, a, b = np.clip(np.log(np.maximum(factors, 1e-300)), *LOG_BOUNDS)
+        return error, (irreducible, a, alpha, b, beta)
+
+    exponents = itertools.product(EXPONENTS, EXPONENTS)
+    starts = [point for _, point in sorted(start(*each) for each in exponents)[:STARTS]]
+    low, high = LOG_BOUNDS
+    bounds = [*low[:2], 0, low[2], 0], [*high[:2], 3, high[2], 3]
+    options = {"jac": slopes, "loss": "huber", "f_scale": HUBER, "bounds": bounds}
+    fits = (optimize.least_squares(residuals, point, **options) for point in starts)
     irreducible, a, alpha, b, beta = min(fits, key=lambda each: each.cost).x
     return Law(*map(float, (np.exp(irreducible), np.exp(a), alpha, np.exp(b), beta)))
 

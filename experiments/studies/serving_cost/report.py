@@ -116,36 +116,36 @@ def row(narrow: ModelConfig, cell: Cell, lines: Lines) -> dict[str, Any]:
 
 
 def fitted(narrow: ModelConfig, rows: Sequence[Mapping], optimizer: str) -> dict[str, Any] | None:
-    """Returns the average-parameter law of all runs of equal FLOPs, and its errors.
+    """Returns the law of the dense models, and its errors with other runs.
 
-    Its last length is held out: a second fit without it predicts it.  The same is done with the
-    weights that are served instead of the mean ones.  None with too few runs.
+    It is fitted to dense models alone, then predicts pruned ones by their mean weights (as in arXiv
+    2501.12486) or by those that are served.  The last length is held out: a second fit without it
+    predicts it.  None with too few runs.
     """
     chosen = [r for r in rows if r["optimizer"] == optimizer and r["schedule"] == "linear"]
     chosen = [r for r in chosen if not arms.ARMS[r["arm"]].experts]
     longest = max((r["length"] for r in chosen), default=0)
+    dense = [r for r in chosen if not arms.ARMS[r["arm"]].pruned]
     result: dict[str, Any] = {"optimizer": optimizer, "held_out_length": longest}
     for name in ("mean_weights", "stored_weights"):
-        points = [(r[name], r["tokens"], r["mean"], r["length"], r["arm"]) for r in chosen]
-        seen = [p for p in points if p[3] < longest]
-        unseen = [p for p in points if p[3] == longest]
+
+        def law_of(cells, name=name):
+            return law.fit(*zip(*((r[name], r["tokens"], r["mean"]) for r in cells)))
+
+        def percent(fit, cells, name=name):
+            errors = law.errors(fit, *zip(*((r[name], r["tokens"], r["mean"]) for r in cells)))
+            names = (f"{r['arm']} {r['length']}" for r in cells)
+            return dict(zip(names, (100 * errors).tolist()))
+
         try:
-            all_runs = law.fit(*zip(*(p[:3] for p in points)))
-            short = law.fit(*zip(*(p[:3] for p in seen)))
+            of_all, of_short = law_of(dense), law_of([r for r in dense if r["length"] < longest])
         except (ValueError, TypeError):
             return None
-        on_all, on_unseen = (
-            100 * law.errors(fit, *zip(*(p[:3] for p in chosen_points)))
-            for fit, chosen_points in ((all_runs, points), (short, unseen))
-        )
         result[name] = {
-            "law": dataclasses.asdict(all_runs),
-            "runs": len(points),
-            "percent_median": float(np.median(np.abs(on_all))),
-            "percent_most": float(np.abs(on_all).max()),
-            "held_out_percent": {p[4]: float(error) for p, error in zip(unseen, on_unseen)},
-            "held_out_percent_median": float(np.median(np.abs(on_unseen))),
-            "held_out_percent_most": float(np.abs(on_unseen).max()),
+            "law": dataclasses.asdict(of_all),
+            "dense_cells": len(dense),
+            "percent": percent(of_all, chosen),
+            "held_out_percent": percent(of_short, [r for r in chosen if r["length"] == longest]),
         }
     return result
 
@@ -220,14 +220,26 @@ def page(result: Mapping) -> str:
         for name in ("mean_weights", "stored_weights"):
             each = fit[name]
             constants = ", ".join(f"{k} {v:.4g}" for k, v in each["law"].items())
+            errors = np.abs(list(each["held_out_percent"].values()))
             parts += [
-                f"By {name.replace('_', ' ')}: {constants}; {each['runs']} cells, median error "
-                f"{each['percent_median']:.2f}%, largest {each['percent_most']:.2f}%. Fitted "
-                f"without length {fit['held_out_length']}, it predicts that with a median error of "
-                f"{each['held_out_percent_median']:.2f}%, largest "
-                f"{each['held_out_percent_most']:.2f}%.",
+                f"By {name.replace('_', ' ')}, fitted to {each['dense_cells']} dense cells: "
+                f"{constants}. Fitted without length {fit['held_out_length']}, it predicts that "
+                f"with a median error of {np.median(errors):.2f}%, largest {errors.max():.2f}%.",
+                "",
+                tables.markdown(
+                    ("cell", "predicted over measured", "held out"),
+                    [
+                        (cell, f"{error:+.2f}%", _signed(each["held_out_percent"].get(cell)))
+                        for cell, error in each["percent"].items()
+                    ],
+                ),
+                "",
             ]
     return "\n".join(parts) + "\n"
+
+
+def _signed(percent):
+    return NONE if percent is None else f"{percent:+.2f}%"
 
 
 def difference_text(summary: Mapping) -> str:
@@ -249,20 +261,27 @@ def _rate(summary):
 
 
 def draw(rows: Sequence[Mapping], path: Path) -> None:
-    """Draws loss over training FLOPs and the gain over the narrow model over the length."""
+    """Draws loss over training FLOPs and the gain over the narrow model, of equal served FLOPs."""
+    served = next((r["served_flops"] for r in rows if r["arm"] == NARROW), 0)
     drawn = [r for r in rows if r["schedule"] == "linear"]
+    drawn = [r for r in drawn if not served or abs(r["served_flops"] / served - 1) < 0.01]
     lengths = {arm: len({r["length"] for r in drawn if r["arm"] == arm}) for arm in arms.ARMS}
     most = min(2, max(lengths.values()))
     names = [name for name in lengths if lengths[name] >= most][:DRAWN]
     shown = []
-    for optimizer in dict.fromkeys(r["optimizer"] for r in drawn):
+    of_optimizer: dict[str, dict[int, float]] = {r["optimizer"]: {} for r in drawn}
+    for r in drawn:
+        of_optimizer[r["optimizer"]][r["length"]] = float(f"{r['flops'] / 1e9:.2g}")
+    for optimizer, budgets in of_optimizer.items():
+        if len(budgets) < most:
+            continue
         curves, gains = {}, {}
         for name in names:
             of_arm = [r for r in drawn if (r["optimizer"], r["arm"]) == (optimizer, name)]
             if not of_arm:
                 continue
             curves[name] = panels.Curve(
-                [r["flops"] for r in of_arm], [r["mean"] for r in of_arm], marked=True
+                [r["flops"] / 1e9 for r in of_arm], [r["mean"] for r in of_arm], marked=True
             )
             to = [(r["length"], r["to_narrow"]) for r in of_arm if r["to_narrow"]]
             if to:
@@ -275,8 +294,8 @@ def draw(rows: Sequence[Mapping], path: Path) -> None:
                 )
         shown.append(
             panels.Panel(
-                f"{optimizer}: equal served FLOPs", "training FLOPs", "held-out bits a symbol",
-                curves, log_x=10,
+                f"{optimizer}: equal served FLOPs", "training GFLOPs", "held-out bits a symbol",
+                curves, log_x=10, ticks=sorted(budgets.values()),
             )
         )  # fmt: skip
         if gains:

@@ -25,7 +25,7 @@ class Cell:
     Attributes:
       arm: name in `arms.ARMS`.
       optimizer: "muon" or "adamw".
-      schedule: "linear" or "cosine".
+      schedule: "linear", "cosine" or "wsd".
       length: training tokens of the narrow model, for each weight of its projections.
     """
 

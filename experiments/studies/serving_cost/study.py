@@ -21,11 +21,16 @@ WARMUP = 0.05
 
 def narrow_model(options) -> ModelConfig:
     """Returns the narrow dense model of the options, whose cost all arms have."""
+    return model_of(options, options.width, options.heads, options.hidden)
+
+
+def model_of(options, width: int, heads: int, hidden: int) -> ModelConfig:
+    """Returns a dense model of the study's kind."""
     return ModelConfig(
         options.layers,
-        options.width,
-        options.heads,
-        options.hidden,
+        width,
+        heads,
+        hidden,
         vocab_size=options.vocabulary,
         max_len=options.sequence,
         norm="rmsnorm",
@@ -61,7 +66,7 @@ def run(options) -> int:
             WARMUP,
             options.batch,
         )
-        result = training.train(
+        result, _ = training.train(
             narrow,
             arms.ARMS[each.cell.arm],
             recipe,

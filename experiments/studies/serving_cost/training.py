@@ -35,6 +35,9 @@ from .text import Text
 CHUNK = 10
 """Optimizer steps of one call of the compiled program."""
 
+DECAY = 0.3
+"""Last fraction of the steps in which the schedule "wsd" decays."""
+
 SCORED_CHUNKS = 5
 """Chunks before a cut whose gradients and inputs score the blocks."""
 
@@ -47,7 +50,7 @@ class Recipe:
       optimizer: "muon" or "adamw".
       learning_rate: peak, of matrices.
       vector_rate: multiplier of embeddings and norms.
-      schedule: "linear" to zero or "cosine" to a tenth, after the warm-up.
+      schedule: "linear" to zero, "cosine" to a tenth, or "wsd": constant, then linear to zero.
       warmup: fraction of the steps.
       batch: sequences in a step.
     """
@@ -60,10 +63,30 @@ class Recipe:
     batch: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """Where a training begins, if not from random weights.
+
+    Attributes:
+      params: of the arm's model.
+      teacher: model and params of its teacher; None without one.
+    """
+
+    params: Any
+    teacher: tuple[ModelConfig, Any] | None = None
+
+
 def train(
-    narrow: ModelConfig, arm: Arm, recipe: Recipe, narrow_steps: int, seed: int, text: Text
-) -> dict[str, Any]:
-    """Trains one arm; returns losses in bits a symbol, and what they cost.
+    narrow: ModelConfig,
+    arm: Arm,
+    recipe: Recipe,
+    narrow_steps: int,
+    seed: int,
+    text: Text,
+    begin: Trained | None = None,
+    chunk: int = CHUNK,
+) -> tuple[dict[str, Any], Any]:
+    """Trains one arm; returns (losses in bits a symbol and what they cost, its params).
 
     Args:
       narrow: the narrow dense model, whose cost all arms have.
@@ -72,37 +95,54 @@ def train(
       narrow_steps: steps of the narrow model with the same training FLOPs.
       seed: of the weights, the order of the data and random blocks.
       text: the three splits.
+      begin: weights to begin with, and the teacher from the first step on; None for random weights
+        and, if the arm has a teacher, itself before the first cut.
+      chunk: optimizer steps of one call of the compiled program; see `arms.course`.
     """
     began = time.perf_counter()
     model = arms.shape(narrow, arm)
-    course = arms.course(narrow, arm, narrow_steps, CHUNK, recipe.batch)
+    teacher_model, teacher = (begin and begin.teacher) or (model, None)
+    course = arms.course(
+        narrow, arm, narrow_steps, chunk, recipe.batch, None if teacher is None else teacher_model
+    )
     cuts = {cut.step: cut.density for cut in course.cuts}
     rates = _rates(recipe, course, arm.rewarm)
     rng = np.random.default_rng(seed)
-    program = _program(model, recipe.optimizer, recipe.vector_rate, bool(arm.teacher))
-    state = program.initial(seed)
+    program = _program(
+        model, recipe.optimizer, recipe.vector_rate, teacher_model if arm.teacher else None
+    )
+    state = program.initial(seed) if begin is None else program.begin(begin.params)
     masks = jax.tree.map(lambda leaf: jnp.ones((), leaf.dtype), state[0])
     scores: list[Any] = []
     chunks: list[jax.Array] = []
-    teacher, compiling = None, 0.0
-    for step in range(0, course.steps, CHUNK):
+    compiling = 0.0
+
+    def steps(call, rates, tokens):
+        # Without a teacher the weight is 0, so any parameters do.
+        taught = () if not arm.teacher else state[0] if teacher is None else teacher
+        weight = jnp.float32(arm.teacher if teacher is not None else 0)
+        return call(state, masks, rates, tokens, taught, weight)
+
+    for step in range(0, course.steps, chunk):
         if step in cuts:
             if arm.teacher and teacher is None:
                 teacher = state[0]
+            if step == 0 and begin is not None:
+                tokens = text.batches(rng, CHUNK, recipe.batch, narrow.max_len)
+                scores = [
+                    jax.device_get(steps(program.scored, np.zeros(CHUNK, np.float32), tokens)[2])
+                ]
             params = jax.tree.map(jnp.multiply, state[0], masks)
             blocks = pruning.block_scores(arm, params["blocks"], scores, rng)
             masks = pruning.with_blocks(masks, arm, blocks, cuts[step])
-            state = _cut(state, masks, arm, fresh=step == 0)
+            state = _cut(state, masks, arm, fresh=step == 0 and begin is None)
             scores = []
-        tokens = text.batches(rng, CHUNK, recipe.batch, narrow.max_len)
+        tokens = text.batches(rng, chunk, recipe.batch, narrow.max_len)
         scored = arm.keep in ("activation", "saliency") and any(
             step < at <= step + SCORED_CHUNKS * CHUNK for at in cuts
         )
-        # Without a cut the weight is 0, so any parameters do.
-        taught = () if not arm.teacher else state[0] if teacher is None else teacher
-        weight = jnp.float32(arm.teacher if teacher is not None else 0)
         call = program.scored if scored else program.plain
-        state, loss, more = call(state, masks, rates[step : step + CHUNK], tokens, taught, weight)
+        state, loss, more = steps(call, rates[step : step + chunk], tokens)
         if scored:
             scores.append(jax.device_get(more))
         if step == 0:
@@ -113,7 +153,7 @@ def train(
     losses = np.concatenate(jax.device_get(chunks))
     trained = time.perf_counter() - began
     served = arms.served_model(narrow, arm)
-    return {
+    result = {
         "held_out": program.evaluate(params, text.windows("held_out", narrow.max_len)),
         "tuning": program.evaluate(params, text.windows("tuning", narrow.max_len)),
         "training_loss": float(losses[-200:].mean() / math.log(2)),
@@ -128,6 +168,18 @@ def train(
         "seconds": trained,
         "seconds_compiling": compiling,
     }
+    return result, params
+
+
+def input_squares(model: ModelConfig, params: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns projection -> float32 [layers, inputs], the mean square of each input feature.
+
+    Args:
+      model: dense.
+      params: of it.
+      tokens: int32 [batch, length].
+    """
+    return jax.device_get(jax.jit(functools.partial(_input_squares, model))(params, tokens))
 
 
 def _rates(recipe, course, rewarm):
@@ -137,6 +189,8 @@ def _rates(recipe, course, rewarm):
     left = np.clip((course.steps - step) / max(1, course.steps - warmup), 0, 1)
     if recipe.schedule == "cosine":
         left = 0.1 + 0.9 * (1 - np.cos(np.pi * left)) / 2
+    elif recipe.schedule == "wsd":
+        left = np.clip((course.steps - step) / (DECAY * course.steps), 0, 1)
     rates = recipe.learning_rate * np.where(step < warmup, (step + 1) / warmup, left)
     for cut in course.cuts:
         if rewarm and cut.step:
@@ -150,30 +204,34 @@ class _Program:
     """Compiled functions of a model and an optimizer."""
 
     initial: Any
+    begin: Any
     plain: Any
     scored: Any
     evaluate: Any
 
 
 @functools.cache
-def _program(model, optimizer, vector_rate, has_teacher):
+def _program(model, optimizer, vector_rate, teacher_model):
     config = TrainingConfig(
         steps=1, batch=1, sequence=model.max_len, optimizer=optimizer, vector_rate=vector_rate
     )
     transform = make_optimizer(model, config)
 
     @jax.jit
-    def initial(key):
-        params = gpt.init(model, key)
+    def begin(params):
         return params, transform.init(params)
+
+    @jax.jit
+    def initial(key):
+        return begin(gpt.init(model, key))
 
     def loss_and_gradients(params, masks, tokens, teacher, weight):
         masked = jax.tree.map(jnp.multiply, params, masks)
         taught = None
-        if has_teacher:
-            of_teacher = weights_of(teacher)
-            hidden = whole.hidden_states(model, of_teacher, tokens)
-            taught = TeacherOutput(hidden, gpt.tied_output(model, teacher["embed"]), weight)
+        if teacher_model:
+            hidden = whole.hidden_states(teacher_model, weights_of(teacher), tokens)
+            output = gpt.tied_output(teacher_model, teacher["embed"])
+            taught = TeacherOutput(hidden, output, weight)
         loss, gradients = whole.loss_and_gradients(
             model, weights_of(masked), Batch(tokens, None, taught)
         )
@@ -214,6 +272,7 @@ def _program(model, optimizer, vector_rate, has_teacher):
 
     return _Program(
         lambda seed: initial(jax.random.key(seed)),
+        begin,
         jax.jit(functools.partial(chunk, scored=False)),
         jax.jit(functools.partial(chunk, scored=True)),
         evaluate,

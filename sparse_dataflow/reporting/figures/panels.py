@@ -20,6 +20,9 @@ _INCHES = 3.3
 _TITLE_CHARACTERS = 40
 _PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 
+_HANDLE, _LETTER = 0.6, 0.09
+"""Inches of a legend's handle and of a letter of its names."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
@@ -94,8 +97,12 @@ def save_panels(path: Path, panels: Sequence[Panel], title: str = "") -> None:
             for axes in grid.flat:
                 for handle, name in zip(*axes.get_legend_handles_labels()):
                     handles.setdefault(name, handle)
+            fitting = int(size[0] / (_HANDLE + _LETTER * max(map(len, names), default=0)))
             figure.legend(
-                [handles[name] for name in names], names, loc="outside lower center", ncols=4
+                [handles[name] for name in names],
+                names,
+                loc="outside lower center",
+                ncols=max(1, min(4, fitting)),
             )
 
 
