@@ -57,9 +57,14 @@ def test_the_planner_predicts_the_compilers_memory_and_is_never_far_below(name):
     assert shipped["seconds"]["processor"] < 2 * 300
     predicted, compiled = compile_report.predicted_bytes(plan), shipped["bytes"]
     assert set(predicted) == set(compiled)
-    assert 0.95 < sum(predicted.values()) / sum(compiled.values()) < 1.15
+    # Temporaries dominate a plan that leaves most of the chip free.
+    unused = 0.05 * plan.topology.chip.memory_bytes
     low, high = plan_memory.ERROR
-    assert 1 + low < sum(compiled.values()) / sum(predicted.values()) < 1 + high
+    assert sum(predicted.values()) < max(
+        1.15 * sum(compiled.values()), sum(compiled.values()) + unused
+    )
+    assert (1 + low) * sum(predicted.values()) - unused < sum(compiled.values())
+    assert sum(compiled.values()) < (1 + high) * sum(predicted.values())
     for category in ("parameters", "moments", "gradients", "activations"):
         assert predicted[category] == pytest.approx(compiled[category], rel=0.08), category
     allocated = shipped["memory_analysis"]
