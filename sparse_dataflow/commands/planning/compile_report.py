@@ -18,7 +18,7 @@ from sparse_dataflow.files import tables
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import GIB
-from sparse_dataflow.planner import nearest, plan_memory, search
+from sparse_dataflow.planner import memory, nearest, plan_memory, search
 from sparse_dataflow.planner.aot import compile, topologies
 from sparse_dataflow.planner.memory import USABLE
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
@@ -269,6 +269,11 @@ def report(plan: CompilePlan, result: dict) -> str:
 def predicted_bytes(plan: CompilePlan) -> dict[str, float]:
     """Returns the planner's bytes a chip in the compiler's categories."""
     sizes = plan_memory.plan_bytes(plan.config, plan.sequence, plan.parallel).categories
+    if plan.parallel.chips == 1 and plan.parallel.remat == "none":
+        # The compiler stacks the copy of the blocks' weights by layer, as it does activations.
+        of_blocks = 1 - memory.embeddings(plan.config) / memory.parameter_count(plan.config)
+        sizes["activations"] += sizes["working_copy"] * of_blocks
+        sizes["working_copy"] *= 1 - of_blocks
     return {
         "parameters": sizes["parameters"],
         "moments": sizes["moments"],
