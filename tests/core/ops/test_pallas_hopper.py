@@ -22,6 +22,7 @@ from sparse_dataflow.core.layouts.layout import BlockLayout, pad_tables
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.block_sparse_matmul import matmul_op as api
+from sparse_dataflow.core.ops.block_sparse_matmul.xla_few_rows import FEW_ROWS
 from sparse_dataflow.files.errors import UserError
 
 needs_mosaic = pytest.mark.skipif(
@@ -350,9 +351,9 @@ def test_default_tiles_of_13b_fit_shared_memory(tokens, dtype):
         assert min(config.forward.stages, config.weight_gradient.stages) >= 3
 
 
-def kernels_chosen(layout, name=None, dtype=jnp.bfloat16):
+def kernels_chosen(layout, name=None, dtype=jnp.bfloat16, rows=FEW_ROWS + 1):
     """Return the number of Pallas kernels in a forward and backward pass through the API."""
-    x, values, dy, *_ = draw(layout, 8, dtype)
+    x, values, dy, *_ = draw(layout, rows, dtype)
 
     def gradients(x, values, dy):
         y, pullback = jax.vjp(
@@ -368,6 +369,7 @@ def test_the_kernels_are_chosen_where_they_run():
     layout, other = make_layout("cyclic", 256, 256, 64, 0.5), make_layout("cyclic", 64, 64, 16, 0.5)
     with targeted_gpu():
         assert kernels_chosen(layout) == 3
+        assert kernels_chosen(layout, rows=FEW_ROWS) == 0
         assert kernels_chosen(layout, "xla") == 0
         assert kernels_chosen(layout, dtype=np.float32) == 3
         assert kernels_chosen(layout, dtype=np.float16) == 0
