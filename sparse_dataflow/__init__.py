@@ -1,4 +1,4 @@
-"""Block-sparse weights that pay while a language model trains.
+"""Block-sparse training of language models: faster steps, less memory.
 
 In your own flax nnx model:
 

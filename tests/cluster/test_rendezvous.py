@@ -219,8 +219,8 @@ def test_a_name_that_other_hosts_resolve_otherwise_is_listened_at_everywhere(mon
     """As Debian maps a machine's own name to 127.0.1.1, and a service's address is on no
     interface."""
     for address in ("127.0.1.1", "203.0.113.7"):
-        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
-        monkeypatch.setattr(lines.socket, "getaddrinfo", lambda *_, f=found, **__: f)
+        infos = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
+        monkeypatch.setattr(lines.socket, "getaddrinfo", lambda *_, f=infos, **__: f)
         with lines.listen("n07", free_port(), 1) as listener:
             assert listener.getsockname()[0] in ("0.0.0.0", "::")
 
@@ -228,8 +228,8 @@ def test_a_name_that_other_hosts_resolve_otherwise_is_listened_at_everywhere(mon
 def refusal(monkeypatch, address, token=""):
     """What process 0 ends with whose coordinator's name leads to an address of no interface."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    found = [(family, socket.SOCK_STREAM, 6, "", (address, 0))]
-    monkeypatch.setattr(lines.socket, "getaddrinfo", lambda *_, **__: found)
+    infos = [(family, socket.SOCK_STREAM, 6, "", (address, 0))]
+    monkeypatch.setattr(lines.socket, "getaddrinfo", lambda *_, **__: infos)
     with pytest.raises(UserError) as refused:
         rendezvous.meet(f"n07:{free_port()}", 2, 0, {}, 0.1, token)
     return str(refused.value)
