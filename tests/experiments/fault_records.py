@@ -121,9 +121,9 @@ def text(rows):
 
 def replaced(page, rows, storm):
     """The text of docs/surviving.md with the tables of these rows."""
-    page, count = storms.PLACE.subn(lambda found: storms.text(storm), page)
+    page, count = storms.PLACE.subn(lambda match: storms.text(storm), page)
     assert count == 1, "docs/surviving.md has no place for the counts"
-    changed, count = _PLACE.subn(lambda found: text(rows), page)
+    changed, count = _PLACE.subn(lambda match: text(rows), page)
     assert count == 1, "docs/surviving.md has no place for the table"
     return changed
 
