@@ -113,17 +113,17 @@ def text(rows):
         cells = [fault, ending, ended, repeated, back, {True: "yes", False: "NO"}.get(same, same)]
         lines.append("| " + " | ".join("-" if c is None else str(c) for c in cells) + " |\n")
     intro = (
-        "Two processes of the scale `pico`, checkpoints every 4 steps. The last three columns are "
-        f"of the next start. Measured on {where}."
+        "Two processes of the scale `pico`, checkpoints every 4 steps. The last three columns describe "
+        f"the next start. Measured on {where}."
     )
     return f"{textwrap.fill(intro, WIDTH)}\n\n{HEAD}{''.join(lines)}"
 
 
 def replaced(page, rows, storm):
     """The text of docs/surviving.md with the tables of these rows."""
-    page, count = storms.PLACE.subn(lambda found: storms.text(storm), page)
+    page, count = storms.PLACE.subn(lambda match: storms.text(storm), page)
     assert count == 1, "docs/surviving.md has no place for the counts"
-    changed, count = _PLACE.subn(lambda found: text(rows), page)
+    changed, count = _PLACE.subn(lambda match: text(rows), page)
     assert count == 1, "docs/surviving.md has no place for the table"
     return changed
 
