@@ -16,7 +16,7 @@ from sparse_dataflow.core.checkpoint import checkpoint_folder
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.training.saved_state import identity
 from sparse_dataflow.evaluation import run_files
-from sparse_dataflow.files import manifest
+from sparse_dataflow.files import json_files, manifest
 from sparse_dataflow.files.addresses import is_address
 from sparse_dataflow.files.errors import UserError
 
@@ -124,11 +124,11 @@ def _copy(source: Path, target: Path, step: int, made_with: dict) -> None:
     except manifest.Damaged as damage:
         raise UserError(f"The checkpoint {path} is damaged: {damage}.") from None
     shutil.copytree(path, copy)
-    about = json.loads((copy / "extra.json").read_text())
+    about = json_files.load(copy / "extra.json")
     about["extra"]["config"] = made_with
     (copy / "extra.json").write_text(json.dumps(about))
     (copy / manifest.NAME).unlink()
     manifest.write(copy, facts)
     rows = (source / "metrics.jsonl").read_text().splitlines(keepends=True)
-    kept = [row for row in rows if json.loads(row)["step"] <= step]
+    kept = [row for row in rows if json_files.parse(row)["step"] <= step]
     (target / "metrics.jsonl").write_text("".join(kept))
