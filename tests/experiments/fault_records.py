@@ -113,8 +113,8 @@ def text(rows):
         cells = [fault, ending, ended, repeated, back, {True: "yes", False: "NO"}.get(same, same)]
         lines.append("| " + " | ".join("-" if c is None else str(c) for c in cells) + " |\n")
     intro = (
-        "Two processes of the scale `pico`, checkpoints every 4 steps. The last three columns describe "
-        f"the next start. Measured on {where}."
+        "Two processes of the scale `pico`, checkpoints every 4 steps. The last three columns "
+        f"describe the next start. Measured on {where}."
     )
     return f"{textwrap.fill(intro, WIDTH)}\n\n{HEAD}{''.join(lines)}"
 

@@ -268,7 +268,9 @@ def report(plan: CompilePlan, result: dict) -> str:
 
 def predicted_bytes(plan: CompilePlan) -> dict[str, float]:
     """Returns the planner's bytes a chip in the compiler's categories."""
-    sizes = plan_memory.plan_bytes(plan.config, plan.sequence, plan.parallel).categories
+    sizes: dict[str, float] = {
+        **plan_memory.plan_bytes(plan.config, plan.sequence, plan.parallel).categories
+    }
     if plan.parallel.chips == 1 and plan.parallel.remat == "none":
         # The compiler stacks the copy of the blocks' weights by layer, as it does activations.
         of_blocks = 1 - memory.embeddings(plan.config) / memory.parameter_count(plan.config)
