@@ -22,11 +22,12 @@ from sparse_dataflow.commands import command_line
 from sparse_dataflow.core.config.settings import ABOVE_ZERO, AT_LEAST_ONE, setting
 from sparse_dataflow.core.config.training import OPTIMIZERS
 
+from .studies.serving_cost.options import StudyOptions
 from .studies.serving_cost.recovery import METHODS, SERVED
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(StudyOptions):
     """What is trained."""
 
     methods: tuple[str, ...] = setting(
@@ -47,16 +48,6 @@ class Options:
     learning_rate: float = setting(
         16e-3, "Peak of the dense training; recoveries begin with half.", legal=ABOVE_ZERO
     )
-    vector_rate: float = setting(
-        2.0, "Multiplier of the rate of embeddings and norms.", legal=ABOVE_ZERO
-    )
-    trials: int = setting(3, "Trials of the rate of each cell.", legal=AT_LEAST_ONE)
-    seeds: int = setting(3, "Measured seeds of each cell.", legal=AT_LEAST_ONE)
-    layers: int = setting(2, "Layers of every model.", legal=AT_LEAST_ONE)
-    vocabulary: int = setting(40, "Symbols of the text.", legal=AT_LEAST_ONE)
-    sequence: int = setting(32, "Symbols in a sequence.", legal=AT_LEAST_ONE)
-    batch: int = setting(32, "Sequences in a step.", legal=AT_LEAST_ONE)
-    corpus: str = setting("python_stdlib", "Text; see experiments.gpt13b_sparse.", path=True)
     out: str = setting("runs/prune_trained", "Folder to make, or to go on in.", path=True)
 
 

@@ -30,10 +30,11 @@ from sparse_dataflow.core.config.settings import ABOVE_ZERO, AT_LEAST_ONE, AT_LE
 from sparse_dataflow.core.config.training import OPTIMIZERS
 
 from .studies.serving_cost.arms import ARMS
+from .studies.serving_cost.options import StudyOptions
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(StudyOptions):
     """What is trained."""
 
     arms: tuple[str, ...] = setting(
@@ -51,19 +52,9 @@ class Options:
         choices=("linear", "cosine", "wsd"),
     )
     learning_rate: float = setting(16e-3, "Peak that the first trial has.", legal=ABOVE_ZERO)
-    vector_rate: float = setting(
-        2.0, "Multiplier of the rate of embeddings and norms.", legal=ABOVE_ZERO
-    )
-    trials: int = setting(3, "Trials of the rate of each arm and length.", legal=AT_LEAST_ONE)
-    seeds: int = setting(3, "Measured seeds of each arm.", legal=AT_LEAST_ONE)
     width: int = setting(24, "d_model of the narrow model.", legal=AT_LEAST_ONE)
     hidden: int = setting(96, "d_ff of the narrow model.", legal=AT_LEAST_ONE)
-    layers: int = setting(2, "Layers of every model.", legal=AT_LEAST_ONE)
     heads: int = setting(2, "Heads of every model.", legal=AT_LEAST_ONE)
-    vocabulary: int = setting(40, "Symbols of the text.", legal=AT_LEAST_ONE)
-    sequence: int = setting(32, "Symbols in a sequence.", legal=AT_LEAST_ONE)
-    batch: int = setting(32, "Sequences in a step.", legal=AT_LEAST_ONE)
-    corpus: str = setting("python_stdlib", "Text; see experiments.gpt13b_sparse.", path=True)
     decode: int = setting(
         0, "Rounds of timed decoding, 32 times as wide; 0 is none.", legal=AT_LEAST_ZERO
     )

@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 
+from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
@@ -32,6 +33,21 @@ MIXED = DENSE.with_linears(
     LinearSpec("block_sparse", "cyclic", density=0.5, block=8, rank=2), ["qkv"]
 ).with_linears(LinearSpec("block_sparse", "cyclic", density=0.25, block=8), ["mlp_out"])
 """Two dense projections, and sparse ones of two densities."""
+
+GEMMA2 = FAMILIES["gemma2"] | {
+    "window": 3,
+    "attention_cap": 0.7,
+    "logit_cap": 2.0,
+    "num_kv_heads": 2,
+    "attention_scalar": 5,
+}
+GEMMA3 = FAMILIES["gemma3"] | {
+    "window": 3,
+    "layer_types": "sliding+sliding+full",
+    "num_kv_heads": 1,
+    "head_dim": 12,
+}
+"""Fields of small models of two families."""
 
 
 @functools.cache

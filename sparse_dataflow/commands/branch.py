@@ -10,10 +10,12 @@ import dataclasses
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 from sparse_dataflow.core.checkpoint import checkpoint_folder
 from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.training.monitoring.metrics import read_metrics
 from sparse_dataflow.core.training.saved_state import identity
 from sparse_dataflow.evaluation import run_files
 from sparse_dataflow.files import json_files, manifest
@@ -86,22 +88,21 @@ def make(source: str | Path, config: RunConfig, command: tuple[str, ...]) -> Non
     )
     before = run_files.read_variants(saved, record)
     after = run_files.read_variants(config, new_record)
-    begun = out.parent / f"{out.name}.branching"
-    shutil.rmtree(begun, ignore_errors=True)
     try:
-        for name, v in after.items():
-            falls = min(before[name].training.plateau_stop, v.training.plateau_stop)
-            step = _newest_until(source / name / "checkpoints", falls, name)
-            made_with = identity(v.model, v.training, v.evolution, record.tokenizer)
-            _copy(source / name, begun / name, step, made_with)
-        shutil.copy(source / run_files.TOKENIZER, begun / run_files.TOKENIZER)
-        (begun / run_files.RECORD).write_bytes(run_files.to_bytes(new_record.to_json()))
-        (begun / run_files.CONFIG).write_bytes(run_files.to_bytes(config.to_json()))
-        os.rename(begun, out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as around:
+            begun = Path(around) / out.name
+            for name, v in after.items():
+                falls = min(before[name].training.plateau_stop, v.training.plateau_stop)
+                step = _newest_until(source / name / "checkpoints", falls, name)
+                made_with = identity(v.model, v.training, v.evolution, record.tokenizer)
+                _copy(source / name, begun / name, step, made_with)
+            shutil.copy(source / run_files.TOKENIZER, begun / run_files.TOKENIZER)
+            (begun / run_files.RECORD).write_bytes(run_files.to_bytes(new_record.to_json()))
+            (begun / run_files.CONFIG).write_bytes(run_files.to_bytes(config.to_json()))
+            os.rename(begun, out)
     except OSError as error:
         raise UserError(f"The run folder {out} cannot be made: {error.strerror}.") from error
-    finally:
-        shutil.rmtree(begun, ignore_errors=True)
 
 
 def _newest_until(checkpoints: Path, last: int, name: str) -> int:
@@ -129,6 +130,5 @@ def _copy(source: Path, target: Path, step: int, made_with: dict) -> None:
     (copy / "extra.json").write_text(json.dumps(about))
     (copy / manifest.NAME).unlink()
     manifest.write(copy, facts)
-    rows = (source / "metrics.jsonl").read_text().splitlines(keepends=True)
-    kept = [row for row in rows if json_files.parse(row)["step"] <= step]
-    (target / "metrics.jsonl").write_text("".join(kept))
+    rows = [row for row in read_metrics(source / "metrics.jsonl") if row.get("step", 0) <= step]
+    (target / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

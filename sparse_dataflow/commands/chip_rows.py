@@ -102,9 +102,10 @@ def rows(chip: ChipFacts, scale: str) -> list[Row]:
         ]  # fmt: skip
 
     rounds = f"--rounds={ROUNDS}"
-    tables = "xla,xla_static" if cpu else "pallas_hopper,pallas_triton,pallas_tpu,xla"
-    if dtype == "bfloat16" and chip.capability:
-        tables = "pallas_hopper,pallas_triton"  # They take the place of xla, which is slower.
+    # Where kernels run, xla is several times slower and its rows would take the time of others.
+    kernels = "pallas_hopper,pallas_triton"
+    others = "xla,xla_static" if cpu else f"{kernels},pallas_tpu,xla"
+    tables = kernels if dtype == "bfloat16" and chip.capability else others
     three = "forward,input_gradient,weight_gradient"
     saving = [] if step_scale in LAPTOP_SCALES else [
         "--set", "model.remat=full", "--set", "training.state_dtype=bfloat16"

@@ -213,16 +213,16 @@ class Request:
         return config if sparse else config.dense()
 
     def _scale(self, backend, memory_bytes, sparse):
-        from sparse_dataflow.planner import memory
+        from sparse_dataflow.planner import scales
 
         method = self.changes.get(EVOLUTION, "static")
         if not sparse or method in ("gradual", "sparse_to_dense"):  # These train a dense model too.
-            return memory.choose_scale(memory_bytes, backend, {})
+            return scales.choose_scale(memory_bytes, backend, {})
         names = ("model.fused_qkv", "model.gated_mlp")
         changes = {p: v for p, v in self.changes.items() if p.startswith("sparsity.") or p in names}
         config = settings.changed(presets.preset("nano"), changes)
         linears = config.sparsity.linears(config.model)
-        return memory.choose_scale(memory_bytes, backend, linears)
+        return scales.choose_scale(memory_bytes, backend, linears)
 
 
 def compute_dtype(backend: str) -> str:

@@ -20,7 +20,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.host_memory import keep_freed_memory
-from sparse_dataflow.planner import memory
+from sparse_dataflow.planner import scales
 
 
 def train(
@@ -136,4 +136,4 @@ def _say_scale(config, chip):
     """Says which scale was chosen for the memory here."""
     if chip.memory_bytes is not None:
         linears = config.sparsity.linears(config.model)
-        say(memory.scale_message(chip.memory_bytes, config.run.scale, linears))
+        say(scales.scale_message(chip.memory_bytes, config.run.scale, linears))

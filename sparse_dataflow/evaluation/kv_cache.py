@@ -156,18 +156,8 @@ def decode_token(
     tokens_B: jax.Array,
     positions_B: jax.Array,
 ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-    """Appends one token to each row.
-
-    Args:
-      config: model config.
-      weights: weights from `prepare`.
-      caches: caches of the previous tokens; donate them.
-      tokens_B: int32 [B], new tokens.
-      positions_B: int32 [B], number of previous tokens of each row.
-
-    Returns:
-      (float32 [B, vocab] logits of the next tokens, updated caches).
-    """
+    """Appends one token to each row, as `decode_text`: int32 [B] -> (float32 [B, vocab] logits of
+    the next tokens, updated caches)."""
     logits, caches = decode_text(config, weights, caches, tokens_B[:, None], positions_B)
     return logits[:, 0], caches
 

@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sparse_dataflow.core.config import remat
@@ -19,8 +19,7 @@ from sparse_dataflow.core.config.attention_kinds import DENSE_TOKENS
 from sparse_dataflow.core.config.layer_groups import with_densest_layers
 from sparse_dataflow.core.config.logit_chunks import chunk_tokens
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
-from sparse_dataflow.core.config.presets import SIZES
-from sparse_dataflow.core.config.projections import PROJECTIONS, LinearSpec
+from sparse_dataflow.core.config.projections import PROJECTIONS
 from sparse_dataflow.core.config.training import BUILT_IN, TrainingConfig
 from sparse_dataflow.core.training.cost import DTYPE_BYTES, stored_fractions
 from sparse_dataflow.hardware.chips import GIB
@@ -33,10 +32,6 @@ TABLE_BYTES_PER_BLOCK = 4 * 4
 
 # Usable fraction of device memory; the rest is for the runtime and fragmentation.
 USABLE = 0.9
-LAPTOP_SCALE = "nano"
-TARGET_SCALE = "13b"
-LARGE_SCALES = ("125m", "350m", "1.3b", "6.7b", TARGET_SCALE)
-"""Scales of the main job on an accelerator, smallest first."""
 
 
 def parameter_count(config: ModelConfig) -> int:
@@ -193,7 +188,7 @@ def training_bytes(
     per_token = activation_bytes(config, sequence, fused_attention)
     matrices = matrix_count(config)
     activations = tokens * config.num_layers * per_token.saved
-    chunk = int(chunk_tokens(config.vocab_size, on_cpu=not fused_attention))
+    chunk = int(chunk_tokens(config.vocab_size))
     # The working set of a block is not alive beside them: it has room for their gradient.
     logits = min(tokens, chunk) * config.vocab_size * MASTER_BYTES
     frozen = frozen_bytes(config) if adapters else 0
@@ -445,62 +440,3 @@ def has_one_op_mlp(config: ModelConfig) -> bool:
     plain = all(s.kind == "block_sparse" and not s.rank and not s.hadamard for s in specs)
     fitting = config.activation == "gelu" and "mlp_in" in config.biases and not config.gated_mlp
     return plain and fitting and not (config.experts or config.quantized or config.guided)
-
-
-def scale_estimate(scale: str, linears: Mapping[str, LinearSpec]) -> MemoryEstimate:
-    """Estimates the smallest memory in which a scale trains on one device.
-
-    It assumes micro-batches of one full sequence, bfloat16 compute with float32 masters, and full
-    remat.  A run at this scale must use these settings.
-
-    Args:
-      scale: key of SIZES.
-      linears: projection name -> LinearSpec of a sparse model; missing names are dense, and names
-        that the scale does not have are ignored.
-    """
-    config = SIZES[scale]
-    linears = {name: spec for name, spec in linears.items() if name in config.projections}
-    config = dataclasses.replace(config, linears=linears, remat="full", compute_dtype="bfloat16")
-    return training_bytes(config, batch=1, sequence=config.max_len)
-
-
-def choose_scale(memory_bytes: int | None, backend: str, linears: Mapping[str, LinearSpec]) -> str:
-    """Returns the scale for `--scale=auto`: the largest of LARGE_SCALES that fits, else "nano".
-
-    Args:
-      memory_bytes: of one device, of which USABLE counts; None if unknown, which selects "nano".
-      backend: as in `jax.default_backend()`.  A CPU always selects "nano", because larger scales
-        are too slow there.
-      linears: see `scale_estimate`.
-    """
-    if backend == "cpu" or memory_bytes is None:
-        return LAPTOP_SCALE
-    usable = int(memory_bytes * USABLE)
-    fitting = [s for s in LARGE_SCALES if scale_estimate(s, linears).total <= usable]
-    return fitting[-1] if fitting else LAPTOP_SCALE
-
-
-def scale_message(memory_bytes: int, scale: str, linears: Mapping[str, LinearSpec]) -> str:
-    """Returns a log line with the scale that runs, and why it is not TARGET_SCALE.
-
-    Args:
-      memory_bytes: of this machine's device; host memory on a CPU.
-      scale: scale that runs.
-      linears: see `scale_estimate`.
-    """
-    need = scale_estimate(TARGET_SCALE, linears).total
-    line = (
-        f"{TARGET_SCALE.upper()} in training needs {_gib(need, math.ceil)} GiB; "
-        f"this machine has {_gib(memory_bytes, math.floor)}"
-    )
-    if scale == TARGET_SCALE:
-        return f"{line}: running the '{scale}' scale"
-    # A CPU with enough memory still runs the laptop scale.
-    reason = ", but it is too slow for it" if need <= memory_bytes * USABLE else ""
-    return f"{line}{reason}: running the '{scale}' scale; on a pod pass --scale={TARGET_SCALE}"
-
-
-def _gib(size: int, rounding) -> str:
-    """Formats bytes as GiB, rounded by `rounding`, with one decimal below 10."""
-    gib = size / GIB
-    return f"{rounding(gib)}" if gib >= 10 else f"{rounding(gib * 10) / 10}"

@@ -30,10 +30,6 @@ ERROR = (-0.15, 0.05)
 """Relative range of the compiler's bytes about the estimate, on the plans of
 `experiments/results/compile_plan`; a test compares them."""
 
-NORM_COPIES = {"full": 6, "dots": 0, "none": 0}
-"""Remat -> float32 arrays of width d_model that a pipelined layer stores of its norms; see
-`pipeline_bytes`."""
-
 
 def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> MemoryEstimate:
     """Estimates the memory of the fullest chip; the results broadcast over the plan's counts.
@@ -59,7 +55,7 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     activations = tokens * (saved + gathered_residual(config, plan))
     activations = activations + _gathered_weights(config, plan, weights)
     local = config.vocab_size / np.asarray(plan.layer_chips)
-    chunk = np.minimum(tokens, chunk_tokens(local, not plan.fused_attention))
+    chunk = np.minimum(tokens, chunk_tokens(local))
     logits = chunk * local * memory.MASTER_BYTES
     # A stage sums the gradients of all its weights in float32, and reduce-scatters them at the end.
     gradient = memory.gradient_bytes(np.asarray(plan.accumulation), plan.state_dtype)
@@ -313,11 +309,10 @@ def pipeline_bytes(config: ModelConfig, plan: ParallelPlan, expert_rows=None):
     queries, keys_values, normed, products, hidden = (n * compute / tensor for n in widths)
     heads = queries + keys_values
     block_buffers = 2 * gathered + hidden + heads + normed + 2 * queries
-    block_buffers = block_buffers + NORM_COPIES[config.remat] * norm
     passed_on = 2 * gathered + products + heads + 4 * residual + 2 * norm
     saved, recomputed = residual, 0.0 * residual
     if config.remat == "full":
-        recomputed = block_buffers
+        recomputed = block_buffers + 6 * norm
     elif config.remat == "dots":
         saved = 2 * residual + heads + products
         passed_on = passed_on + residual

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import small_models
 import tokenizers
 from small_models import DENSE, LOW_RANK, SPARSE
 
@@ -18,19 +19,10 @@ CONFIGS = {
         DENSE, **FAMILIES["llama"], num_kv_heads=2, head_dim=12, window=3
     ).with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=4)),
     "qwen3": dataclasses.replace(DENSE, **FAMILIES["qwen3"], num_kv_heads=1, window=1),
-    "gemma2": dataclasses.replace(
-        DENSE,
-        **FAMILIES["gemma2"] | {"window": 3, "attention_cap": 0.7, "logit_cap": 2.0},
-        num_kv_heads=2,
-        attention_scalar=5,
-    ).with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=8)),
-    "gemma3": dataclasses.replace(
-        DENSE,
-        num_layers=4,
-        **FAMILIES["gemma3"] | {"window": 3, "layer_types": "sliding+sliding+full"},
-        num_kv_heads=1,
-        head_dim=12,
+    "gemma2": dataclasses.replace(DENSE, **small_models.GEMMA2).with_linears(
+        LinearSpec("block_sparse", "monarch", density=0.5, block=8)
     ),
+    "gemma3": dataclasses.replace(DENSE, num_layers=4, **small_models.GEMMA3),
     "yarn": dataclasses.replace(
         DENSE,
         positions="rotary",

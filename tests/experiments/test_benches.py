@@ -6,10 +6,11 @@ import sys
 
 import filelock
 import pytest
+from exit_status import exit_status
 
 from experiments import chip_report as experiment
 from experiments.benchmarks.options import IMPLEMENTATIONS
-from sparse_dataflow.commands import chip_report, command_line
+from sparse_dataflow.commands import chip_report
 from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.ops import tuned
 from sparse_dataflow.core.ops.block_sparse_matmul import xla_tuning as tuning_xla
@@ -49,12 +50,7 @@ def measure_cpu(job, monkeypatch):
         return done.returncode
 
     def measure(folder):
-        argv = ["chip_report", "--scale=pico", "--minutes=60", f"--out={folder}"]
-        with pytest.raises(SystemExit) as ended:
-            command_line.run(
-                experiment.main, experiment.__doc__, options=experiment.Options, argv=argv
-            )
-        assert ended.value.code == 0
+        assert exit_status(experiment, "--scale=pico", "--minutes=60", f"--out={folder}") == 0
 
     monkeypatch.setattr(chip_report, "_run", run_row)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")

@@ -5,10 +5,11 @@ import json
 
 import jax
 import pytest
+from exit_status import exit_status
 from main_job import rows
 
 from experiments import evaluate
-from sparse_dataflow.commands import command_line, library
+from sparse_dataflow.commands import library
 from sparse_dataflow.commands.models import evaluation_report
 from sparse_dataflow.data import cache
 from sparse_dataflow.interchange import huggingface
@@ -31,12 +32,10 @@ def evaluated(job, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def evaluated(*arguments):
-        argv = ["evaluate", *map(str, arguments)]
-        with pytest.raises(SystemExit) as left:
-            command_line.run(evaluate.main, evaluate.__doc__, options=evaluate.Options, argv=argv)
+        status = exit_status(evaluate, *arguments)
         out, err = capsys.readouterr()
         errors = [line for line in err.splitlines() if line.startswith("error: ")]
-        return left.value.code, out, errors[0] if errors else ""
+        return status, out, errors[0] if errors else ""
 
     return evaluated
 

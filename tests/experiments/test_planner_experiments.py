@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from exit_status import exit_status
 
 from experiments import layout_search, planner_truth, scaling_study
 from experiments.planning import scaling
@@ -16,14 +17,6 @@ from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.pipeline import schedules
 from sparse_dataflow.core.training.variants import variants
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
-
-
-def run(experiment, *arguments):
-    """Exit status of an experiment."""
-    argv = ["program", *arguments]
-    with pytest.raises(SystemExit) as left:
-        command_line.run(experiment.main, experiment.__doc__, options=experiment.Options, argv=argv)
-    return left.value.code
 
 
 def trained_by(command):
@@ -37,7 +30,7 @@ def trained_by(command):
 
 def test_layout_search_prints_the_best_and_a_legal_command(tmp_path, capsys):
     flags = ("--scale=1.3b", "--hardware=a100-80gb", "--chips=16", "--batch=512", "--explain=3")
-    assert run(layout_search, *flags, f"--out={tmp_path}") == 0
+    assert exit_status(layout_search, *flags, f"--out={tmp_path}") == 0
     out = capsys.readouterr().out
     assert "all priced" in out and "what decides: Shapley effects" in out
     assert out.count("memory of the fullest chip") == out.count("term of a step") == 3
@@ -61,7 +54,7 @@ def test_layout_search_prints_the_best_and_a_legal_command(tmp_path, capsys):
 
 def test_the_page_of_a_search_is_one_file_with_four_figures(tmp_path, capsys):
     flags = ("--scale=175b", "--hardware=mi250x", "--chips=1024", "--batch=10240", "--verify=0")
-    assert run(layout_search, *flags, "--tokens=450e9", f"--out={tmp_path}") == 0
+    assert exit_status(layout_search, *flags, "--tokens=450e9", f"--out={tmp_path}") == 0
     page = (tmp_path / "search.html").read_text()
     assert page.count("<svg") == 4 and "450 billion tokens" in page
     assert "src=" not in page and "http://" not in page and "Content-Security-Policy" in page
@@ -71,7 +64,7 @@ def test_the_page_of_a_search_is_one_file_with_four_figures(tmp_path, capsys):
 
 def test_a_sparse_search_prints_the_sparse_command(tmp_path, capsys):
     flags = ("--scale=1.3b", "--chips=8", "--batch=256", "--density=0.125", "--sequence=1024")
-    assert run(layout_search, *flags, f"--out={tmp_path}") == 0
+    assert exit_status(layout_search, *flags, f"--out={tmp_path}") == 0
     name, config = trained_by(capsys.readouterr().out.strip().splitlines()[-1])
     assert name == "experiments.gpt13b_sparse"
     assert (config.sparsity.density, config.sparsity.block) == (0.125, 128)
@@ -81,7 +74,7 @@ def test_a_sparse_search_prints_the_sparse_command(tmp_path, capsys):
 
 def test_a_sparse_search_says_how_much_faster_it_is_and_that_it_is_extrapolated(tmp_path, capsys):
     flags = ("--scale=1.3b", "--chips=8", "--batch=256", "--density=0.125", "--verify=0")
-    assert run(layout_search, *flags, f"--out={tmp_path}") == 0
+    assert exit_status(layout_search, *flags, f"--out={tmp_path}") == 0
     out = capsys.readouterr().out
     assert "extrapolated: no published run of this kind (block-sparse weights)" in out
     with (tmp_path / "trials.csv").open() as file:
@@ -108,13 +101,13 @@ def test_the_command_of_a_pipeline_names_its_schedule():
     ],
 )
 def test_what_cannot_be_is_refused_in_words(tmp_path, capsys, arguments, words):
-    assert run(layout_search, *arguments, f"--out={tmp_path}") == 2
+    assert exit_status(layout_search, *arguments, f"--out={tmp_path}") == 2
     err = capsys.readouterr().err
     assert words in err and "Traceback" not in err
 
 
 def test_truth_prints_every_row(tmp_path, capsys):
-    assert run(planner_truth, f"--out={tmp_path}") == 0
+    assert exit_status(planner_truth, f"--out={tmp_path}") == 0
     out = capsys.readouterr().out
     assert "held out " in out and "175B strong" in out and "4.5x" in out
     with (tmp_path / "truth.csv").open() as file:
@@ -127,7 +120,7 @@ def test_truth_prints_every_row(tmp_path, capsys):
 
 def test_scaling_names_what_limits_each_point(tmp_path, capsys):
     flags = ("--hardware=h100", "--kinds=strong", "--most=128", f"--out={tmp_path}")
-    assert run(scaling_study, *flags) == 0
+    assert exit_status(scaling_study, *flags) == 0
     with (tmp_path / "scaling.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {row["chips"] for row in rows} == {"64", "128"} and all(row["limit"] for row in rows)
@@ -135,7 +128,7 @@ def test_scaling_names_what_limits_each_point(tmp_path, capsys):
     assert "| strong | 22b | h100 | 64 |" in (tmp_path / "scaling.md").read_text()
     assert (tmp_path / "strong.png").stat().st_size > 10_000
     for flag in ("--most=32", "--kinds=none"):
-        assert run(scaling_study, flag, f"--out={tmp_path}") == 2
+        assert exit_status(scaling_study, flag, f"--out={tmp_path}") == 2
 
 
 def test_the_planners_experiments_start_without_jax():

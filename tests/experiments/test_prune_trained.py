@@ -5,11 +5,11 @@ import json
 import jax
 import numpy as np
 import pytest
+from exit_status import exit_status
 
 from experiments import prune_trained
 from experiments.studies.serving_cost import arms, recovery, runs, study, training
 from experiments.studies.serving_cost.text import Text
-from sparse_dataflow.commands import command_line
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.whole import Batch
@@ -87,14 +87,7 @@ def test_a_small_study_goes_on(tmp_path, capsys):
     )  # fmt: skip
 
     def ended(*flags):
-        with pytest.raises(SystemExit) as status:
-            command_line.run(
-                prune_trained.main,
-                prune_trained.__doc__,
-                options=prune_trained.Options,
-                argv=["prune_trained", *small, *flags],
-            )
-        return status.value.code
+        return exit_status(prune_trained, *small, *flags)
 
     assert ended("--seeds=1", "--methods=narrow_taught") == 0
     first = (tmp_path / runs.LINES).read_text()

@@ -5,12 +5,12 @@ import json
 import jax
 import numpy as np
 import pytest
+from exit_status import exit_status
 
 from experiments import serving_cost
 from experiments.studies.serving_cost import arms, law, pruning, runs, training
 from experiments.studies.serving_cost.arms import ARMS, Arm
 from experiments.studies.serving_cost.text import Text
-from sparse_dataflow.commands import command_line
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
@@ -22,14 +22,7 @@ OF_FLOPS = ["narrow", *(n for n, arm in ARMS.items() if arm.pruned and arm.equal
 
 
 def study(*flags):
-    with pytest.raises(SystemExit) as ended:
-        command_line.run(
-            serving_cost.main,
-            serving_cost.__doc__,
-            options=serving_cost.Options,
-            argv=["serving_cost", *flags],
-        )
-    return ended.value.code
+    return exit_status(serving_cost, *flags)
 
 
 @pytest.mark.parametrize("name", OF_FLOPS)

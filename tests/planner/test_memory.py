@@ -17,7 +17,7 @@ from sparse_dataflow.core.config.sparsity import SparsityConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.model_weights import weights_of
-from sparse_dataflow.planner import memory
+from sparse_dataflow.planner import memory, scales
 
 PROJECTIONS = SIZES["nano"].projections
 
@@ -220,15 +220,14 @@ def test_activations_and_logits_agree_with_xla(remat, fields):
 
 def test_logits_take_the_memory_of_one_chunk():
     config = SIZES["125m"]
-    for fused, tokens in ((False, 512), (True, 2048)):
-        large = memory.training_bytes(config, 8, 2048, fused_attention=fused)
-        assert large.logits == tokens * config.vocab_size * 4
+    large = memory.training_bytes(config, 8, 2048)
+    assert large.logits == 2048 * config.vocab_size * 4
     plan = memory.training_bytes(config, 1, 16)
     assert plan.logits == 16 * config.vocab_size * 4
 
 
 def test_table_shows_every_category_and_the_total():
-    plan = memory.scale_estimate("13b", {})
+    plan = scales.scale_estimate("13b", {})
     lines = plan.table().splitlines()
     assert [line.split("  ")[0] for line in lines] == [
         *(name.replace("_", " ") for name in plan.categories),
@@ -239,52 +238,52 @@ def test_table_shows_every_category_and_the_total():
 
 
 def test_13b_needs_its_state_and_much_less_at_density_one_eighth():
-    dense = memory.scale_estimate("13b", {})
+    dense = scales.scale_estimate("13b", {})
     assert dense.state - dense.working_copy == 16 * memory.parameter_count(SIZES["13b"])
     assert dense.state < dense.total < 1.05 * dense.state
-    assert memory.scale_estimate("13b", EIGHTH).total < dense.total / 5
+    assert scales.scale_estimate("13b", EIGHTH).total < dense.total / 5
 
 
 @given(st.integers(0, 2**42), st.booleans())
 def test_the_largest_fitting_scale_fits_and_the_next_does_not(memory_bytes, sparse):
     linears = EIGHTH if sparse else {}
-    scale = memory.choose_scale(memory_bytes, "tpu", linears)
-    capacity, candidates = memory_bytes * memory.USABLE, memory.LARGE_SCALES
+    scale = scales.choose_scale(memory_bytes, "tpu", linears)
+    capacity, candidates = memory_bytes * memory.USABLE, scales.LARGE_SCALES
     position = -1 if scale == "nano" else candidates.index(scale)
     if position >= 0:
-        assert memory.scale_estimate(scale, linears).total <= capacity
+        assert scales.scale_estimate(scale, linears).total <= capacity
     if position + 1 < len(candidates):
-        assert memory.scale_estimate(candidates[position + 1], linears).total > capacity - 1
+        assert scales.scale_estimate(candidates[position + 1], linears).total > capacity - 1
 
 
 def test_large_scales_are_sizes_in_growing_order():
-    counts = [memory.parameter_count(SIZES[scale]) for scale in memory.LARGE_SCALES]
+    counts = [memory.parameter_count(SIZES[scale]) for scale in scales.LARGE_SCALES]
     assert counts == sorted(counts)
-    assert memory.LAPTOP_SCALE in SIZES
+    assert scales.LAPTOP_SCALE in SIZES
 
 
 def test_auto_scale_uses_nine_tenths_of_the_memory_and_is_nano_on_a_cpu():
-    need = memory.scale_estimate("1.3b", {}).total
-    assert memory.choose_scale(math.ceil(need / 0.9) + 1, "gpu", {}) == "1.3b"
-    assert memory.choose_scale(need, "gpu", {}) == "350m"
-    assert memory.choose_scale(2**50, "cpu", {}) == "nano"
-    assert memory.choose_scale(None, "tpu", {}) == "nano"
-    assert memory.choose_scale(2**50, "tpu", {}) == "13b"
+    need = scales.scale_estimate("1.3b", {}).total
+    assert scales.choose_scale(math.ceil(need / 0.9) + 1, "gpu", {}) == "1.3b"
+    assert scales.choose_scale(need, "gpu", {}) == "350m"
+    assert scales.choose_scale(2**50, "cpu", {}) == "nano"
+    assert scales.choose_scale(None, "tpu", {}) == "nano"
+    assert scales.choose_scale(2**50, "tpu", {}) == "13b"
 
 
 def test_scale_message_is_one_line_with_both_numbers():
-    need = math.ceil(memory.scale_estimate("13b", {}).total / GIB)
-    assert memory.scale_message(24 * GIB, "nano", {}) == (
+    need = math.ceil(scales.scale_estimate("13b", {}).total / GIB)
+    assert scales.scale_message(24 * GIB, "nano", {}) == (
         f"13B in training needs {need} GiB; this machine has 24: running the 'nano' scale; "
         "on a pod pass --scale=13b"
     )
-    need = math.ceil(memory.scale_estimate("13b", EIGHTH).total / GIB)
-    assert memory.scale_message(int(7.56 * GIB), "nano", EIGHTH) == (
+    need = math.ceil(scales.scale_estimate("13b", EIGHTH).total / GIB)
+    assert scales.scale_message(int(7.56 * GIB), "nano", EIGHTH) == (
         f"13B in training needs {need} GiB; this machine has 7.5: running the 'nano' scale; "
         "on a pod pass --scale=13b"
     )
 
 
 def test_scale_message_names_speed_as_the_reason_on_a_cpu_with_enough_memory():
-    assert "too slow" in memory.scale_message(512 * GIB, "nano", {})
-    assert "pod" not in memory.scale_message(512 * GIB, "13b", {})
+    assert "too slow" in scales.scale_message(512 * GIB, "nano", {})
+    assert "pod" not in scales.scale_message(512 * GIB, "13b", {})

@@ -13,10 +13,10 @@ import pytest
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from exit_status import exit_status
 from shipped_plans import SHIPPED, plan_of, result
 
 from experiments import compile_plan
-from sparse_dataflow.commands import command_line
 from sparse_dataflow.commands.planning import compile_report, verify
 from sparse_dataflow.commands.planning.options import named_model
 from sparse_dataflow.commands.preflight import settling
@@ -30,14 +30,7 @@ GOLDEN = Path(__file__).with_name("compile_plan.txt")
 
 
 def run(*arguments):
-    with pytest.raises(SystemExit) as left:
-        command_line.run(
-            compile_plan.main,
-            compile_plan.__doc__,
-            options=compile_plan.Options,
-            argv=["program", *arguments],
-        )
-    return left.value.code
+    return exit_status(compile_plan, *arguments)
 
 
 def test_the_plans_that_must_pass_are_shipped():

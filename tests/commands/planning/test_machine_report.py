@@ -4,9 +4,9 @@ import math
 import re
 
 import pytest
+from exit_status import exit_status
 
 from experiments import gpt13b_dense, gpt13b_sparse
-from sparse_dataflow.commands import command_line
 from sparse_dataflow.commands.planning import machine_report
 from sparse_dataflow.core.config.presets import preset
 from sparse_dataflow.hardware import machines
@@ -21,11 +21,7 @@ def plan(name, **changes):
 
 
 def run(*arguments, experiment=gpt13b_sparse):
-    with pytest.raises(SystemExit) as left:
-        command_line.run(
-            experiment.main, experiment.__doc__, shared=experiment.SHARED, argv=["x", *arguments]
-        )
-    return left.value.code
+    return exit_status(experiment, *arguments)
 
 
 def test_figures_follow_from_the_seconds_of_a_step():

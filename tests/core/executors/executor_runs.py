@@ -21,6 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import small_models
 from jax.sharding import Mesh
 
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
@@ -92,19 +93,10 @@ MODELS = {
         mask_documents=True,
     ),
     "qwen3": dataclasses.replace(DENSE, **FAMILIES["qwen3"], num_kv_heads=2, head_dim=12),
-    "gemma2": dataclasses.replace(
-        DENSE,
-        **FAMILIES["gemma2"] | {"window": 3, "attention_cap": 0.7, "logit_cap": 2.0},
-        num_kv_heads=2,
-        attention_scalar=5,
-    ).with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8)),
-    "gemma3": dataclasses.replace(
-        DENSE,
-        num_layers=3,
-        **FAMILIES["gemma3"] | {"window": 3, "layer_types": "sliding+sliding+full"},
-        num_kv_heads=1,
-        head_dim=12,
+    "gemma2": dataclasses.replace(DENSE, **small_models.GEMMA2).with_linears(
+        LinearSpec("block_sparse", "monarch", 0.5, 8)
     ),
+    "gemma3": dataclasses.replace(DENSE, num_layers=3, **small_models.GEMMA3),
     "multi_query": dataclasses.replace(
         DENSE, **FAMILIES["llama"] | {"biases": ("q", "k", "v")}, num_kv_heads=1, remat="dots"
     ).with_linears(LinearSpec("block_sparse", "random", 0.5, 4, rank=4, hadamard=8)),

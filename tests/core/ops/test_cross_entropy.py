@@ -175,5 +175,4 @@ def test_the_full_logits_never_exist(array_sizes, vocab):
     [(16, 4096), (32_000, 4096), (50_257, 2048), (262_144, 512), (10**7, CHUNK)],
 )
 def test_an_accelerator_takes_as_many_tokens_as_half_a_gibibyte_of_logits_has(vocabulary, tokens):
-    assert logit_chunks.chunk_tokens(vocabulary, on_cpu=False) == tokens
-    assert logit_chunks.chunk_tokens(vocabulary, on_cpu=True) == CHUNK
+    assert logit_chunks.chunk_tokens(vocabulary) == tokens

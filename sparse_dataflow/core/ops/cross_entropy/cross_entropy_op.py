@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_dataflow.core.config.logit_chunks import chunk_tokens
+from sparse_dataflow.core.config import logit_chunks
 from sparse_dataflow.core.ops import derivatives, dispatch
 from sparse_dataflow.core.ops.cross_entropy import vocabulary
 from sparse_dataflow.core.ops.cross_entropy.vocabulary import Axis
@@ -169,7 +169,7 @@ def over_chunks(
     whole embedding per chunk.
     """
     on_cpu = dispatch.platform() == "cpu"
-    chunk = int(chunk_tokens(vocabulary, on_cpu))
+    chunk = logit_chunks.CPU_TOKENS if on_cpu else int(logit_chunks.chunk_tokens(vocabulary))
     chunks = len(arrays[0]) // chunk
     max_unrolled = UNROLL_CHUNKS if on_cpu else 1
     results_by_chunk, start = [], 0

@@ -96,8 +96,10 @@ class _Model:
         return step
 
     def seconds_left(self, slowdown: float) -> float:
-        """Args:
-        slowdown: seconds of a step now over those of the mean step so far.
+        """Returns the seconds of what remains.
+
+        Args:
+          slowdown: seconds of a step now over those of the mean step so far.
         """
         left = self.remaining
         if left is None:
