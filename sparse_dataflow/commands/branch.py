@@ -88,15 +88,17 @@ def make(source: str | Path, config: RunConfig, command: tuple[str, ...]) -> Non
     )
     before = run_files.read_variants(saved, record)
     after = run_files.read_variants(config, new_record)
+    steps = {}
+    for name, v in after.items():
+        falls = min(before[name].training.plateau_stop, v.training.plateau_stop)
+        steps[name] = _newest_until(source / name / "checkpoints", falls, name)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as around:
             begun = Path(around) / out.name
             for name, v in after.items():
-                falls = min(before[name].training.plateau_stop, v.training.plateau_stop)
-                step = _newest_until(source / name / "checkpoints", falls, name)
                 made_with = identity(v.model, v.training, v.evolution, record.tokenizer)
-                _copy(source / name, begun / name, step, made_with)
+                _copy(source / name, begun / name, steps[name], made_with)
             shutil.copy(source / run_files.TOKENIZER, begun / run_files.TOKENIZER)
             (begun / run_files.RECORD).write_bytes(run_files.to_bytes(new_record.to_json()))
             (begun / run_files.CONFIG).write_bytes(run_files.to_bytes(config.to_json()))

@@ -13,10 +13,15 @@ LEVEL = (*WSD, "--set=training.decay=0.25", "--set=training.warmup=0.25")
 
 @pytest.fixture(scope="module")
 def plateau(job, tmp_path_factory):
-    """A run of 12 steps that falls from step 9; it keeps the checkpoints of 6, 9 and 12."""
+    """A run of 12 steps that falls from step 9; it keeps the checkpoints of 6, 9 and 12.
+
+    The last line of its metrics is torn, as after a kill.
+    """
     folder = tmp_path_factory.mktemp("plateau") / "run"
     done = job.new(folder, *LEVEL)
     assert done.returncode == 0, done.stderr
+    with (folder / "sparse" / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"kind": "train", "step": 9, "lo')
     return folder
 
 
@@ -41,7 +46,7 @@ def test_an_end_has_the_bits_of_a_run_with_its_settings(
 
 
 def test_what_has_no_level_end_is_refused(job, refused, undisturbed, plateau, tmp_path):
-    out = f"--out={tmp_path / 'new'}"
+    out = f"--out={tmp_path / 'new' / 'deep'}"
     assert "training.schedule=cosine" in refused(f"--resume={undisturbed}", out, "--steps=20")
     assert "within the warm-up" in refused(f"--resume={plateau}", out, "--steps=3")
     assert "exists already" in refused(f"--resume={plateau}", f"--out={tmp_path}", "--steps=20")

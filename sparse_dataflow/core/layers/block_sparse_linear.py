@@ -32,6 +32,7 @@ from sparse_dataflow.core.layers.layout_state import (
 from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables, stack_tables
 from sparse_dataflow.core.layouts.patterns import has_layout, make_layout
 from sparse_dataflow.core.model.projection import with_room
+from sparse_dataflow.core.ops.wide_sums import broadcast_like
 from sparse_dataflow.core.weights.weight import BlockSparse, Weight, WithDenseGradient
 from sparse_dataflow.files.errors import UserError
 
@@ -175,10 +176,13 @@ class BlockSparseLinear(nnx.Module):
             (inputs, self.values[...], bias), dtype=self.dtype
         )
         y = self._product(self._filled_up(inputs), values)[..., : self.out_features]
+        if bias is not None:
+            y = y.astype(jnp.result_type(y, bias))  # A user's promotion may leave it wider.
+            y += broadcast_like(bias, y)
         if not self.evolving:
-            return y if bias is None else y + bias
+            return y
         # A state under `jit` has no values to compare: what it computes is no number.
-        return jnp.where(self._is_marked(), y if bias is None else y + bias, jnp.nan)
+        return jnp.where(self._is_marked(), y, jnp.nan)
 
     def weight(self, values: jax.Array | None = None) -> Weight:
         """Returns the weight; `x @ layer.weight()` is the product without the bias.

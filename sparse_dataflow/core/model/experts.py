@@ -30,6 +30,7 @@ from sparse_dataflow.core.model.expert_rows import (
 )
 from sparse_dataflow.core.model.mlp import Mlp, activate, gain
 from sparse_dataflow.core.model.projection import linear, normal, projection_layout
+from sparse_dataflow.core.ops.wide_sums import broadcast_like, lookup
 from sparse_dataflow.core.weights.linear import PROJECTION_OUTPUT, Linear
 from sparse_dataflow.files.errors import UserError
 
@@ -139,10 +140,11 @@ class Experts(nnx.Module):
             weight = weight.map_stored(lambda stored: dataclasses.replace(stored, layout=layout))
         y = weight.expert_products(x_SxD, tiles_T)
         if bias is not None:
-            bias = shard.own_experts(bias).astype(y.dtype)[tiles_T, None]
+            bias = lookup(shard.own_experts(bias), tiles_T)[:, None]
             if name in ROW_PARALLEL:  # A bias counts once in the sum over the shards.
                 bias /= shard.devices
-            y = (y.reshape(len(tiles_T), -1, y.shape[-1]) + bias).reshape(y.shape)
+            tiles = y.reshape(len(tiles_T), -1, y.shape[-1])
+            y = (tiles + broadcast_like(bias, tiles)).reshape(y.shape)
         return checkpoint_name(y, PROJECTION_OUTPUT)
 
     def route(self, x_NxD, row_axes=(), real_N=None):
@@ -206,7 +208,7 @@ class SharedExpert(Mlp):
         x_BxTxD = shard.slice(x_BxTxD, axis=1).astype(jnp.float32)
         router = self.router[...].astype(jnp.float32)
         logits = jnp.matmul(x_BxTxD, router, precision=lax.Precision.HIGHEST)
-        return y_BxTxD * jax.nn.sigmoid(logits).astype(y_BxTxD.dtype)
+        return y_BxTxD * broadcast_like(jax.nn.sigmoid(logits), y_BxTxD)
 
 
 def _mean(values, real_N):

@@ -63,6 +63,7 @@ from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.cross_entropy import cross_entropy_op as cross_entropy
 from sparse_dataflow.core.ops.cross_entropy import vocabulary
 from sparse_dataflow.core.ops.cross_entropy.distillation import TeacherOutput, distillation_loss
+from sparse_dataflow.core.ops.wide_sums import broadcast_like, lookup
 from sparse_dataflow.core.weights.linear import Linear
 
 
@@ -89,14 +90,18 @@ class Embed(nnx.Module):
             partial = vocabulary.lookup(table_VxD, tokens_BxT, shard.vocabulary_axes)
             x_BxTxD = shard.reduce_features(shard.reduce(partial), shard.residual_run)
         else:
-            x_BxTxD = table_VxD[shard.slice(tokens_BxT, axis=1)]
+            x_BxTxD = lookup(table_VxD, shard.slice(tokens_BxT, axis=1))
             x_BxTxD = shard.slice_features(x_BxTxD, shard.residual_run)
         if self.scale != 1:
             x_BxTxD *= jnp.asarray(self.scale, self.dtype)
         if self.learned:
-            at = slice(tokens_BxT.shape[1]) if positions_BxT is None else positions_BxT
-            positions = self.positions[...].astype(self.dtype)[at]
-            x_BxTxD += shard.slice_features(shard.slice(positions, axis=-2), shard.residual_run)
+            table_LxD = self.positions[...].astype(self.dtype)
+            if positions_BxT is None:
+                positions = table_LxD[: tokens_BxT.shape[1]]
+            else:
+                positions = lookup(table_LxD, positions_BxT)
+            positions = shard.slice_features(shard.slice(positions, axis=-2), shard.residual_run)
+            x_BxTxD += broadcast_like(positions, x_BxTxD)
         return x_BxTxD
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from sparse_dataflow.core.ops.wide_sums import broadcast_like
 from sparse_dataflow.core.weights.weight import Weight, text_of
 
 PROJECTION_OUTPUT = "projection_output"
@@ -43,5 +44,5 @@ class Linear:
     def plus_bias(self, y: jax.Array) -> jax.Array:
         """Adds the bias, if there is one, and names the output for remat policies."""
         if self.bias is not None:
-            y += self.bias.astype(y.dtype)
+            y += broadcast_like(self.bias, y)
         return checkpoint_name(y, PROJECTION_OUTPUT)

@@ -29,6 +29,7 @@ from sparse_dataflow.core.ops.block_sparse_matmul.strips import in_squares
 from sparse_dataflow.core.ops.expert_matmul.expert_matmul_op import expert_matmul
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
 from sparse_dataflow.core.ops.nonzero_rows.nonzero_rows_op import nonzero_rows_matmul
+from sparse_dataflow.core.ops.wide_sums import broadcast_like
 from sparse_dataflow.core.weights.gradient_norms import (
     SumCopies,
     with_dense_gradient,
@@ -252,7 +253,7 @@ class PlusLowRank(Wrapper):
     def __rmatmul__(self, x):
         """See `Weight`."""
         term = x @ LowRank(self.a_kernel, self.b_kernel)
-        return x @ self.base + self.gate.astype(x.dtype) * term
+        return x @ self.base + broadcast_like(self.gate, term) * term
 
     def dense(self):
         """See `Weight`."""

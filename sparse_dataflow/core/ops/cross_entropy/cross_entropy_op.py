@@ -16,6 +16,7 @@ from sparse_dataflow.core.config import logit_chunks
 from sparse_dataflow.core.ops import derivatives, dispatch
 from sparse_dataflow.core.ops.cross_entropy import vocabulary
 from sparse_dataflow.core.ops.cross_entropy.vocabulary import Axis
+from sparse_dataflow.core.ops.wide_sums import wide
 
 UNROLL_CHUNKS = 4
 """Most chunks that are unrolled on a CPU."""
@@ -140,11 +141,6 @@ def loss_and_gradients(
 def scaled(gradients: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, ...]:
     """Return the gradients of a loss times its cotangent."""
     return tuple(gradient * cotangent.astype(gradient.dtype) for gradient in gradients)
-
-
-def wide(dtype: jnp.dtype) -> jnp.dtype:
-    """Return the dtype of logits, losses and sums: float32 or wider."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def logits_of(x: jax.Array, embedding: jax.Array) -> jax.Array:

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparse_dataflow.core.ops import wide_sums
+
 Axis = str | tuple[str, ...]
 """Axis of `shard_map`, or several, outermost first."""
 
@@ -25,7 +27,8 @@ def lookup(table: jax.Array, tokens: jax.Array, axis: Axis) -> jax.Array:
     """
     rows = local_rows(tokens, len(table), axis)
     is_local = (rows >= 0) & (rows < len(table))
-    return jnp.where(is_local[..., None], table[jnp.clip(rows, 0, len(table) - 1)], 0)
+    found = wide_sums.lookup(table, jnp.clip(rows, 0, len(table) - 1))
+    return jnp.where(is_local[..., None], found, 0)
 
 
 def local_rows(tokens: jax.Array, local_vocab: int, axis: Axis | None) -> jax.Array:

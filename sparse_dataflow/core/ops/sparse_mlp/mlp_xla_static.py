@@ -16,6 +16,7 @@ from sparse_dataflow.core.ops.block_sparse_matmul import xla_static
 from sparse_dataflow.core.ops.block_sparse_matmul.matmul_op import MAX_STATIC_GROUPS, check_operands
 from sparse_dataflow.core.ops.gelu import gelu, silu
 from sparse_dataflow.core.ops.sparse_mlp.operands import Operands
+from sparse_dataflow.core.ops.wide_sums import broadcast_like
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"gelu": gelu, "silu": silu}
 """Elementwise functions of the hidden layer, or of its gate."""
@@ -109,7 +110,7 @@ def _group(activation, x, weights, bias):
     """One group: x [tokens, inputs]; weights in, out and perhaps of the gate; bias [1, hidden]."""
     weight_in, weight_out, *gate = weights
     hidden = xla_static.dot(x, weight_in, 1, 0).astype(x.dtype)
-    hidden = hidden if bias is None else hidden + bias
+    hidden = hidden if bias is None else hidden + broadcast_like(bias, hidden)
     if gate:
         hidden = activation(xla_static.dot(x, gate[0], 1, 0).astype(x.dtype)) * hidden
     else:

@@ -1,0 +1,93 @@
+"""In a bfloat16 model, sums over tokens accumulate in float32."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+from small_models import (
+    DENSE,
+    EACH_KIND,
+    GEMMA2,
+    GEMMA3,
+    LOW_RANK,
+    SPARSE,
+    arbitrary_weights,
+    tokens_of,
+)
+
+from sparse_dataflow.core.config.families import FAMILIES
+from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.ops.wide_sums import broadcast_like, lookup
+
+MODELS = {
+    "gpt3": {},
+    "opt": FAMILIES["opt"],
+    "llama": FAMILIES["llama"],
+    "qwen2": FAMILIES["qwen2"],
+    "qwen3": FAMILIES["qwen3"],
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "sparse": {"linears": SPARSE.linears},
+    "low rank": {"linears": LOW_RANK.linears},
+    "each kind": {"linears": EACH_KIND.linears},
+    "experts": {"experts": 4, "top_k": 2, "shared_expert": 1, "shared_gate": True},
+    "scanned": {"linears": SPARSE.linears, "remat": "full"},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_gradient_sums_tokens_in_bfloat16(name):
+    config = dataclasses.replace(DENSE, compute_dtype="bfloat16", **MODELS[name])
+    weights, tokens = arbitrary_weights(config), tokens_of(config)
+
+    def gradient(weights, tokens):
+        return whole.loss_and_gradients(config, weights, whole.Batch(tokens))
+
+    program = jax.make_jaxpr(gradient)(weights, tokens)
+    assert not sorted(set(_narrow_sums(program.jaxpr)))
+
+
+def _narrow_sums(jaxpr):
+    """Yields the sums of more than four bfloat16 numbers that are accumulated in bfloat16."""
+    for equation in jaxpr.eqns:
+        for inner in jax.tree.leaves(
+            equation.params.values(), is_leaf=lambda leaf: hasattr(leaf, "eqns")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from _narrow_sums(inner)
+        result = equation.outvars[0].aval
+        if getattr(result, "dtype", None) != jnp.bfloat16:
+            continue
+        name, first = equation.primitive.name, equation.invars[0].aval
+        if name in ("reduce_sum", "cumsum") and first.size > 4 * result.size:
+            yield f"{name} {first} -> {result} {equation.source_info.name_stack}"
+        if name in ("scatter-add", "scatter_add"):
+            yield f"{name} {equation.invars[2].aval} -> {result} {equation.source_info.name_stack}"
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_gradients_of_shared_parameters_are_exact_sums(jitted):
+    rng = np.random.default_rng(0)
+    rows, dy = rng.integers(0, 5, (8, 512)), rng.uniform(0.5, 1, (8, 512, 6)).astype(jnp.bfloat16)
+    bias, table = jnp.zeros(6), jnp.zeros((5, 6), jnp.bfloat16)
+
+    def value(bias, table):
+        return jnp.sum(dy * (broadcast_like(bias, dy) + lookup(table, rows)), dtype=jnp.float32)
+
+    gradient = jax.grad(value, (0, 1))
+    of_bias, of_table = (jax.jit(gradient) if jitted else gradient)(bias, table)
+    dy = dy.astype(float)
+    np.testing.assert_allclose(of_bias, dy.sum((0, 1)), rtol=1e-6)
+    expected = np.stack([dy[rows == row].sum(0) for row in range(5)])
+    np.testing.assert_allclose(of_table.astype(float), expected, rtol=2**-8)
+
+
+def test_lookup_has_a_forward_mode_and_float64():
+    with jax.enable_x64(True):
+        table, rows = jnp.arange(12.0).reshape(4, 3), jnp.array([[1, 3, 3], [0, 1, 3]])
+        check_grads(lambda table: lookup(table, rows) ** 2, (table,), 2)
+        assert lookup(table, rows).dtype == jnp.float64
