@@ -24,7 +24,7 @@ _DEVICE_KINDS = (
     (r"NVIDIA B200", "b200"),
     (r"NVIDIA GeForce RTX 4090", "rtx-4090"),
     (r"AMD Instinct MI250X.*", "mi250x-gcd"),
-    (r"AMD Instinct MI300X", "mi300x"),
+    (r"AMD Instinct MI300X( OAM| VF)?", "mi300x"),
     (r"TPU v4", "tpu-v4"),
     (r"TPU v5( lite|e)", "tpu-v5e"),
     (r"TPU v5p?", "tpu-v5p"),

@@ -213,6 +213,7 @@ def test_products_are_compared_by_their_total_time():
         ChipFacts("Tesla T4", "gpu", 14 * 2**30, "7.5"),
         ChipFacts("a100-40gb", "gpu", 36 * 2**30, "8.0"),
         ChipFacts("h100", "gpu", 73 * 2**30, "9.0"),
+        ChipFacts("mi300x", "gpu", 176 * 2**30),
         ChipFacts("unknown", "gpu", None, ""),
         ChipFacts("tpu-v5e", "tpu", 16 * 10**9),
     ],
