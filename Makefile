@@ -71,7 +71,7 @@ aot-tpu: ## compile the TPU kernels and plans for v4 to v6e, without one (fetche
 
 aot-gpu: ## compile the GPU programs for a T4 to a B200, without one (fetches CUDA: 4 GB in .venv-gpu)
 	@sh launch/make_env.sh .venv-gpu dev,cuda
-	.venv-gpu/bin/python -m pytest $(addprefix tests/core/ops/,$(GPU_COMPILES)) tests/planner/aot/test_ptx.py tests/planner/aot/test_overlaps.py tests/experiments/benchmarks/schedules/test_gpu_compiles.py $(TESTS)
+	.venv-gpu/bin/python -m pytest $(addprefix tests/core/ops/,$(GPU_COMPILES)) tests/experiments/benchmarks/schedules/test_ptx.py tests/planner/aot/test_overlaps.py tests/experiments/benchmarks/schedules/test_gpu_compiles.py $(TESTS)
 
 bench: $(READY) ## time the kernels and the training step, sparse beside dense
 	@$(BIN)/python -m experiments.kernel_bench $(ARGS)

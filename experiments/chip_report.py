@@ -19,7 +19,7 @@ not measured.
 import dataclasses
 
 from sparse_dataflow.commands import command_line
-from sparse_dataflow.core.config.presets import SIZES
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.settings import ABOVE_ZERO, setting
 
 

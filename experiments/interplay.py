@@ -19,7 +19,7 @@ measurements as JSON.
 import dataclasses
 
 from sparse_dataflow.commands import command_line
-from sparse_dataflow.core.config.presets import SIZES
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.settings import AT_LEAST_ONE, setting
 
 from .benchmarks.options import KEEP_HELP, RESULTS

@@ -31,7 +31,7 @@ Results of a compiled weight are cached by content (sources, shapes, versions). 
 import dataclasses
 
 from sparse_dataflow.commands import command_line
-from sparse_dataflow.core.config.presets import SIZES
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.settings import A_FRACTION, AT_LEAST_ONE, setting
 
 from .benchmarks.options import KEEP_HELP, RESULTS

@@ -4,7 +4,7 @@ import importlib.metadata
 import runpy
 import sys
 
-from sparse_dataflow.commands import console as commands
+from sparse_dataflow.commands import command_line as commands
 from sparse_dataflow.files.errors import UserError
 
 

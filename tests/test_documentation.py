@@ -27,11 +27,10 @@ from planned_commands import spelled_out
 
 import sparse_dataflow
 from sparse_dataflow.commands import command_line
-from sparse_dataflow.commands import console as commands
+from sparse_dataflow.commands import command_line as commands
 from sparse_dataflow.commands.request import NAMED, Request
 from sparse_dataflow.core.config import settings
-from sparse_dataflow.core.config.presets import preset
-from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.config.run import RunConfig, preset
 from sparse_dataflow.files.errors import UserError
 
 TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)

@@ -98,13 +98,13 @@ from typing import TYPE_CHECKING
 import sparse_dataflow.core.training.cost as prices
 if TYPE_CHECKING:
     from sparse_dataflow.data import (
-        splits,
+        shards,
     )
 def later():
     from sparse_dataflow.core.model.gpt import init
 """
     found = set(imported(source, modules()))
-    assert found == {"core.training.cost", "data.splits", "core.model.gpt"}
+    assert found == {"core.training.cost", "data.shards", "core.model.gpt"}
 
 
 def test_no_file_of_the_core_has_the_name_of_another():

@@ -14,10 +14,10 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.training.variants import variant
+from sparse_dataflow.core.training.phases import variant
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip
-from sparse_dataflow.hardware.host_memory import keep_freed_memory
+from sparse_dataflow.hardware.detect import keep_freed_memory
 
 UNREAD = ("evolution.", "parallel.", "run.", "training.steps")
 """Beginnings of the paths that no benchmark reads."""

@@ -12,11 +12,11 @@ from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.commands.training_data import corpus_of, tokenizer_of, training_data
 from sparse_dataflow.core.training.monitoring.metrics import say
-from sparse_dataflow.core.training.variants import Variant, variant
-from sparse_dataflow.files import folders, tables
-from sparse_dataflow.reporting.figures.panels import Curve, Panel, save_panels
+from sparse_dataflow.core.training.phases import Variant, variant
+from sparse_dataflow.files import folders, output
 
 from ..studies.activation_changes import ACTIVATIONS, activation_changes, fit_exponents, with_width
+from ..studies.panels import Curve, Panel, save_panels
 from . import benchmark
 
 PARAMETRIZATIONS = ("standard", "supar")
@@ -59,7 +59,7 @@ def run(request: Request, options) -> None:
         (name, parametrization, *(f"{power:+.2f}" for power in fit_exponents(sizes)))
         for (parametrization, name), sizes in last_changes.items()
     )
-    print(tables.markdown(("activation", "parametrization", "width", "density"), exponents))
+    print(output.markdown(("activation", "parametrization", "width", "density"), exponents))
     folders.claim(folder, "coordinate_check")
     result = {**measurement.provenance(chip.name), "changes": rows}
     (folder / "coordinate_check.json").write_text(json.dumps(result, indent=1) + "\n")

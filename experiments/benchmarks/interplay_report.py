@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from sparse_dataflow.commands import measurement
-from sparse_dataflow.files import folders, tables
+from sparse_dataflow.files import folders, output
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.hardware.chips import Chip
@@ -204,7 +204,7 @@ def _table(rows, chip):
         f"{chip.name}: a chip's milliseconds for a micro-batch, and the gain over dense, unfused, "
         "serial",
         "",
-        tables.markdown(["density", "", *heads, f"FLOP/byte of {', '.join(sections)}"], cells),
+        output.markdown(["density", "", *heads, f"FLOP/byte of {', '.join(sections)}"], cells),
         "",
     ]
     for order, way in columns:
@@ -221,7 +221,7 @@ def _keep(options, rows, rooflines, chip, dtype, text, machine):
     folders.claim(folder, "interplay")
     figures = "![gains](interplay.png)\n\n![roofline](roofline.png)\n"
     (folder / "interplay.md").write_text(f"# Interplay, {options.scale}\n\n{text}\n\n{figures}")
-    tables.write_csv(folder / "interplay.csv", rows)
+    output.write_csv(folder / "interplay.csv", rows)
     panels = {
         order: {
             f"{_word(fused)}, {way}": [

@@ -9,14 +9,14 @@ import json
 import os
 import sys
 
-from sparse_dataflow.cluster import join
+from sparse_dataflow.cluster import processes
 from sparse_dataflow.cluster.cluster import Membership
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.executors.pipeline.pipelined import executor_over
 from sparse_dataflow.hardware import detect as hardware
-from sparse_dataflow.hardware.host_memory import keep_freed_memory
+from sparse_dataflow.hardware.detect import keep_freed_memory
 
 from . import prediction
 from .benchmark import named_model
@@ -63,7 +63,7 @@ def main(work: Work) -> dict:
         os.sched_setaffinity(0, work.cores)
     keep_freed_memory()
     me = Membership(work.coordinator, work.stages, work.process)
-    with join.joined(me, {}, MEET_SECONDS, HEARTBEAT_SECONDS):
+    with processes.joined(me, {}, MEET_SECONDS, HEARTBEAT_SECONDS):
         return _measured(work)
 
 

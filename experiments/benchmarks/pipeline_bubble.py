@@ -17,7 +17,8 @@ from sparse_dataflow.core.executors.pipeline.schedules import Schedule
 from sparse_dataflow.core.executors.pipeline.stages import divide
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.reporting.schedules_page import schedules_page
+
+from .schedules_page import schedules_page
 
 WIDTH = 4
 """Features of the activations that travel."""

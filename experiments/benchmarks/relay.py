@@ -12,16 +12,16 @@ from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.preflight import relay_plan
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.relay import timeline
 from sparse_dataflow.core.executors.relay.host_state import fresh_state
 from sparse_dataflow.core.executors.relay.relay import Relay, RelayConfig
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.training import cost
-from sparse_dataflow.core.training.variants import variant
-from sparse_dataflow.files import tables
+from sparse_dataflow.core.training.phases import variant
+from sparse_dataflow.files import output
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import Chip
@@ -250,7 +250,7 @@ def _measured(model, training, chip: Chip, step: Callable, count: int) -> dict:
 
 def _table(rows: list[dict], columns: tuple[str, ...]) -> str:
     cells = [[_cell(row.get(name, "")) for name in columns] for row in rows]
-    return tables.aligned([columns, *cells], left=0)
+    return output.aligned([columns, *cells], left=0)
 
 
 def _cell(value):

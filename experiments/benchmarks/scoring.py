@@ -11,7 +11,7 @@ import numpy as np
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.commands.training_data import corpus_of, tokenizer_of
-from sparse_dataflow.core.model.model_weights import weights_of
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training.step import initial_state, make_eval_step
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation import harness

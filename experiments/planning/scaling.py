@@ -4,7 +4,7 @@ from pathlib import Path
 
 from sparse_dataflow.commands.planning import plan_rows
 from sparse_dataflow.commands.planning.options import CHIP_COUNTS, STUDIES, named_model
-from sparse_dataflow.files import folders, tables
+from sparse_dataflow.files import folders, output
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.hardware.chips import Chip
@@ -41,7 +41,7 @@ def run(options) -> None:
         raise UserError(f"--kinds=none leaves no study; legal: {', '.join(STUDIES)}.")
     with folders.claimed(Path(options.out), "scaling_study") as folder:
         rows = [row for kind in options.kinds for row in _study(kind, hardware, counts, folder)]
-        tables.write_csv(folder / "scaling.csv", rows)
+        output.write_csv(folder / "scaling.csv", rows)
         (folder / "scaling.md").write_text(_markdown(rows))
         print(folder / "scaling.md")
 
@@ -102,4 +102,4 @@ def _markdown(rows):
     names += ["stage", "fsdp", "tensor", "micro_batch", "schedule", "zero", "remat", "limit"]
     formats = {"mfu": ".1%", "tokens_per_second_per_chip": ",.1f"}
     cells = ([f"{row[name]:{formats.get(name, '')}}" for name in names] for row in rows)
-    return tables.markdown([name.replace("_", " ") for name in names], cells) + "\n"
+    return output.markdown([name.replace("_", " ") for name in names], cells) + "\n"

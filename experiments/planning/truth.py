@@ -6,13 +6,14 @@ from pathlib import Path
 import numpy as np
 
 from sparse_dataflow.commands.planning.options import named_model
-from sparse_dataflow.files import folders, tables
+from sparse_dataflow.files import folders, output
 from sparse_dataflow.hardware import chips
-from sparse_dataflow.planner import bands, fitting, published
+from sparse_dataflow.planner import bands, published
 from sparse_dataflow.planner.efficiency import EFFICIENCIES, Efficiency
-from sparse_dataflow.planner.fitting import Error
-from sparse_dataflow.planner.published import run_memory
 from sparse_dataflow.reporting.figures import planner
+
+from . import fitting, run_memory
+from .fitting import Error
 
 Constants = Mapping[str, Efficiency]
 """Chip family -> its constants."""
@@ -61,7 +62,7 @@ def run(fit: bool, out: str) -> None:
     _print_sparse(constants)
     folders.claim(folder, "planner_truth")
     rows = [_row(source, e) for source in errors for e in errors[source]]
-    tables.write_csv(folder / "truth.csv", rows)
+    output.write_csv(folder / "truth.csv", rows)
     points = {
         label: [
             (e.row.seconds, e.seconds, split == "fit") for e in everything if e.row.split == split

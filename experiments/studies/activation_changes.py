@@ -16,7 +16,7 @@ from sparse_dataflow.core.config.layer_groups import layer_model
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.model_weights import Fixed
+from sparse_dataflow.core.model.stacks import Fixed
 from sparse_dataflow.core.training.step import initial_state, make_train_step
 
 ACTIVATIONS = ("embed", "attention branch", "MLP branch", "logits")

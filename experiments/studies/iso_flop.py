@@ -6,17 +6,16 @@ from pathlib import Path
 import jax
 
 from sparse_dataflow.cluster.processes import stopped_status
-from sparse_dataflow.cluster.stopping import stop_on_signals
-from sparse_dataflow.commands.preflight import memory_check
+from sparse_dataflow.cluster.watch import stop_on_signals
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.training.loop import DivergedError
 from sparse_dataflow.core.training.monitoring.metrics import say
 from sparse_dataflow.files import folders, json_files, storage
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.files.folder_lock import FolderLock
+from sparse_dataflow.files.folders import FolderLock
 
-from . import iso_flop_report, study
+from . import iso_flop_report, memory_check, study
 from .iso_flop_plan import (
     MEASURE,
     TUNE,

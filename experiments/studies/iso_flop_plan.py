@@ -16,8 +16,7 @@ from sparse_dataflow.core.training.equal_cost import (
     stored_parameters,
     whole_blocks,
 )
-from sparse_dataflow.core.training.phases import mean_flops_per_token
-from sparse_dataflow.core.training.variants import Variant, variant
+from sparse_dataflow.core.training.phases import Variant, mean_flops_per_token, variant
 
 from . import rate_search, time_to_quality
 from .study import Study

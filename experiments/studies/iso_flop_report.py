@@ -14,11 +14,10 @@ from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.training.equal_cost import stored_parameters
 from sparse_dataflow.core.training.monitoring.metrics import say
 from sparse_dataflow.evaluation.significance import paired_difference
-from sparse_dataflow.files import tables
+from sparse_dataflow.files import output
 from sparse_dataflow.planner import memory
-from sparse_dataflow.reporting.figures import panels
 
-from . import iso_flop_plan, rate_search
+from . import iso_flop_plan, panels, rate_search
 from .iso_flop_plan import TUNE, Arm, Curve, Plan, Run
 from .study import HELD_OUT, TUNING, Study
 from .time_to_quality import bits_per_byte, effort
@@ -128,7 +127,7 @@ def arms_table(plan: Plan, config: RunConfig) -> str:
                     f"{arm.mismatch:+.1%}",
                 )
             )
-    return tables.markdown(_ARM_COLUMNS, rows) + "\n"
+    return output.markdown(_ARM_COLUMNS, rows) + "\n"
 
 
 def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, Any]:
@@ -242,7 +241,7 @@ def curve_table(curve: Mapping[str, Any]) -> str:
             effort_cells = [f"{reached[name]:.3g}" for name in ("tokens", "flops", "seconds")]
         measured = _bits(arm), len(arm["by_seed"]), _difference(curve, arm)
         rows.append((f"{arm['density']:g}", *measured, _rate(arm), _seconds(arm), *effort_cells))
-    table = tables.markdown(_CURVE_COLUMNS, rows)
+    table = output.markdown(_CURVE_COLUMNS, rows)
     return f"## {_title(curve)}, {curve['optimizer']}\n\n{table}\n\n{_verdict(curve)}\n"
 
 
@@ -251,7 +250,7 @@ def longer_table(longer: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         (arm["name"], _bits(arm), len(arm["by_seed"]), _rate(arm), _seconds(arm)) for arm in longer
     ]
-    table = tables.markdown(("arm", "bits per byte", "seeds", "rate", "seconds a step"), rows)
+    table = output.markdown(("arm", "bits per byte", "seeds", "rate", "seconds a step"), rows)
     return f"## More lengths of the sparse arms\n\n{table}\n"
 
 

@@ -9,23 +9,22 @@ from typing import Any
 import numpy as np
 
 from sparse_dataflow.cluster.processes import stopped_status
-from sparse_dataflow.cluster.stopping import stop_on_signals
+from sparse_dataflow.cluster.watch import stop_on_signals
 from sparse_dataflow.commands import measurement
-from sparse_dataflow.commands.preflight import memory_check, step_plan
+from sparse_dataflow.commands.preflight import settling
 from sparse_dataflow.commands.request import Request
-from sparse_dataflow.core.config.evolution_config import EvolutionConfig
+from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.training.monitoring.metrics import say
-from sparse_dataflow.core.training.phases import refuse_unfit, run_flops
+from sparse_dataflow.core.training.phases import Variant, refuse_unfit, run_flops
 from sparse_dataflow.core.training.step import initial_state
 from sparse_dataflow.core.training.teacher import Teacher
-from sparse_dataflow.core.training.variants import Variant
 from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.files.folder_lock import FolderLock
-from sparse_dataflow.files.tables import markdown
-from sparse_dataflow.reporting.figures.panels import save_strips
+from sparse_dataflow.files.folders import FolderLock
+from sparse_dataflow.files.output import markdown
 
-from . import study
+from . import memory_check, study
+from .panels import save_strips
 from .study import Study
 
 OWNER = "sparse_quality"
@@ -200,7 +199,7 @@ def _steps(base, all_arms, arms, equal, seed):
             state = initial_state(of_arm.model, of_arm.training)
             teacher = Teacher(of_arm.model, state.params, state.tables)
             data = dataclasses.replace(data, teacher=teacher)
-        planned["seconds"] = _as_many(steps, step_plan.step_seconds(variants, data, steps))
+        planned["seconds"] = _as_many(steps, settling.step_seconds(variants, data, steps))
     return planned
 
 

@@ -10,15 +10,18 @@ from pathlib import Path
 import numpy as np
 
 from sparse_dataflow.cluster.processes import stopped_status
-from sparse_dataflow.cluster.stopping import stop_on_signals
+from sparse_dataflow.cluster.watch import stop_on_signals
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.training.equal_cost import stored_parameters
 from sparse_dataflow.core.training.monitoring.metrics import say
-from sparse_dataflow.files import folders, json_files, tables
+from sparse_dataflow.files import folders, json_files, output
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.files.folder_lock import FolderLock
-from sparse_dataflow.planner.scaling_law import (
+from sparse_dataflow.files.folders import FolderLock
+
+from . import study
+from .activation_changes import with_width
+from .fitted_law import (
     COLUMNS,
     Runs,
     ScalingLaw,
@@ -28,10 +31,7 @@ from sparse_dataflow.planner.scaling_law import (
     interval,
     noise,
 )
-from sparse_dataflow.reporting.figures.panels import Curve, Panel, save_panels
-
-from . import study
-from .activation_changes import with_width
+from .panels import Curve, Panel, save_panels
 
 OWNER = "sparse_scaling_law"
 
@@ -92,7 +92,7 @@ def _train_and_fit(request, options, folder):
         if not _train(held_out, base, folder, stop):
             return stopped_status(stop())
     names = (*COLUMNS, "seed", "held_out")
-    tables.write_csv(folder / "runs.csv", [{name: p[name] for name in names} for p in plan])
+    output.write_csv(folder / "runs.csv", [{name: p[name] for name in names} for p in plan])
     measured = _measured(predictions, _losses(_runs(held_out)))
     _report(folder, base.chip.name, runs, law, laws, measured)
     return 0
@@ -214,7 +214,7 @@ def _predictions_table(predictions) -> str:
         )
         for p in predictions
     ]
-    return tables.markdown(head, rows)
+    return output.markdown(head, rows)
 
 
 def _report(folder, machine, runs, law, laws, predictions):
@@ -260,7 +260,7 @@ def _text(result) -> str:
     ]
     residuals = result["residuals"]
     lines = [
-        tables.markdown(("constant", "value", "90% interval"), constants),
+        output.markdown(("constant", "value", "90% interval"), constants),
         "",
         f"{result['runs']} runs; residuals: median {residuals['median']:.2%}, worst "
         f"{residuals['worst']:.2%}.",

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparse_dataflow.cluster.clock import Clock
+from sparse_dataflow.cluster.watch import Clock
 from sparse_dataflow.commands.job import EVALUATIONS_A_RUN
 from sparse_dataflow.commands.preflight import settling
 from sparse_dataflow.commands.request import Request, spelling
@@ -28,27 +28,25 @@ from sparse_dataflow.commands.training_data import (
 )
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.run import RunConfig
-from sparse_dataflow.core.training import hooks, variants
+from sparse_dataflow.core.training import hooks, phases
 from sparse_dataflow.core.training.batches import EvalBatches
-from sparse_dataflow.core.training.loop import Trainer
+from sparse_dataflow.core.training.loop import Trainer, advance_side_by_side
 from sparse_dataflow.core.training.monitoring.metrics import read_metrics, say
-from sparse_dataflow.core.training.monitoring.progress import Progress
-from sparse_dataflow.core.training.monitoring.time_left import TimeLeft
-from sparse_dataflow.core.training.phases import refuse_unfit
+from sparse_dataflow.core.training.monitoring.time_left import Progress, TimeLeft
+from sparse_dataflow.core.training.phases import Variant, refuse_unfit
 from sparse_dataflow.core.training.programs import TrainingData, compile_programs
 from sparse_dataflow.core.training.saved_state import abstract_saved_state, completed, identity
 from sparse_dataflow.core.training.teacher import Teacher
-from sparse_dataflow.core.training.turns import advance_side_by_side
-from sparse_dataflow.core.training.variants import Variant
 from sparse_dataflow.data.corpora import Corpus
-from sparse_dataflow.data.holdout import three_splits
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import folders, json_files, storage
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.files.json_difference import differences
+from sparse_dataflow.files.json_files import differences
 from sparse_dataflow.hardware.chips import Chip
-from sparse_dataflow.hardware.host_memory import keep_freed_memory
+from sparse_dataflow.hardware.detect import keep_freed_memory
 from sparse_dataflow.hardware.machines import Machine
+
+from .holdout import three_splits
 
 _UNUSED = ("training.seed", "training.teacher", "run.", "parallel.")
 """Settings, and parts with a dot, that no study takes from its command line."""
@@ -83,7 +81,7 @@ class Study:
     def variant(self, name: str, **changes: Any) -> Variant:
         """The "sparse" or "dense" model of `config.change(**changes)`."""
         config = self.config.change(**changes)
-        return variants.variant(config, name, self.tokenizer.vocab_size)
+        return phases.variant(config, name, self.tokenizer.vocab_size)
 
     def data(self, variant: Variant) -> TrainingData:
         """The batches of a variant's shape, drawn by its seed, and the held-out windows."""

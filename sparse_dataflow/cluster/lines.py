@@ -76,7 +76,6 @@ def listen(host: str, port: int, backlog: int) -> socket.socket:
 
     Args:
       host: name or address of this machine, as the other processes know it.
-      port: the port.
       backlog: number of connections that may wait.
 
     Raises:

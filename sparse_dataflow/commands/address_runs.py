@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from sparse_dataflow.cluster import processes
-from sparse_dataflow.core.checkpoint import checkpoint_folder
-from sparse_dataflow.core.checkpoint.copies import AddressCopies
+from sparse_dataflow.core.checkpoint import named_arrays
+from sparse_dataflow.core.checkpoint.mirror import AddressCopies
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.training.monitoring.metrics import say
 from sparse_dataflow.data import cache
@@ -25,7 +25,7 @@ from sparse_dataflow.evaluation.run_files import (
     read_config,
     read_record,
 )
-from sparse_dataflow.files import addresses, folder_lock, folders, json_files, manifest
+from sparse_dataflow.files import addresses, folders, json_files, manifest
 from sparse_dataflow.files.address_lock import AddressLock
 from sparse_dataflow.files.addresses import Address
 from sparse_dataflow.files.errors import UserError
@@ -33,8 +33,8 @@ from sparse_dataflow.files.errors import UserError
 _WHOLE = (TOKENIZER, RECORD, CONFIG)
 """What a run is; config.json last, so that where it is there, all are."""
 
-_LOCAL_ONLY = {folder_lock.NAME, folders.MARK, *_WHOLE}
-_MARKED = (*_WHOLE, folders.MARK, folder_lock.NAME)
+_LOCAL_ONLY = {folders.NAME, folders.MARK, *_WHOLE}
+_MARKED = (*_WHOLE, folders.MARK, folders.NAME)
 """What a run that was killed before its config.json was there may leave at an address."""
 
 
@@ -97,7 +97,7 @@ def claim(address: Address, experiment: str, flag: str, has_run: bool) -> Addres
     lock = AddressLock(address, flag)
     try:
         mark = f"written by sparse_dataflow, {experiment}\n".encode()
-        names = {name.partition("/")[0] for name in address.entries()} - {folder_lock.NAME}
+        names = {name.partition("/")[0] for name in address.entries()} - {folders.NAME}
         marked = folders.MARK in names and (address / folders.MARK).read() == mark
         if not has_run and {CONFIG, RECORD} <= names:
             raise UserError(
@@ -129,7 +129,7 @@ def release(lock: AddressLock, address: Address) -> None:
     try:
         names = set(address.entries())
         if CONFIG not in names and names <= set(_MARKED):
-            for name in names - {folder_lock.NAME}:
+            for name in names - {folders.NAME}:
                 (address / name).delete()
     except OSError:
         pass  # The mark is left; a later run accepts it.
@@ -193,7 +193,7 @@ def refuse_unshared(folder: Path, address: str) -> None:
       UserError: on all processes.
     """
     error = None
-    if not (folder / folder_lock.NAME).exists():
+    if not (folder / folders.NAME).exists():
         error = UserError(
             f"--out={address} with hosts that share no folder: each process writes its part of a "
             "checkpoint into one folder. Mount the bucket on all hosts and name the mount, or let "
@@ -252,7 +252,7 @@ def _copy_rest(folder, address, names):
     for name in names:
         checkpoints = folder / name / "checkpoints"
         copies = AddressCopies(address / name / "checkpoints")
-        step = max(checkpoint_folder.read_facts(checkpoints), default=None)
+        step = max(named_arrays.read_facts(checkpoints), default=None)
         if step is not None and step not in copies.facts():
             copies.put(step, checkpoints)
     _copy_other_files(folder, address)

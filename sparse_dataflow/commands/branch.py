@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from sparse_dataflow.core.checkpoint import checkpoint_folder
+from sparse_dataflow.core.checkpoint import named_arrays
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.training.monitoring.metrics import read_metrics
 from sparse_dataflow.core.training.saved_state import identity
@@ -108,7 +108,7 @@ def make(source: str | Path, config: RunConfig, command: tuple[str, ...]) -> Non
 
 
 def _newest_until(checkpoints: Path, last: int, name: str) -> int:
-    steps = checkpoint_folder.steps(checkpoints)
+    steps = named_arrays.saved_steps(checkpoints)
     level = [step for step in steps if step <= last]
     if not level:
         raise UserError(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from sparse_dataflow.commands import chip_rows
 from sparse_dataflow.commands.chip_rows import Row
-from sparse_dataflow.commands.console import command_of
+from sparse_dataflow.commands.command_line import command_of
 from sparse_dataflow.files import folders, json_files, storage
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect
@@ -158,7 +158,6 @@ def measure(row: Row, folder: Path, seconds: float, versions: dict[str, str]) ->
     """Runs one row in a process of its own.
 
     Args:
-      row: the row.
       folder: folder of its output and result, which is made anew.
       seconds: time after which the process is stopped.
       versions: package -> version.

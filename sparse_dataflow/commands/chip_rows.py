@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sparse_dataflow.core.config.presets import LAPTOP_SCALES, RECIPES, SIZES, preset
+from sparse_dataflow.core.config.run import LAPTOP_SCALES, RECIPES, SIZES, preset
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.planner import memory
 from sparse_dataflow.reporting.chip_data import ANSWER, ChipFacts, Measure
@@ -71,7 +71,6 @@ def rows(chip: ChipFacts, scale: str) -> list[Row]:
     """Returns the rows of a chip, in order of importance.
 
     Args:
-      chip: the chip.
       scale: named size of the block and the products.
     """
     cpu = chip.platform == "cpu"

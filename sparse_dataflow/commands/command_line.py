@@ -10,30 +10,111 @@ An experiment ends with one of
 names flags of `request.NAMED`; every other setting of a `RunConfig` is then reached by
 --set path=value.  absl parses the flags; help and errors are made here, as absl's own help lists
 the flags of every imported library.
+
+In a clone the experiments are the modules of the folder `experiments`, in an installed wheel those
+of `sparse_dataflow.experiments`: a package `experiments` on the path of others could be anybody's.
 """
 
+import ast
 import dataclasses
 import importlib.metadata
+import importlib.util
 import os
 import select
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from absl import flags as absl_flags
 
-from sparse_dataflow.cluster import stopping
-from sparse_dataflow.commands import console as commands
+from sparse_dataflow.cluster import watch
 from sparse_dataflow.commands import peer_flags, request, run_list
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config import settings
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.config.settings import Setting
-from sparse_dataflow.files import information, json_files, storage
+from sparse_dataflow.files import json_files, output, storage
 from sparse_dataflow.files.errors import TEMPORARY, UserError, in_words, is_exhausted
 from sparse_dataflow.files.output import best_effort_errors, flush_or_exit
-from sparse_dataflow.hardware import detect, xla_flags
+from sparse_dataflow.hardware import detect
+
+EVERYDAY = {
+    "train": "gpt13b_sparse",
+    "generate": "generate",
+    "evaluate": "evaluate",
+    "export": "export",
+    "watch": "watch",
+    "plan": "layout_search",
+    "chip-report": "chip_report",
+}
+"""Short name -> experiment, in the order in which they are listed."""
+
+PACKAGE = "sparse_dataflow.experiments"
+SCRIPT = "sparse-dataflow"
+
+
+def experiments_folder() -> Path:
+    """Returns the folder of the experiments' modules, which can then be run as those of PACKAGE."""
+    package = Path(__file__).parents[1]
+    inside, beside = package / "experiments", package.parent / "experiments"
+    if inside.is_dir():
+        return inside
+    if PACKAGE not in sys.modules:
+        spec = importlib.util.spec_from_file_location(
+            PACKAGE, beside / "__init__.py", submodule_search_locations=[str(beside)]
+        )
+        assert spec is not None
+        sys.modules[PACKAGE] = importlib.util.module_from_spec(spec)
+    return beside
+
+
+def _in_wheel() -> bool:
+    """Returns whether the experiments are installed inside the package."""
+    return (Path(__file__).parents[1] / "experiments").is_dir()
+
+
+def experiments() -> dict[str, str]:
+    """Returns the first sentence of the docstring of each experiment, by name."""
+    files = sorted(experiments_folder().glob("[a-z]*.py"))
+    modules = {path.stem: ast.parse(path.read_text()) for path in files}
+    first = {name: (ast.get_docstring(m) or "").split("\n\n")[0] for name, m in modules.items()}
+    return {name: " ".join(sentence.split()) for name, sentence in first.items()}
+
+
+def command_of(experiment: str) -> str:
+    """Returns how an experiment is started, in the way that this process was; in a notebook or a
+    script, from the folder of the clone, or by the console script of an installed wheel."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    name = spec.name if spec else ""
+    in_clone = name.startswith("experiments.") or not _in_wheel()
+    if in_clone and not name.startswith(f"{PACKAGE}."):
+        return f"python -m experiments.{experiment}"
+    short = {module: name for name, module in EVERYDAY.items()}
+    return f"{SCRIPT} {short.get(experiment, experiment)}"
+
+
+def started_by(experiment: str) -> str:
+    """Returns what starts this process's experiment again: a script of the user's, or
+    `command_of`."""
+    script = Path(sys.argv[0])
+    as_module = getattr(sys.modules.get("__main__"), "__spec__", None) is not None
+    ours = script.resolve().parent == experiments_folder().resolve()
+    if not as_module and script.suffix == ".py" and script.is_file() and not ours:
+        return f"python {sys.argv[0]}"
+    return command_of(experiment)
+
+
+def with_commands(text: str) -> str:
+    """Returns a text with every `python -m experiments.NAME` as this process would be started."""
+    head = "python -m experiments."
+    first, *rest = text.split(head)
+    for part in rest:
+        name = part[: len(part) - len(part.lstrip("abcdefghijklmnopqrstuvwxyz0123456789_"))]
+        first += command_of(name) + part[len(name) :]
+    return first
+
 
 WIDTH = 100
 _HELP = ("help", "helpshort", "helpfull", "h", "?")
@@ -220,7 +301,7 @@ def _unknown(name: str, flags: Sequence[Flag], sets: bool) -> str:
 def help_text(doc: str, program: str, flags: Sequence[Flag], sets: bool, all: bool = False) -> str:
     """The help page: the experiment's docstring, then each flag with its default; with `all` every
     setting that --set takes as well."""
-    doc = commands.with_commands(doc.strip())
+    doc = with_commands(doc.strip())
     paragraphs = [f"usage: {program} [--flag=value ...]", doc]
     lines = [_help_lines(f"  --{f.name}={f.default}", f.setting) for f in flags]
     paragraphs.append("\n".join(["Flags, with their defaults:", *lines]))
@@ -282,7 +363,7 @@ def run(
         SIGTERM or SIGHUP.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(detect.POOL_SHARE))
-    with best_effort_errors(), stopping.ended_by_signals():
+    with best_effort_errors(), watch.ended_by_signals():
         _run(main, doc, shared, options, defaults, sys.argv if argv is None else argv)
 
 
@@ -294,9 +375,9 @@ def _run(main, doc, shared, options, defaults, argv) -> None:
             sys.stdout.write(help_text(doc, program(), flags, bool(shared), all=page == "all"))
             sys.exit(0)
         if argv[1:] == ["--version"]:
-            print(f"{commands.SCRIPT} {importlib.metadata.version('sparse_dataflow')}")
+            print(f"{SCRIPT} {importlib.metadata.version('sparse_dataflow')}")
             sys.exit(0)
-        xla_flags.check()
+        detect.check_xla_flags()
         status = main(*arguments(argv, shared, options, defaults))
         sys.stdout.flush()
     except UserError as error:
@@ -313,7 +394,7 @@ def _run(main, doc, shared, options, defaults, argv) -> None:
         if is_exhausted(error):
             os._exit(2)  # The end of Python waits for threads that cannot go on.
         sys.exit(2)
-    except stopping.Ended as ended:
+    except watch.Ended as ended:
         print(f"stopped: {ended}", file=sys.stderr)
         flush_or_exit(TEMPORARY)
         raise
@@ -349,11 +430,11 @@ def arguments(
     flags = flags_of(shared, options)
     flag_values, sets = parse(argv, flags, bool(shared))
     if flag_values.pop(_QUIET.name, False):
-        information.be_quiet()
+        output.be_quiet()
     for name in ("resume", "run"):
         if flag_values.get(name) == run_list.NEWEST:
             flag_values[name] = run_list.newest(f"--{name}")
-            information.LOGGER.info("--%s=%s, the newest run", name, flag_values[name])
+            output.LOGGER.info("--%s=%s, the newest run", name, flag_values[name])
     arguments: list[Any] = []
     if shared:
         arguments.append(_request(flags, flag_values, sets).with_defaults(defaults))
@@ -377,7 +458,7 @@ def program() -> str:
     if spec is None:
         return f"python {sys.argv[0]}"
     package, _, name = spec.name.rpartition(".")
-    return commands.command_of(name) if package == commands.PACKAGE else f"python -m {spec.name}"
+    return command_of(name) if package == PACKAGE else f"python -m {spec.name}"
 
 
 def _help_kind(argv: Sequence[str]) -> str:

@@ -7,25 +7,21 @@ from collections.abc import Iterator
 import jax
 from jax.sharding import AbstractMesh
 
-from sparse_dataflow.cluster import cluster, join, processes, watch
-from sparse_dataflow.cluster.clock import Clock
+from sparse_dataflow.cluster import cluster, processes, watch
+from sparse_dataflow.cluster.watch import Clock
 from sparse_dataflow.commands.request import Request
-from sparse_dataflow.core.config.parallel import ParallelConfig
+from sparse_dataflow.core.config.parallel import DepthSchedule, ParallelConfig
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.executors import describe as tables
 from sparse_dataflow.core.executors import mesh as meshes
-from sparse_dataflow.core.executors import support
-from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
+from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor, Job, refuse_unsupported
 from sparse_dataflow.core.executors.pipeline.pipelined import executor_over
-from sparse_dataflow.core.executors.relay.depth_schedule import DepthSchedule
 from sparse_dataflow.core.executors.relay.relay import RelayConfig
 from sparse_dataflow.core.executors.relay.relay_executor import RelayExecutor
-from sparse_dataflow.core.executors.support import Job
 from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.training.phases import Variant, variants
 from sparse_dataflow.core.training.step import abstract_state
-from sparse_dataflow.core.training.variants import Variant, variants
-from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.files.redaction import redact
+from sparse_dataflow.files.errors import UserError, redact
 
 
 @contextlib.contextmanager
@@ -33,7 +29,6 @@ def joined(experiment: str, request: Request, clock: Clock) -> Iterator[None]:
     """Inside, jax has the devices of all processes of the run, which watch each other.
 
     Args:
-      experiment: its name.
       request: the command line.
       clock: tracks what this process is doing.
 
@@ -46,7 +41,7 @@ def joined(experiment: str, request: Request, clock: Clock) -> Iterator[None]:
         # Each process for itself: which one prints is not settled before they have met.
         print(redact(me.describe()), file=sys.stderr, flush=True)
     facts = {"experiment": experiment, "jax": jax.__version__, **request.facts}
-    with join.joined(me, facts, plan.join_timeout, plan.heartbeat) as group:
+    with processes.joined(me, facts, plan.join_timeout, plan.heartbeat) as group:
         watching = watch.Watch(clock, plan.heartbeat, group)
         try:
             yield
@@ -168,7 +163,6 @@ def describe(config: RunConfig, described: int = 0) -> None:
     """Prints every array of a run with its shape, sharding and bytes a chip.
 
     Args:
-      config: of the run.
       described: see `executor`.
 
     Raises:
@@ -203,5 +197,5 @@ def check(executor: Executor, config: RunConfig, variants: list[Variant]) -> Non
         given = changes and variant.evolution.given_layouts
         for phase in variant.phase_specs:
             job = Job(phase.model, variant.training, config.data.loss, evolution, given)
-            support.refuse(executor, job)
+            refuse_unsupported(executor, job)
             executor.check(phase.model, variant.training)

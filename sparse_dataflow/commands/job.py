@@ -7,49 +7,44 @@ import functools
 import importlib.metadata
 import platform
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from sparse_dataflow.cluster import processes
-from sparse_dataflow.cluster.clock import Clock
-from sparse_dataflow.cluster.stopping import stop_on_signals
+from sparse_dataflow.cluster.watch import Clock, stop_on_signals
 from sparse_dataflow.commands import (
     address_runs,
     devices,
     distillation,
-    provenance,
     report,
-    report_time,
     run_folder,
     vocabularies,
 )
-from sparse_dataflow.commands.preflight import relay_plan, remat_plan, settling, step_plan
+from sparse_dataflow.commands.preflight import relay_plan, settling
 from sparse_dataflow.commands.training_data import corpus_of, thin_data, tokenizer_of, training_data
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.executors.relay.relay_executor import RelayExecutor
 from sparse_dataflow.core.layouts.allocation import allocation_table
 from sparse_dataflow.core.ops import quantized
-from sparse_dataflow.core.optim.train_state import TrainState
+from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.training import cost, hooks
-from sparse_dataflow.core.training.loop import Trainer
-from sparse_dataflow.core.training.monitoring import goodput, profiles, trackers
+from sparse_dataflow.core.training.loop import Trainer, advance_side_by_side
+from sparse_dataflow.core.training.monitoring import goodput, metrics
+from sparse_dataflow.core.training.monitoring.goodput import stall_alerts
 from sparse_dataflow.core.training.monitoring.metrics import (
     MetricsWriter,
     read_metrics,
     say,
     say_result,
 )
-from sparse_dataflow.core.training.monitoring.progress import Progress
-from sparse_dataflow.core.training.monitoring.stalls import stall_alerts
-from sparse_dataflow.core.training.phases import refuse_unfit
+from sparse_dataflow.core.training.monitoring.time_left import Progress, TimeLeft
+from sparse_dataflow.core.training.phases import Variant, refuse_unfit, variants
 from sparse_dataflow.core.training.programs import Compiled, TrainingData, compile_programs
 from sparse_dataflow.core.training.saved_state import FrozenBase
-from sparse_dataflow.core.training.turns import advance_side_by_side
-from sparse_dataflow.core.training.variants import Variant, variants
 from sparse_dataflow.data import cache, hub
 from sparse_dataflow.data.corpora import Corpus, corpus_of_texts
 from sparse_dataflow.data.examples import as_text
@@ -68,14 +63,30 @@ from sparse_dataflow.reporting.report import PAGE
 
 EVALUATIONS_A_RUN = 8
 
+COMPILE_SHARE = 1.4
+"""Seconds in which the report compiles sections and generation, over those of the training step."""
+
+SECTION_STEPS = 6
+"""Executions of each section, which make about one step together."""
+
+
+def _progress_of(
+    clock: Clock, models: Sequence[Variant], programs: Mapping[str, Sequence[Compiled]]
+) -> Progress:
+    """Returns the progress of a run whose models train in turns."""
+    compiled = {v.name: programs[v.name][-1].seconds for v in models}
+
+    def report(name: str, step: float) -> float:
+        return COMPILE_SHARE * compiled[name] + SECTION_STEPS * step
+
+    return Progress(TimeLeft(clock.seconds_by_activity, report))
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     """A run and its folder.
 
     Attributes:
-      folder: the run folder.
-      config: its config.
       finished: whether every model came to its last step.
       headline: a sentence with the held-out bits per byte; "" where the run was stopped.
       status: the exit status of an experiment that made it.
@@ -129,15 +140,16 @@ class Job:
 
     def run(self, texts: Sequence[str] | None, resume: bool) -> Run:
         """Trains every model of the config and writes the report; see `train.train`."""
-        self.config = remat_plan.settled(self.config, self.chip, self.executor)
+        self.config = settling.settled_remat(self.config, self.chip, self.executor)
         config, folder = self.config, self.folder
-        trackers.tracker_names(config.run.trackers)  # Refuses illegal ones before any work.
+        metrics.tracker_names(config.run.trackers)  # Refuses illegal ones before any work.
         record = self._saved_record() if resume else None
         self._refuse_unfit_machine()
         corpus = self._corpus(texts, record)
         tokenizer = self.tokenizer = self._tokenizer(corpus, resume)
         config = self.config
-        corpus = with_text(corpus, tokenizer)
+        if corpus.ids is not None:
+            corpus = with_text(corpus, tokenizer)
         if record:
             run_folder.refuse_other_data(folder, record, corpus, tokenizer)
         models = variants(config, tokenizer.vocab_size, record.steps if record else None)
@@ -165,7 +177,7 @@ class Job:
         goodput_log = goodput.GoodputLog(folder, self.clock)
         with contextlib.ExitStack() as stack:
             trainers = []
-            progress = report_time.progress(self.clock, models, programs)
+            progress = _progress_of(self.clock, models, programs)
             stack.callback(progress.close)
             for v in models:
                 trainer = self._trainer(v, data, programs[v.name], progress, record)
@@ -292,7 +304,7 @@ class Job:
     def _planned(self, models, programs, data) -> list[Variant]:
         """The models with the steps that the config says, or that fit into its minutes."""
         with self.clock.during("compile"):
-            steps = step_plan.planned_steps(self.config, models, programs, data, self.executor)
+            steps = settling.planned_steps(self.config, models, programs, data, self.executor)
         steps = processes.broadcast(steps)
         models = [v.with_steps(steps[v.name]) for v in models]
         _refuse_unfit_steps(models)
@@ -316,8 +328,8 @@ class Job:
             steps={v.name: v.training.steps for v in models},
             init_from=start,
             teacher=dict(data.teacher.source) if data.teacher else None,
-            code=provenance.code(),
-            host=provenance.host(),
+            code=run_folder.code_facts(),
+            host=run_folder.host_facts(),
             seed=self.config.training.seed,
         )
         return RunRecord(**record.to_json())  # The report shows it, without secrets.
@@ -343,7 +355,7 @@ class Job:
             return cost.mfu(flops, speed / executor.devices, self.chip, model.compute_dtype)
 
         every = eval_every, config.run.checkpoint_every or 2 * eval_every
-        names = trackers.tracker_names(config.run.trackers)
+        names = metrics.tracker_names(config.run.trackers)
         mirror = self.mirror / v.name / "checkpoints" if self.mirror else None
         return Trainer(
             v,
@@ -368,7 +380,7 @@ class Job:
                 trainer.alert("stall", text)
 
         settings = self.config.run
-        profile = profiles.StepProfile(self.folder, settings.profiled_steps)
+        profile = goodput.StepProfile(self.folder, settings.profiled_steps)
         with contextlib.ExitStack() as stack:
             stack.callback(profile.close)
             stack.enter_context(stall_alerts(self.clock, alert, settings.stall_alert))
@@ -391,7 +403,7 @@ class Job:
             seconds = float(query.get("seconds", "5"))
         except ValueError:
             seconds = 0.0
-        return "text/plain", profiles.trace_now(self.folder, seconds) + "\n"
+        return "text/plain", goodput.trace_now(self.folder, seconds) + "\n"
 
     def _start(self, v: Variant, data: TrainingData) -> Callable[[], TrainState] | None:
         """Makes the state before the first step from `run.init_from`, where that names weights; a

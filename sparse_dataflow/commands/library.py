@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from sparse_dataflow.core.config import presets
+from sparse_dataflow.core.config import run
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.model_weights import weights_of
-from sparse_dataflow.core.training.variants import variant
+from sparse_dataflow.core.model.stacks import weights_of
+from sparse_dataflow.core.training.phases import variant
 from sparse_dataflow.data.tokenizer import Tokenizer, byte_tokenizer
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
@@ -44,11 +44,11 @@ def preset(scale: str | Path, *, compute_dtype: str = "float32") -> RunConfig:
         >>> sd.preset(folder).change(training__steps=10).sparsity.block
         16
     """
-    if scale in presets.SIZES:
-        return presets.preset(str(scale), compute_dtype=compute_dtype)
+    if scale in run.SIZES:
+        return run.preset(str(scale), compute_dtype=compute_dtype)
     if Path(scale).expanduser().is_dir() or hub_models.hub_name(scale):
         return starting_point.run_config(scale, compute_dtype)
-    return presets.preset(str(scale), compute_dtype=compute_dtype)
+    return run.preset(str(scale), compute_dtype=compute_dtype)
 
 
 def init(config: RunConfig, key: jax.Array, tokenizer: Tokenizer | None = None) -> Model:

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from sparse_dataflow.cluster.warm_up import warm_up
-from sparse_dataflow.commands.console import command_of
+from sparse_dataflow.commands.command_line import command_of
 from sparse_dataflow.files import json_files
 from sparse_dataflow.hardware import detect as hardware
 
@@ -97,7 +97,7 @@ def provenance(machine: str) -> dict:
 
 
 def keep(folder: str, name: str, machine: str, results: Iterable[dict]) -> Path | None:
-    """Writes each result with its `provenance` as FOLDER/NAME.json, and prints the path at the end.
+    """Writes each result with its code and machine as FOLDER/NAME.json; prints the path at the end.
 
     Args:
       folder: created if missing; "" writes none.

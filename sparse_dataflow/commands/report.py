@@ -14,7 +14,7 @@ from sparse_dataflow.core.executors.relay import timeline
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.loop import Trainer
-from sparse_dataflow.core.training.monitoring import profiles
+from sparse_dataflow.core.training.monitoring import goodput
 from sparse_dataflow.core.training.monitoring.metrics import read_metrics, say
 from sparse_dataflow.core.training.sections import section_seconds
 from sparse_dataflow.data.prompts import held_out_prompts
@@ -224,9 +224,9 @@ def _block_rate(trainer):
 
 def _profile(folder):
     """Returns the trace of the run; None where it has none."""
-    if not (folder / profiles.FOLDER).is_dir():
+    if not (folder / goodput.FOLDER).is_dir():
         return None
-    operations = profiles.kernels(folder)
+    operations = goodput.traced_kernels(folder)
     longest = [[k.name, k.seconds, k.count] for k in operations[:KERNELS_SHOWN]]
     return ProfileData(longest, sum(k.seconds for k in operations))
 

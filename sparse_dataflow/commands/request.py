@@ -8,13 +8,12 @@ from typing import Any
 # Importing them registers the names of patterns and methods, which the configs check.
 import sparse_dataflow.core.layouts.evolution
 import sparse_dataflow.core.layouts.patterns  # noqa: F401
-from sparse_dataflow.core.config import presets, settings
+from sparse_dataflow.core.config import run, settings
 from sparse_dataflow.core.config.families import FAMILY_FIELDS, MIXTURE
 from sparse_dataflow.core.config.model import GROWN
 from sparse_dataflow.core.config.parallel import ONLY_RELAY, ParallelConfig
-from sparse_dataflow.core.config.presets import GPT2_VOCABULARY, SIZES
 from sparse_dataflow.core.config.projections import PROJECTIONS
-from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.config.run import GPT2_VOCABULARY, SIZES, RunConfig
 from sparse_dataflow.core.config.settings import FIXED, FRESH, Setting
 from sparse_dataflow.core.config.training import is_factory
 from sparse_dataflow.files.addresses import is_address
@@ -202,9 +201,9 @@ class Request:
             scale = (
                 self.scale if self.scale != "auto" else self._scale(backend, memory_bytes, sparse)
             )
-            base = presets.preset(scale, compute_dtype=compute_dtype(backend))
+            base = run.preset(scale, compute_dtype=compute_dtype(backend))
         if self.changes.get("model.parametrization") == "supar":
-            base = presets.supar(base)
+            base = run.supar(base)
         if self.changes.get("data.tokenizer") == "gpt2":
             base = base.change(model__vocab_size=GPT2_VOCABULARY)
         if self.changes.get("training.adapter_rank"):  # The twin of a preset would be refused.
@@ -220,7 +219,7 @@ class Request:
             return scales.choose_scale(memory_bytes, backend, {})
         names = ("model.fused_qkv", "model.gated_mlp")
         changes = {p: v for p, v in self.changes.items() if p.startswith("sparsity.") or p in names}
-        config = settings.changed(presets.preset("nano"), changes)
+        config = settings.changed(run.preset("nano"), changes)
         linears = config.sparsity.linears(config.model)
         return scales.choose_scale(memory_bytes, backend, linears)
 

@@ -1,17 +1,21 @@
-"""Run folders: claimed by a new run, and checked by a resumed one."""
+"""Run folders: claimed by a new run with what made it, and checked by a resumed one."""
 
 import contextlib
 import datetime
 import functools
+import importlib.metadata
 import json
 import os
+import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from sparse_dataflow.cluster import processes, stopping
+from sparse_dataflow.cluster import processes, watch
 from sparse_dataflow.commands import address_runs
-from sparse_dataflow.commands.console import command_of
-from sparse_dataflow.core.config import settings
+from sparse_dataflow.commands.command_line import command_of
+from sparse_dataflow.core.config import run, settings
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.training.monitoring.metrics import say
 from sparse_dataflow.data.corpora import Corpus
@@ -25,16 +29,16 @@ from sparse_dataflow.evaluation.run_files import (
     read_record,
     to_bytes,
 )
-from sparse_dataflow.files import folder_lock, folders, storage
+from sparse_dataflow.files import folders, json_files, storage
 from sparse_dataflow.files.address_lock import AddressLock
 from sparse_dataflow.files.addresses import Address, is_address
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.files.folder_lock import FolderLock
-from sparse_dataflow.files.json_difference import differences
+from sparse_dataflow.files.folders import FolderLock
+from sparse_dataflow.files.json_files import differences
 
 _DIFFERENCES_SHOWN = 3
 _UNFINISHED = (
-    TOKENIZER, f"{TOKENIZER}.new", RECORD, f"{RECORD}.new", f"{CONFIG}.new", folder_lock.NAME,
+    TOKENIZER, f"{TOKENIZER}.new", RECORD, f"{RECORD}.new", f"{CONFIG}.new", folders.NAME,
 )  # fmt: skip
 """What a run that is killed before its config.json is whole may leave."""
 
@@ -69,9 +73,9 @@ def opened(
             if not has_run:
                 _refuse_run(path, flag)
                 undo = folders.claim(path, experiment, flag, names=_UNFINISHED)
-                stack.enter_context(stopping.cleaned_up(undo))
+                stack.enter_context(watch.cleaned_up(undo))
             locks.append(FolderLock(path))
-            stack.enter_context(stopping.cleaned_up(locks[-1].release))
+            stack.enter_context(watch.cleaned_up(locks[-1].release))
             if not has_run:
                 _refuse_run(path, flag)  # Another process may have begun one meanwhile.
 
@@ -79,7 +83,7 @@ def opened(
             lock = address_runs.claim(address, experiment, flag, has_run)
             locks.append(lock)
             release = functools.partial(address_runs.release, lock, address)
-            stack.enter_context(stopping.cleaned_up(release))
+            stack.enter_context(watch.cleaned_up(release))
 
         second = mirror_path(folder, mirror)
 
@@ -260,3 +264,66 @@ def refuse_other_config(folder: Path, saved: RunConfig, config: RunConfig) -> No
             f"{'; '.join(changes[:_DIFFERENCES_SHOWN])}{f'; and {more} more' if more > 0 else ''}. "
             "Start a new run without --resume."
         )
+
+
+_SECONDS = 5.0
+_WHERE_IT_RAN = ("run.out", "run.mirror", "run.scale")
+
+
+def python_call(config: RunConfig, texts: bool = False) -> str:
+    """Returns the call of `sd.train` that trains a config, with its settings as literals.
+
+    Args:
+      config: as `sd.train` got it.
+      texts: whether documents were passed, which the call names `texts`.
+    """
+    scale, dtype = config.run.scale, config.model.compute_dtype
+    base = run.preset(scale, compute_dtype=dtype)
+    before, now = _values(base), _values(config)
+    changed = {path: value for path, value in now.items() if value != before[path]}
+    words = [f"{path.replace('.', '__', 1)}={value!r}" for path, value in changed.items()]
+    of_dtype = f', compute_dtype="{dtype}"' if dtype != "float32" else ""
+    call = f'sd.preset("{scale}"{of_dtype})'
+    call += f".change({', '.join(words)})" if words else ""
+    return f"sd.train({call}{', texts=texts' if texts else ''})"
+
+
+def _values(config: RunConfig) -> dict[str, Any]:
+    values = {}
+    for path in settings.by_path(RunConfig):
+        member, _, name = path.partition(".")
+        if path not in _WHERE_IT_RAN:
+            values[path] = getattr(getattr(config, member), name)
+    return values
+
+
+def code_facts() -> dict[str, Any]:
+    """Returns {"commit", "dirty"} of this package: a clone's git commit and whether tracked files
+    differ from it, or the commit that pip installed; {} where neither is known."""
+    root = Path(__file__).parents[2]
+    if (root / ".git").exists():
+        try:
+            commit = _git(root, "rev-parse", "HEAD")
+            changes = _git(root, "status", "--porcelain", "--untracked-files=no")
+        except (OSError, subprocess.SubprocessError):
+            return {}
+        return {"commit": commit, "dirty": bool(changes)}
+    try:
+        url = importlib.metadata.distribution("sparse_dataflow").read_text("direct_url.json")
+        commit = json_files.parse(url or "{}").get("vcs_info", {}).get("commit_id")
+    except (importlib.metadata.PackageNotFoundError, ValueError, AttributeError, OSError):
+        return {}
+    return {"commit": str(commit), "dirty": False} if commit else {}
+
+
+def _git(root, *arguments):
+    done = subprocess.run(
+        ["git", "--no-optional-locks", "-C", str(root), *arguments],
+        capture_output=True, text=True, check=True, timeout=_SECONDS, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    return done.stdout.strip()
+
+
+def host_facts() -> str:
+    """Returns the name of this host."""
+    return socket.gethostname()

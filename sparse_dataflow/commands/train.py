@@ -7,9 +7,9 @@ from pathlib import Path
 import jax
 
 from sparse_dataflow.cluster import processes
-from sparse_dataflow.cluster.clock import Clock
-from sparse_dataflow.commands import branch, devices, provenance, run_folder
-from sparse_dataflow.commands import console as commands
+from sparse_dataflow.cluster.watch import Clock
+from sparse_dataflow.commands import branch, devices, run_folder
+from sparse_dataflow.commands import command_line as commands
 from sparse_dataflow.commands.job import Job, Run
 from sparse_dataflow.commands.planning import described
 from sparse_dataflow.commands.request import Request
@@ -19,7 +19,7 @@ from sparse_dataflow.files import addresses
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import Chip
-from sparse_dataflow.hardware.host_memory import keep_freed_memory
+from sparse_dataflow.hardware.detect import keep_freed_memory
 from sparse_dataflow.planner import scales
 
 
@@ -64,7 +64,7 @@ def train(
     """
     keep_freed_memory()
     clock = clock or Clock()
-    command = tuple(command) or (provenance.python_call(config, texts is not None),)
+    command = tuple(command) or (run_folder.python_call(config, texts is not None),)
     config = _settled_mirror(config, resume)
     mirror = config.run.mirror
     with run_folder.opened(experiment, config.run.out, resume, mirror) as (folder, check):

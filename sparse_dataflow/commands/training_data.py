@@ -2,18 +2,17 @@
 
 from collections.abc import Sequence
 
-from sparse_dataflow.core.config.data import DataConfig
-from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.config.run import DataConfig, RunConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.training.batches import EvalBatches, TokenMixture, TrainBatches
 from sparse_dataflow.core.training.monitoring.metrics import say
+from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.core.training.programs import HeldOut, TrainingData
-from sparse_dataflow.core.training.variants import Variant
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.answers import AnswerBatches, AnswerEvalBatches, AnswerRows
+from sparse_dataflow.data.cache import TokenArray
 from sparse_dataflow.data.corpora import Corpus, load_corpus
 from sparse_dataflow.data.examples import encode
-from sparse_dataflow.data.stored import TokenArray
 from sparse_dataflow.data.stream_batches import NO_TOKENS, StreamBatches
 from sparse_dataflow.data.streamed import Stream
 from sparse_dataflow.data.tokenizer import KINDS, Tokenizer, load_tokenizer

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sparse_dataflow.core.config.data import DataConfig
+from sparse_dataflow.core.config.run import DataConfig
 from sparse_dataflow.core.training.monitoring.metrics import say
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer

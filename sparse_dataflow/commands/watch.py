@@ -13,10 +13,10 @@ import jax
 
 from sparse_dataflow.commands import run_list
 from sparse_dataflow.core.config import settings
+from sparse_dataflow.core.training.hooks import LayoutReader, SavedLayouts
 from sparse_dataflow.core.training.monitoring import goodput
 from sparse_dataflow.core.training.monitoring.metrics import read_metrics, say
-from sparse_dataflow.core.training.saved_layouts import LayoutReader, SavedLayouts
-from sparse_dataflow.core.training.variants import Variant
+from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.evaluation import run_files
 from sparse_dataflow.files import json_files, loopback, storage
 from sparse_dataflow.files.errors import UserError
@@ -100,7 +100,6 @@ def read_run(folder: Path, readers: Readers) -> WatchedRun:
     """Reads what a run folder has so far; an unreadable folder has its reason alone.
 
     Args:
-      folder: run folder.
       readers: of earlier calls, which this call adds to.
     """
     try:

@@ -1,7 +1,10 @@
-"""Cached files that are safe against kills and concurrent processes.
+"""Cached files that are safe against kills and concurrent processes, and arrays in them.
 
 Every file is written to a temporary name in the same folder and renamed when complete, under a lock
 that the operating system releases when its process dies.
+
+Arrays are read slice by slice, not memory-mapped: a storage failure under a mapped page kills the
+process (SIGBUS), but a failed read can be retried.
 """
 
 import contextlib
@@ -9,7 +12,10 @@ import errno
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 from sparse_dataflow.files import folders, storage
 from sparse_dataflow.files.errors import UserError
@@ -101,3 +107,159 @@ def atomic_write(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@dataclass(eq=False)
+class StoredArray:
+    """A read-only array in a file; `array[first:last]` reads a slice.
+
+    Reads retry transient storage errors, then raise UserError.
+
+    Attributes:
+      path: file, which must not change.
+      dtype: dtype of the items.
+      count: number of items.
+      offset: bytes in the file before the first item.
+    """
+
+    path: Path
+    dtype: np.dtype
+    count: int
+    offset: int
+    _handle: "_Handle | None" = field(default=None, init=False, repr=False)
+
+    @classmethod
+    def open(cls, path: Path) -> "StoredArray":
+        """Opens a one-dimensional array in a .npy file of version 1.0.
+
+        Raises:
+          OSError: the file cannot be read.
+          Exception: the file is not such an array, or is truncated. numpy parses the header as a
+            Python literal, which can raise any error.
+        """
+        return storage.retry(f"Reading {path}", lambda: cls._open(path))
+
+    @classmethod
+    def _open(cls, path):
+        with path.open("rb") as file:
+            version = np.lib.format.read_magic(file)
+            if version != (1, 0):
+                raise ValueError(f"{path} is a .npy file of version {version}; legal: (1, 0)")
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+            (count,), offset = shape, file.tell()
+            if dtype.hasobject or file.seek(0, os.SEEK_END) < offset + count * dtype.itemsize:
+                raise ValueError(f"{path} is truncated or holds Python objects")
+        return cls(path, dtype, count, offset)
+
+    @property
+    def shape(self) -> tuple[int]:
+        """Shape (count,)."""
+        return (self.count,)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all items."""
+        return self.count * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: slice) -> np.ndarray:
+        first, last, step = index.indices(self.count)
+        if step != 1:
+            raise IndexError("only slices of step 1 are supported")
+        size = max(0, last - first) * self.dtype.itemsize
+        position = self.offset + first * self.dtype.itemsize
+        content = storage.retry(f"Reading {self.path}", lambda: self._read(position, size))
+        return np.frombuffer(content, self.dtype)
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return np.array(self[:], dtype)
+
+    def _read(self, position, size):
+        pieces = []
+        try:
+            # A local name keeps the file open while another thread replaces the handle.
+            handle = self._handle = self._handle or _Handle(self.path)
+            while size > 0:
+                piece = os.pread(handle.descriptor, size, position)
+                if not piece:
+                    raise UserError(f"{self.path} was truncated while it was read. Run again.")
+                pieces.append(piece)
+                size, position = size - len(piece), position + len(piece)
+        except OSError as error:
+            # A retry needs a new handle: handles of network file systems go stale.
+            self._handle = None
+            raise UserError(f"{self.path} cannot be read: {error.strerror or error}.") from error
+        return b"".join(pieces)
+
+
+@dataclass(frozen=True, eq=False)
+class ChainedArray:
+    """Several arrays of one dtype, one after another; `array[first:last]` reads a slice."""
+
+    arrays: "tuple[StoredArray | ChainedArray | MappedArray, ...]"
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the items."""
+        return self.arrays[0].dtype
+
+    def __len__(self) -> int:
+        return sum(map(len, self.arrays))
+
+    def __getitem__(self, index: slice) -> np.ndarray:
+        first, last, step = index.indices(len(self))
+        if step != 1:
+            raise IndexError("only slices of step 1 are supported")
+        slices, start = [np.empty(0, self.dtype)], 0
+        for array in self.arrays:
+            slices.append(array[max(0, first - start) : max(0, last - start)])
+            start += len(array)
+        return np.concatenate(slices)
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return np.array(self[:], dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class MappedArray:
+    """Token ids of a file as the ids of a tokenizer; `array[first:last]` reads a slice.
+
+    Attributes:
+      array: ids of the file.
+      table: the tokenizer's id of each of these, int32; empty for the same.
+    """
+
+    array: ChainedArray
+    table: np.ndarray
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the items."""
+        return np.dtype(np.int32)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, index: slice) -> np.ndarray:
+        ids = self.array[index].astype(np.int32)
+        return self.table[ids] if len(self.table) else ids
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return np.array(self[:], dtype)
+
+
+TokenArray = np.ndarray | StoredArray | ChainedArray | MappedArray
+"""Concatenated tokens, in memory or in files."""
+
+
+class _Handle:
+    """An open file, closed when its last reader drops it."""
+
+    def __init__(self, path: Path):
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self, close=os.close):  # bound here: `os` may be unloaded at interpreter exit
+        if hasattr(self, "descriptor"):
+            close(self.descriptor)

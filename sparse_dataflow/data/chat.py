@@ -100,7 +100,6 @@ class ChatTemplate:
     """A chat template and the special tokens that it may name.
 
     Attributes:
-      text: of the template.
       special_tokens: (name such as "eos_token", its text) pairs.
     """
 

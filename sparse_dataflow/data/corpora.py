@@ -1,8 +1,8 @@
 """`load_corpus`: a corpus as two random-access splits of documents.
 
-Each corpus is stored once as array_record files in the cache folder: a local one by `builders`, a
-named one by tfds, which is imported for those names alone. `splits` chooses the held-out
-documents of corpora that ship no held-out split.
+Each corpus is stored once as array_record files in the cache folder: a local one by `documents`, a
+named one by tfds, which is imported for those names alone. `documents` chooses the held-out
+documents of corpora that ship no held-out split.  A mixture is NAME:WEIGHT,NAME:WEIGHT,...
 """
 
 import contextlib
@@ -22,15 +22,23 @@ from typing import Any
 
 import numpy as np
 
-from sparse_dataflow.data import builders, hub, tfds_copies, token_files
+from sparse_dataflow.data import hub, tfds_copies, token_files
 from sparse_dataflow.data.cache import atomic_write, exclusive, resolved
 from sparse_dataflow.data.documents import (
+    SPLITS,
+    STORED_VERSION,
     ChainedDocuments,
     Document,
     PickedDocuments,
     PythonStdlibSource,
+    Records,
     SotuSource,
     Source,
+    documents_digest,
+    is_held_out,
+    split_for,
+    store_documents,
+    stored_metadata,
 )
 from sparse_dataflow.data.fetched import path_of
 from sparse_dataflow.data.local_files import (
@@ -40,12 +48,49 @@ from sparse_dataflow.data.local_files import (
     has_text_suffix,
     say_once,
 )
-from sparse_dataflow.data.mixtures import mixture_weights, short_names
-from sparse_dataflow.data.splits import is_held_out, split_for
 from sparse_dataflow.data.streamed import SampleDocuments, Stream, streamed_corpus
 from sparse_dataflow.data.token_files import TokenSplits, open_token_files
 from sparse_dataflow.files import addresses, storage
 from sparse_dataflow.files.errors import UserError, first_line
+
+
+def mixture_weights(text: str) -> dict[str, float]:
+    """Returns the weights of a mixture by the names of its corpora; they add up to 1.
+
+    Returns:
+      {} for the name of one corpus: a text without a comma, or an existing path.
+
+    Raises:
+      UserError: a name is missing or repeated, or a weight is not a number above 0.
+    """
+    if "," not in text or Path(text).expanduser().exists():
+        return {}
+    weights: dict[str, float] = {}
+    for source in text.split(","):
+        name, _, number = source.strip().rpartition(":")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not name or not 0 < weight < math.inf:
+            raise UserError(
+                f"The mixture has {source.strip()[:60]!r}; legal: NAME:WEIGHT with a weight above "
+                "0, such as books:0.7,code:0.3."
+            )
+        if name in weights:
+            raise UserError(f"The mixture has {name!r} twice; legal: each corpus once.")
+        weights[name] = weight
+    total = sum(weights.values())
+    return {name: weight / total for name, weight in weights.items()}
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Returns the last words of the names without their revisions, or the whole names where those
+    are not unique."""
+    names = [name.partition("@")[0] if name.startswith("hf:") else name for name in names]
+    short = [Path(name).name or name for name in names]
+    return short if len(set(short)) == len(short) else list(names)
+
 
 LEGAL_CORPORA = (
     f"'python_stdlib', 'sotu', a folder or file of {LEGAL_FILES}, a saved Hugging Face dataset, "
@@ -288,21 +333,21 @@ def _load_local(kind: str, name: str, source: Source, cache_dir: Path, options: 
 
 
 def _load_once(kind, name, source, cache_dir):
-    folder = cache_dir / "texts" / f"{kind}-{source.fingerprint}-{builders.VERSION}"
+    folder = cache_dir / "texts" / f"{kind}-{source.fingerprint}-{STORED_VERSION}"
     if not folder.exists():
         with exclusive(cache_dir, f"{kind}-{source.fingerprint}"):
             if not folder.exists():
                 _prepare(source, folder)
                 _check_against_source(folder)
-    splits = {split: _open_split(folder, split) for split in builders.SPLITS}
-    digests = "".join(builders.metadata(folder)["digests"][split] for split in builders.SPLITS)
+    splits = {split: _open_split(folder, split) for split in SPLITS}
+    digests = "".join(stored_metadata(folder)["digests"][split] for split in SPLITS)
     content_hash = hashlib.sha256(digests.encode()).hexdigest()
     return Corpus(name, splits["train"], splits["validation"], content_hash)
 
 
 def _prepare(source, folder) -> None:
     try:
-        builders.store(source, folder)
+        store_documents(source, folder)
     except RuntimeError as error:  # raised by the array_record writer, e.g. on a full disk
         raise UserError(
             f"The corpus could not be stored in {folder} ({first_line(error)}). "
@@ -312,8 +357,8 @@ def _prepare(source, folder) -> None:
 
 def _open_split(folder, split: str) -> _StoredDocuments:
     try:
-        expected = builders.metadata(folder)["documents"][split]
-        documents = _StoredDocuments(builders.Records(folder / f"{split}.array_record"))
+        expected = stored_metadata(folder)["documents"][split]
+        documents = _StoredDocuments(Records(folder / f"{split}.array_record"))
     except Exception as error:
         raise UserError(
             f"The prepared corpus in {folder} cannot be read ({first_line(error)}). "
@@ -329,9 +374,9 @@ def _open_split(folder, split: str) -> _StoredDocuments:
 
 def _check_against_source(folder) -> None:
     """Reads all stored documents back and compares them with the digest of the source."""
-    for split in builders.SPLITS:
-        digest = builders.documents_digest(_open_split(folder, split))
-        if digest != builders.metadata(folder)["digests"][split]:
+    for split in SPLITS:
+        digest = documents_digest(_open_split(folder, split))
+        if digest != stored_metadata(folder)["digests"][split]:
             shutil.rmtree(folder)
             raise UserError(
                 f"The {split} split stored in {folder} differs from its source. If the "

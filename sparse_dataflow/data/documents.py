@@ -1,27 +1,45 @@
-"""Documents, sequences and sources of them; `local_files.py` reads files of a user.
+"""Documents: their sources, the rule that holds some out for validation, and their stored form.
 
 A source lists its documents in a fixed order without blank ones, any number of times. Its
-`fingerprint` changes when its files change, so prepared copies never go stale.
+`fingerprint` changes when its files change, so prepared copies never go stale. `local_files.py`
+reads files of a user.
+
+A document is held out iff the first 8 bytes of sha256(document id), as a big-endian integer, are
+divisible by 20. This selects about one document in twenty, the same on every machine and for every
+other content of the corpus. Exact copies of a text go where the copy of the smallest hash goes, so
+no held-out text is trained. If the rule leaves a split of a small corpus empty, the text with the
+smallest hash is held out. A single document is cut at the last line break before 95% of its UTF-8
+bytes.
+
+A stored corpus is a folder with `train.array_record`, `validation.array_record` and
+`metadata.json`: the number of documents and the digest of each split as read from the source.
 """
 
+import array
 import bisect
 import hashlib
 import itertools
+import json
+import logging
 import os
 import platform
 import re
+import shutil
 import stat
+import struct
 import sys
 import sysconfig
 import tarfile
 import tokenize
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from sparse_dataflow.data.fetched import with_progress
+from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.folders import MARK
 
@@ -221,3 +239,225 @@ def listing_digest(root: Path, files: list[Path]) -> str:
         status = path.stat()
         digest.update(os.fsencode(path) + b"\0%d\0%d\0" % (status.st_size, status.st_mtime_ns))
     return digest.hexdigest()[:12]
+
+
+_LOG = logging.getLogger(__name__)
+_WORDS = re.compile(r"\w+")
+
+HOLD_OUT_EVERY = 20
+TRAIN_SHARE_OF_SINGLE_DOCUMENT = 0.95
+
+
+def document_hash(text: str) -> int:
+    """Returns the first 8 bytes of sha256(text in UTF-8) as a big-endian integer."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def is_held_out(document_id: str) -> bool:
+    """Returns whether the hash rule alone holds the document out."""
+    return document_hash(document_id) % HOLD_OUT_EVERY == 0
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """The split of one corpus.
+
+    Attributes:
+      count: number of documents, at least 1.
+      held_out: hashes of the held-out texts, uint64, sorted; of the ids where copies of few texts
+        make most of the corpus.
+      by_id: whether they are of the ids.
+      near_copies: held-out documents that differ from a training document in case, punctuation and
+        spaces alone.
+    """
+
+    count: int
+    held_out: np.ndarray
+    by_id: bool
+    near_copies: int
+
+    def assign(self, document: Document) -> list[tuple[str, Document]]:
+        """Returns [(split name, document)]; a single document yields one piece for each split."""
+        if self.count == 1:
+            head, tail = cut_in_two(document)
+            return [("train", head), ("validation", tail)]
+        return [("validation" if self.holds_out(document) else "train", document)]
+
+    def holds_out(self, document: Document) -> bool:
+        """Returns whether a document is held out."""
+        number = np.uint64(document_hash(document.id if self.by_id else document.text))
+        place = np.searchsorted(self.held_out, number)
+        return bool(place < len(self.held_out) and self.held_out[place] == number)
+
+
+def split_for(documents: Iterable[Document]) -> Split:
+    """Returns the split of a corpus, in one pass and 24 bytes of memory a document.
+
+    Raises:
+      UserError: there are no documents.
+    """
+    rows = array.array("Q")
+    for document in documents:
+        plain = " ".join(_WORDS.findall(document.text.lower())) or document.text
+        rows.extend(map(document_hash, (document.id, document.text, plain)))
+    if not rows:
+        raise UserError("The corpus has no text.")
+    ids, texts, words = np.frombuffer(rows, np.uint64).reshape(-1, 3).T
+    texts_held, of_document = _held_out(ids, texts)
+    by_id = len(texts) > 1 and not 0 < 2 * of_document.sum() <= len(texts)
+    if by_id and len(texts) > 2:
+        _LOG.warning("copies of few texts make most of the corpus: held-out text is trained too")
+    if by_id:
+        texts_held, of_document = _held_out(ids, ids)
+    near = int(np.isin(words[of_document], words[~of_document]).sum())
+    if near:
+        _LOG.warning(
+            "%d of %d held-out documents differ from a training document in case, punctuation and "
+            "spaces alone", near, int(of_document.sum()),
+        )  # fmt: skip
+    return Split(len(texts), texts_held, by_id, near)
+
+
+def _held_out(ids, groups):
+    """Holds out groups of documents by the smallest hash of their ids.
+
+    Returns:
+      (sorted values of `groups` that are held out, whether each document is).
+    """
+    order = np.lexsort((ids, groups))
+    values, first, inverse = np.unique(groups[order], return_index=True, return_inverse=True)
+    deciding = ids[order][first]
+    held = deciding % np.uint64(HOLD_OUT_EVERY) == 0
+    # In a small corpus chance holds out none, or most.
+    if not 0 < 2 * held[inverse].sum() <= len(ids):
+        held = np.arange(len(held)) == np.argmin(deciding)
+    of_document = np.empty(len(ids), bool)
+    of_document[order] = held[inverse]
+    return values[held], of_document
+
+
+def cut_in_two(document: Document) -> tuple[Document, Document]:
+    """Cuts at the last line break before 95% of the bytes, else at the last character boundary.
+
+    Raises:
+      UserError: the document has fewer than two characters.
+    """
+    data = document.text.encode()
+    limit = int(len(data) * TRAIN_SHARE_OF_SINGLE_DOCUMENT)
+    cut = data.rfind(b"\n", 0, limit) + 1
+    if cut == 0:
+        cut = len(data[:limit].decode(errors="ignore").encode())
+    if cut == 0:
+        raise UserError("The corpus is one document that is too short to split. Add text.")
+    return (
+        Document(f"{document.id}#head", data[:cut].decode()),
+        Document(f"{document.id}#tail", data[cut:].decode()),
+    )
+
+
+SPLITS = ("train", "validation")
+STORED_VERSION = 2
+"""Raise it when the split of the same files or the form of a record changes."""
+
+METADATA = "metadata.json"
+_RECORD_HEAD = struct.Struct("<Q")
+
+
+class Records(Sequence):
+    """The records {"id", "text"}, UTF-8 bytes, of a split of a stored corpus."""
+
+    def __init__(self, path: Path):
+        """Opens the file.
+
+        Raises:
+          Exception: it is missing or damaged; array_record raises errors of several types.
+        """
+        from array_record.python.array_record_data_source import ArrayRecordDataSource
+
+        self._source = ArrayRecordDataSource([str(path)])
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    # Slices are not supported.
+    def __getitem__(self, index: int) -> dict[str, bytes]:  # type: ignore[override]
+        data = self._source[index]
+        (size,) = _RECORD_HEAD.unpack_from(data)
+        start = _RECORD_HEAD.size
+        return {"id": data[start : start + size], "text": data[start + size :]}
+
+
+def store_documents(source: Source, folder: Path) -> None:
+    """Stores the documents of a source, split by `split_for`, in the order of the source.
+
+    The folder appears once all is written.  Documents are written as they are read, so memory is
+    bounded.
+
+    Raises:
+      RuntimeError: array_record could not write, as on a full disk.
+      OSError: another file could not be written.
+    """
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    partial = folder.with_name(f"incomplete.{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        digests = {split: hashlib.sha256() for split in SPLITS}
+        counts = dict.fromkeys(SPLITS, 0)
+        writers = {
+            split: ArrayRecordWriter(str(partial / f"{split}.array_record"), "group_size:1")
+            for split in SPLITS
+        }
+        for split, document in _assigned(source):
+            identity = document.id.encode()
+            data = _RECORD_HEAD.pack(len(identity)) + identity + document.text.encode()
+            writers[split].write(data)
+            _add_to_digest(digests[split], document)
+            counts[split] += 1
+        for writer in writers.values():
+            writer.close()
+        metadata = {"documents": counts, "digests": {s: d.hexdigest() for s, d in digests.items()}}
+        (partial / METADATA).write_text(json.dumps(metadata, indent=1), encoding="utf-8")
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _assigned(source: Source) -> Iterator[tuple[str, Document]]:
+    """Yields (split, document) of all documents; reads the source twice."""
+    split = split_for(_documents(source, "reading"))
+    for document in _documents(source, "storing", split.count):
+        yield from split.assign(document)
+
+
+def _documents(source, activity, count=0):
+    label = f"{activity} the corpus {source.fingerprint}"
+    return with_progress(source.documents(), label, count)
+
+
+def stored_metadata(folder: Path) -> dict[str, Any]:
+    """Returns {"documents", "digests"} by split.
+
+    Raises:
+      OSError or ValueError: the file is missing or damaged.
+    """
+    content = json_files.load(folder / METADATA)
+    values = {key: dict(content[key]) for key in ("documents", "digests")}
+    if any(set(SPLITS) - set(of_split) for of_split in values.values()):
+        raise ValueError(f"{folder / METADATA} lacks a split")
+    return values
+
+
+def documents_digest(documents: Iterable[Document]) -> str:
+    """Returns the sha256 (hex) over ids and texts in order, each prefixed by its byte length."""
+    digest = hashlib.sha256()
+    for document in documents:
+        _add_to_digest(digest, document)
+    return digest.hexdigest()
+
+
+def _add_to_digest(digest, document: Document) -> None:
+    for text in (document.id, document.text):
+        data = text.encode()
+        digest.update(len(data).to_bytes(8, "big") + data)

@@ -8,8 +8,11 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from sparse_dataflow.data.cache import exclusive, resolved
 from sparse_dataflow.files import addresses
@@ -89,3 +92,35 @@ def _name(address, entries):
     digest = hashlib.sha256(json.dumps([str(address), listing]).encode()).hexdigest()[:16]
     words = re.sub(r"[^a-zA-Z0-9]+", "-", str(address).partition("://")[2]).strip("-")
     return f"{words[-60:]}-{digest}"
+
+
+T = TypeVar("T")
+
+SECONDS = 15.0
+"""Seconds between two lines of the log, and before the first."""
+
+_LOG = logging.getLogger(__name__)
+
+
+def with_progress(items: Iterable[T], label: str, total: int = 0, first: int = 0) -> Iterator[T]:
+    """Yields the items and shows how many were taken.
+
+    Args:
+      items: the items that are left.
+      label: what is done, such as "tokenizing books".
+      total: number of all items; 0 if unknown.
+      first: number of items that an earlier process has done.
+    """
+    if sys.stderr is not None and sys.stderr.isatty():
+        from tqdm import tqdm
+
+        yield from tqdm(
+            items, label, total or None, initial=first, unit="documents", delay=2, leave=False
+        )
+        return
+    last = time.monotonic()
+    for number, item in enumerate(items, start=first + 1):
+        yield item
+        if time.monotonic() - last > SECONDS:
+            last = time.monotonic()
+            _LOG.info("%s: %s%s documents", label, f"{number:,}", f" of {total:,}" * bool(total))

@@ -10,7 +10,7 @@ import numpy as np
 
 from sparse_dataflow.data import shards
 from sparse_dataflow.data.local_files import chosen_column, needed_module, say_once
-from sparse_dataflow.files import waiting
+from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError, first_line
 
 PREFIX = "hf:"
@@ -106,7 +106,7 @@ def hub_files(name: str) -> HubFiles:
     repository, _, config = rest.partition("/")
     dataset = f"{owner}/{repository}" if repository else owner
     try:
-        with waiting.told(f"listing {PREFIX}{name} on the hub"):
+        with storage.told(f"listing {PREFIX}{name} on the hub"):
             builder = library.load_dataset_builder(
                 dataset, config or None, revision=revision or None
             )

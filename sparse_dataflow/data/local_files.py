@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from sparse_dataflow.data.chat import checked_example
 from sparse_dataflow.data.documents import Document, files_below, is_file, listing_digest
-from sparse_dataflow.files import json_files, waiting
+from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError, escaped, first_line
 
 _COMPRESSIONS = ("", ".gz", ".zst")
@@ -167,7 +167,6 @@ def chosen_column(names: Sequence[str], strings: Sequence[str], column: str, pla
 
     Args:
       names: all columns.
-      strings: columns of strings.
       column: `data.column`, "" for none.
       place: for the message.
 
@@ -194,7 +193,7 @@ def _read_file(path: Path, name: str, examples: bool, column: str) -> Iterator[D
     elif path.name.lower().endswith(PARQUET):
         read = functools.partial(_read_parquet, column=column)
     try:
-        with waiting.told(f"reading {path}"):
+        with storage.told(f"reading {path}"):
             yield from read(path, name)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or first_line(error).rstrip(".")

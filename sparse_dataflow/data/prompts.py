@@ -19,7 +19,6 @@ class HeldOutPrompt:
     """A passage of a held-out document.
 
     Attributes:
-      document_id: id of the document.
       prompt_ids: int32 [prompt_tokens].
       prompt: `prompt_ids` as text.
       continuation: text of the `prompt_tokens` tokens that follow in the document.

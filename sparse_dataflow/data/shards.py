@@ -133,7 +133,6 @@ def texts(shard: Shard, column: str, row: int, skipped: Skipped) -> Iterator[tup
     A connection that breaks is opened again at the row that was lost.
 
     Args:
-      shard: the shard.
       column: column or field with the text.
       row: first row, numbered in the file.
       skipped: counts the rows that are left out.

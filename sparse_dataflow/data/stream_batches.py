@@ -14,9 +14,9 @@ import numpy as np
 
 from sparse_dataflow.cluster import processes
 from sparse_dataflow.core.training.batches import Batch, TrainBatches, local_rows
+from sparse_dataflow.data.cache import TokenArray
 from sparse_dataflow.data.lanes import Ahead, Lane, Position, lane_count, windows_a_block
 from sparse_dataflow.data.shards import Skipped
-from sparse_dataflow.data.stored import TokenArray
 from sparse_dataflow.data.streamed import Stream
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError

@@ -98,7 +98,6 @@ def streamed_corpus(
     """Opens a corpus of files that are read while training.
 
     Args:
-      name: of the corpus.
       splits: {split: addresses of its files}.
       column: see `shards.text_column`.
       whole: whether no document of the split "train" is held out.

@@ -22,9 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from sparse_dataflow.data.cache import exclusive
+from sparse_dataflow.data.cache import StoredArray, exclusive
 from sparse_dataflow.data.local_files import chosen_column, needed_module
-from sparse_dataflow.data.stored import StoredArray
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError, first_line
 

@@ -22,10 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from sparse_dataflow.data.cache import atomic_write, exclusive
+from sparse_dataflow.data.cache import ChainedArray, StoredArray, atomic_write, exclusive
 from sparse_dataflow.data.documents import files_below
 from sparse_dataflow.data.local_files import needed_module
-from sparse_dataflow.data.stored import ChainedArray, StoredArray
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError, first_line
 

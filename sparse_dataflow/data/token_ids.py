@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from sparse_dataflow.data.cache import atomic_write, exclusive
+from sparse_dataflow.data.cache import ChainedArray, MappedArray, atomic_write, exclusive
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.documents import Document
-from sparse_dataflow.data.stored import ChainedArray, MappedArray
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
@@ -93,9 +92,10 @@ class IdDocuments(Sequence[Document]):
 
 
 def with_text(corpus: Corpus, tokenizer: Tokenizer) -> Corpus:
-    """Returns a corpus of token ids with the text of some held-out documents, any other as it is;
-    an unknown tokenizer gives none."""
-    if corpus.ids is None or not tokenizer.has_text:
+    """Returns a corpus of token ids with the text of some held-out documents; an unknown tokenizer
+    gives none."""
+    assert corpus.ids is not None
+    if not tokenizer.has_text:
         return corpus
     table = tokenizer.ids_from_original if tokenizer.original else np.empty(0, np.int32)
     ids = MappedArray(corpus.ids.validation, table)

@@ -22,7 +22,7 @@ from sparse_dataflow.data import tokenizer_library
 from sparse_dataflow.data.cache import exclusive, resolved
 from sparse_dataflow.data.chat import ChatTemplate
 from sparse_dataflow.data.corpora import Corpus
-from sparse_dataflow.data.identity import NO_IDENTITY, Identity
+from sparse_dataflow.data.tokenizer_library import NO_IDENTITY, Identity
 from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError, escaped
 
@@ -257,7 +257,6 @@ class Tokenizer:
         [tokens, 2]: the first one and the one after the last.
 
         Args:
-          text: the text.
           chat: whether it is of a chat template; see `encode_chat`.
         """
         engine = self._chat_engine if chat else self._engine

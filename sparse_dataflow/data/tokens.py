@@ -18,11 +18,17 @@ from typing import BinaryIO
 import numpy as np
 
 from sparse_dataflow.data import token_ids
-from sparse_dataflow.data.cache import atomic_write, exclusive, resolved
+from sparse_dataflow.data.cache import (
+    ChainedArray,
+    MappedArray,
+    StoredArray,
+    atomic_write,
+    exclusive,
+    resolved,
+)
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.documents import Document
-from sparse_dataflow.data.progress import with_progress
-from sparse_dataflow.data.stored import ChainedArray, MappedArray, StoredArray
+from sparse_dataflow.data.fetched import with_progress
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError

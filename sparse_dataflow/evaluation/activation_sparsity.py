@@ -30,7 +30,7 @@ from sparse_dataflow.core.model.inputs import observed_block
 from sparse_dataflow.core.model.projection import InputThreshold, with_threshold
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
-from sparse_dataflow.data.stored import TokenArray
+from sparse_dataflow.data.cache import TokenArray
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
 
@@ -51,7 +51,6 @@ def with_thresholds(model: Model, tokens: TokenArray, share: float) -> Model:
     device.
 
     Args:
-      model: the model.
       tokens: int [tokens], training tokens; windows at equal distances are the calibration set.
       share: share of the inputs that are to count as zeros, in (0, 1).
 
@@ -92,7 +91,6 @@ def input_levels(
     Only one layer's inputs are in memory at a time.
 
     Args:
-      config: the model.
       embed: parameters of the embedding section.
       layers: `layer_weights` of each layer.
       tokens: int32 [B, T] calibration tokens.

@@ -24,7 +24,6 @@ class Prompt(NamedTuple):
     """A text to continue.
 
     Attributes:
-      text: the text.
       expert: name of the expert that continues it; "" leaves the choice to the router.
     """
 
@@ -36,7 +35,6 @@ class Switch(NamedTuple):
     """A move of an expert's weights to the device.
 
     Attributes:
-      expert: its name.
       bytes: bytes that moved.
       seconds: wall-clock seconds until all of them were there.
     """

@@ -34,7 +34,6 @@ class Draft:
     """A model that drafts, and how many of its tokens were accepted.
 
     Attributes:
-      config: its config.
       weights: its weights from `kv_cache.prepare`.
       tokens: drafts of a round, at least 1.
       drafted: drafts so far, over all texts.
@@ -87,8 +86,6 @@ def following(
     """Yields the tokens after the first of each row, int32 [rows], without end.
 
     Args:
-      config: the model.
-      weights: its weights.
       caches: its caches of the prompts, which are donated.
       draft: the model that drafts.
       draft_caches: its caches of the prompts, which are donated.

@@ -61,7 +61,6 @@ def generate(
     """Continues all prompts in one batch.
 
     Args:
-      model: model to generate with.
       prompts: strings, in front of which an imported tokenizer may put a begin of text, or lists of
         token ids; an empty prompt starts a new document.
       max_new_tokens: maximum tokens of each continuation, at least 1.
@@ -147,7 +146,6 @@ def generate_tokens(
     """Yields the next token of each prompt, step by step.
 
     Args:
-      config: model config.
       weights: weights from `kv_cache.prepare`, or with experts in host memory.
       prompts: token ids, at least one per prompt.
       count: maximum number of steps.

@@ -19,8 +19,8 @@ from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.adapters import SCALE
 from sparse_dataflow.core.model.experts import ROUTER
-from sparse_dataflow.core.model.model_weights import ModelWeights
 from sparse_dataflow.core.model.projection import layer_weights
+from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.attention.dot_product import masked_attention
@@ -123,7 +123,6 @@ def prefill(
     """Reads the complete prompts.
 
     Args:
-      config: model config.
       weights: weights from `prepare`.
       tokens_BxT: int32, each row padded at its end with any token.
       lengths_B: int32 [B], unpadded length of each row, 1 to T.
@@ -172,7 +171,6 @@ def decode_text(
     """Appends the same number of tokens to each row; what a cache has no room for is dropped.
 
     Args:
-      config: model config.
       weights: weights from `prepare`.
       caches: caches of the previous tokens; donate them.
       tokens_BxT: int32, new tokens.
@@ -217,7 +215,6 @@ def decode_tokens(
     """Appends tokens to each row, each with the token before; the count is traced.
 
     Args:
-      config: model config.
       weights: weights from `prepare`.
       caches: caches of the previous tokens, which are donated.
       tokens_B: int32 [B], the last token of each row, which no cache has.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sparse_dataflow.data.stored import TokenArray
+from sparse_dataflow.data.cache import TokenArray
 from sparse_dataflow.evaluation.scoring import Counts, Request, Score
 
 MAX_TOKENS = 4_000_000

@@ -27,10 +27,10 @@ from jax.sharding import SingleDeviceSharding
 from sparse_dataflow.core.config.layer_groups import join_groups, layer_model, split_groups
 from sparse_dataflow.core.config.projections import MLP
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.expert_rows import collect, dispatch, spread
-from sparse_dataflow.core.model.model_weights import ModelWeights
+from sparse_dataflow.core.model.experts import collect, dispatch, spread
 from sparse_dataflow.core.model.projection import without_layout
 from sparse_dataflow.core.model.shard import WHOLE
+from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.composition import DEVICE, HOST
 from sparse_dataflow.evaluation.kv_cache import LayerCache, Weights

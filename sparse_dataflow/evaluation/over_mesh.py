@@ -8,7 +8,7 @@ import numpy as np
 
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.sharded import Sharded
-from sparse_dataflow.core.optim.train_state import TrainState
+from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.evaluation.scoring import Forward
 from sparse_dataflow.evaluation.trained import Model
 

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from sparse_dataflow.core.config.run import RunConfig
-from sparse_dataflow.core.training.variants import Variant, variants
+from sparse_dataflow.core.training.phases import Variant, variants
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import json_files
-from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.files.links import refuse_outside_links
-from sparse_dataflow.files.redaction import redact_json
+from sparse_dataflow.files.errors import UserError, redact_json
+from sparse_dataflow.files.folders import refuse_outside_links
 
 _MAX_BYTES = 4 * 2**20
 PYTHON_CALL = "sd."
@@ -34,7 +33,6 @@ class RunRecord:
       date: date and time of the start, ISO 8601 in UTC.
       versions: package -> version.
       machine: chip and architecture.
-      corpus: name of the corpus.
       corpus_hash: hash of its text.
       tokenizer: hash of the tokenizer.
       vocab_size: number of tokens of the tokenizer.

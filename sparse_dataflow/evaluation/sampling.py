@@ -66,8 +66,6 @@ class Sampler:
       temperature: float32 []; see `Sampling`, also for the others.
       top_k: int32 [].
       top_p: float32 [].
-      stochastic: bool.
-      filters: bool.
     """
 
     keys_B: jax.Array

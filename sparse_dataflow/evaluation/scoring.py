@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.model.model_weights import weights_of
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
 

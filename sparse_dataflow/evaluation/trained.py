@@ -13,8 +13,8 @@ import numpy as np
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.model import PRECISIONS, ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.model import guides
-from sparse_dataflow.core.model.model_weights import ModelWeights
+from sparse_dataflow.core.model import adapters
+from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.by_weight import evaluated
 from sparse_dataflow.core.training.phases import phase_before, phases
 from sparse_dataflow.core.training.saved_state import (
@@ -149,7 +149,6 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
     alone; `interchange.starting_point.load_run` adds the weights that they are for.
 
     Args:
-      run_folder: run folder.
       variant: variant of the run, "sparse" or "dense"; empty for the first.
       checkpoint: "newest", "best" (lowest held-out loss) or a step number.
 
@@ -197,8 +196,8 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
         params = {**params, "blocks": copied_blocks(params["blocks"], shape.num_layers)}
         shape = dataclasses.replace(shape, shared_layers=False)
     if shape.guided:
-        params = guides.without_leaves(params, guides.GUIDE)
-        shape = guides.without_guides(shape)
+        params = adapters.without_leaves(params, adapters.GUIDE)
+        shape = adapters.without_guides(shape)
     return Model(
         folder,
         variant,

@@ -1,5 +1,5 @@
 """User errors and file helpers: retries, JSON, links, folders, manifests, redaction."""
 
-from sparse_dataflow.files import information
+from sparse_dataflow.files import output
 
-information.install()
+output.print_information()

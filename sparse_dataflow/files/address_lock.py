@@ -13,11 +13,11 @@ import time
 import uuid
 from typing import Any
 
-from sparse_dataflow.files import folder_lock, json_files
+from sparse_dataflow.files import folders, json_files
 from sparse_dataflow.files.addresses import Address
 from sparse_dataflow.files.errors import UserError
 
-NAME = folder_lock.NAME
+NAME = folders.NAME
 
 
 class AddressLock:
@@ -34,7 +34,7 @@ class AddressLock:
           UserError: another process owns the address, or it cannot be written.
         """
         self._address, self._object = address, address / NAME
-        self._owner = folder_lock.this_process() | {"id": uuid.uuid4().hex}
+        self._owner = folders.this_process() | {"id": uuid.uuid4().hex}
         self._lost = False
         try:
             while not self._acquired():
@@ -71,8 +71,8 @@ class AddressLock:
         if owner := self._read():  # Read first: some stores replace what `create` must not.
             # Containers share a machine and not its process ids; each has a host name of its own.
             if all(owner.get(name) == self._owner[name] for name in ("machine", "host")):
-                if folder_lock.is_alive(owner):
-                    raise folder_lock.in_use(self._address, owner)
+                if folders.is_alive(owner):
+                    raise folders.in_use(self._address, owner)
             else:
                 self._await_another_machine(owner)
             if self._read() == owner:
@@ -86,18 +86,18 @@ class AddressLock:
         return self._read().get("id") == self._owner["id"]
 
     def _await_another_machine(self, owner) -> None:
-        folder_lock.say_wait(self._address, owner)
-        end = time.monotonic() + folder_lock.DEAD_AFTER * folder_lock.BEAT_SECONDS
+        folders.say_wait(self._address, owner)
+        end = time.monotonic() + folders.DEAD_AFTER * folders.BEAT_SECONDS
         while time.monotonic() < end:
-            time.sleep(min(2.0, folder_lock.BEAT_SECONDS))
+            time.sleep(min(2.0, folders.BEAT_SECONDS))
             now = self._read()
             if now and now != owner:
-                raise folder_lock.in_use(self._address, now)
+                raise folders.in_use(self._address, now)
             if not now:
                 return
 
     def _count_up(self) -> None:
-        while not self._released.wait(folder_lock.BEAT_SECONDS):
+        while not self._released.wait(folders.BEAT_SECONDS):
             self._owner["count"] += 1
             try:
                 if (owner := self._read()) and owner.get("id") != self._owner["id"]:

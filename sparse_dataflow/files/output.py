@@ -1,6 +1,13 @@
-"""The standard streams of a process that must not depend on them."""
+"""What a process prints: streams that it must not depend on, its log, and tables.
+
+The logger "sparse_dataflow" has the level INFO, and prints unless the program configured logging
+itself. `logging.getLogger("sparse_dataflow").setLevel("WARNING")` leaves the warnings alone, as
+--quiet does.
+"""
 
 import contextlib
+import csv
+import logging
 import os
 import queue
 import select
@@ -8,7 +15,8 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 PATIENCE_SECONDS = 1.0
@@ -166,3 +174,81 @@ def flush_or_exit(status: int) -> None:
 def _flush(stream):
     with contextlib.suppress(OSError, ValueError, AttributeError):
         stream.flush()
+
+
+LOGGER = logging.getLogger("sparse_dataflow")
+
+
+class _Printer(logging.Handler):
+    """Prints records above a progress bar, unless the root logger has handlers, which get them.
+
+    Some libraries give it the handler of `logging.basicConfig()` by accident; that one is left out.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints one record; an error of the stream is ignored."""
+        chosen = [h for h in logging.getLogger().handlers if not _is_default(h)]
+        LOGGER.propagate = bool(chosen)  # Is read after this handler.
+        if chosen or sys.stderr is None:
+            return
+        try:
+            warning = "warning: " if record.levelno >= logging.WARNING else ""
+            text = f"{warning}{record.getMessage()}"
+            bars = sys.modules.get("tqdm")
+            if bars is not None:
+                bars.tqdm.write(text, file=sys.stderr)
+            else:
+                print(text, file=sys.stderr)
+            sys.stderr.flush()
+        except (OSError, RuntimeError, ValueError):
+            return
+
+
+def _is_default(handler):
+    """Returns whether a handler is that of `logging.basicConfig()` without a format."""
+    pattern = getattr(handler.formatter, "_fmt", None)
+    return type(handler) is logging.StreamHandler and pattern == logging.BASIC_FORMAT
+
+
+def print_information() -> None:
+    """Makes the package print; a level that the program has set stays."""
+    if LOGGER.level == logging.NOTSET:
+        LOGGER.setLevel(logging.INFO)
+    if not any(isinstance(handler, _Printer) for handler in LOGGER.handlers):
+        LOGGER.addHandler(_Printer())
+
+
+def is_quiet() -> bool:
+    """Returns whether information is not wanted."""
+    return LOGGER.level > logging.INFO
+
+
+def be_quiet() -> None:
+    """Leaves warnings, errors and results alone."""
+    LOGGER.setLevel(logging.WARNING)
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence]) -> str:
+    """Returns a Markdown table."""
+    first, *others = (f"| {' | '.join(map(str, line))} |" for line in (head, *rows))
+    return "\n".join([first, f"|{'---|' * len(head)}", *others])
+
+
+def aligned(lines: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Returns lines of cells in columns: the first `left` columns flush left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if number < left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(line, widths))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes rows that have the same columns; at least one."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)

@@ -219,7 +219,6 @@ def lookup(name: str, flag: str = "--hardware") -> Chip:
     """Returns the chip of a name in KNOWN, of a unique prefix ("mi250x"), or of a TOML file.
 
     Args:
-      name: the name.
       flag: that errors name.
 
     Raises:

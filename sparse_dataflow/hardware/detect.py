@@ -3,15 +3,19 @@
 Data sheets are in `chips.py`.  Importing this module loads no jax.
 """
 
+import ctypes
 import dataclasses
 import functools
 import os
 import platform
 import re
+import subprocess
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import KNOWN, Chip
 
 # Full match of jax's `device_kind`: boards with other clocks (PCIe, NVL, GH200) and slices of a
@@ -196,3 +200,55 @@ def cpu_count() -> int:
     """Returns the number of cores available to this process."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8  # glibc's malloc.h
+
+
+def keep_freed_memory() -> bool:
+    """Makes glibc's malloc reuse large freed buffers instead of returning them to the kernel.
+
+    XLA on a CPU allocates its temporaries again in every step. Above 32 MiB, glibc would map and
+    unmap them each time, and the page faults cost more than a block-sparse product. The end of the
+    heap is not trimmed either. Affects the whole process; call it before the first large
+    allocation.
+
+    Returns:
+      Whether the C library is glibc and accepted the settings; otherwise nothing changes.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    settings = {
+        _M_MMAP_MAX: 0,
+        _M_TRIM_THRESHOLD: -1,
+        _M_TOP_PAD: 2**28,
+        _M_ARENA_MAX: 1,
+    }
+    return all([mallopt(option, value) for option, value in settings.items()])
+
+
+_LEGAL = re.compile(r"(\s*--xla_force_host_platform_device_count=[1-9]\d{0,3})*\s*")
+_READ = "from jaxlib import xla_client; xla_client.CompileOptions()"
+
+
+def check_xla_flags(environment: Mapping[str, str] = os.environ) -> None:
+    """Raises UserError if XLA does not read its flags; another process tries, for 0.3 s."""
+    flags = environment.get("XLA_FLAGS", "")
+    if _LEGAL.fullmatch(flags):
+        return
+    done = subprocess.run(
+        [sys.executable, "-c", _READ],
+        env={**environment, "JAX_PLATFORMS": "cpu"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
+    if done.returncode:
+        reasons = re.findall(r"^[EF]\d{4} .*?\] (.*)", done.stderr, re.M) or ["unknown flag"]
+        raise UserError(
+            f"XLA_FLAGS={flags[:200]} is not legal: {reasons[0]} Correct the variable, or unset it."
+        )

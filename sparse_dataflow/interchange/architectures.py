@@ -12,8 +12,8 @@ import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sparse_dataflow.core.config.attention_kinds import SLIDING, pattern
-from sparse_dataflow.core.config.families import EXPERT_TRAINING
+from sparse_dataflow.core.config.families import EXPERT_TRAINING, SLIDING
+from sparse_dataflow.core.config.families import shortest_layer_types as pattern
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PROJECTIONS
 from sparse_dataflow.files.errors import UserError

@@ -16,7 +16,7 @@ from sparse_dataflow.core.config.layer_groups import layer_model
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.inputs import observed_block
-from sparse_dataflow.core.model.model_weights import ModelWeights
+from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
 
 
@@ -33,7 +33,6 @@ def input_norms(
 
     Args:
       model: config of the model that runs.
-      weights: its weights.
       batches: int32 [B, T] token ids.
       mixed: projection -> width of the Hadamard transform of the inputs that are measured.
     """

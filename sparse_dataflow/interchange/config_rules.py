@@ -12,7 +12,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from sparse_dataflow.core.config.attention_kinds import FULL, SLIDING, pattern
+from sparse_dataflow.core.config.families import FULL, SLIDING
+from sparse_dataflow.core.config.families import shortest_layer_types as pattern
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.files.errors import UserError
 
@@ -104,11 +105,7 @@ class Named:
 
 @dataclasses.dataclass(frozen=True)
 class Always:
-    """Fields of `ModelConfig` that an architecture fixes.
-
-    Attributes:
-      fields: the fields.
-    """
+    """Fields of `ModelConfig` that an architecture fixes."""
 
     fields: Mapping[str, Any]
 

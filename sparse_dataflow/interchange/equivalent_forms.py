@@ -12,7 +12,7 @@ from sparse_dataflow.core.config.projections import LOW_RANK, MLP
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.experts import expert_layout
-from sparse_dataflow.core.model.model_weights import ModelWeights
+from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
 
 QKV = ("q", "k", "v")
@@ -24,10 +24,6 @@ def dense_form(model: ModelConfig, weights: ModelWeights) -> tuple[ModelConfig, 
     Blocks that are not stored become zeros, two factors their product. Hadamard transforms and
     low-rank terms are folded into the dense weights. SuPar's query and logit factors are folded
     into the parameters before them.
-
-    Args:
-      model: config of the model.
-      weights: its weights.
 
     Returns:
       (dense config, dense parameter tree in numpy float32).

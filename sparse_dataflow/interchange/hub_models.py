@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparse_dataflow.data.local_files import needed_module
-from sparse_dataflow.files import addresses, json_files, waiting
+from sparse_dataflow.files import addresses, json_files, storage
 from sparse_dataflow.files.errors import UserError, first_line
 from sparse_dataflow.interchange import huggingface, tensors
 
@@ -95,7 +95,7 @@ def fetched(name: HubName, files: Collection[str] = ()) -> Path:
     if _COMMIT.fullmatch(name.revision) and (folder := _cached(hub, name, files)):
         return folder
     try:
-        with waiting.told(f"asking the hub for {name}"):
+        with storage.told(f"asking the hub for {name}"):
             facts = _within(SECONDS, lambda: _facts(hub, name))
     except Exception as error:  # The library raises errors of any type.
         refused = _is_refusal(hub, error)
@@ -173,7 +173,7 @@ def _download(hub, name, commit, sizes) -> Path:
     if any(file.endswith(_WEIGHTS) for file in set(sizes) - held):
         _LOG.info("fetching %.2f GiB of %s into %s", needed / _GIB, name, root)
     try:
-        with waiting.told(f"fetching {name}"):
+        with storage.told(f"fetching {name}"):
             for file in sizes:
                 path = hub.hf_hub_download(
                     name.name, file, revision=commit, endpoint=os.environ.get("HF_ENDPOINT")

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.model.model_weights import ModelWeights
+from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.files import json_files
@@ -55,7 +55,6 @@ class Imported(NamedTuple):
     """An imported model.
 
     Attributes:
-      model: config of the model.
       params: parameter tree in numpy float32; see `gpt`.
       tables: layout tables; empty if the model is dense.
       tokenizer: tokenizer with this project's order of ids, as the embedding of `params`.
@@ -268,7 +267,6 @@ def write(
     Args:
       folder: folder to create; it must not exist.
       form: "dense": `transformers` loads it; "sparse": only stored blocks.
-      model: config of the model.
       weights: parameters, see `gpt`, and layouts, in numpy.
       tokenizer: tokenizer of the model. If it was imported, the export has its original ids.
       context: sequence length of the training, in tokens.

@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from sparse_dataflow.core.config.presets import LONGEST_SEQUENCE
+from sparse_dataflow.core.config.run import LONGEST_SEQUENCE
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.evaluation.run_files import read_config
 from sparse_dataflow.evaluation.trained import NEWEST, Model

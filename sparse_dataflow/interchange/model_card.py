@@ -9,7 +9,7 @@ from sparse_dataflow.core.training.monitoring.metrics import read_metrics
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.files.tables import markdown
+from sparse_dataflow.files.output import markdown
 from sparse_dataflow.interchange import numpy_reader
 from sparse_dataflow.planner import memory
 

@@ -20,7 +20,7 @@ import numpy as np
 from sparse_dataflow.core.checkpoint.named_arrays import flatten
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.model_weights import ModelWeights
+from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import tensors

@@ -23,17 +23,15 @@ from sparse_dataflow.core.config import remat
 from sparse_dataflow.core.config.families import EXPERT_TRAINING
 from sparse_dataflow.core.config.layer_groups import layer_linear
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.presets import LONGEST_SEQUENCE, SIZES, preset, supar
 from sparse_dataflow.core.config.projections import MLP, PROJECTIONS
-from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.config.run import LONGEST_SEQUENCE, SIZES, RunConfig, preset, supar
 from sparse_dataflow.core.config.sparsity import SparsityConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.model import adapters, gpt, stacks
 from sparse_dataflow.core.model.experts import expert_layout
-from sparse_dataflow.core.model.model_weights import ModelWeights
-from sparse_dataflow.core.optim.optimizers import make_optimizer
-from sparse_dataflow.core.optim.train_state import TrainState
+from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.optim.optimizers import TrainState, make_optimizer
 from sparse_dataflow.core.training.transitions import change_model
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation import trained
@@ -50,7 +48,6 @@ class StartingPoint(NamedTuple):
     """A model that provides initial weights.
 
     Attributes:
-      model: config of the model.
       params: parameter tree on the host; see `gpt`.
       tables: layout tables in numpy.
       tokenizer: tokenizer of the model; the new training uses it too.
@@ -228,7 +225,6 @@ def read_base(record: RunRecord, folder: str | Path) -> StartingPoint:
     """Reads the weights that a run of adapters freezes.
 
     Args:
-      record: of the run.
       folder: of the run, for errors.
 
     Raises:
@@ -325,7 +321,6 @@ def adapter_state_from(
 
     Args:
       start: the weights, which are frozen.
-      model: config with adapters.
       training: gives the adapters, the optimizer and the seed.
       executor: places the state.
 

@@ -21,7 +21,6 @@ import numpy as np
 import tokenizers
 
 from sparse_dataflow.data import tokenizer_library
-from sparse_dataflow.data.identity import Identity
 from sparse_dataflow.data.tokenizer import (
     GPT2_VOCAB_SIZE,
     Tokenizer,
@@ -30,6 +29,7 @@ from sparse_dataflow.data.tokenizer import (
     parse_merges,
     to_byte_alphabet,
 )
+from sparse_dataflow.data.tokenizer_library import Identity
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import special_tokens
@@ -275,7 +275,6 @@ def write(folder: Path, tokenizer: Tokenizer, context: int) -> None:
 
     Args:
       folder: existing folder.
-      tokenizer: tokenizer to write.
       context: sequence length of the training, in tokens.
     """
     text, identity = tokenizer.original or plain_text(tokenizer), tokenizer.identity

@@ -11,8 +11,8 @@ import math
 
 import numpy as np
 
-from sparse_dataflow.core.config.expert_capacity import exchanged_rows
 from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.parallel import exchanged_rows
 from sparse_dataflow.core.config.projections import ROW_PARALLEL
 from sparse_dataflow.hardware.chips import Network
 from sparse_dataflow.planner.efficiency import Efficiency
@@ -71,7 +71,6 @@ def layer_gathers(config: ModelConfig, tokens, tensor, feature):
     all-gather.  The sums of squares of the norms, two numbers per token, are not counted.
 
     Args:
-      config: the model.
       tokens: tokens of a micro-batch on a device.
       tensor: devices of the axis "tensor".
       feature: devices of the axis "feature".
@@ -97,7 +96,6 @@ def exchange_bytes(config: ModelConfig, tokens, devices):
     """Returns the bytes of the rows that a device sends in one all-to-all, to itself included.
 
     Args:
-      config: the model.
       tokens: tokens of a micro-batch on a device.
       devices: number of devices that share the experts of a layer.
     """

@@ -38,7 +38,6 @@ class ExpectedLoss:
     """Held-out loss in nats a token, of text like the law's.
 
     Attributes:
-      estimate: the loss.
       low: lower end of its range.
       high: upper end.
     """
@@ -52,7 +51,6 @@ def expected(model: ModelConfig, dense: ModelConfig, tokens: float) -> ExpectedL
     """Returns the loss after training from scratch.
 
     Args:
-      model: the model.
       dense: the dense model of the same shape.
       tokens: training tokens.
 

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sparse_dataflow.core.config import remat
-from sparse_dataflow.core.config.attention_kinds import DENSE_TOKENS
+from sparse_dataflow.core.config.families import DENSE_TOKENS
 from sparse_dataflow.core.config.layer_groups import with_densest_layers
-from sparse_dataflow.core.config.logit_chunks import chunk_tokens
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
 from sparse_dataflow.core.config.projections import PROJECTIONS
+from sparse_dataflow.core.config.remat import chunk_tokens
 from sparse_dataflow.core.config.training import BUILT_IN, TrainingConfig
 from sparse_dataflow.core.training.cost import DTYPE_BYTES, stored_fractions
-from sparse_dataflow.hardware.chips import GIB
+from sparse_dataflow.hardware.chips import GIB, Chip
 
 MASTER_BYTES = 4
 ADAM_MOMENTS = 2
@@ -368,8 +368,7 @@ def block_widths(config: ModelConfig, kv_copies=1, expert_rows=None) -> BlockWid
     """Returns the widths of the activations inside a block, summed over its tensor-parallel chips.
 
     Args:
-      config: the model.
-      kv_copies: chips that compute the same key/value head; see `mesh_cuts.key_value_copies`.
+      kv_copies: chips that compute the same key/value head; see `config.parallel.key_value_copies`.
       expert_rows: rows of the MLP per token; None for `ModelConfig.active_experts`.
     """
     queries = config.num_heads * config.head_width
@@ -440,3 +439,21 @@ def has_one_op_mlp(config: ModelConfig) -> bool:
     plain = all(s.kind == "block_sparse" and not s.rank and not s.hadamard for s in specs)
     fitting = config.activation == "gelu" and "mlp_in" in config.biases and not config.gated_mlp
     return plain and fitting and not (config.experts or config.quantized or config.guided)
+
+
+WIDEST_HEAD = 256
+"""Widest head of the kernels; cuDNN's heads are also multiples of 8 wide."""
+
+
+def runs_fused(config: ModelConfig, chip: Chip, host: bool = False) -> bool:
+    """Returns whether attention of a model runs in a kernel: splash on TPUs, cuDNN on GPUs.
+
+    Args:
+      host: whether it is the CPU of this host.
+    """
+    if host:
+        return False
+    if chip.is_tpu:
+        return config.head_width <= WIDEST_HEAD
+    fits = config.head_width <= WIDEST_HEAD and config.head_width % 8 == 0
+    return fits and not config.attention_cap and config.compute_dtype == "bfloat16"

@@ -5,8 +5,8 @@ All functions broadcast over the counts of a `ParallelPlan`.
 
 import numpy as np
 
-from sparse_dataflow.core.config.mesh_cuts import key_value_copies
 from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.parallel import key_value_copies
 from sparse_dataflow.core.config.projections import ROW_PARALLEL
 from sparse_dataflow.hardware.chips import Network
 from sparse_dataflow.planner import collectives

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from sparse_dataflow.core.config.layer_groups import layer_groups, with_densest_layers
-from sparse_dataflow.core.config.logit_chunks import chunk_tokens
-from sparse_dataflow.core.config.mesh_cuts import key_value_copies
 from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.parallel import key_value_copies
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP, ROW_PARALLEL
+from sparse_dataflow.core.config.remat import chunk_tokens
 from sparse_dataflow.core.training.cost import stored_fractions
-from sparse_dataflow.planner import experts, memory
+from sparse_dataflow.planner import memory, step_time
 from sparse_dataflow.planner.memory import MemoryEstimate
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.planner.step_time import stage_matrices, stage_parameters
@@ -49,7 +49,7 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     held = {stage: (weights - cut) * share + whole for stage, share in shares.items()}
     staged, sharded = np.asarray(plan.stage) > 1, np.asarray(plan.state_shards) > 1
     layers = plan.stage_layers(config)
-    rows = experts.computed_rows(config, tokens, plan)[0] / tokens if config.experts else None
+    rows = step_time.computed_rows(config, tokens, plan)[0] / tokens if config.experts else None
     saved, working = _block_bytes(config, sequence, plan, rows)
     saved = np.where(staged, pipeline_bytes(config, plan, rows), saved * layers * in_flight(plan))
     activations = tokens * (saved + gathered_residual(config, plan))
@@ -209,7 +209,7 @@ def _gathered_weights(config, plan, weights):
     gathers = gathers & (np.asarray(plan.stage) == 1)
     if config.remat != "none":
         return 0.0
-    exchanged = experts.stage_experts(config, plan) * plan.exchanges
+    exchanged = step_time.stage_experts(config, plan) * plan.exchanges
     blocks = weights - memory.embeddings(config) / plan.layer_chips - exchanged
     return np.where(gathers, blocks * memory.DTYPE_BYTES[config.compute_dtype], 0.0)
 
@@ -223,7 +223,7 @@ def _working_copy(config, plan, weights, share):
     staged = np.asarray(plan.stage) > 1
     gathers = (np.asarray(plan.state_shards) > 1) & (plan.zero == 3)
     single = stage_parameters(memory.single_layer(config), plan)
-    own = (1 - 1 / np.asarray(plan.fsdp)) * experts.stage_experts(config, plan) * plan.exchanges
+    own = (1 - 1 / np.asarray(plan.fsdp)) * step_time.stage_experts(config, plan) * plan.exchanges
     block = single - memory.embeddings(config) / plan.layer_chips - own / plan.stage_layers(config)
     local = weights if config.remat == "none" else single
     # The head needs the whole embedding, at a time at which no block is gathered.

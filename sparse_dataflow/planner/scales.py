@@ -4,8 +4,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.planner import memory
 

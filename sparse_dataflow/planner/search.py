@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from sparse_dataflow.core.config import mesh_cuts as residual
-from sparse_dataflow.core.config.mesh_cuts import key_value_copies
+from sparse_dataflow.core.config import parallel as residual
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
-from sparse_dataflow.core.config.parallel import EXPERTS
+from sparse_dataflow.core.config.parallel import EXPERTS, key_value_copies
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP, ROW_PARALLEL
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
@@ -59,7 +58,6 @@ class Request:
       config: the model; its remat is ignored, because remat is a choice of the search.
       sequence: tokens per sequence.
       batch: sequences per optimizer step.
-      chip: kind of chip.
       chips: number of chips; a legal plan uses all of them.
       state_dtype: see `parallel_plan.ParallelPlan`, also for `optimizer`.
       largest_feature: largest size of the axis "feature" in the space.
@@ -182,7 +180,6 @@ class Priced:
     """Step time, memory and violated constraints of every plan of a space.
 
     Attributes:
-      request: the request.
       levels: the levels of each choice, one axis of the arrays each.
       seconds: float [levels, ...], seconds of an optimizer step.
       memory: float [levels, ...], bytes on the fullest chip.
@@ -262,7 +259,6 @@ def price(
     """Prices every plan of a space.
 
     Args:
-      request: the request.
       levels: the space; `space(request)` where it is None.
       seconds_of: seconds of a plan; `request.seconds` where it is None.
     """
@@ -294,7 +290,6 @@ def violations(request: Request, plan: ParallelPlan, memory) -> dict[str, np.nda
     """Returns name in CONSTRAINTS -> bool, whether the plan violates it.
 
     Args:
-      request: the request.
       plan: one plan, or several as arrays.
       memory: bytes on the fullest chip.
     """
@@ -429,7 +424,7 @@ def _uneven_blocks(config, tensor):
 @functools.partial(np.vectorize, excluded=(0,), otypes=[bool])
 def _uncut(config, tensor, feature):
     """Returns whether the axis "feature" cannot cut the residual stream."""
-    return bool(residual.obstacle(config, int(tensor), int(feature)))
+    return bool(residual.feature_obstacle(config, int(tensor), int(feature)))
 
 
 def _divisors(number: int) -> Sequence[int]:

@@ -14,18 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from sparse_dataflow.core.config import mesh_config as meshes
+from sparse_dataflow.core.config import parallel as meshes
 from sparse_dataflow.core.config import remat as kinds_of_remat
-from sparse_dataflow.core.config.mesh_config import AUTO
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
+from sparse_dataflow.core.config.parallel import AUTO_MESH as AUTO
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.hardware.machines import Machine
 from sparse_dataflow.planner import bands, memory, search
 from sparse_dataflow.planner import relay as relays
-from sparse_dataflow.planner.attention import runs_fused
-from sparse_dataflow.planner.memory import USABLE
+from sparse_dataflow.planner.memory import USABLE, runs_fused
 from sparse_dataflow.planner.parallel_plan import BUBBLES, ParallelPlan
 from sparse_dataflow.planner.search import ROOMY, Request
 
@@ -58,7 +57,6 @@ class Settled:
     """A config without auto values, and what the planner estimates of it.
 
     Attributes:
-      config: the config.
       machine: the chips.
       request: prices the plan; None for the relay.
       plan: the parallel plan; None for the relay.
@@ -222,7 +220,7 @@ def levels(config: RunConfig, request: Request, staged: bool = False) -> search.
     schedules: tuple[str, ...] = tuple(dict.fromkeys((next(iter(BUBBLES)), schedule)))
     result = dict(search.space(request))
     if parallel.mesh != AUTO:
-        sizes = meshes.parse(parallel.mesh, chips)
+        sizes = meshes.parse_mesh(parallel.mesh, chips)
         result |= {
             axis: (sizes[axis],) for axis in ("tensor", "feature", "context", "stage", "data")
         }
@@ -298,7 +296,9 @@ def _with_plan(config, machine, request, plan) -> Settled:
     if config.model.remat == kinds_of_remat.AUTO:
         chosen["model.remat"] = plan.remat
     if config.parallel.mesh == AUTO and machine.count > 1:
-        chosen["parallel.mesh"] = meshes.text({axis: getattr(plan, axis) for axis in meshes.AXES})
+        chosen["parallel.mesh"] = meshes.mesh_text(
+            {axis: getattr(plan, axis) for axis in meshes.AXES}
+        )
     changes = {path.replace(".", "__", 1): value for path, value in chosen.items()}
     return Settled(config.change(**changes), machine, request, plan, chosen=chosen)
 

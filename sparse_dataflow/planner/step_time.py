@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from sparse_dataflow.core.config.layer_groups import with_densest_layers
-from sparse_dataflow.core.config.mesh_cuts import key_value_copies
 from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.parallel import key_value_copies
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP, PROJECTIONS, ROW_PARALLEL
 from sparse_dataflow.core.training.cost import (
     orthogonalization_flops,
@@ -22,7 +22,7 @@ from sparse_dataflow.core.training.cost import (
 )
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip, Network
-from sparse_dataflow.planner import experts, plan_collectives
+from sparse_dataflow.planner import collectives, plan_collectives
 from sparse_dataflow.planner.efficiency import Efficiency, block_rate
 from sparse_dataflow.planner.memory import (
     ADAM_MOMENTS,
@@ -39,6 +39,30 @@ from sparse_dataflow.planner.parallel_plan import (
     RECOMPUTED,
     ParallelPlan,
 )
+
+
+def computed_rows(config: ModelConfig, tokens, plan: ParallelPlan):
+    """Returns the rows that a chip multiplies in experts, and the experts whose weights it reads.
+
+    Where tokens travel, the padding of the buffer counts: a CPU alone skips it.
+
+    Args:
+      config: a model with experts.
+      tokens: tokens of a micro-batch on a chip.
+    """
+    if not plan.exchanges:
+        return tokens * config.active_experts, config.stored_copies(MLP[0])
+    rows = collectives.buffer_rows(config, tokens, plan.fsdp) + tokens * config.shared_expert
+    return rows, config.experts / np.asarray(plan.fsdp) + config.shared_expert
+
+
+def stage_experts(config: ModelConfig, plan: ParallelPlan):
+    """Returns the part of `step_time.stage_parameters` in experts that a router chooses."""
+    if not config.experts:
+        return 0
+    routed = matrix_count(config, MLP) * config.experts / config.stored_copies(MLP[0])
+    return plan.stage_layers(config) * routed / config.num_layers / plan.layer_chips
+
 
 # Fused? -> elements per token that element-wise operations of a block's forward pass read and
 # write, as multiples of (d_model, d_ff).  Fused: one pass each for two norms, two residual sums
@@ -204,7 +228,7 @@ def step_time(
     )
     computing = sum(terms.values()) - terms["bubble"] - terms["sends"]
     weights = stage_parameters(config, plan)
-    own = experts.stage_experts(config, plan) if plan.exchanges else 0
+    own = stage_experts(config, plan) if plan.exchanges else 0
     terms["state"] = plan_collectives.state_seconds(
         weights, own, plan, network, efficiency, computing, dtype_bytes
     )
@@ -368,7 +392,7 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
             )
         spec, rows, copies = config.linear(name), tokens, 1
         if config.experts and name in MLP:
-            rows, copies = experts.computed_rows(config, tokens, plan)
+            rows, copies = computed_rows(config, tokens, plan)
         density, rank = fractions[name] + config.has_guide(name), spec.rank
         if config.factor_rank(name):
             density, rank = 0.0, config.factor_rank(name)

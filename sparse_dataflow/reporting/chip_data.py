@@ -95,7 +95,6 @@ class ChipReport:
     """Content of a chip report.
 
     Attributes:
-      chip: the chip.
       scale: named size of the block that answers.
       density: fraction of the blocks stored.
       command: command line of the last call.

@@ -6,11 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparse_dataflow.reporting import quantities
-from sparse_dataflow.reporting.evaluation_table import evaluation_table
 from sparse_dataflow.reporting.figures import drawings, svg
 from sparse_dataflow.reporting.figures.timeline import timeline
 from sparse_dataflow.reporting.quantities import MISSING, finite
-from sparse_dataflow.reporting.report_data import LayoutData, ProfileData, ReportData, VariantData
+from sparse_dataflow.reporting.report_data import (
+    LayoutData,
+    ProfileData,
+    ReportData,
+    VariantData,
+    evaluation_table,
+)
 
 _EQUAL_TIME_TOLERANCE = 0.05
 

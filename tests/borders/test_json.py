@@ -6,7 +6,7 @@ import drawn
 import pytest
 from storms import Storm
 
-from sparse_dataflow.core.config.presets import preset
+from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.core.training.monitoring import goodput
 from sparse_dataflow.core.training.monitoring.metrics import read_metrics
 from sparse_dataflow.evaluation import run_files

@@ -157,10 +157,10 @@ def test_a_machine_without_tpus_reads_no_metadata(monkeypatch):
 
 PROBE = """
 import jax
-from sparse_dataflow.cluster import cluster, join
+from sparse_dataflow.cluster import cluster, processes
 me = cluster.membership("", 0, -1)
 print(me.describe())
-with join.joined(me, {}, 60, 60):
+with processes.joined(me, {}, 60, 60):
     print(jax.process_index(), jax.process_count(), jax.device_count())
 """
 

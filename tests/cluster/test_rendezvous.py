@@ -11,7 +11,7 @@ import pytest
 from meetings import connected, meet_all
 from ports import free_port
 
-from sparse_dataflow.cluster import cluster, handshake, join, lines, rendezvous
+from sparse_dataflow.cluster import cluster, handshake, lines, processes, rendezvous
 from sparse_dataflow.files.errors import UserError
 
 
@@ -265,11 +265,11 @@ def test_on_this_machine_alone_nothing_is_said(capfd):
 def test_jaxs_own_service_listens_where_process_0_does(monkeypatch, interface, bound):
     given = {}
     group = rendezvous.ProcessSet(0, {}, interface)
-    monkeypatch.setattr(join.rendezvous, "meet", lambda *_: group)
-    monkeypatch.setattr(join.jax.distributed, "initialize", lambda *_, **kw: given.update(kw))
-    monkeypatch.setattr(join.jax.distributed, "shutdown", lambda: None)
-    monkeypatch.setattr(join.jax.config, "update", lambda *_: None)
-    with join.joined(cluster.Membership("n07:61000", 2, 0), {}, 1.0, 1.0) as met:
+    monkeypatch.setattr(processes.rendezvous, "meet", lambda *_: group)
+    monkeypatch.setattr(processes.jax.distributed, "initialize", lambda *_, **kw: given.update(kw))
+    monkeypatch.setattr(processes.jax.distributed, "shutdown", lambda: None)
+    monkeypatch.setattr(processes.jax.config, "update", lambda *_: None)
+    with processes.joined(cluster.Membership("n07:61000", 2, 0), {}, 1.0, 1.0) as met:
         assert met is group
     assert given["coordinator_bind_address"] == bound
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from ports import free_port
 
 from sparse_dataflow.cluster import watch
-from sparse_dataflow.cluster.clock import Clock
-from sparse_dataflow.cluster.watch import Status, Watch
+from sparse_dataflow.cluster.watch import Clock, Status, Watch
 
 STEPPING = Status("a", "step", "step 7 of sparse", idle=100.0, longest_step=2.0)
 
@@ -102,7 +101,7 @@ def test_a_single_process_reports_its_own_stall():
 MEMBER = """
 import sys, threading, time
 from sparse_dataflow.cluster import rendezvous, watch
-from sparse_dataflow.cluster.clock import Clock
+from sparse_dataflow.cluster.watch import Clock
 from sparse_dataflow.cluster.watch import Watch
 
 number, port, heartbeat = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])

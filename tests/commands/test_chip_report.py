@@ -13,7 +13,7 @@ import pytest
 
 from sparse_dataflow.commands import chip_report, chip_rows, command_line
 from sparse_dataflow.commands.chip_rows import Row
-from sparse_dataflow.core.config.presets import SIZES, preset
+from sparse_dataflow.core.config.run import SIZES, preset
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planner import memory
 from sparse_dataflow.reporting import chip_data, chip_page

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from sparse_dataflow.commands import console as commands
+from sparse_dataflow.commands import command_line as commands
 
 
 def run(*words):

@@ -6,11 +6,11 @@ import pytest
 
 from sparse_dataflow.commands import command_line, devices
 from sparse_dataflow.commands.request import NAMED
-from sparse_dataflow.core.config.presets import SIZES
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.pipeline.pipelined import Pipelined
 from sparse_dataflow.core.executors.sharded import Sharded
-from sparse_dataflow.core.training.variants import variants
+from sparse_dataflow.core.training.phases import variants
 from sparse_dataflow.files.errors import UserError
 
 

@@ -10,20 +10,19 @@ import pytest
 
 from sparse_dataflow.commands.train import train
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.presets import preset
+from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.model_weights import weights_of
-from sparse_dataflow.core.ops.cross_entropy.distillation import TeacherOutput
+from sparse_dataflow.core.model.stacks import weights_of
+from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.core.training import cost
-from sparse_dataflow.core.training.phases import run_flops
+from sparse_dataflow.core.training.phases import run_flops, variants
 from sparse_dataflow.core.training.step import initial_state
 from sparse_dataflow.core.training.teacher import Teacher
-from sparse_dataflow.core.training.variants import variants
 from sparse_dataflow.evaluation.run_files import read_record
 from sparse_dataflow.files.errors import UserError
 

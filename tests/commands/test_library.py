@@ -11,7 +11,7 @@ import pytest
 
 import sparse_dataflow as sd
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.model.model_weights import weights_of
+from sparse_dataflow.core.model.stacks import weights_of
 
 CONFIG = sd.preset("pico").change(
     model__num_layers=1, model__vocab_size=300, sparsity__block=32, sparsity__density=0.5

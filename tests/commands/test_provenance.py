@@ -10,8 +10,8 @@ import sys
 import pytest
 
 import sparse_dataflow as sd
-from sparse_dataflow.commands import console as commands
-from sparse_dataflow.commands import provenance
+from sparse_dataflow.commands import command_line as commands
+from sparse_dataflow.commands import run_folder
 from sparse_dataflow.core.training.monitoring.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -76,7 +76,7 @@ def test_a_call_makes_the_config_that_it_was_made_from():
         sd.preset("pico").change(sparsity__projections=("mlp_in",), evolution__method="rigl"),
         sd.preset("nano").dense(),
     ):
-        call = provenance.python_call(config)
+        call = run_folder.python_call(config)
         evaluated = eval(call, {"sd": _Recorder()})
         assert evaluated == config
 

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from sparse_dataflow.commands import command_line
 from sparse_dataflow.commands.request import NAMED
 from sparse_dataflow.core.config import settings
-from sparse_dataflow.core.config.presets import LAPTOP_SCALES, preset
-from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.config.run import LAPTOP_SCALES, RunConfig, preset
 from sparse_dataflow.evaluation.run_files import RunRecord, to_bytes
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB

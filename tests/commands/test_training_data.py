@@ -12,12 +12,12 @@ from sparse_dataflow.commands import devices
 from sparse_dataflow.commands.training_data import corpus_of, thin_data, training_data
 from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.presets import preset
+from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.model_weights import weights_of
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training.batches import TokenMixture, TrainBatches
-from sparse_dataflow.core.training.variants import variants
+from sparse_dataflow.core.training.phases import variants
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.answers import AnswerEvalBatches, AnswerRows
 from sparse_dataflow.data.chat import checked_example

@@ -20,7 +20,7 @@ import directories
 
 from sparse_dataflow.commands import request
 from sparse_dataflow.core.training.monitoring.metrics import read_metrics
-from sparse_dataflow.core.training.variants import variants
+from sparse_dataflow.core.training.phases import variants
 from sparse_dataflow.data import cache
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface, starting_point

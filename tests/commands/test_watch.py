@@ -13,7 +13,7 @@ import pytest
 
 import sparse_dataflow as sd
 from sparse_dataflow.commands import watch
-from sparse_dataflow.core.config.presets import preset
+from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.evaluation.run_files import RunRecord, to_bytes
 from sparse_dataflow.files import loopback
 from sparse_dataflow.files.errors import UserError

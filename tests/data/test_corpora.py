@@ -9,8 +9,7 @@ import pytest
 
 from sparse_dataflow.data import corpora, local_files
 from sparse_dataflow.data.corpora import load_corpus
-from sparse_dataflow.data.documents import PythonStdlibSource
-from sparse_dataflow.data.splits import is_held_out
+from sparse_dataflow.data.documents import PythonStdlibSource, is_held_out
 from sparse_dataflow.files.errors import UserError
 
 
@@ -206,15 +205,15 @@ def test_lost_records_are_detected(stories, cache):
 
 
 def test_stored_documents_are_compared_with_the_source(stories, cache, monkeypatch):
-    from sparse_dataflow.data import builders
+    from sparse_dataflow.data import documents
 
-    real = builders.Records.__getitem__
+    real = documents.Records.__getitem__
 
     def lossy(self, index):
         record = real(self, index)
         return record | {"text": record["text"].upper()}
 
-    monkeypatch.setattr(builders.Records, "__getitem__", lossy)
+    monkeypatch.setattr(documents.Records, "__getitem__", lossy)
     with pytest.raises(UserError, match="differs from its source"):
         load_corpus(str(stories), cache)
     monkeypatch.undo()

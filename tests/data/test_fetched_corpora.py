@@ -10,7 +10,7 @@ import tensorflow_datasets as tfds
 
 from sparse_dataflow.data import corpora
 from sparse_dataflow.data.corpora import load_corpus
-from sparse_dataflow.data.splits import is_held_out
+from sparse_dataflow.data.documents import is_held_out
 from sparse_dataflow.files.errors import UserError
 
 

@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.core.training.batches import TokenMixture, TrainBatches
-from sparse_dataflow.data.corpora import load_corpus
-from sparse_dataflow.data.mixtures import mixture_weights
+from sparse_dataflow.data.corpora import load_corpus, mixture_weights
 from sparse_dataflow.data.tokenizer import train_tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
 from sparse_dataflow.files.errors import UserError

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sparse_dataflow.data.documents import Document
-from sparse_dataflow.data.splits import cut_in_two, is_held_out, split_for
+from sparse_dataflow.data.documents import Document, cut_in_two, is_held_out, split_for
 from sparse_dataflow.files.errors import UserError
 
 ids = st.lists(st.text(max_size=8), min_size=2, max_size=60, unique=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.data.stored import StoredArray
+from sparse_dataflow.data.cache import StoredArray
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError
 

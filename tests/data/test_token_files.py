@@ -11,8 +11,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from tensorflow_datasets.proto import tf_example_pb2
 
 from sparse_dataflow.commands.training_data import corpus_of, tokenizer_of
-from sparse_dataflow.core.config.data import DataConfig
-from sparse_dataflow.core.config.presets import preset
+from sparse_dataflow.core.config.run import DataConfig, preset
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.token_ids import with_text

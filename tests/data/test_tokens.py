@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sparse_dataflow.core.training.batches import TrainBatches
-from sparse_dataflow.data import progress
+from sparse_dataflow.data import fetched
 from sparse_dataflow.data import tokenizer as tokenizer_module
 from sparse_dataflow.data import tokens as tokens_module
 from sparse_dataflow.data.tokenizer import gpt2_tokenizer, train_tokenizer
@@ -179,6 +179,6 @@ def test_an_interrupted_tokenization_continues(
 
 
 def test_progress_is_logged_off_a_terminal(prose, tokenizer, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(progress, "SECONDS", -1.0)
+    monkeypatch.setattr(fetched, "SECONDS", -1.0)
     prepare_tokens(prose, tokenizer, tmp_path)
     assert "tokenizing prose: 40 of 40 documents" in caplog.text

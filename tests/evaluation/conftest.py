@@ -14,11 +14,10 @@ from small_models import arbitrary_params, tables_of
 
 from sparse_dataflow.commands import run_folder
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
-from sparse_dataflow.core.config.evolution_config import EvolutionConfig
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.run import RunConfig, RunSettings
-from sparse_dataflow.core.config.sparsity import SparsityConfig
+from sparse_dataflow.core.config.sparsity import EvolutionConfig, SparsityConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.training.saved_state import identity
 from sparse_dataflow.core.training.step import initial_state

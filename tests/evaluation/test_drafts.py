@@ -12,7 +12,7 @@ import scipy.stats
 from decoded import BYTES, CONFIGS, DENSE, SPARSE
 
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.model_weights import ModelWeights
+from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.drafts import Draft
 from sparse_dataflow.evaluation.generate import generate_tokens

@@ -10,7 +10,7 @@ from decoded import BYTES, CONFIGS, DENSE, SPARSE
 from small_models import shapes_of, tables_of
 
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.model.model_weights import ModelWeights, weights_of
+from sparse_dataflow.core.model.stacks import ModelWeights, weights_of
 from sparse_dataflow.evaluation import generate as generate_module
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.generate import bucket, generate, generate_tokens

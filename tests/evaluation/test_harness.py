@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.model.model_weights import weights_of
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.evaluation import scoring
 from sparse_dataflow.evaluation.generate import generate
 from sparse_dataflow.evaluation.scoring import Counts

@@ -14,8 +14,8 @@ from small_models import arbitrary_params, tables_of
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.model.model_weights import ModelWeights, weights_of
 from sparse_dataflow.core.model.projection import arrays
+from sparse_dataflow.core.model.stacks import ModelWeights, weights_of
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.evaluation import kv_cache

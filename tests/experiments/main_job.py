@@ -20,7 +20,7 @@ TIMES = ("seconds", "tokens_per_second", "mfu", "update_seconds")
 IMPORTED = (
     "array_record.python.array_record_data_source", "sparse_dataflow.commands.train", "grain",
     "jax.interpreters.mlir", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg",
-    "scipy.optimize", "sparse_dataflow.data.builders", "sparse_dataflow.reporting.page",
+    "scipy.optimize", "sparse_dataflow.data.documents", "sparse_dataflow.reporting.page",
     "tensorboardX", "tokenizers",
 )  # fmt: skip
 """What a run imports, most of it when it needs it."""

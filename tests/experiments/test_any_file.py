@@ -25,8 +25,8 @@ from sparse_dataflow.commands import command_line
 from sparse_dataflow.commands.models import evaluation_report
 from sparse_dataflow.commands.request import NAMED
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
-from sparse_dataflow.core.config.presets import SIZES, preset
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.run import SIZES, preset
 from sparse_dataflow.core.ops import tuned
 from sparse_dataflow.core.training.monitoring import goodput
 from sparse_dataflow.core.training.monitoring.metrics import MetricsWriter, read_metrics

@@ -11,7 +11,7 @@ from exit_status import exit_status
 from experiments import chip_report as experiment
 from experiments.benchmarks.options import IMPLEMENTATIONS
 from sparse_dataflow.commands import chip_report
-from sparse_dataflow.core.config.presets import SIZES
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.ops import tuned
 from sparse_dataflow.core.ops.block_sparse_matmul import xla_tuning as tuning_xla
 from sparse_dataflow.core.training import cost

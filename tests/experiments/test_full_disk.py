@@ -6,7 +6,7 @@ import pytest
 from main_job import assert_same_results, checkpoint_steps, complaint
 
 from sparse_dataflow.commands import run_folder
-from sparse_dataflow.core.config.presets import preset
+from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.files.errors import UserError
 

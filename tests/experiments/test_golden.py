@@ -14,7 +14,7 @@ from experiments import gpt13b_dense, gpt13b_sparse
 from sparse_dataflow.commands import command_line, devices
 from sparse_dataflow.core.config import settings
 from sparse_dataflow.core.config.run import RunConfig
-from sparse_dataflow.core.training.variants import variants
+from sparse_dataflow.core.training.phases import variants
 from sparse_dataflow.hardware.chips import GIB
 
 GOLDEN = Path(__file__).with_name("golden")

@@ -8,7 +8,7 @@ import pytest
 from main_job import assert_same_results, checkpoint_steps, rows
 
 from sparse_dataflow.commands import report as report_module
-from sparse_dataflow.core.config.presets import SIZES, preset
+from sparse_dataflow.core.config.run import SIZES, preset
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.data.tokenizer import Tokenizer

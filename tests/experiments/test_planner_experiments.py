@@ -15,7 +15,7 @@ from sparse_dataflow.commands import command_line
 from sparse_dataflow.commands.planning import launching
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.pipeline import schedules
-from sparse_dataflow.core.training.variants import variants
+from sparse_dataflow.core.training.phases import variants
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 
 

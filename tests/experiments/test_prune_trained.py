@@ -14,7 +14,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.whole import Batch
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.model_weights import weights_of
+from sparse_dataflow.core.model.stacks import weights_of
 
 WIDE = ModelConfig(
     2, 16, 4, 32, vocab_size=40, max_len=8, norm="rmsnorm", activation="relu", biases=()

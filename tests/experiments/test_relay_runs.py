@@ -7,8 +7,8 @@ import pytest
 from main_job import PICO, PLAN, assert_same_results, rows
 from ports import free_port
 
-from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.executors.relay import server_files
 from sparse_dataflow.files.errors import TEMPORARY
 from sparse_dataflow.planner import memory

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from main_job import complaint
 
-from sparse_dataflow.planner.scaling_law import ScalingLaw
+from experiments.studies.fitted_law import ScalingLaw
 
 LAW = ScalingLaw(16.8, 0.722, 45.0, 0.245, 6.9e8, 0.203, 0.651)
 

@@ -7,7 +7,7 @@ import pytest
 from object_store import object_store
 
 from sparse_dataflow.core.config.settings import Setting
-from sparse_dataflow.files import address_lock, addresses, folder_lock
+from sparse_dataflow.files import address_lock, addresses, folders
 from sparse_dataflow.files.address_lock import AddressLock
 from sparse_dataflow.files.addresses import Address, Entry
 from sparse_dataflow.files.errors import UserError
@@ -145,14 +145,14 @@ def test_a_fetch_that_does_not_fit_on_the_disk_is_refused(tmp_path):
 
 @pytest.fixture
 def fast_locks(monkeypatch):
-    monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(folders, "BEAT_SECONDS", 0.2)
 
 
 def test_an_address_has_one_owner_until_it_is_released(store, monkeypatch):
     place = Address("s3://here/owned")
     lock = AddressLock(place, "--out")
     assert store.keys("here", "owned") == ["owned/.lock"]
-    monkeypatch.setattr(folder_lock.os, "getpid", lambda: 1)  # Another process of this machine.
+    monkeypatch.setattr(folders.os, "getpid", lambda: 1)  # Another process of this machine.
     with pytest.raises(UserError, match="s3://here/owned is in use by process"):
         AddressLock(place, "--out")
     lock.release()
@@ -165,7 +165,7 @@ def test_a_store_that_replaces_what_it_must_create_has_one_owner_too(store, monk
     monkeypatch.setattr(Address, "create", Address.write)
     place = Address("s3://here/replaced")
     lock = AddressLock(place, "--out")
-    monkeypatch.setattr(folder_lock.os, "getpid", lambda: 1)
+    monkeypatch.setattr(folders.os, "getpid", lambda: 1)
     with pytest.raises(UserError, match="is in use by process"):
         AddressLock(place, "--out")
     lock.release()
@@ -179,16 +179,16 @@ def test_what_is_no_lock_is_replaced(store):
 
 def test_a_dead_owner_of_this_machine_is_replaced_at_once(store):
     place = Address("s3://here/dead")
-    owner = folder_lock.this_process() | {"pid": 2**22 + 1, "id": "dead"}
+    owner = folders.this_process() | {"pid": 2**22 + 1, "id": "dead"}
     (place / ".lock").write(address_lock.json.dumps(owner).encode())
     AddressLock(place, "--out").release()
 
 
-@pytest.mark.parametrize("machine", ["other", folder_lock.machine()], ids=["far", "container"])
+@pytest.mark.parametrize("machine", ["other", folders.machine()], ids=["far", "container"])
 def test_an_owner_elsewhere_is_alive_while_it_counts(store, fast_locks, machine):
     """Its process id means nothing here."""
     place = Address("s3://here/elsewhere")
-    owner = folder_lock.this_process() | {"machine": machine, "host": "far", "pid": 2**22 + 1}
+    owner = folders.this_process() | {"machine": machine, "host": "far", "pid": 2**22 + 1}
     write = lambda: (place / ".lock").write(address_lock.json.dumps(owner).encode())  # noqa: E731
     write()
     stop = threading.Event()

@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-from sparse_dataflow.files import folder_lock
+from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.files.folder_lock import FolderLock
+from sparse_dataflow.files.folders import FolderLock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from sparse_dataflow.files.folder_lock import FolderLock
+from sparse_dataflow.files.folders import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(600)
@@ -36,18 +36,18 @@ def owner(tmp_path):
 
 
 def test_a_second_process_is_refused_with_the_host_and_pid_of_the_first(owner, tmp_path):
-    before = sorted(os.listdir(tmp_path)), (tmp_path / folder_lock.NAME).read_bytes()
+    before = sorted(os.listdir(tmp_path)), (tmp_path / folders.NAME).read_bytes()
     with pytest.raises(UserError) as refusal:
         FolderLock(tmp_path)
     words = str(refusal.value)
     assert re.search(rf"in use by process {owner.pid} on {os.uname().nodename} since 20", words)
-    assert (sorted(os.listdir(tmp_path)), (tmp_path / folder_lock.NAME).read_bytes()) == before
+    assert (sorted(os.listdir(tmp_path)), (tmp_path / folders.NAME).read_bytes()) == before
 
 
 def test_the_lock_of_a_killed_process_is_taken_over_at_once(owner, tmp_path):
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
-    assert (tmp_path / folder_lock.NAME).exists()
+    assert (tmp_path / folders.NAME).exists()
     with FolderLock(tmp_path) as lock:
         lock.check()
     assert not list(tmp_path.iterdir())
@@ -55,16 +55,16 @@ def test_the_lock_of_a_killed_process_is_taken_over_at_once(owner, tmp_path):
 
 def without_flock(monkeypatch):
     def flock(file, operation):
-        raise OSError(folder_lock.errno.ENOTSUP, "Operation not supported")
+        raise OSError(folders.errno.ENOTSUP, "Operation not supported")
 
-    monkeypatch.setattr(folder_lock.fcntl, "flock", flock)
+    monkeypatch.setattr(folders.fcntl, "flock", flock)
 
 
 def test_without_flock_the_owner_is_looked_up_by_its_start_time(owner, tmp_path, monkeypatch):
     without_flock(monkeypatch)
     with pytest.raises(UserError, match=f"process {owner.pid}"):
         FolderLock(tmp_path)
-    path = tmp_path / folder_lock.NAME
+    path = tmp_path / folders.NAME
     path.write_text(json.dumps(json.loads(path.read_text()) | {"started": 1.0}))
     FolderLock(tmp_path).release()
 
@@ -72,8 +72,8 @@ def test_without_flock_the_owner_is_looked_up_by_its_start_time(owner, tmp_path,
 @pytest.mark.parametrize("counts", [True, False])
 def test_an_owner_on_another_machine_is_alive_while_it_counts(tmp_path, monkeypatch, counts):
     """Its flock is not visible here."""
-    monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.05)
-    path, count = tmp_path / folder_lock.NAME, [0]
+    monkeypatch.setattr(folders, "BEAT_SECONDS", 0.05)
+    path, count = tmp_path / folders.NAME, [0]
     there = {"host": "far", "machine": "another", "pid": 1, "started": 1.0, "since": "2026"}
     path.write_text(json.dumps(there | {"count": 0}))
 
@@ -81,7 +81,7 @@ def test_an_owner_on_another_machine_is_alive_while_it_counts(tmp_path, monkeypa
         count[0] += counts
         path.write_text(json.dumps(there | {"count": count[0]}))
 
-    monkeypatch.setattr(folder_lock.time, "sleep", sleep)
+    monkeypatch.setattr(folders.time, "sleep", sleep)
     if counts:
         with pytest.raises(UserError, match="process 1 on far since 2026"):
             FolderLock(tmp_path)
@@ -91,8 +91,8 @@ def test_an_owner_on_another_machine_is_alive_while_it_counts(tmp_path, monkeypa
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff" * 9000, b'{"pid": "1"}'])
 def test_a_damaged_lock_is_taken_over(tmp_path, content, monkeypatch):
-    monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.01)
-    (tmp_path / folder_lock.NAME).write_bytes(content)
+    monkeypatch.setattr(folders, "BEAT_SECONDS", 0.01)
+    (tmp_path / folders.NAME).write_bytes(content)
     FolderLock(tmp_path).release()
 
 
@@ -100,7 +100,7 @@ def test_a_damaged_lock_is_taken_over(tmp_path, content, monkeypatch):
     "make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/etc/passwd", path)]
 )
 def test_no_regular_file_is_refused(tmp_path, make):
-    make(tmp_path / folder_lock.NAME)
+    make(tmp_path / folders.NAME)
     with pytest.raises(UserError, match=r"not a regular file|cannot be written"):
         FolderLock(tmp_path)
 

@@ -25,8 +25,7 @@ def printed(code):
          ["WARNING:root:by accident", "reading 5%", "warning: late"]),
         ("logging.basicConfig(format='<%(message)s>', level='INFO');", ["<reading 5%>", "<late>"]),
         ("logging.getLogger('sparse_dataflow').setLevel('WARNING');", ["warning: late"]),
-        ("from sparse_dataflow.files import information; information.be_quiet();",
-         ["warning: late"]),
+        ("from sparse_dataflow.files import output; output.be_quiet();", ["warning: late"]),
     ],
 )  # fmt: skip
 def test_each_line_is_printed_once(code, lines):

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.files.json_difference import differences
+from sparse_dataflow.files.json_files import differences
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 2) | st.text("ab", max_size=2),

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from sparse_dataflow.files import output, waiting
+from sparse_dataflow.files import output, storage
 
 
 def run(code, *, stopped="stderr", answer=True):
@@ -129,7 +129,7 @@ def test_without_threads_text_is_written_all_the_same(monkeypatch):
     read, write = os.pipe()
     with os.fdopen(write, "w") as stream:
         print("no more threads", file=output.BestEffort(stream), flush=True)
-        with waiting.told("waiting"):
+        with storage.told("waiting"):
             pass
     with os.fdopen(read) as reader:
         assert reader.read().strip("x\n") == "no more threads"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.files.redaction import redact, redact_json
+from sparse_dataflow.files.errors import redact, redact_json
 
 WORDS = st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=8, max_size=30)
 

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from sparse_dataflow.hardware import host_memory
+from sparse_dataflow.hardware import detect
 
 # Runs in its own process, because malloc keeps its settings. Counts the page faults of touching
 # 64 MiB a second time, after freeing them.
 AGAIN = """
 import ctypes, resource, sys
-from sparse_dataflow.hardware.host_memory import keep_freed_memory
+from sparse_dataflow.hardware.detect import keep_freed_memory
 accepted = keep_freed_memory() if sys.argv[1] == "keep" else None
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -53,20 +53,20 @@ class Library:
 def test_all_settings_must_be_accepted(monkeypatch, answer):
     library = Library(answer)
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda name: library)
-    assert host_memory.keep_freed_memory() is bool(answer)
+    monkeypatch.setattr(detect.ctypes, "CDLL", lambda name: library)
+    assert detect.keep_freed_memory() is bool(answer)
     assert len(library.settings) == 4
 
 
 def test_another_c_library_is_unchanged(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda name: object())
-    assert host_memory.keep_freed_memory() is False
+    monkeypatch.setattr(detect.ctypes, "CDLL", lambda name: object())
+    assert detect.keep_freed_memory() is False
 
 
 def test_another_system_is_unchanged(monkeypatch):
     library = Library(1)
     monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda name: library)
-    assert host_memory.keep_freed_memory() is False
+    monkeypatch.setattr(detect.ctypes, "CDLL", lambda name: library)
+    assert detect.keep_freed_memory() is False
     assert library.settings == []

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from sparse_dataflow.files.errors import UserError, in_words
-from sparse_dataflow.hardware import xla_flags
+from sparse_dataflow.hardware import detect
 
 VARIABLES = [
     "JAX_PLATFORMS=cuda",
@@ -81,10 +81,10 @@ def test_other_errors_are_not_taken_for_a_start_of_jax():
     "flags", ["", "--xla_force_host_platform_device_count=8", "--xla_cpu_enable_fast_math=false"]
 )
 def test_legal_flags_of_xla_pass(flags):
-    xla_flags.check({**os.environ, "XLA_FLAGS": flags})
+    detect.check_xla_flags({**os.environ, "XLA_FLAGS": flags})
 
 
 @pytest.mark.parametrize("flags", ["nothing", "--xla_bogus", "--xla_gpu_autotune_level=x", "\x1b"])
 def test_illegal_flags_of_xla_are_refused(flags):
     with pytest.raises(UserError, match="is not legal"):
-        xla_flags.check({**os.environ, "XLA_FLAGS": flags})
+        detect.check_xla_flags({**os.environ, "XLA_FLAGS": flags})

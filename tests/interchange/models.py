@@ -11,7 +11,7 @@ from small_models import arbitrary_params, tables_of
 
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.model.model_weights import ModelWeights, weights_of
+from sparse_dataflow.core.model.stacks import ModelWeights, weights_of
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
 

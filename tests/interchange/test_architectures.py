@@ -18,7 +18,7 @@ from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.model_weights import ModelWeights
+from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.evaluation.generate import generate
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import architectures, huggingface, tensors

@@ -8,13 +8,13 @@ import pytest
 from models import DENSE, SPARSE, random_model
 
 from sparse_dataflow.core.config.families import FAMILIES
-from sparse_dataflow.core.config.presets import preset
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.layouts.evolution import largest_blocks
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.model_weights import weights_of
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.calibration import input_norms

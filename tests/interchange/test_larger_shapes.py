@@ -15,7 +15,7 @@ from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.model.model_weights import weights_of
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.optim.optimizers import adam_state, make_optimizer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.width import head_sources

@@ -9,9 +9,9 @@ import pytest
 from models import logits, random_model
 from small_models import DENSE, SPARSE
 
-from sparse_dataflow.core.config.evolution_config import EvolutionConfig
 from sparse_dataflow.core.config.layer_groups import split_groups
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.layouts.evolution import phase_specs
 from sparse_dataflow.core.model import stacks

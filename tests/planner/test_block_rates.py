@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.commands.planning.plan_rows import slow_products
-from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS
 from sparse_dataflow.hardware.chips import CHIPS
 from sparse_dataflow.planner.efficiency import BLOCK_RATES, PRIOR, block_rate, slower_than_dense

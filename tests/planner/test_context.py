@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from sparse_dataflow.core.config.presets import SIZES
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.hardware.chips import CHIPS
 from sparse_dataflow.planner import memory, search
-from sparse_dataflow.planner.attention import runs_fused
 from sparse_dataflow.planner.efficiency import EFFICIENCIES, own_key
+from sparse_dataflow.planner.memory import runs_fused
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.planner.plan_memory import plan_bytes
 from sparse_dataflow.planner.step_time import step_time

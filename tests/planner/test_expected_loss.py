@@ -3,7 +3,7 @@
 import pytest
 
 from sparse_dataflow.commands.preflight import settling
-from sparse_dataflow.core.config.presets import preset
+from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.planner import expected_loss, memory
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import ROW_PARALLEL, LinearSpec
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.training import OPTIMIZERS
 from sparse_dataflow.core.executors.pipeline import schedules
 from sparse_dataflow.planner import memory

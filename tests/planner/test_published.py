@@ -7,12 +7,12 @@ import re
 import numpy as np
 import pytest
 
+from experiments.planning import fitting, run_memory
 from sparse_dataflow.commands.planning.options import named_model
-from sparse_dataflow.core.config.presets import SIZES
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.hardware.chips import CHIPS, Chip
-from sparse_dataflow.planner import bands, fitting, memory, published
+from sparse_dataflow.planner import bands, memory, published
 from sparse_dataflow.planner.efficiency import EFFICIENCIES, PRIOR, STACKS
-from sparse_dataflow.planner.published import run_memory
 from sparse_dataflow.planner.step_time import stage_parameters, step_time
 
 ROWS = {source: published.rows(source) for source in published.SOURCES}

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_dataflow.core.config.parallel import PINNED_SETTING
-from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.training import BUILT_IN, OPTIMIZERS, TrainingConfig
 from sparse_dataflow.core.executors.relay.host_state import abstract_state
 from sparse_dataflow.files.errors import UserError

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
-from sparse_dataflow.planner import search, sensitivity
+from sparse_dataflow.planner import bands, search
 from sparse_dataflow.planner.memory import USABLE
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.planner.search import Request
@@ -153,7 +153,7 @@ def test_a_legal_request_is_not_refused():
 def test_shapley_effects_of_a_sum_are_shares_of_its_variance():
     a, b, c = np.arange(4.0), 3 * np.arange(3.0), np.zeros(2)
     values = a[:, None, None] + b[None, :, None] + c[None, None, :]
-    effects = sensitivity.shapley_effects(values, ["a", "b", "c"])
+    effects = bands.shapley_effects(values, ["a", "b", "c"])
     total = a.var() + b.var()
     assert effects == pytest.approx({"b": b.var() / total, "a": a.var() / total, "c": 0.0})
     assert list(effects) == ["b", "a", "c"]
@@ -162,7 +162,7 @@ def test_shapley_effects_of_a_sum_are_shares_of_its_variance():
 @given(st.integers(0, 2**32 - 1))
 def test_shapley_effects_sum_to_1_and_follow_their_definition(seed):
     values = np.random.default_rng(seed).normal(size=(2, 3, 4))
-    effects = sensitivity.shapley_effects(values, ["a", "b", "c"])
+    effects = bands.shapley_effects(values, ["a", "b", "c"])
     assert sum(effects.values()) == pytest.approx(1)
     # Definition: the mean over all orders of the variance that an axis adds to those before it.
     expected = dict.fromkeys("abc", 0.0)
@@ -177,18 +177,18 @@ def test_shapley_effects_sum_to_1_and_follow_their_definition(seed):
 
 
 def test_constant_values_have_no_effects():
-    assert sensitivity.shapley_effects(np.ones((2, 2)), ["a", "b"]) == {"a": 0.0, "b": 0.0}
+    assert bands.shapley_effects(np.ones((2, 2)), ["a", "b"]) == {"a": 0.0, "b": 0.0}
 
 
 def test_best_by_level_has_the_best_plan():
-    values, levels = sensitivity.decisions(GRID)
+    values, levels = bands.decisions(GRID)
     assert values.shape == tuple(len(v) for v in levels.values())
     assert values.max() == GRID.throughput.max()
     assert "interleaved" not in levels["schedule"]
-    best = sensitivity.best_by_level(values, levels)
+    best = bands.best_by_level(values, levels)
     [(plan, _)] = GRID.ranked(1)
     for name in ("tensor", "stage", "micro_batch", "zero", "remat"):
         assert best[name][getattr(plan, name)] == pytest.approx(GRID.throughput.max())
-    effects = sensitivity.shapley_effects(values, list(levels))
+    effects = bands.shapley_effects(values, list(levels))
     assert sum(effects.values()) == pytest.approx(1)
     assert all(-1e-9 < effect < 1 for effect in effects.values())

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from sparse_dataflow.commands.preflight.settling import settle
-from sparse_dataflow.core.config.mesh_config import parse as parse_mesh
-from sparse_dataflow.core.config.presets import preset
-from sparse_dataflow.core.training.variants import variants
+from sparse_dataflow.core.config.parallel import parse_mesh
+from sparse_dataflow.core.config.run import preset
+from sparse_dataflow.core.training.phases import variants
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import machines
 from sparse_dataflow.hardware.chips import GIB, Chip

@@ -5,9 +5,8 @@ import json
 import pytest
 import report_sample
 
-from sparse_dataflow.reporting.evaluation_table import evaluation_table
 from sparse_dataflow.reporting.report import write_report
-from sparse_dataflow.reporting.report_data import EvaluationData, ReportData
+from sparse_dataflow.reporting.report_data import EvaluationData, ReportData, evaluation_table
 
 PAIRED = {"difference": 0.04, "low": 0.01, "high": 0.07, "p": 0.012}
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from sparse_dataflow.planner.aot import schedule
+from . import schedule
 
 PRODUCTS = ("forward", "dx", "dW")
 

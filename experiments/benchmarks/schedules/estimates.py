@@ -19,7 +19,7 @@ from typing import Any
 
 import sparse_dataflow
 from sparse_dataflow.commands import measurement
-from sparse_dataflow.core.config.presets import SIZES
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.layouts.patterns import legal_densities
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
@@ -187,25 +187,25 @@ def digest(case: Case) -> str:
 
 @functools.cache
 def _sources():
-    reader = ("planner/aot/schedule.py", "core/layouts/*.py")
     tpu = ("chips/tpu/**/*.py", "core/ops/*/tuned/*tpu*")
     shared = ("core/ops/*.py", "core/ops/*/*grouped*.py", "core/ops/*/fused.py")
-    return _found(*reader, *tpu, *shared)
+    return _files("schedule", "core/layouts/*.py", *tpu, *shared)
 
 
 @functools.cache
 def _gpu_sources():
-    reader = ("hlo", "ptx", "gpu_targets")
+    reader = ("planner/aot/hlo.py", "planner/aot/gpu_targets.py")
     products = ("core/ops/*.py", "core/ops/block_sparse_matmul/**/*", "core/layouts/*.py")
     chips = ("chips/hopper/*.py", "chips/triton/*.py")
-    return _found(*(f"planner/aot/{name}.py" for name in reader), *products, *chips)
+    return _files("ptx", *reader, *products, *chips)
 
 
-def _found(*patterns):
-    """Files of the package of these patterns, and the cases beside this file."""
+def _files(reader, *patterns):
+    """Files of the package of these patterns, and the reader and the cases beside this file."""
     package = Path(sparse_dataflow.__file__).parent
     paths = {path for pattern in patterns for path in package.glob(pattern)}
-    paths |= set(Path(__file__).parent.glob("*case.py"))
+    folder = Path(__file__).parent
+    paths |= {folder / f"{reader}.py", *folder.glob("*case.py")}
     return sorted(path for path in paths if path.suffix in (".py", ".json"))
 
 

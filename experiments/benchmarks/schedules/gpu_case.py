@@ -16,9 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sparse_dataflow.planner.aot import hlo, ptx
+from sparse_dataflow.planner.aot import hlo
 
 from . import case as schedule_case
+from . import ptx
 from .case import DENSE, PRODUCTS, Case
 
 DTYPES = {"t4": "float32"}

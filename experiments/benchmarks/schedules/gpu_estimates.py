@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from sparse_dataflow.commands import measurement
-from sparse_dataflow.planner.aot import ptx
 from sparse_dataflow.planner.aot.gpu_targets import TARGETS
 
-from . import estimates
+from . import estimates, ptx
 from .case import DENSE, Case
 from .gpu_case import DTYPES
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.evaluation.significance import paired_difference
-from sparse_dataflow.files import tables
+from sparse_dataflow.files import output
 from sparse_dataflow.hardware.detect import cpu_name
 
 from . import arms, runs, study, text, training
@@ -227,7 +227,7 @@ def page(lines: runs.Lines) -> str:
             "served", "method", "bits a symbol", "seeds", f"to {RIVAL}, 95% interval", "rate",
             "steps", "stored weights",
         )  # fmt: skip
-        parts += ["", f"## {percent}% of the training", "", tables.markdown(headers, rows)]
+        parts += ["", f"## {percent}% of the training", "", output.markdown(headers, rows)]
     return "\n".join(parts) + "\n"
 
 

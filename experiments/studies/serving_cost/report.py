@@ -13,9 +13,9 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.equal_cost import stored_parameters
 from sparse_dataflow.evaluation.significance import paired_difference
-from sparse_dataflow.files import tables
-from sparse_dataflow.reporting.figures import panels
+from sparse_dataflow.files import output
 
+from .. import panels
 from . import arms, law, runs
 from .runs import Cell, Lines
 
@@ -173,7 +173,7 @@ def page(result: Mapping) -> str:
     """Returns the Markdown tables of the result file."""
     parts = ["# Equal served and training FLOPs", "Commands:", ""]
     parts += [f"    {command}" for command in result["commands"]]
-    served = tables.markdown(
+    served = output.markdown(
         (
             "arm", "d_model", "d_ff", "density", "served FLOPs", "in projections",
             "stored weights", "bytes, batch 1",
@@ -195,7 +195,7 @@ def page(result: Mapping) -> str:
             for r in result["rows"]
             if (r["optimizer"], r["schedule"], r["length"]) == (optimizer, schedule, length)
         ]
-        table = tables.markdown(
+        table = output.markdown(
             (
                 "arm", "bits a symbol", "seeds", "to narrow, 95% interval", "rate", "steps",
                 "mean weights",
@@ -226,7 +226,7 @@ def page(result: Mapping) -> str:
                 f"{constants}. Fitted without length {fit['held_out_length']}, it predicts that "
                 f"with a median error of {np.median(errors):.2f}%, largest {errors.max():.2f}%.",
                 "",
-                tables.markdown(
+                output.markdown(
                     ("cell", "predicted over measured", "held out"),
                     [
                         (cell, f"{error:+.2f}%", _signed(each["held_out_percent"].get(cell)))

@@ -9,7 +9,8 @@ import numpy as np
 
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.corpora import load_corpus
-from sparse_dataflow.data.holdout import three_splits
+
+from ..holdout import three_splits
 
 
 @dataclasses.dataclass(frozen=True)

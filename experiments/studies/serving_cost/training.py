@@ -22,9 +22,9 @@ from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.whole import Batch
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.mlp import activate
-from sparse_dataflow.core.model.model_weights import weights_of
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
-from sparse_dataflow.core.ops.cross_entropy.distillation import TeacherOutput
+from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.core.optim.optimizers import make_optimizer, map_moments
 from sparse_dataflow.core.training.equal_cost import stored_parameters
 

@@ -34,8 +34,8 @@ from sparse_dataflow.chips.hopper.tuning import TuningConfig
 from sparse_dataflow.core.layouts.layout import LayoutTables
 from sparse_dataflow.core.ops import tuned
 from sparse_dataflow.core.ops.block_sparse_matmul import fused
+from sparse_dataflow.core.ops.derivatives import gelu_backward, value_and_derivative
 from sparse_dataflow.core.ops.dispatch import Shaped
-from sparse_dataflow.core.ops.gelu import gelu_backward, value_and_derivative
 from sparse_dataflow.files.errors import UserError
 
 BLOCKS = (32, 64, 128, 256)
@@ -71,7 +71,7 @@ def block_sparse_matmul(
       values: stored blocks.
       tables: index tables.
       bias: [out_features], any float dtype.
-      activation: None or "gelu" (tanh form, `ops.gelu`).  bfloat16 uses the hardware's tanh,
+      activation: None or "gelu" (tanh form, `ops.derivatives`).  bfloat16 uses the hardware's tanh,
         exact to about 11 bits; float32 uses XLA's.
       tuning: tile sizes; None for `default_tuning`.
 

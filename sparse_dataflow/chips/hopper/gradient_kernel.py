@@ -183,7 +183,6 @@ class _Unit(NamedTuple):
 
     Attributes:
       column: the (merged) block column.
-      block_rows: block row of each block.
       slot: slot of each block, -1 if it is not stored; merged lines are consecutive.
       target: index in the result of each slot.
       tile_row: row of the tile inside its block.

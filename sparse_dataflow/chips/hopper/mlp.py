@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 from sparse_dataflow.chips.hopper import api as products
 from sparse_dataflow.core.ops import derivatives
-from sparse_dataflow.core.ops.gelu import value_and_derivative
-from sparse_dataflow.core.ops.sparse_mlp.operands import Operands
+from sparse_dataflow.core.ops.derivatives import value_and_derivative
+from sparse_dataflow.core.ops.sparse_mlp.mlp_op import Operands
 
 
-def sparse_mlp(mlp: Operands) -> jax.Array:
+def run(mlp: Operands) -> jax.Array:
     """Compute the MLP of bfloat16 or float32; sums, bias and activation in float32."""
     return _mlp(None, *mlp[:6])
 

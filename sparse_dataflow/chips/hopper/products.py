@@ -43,7 +43,7 @@ from sparse_dataflow.chips.hopper.memory import run_groups, swizzled
 from sparse_dataflow.chips.hopper.plan import ProductPlan, count_stored
 from sparse_dataflow.chips.hopper.tables import LineTables
 from sparse_dataflow.chips.hopper.tuning import CONSUMERS, SLICE_ROWS, ProductTiles
-from sparse_dataflow.core.ops.gelu import value_and_derivative
+from sparse_dataflow.core.ops.derivatives import value_and_derivative
 from sparse_dataflow.files.errors import UserError
 
 

@@ -20,7 +20,7 @@ from sparse_dataflow.core.layouts.layout import Groups
 from sparse_dataflow.core.ops import derivatives
 from sparse_dataflow.core.ops.block_sparse_matmul import grouped
 from sparse_dataflow.core.ops.dispatch import Shaped
-from sparse_dataflow.core.ops.sparse_mlp.operands import Operands
+from sparse_dataflow.core.ops.sparse_mlp.mlp_op import Operands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class _Options:
     activation: str
 
 
-def sparse_mlp(mlp: Operands, *, tuning: GroupedMlpTuning | None = None) -> jax.Array:
+def run(mlp: Operands, *, tuning: GroupedMlpTuning | None = None) -> jax.Array:
     """Compute the MLP of `grouped_mlp` from stored blocks."""
     x, values_in, bias_in, values_out, tables_in, tables_out, values_gate, activation = mlp
     groups_in, groups_out = tables_in.groups, tables_out.groups

@@ -28,7 +28,7 @@ from sparse_dataflow.chips.tpu.grouped_matmul.windows import (
 )
 from sparse_dataflow.chips.tpu.grouped_mlp_tuning import MlpBackwardTiles, MlpForwardTiles
 from sparse_dataflow.chips.tpu.matmul.stream import dot, parameters, pop_if
-from sparse_dataflow.core.ops.gelu import silu_value_and_derivative, value_and_derivative
+from sparse_dataflow.core.ops.derivatives import silu_value_and_derivative, value_and_derivative
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], tuple[jax.Array, jax.Array]]] = {
     "gelu": value_and_derivative,

@@ -24,7 +24,7 @@ from sparse_dataflow.chips.tpu.matmul.tables import smem_bytes
 from sparse_dataflow.chips.tpu.mlp_tuning import MlpShape, MlpTuning, fused_tuning
 from sparse_dataflow.core.ops import derivatives
 from sparse_dataflow.core.ops.block_sparse_matmul import fused
-from sparse_dataflow.core.ops.sparse_mlp.operands import Operands
+from sparse_dataflow.core.ops.sparse_mlp.mlp_op import Operands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class _Options:
     out_features: int
 
 
-def sparse_mlp(mlp: Operands, *, tuning: MlpTuning | None = None) -> jax.Array:
+def run(mlp: Operands, *, tuning: MlpTuning | None = None) -> jax.Array:
     """Compute the MLP of bfloat16 or float32; sums, bias and activation in float32."""
     tuning = tuning or default_tuning(mlp)
     options = _Options(tuning, len(mlp.tables_out.in_index) * mlp.values_out.shape[1])

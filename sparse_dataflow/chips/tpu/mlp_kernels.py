@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from sparse_dataflow.chips.tpu.matmul.stream import Rows, Stream, stream_shape
 from sparse_dataflow.chips.tpu.matmul.tables import TileTables
 from sparse_dataflow.chips.tpu.mlp_tuning import MlpTiles
-from sparse_dataflow.core.ops.gelu import value_and_derivative
+from sparse_dataflow.core.ops.derivatives import value_and_derivative
 
 _STREAM_TABLES = len(TileTables._fields)
 

@@ -20,7 +20,7 @@ from sparse_dataflow.commands.training_data import (
     refuse_changed,
 )
 from sparse_dataflow.core.config import settings
-from sparse_dataflow.core.config.data import DataConfig
+from sparse_dataflow.core.config.run import DataConfig
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.core.training.batches import EvalBatches, bits_per_byte
@@ -38,7 +38,7 @@ from sparse_dataflow.evaluation.significance import clustered_mean, paired_diffe
 from sparse_dataflow.evaluation.trained import NEWEST, Model
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
-from sparse_dataflow.hardware.host_memory import keep_freed_memory
+from sparse_dataflow.hardware.detect import keep_freed_memory
 from sparse_dataflow.interchange.hub_models import hub_name, local_folder
 from sparse_dataflow.interchange.huggingface import is_directory
 from sparse_dataflow.interchange.load import load, variants

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from sparse_dataflow.evaluation.significance import METHOD
-from sparse_dataflow.files import json_files, storage, tables
+from sparse_dataflow.files import json_files, output, storage
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.reporting.evaluation_table import evaluation_table
 from sparse_dataflow.reporting.report import PAGE, write_report
-from sparse_dataflow.reporting.report_data import EvaluationData, ReportData
+from sparse_dataflow.reporting.report_data import EvaluationData, ReportData, evaluation_table
 
 RESULT = "evaluation.json"
 REPORT = "report.json"
@@ -53,7 +52,7 @@ def text(result: Mapping[str, Any]) -> str:
             ]
         )
     footer = "± is a standard error." + (f" {METHOD}" if pair else "")
-    return "\n".join([tables.aligned(lines, left=3), footer, *shown.notes])
+    return "\n".join([output.aligned(lines, left=3), footer, *shown.notes])
 
 
 def read(folder: Path) -> EvaluationData | None:

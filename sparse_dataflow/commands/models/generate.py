@@ -31,7 +31,6 @@ def with_thresholds(trained: Model, share: float) -> Model:
     """Returns a run's model with thresholds from its training text.
 
     Args:
-      trained: the model.
       share: see `activation_sparsity.with_thresholds`.
 
     Raises:
@@ -54,7 +53,6 @@ def offload_experts(options: load_model.ModelOptions, slots: int) -> tuple[Model
     """Loads a model into host memory, without its experts to the device.
 
     Args:
-      options: name the model.
       slots: experts of each layer on the device.
 
     Returns:
@@ -130,7 +128,6 @@ def encoded_prompts(trained: Model, prompts: Sequence[str], chat: bool) -> list[
     """Returns the tokens of prompts, with those that the tokenizer puts in front of a text.
 
     Args:
-      trained: the model.
       prompts: the texts.
       chat: whether each is a message of a user, which the chat template renders.
 

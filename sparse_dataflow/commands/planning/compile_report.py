@@ -14,11 +14,11 @@ from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.executors.pipeline import schedules
 from sparse_dataflow.core.executors.pipeline.pipelined import executor_over
 from sparse_dataflow.core.training import cost
-from sparse_dataflow.files import tables
+from sparse_dataflow.files import output
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import GIB
-from sparse_dataflow.planner import memory, nearest, plan_memory, search
+from sparse_dataflow.planner import memory, plan_memory, search, settle_advice
 from sparse_dataflow.planner.aot import compile, topologies
 from sparse_dataflow.planner.memory import USABLE
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
@@ -35,7 +35,6 @@ class CompilePlan:
       config: the model, with its remat.
       sequence: tokens per sequence.
       topology: the chips.
-      parallel: the parallel plan.
     """
 
     scale: str
@@ -210,7 +209,7 @@ def _fastest(options, topology) -> ParallelPlan:
         options.state_dtype,
         options.optimizer,
     )
-    return nearest.fitting_plans(request, None)[0]
+    return settle_advice.fitting_plans(request, None)[0]
 
 
 def _executor(plan: CompilePlan, devices):
@@ -226,7 +225,7 @@ def _executor(plan: CompilePlan, devices):
 def _nearest(plan: CompilePlan, tries: int) -> tuple[CompilePlan, dict] | None:
     """The nearest plan that fits, with its verdict; prints each plan that is tried."""
     try:
-        candidates = nearest.fitting_plans(plan.request, plan.parallel)
+        candidates = settle_advice.fitting_plans(plan.request, plan.parallel)
     except UserError as error:
         print(f"\n{error}")
         return None
@@ -294,7 +293,7 @@ def _memory(plan, result) -> str:
     lines = [(name, _gib(size), _gib(guess)) for name, size, guess in rows]
     error = rows[-1][2] / rows[-1][1] - 1
     head = ("GiB a chip", "compiled", "predicted")
-    return tables.aligned([head, *lines, ("error", "", f"{error:+.1%}")])
+    return output.aligned([head, *lines, ("error", "", f"{error:+.1%}")])
 
 
 def _flops(result) -> str:
@@ -314,7 +313,7 @@ def _collectives(result) -> str:
         size = sum(c["times"] * c["bytes"] for c in alike) / 1e9
         moved = sum(c["moved"] for c in alike) / 1e9
         lines.append((kind, f"{group}", f"{times:,.0f}", f"{size:.2f}", f"{moved:.2f}"))
-    return tables.aligned(lines)
+    return output.aligned(lines)
 
 
 def _gib(size) -> str:

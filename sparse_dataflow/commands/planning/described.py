@@ -7,7 +7,7 @@ from sparse_dataflow.commands import devices
 from sparse_dataflow.commands.planning import machine_report
 from sparse_dataflow.commands.preflight import settling
 from sparse_dataflow.commands.request import Request
-from sparse_dataflow.core.config import mesh_config as meshes
+from sparse_dataflow.core.config import parallel as meshes
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import machines
@@ -55,11 +55,11 @@ def for_this_machine(config: RunConfig, chip: Chip) -> None:
     Raises:
       UserError: the executor cannot train the models.
     """
-    sizes = meshes.parse(config.parallel.mesh, None)
+    sizes = meshes.parse_mesh(config.parallel.mesh, None)
     count = 1
     for size in sizes.values():
         count *= max(size, 1)
-    if config.parallel.mesh != meshes.AUTO and count != jax.device_count():
+    if config.parallel.mesh != meshes.AUTO_MESH and count != jax.device_count():
         devices.describe(config)
         return
     try:

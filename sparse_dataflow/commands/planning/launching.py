@@ -3,11 +3,11 @@
 import math
 from typing import Any
 
-from sparse_dataflow.commands.console import command_of
+from sparse_dataflow.commands.command_line import command_of
 from sparse_dataflow.commands.planning.options import ModelOptions
 from sparse_dataflow.commands.request import spelling
 from sparse_dataflow.core.config import settings
-from sparse_dataflow.core.config.presets import GPT2_VOCABULARY
+from sparse_dataflow.core.config.run import GPT2_VOCABULARY
 from sparse_dataflow.core.executors.pipeline import schedules
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
@@ -27,8 +27,6 @@ def flags(options: ModelOptions, plan: ParallelPlan, tokens: float) -> str:
     """Returns the flags of `experiment` for a plan with numbers as its counts.
 
     Args:
-      options: the model.
-      plan: the plan.
       tokens: training tokens.
     """
     values: dict[str, Any] = {

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from sparse_dataflow.commands.planning import plan_rows
 from sparse_dataflow.commands.planning.options import TOKENS
 from sparse_dataflow.commands.preflight.settling import memory_table, models_of, settle
-from sparse_dataflow.core.config import mesh_config as meshes
+from sparse_dataflow.core.config import parallel as meshes
 from sparse_dataflow.core.config import remat as kinds_of_remat
 from sparse_dataflow.core.config.run import RunConfig
-from sparse_dataflow.files import tables
+from sparse_dataflow.files import output
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.hardware.machines import Machine
@@ -108,7 +108,7 @@ def _dense(config, machine):
     if not config.sparsity.projections or config.parallel.executor == "relay":
         return None
     twin = config.dense().change(
-        training__micro_batches=0, model__remat=kinds_of_remat.AUTO, parallel__mesh=meshes.AUTO
+        training__micro_batches=0, model__remat=kinds_of_remat.AUTO, parallel__mesh=meshes.AUTO_MESH
     )
     try:
         return settle(twin, machine)
@@ -189,7 +189,7 @@ def _times(result):
         rows.append(("times the dense twin", *_range(result.over_dense, result.ratio_error)))
     if result.dollars:
         rows.append(("dollars for a billion tokens", *_range(result.dollars, error)))
-    lines = [f"  {line}" for line in tables.aligned(rows).splitlines()]
+    lines = [f"  {line}" for line in output.aligned(rows).splitlines()]
     request = settled.request
     if request is not None:
         words = bands.words(request.config, request.sequence, request.chip, request.constants)
@@ -202,7 +202,7 @@ def _times(result):
         twin = [_time_for_all(result.tokens, result.days * result.over_dense, _error(result.dense))]
         if result.dense_loss:
             twin.append(("held-out loss, nats a token", *_loss_range(result.dense_loss)))
-        lines += [f"    {line}" for line in tables.aligned(twin).splitlines()]
+        lines += [f"    {line}" for line in output.aligned(twin).splitlines()]
     elif settled.config.sparsity.projections and not settled.relay:
         lines.append("  the dense twin has no plan that fits here")
     return lines
@@ -232,7 +232,6 @@ def comparison(config_of: Callable[[Machine], RunConfig], machines: Sequence[Mac
 
     Args:
       config_of: machine -> config of the run on it.
-      machines: the machines.
     """
     plans: dict[int, MachinePlan] = {}
     refusals: dict[int, str] = {}
@@ -282,7 +281,7 @@ def comparison(config_of: Callable[[Machine], RunConfig], machines: Sequence[Mac
         lines = [
             f"{first.settled.config.run.scale}, {first.tokens / 1e9:,.3g} billion tokens; all "
             "figures are estimates, and +- is the factor that nine of ten should stay within",
-            tables.aligned(rows),
+            output.aligned(rows),
             "tie: no slower than the fastest, within the error of the same software",
         ]
     lines += [f"{machines[number].name}: {words}" for number, words in refusals.items()]

@@ -3,7 +3,7 @@
 import dataclasses
 
 from sparse_dataflow.core.config.model import PRECISIONS, ModelConfig
-from sparse_dataflow.core.config.presets import RECIPES, SIZES, preset
+from sparse_dataflow.core.config.run import RECIPES, SIZES, preset
 from sparse_dataflow.core.config.settings import A_FRACTION, AT_LEAST_ONE, AT_LEAST_ZERO, setting
 from sparse_dataflow.files.errors import UserError
 

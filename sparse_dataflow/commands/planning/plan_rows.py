@@ -8,8 +8,8 @@ from sparse_dataflow.hardware import chips
 from sparse_dataflow.planner import search
 from sparse_dataflow.planner.efficiency import slower_than_dense
 from sparse_dataflow.planner.memory import USABLE
-from sparse_dataflow.planner.nearest import MESH
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
+from sparse_dataflow.planner.settle_advice import MESH
 
 
 def row(request: search.Request, plan: ParallelPlan, speed: float) -> dict[str, Any]:

@@ -4,9 +4,9 @@ import dataclasses
 from pathlib import Path
 
 from sparse_dataflow.commands.planning import launching, plan_rows, search_table, verify
-from sparse_dataflow.files import folders, tables
+from sparse_dataflow.files import folders, output
 from sparse_dataflow.hardware import chips
-from sparse_dataflow.planner import plan_memory, search, sensitivity, step_time
+from sparse_dataflow.planner import bands, plan_memory, search, step_time
 from sparse_dataflow.planner.memory import USABLE
 from sparse_dataflow.reporting import search_page
 from sparse_dataflow.reporting.figures import planner
@@ -54,7 +54,7 @@ def _search(options, request, folder):
     print(search_table.text(best, verdicts))
     if best.frontier:
         print(f"\n{best.frontier}")
-    tables.write_csv(folder / "trials.csv", best.rows)
+    output.write_csv(folder / "trials.csv", best.rows)
     for plan in plans[: options.explain]:
         print(f"\n{plan}\n{request.time(plan).explain()}")
         print(f"\nmemory of the fullest chip\n{_memory(request, plan)}")
@@ -110,9 +110,9 @@ def _memory(request, plan):
 
 
 def _sensitivity(priced, folder):
-    values, levels = sensitivity.decisions(priced)
-    effects = sensitivity.shapley_effects(values, list(levels))
-    best = sensitivity.best_by_level(values, levels)
+    values, levels = bands.decisions(priced)
+    effects = bands.shapley_effects(values, list(levels))
+    best = bands.best_by_level(values, levels)
     top = values.max()
     print("\nwhat decides: Shapley effects on throughput; best throughput by level, of the best")
     for name, effect in effects.items():
@@ -122,7 +122,7 @@ def _sensitivity(priced, folder):
     title = f"What decides the throughput on {request.chips:,} {request.chip.name}"
     planner.sensitivity(folder / "sensitivity.png", effects, best, title)
     print(f"  {folder / 'sensitivity.png'}")
-    return effects, sensitivity.mean_by_level(values, levels)
+    return effects, bands.mean_by_level(values, levels)
 
 
 def _roofline(options, request, plan, folder):

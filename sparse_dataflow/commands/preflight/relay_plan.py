@@ -15,12 +15,12 @@ from sparse_dataflow.core.executors.relay import timeline
 from sparse_dataflow.core.executors.relay.relay import RelayConfig
 from sparse_dataflow.core.executors.relay.relay_executor import RelayExecutor
 from sparse_dataflow.core.training.monitoring.metrics import say
-from sparse_dataflow.core.training.variants import Variant
+from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import CHIPS, GIB, Chip
 from sparse_dataflow.planner import memory, relay
-from sparse_dataflow.planner.attention import runs_fused
+from sparse_dataflow.planner.memory import runs_fused
 
 
 def estimate(
@@ -36,7 +36,6 @@ def estimate(
     """Returns the estimate of a model; see `planner.relay.estimate`.
 
     Args:
-      model: the model.
       training: batch, sequence and micro-batches.
       how: stash and clipping.
       chip: the chip; one of CHIPS has page-locked host memory and fused attention.

@@ -33,14 +33,13 @@ import jax
 from absl import logging
 
 from sparse_dataflow.cluster import processes
-from sparse_dataflow.core.checkpoint import checkpoint_folder, named_arrays
+from sparse_dataflow.core.checkpoint import named_arrays
 from sparse_dataflow.core.checkpoint.mirror import Mirror
-from sparse_dataflow.core.checkpoint.save_barrier import SaveBarrier
-from sparse_dataflow.core.checkpoint.save_outcome import SaveOutcome
+from sparse_dataflow.core.checkpoint.named_arrays import SaveBarrier, SaveOutcome
 from sparse_dataflow.files import manifest, storage
 from sparse_dataflow.files.addresses import Address
 from sparse_dataflow.files.errors import UserError, advice
-from sparse_dataflow.files.json_difference import refuse_difference
+from sparse_dataflow.files.json_files import refuse_difference
 
 
 class Checkpoints:
@@ -94,7 +93,7 @@ class Checkpoints:
         self._saving = 0
 
         def prepare():
-            checkpoint_folder.prepare(self._folder)
+            named_arrays.prepare_folder(self._folder)
             if mirror is not None:
                 self._mirror = Mirror(self._folder, mirror, keep)
 
@@ -113,11 +112,11 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Returns the steps of the finished checkpoints, oldest first, without verifying them."""
-        return sorted(checkpoint_folder.read_facts(self._folder))
+        return sorted(named_arrays.read_facts(self._folder))
 
     def best_step(self) -> int | None:
         """Returns the newest step with the lowest metric, or None if no checkpoint has one."""
-        return checkpoint_folder.best_step(checkpoint_folder.read_facts(self._folder))
+        return named_arrays.best_step(named_arrays.read_facts(self._folder))
 
     def save(
         self, step: int, state: Any, extra: Mapping[str, Any], metric: float | None = None
@@ -188,7 +187,7 @@ class Checkpoints:
         def make():
             if final.exists() or final.is_symlink():
                 self._set_aside(final, "it is in the way of a new checkpoint of that step")
-            checkpoint_folder.remove(saving)
+            named_arrays.remove(saving)
             saving.mkdir()
             self._saving = saving.stat().st_ino
 
@@ -296,8 +295,8 @@ class Checkpoints:
             return self._newest_verified(None)  # A running writer saved and pruned meanwhile.
         damaged = [
             path.name
-            for pattern in (checkpoint_folder.DAMAGED, checkpoint_folder.STEP)
-            for path in checkpoint_folder.subfolders(self._folder, pattern)
+            for pattern in (named_arrays.DAMAGED, named_arrays.STEP)
+            for path in named_arrays.subfolders(self._folder, pattern)
         ]
         if not damaged:
             return None
@@ -308,7 +307,7 @@ class Checkpoints:
 
     def _step_folders(self) -> list[int]:
         with named_arrays.user_errors(self._folder):
-            return checkpoint_folder.steps(self._folder)
+            return named_arrays.saved_steps(self._folder)
 
     def _verify_or_set_aside(self, step: int) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Verifies a checkpoint; returns (extra, array descriptions), or None if it is damaged."""
@@ -364,7 +363,7 @@ class Checkpoints:
         if self._mirror is not None:
             self._mirror.update()
         try:
-            for pruned in checkpoint_folder.prune(self._folder, self._keep, step):
+            for pruned in named_arrays.prune(self._folder, self._keep, step):
                 self._verified_steps.discard(pruned)
         except OSError as error:
             reason = named_arrays.reason(error)
@@ -412,4 +411,4 @@ class Checkpoints:
         if self._read_only:
             logging.warning("Checkpoint %s cannot be used: %s.", path, reason)
         else:
-            checkpoint_folder.set_aside(path, reason)
+            named_arrays.set_aside(path, reason)

@@ -1,12 +1,22 @@
-"""A state tree as named arrays, written and read with orbax bit by bit."""
+"""Checkpoints in a folder: state trees as named arrays, written and read with orbax bit by bit.
+
+Orbax waits until all processes have written their arrays, and again until process 0 has renamed the
+checkpoint.  A process whose write failed would never reach these barriers, and the others would
+wait for it until the timeout.  With `SaveBarrier` the failing process does reach the next barrier,
+after it has published its error; all processes then raise.
+"""
 
 import contextlib
 import errno
+import itertools
+import json
 import logging as std_logging
 import os
+import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +25,123 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 
-from sparse_dataflow.core.checkpoint.save_barrier import TIMEOUT_SECONDS, SaveBarrier
-from sparse_dataflow.files import storage
+from sparse_dataflow.cluster import processes
+from sparse_dataflow.files import json_files, manifest, storage
 from sparse_dataflow.files.errors import UserError, first_line
+
+TIMEOUT_SECONDS = 7 * 24 * 3600
+"""Timeout of a save: a slow file system may take as long as it needs."""
+
+_numbers = itertools.count()
+
+
+class PeerSaveError(OSError):
+    """Another process failed to write its arrays; `errno` is that of its error, or 0."""
+
+
+class SaveBarrier:
+    """The barriers of one checkpointer.
+
+    All processes create their checkpointers, and start their saves, in the same order.
+    """
+
+    def __init__(self):
+        self._number = next(_numbers)
+        self._saves = self._waits = 0
+
+    def start_save(self) -> None:
+        """Starts counting the barriers of a new save; called on every process."""
+        self._saves, self._waits = self._saves + 1, 0
+
+    def wait(self, *, key: str, timeout_ms: int) -> None:
+        """Waits until all processes are at this barrier.
+
+        Args:
+          key: orbax's name of the barrier; unused, as the barriers of a save have a fixed order.
+          timeout_ms: timeout in milliseconds.
+
+        Raises:
+          PeerSaveError: a process failed; the text names it.
+        """
+        place = self._arrive(timeout_ms)
+        for name, failure in _client().key_value_dir_get(place):
+            number, words = json_files.parse(failure)
+            raise PeerSaveError(number, f"process {name.rpartition('/')[2]}: {words}")
+
+    def report_failure(self, error: BaseException) -> None:
+        """Publishes this process's failure and joins the barrier where the others wait.
+
+        The failure is published under the next barrier.  Under the previous one, a process that
+        has not yet looked would raise there and leave the others waiting at the next one.
+        """
+        if jax.process_count() == 1 or isinstance(error, PeerSaveError):
+            return
+        number = storage.error_number(error)
+        words = os.strerror(number) if number else f"{type(error).__name__}: {error}"[:300]
+        name = f"{self._place(self._waits + 1)}/{jax.process_index()}"
+        _client().key_value_set(name, json.dumps([number or 0, words]))
+        self._arrive(TIMEOUT_SECONDS * 1000)
+
+    def _place(self, wait):
+        return f"sparse_dataflow/{self._number}/save/{self._saves}/{wait}"
+
+    def _arrive(self, timeout_ms):
+        self._waits += 1
+        place = self._place(self._waits)
+        ocp.multihost.get_barrier_sync_fn()(key=place, timeout_ms=timeout_ms)
+        return place
+
+
+def _client() -> Any:
+    """Returns the key-value store that jax's processes share, which has no public name."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+class SaveOutcome:
+    """Recorded by the background thread; read by the training thread after that has ended."""
+
+    def __init__(self):
+        self._permanent: UserError | None = None
+        self._transient: UserError | None = None
+        self._failures_in_a_row, self._retry_time = 0, 0.0
+
+    def record_success(self) -> None:
+        """Records that the save succeeded."""
+        self._failures_in_a_row = 0
+
+    def record_failure(self, error: Exception, user_error: UserError) -> None:
+        """Records a failure; a transient one (see `storage`) may be retried a few times."""
+        user_error.__cause__ = error
+        if storage.is_transient(error) and self._failures_in_a_row < len(storage.WAITS):
+            self._retry_time = time.monotonic() + storage.WAITS[self._failures_in_a_row]
+            self._failures_in_a_row += 1
+            self._transient = user_error
+            logging.warning("%s The save will be retried.", user_error)
+        else:
+            self._permanent = user_error
+            logging.error("%s", user_error)
+
+    @property
+    def retry_due(self) -> bool:
+        """Whether the save failed with a transient error and its waiting time is over."""
+        return self._transient is not None and time.monotonic() >= self._retry_time
+
+    def take(self) -> UserError | None:
+        """Returns and clears the outcome, the same on all processes.
+
+        Returns:
+          None if the save succeeded on every process; else the transient error.
+
+        Raises:
+          UserError: a process failed with a permanent error.
+        """
+        permanent, self._permanent = self._permanent, None
+        transient, self._transient = self._transient, None
+        processes.raise_on_all(permanent)
+        words = processes.first_message(transient)
+        return None if words is None else UserError(words)
 
 
 def make_checkpointer(barrier: SaveBarrier) -> ocp.AsyncCheckpointer:
@@ -224,3 +348,134 @@ def _is_useful(record: std_logging.LogRecord) -> bool:
     also_raised = path.stem in ("async_checkpointer", "future") and record.exc_info is not None
     record.exc_info = None
     return record.levelno >= std_logging.WARNING and not also_raised
+
+
+STEP = re.compile(r"0|[1-9][0-9]{0,17}")
+DAMAGED = re.compile(r"[0-9]+\.damaged(-[0-9]+)?")
+_LEFTOVER = re.compile(r"[0-9]+\.(saving|pruning)")
+
+
+def subfolders(folder: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
+    """Yields the subfolders whose name matches, sorted, without links; none without `folder`."""
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            yield path
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Returns the steps of all folders named by a step, oldest first, without reading them."""
+    return sorted(int(path.name) for path in subfolders(folder, STEP))
+
+
+def read_facts(folder: Path) -> dict[int, dict[str, Any]]:
+    """Returns {step: facts of its manifest} of the finished checkpoints, without verifying them."""
+    facts = {}
+    for path in subfolders(folder, STEP):
+        try:
+            fact = manifest.read(path)
+        except (manifest.Damaged, OSError):
+            continue
+        if fact.get("step") == int(path.name):
+            facts[int(path.name)] = fact
+    return facts
+
+
+def best_step(facts: dict[int, dict[str, Any]]) -> int | None:
+    """Returns the newest step with the lowest metric, or None if no step has a metric."""
+    rated = [step for step, fact in facts.items() if isinstance(fact.get("metric"), float)]
+    return min(rated, key=lambda step: (facts[step]["metric"], -step), default=None)
+
+
+def prepare_folder(folder: Path) -> None:
+    """Creates the folder, checks that it is writable and removes unfinished saves.
+
+    Raises:
+      UserError: the folder cannot be written.
+    """
+
+    def make():
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in subfolders(folder, _LEFTOVER):
+            remove(path)
+        probe = folder / "0.saving"
+        probe.mkdir()
+        probe.rmdir()
+
+    try:
+        storage.retry(f"Preparing {folder}", make)
+    except OSError as error:
+        raise UserError(
+            f"Checkpoints cannot be written to {folder}: {reason(error)}. "
+            "Choose a run folder that can be written."
+        ) from error
+
+
+def set_aside(path: Path, cause: str) -> None:
+    """Renames an unusable checkpoint to a free `<step>.damaged` name and logs the reason.
+
+    Raises:
+      UserError: it cannot be renamed.
+    """
+    aside, count = path.with_name(f"{path.name}.damaged"), 1
+    while aside.exists() or aside.is_symlink():
+        count += 1
+        aside = path.with_name(f"{path.name}.damaged-{count}")
+    try:
+        path.rename(aside)
+    except OSError as error:
+        raise UserError(
+            f"Checkpoint {path} cannot be used ({cause}) and could not be moved aside: "
+            f"{reason(error)}."
+        ) from error
+    say_set_aside(path, cause, aside.name)
+
+
+def say_set_aside(place: object, cause: str, name: str) -> None:
+    """Says that a checkpoint is damaged, and under which name it is kept."""
+    logging.warning("Checkpoint %s cannot be used: %s. It is now %s.", place, cause, name)
+
+
+def prune(folder: Path, keep: int, just_saved: int) -> Iterator[int]:
+    """Deletes all but the checkpoint just saved, the best and the `keep` newest; yields each step.
+
+    A checkpoint is renamed before it is deleted, so a reader sees all of it or nothing.
+    """
+    facts = read_facts(folder)
+    for step in sorted(facts.keys() - {just_saved, best_step(facts), *sorted(facts)[-keep:]}):
+        pruning = folder / f"{step}.pruning"
+        remove(pruning)
+        (folder / str(step)).rename(pruning)
+        yield step
+        remove(pruning)
+
+
+def remove(path: Path) -> None:
+    """Deletes a folder with its content; a link or a missing folder is left alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+
+
+def read_part(
+    folder: Path, step: int, abstract_part: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Returns some arrays of the checkpoint of a step.
+
+    Args:
+      folder: the `checkpoints` folder of a variant.
+      step: one of `saved_steps`.
+      abstract_part: extra.json's values -> {name of a part of the state: tree of numpy arrays of
+        the shapes and dtypes to read}.
+
+    Raises:
+      UserError: it is gone or damaged, or has no such arrays.
+    """
+    path = folder / str(step)
+    # Damaged or vanishing files raise errors of any type in orbax.
+    with user_errors(path, Exception):
+        tree = abstract_part(manifest.load_json(path / "extra.json")["extra"])
+        if not jax.tree.leaves(tree):
+            return dict(tree)
+        with contextlib.closing(make_checkpointer(SaveBarrier())) as checkpointer:
+            return read(checkpointer, path / "state", dict(tree))

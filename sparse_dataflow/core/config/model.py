@@ -1,4 +1,4 @@
-"""The shape of a decoder-only transformer, and the storage of its projections."""
+"""The shape of a decoder-only transformer, the storage of its projections, and shapes by scale."""
 
 import dataclasses
 import math
@@ -6,11 +6,14 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
-from sparse_dataflow.core.config import model_checks, remat
-from sparse_dataflow.core.config.attention_kinds import AttentionSettings
-from sparse_dataflow.core.config.families import FAMILY_FIELDS
+from sparse_dataflow.core.config import families, remat
+from sparse_dataflow.core.config.families import (
+    FAMILIES,
+    FAMILY_FIELDS,
+    AttentionSettings,
+    RotarySettings,
+)
 from sparse_dataflow.core.config.projections import DENSE, LOW_RANK, MLP, PROJECTIONS, LinearSpec
-from sparse_dataflow.core.config.rotary_scaling import RotarySettings
 from sparse_dataflow.core.config.settings import (
     ADOPTED,
     MOST_EXPERTS,
@@ -96,7 +99,7 @@ class ModelConfig(AttentionSettings, RotarySettings):
         leaves it empty.
       shared_layers: whether all layers apply one block, whose parameters exist once.  A phase of
         the evolution method shared_to_own; no setting.
-      guided: whether each block-sparse projection has a dense guide (`model.guides`).  A phase of
+      guided: whether each block-sparse projection has a dense guide (`model.adapters`).  A phase of
         the evolution method self_guided; no setting.
       seed: offset of the patterns, and so the seed of random ones.
 
@@ -229,7 +232,7 @@ class ModelConfig(AttentionSettings, RotarySettings):
             raise UserError(
                 f"seed {self.seed} is not legal; legal: whole numbers from 0 to {MOST_INTEGER}."
             )
-        model_checks.check_attention(self)
+        families.check_attention(self)
         self.selected(self.biases, "model.biases")
         linears = tuple(sorted(dict(self.linears).items()))
         for name, _ in linears:
@@ -239,13 +242,13 @@ class ModelConfig(AttentionSettings, RotarySettings):
                 )
         object.__setattr__(self, "linears", linears)
         self._settle_depth()
-        model_checks.check_experts(self)
+        families.check_experts(self)
         if self.quantized and self.low_rank_projections:
             raise UserError(
                 f"model.precision={self.precision} with products of two factors "
                 f"({', '.join(self.low_rank_projections)}); legal with them: {PRECISIONS[0]}."
             )
-        model_checks.check_blocks(self)
+        families.check_blocks(self)
 
     def selected(self, names: tuple[str, ...], path: str) -> tuple[str, ...]:
         """Returns the projections that a setting names, in the model's order.
@@ -450,3 +453,44 @@ class ModelConfig(AttentionSettings, RotarySettings):
         tuples = {"biases": tuple(fields.get("biases", PROJECTIONS))}
         tuples["rotary_factors"] = tuple(fields.get("rotary_factors", ()))
         return cls(**{**fields, "linears": linears, **tuples})
+
+
+def _size(num_layers, d_model, num_heads, vocab_size, max_len):
+    return ModelConfig(num_layers, d_model, num_heads, 4 * d_model, vocab_size, max_len)
+
+
+def _published(family, num_layers, d_model, num_heads, d_ff, vocab_size, max_len, **fields):
+    shape = (num_layers, d_model, num_heads, d_ff, vocab_size, max_len)
+    return ModelConfig(*shape, num_kv_heads=8, **{**FAMILIES[family], **fields})
+
+
+_LLAMA_3_2 = {"rotary_base": 5e5, "rotary_factor": 32.0, "tied_embeddings": True}
+_QWEN_3 = {"rotary_base": 1e6, "norm_epsilon": 1e-6, "head_dim": 128}
+
+
+SIZES: dict[str, ModelConfig] = {
+    "pico": _size(2, 128, 2, 512, 64),
+    "3m": _size(4, 256, 4, 1024, 128),
+    "nano": _size(2, 1024, 8, 3072, 128),
+    "micro": _size(4, 1024, 8, 2048, 256),
+    "mini": _size(6, 1536, 12, 4096, 256),
+    "125m": _size(12, 768, 12, 50257, 2048),
+    "350m": _size(24, 1024, 16, 50257, 2048),
+    "1.3b": _size(24, 2048, 16, 50257, 2048),
+    "6.7b": _size(32, 4096, 32, 50257, 2048),
+    "13b": _size(40, 5120, 40, 50257, 2048),
+    "22b": _size(48, 6144, 48, 51200, 2048),
+    "175b": _size(96, 12288, 96, 51200, 2048),
+    "1t": _size(128, 25600, 160, 51200, 2048),
+    "llama3-1b": _published("llama", 16, 2048, 32, 8192, 128256, 131072, **_LLAMA_3_2),
+    "llama3-8b": _published("llama", 32, 4096, 32, 14336, 128256, 8192, rotary_base=5e5),
+    "qwen3-0.6b": _published(
+        "qwen3", 28, 1024, 16, 3072, 151936, 40960, tied_embeddings=True, **_QWEN_3
+    ),
+    "qwen3-8b": _published("qwen3", 36, 4096, 32, 12288, 151936, 40960, **_QWEN_3),
+}
+"""Shapes by scale.  Laptop scales are wide and shallow with short sequences and a small vocabulary,
+so that projections hold at least 85% of the FLOPs, as they hold about 95% in the 13B.  125m to 13b
+and 175b are GPT-3's (arXiv 2005.14165, table 2.1), 22b and 1t Frontier's (arXiv 2312.12705).
+The others are those of config.json in meta-llama/Llama-3.2-1B, meta-llama/Meta-Llama-3-8B,
+Qwen/Qwen3-0.6B and Qwen/Qwen3-8B."""

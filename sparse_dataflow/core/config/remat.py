@@ -1,14 +1,17 @@
 """What each block does with its activations until the backward pass: one kind for every block.
 
 A text such as "offload+full:4,none:8" is four times the pattern (offload, full), then eight blocks
-"none", in order of depth.  A kind alone, "full", is that of all blocks.
+"none", in order of depth.  A kind alone, "full", is that of all blocks.  Logits are computed again
+in chunks of `chunk_tokens`.
 
-Pure Python: importing this module loads no jax.
+Importing this module loads no jax.
 """
 
 import itertools
 import re
 from typing import Any
+
+import numpy as np
 
 from sparse_dataflow.files.errors import UserError
 
@@ -127,3 +130,24 @@ def text(of_terms: Terms) -> str:
     if len(used) == 1:
         return used.pop()
     return ",".join(f"{'+'.join(pattern)}:{repeats}" for pattern, repeats in of_terms)
+
+
+CPU_TOKENS = 512
+"""Tokens of a chunk on a CPU, and the fewest elsewhere.  The planner counts those of a GPU or TPU
+for a CPU too: at most half a GiB more."""
+
+MOST_TOKENS = 4096
+LOGITS_BYTES = 2**29
+"""Most bytes of a chunk's float32 logits on a GPU or TPU.  Each chunk reads and writes the gradient
+of the whole embedding, and pads the embedding, so few long chunks are faster: on an H100 chunks of
+512 tokens took 39 ms of a 256 ms step of 6.7B, 60% of it in these passes."""
+
+
+def chunk_tokens(vocabulary: Any) -> Any:
+    """Returns the tokens of a chunk on a GPU or TPU, a power of two.
+
+    Args:
+      vocabulary: rows of the output layer on a device, a number or an array of numbers.
+    """
+    fitting = 2 ** np.floor(np.log2(LOGITS_BYTES / (4 * np.asarray(vocabulary))))
+    return np.clip(fitting, CPU_TOKENS, MOST_TOKENS).astype(int)

@@ -1,7 +1,7 @@
 """Which settings go together: one table, which refuses, and which the page of settings shows.
 
 A rule names a setting in use, another one, and the values that the other may then have.  What is in
-no rule goes together.  `executors.support` has the rules of settings and devices.
+no rule goes together.  `executors.executor` has the rules of settings and devices.
 """
 
 from collections.abc import Callable

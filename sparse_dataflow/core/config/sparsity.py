@@ -1,4 +1,4 @@
-"""Which part of the weights is stored."""
+"""Which part of the weights is stored, and how the stored blocks change while a model trains."""
 
 import dataclasses
 
@@ -6,7 +6,10 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LOW_RANK, PROJECTIONS, LinearSpec
 from sparse_dataflow.core.config.settings import (
     A_FRACTION,
+    A_SHARE,
+    MOST_SEQUENCES,
     MOST_SIZE,
+    MOST_STEPS,
     Readable,
     between,
     setting,
@@ -78,3 +81,88 @@ class SparsityConfig(Readable):
             self.hadamard,
         )
         return dict.fromkeys(model.selected(self.projections, "sparsity.projections"), spec)
+
+
+METHOD_NAMES: list[str] = []
+"""Names of the methods, filled by `layouts.evolution.register`."""
+
+EXCHANGED_BLOCKS = 0.05
+"""Share of the blocks that the first update of rigl or set exchanges.  RigL's is 0.3 (arXiv
+1911.11134, section 3); three seeds of `pico` do not tell the two apart (docs/quality.md)."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class EvolutionConfig(Readable):
+    """Which method, and when.
+
+    Attributes:
+      method: a name in `layouts.evolution`.
+      share: it falls to 0 along a cosine (arXiv 1911.11134, section 3).
+      max_fan_out: counts the output blocks of an input block.  Tables by input block have this
+        width, so the gradient of the inputs costs up to this multiple of the stored blocks in plain
+        XLA; the TPU and Hopper kernels skip padding.
+      sequences: rounded up to whole micro-batches.  A sequence costs a forward and a backward pass
+        with dense weight gradients.
+      row_shards: shards of a tensor-parallel mesh then store equally many blocks.  Results depend
+        on it and not on the mesh.
+      given_layouts: whether the first layouts come with imported weights, and so are data.
+    """
+
+    method: str = setting(
+        "static",
+        "set and rigl exchange blocks, at random or by their gradient; gradual prunes a dense "
+        "model in halvings; sparse_to_dense ends dense; low_rank_tail adds sparsity.rank at the "
+        "end; self_guided mixes a dense product in, whose share falls to 0; shared_to_own trains "
+        "one block for all layers, then copies it. Options follow a colon: "
+        "rigl:every=100,share=0.05.",
+        choices=METHOD_NAMES,
+    )
+    every: int = setting(
+        100, "Steps between two updates of set or rigl.", legal=between(1, MOST_STEPS)
+    )
+    at: float = setting(
+        0.0,
+        "Fraction of the steps at which set and rigl stop (0.75), gradual's cubic schedule ends "
+        "(0.5), sparse_to_dense turns dense (0.7), low_rank_tail adds its term (0.99), self_guided "
+        "drops its dense product (0.5) or shared_to_own copies its block (0.3); 0 is the number in "
+        "brackets.",
+        legal=A_SHARE,
+    )
+    share: float = setting(
+        EXCHANGED_BLOCKS,
+        "Share of the blocks that the first update of set or rigl exchanges.",
+        legal=("in (0, 1)", lambda share: 0 < share < 1),
+    )
+    max_fan_out: float = setting(
+        3.0,
+        "Most outputs of an input block after an update of set or rigl, as a multiple of the mean.",
+        legal=("above 1, at most 100", lambda multiple: 1 < multiple <= 100),
+    )
+    sequences: int = setting(
+        32,
+        "Sequences that rigl measures gradients on before an update.",
+        legal=between(1, MOST_SEQUENCES),
+    )
+    row_shards: int = setting(
+        1,
+        "Parts of the inputs between which set and rigl move no block in attn_out and mlp_out: a "
+        "multiple of the mesh's tensor axis.",
+        legal=between(1, MOST_SEQUENCES),
+    )
+    first: tuple[str, ...] = setting(
+        (),
+        "Projections that sparse_to_dense makes dense first, the others halfway from there to the "
+        "end; none is all at once.",
+        choices=PROJECTIONS,
+    )
+    plateau: int = setting(
+        0,
+        "Evaluations in a row without 0.5% of gain after which sparse_to_dense turns dense early; "
+        "0 is never.",
+        legal=between(0, MOST_STEPS),
+    )
+    given_layouts: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "first", tuple(self.first))
+        validate(self, "evolution")

@@ -220,6 +220,11 @@ class TrainingConfig(Readable):
             )
 
     @property
+    def is_built_in(self) -> bool:
+        """Whether the optimizer is AdamW or Muon, which `optim.optimizers` applies."""
+        return self.optimizer in BUILT_IN
+
+    @property
     def plateau_stop(self) -> int:
         """First step (from 0) in which training.schedule=wsd falls."""
         return self.steps - max(1, round(self.decay * self.steps))

@@ -14,8 +14,8 @@ from sparse_dataflow.core.config.layer_groups import join_groups, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.model.model_weights import ModelWeights
 from sparse_dataflow.core.model.projection import Probe
+from sparse_dataflow.core.model.stacks import ModelWeights
 
 
 def block_gradient_norms(
@@ -31,7 +31,6 @@ def block_gradient_norms(
     of one projection of one layer at a time and keeps only its block norms.
 
     Args:
-      model: model config.
       weights: of the model, with layouts that may change.
       tokens: int32 [rows, sequence + 1].
       member: device whose weights these are.
@@ -99,7 +98,6 @@ def mean_norms(
     Args:
       measure: int32 [rows, sequence + 1] tokens -> {projection: norms}.
       batches: int32 [batch, sequence + 1] tokens of enough batches.
-      division: the portions.
     """
     totals: dict[str, np.ndarray] = {}
     rows, calls, per_batch = division

@@ -38,7 +38,7 @@ def cut(
       shards: number of shards.
       changing: whether the layouts may change later; the tables then fit any layout.
       kv_copies: consecutive shards of `k` and `v` that are equal; see
-        `mesh_cuts.key_value_copies`.
+        `config.parallel.key_value_copies`.
 
     Raises:
       UserError: the shards of a layout would store different numbers of blocks.

@@ -18,7 +18,6 @@ class Row:
       group: key in `Executor.arrays`.
       name: dotted path.
       shape: global shape.
-      dtype: name of the dtype.
       cut: mesh axes that shard each dimension, as text; "whole" if replicated.
       bytes: bytes on one chip.
     """

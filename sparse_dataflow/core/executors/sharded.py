@@ -13,15 +13,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.core.config.layer_groups import group_index_of_path, join_groups, split_groups
-from sparse_dataflow.core.config.mesh_cuts import key_value_copies, run_length
-from sparse_dataflow.core.config.parallel import MOST_SUB_BATCHES
+from sparse_dataflow.core.config.parallel import MOST_SUB_BATCHES, key_value_copies
+from sparse_dataflow.core.config.parallel import cut_run_length as run_length
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP
-from sparse_dataflow.core.executors import (
-    cuts,
-    sharding,
-    support,
-    whole,
-)
+from sparse_dataflow.core.executors import cuts, executor, sharding, whole
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors import (
     residual_stream as residual,
@@ -32,8 +27,8 @@ from sparse_dataflow.core.executors.executor import Executor
 from sparse_dataflow.core.executors.mesh import BATCH_AXES, MODEL_AXES
 from sparse_dataflow.core.executors.sharding import COLUMN_PARALLEL
 from sparse_dataflow.core.model import adapters, stacks
-from sparse_dataflow.core.model.model_weights import ModelWeights
 from sparse_dataflow.core.model.shard import Shard
+from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import gradient_arrays
 from sparse_dataflow.files.errors import UserError
 
@@ -73,8 +68,8 @@ class Sharded(Executor):
     def ways(self):
         """See `Executor`."""
         longer = {axis for axis, size in self.mesh.shape.items() if size > 1}
-        rows = (support.ROWS,) if longer & set(BATCH_AXES) else ()
-        return (*rows, *(way for way in support.WAYS if way in longer))
+        rows = (executor.ROWS,) if longer & set(BATCH_AXES) else ()
+        return (*rows, *(way for way in executor.WAYS if way in longer))
 
     def check(self, model, training):
         """See `Executor`."""

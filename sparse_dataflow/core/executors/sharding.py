@@ -15,8 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sparse_dataflow.core.config.mesh_cuts import key_value_copies
 from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.parallel import key_value_copies
 from sparse_dataflow.core.config.projections import KEY_VALUE, PROJECTIONS, ROW_PARALLEL
 from sparse_dataflow.core.executors.mesh import (
     BATCH_AXES,
@@ -89,7 +89,7 @@ def spec(
       shape: global shape.
       mesh: the devices.
       fsdp: whether to shard over "fsdp".
-      kv_copies: see `mesh_cuts.key_value_copies`.
+      kv_copies: see `config.parallel.key_value_copies`.
     """
     row = _row(path)
     cuts = [list(entry_axes(entry)) for entry in [*row, *[None] * (len(shape) - len(row))]]
@@ -175,7 +175,6 @@ def state_shardings(state: Any, model: ModelConfig, mesh: AnyMesh, zero: int) ->
 
     Args:
       state: has `params`, `frozen` and `moments`; leaves have shapes.
-      model: the model of the state.
       mesh: the devices.
       zero: `parallel.zero`, 0 to 3.
     """
@@ -328,7 +327,6 @@ def refuse_indivisible(
 
     Args:
       mesh: the devices.
-      model: model config.
       batch: sequences per step.
       micro_batches: micro-batches per step.
       sequence: tokens per sequence.

@@ -16,14 +16,14 @@ from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors.context import KEYS_VALUES, Context
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.model_weights import ModelWeights
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.shard import WHOLE, Shard
+from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
-from sparse_dataflow.core.ops.attention.documents import document_numbers
-from sparse_dataflow.core.ops.cross_entropy.distillation import TeacherOutput
-from sparse_dataflow.core.weights.linear import PROJECTION_OUTPUT
+from sparse_dataflow.core.ops.attention.dot_product import document_numbers
+from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
+from sparse_dataflow.core.weights.weight import PROJECTION_OUTPUT
 
 GATHERED = "gathered"
 """Checkpoint name of all-gathered params: the backward pass gathers them again."""
@@ -323,8 +323,6 @@ def loss(config: ModelConfig, weights: ModelWeights, batch: Batch, member: Membe
     """Returns the member's share of the sum of weighted next-token losses: float32 [], in nats.
 
     Args:
-      config: model config.
-      weights: of the model.
       batch: with weights of the targets.
       member: device whose rows and weights these are.
     """
@@ -407,8 +405,6 @@ def token_scores(
     Needs as much memory as `loss`.
 
     Args:
-      config: model config.
-      weights: of the model.
       tokens: int32 [B, T + 1]; the first T are inputs, the last T targets.
       places: int32 [S], indices into the B * T targets; the others cost no logits.
       member: device whose rows and weights these are.

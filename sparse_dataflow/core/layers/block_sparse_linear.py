@@ -15,8 +15,8 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 from jax import lax
 
-from sparse_dataflow.core.config.evolution_config import EvolutionConfig
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.layers.layer_products import by_dot_general, in_precision, precision_name
 from sparse_dataflow.core.layers.layout_state import (
     LAYOUT_PREFIX,

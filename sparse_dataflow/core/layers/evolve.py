@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from sparse_dataflow.core.config.evolution_config import EXCHANGED_BLOCKS
+from sparse_dataflow.core.config.sparsity import EXCHANGED_BLOCKS
 from sparse_dataflow.core.layers.block_sparse_linear import BlockSparseLinear, DenseGradient
 from sparse_dataflow.core.layers.layout_state import (
     LayoutMark,
@@ -39,7 +39,6 @@ class Change(NamedTuple):
     """New layouts of a layer.
 
     Attributes:
-      layer: the layer.
       layouts: its new layouts.
       sources: int32 [layers, new nnz], the slot of each new block in the old values; -1 if new.
     """

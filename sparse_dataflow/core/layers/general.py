@@ -18,7 +18,6 @@ class Contraction:
     """The product of an input with a kernel of any rank, as a product with a matrix.
 
     Attributes:
-      kernel_shape: shape of the kernel.
       order: axes of the kernel: those of the matrix's inputs, then those of its outputs.
       count: number of axes of the matrix's inputs.
       axis: axes of the input that an nnx.LinearGeneral sums over.

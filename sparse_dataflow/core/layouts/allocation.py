@@ -198,7 +198,6 @@ def allocation_table(
     With per-layer densities it has rows for each layer group, and a last line with mean densities.
 
     Args:
-      model: the config.
       flops: model -> projection -> training FLOPs per token over all layers (see `training.cost`).
     """
     total = sum(flops(model)[name] for name in model.projections)

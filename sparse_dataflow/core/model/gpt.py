@@ -53,7 +53,7 @@ from flax import nnx
 from sparse_dataflow.core.config.layer_groups import join_groups, layer_groups
 from sparse_dataflow.core.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.config.projections import MLP
-from sparse_dataflow.core.model import guides
+from sparse_dataflow.core.model import adapters
 from sparse_dataflow.core.model.experts import Experts, with_loss
 from sparse_dataflow.core.model.mlp import Mlp
 from sparse_dataflow.core.model.projection import arrays
@@ -61,10 +61,9 @@ from sparse_dataflow.core.model.rotary import rotate
 from sparse_dataflow.core.model.shard import WHOLE, Shard, normalise
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.cross_entropy import cross_entropy_op as cross_entropy
-from sparse_dataflow.core.ops.cross_entropy import vocabulary
-from sparse_dataflow.core.ops.cross_entropy.distillation import TeacherOutput, distillation_loss
+from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput, distillation_loss
 from sparse_dataflow.core.ops.wide_sums import broadcast_like, lookup
-from sparse_dataflow.core.weights.linear import Linear
+from sparse_dataflow.core.weights.weight import Linear
 
 
 class Embed(nnx.Module):
@@ -87,7 +86,7 @@ class Embed(nnx.Module):
         """
         table_VxD = self.tokens[...].astype(self.dtype)
         if shard.vocabulary:
-            partial = vocabulary.lookup(table_VxD, tokens_BxT, shard.vocabulary_axes)
+            partial = cross_entropy.lookup(table_VxD, tokens_BxT, shard.vocabulary_axes)
             x_BxTxD = shard.reduce_features(shard.reduce(partial), shard.residual_run)
         else:
             x_BxTxD = lookup(table_VxD, shard.slice(tokens_BxT, axis=1))
@@ -235,7 +234,7 @@ def init(config: ModelConfig, key: jax.Array) -> dict:
         "blocks": join_groups(blocks),
         "head": init_section(config, "head", keys["head"]),
     }
-    return guides.without_leaves(params, guides.SHARE) if config.guided else params
+    return adapters.without_leaves(params, adapters.SHARE) if config.guided else params
 
 
 def init_keys(config: ModelConfig, key: jax.Array) -> dict[str, jax.Array]:
@@ -265,7 +264,6 @@ def embed(
     """First section: int32 [B, T] -> [B, T, D] in the compute dtype; T / devices under a shard.
 
     Args:
-      config: the model.
       params: of the section "embed".
       tokens_BxT: token ids.
       shard: shard of the parameters.
@@ -393,7 +391,6 @@ def head_scores(
     Under a shard, x has T / devices tokens, targets have T, and the results are replicated.
 
     Args:
-      config: the model.
       params: of the section "head".
       embedding_VxD: token embedding, the output layer if it is tied; like "output" of the params,
         sharded over V if `shard.vocabulary`.

@@ -8,7 +8,7 @@ import jax
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.weights.linear import Linear
+from sparse_dataflow.core.weights.weight import Linear
 
 Observe = Callable[[str, jax.Array, Linear], tuple[jax.Array, Linear]]
 """(projection, its input [B, T, in], its weight and bias) -> (observation, what is applied)."""

@@ -17,12 +17,12 @@ from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.model.adapters import SCALE
 from sparse_dataflow.core.model.shard import WHOLE, Shard
-from sparse_dataflow.core.weights.linear import Linear
 from sparse_dataflow.core.weights.weight import (
     BlockSparse,
     Dense,
     Guided,
     Hadamard,
+    Linear,
     LowRank,
     PlusLowRank,
     Probed,
@@ -73,8 +73,6 @@ def linear(
       there may be `guide` and `guide_share`; `a_kernel`, `b_kernel` and `gate`; and `bias`.
 
       Args:
-        config: the model.
-        projection: its name.
         arrays: the arrays, also stacked over layers or experts; of any dtype.
         layout: of block-sparse values; or a `Probe` or `InputThreshold`.
     """
@@ -117,7 +115,6 @@ def layer_weights(config: ModelConfig, params: Mapping[str, Any], tables: Mappin
     """Returns the parameters of one layer with each projection as a `Linear`.
 
     Args:
-      config: the model.
       params: parameters of the layer, see `gpt`.
       tables: block-sparse projection -> its tables, a `Probe` or an `InputThreshold`; those of
         experts belong to the shared expert too.
@@ -141,7 +138,6 @@ class Probe:
     """Layout tables of a projection, and the rest of its `Probed` weight.
 
     Attributes:
-      tables: tables of the layout.
       norms: see `Probed`, also for `axes`.
       axes: `shard_map` axes over which the rows of x are sharded.
       shard: shard of a projection in KEY_VALUE, whose gradient is summed over its copies.

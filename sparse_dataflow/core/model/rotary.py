@@ -5,8 +5,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from sparse_dataflow.core.config.families import READ_BY_SCALING as USED
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.rotary_scaling import USED
 
 
 def rotate(
@@ -15,7 +15,6 @@ def rotate(
     """Applies rotary positions (arXiv 2104.09864, section 3.4), halves paired.
 
     Args:
-      config: the model.
       x_BxTxHxK: queries or keys.
       positions_BxT: int32 positions of the tokens; None is 0 to T - 1.
     """
@@ -39,7 +38,6 @@ def frequencies(config: ModelConfig, width: int) -> tuple[jax.Array, float]:
     rotations.
 
     Args:
-      config: the model.
       width: share of a head's features, before it is rounded up.
     """
     frequency = config.rotary_base ** (-jnp.arange(0, width, 2) / width)

@@ -42,7 +42,6 @@ class Case:
     """The key of a measurement: tiles apply only to an equal case.
 
     Attributes:
-      implementation: name of the implementation.
       product: one of PRODUCTS.
       tokens: rows of x.
       in_features: width of x.
@@ -155,7 +154,6 @@ def keyed_by_case(
     """Return the search spaces of the products, keyed by `Case`.
 
     Args:
-      implementation: name of the implementation.
       x: [tokens, in_features]; only shape and dtype are read.
       values: [nnz, block, block]; only shape is read.
       widths: (in_features, out_features).

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.model.guides import GUIDE
+from sparse_dataflow.core.model.adapters import GUIDE
 from sparse_dataflow.core.optim import factories, muon
 
 LINEAR_MATRICES = ("kernel", "values", GUIDE, "a_kernel", "b_kernel", *muon.FACTORS, "router")

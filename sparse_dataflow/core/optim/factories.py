@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sparse_dataflow.core.config.training import BUILT_IN, TrainingConfig
+from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError, first_line
 
 CLIPPED_RMS = 1.0
@@ -23,11 +23,6 @@ CLIPPED_RMS = 1.0
 section 6)."""
 
 _TRIED_STEPS = 20
-
-
-def is_built_in(training: TrainingConfig) -> bool:
-    """Returns whether the optimizer is AdamW or Muon, which `optim.optimizers` applies."""
-    return training.optimizer in BUILT_IN
 
 
 def transformation(training: TrainingConfig, rate: Any, decay: float) -> Any:

@@ -1,5 +1,6 @@
-"""The optimizer of a training: clipping, a schedule, weight decay, and a learning-rate multiplier
-for each parameter, about AdamW, Muon or an optimizer of `factories`."""
+"""The training state, and its optimizer: clipping, a schedule, weight decay, and a learning-rate
+multiplier for each parameter, about AdamW, Muon or an optimizer of `factories`.
+"""
 
 import functools
 import math
@@ -15,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 from sparse_dataflow.core.config.layer_groups import group_index_of_path, layer_groups
 from sparse_dataflow.core.config.model import SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.model.guides import GUIDE
-from sparse_dataflow.core.model.model_weights import ModelWeights
-from sparse_dataflow.core.optim import by_weight, factories, muon
+from sparse_dataflow.core.model.adapters import GUIDE
+from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.optim import by_weight, muon
 from sparse_dataflow.core.optim.by_weight import LINEAR_MATRICES
 
 SPARSE_RATE_DENSITY = 1 / 8
@@ -61,7 +62,6 @@ def make_optimizer(
     `weights`: Muon's matrices are the groups of layouts that have them and cannot change.
 
     Args:
-      model: config of the model.
       training: optimizer settings.
       mesh: devices over which the updated arrays are sharded, with an axis "stage" for layers;
         None for one device.
@@ -74,7 +74,7 @@ def make_optimizer(
         return NewRowsState(steps) if new_rows else optax.EmptyState()
 
     def scale(updates, state, params=None, *, learning_rate, weights=None, **_):
-        if factories.is_built_in(training):
+        if training.is_built_in:
             multipliers = learning_rate_multipliers(model, training, updates, weights)
             updates = jax.tree.map(lambda u, m: -learning_rate * (u * m), updates, multipliers)
         if not new_rows:
@@ -87,7 +87,7 @@ def make_optimizer(
         _moments(training, mesh),
         optax.add_decayed_weights(training.weight_decay, mask=mask),
     ]
-    if not factories.is_built_in(training):
+    if not training.is_built_in:
         direction = [_by_weight(model, training)]
     return optax.chain(
         optax.clip_by_global_norm(training.clip),
@@ -297,7 +297,6 @@ def learning_rate_multipliers(
     Under Muon both have those of a dense weight.
 
     Args:
-      model: config of the model.
       training: optimizer settings.
       params: the parameters, or shapes or updates like them.
       weights: for their layouts, see `make_optimizer`; None without any.
@@ -329,3 +328,52 @@ def learning_rate_multipliers(
         return rate
 
     return jax.tree_util.tree_map_with_path(multiplier, params)
+
+
+class TrainState(NamedTuple):
+    """All arrays of a training, and of its checkpoints, except that those leave out `frozen`.
+
+    Attributes:
+      step: int32 [], number of optimizer steps done; also the data position.
+      params: float32 master parameters that are trained; see `gpt`.
+      moments: the optimizer state.
+      tables: layout tables (int32) of the sparse projections, or `Fixed` ones.
+      key: random key of every draw during training.
+      frozen: parameters that are not trained, the base of `adapters`; () if all are.
+    """
+
+    step: Any
+    params: Any
+    moments: Any
+    tables: Any
+    key: Any
+    frozen: Any = ()
+
+    @property
+    def weights(self) -> ModelWeights:
+        """All weights, as executors take them."""
+        return ModelWeights(self.params, self.tables, self.frozen)
+
+
+class StepReport(NamedTuple):
+    """Result of a training step.
+
+    Attributes:
+      loss: float32 [], in nats per token.
+      gradient_norms: {parameter group: float32 []}; see `group_norms`.
+      routing: `model.experts.Routing` stacked over the layers; () for a model without experts.
+    """
+
+    loss: Any
+    gradient_norms: Any
+    routing: Any = ()
+
+
+def group_norms(tree: dict) -> dict[str, jax.Array]:
+    """Returns the Euclidean norm of each parameter group: "embed", "head", "blocks.<module>"."""
+    squares: dict[str, jax.Array] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        names = [key.key for key in path if hasattr(key, "key")]
+        group = ".".join(names[:2]) if names[0] == "blocks" else names[0]
+        squares[group] = squares.get(group, 0.0) + jnp.sum(jnp.square(leaf))
+    return {group: jnp.sqrt(total) for group, total in squares.items()}

@@ -23,7 +23,7 @@ import functools
 import math
 from collections.abc import Iterable, Mapping
 
-from sparse_dataflow.core.config.attention_kinds import SLIDING
+from sparse_dataflow.core.config.families import SLIDING
 from sparse_dataflow.core.config.layer_groups import mean_multiplier
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, PROJECTIONS
@@ -99,8 +99,6 @@ def flops_per_token(
     """Returns the FLOPs per token of a training step or forward pass.
 
     Args:
-      config: the model.
-      sequence: tokens per sequence.
       causal_half: whether to count the causal half of attention, and of it the sliding window.
         False counts the whole square, which masked attention executes.
       training: whether to count forward and backward pass; False counts the forward pass.
@@ -248,7 +246,6 @@ def decoding_bytes(
     Caches have the key/value heads.  Rows choose different experts, as far as there are some.
 
     Args:
-      config: the model.
       batch: rows.
       cached: cached tokens of each row.
       activation_sparsity: share of the projections' inputs that are zeros on a CPU; a dense weight

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from sparse_dataflow.core.model.model_weights import ModelWeights
+from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.training.batches import EvalBatches, bits_per_byte
 from sparse_dataflow.core.training.programs import Compiled, HeldOut, TrainingData
 

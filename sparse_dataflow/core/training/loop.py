@@ -1,9 +1,10 @@
-"""The training loop of one model: steps, hooks, and resuming from a checkpoint."""
+"""The training loop: steps, hooks, resuming from a checkpoint, and several models in turns."""
 
 import contextlib
+import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,24 @@ import jax
 import numpy as np
 
 from sparse_dataflow.cluster import processes
-from sparse_dataflow.cluster.clock import Clock
+from sparse_dataflow.cluster.watch import Clock
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.layouts.evolution import guide_share
 from sparse_dataflow.core.optim.by_weight import evaluated
 from sparse_dataflow.core.optim.loss_spikes import is_accepted
-from sparse_dataflow.core.optim.optimizers import learning_rate_schedule
-from sparse_dataflow.core.optim.train_state import TrainState
+from sparse_dataflow.core.optim.optimizers import TrainState, learning_rate_schedule
 from sparse_dataflow.core.training import held_out
-from sparse_dataflow.core.training.monitoring.metrics import MetricsWriter, seconds_at
-from sparse_dataflow.core.training.phases import Phase, phase_before, phases_flops, refuse_unfit
+from sparse_dataflow.core.training.monitoring.metrics import MetricsWriter, say, seconds_at
+from sparse_dataflow.core.training.phases import (
+    Phase,
+    Variant,
+    phase_before,
+    phases_flops,
+    refuse_unfit,
+)
 from sparse_dataflow.core.training.programs import Compiled, TrainingData, run_step
-from sparse_dataflow.core.training.routing import non_finite_routers
 from sparse_dataflow.core.training.saved_state import (
     FrozenBase,
     SavedProgress,
@@ -35,8 +40,7 @@ from sparse_dataflow.core.training.saved_state import (
     reading_extra,
     refuse_other_layouts,
 )
-from sparse_dataflow.core.training.step import initial_state
-from sparse_dataflow.core.training.variants import Variant
+from sparse_dataflow.core.training.step import initial_state, non_finite_routers
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError
 
@@ -437,3 +441,27 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{folder} cannot be created: {error.strerror}.") from error
+
+
+def advance_side_by_side(trainers: list[Trainer], stop: Callable[[], bool]) -> Iterator[Trainer]:
+    """Advances the trainers in turns until all are finished or `stop()`; yields each after a step.
+
+    The next step goes to the trainer with the smallest fraction of its steps done, so that all see
+    the same drift of the machine's speed.  After `stop()`, every trainer is saved.
+    """
+    while running := [t for t in trainers if not t.finished]:
+        stopping, *retries = processes.any_process(
+            bool(stop()), *(t.save_retry_due for t in running)
+        )
+        if stopping:
+            for trainer in running:
+                trainer.save_and_wait()
+                say(f"{trainer.name:>6} saved at step {trainer.step}")
+            return
+        for trainer in itertools.compress(running, retries):
+            trainer.save()
+        trainer = min(running, key=lambda t: t.step / t.training.steps)
+        trainer.advance()
+        yield trainer
+    for trainer in trainers:
+        trainer.save_and_wait()

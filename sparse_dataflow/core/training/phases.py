@@ -1,14 +1,27 @@
-"""The phases of a run: which model is trained in which steps."""
+"""The models of a run, resolved from a `RunConfig`, and which one is trained in which steps."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from sparse_dataflow.core.config.evolution_config import EvolutionConfig
-from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.layer_groups import layer_groups
+from sparse_dataflow.core.config.model import PRECISIONS, ModelConfig
+from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS, EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.block_gradients import portions
-from sparse_dataflow.core.layouts.evolution import METHODS, exchanged_share, phase_specs, until
+from sparse_dataflow.core.layouts.allocation import allocate
+from sparse_dataflow.core.layouts.evolution import (
+    METHODS,
+    PhaseSpec,
+    exchanged_share,
+    phase_specs,
+    until,
+)
+from sparse_dataflow.core.model import adapters, stacks
 from sparse_dataflow.core.training import cost
+from sparse_dataflow.core.training.equal_cost import equal_cost_model
 from sparse_dataflow.core.training.teacher import Teacher
 from sparse_dataflow.files.errors import UserError
 
@@ -20,7 +33,6 @@ class Phase:
     Attributes:
       start: first step, counted from 0.
       stop: the step after the last one.
-      model: config of the model.
       runtime_layouts: whether layouts are arguments of the programs, so that they may change.
     """
 
@@ -58,7 +70,6 @@ def mean_flops_per_token(model: ModelConfig, evolution: EvolutionConfig, sequenc
     Args:
       model: final or initial config of the model; see `EvolutionConfig`.
       evolution: how its layouts or its model change.
-      sequence: tokens per sequence.
 
     Raises:
       UserError: the evolution method does not fit the model.
@@ -142,3 +153,190 @@ def refuse_unfit(model: ModelConfig, evolution: EvolutionConfig, steps: int) -> 
             f"--set evolution.every={evolution.every} leaves --evolution={evolution.method} no "
             f"update: the last one is due by step {last} of {steps}; legal: {legal}."
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One model of a run.
+
+    Attributes:
+      name: "sparse", "dense" or "narrow".
+      model: final or initial config of the model; see `EvolutionConfig`.
+      training: training settings, with the variant's number of steps.
+      evolution: how its layouts or its model change.
+    """
+
+    name: str
+    model: ModelConfig
+    training: TrainingConfig
+    evolution: EvolutionConfig = dataclasses.field(default_factory=EvolutionConfig)
+
+    def with_steps(self, steps: int) -> "Variant":
+        """Returns the variant with another number of steps."""
+        return dataclasses.replace(self, training=dataclasses.replace(self.training, steps=steps))
+
+    def at_flops_of(self, rival: "Variant") -> "Variant":
+        """Returns the variant at the width at which its tokens cost the FLOPs of the rival's.
+
+        FLOPs are means over the phases of a training.  Raises UserError if no width has them.
+        """
+        sequence = self.training.sequence
+
+        def flops(model):
+            return mean_flops_per_token(model, self.evolution, sequence)
+
+        target = mean_flops_per_token(rival.model, rival.evolution, sequence)
+        return dataclasses.replace(self, model=equal_cost_model(self.model, flops, target))
+
+    @property
+    def phase_specs(self) -> tuple[PhaseSpec, ...]:
+        """The models trained in turn; raises UserError if the method does not fit the model."""
+        return phase_specs(self.model, self.evolution)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The models trained in turn, with their steps."""
+        return phases(self.model, self.evolution, self.training.steps)
+
+
+def variants(
+    config: RunConfig, vocab_size: int | None = None, steps: Mapping[str, int] | None = None
+) -> list[Variant]:
+    """Returns the models that a run trains.
+
+    Args:
+      vocab_size: number of tokens of the tokenizer; `config.model.vocab_size` if None.
+      steps: variant -> number of steps; if None those of the config, at least 1.
+
+    Raises:
+      UserError: the model, its layouts or the micro-batches are impossible; names legal values.
+    """
+    return [
+        variant(config, name, vocab_size).with_steps(
+            steps[name] if steps else config.training.steps or 1
+        )
+        for name in config.variants
+    ]
+
+
+def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Variant:
+    """Returns a model of a run; see `variants`.
+
+    "narrow" is the dense model whose width gives it the training FLOPs per token of the sparse
+    model, on average over its phases.  Settings that the planner has not settled are those of
+    `RunConfig.without_auto`.
+    """
+    config = config.without_auto()
+    dense = dataclasses.replace(
+        config.model,
+        vocab_size=vocab_size or config.model.vocab_size + config.data.extend_vocabulary,
+        seed=config.training.seed,
+    )
+    adapted = config.training.adapter_rank, config.training.frozen_dtype
+    if name != "sparse" and config.sparsity.projections:
+        # A twin is the plain training to compare with: no teacher, and dense from the start.
+        plain = dataclasses.replace(config.training, teacher="")
+        config = dataclasses.replace(config, training=plain)
+    if name == "dense":
+        model = adapters.with_adapters(dense, *adapted)
+        shared = config.evolution.method == "shared_to_own" and not config.sparsity.projections
+        evolution = config.evolution if shared else EvolutionConfig()
+        return Variant(name, model, config.training, evolution)
+    if name == "narrow":
+        sparse = variant(config, "sparse", vocab_size)
+        return Variant(name, dense, config.training).at_flops_of(sparse)
+    model = dataclasses.replace(dense, linears=config.sparsity.linears(config.model))
+    model = adapters.with_adapters(allocate(model, config.sparsity.budget), *adapted)
+    stacks.check_layouts(model)
+    from_start = bool(config.run.init_from)
+    evolution = dataclasses.replace(config.evolution, given_layouts=from_start)
+    sparse = Variant(name, model, config.training, evolution)
+    # Raises if the method does not fit the model.
+    for spec in phase_specs(sparse.model, sparse.evolution):
+        _refuse_unequal_groups(spec)
+        _refuse_unequal_layers(spec.model)
+    return sparse
+
+
+def _refuse_unequal_layers(model):
+    """Raises UserError if layers are to share a block and have different layouts."""
+    if not model.shared_layers:
+        return
+    for name, (first, *others) in stacks.layouts(model).items():
+        if any(layout != first for layout in others):
+            raise UserError(
+                "--evolution=shared_to_own trains one block for all layers, and the pattern "
+                f"{model.linear(name).pattern} gives each its own layout of {name}; legal: a "
+                f"pattern that does not, such as {' or '.join(GROUPED_PATTERNS)}."
+            )
+
+
+def _refuse_unequal_groups(spec):
+    """Raises UserError if a product is to be quantised whose layout has no equal groups."""
+    if not spec.model.quantized or not spec.model.sparse_projections:
+        return
+    head = f"model.precision={spec.model.precision} needs layouts of equal groups"
+    patterns = " or ".join(GROUPED_PATTERNS)
+    legal = f"legal: sparsity.pattern={patterns}, or model.precision={PRECISIONS[0]}."
+    if spec.runtime_layouts:
+        raise UserError(
+            f"{head} that are known before training, which run.init_from and methods of "
+            "evolution that choose blocks do not have; legal: --evolution=static, sparse_to_dense, "
+            "low_rank_tail, self_guided or shared_to_own with drawn weights, or "
+            f"model.precision={PRECISIONS[0]}."
+        )
+    for group in layer_groups(spec.model):
+        first = dataclasses.replace(group.model, num_layers=1)
+        for projection, (layout,) in stacks.layouts(first).items():
+            if layout.groups is None:
+                pattern = spec.model.linear(projection).pattern
+                raise UserError(f"{head}, and {pattern} has none in {projection}; {legal}")
+
+
+PLATEAU_GAIN = 0.005
+"""Smallest relative improvement over the best evaluation that counts as progress."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plateau:
+    """The best evaluation of a phase and the evaluations since.
+
+    Attributes:
+      best: bits per byte of the last evaluation that was progress; infinite before the first.
+      stale: number of evaluations since then, which improved on it by less than GAIN.
+    """
+
+    best: float = math.inf
+    stale: int = 0
+
+    def after(self, bits_per_byte: float) -> "Plateau":
+        """Returns the state after one more evaluation."""
+        if bits_per_byte < self.best * (1 - PLATEAU_GAIN):
+            return Plateau(bits_per_byte)
+        return Plateau(self.best, self.stale + 1)
+
+    def to_json(self) -> list:
+        """Returns the fields as JSON-able values; `from_json` is the inverse."""
+        return [None if math.isinf(self.best) else self.best, self.stale]
+
+    @classmethod
+    def from_json(cls, saved: Any) -> "Plateau":
+        """Returns what `to_json` gave; the state before the first evaluation for None."""
+        best, stale = saved or (None, 0)
+        return cls(math.inf if best is None else best, stale)
+
+
+def with_next_start(phases: tuple[Phase, ...], number: int, step: int) -> tuple[Phase, ...]:
+    """Returns the phases with the one after index `number` starting at `step`."""
+    starts = [phase.start for phase in phases]
+    starts[number + 1] = step
+    return with_starts(phases, starts)
+
+
+def with_starts(phases: tuple[Phase, ...], starts: list[int]) -> tuple[Phase, ...]:
+    """Returns the phases with new first steps, one per phase."""
+    stops = [*starts[1:], phases[-1].stop]
+    return tuple(
+        dataclasses.replace(phase, start=start, stop=stop)
+        for phase, start, stop in zip(phases, starts, stops, strict=True)
+    )

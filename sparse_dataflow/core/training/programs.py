@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparse_dataflow.core.config.evolution_config import EvolutionConfig
+from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.block_gradients import mean_norms, portions
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
 from sparse_dataflow.core.layouts.evolution import METHODS, PhaseSpec
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.model.model_weights import ModelWeights
-from sparse_dataflow.core.optim.train_state import StepReport, TrainState, group_norms
+from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.optim.optimizers import StepReport, TrainState, group_norms
 from sparse_dataflow.core.training.batches import EvalBatches, TrainBatches
 from sparse_dataflow.core.training.step import (
     abstract_state,

@@ -5,15 +5,14 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sparse_dataflow.core.config.evolution_config import EvolutionConfig
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.optim.train_state import TrainState
-from sparse_dataflow.core.training.phases import Phase, phase_before
-from sparse_dataflow.core.training.plateau import with_starts
+from sparse_dataflow.core.optim.optimizers import TrainState
+from sparse_dataflow.core.training.phases import Phase, phase_before, with_starts
 from sparse_dataflow.core.training.step import abstract_state
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError

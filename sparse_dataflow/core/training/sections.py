@@ -21,8 +21,7 @@ from sparse_dataflow.core.model.mlp import activate
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.shard import WHOLE
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
-from sparse_dataflow.core.optim.optimizers import make_optimizer
-from sparse_dataflow.core.optim.train_state import TrainState
+from sparse_dataflow.core.optim.optimizers import TrainState, make_optimizer
 
 
 def section_seconds(
@@ -31,7 +30,6 @@ def section_seconds(
     """Returns the seconds of one training step by section, in order, over all layers.
 
     Args:
-      model: config of the model.
       training: gives the shape of a micro-batch.
       state: parameters and layouts to time with; not changed.
       step_seconds: measured seconds of a whole step.

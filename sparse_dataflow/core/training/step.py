@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from sparse_dataflow.core.config.model import ModelConfig
@@ -14,11 +15,15 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import sharding
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
 from sparse_dataflow.core.executors.whole import Accumulation, Batch
-from sparse_dataflow.core.model import adapters, gpt, guides, stacks
-from sparse_dataflow.core.model.model_weights import ModelWeights
-from sparse_dataflow.core.ops.cross_entropy.distillation import TeacherOutput
-from sparse_dataflow.core.optim.optimizers import make_optimizer
-from sparse_dataflow.core.optim.train_state import StepReport, TrainState, group_norms
+from sparse_dataflow.core.model import adapters, gpt, stacks
+from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
+from sparse_dataflow.core.optim.optimizers import (
+    StepReport,
+    TrainState,
+    group_norms,
+    make_optimizer,
+)
 from sparse_dataflow.core.training.transitions import with_copied_guides
 
 
@@ -35,7 +40,10 @@ def initial_state(
     tables = stacks.layout_tables(stacks.layouts(model))
     # The number of steps does not change the draw; without it, `_draw` is cached across runs.
     state = _draw(model, dataclasses.replace(training, steps=1), executor)()
-    return executor.place(with_copied_guides(state._replace(tables=tables), model), model)
+    state = state._replace(tables=tables)
+    if model.guided:
+        state = with_copied_guides(state, model)
+    return executor.place(state, model)
 
 
 def abstract_state(
@@ -85,7 +93,6 @@ def make_train_step(
     The step is specialised to a state's `Fixed` tables; others may change between steps.
 
     Args:
-      model: config of the model.
       training: micro-batches and optimizer settings.
       executor: computes loss and gradients.
     """
@@ -106,7 +113,7 @@ def make_train_step(
         of_model, taught = state.weights, None
         if guide_share is not None:
             of_model = dataclasses.replace(
-                of_model, frozen=guides.shares(state.params, guide_share)
+                of_model, frozen=adapters.guide_shares(state.params, guide_share)
             )
         if teacher:
             taught = TeacherOutput(*teacher, jnp.float32(training.teacher_weight))
@@ -169,16 +176,35 @@ def make_eval_step(model: ModelConfig, executor: Executor = SINGLE_DEVICE) -> Ca
     The sum is float32 [].  A guided model is evaluated without its guides.
 
     Args:
-      model: config of the model.
       executor: computes the loss.
     """
     guided = model.guided
-    model = guides.without_guides(model.dropless())
+    model = adapters.without_guides(model.dropless())
 
     def eval_step(of_model: ModelWeights, tokens: jax.Array, weights: jax.Array) -> jax.Array:
         if guided:
-            params = guides.without_leaves(of_model.params, guides.GUIDE)
+            params = adapters.without_leaves(of_model.params, adapters.GUIDE)
             of_model = dataclasses.replace(of_model, params=params)
         return executor.loss(model, of_model, Batch(tokens, weights))
 
     return eval_step
+
+
+def routing_numbers(routing: Any) -> dict[str, float]:
+    """Returns the means over layers of a step's `Routing`; {} for a model without experts.
+
+    "busiest_expert" is the load of the busiest expert of any layer, as a multiple of an even one.
+    """
+    if not routing:
+        return {}
+    return {
+        "balance_loss": float(np.mean(routing.balance)),
+        "router_z_loss": float(np.mean(routing.z)),
+        "dropped": float(np.mean(routing.dropped)),
+        "busiest_expert": float(np.max(routing.load)) * routing.load.shape[-1],
+    }
+
+
+def non_finite_routers(routing: Any) -> list[int]:
+    """Returns the layers (from 0) whose router has logits that are not finite."""
+    return np.flatnonzero(~np.isfinite(routing.z)).tolist() if routing else []

@@ -11,7 +11,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.executor import Executor
 from sparse_dataflow.core.executors.sharded import put_global
-from sparse_dataflow.core.model.model_weights import weights_of
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training import cost
 
 
@@ -20,7 +20,6 @@ class Teacher:
     """A model that trainings learn from.
 
     Attributes:
-      model: its config.
       params: its parameters, on the host; see `model.gpt`.
       tables: its layout tables in numpy.
       source: where the weights are and their hash, as JSON values.

@@ -33,7 +33,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors.sharding import COLUMN_PARALLEL
 from sparse_dataflow.core.layouts.evolution import Update, block_sources, largest_blocks
 from sparse_dataflow.core.layouts.layout import BlockLayout
-from sparse_dataflow.core.model import gpt, guides, stacks
+from sparse_dataflow.core.model import adapters, gpt, stacks
 from sparse_dataflow.core.model.blocks import (
     collect,
     expand,
@@ -43,8 +43,7 @@ from sparse_dataflow.core.model.blocks import (
 )
 from sparse_dataflow.core.model.projection import with_room
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
-from sparse_dataflow.core.optim.optimizers import adam_state, map_moments
-from sparse_dataflow.core.optim.train_state import TrainState
+from sparse_dataflow.core.optim.optimizers import TrainState, adam_state, map_moments
 
 LOW_RANK = ("a_kernel", "b_kernel", "gate")
 
@@ -105,14 +104,13 @@ def change_model(
     Args:
       state: canonical, with concrete tables.
       old: config of the state's model.
-      new: config of the new model.
       input_norms: projection -> float [num_layers, in] that the rows of a weight are multiplied by
         in the norms of its blocks; None for 1. See `interchange.calibration`.
     """
     if old.shared_layers:
         return _untied(state, old)
     if old.guided:
-        return _map_trees(lambda tree: guides.without_leaves(tree, guides.GUIDE), state)
+        return _map_trees(lambda tree: adapters.without_leaves(tree, adapters.GUIDE), state)
     key = jax.random.fold_in(state.key, state.step)
     before, after = ([group.layers for group in layer_groups(model)] for model in (old, new))
     common = _common_ranges(before, after)
@@ -167,17 +165,15 @@ def with_copied_guides(state: TrainState, model: ModelConfig) -> TrainState:
 
     Args:
       state: canonical, with concrete tables.
-      model: config of the state's model.
+      model: config of the state's model, which is guided.
     """
-    if not model.guided:
-        return state
     params = state.params
     for name, layouts in stacks.layouts_from_tables(model, state.tables).items():
         for place in _places(name, [group.layers for group in layer_groups(model)]):
             stored = [layouts[layer] for layer in place.layers]
             module = place.module(params)
             guide = expand(*_positions(stored), module["values"], grid=stored[0].mask.shape)
-            params = place.with_module(params, {**module, guides.GUIDE: guide})
+            params = place.with_module(params, {**module, adapters.GUIDE: guide})
     return state._replace(params=params)
 
 

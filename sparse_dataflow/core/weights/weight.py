@@ -19,13 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.core.config.model import PRECISIONS
 from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables
 from sparse_dataflow.core.ops import quantized
 from sparse_dataflow.core.ops.block_sparse_matmul import grouped
 from sparse_dataflow.core.ops.block_sparse_matmul.matmul_op import block_sparse_matmul
-from sparse_dataflow.core.ops.block_sparse_matmul.strips import in_squares
+from sparse_dataflow.core.ops.block_sparse_matmul.xla_static import in_squares
 from sparse_dataflow.core.ops.expert_matmul.expert_matmul_op import expert_matmul
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
 from sparse_dataflow.core.ops.nonzero_rows.nonzero_rows_op import nonzero_rows_matmul
@@ -161,7 +162,7 @@ class BlockSparse(Weight):
 
     Attributes:
       values: float [..., nnz, block, block], as `BlockLayout` orders them; under the mesh axis
-        "feature" a strip of each block (see `ops.block_sparse_matmul.strips`).
+        "feature" a strip of each block (see `ops.block_sparse_matmul.xla_static`).
       layout: which blocks they are.
       precision: of the product's operands; see `ModelConfig`.
     """
@@ -322,7 +323,6 @@ class Thresholded(Wrapper):
     Activation sparsity without training: TEAL, arXiv 2408.14690, section 4.
 
     Attributes:
-      base: the weight.
       level: float32 [], the largest magnitude that counts as zero.
     """
 
@@ -341,7 +341,6 @@ class Probed(Wrapper):
     """The base, and an input whose gradient is the block norms of the dense gradient.
 
     Attributes:
-      base: the weight.
       norms: float32 [in_blocks, out_blocks].  No result depends on it.  Its custom "gradient" is
         the Euclidean norm of every block of xᵀ dy, the gradient of the weight if it were dense.
       axes: `shard_map` axes over which the rows of x are sharded.
@@ -364,7 +363,6 @@ class WithDenseGradient(Wrapper):
     """The base, and zeros whose gradient is that of the weight if it were dense.
 
     Attributes:
-      base: the weight.
       zeros: float32 or wider [in, out].  No result depends on it.  The gradients of several
         products add up; see `gradient_norms.zeros_of_norms` for their norms.
     """
@@ -392,18 +390,57 @@ def text_of(node: Any) -> str:
     fields: Any = dataclasses.fields(node)
     values = {field.name: getattr(node, field.name) for field in fields}
     shown = [f.name for f in fields if values[f.name] is not f.default]
-    return f"{type(node).__name__}({', '.join(f'{n}={_short(values[n])}' for n in shown)})"
+    return f"{type(node).__name__}({', '.join(f'{n}={array_text(values[n])}' for n in shown)})"
 
 
 _KINDS = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "bool": "bool"}
 
 
-def _short(value):
+def array_text(value: Any) -> str:
+    """Returns `f32[3,4]` for an array or its shape and dtype, else the repr."""
     if isinstance(value, LayoutTables):
-        return f"tables {_short(value.in_index)}"
+        return f"tables {array_text(value.in_index)}"
     if not hasattr(value, "dtype"):
         return repr(value)
     name = np.dtype(value.dtype).name
     letters = name.rstrip("0123456789")
     kind = _KINDS.get(letters, letters) + name[len(letters) :]
     return f"{kind}[{','.join(map(str, value.shape))}]"
+
+
+PROJECTION_OUTPUT = "projection_output"
+"""Checkpoint name of every projection's output, for remat policies."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Linear:
+    """y = x W + b.
+
+    Attributes:
+      weight: W.
+      bias: float [..., out]; None for none.
+    """
+
+    weight: Weight
+    bias: Any = None
+
+    def __repr__(self):
+        return text_of(self)
+
+    def __call__(
+        self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y
+    ) -> jax.Array:
+        """Applies the projection: [..., in] -> [..., out], in the dtype of x.
+
+        Args:
+          x: the input, or its features for this shard of a weight that is cut by inputs.
+          reduce: sums the partial products of a weight that is cut by inputs over its shards.
+        """
+        return self.plus_bias(reduce(x @ self.weight))
+
+    def plus_bias(self, y: jax.Array) -> jax.Array:
+        """Adds the bias, if there is one, and names the output for remat policies."""
+        if self.bias is not None:
+            y += broadcast_like(self.bias, y)
+        return checkpoint_name(y, PROJECTION_OUTPUT)

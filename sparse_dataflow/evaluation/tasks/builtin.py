@@ -6,7 +6,7 @@ from itertools import islice
 
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
-from sparse_dataflow.evaluation.tasks import python_source, text
+from sparse_dataflow.evaluation.tasks import text
 from sparse_dataflow.evaluation.tasks.items import Builder, Item, sample_items
 
 EXAMPLES = 64
@@ -46,9 +46,9 @@ BUILTIN_TASKS: dict[str, BuiltinTask] = {
     "continuation": BuiltinTask(lambda corpus, *args: text.continuation(*args)),
     "cloze": BuiltinTask(_cloze),
     "docstring_body": BuiltinTask(
-        lambda corpus, *args: python_source.docstring_body(*args), 3, 256, python=True
+        lambda corpus, *args: text.docstring_body(*args), 3, 256, python=True
     ),
-    "call_name": BuiltinTask(lambda corpus, *args: python_source.call_name(*args), python=True),
+    "call_name": BuiltinTask(lambda corpus, *args: text.call_name(*args), python=True),
 }
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparse_dataflow.data.documents import Document
-from sparse_dataflow.data.splits import document_hash
+from sparse_dataflow.data.documents import Document, document_hash
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 

@@ -13,7 +13,7 @@ from lm_eval.tasks import TaskManager
 from sparse_dataflow.evaluation.harness import quiet
 from sparse_dataflow.evaluation.tasks import task_border
 from sparse_dataflow.evaluation.tasks.items import Item
-from sparse_dataflow.files import json_files, waiting
+from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError
 
 STANDARD = (
@@ -30,7 +30,6 @@ def make_task(name: str, items: Sequence[Item], examples: Sequence[Item] = ()) -
     with a single choice, if greedy decoding generates it. The metric is "acc".
 
     Args:
-      name: name of the task.
       items: at least one question; all with one choice or all with several.
       examples: items for few-shot prompts; the other questions where empty.
     """
@@ -139,7 +138,7 @@ def load_tasks(
     groups: dict[str, Any] = {}
     with (
         task_border.failures(problem, advice),
-        waiting.told(f"loading the task {name}"),
+        storage.told(f"loading the task {name}"),
         task_border.guarded(trusted),
         quiet(),
     ):

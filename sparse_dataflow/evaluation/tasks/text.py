@@ -1,26 +1,66 @@
-"""Tasks on any text: last word, continuation and missing word.
+"""Tasks cut from documents.
 
-All lengths are in tokens of the run's tokenizer, so a question and its examples fit the context.
+Any text has last word, continuation and missing word; Python source the body of a docstring and the
+name of a called function.  All lengths are in tokens of the run's tokenizer, so a question and its
+examples fit the context.
 """
 
+import ast
 import bisect
 import collections
 import math
 import re
-from collections.abc import Iterable, Iterator
+import textwrap
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.tokenizer import Tokenizer
-from sparse_dataflow.evaluation.tasks.cutting import (
-    CHOICES,
-    move_space,
-    shuffled,
-    shuffled_choices,
-    words_before,
-)
 from sparse_dataflow.evaluation.tasks.items import Builder, Item
+
+CHOICES = 4
+"""Number of answer choices of a question."""
+
+_MAX_ATTEMPTS = 400  # candidates per document
+_CHARACTERS_PER_TOKEN = 16  # above the mean of any text, so the encoded slice is long enough
+
+
+def words_before(text: str, end: int, tokenizer: Tokenizer, tokens: int) -> str:
+    """Returns the complete words of `text` before index `end`, at most `tokens` tokens."""
+    start = max(0, end - _CHARACTERS_PER_TOKEN * tokens)
+    words = text[start:end]
+    ids = tokenizer.encode(words)
+    if len(ids) <= tokens and start == 0:
+        return words
+    size = int(tokenizer.token_bytes[ids[-tokens:]].sum())
+    words = words.encode()[-size:].decode(errors="ignore") if size else ""
+    space = re.search(r"\s", words)
+    return words[space.end() :] if space else ""
+
+
+def move_space(context: str, words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Moves a single trailing space of the context to each word, since tokens start with it."""
+    if context.endswith(" ") and not context[:-1].endswith((" ", "\n")):
+        return context[:-1], tuple(f" {word}" for word in words)
+    return context, tuple(words)
+
+
+def shuffled(candidates: Iterable, rng: np.random.Generator) -> list:
+    """Returns at most `_MAX_ATTEMPTS` of the candidates in random order."""
+    candidates = list(candidates)
+    return [candidates[i] for i in rng.permutation(len(candidates))[:_MAX_ATTEMPTS]]
+
+
+def shuffled_choices(
+    context: str, texts: Sequence[str], document: Document, rng: np.random.Generator
+) -> Item:
+    """Returns an item with the choices `texts` in random order; the first text is correct."""
+    order = rng.permutation(len(texts))
+    choices = tuple(texts[i] for i in order)
+    return Item(context, choices, int(np.argmin(order)), document.id)
+
 
 _WORD = re.compile(r"[^\W\d_]\w{3,}")
 _NEIGHBOURS = 24  # candidate distractors: words of the closest frequency
@@ -125,3 +165,83 @@ class WordFrequencies:
 
 def _shape(word):
     return word.islower(), word.isupper(), word.istitle(), "_" in word
+
+
+def docstring_body(tokenizer: Tokenizer, tokens: int) -> Builder:
+    """Builds items that ask for the function body of a docstring's first paragraph.
+
+    The other choices are bodies of the same file, truncated to the same number of tokens.
+    """
+    length = tokens // 2
+
+    def build(document: Document, rng: np.random.Generator) -> Iterator[Item]:
+        bodies = []
+        for function in ast.walk(_parse(document.text)):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            summary = ast.get_docstring(function)
+            if summary and len(function.body) > 1:
+                ids = tokenizer.encode(_body(document.text, function))
+                summary = summary.split("\n\n")[0].strip()
+                if len(ids) >= length:
+                    bodies.append((summary, tokenizer.decode(ids[:length])))
+        for summary, body in shuffled(bodies, rng):
+            context = f'"""{summary}"""'
+            others = list(dict.fromkeys(b for s, b in shuffled(bodies, rng) if body != b))
+            if len(others) >= CHOICES - 1 and len(tokenizer.encode(context)) <= tokens - length:
+                texts = [f"\n{text}" for text in (body, *others[: CHOICES - 1])]
+                yield shuffled_choices(context, texts, document, rng)
+
+    return build
+
+
+def call_name(tokenizer: Tokenizer, tokens: int) -> Builder:
+    """Builds items that ask for the name of a called function or method.
+
+    The other choices are names called in the same file, of the same kind (function or attribute).
+    """
+
+    def build(document: Document, rng: np.random.Generator) -> Iterator[Item]:
+        calls = [
+            node.func
+            for node in ast.walk(_parse(document.text))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute)
+        ]
+        lines = document.text.split("\n")
+        starts = np.cumsum([0, *(len(line) + 1 for line in lines)])
+        for function in shuffled(calls, rng):
+            name = _name(function)
+            column = len(
+                lines[function.end_lineno - 1].encode()[: function.end_col_offset].decode()
+            )
+            end = int(starts[function.end_lineno - 1]) + column
+            if document.text[end - len(name) : end + 1] != f"{name}(":
+                continue
+            others = {_name(f) for f in calls if type(f) is type(function)} - {name}
+            if len(others) >= CHOICES - 1:
+                texts = [name, *rng.choice(sorted(others), CHOICES - 1, replace=False).tolist()]
+                context = words_before(document.text, end - len(name), tokenizer, tokens)
+                if context.strip():
+                    yield shuffled_choices(context, [f"{t}(" for t in texts], document, rng)
+
+    return build
+
+
+def _name(function):
+    return function.id if isinstance(function, ast.Name) else function.attr
+
+
+def _parse(text) -> ast.AST:
+    """Returns an empty module where the text is not valid Python."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escape sequences in the source
+            return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ast.Module([], [])
+
+
+def _body(text, function):
+    """Returns the dedented source of a function's body without its docstring."""
+    lines = text.split("\n")[function.body[0].end_lineno : function.body[-1].end_lineno]
+    return textwrap.dedent("\n".join(lines))

@@ -65,7 +65,6 @@ class CompiledStep:
       allocated: name in ALLOCATED -> bytes, from jax's `memory_analysis`.
       flops: FLOPs per step and chip of products and kernels, including recomputation and loops.
       uncounted: names of kernels without a known FLOP count.
-      collectives: collectives of a step.
       trace_seconds: wall-clock seconds of tracing and lowering.
       compile_seconds: wall-clock seconds of the compiler.
       cpu_seconds: CPU seconds of both.
@@ -102,7 +101,6 @@ def abstract_arguments(
 
     Args:
       executor: executor of the step.
-      model: the model.
       training: batch and sequence.
       changing: whether layouts may change without recompilation.
 
@@ -134,7 +132,6 @@ def compile_step(
     """Compiles the training step of an executor.
 
     Args:
-      model: the model.
       training: batch, sequence and micro-batches.
       executor: over the devices of a topology, or `SINGLE_DEVICE`.
       device: one of these devices.

@@ -87,8 +87,6 @@ def collective_of(instruction, computation, around) -> tuple[str, int, int] | No
     """Returns (kind, chips per group, bytes) of an instruction; None if it is no collective.
 
     Args:
-      instruction: the instruction.
-      computation: name of its computation.
       around: the instructions of that computation.
     """
     kind = instruction.opcode.removesuffix("-start")

@@ -194,10 +194,7 @@ class Row:
 
     Attributes:
       name: name of the run.
-      config: the model.
       sequence: tokens per sequence.
-      chip: kind of chip.
-      plan: parallel plan.
       value: the published figure.
       unit: "seconds" per step; "tokens_per_second" per chip; "mfu", percent of the peak in model
         FLOPs; or TFLOP/s per chip, counted as "tflops_model" (whole attention square),
@@ -285,8 +282,7 @@ class Scaling:
 
     Attributes:
       name: name of the study.
-      scale: key of `config.presets.SIZES`.
-      chip: kind of chip.
+      scale: key of `config.model.SIZES`.
       before: plan on few chips.
       after: plan on many chips.
       value: throughput per chip of `after`, in percent of that of `before`.

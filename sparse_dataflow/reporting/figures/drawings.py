@@ -159,7 +159,6 @@ def number_curves(
 
     Args:
       histories: variant name -> metrics rows.
-      field: name of the number.
       title: label of the axis and title of the figure.
       key: prefix of the figure's ids, unique on the page.
 

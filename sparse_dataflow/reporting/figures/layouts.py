@@ -39,7 +39,6 @@ def layout_picture(layout: BlockLayout, before: BlockLayout | None, key: str, ti
     blocks where most of its stored ones are new.
 
     Args:
-      layout: the layout.
       before: an earlier layout of the same grid, which says which blocks are new; None if unknown.
       key: prefix of the figure's ids, unique on the page.
       title: accessible title of the figure.

@@ -38,7 +38,6 @@ def figure(
       path: PNG file to write; its folder is made.
       width: in inches.
       height: in inches.
-      title: title of the figure.
       rows: rows of axes.
       columns: columns of axes.
       options: see `Figure.subplots`.

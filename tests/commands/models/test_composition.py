@@ -18,8 +18,8 @@ from experiments import generate
 from sparse_dataflow.commands import command_line
 from sparse_dataflow.commands.models import composition
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.model_weights import ModelWeights
-from sparse_dataflow.core.training.variants import variant
+from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.training.phases import variant
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.corpora import corpus_of_texts
 from sparse_dataflow.evaluation import kv_cache

@@ -20,10 +20,10 @@ from experiments import compile_plan
 from sparse_dataflow.commands.planning import compile_report, verify
 from sparse_dataflow.commands.planning.options import named_model
 from sparse_dataflow.commands.preflight import settling
-from sparse_dataflow.core.config.presets import preset
+from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.hardware.machines import Machine
-from sparse_dataflow.planner import nearest, plan_memory, search
+from sparse_dataflow.planner import plan_memory, search, settle_advice
 from sparse_dataflow.planner.aot import compile, topologies
 
 GOLDEN = Path(__file__).with_name("compile_plan.txt")
@@ -131,7 +131,7 @@ def test_a_plan_that_does_not_fit_is_answered_with_the_nearest_that_does(monkeyp
     out = capsys.readouterr().out
     assert "the compiler: Ran out of memory." in out
     assert "The nearest plan that fits" in out and "--remat=full" in out
-    changes = [nearest.changes(tried[0], plan) for plan in tried]
+    changes = [settle_advice.changes(tried[0], plan) for plan in tried]
     assert changes[0] == 0 and changes == sorted(changes) and tried[-1].remat == "full"
 
 
@@ -144,7 +144,7 @@ def test_the_flags_of_a_plan_describe_it():
 
 def test_a_search_names_what_was_compiled_and_what_was_not(monkeypatch):
     request = search.Request(named_model("1.3b"), 2048, 512, chips.lookup("tpu-v5e"), 16)
-    plans = nearest.fitting_plans(request, None)[:3]
+    plans = settle_advice.fitting_plans(request, None)[:3]
     words = verify.verdicts("1.3b", request, plans, 0)
     assert words == ["not compiled: --verify=0 asks for none"] * 3
     elsewhere = dataclasses.replace(request, chip=chips.lookup("mi250x"))

@@ -8,7 +8,7 @@ from exit_status import exit_status
 
 from experiments import gpt13b_dense, gpt13b_sparse
 from sparse_dataflow.commands.planning import machine_report
-from sparse_dataflow.core.config.presets import preset
+from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.hardware import machines
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.planner import bands, memory, search

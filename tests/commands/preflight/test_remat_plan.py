@@ -6,12 +6,12 @@ import re
 import pytest
 from jax.sharding import AbstractMesh
 
-from sparse_dataflow.commands.preflight import remat_plan
+from sparse_dataflow.commands.preflight import settling
 from sparse_dataflow.core.config.parallel import ParallelConfig
-from sparse_dataflow.core.config.presets import preset
+from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.executors.sharded import Sharded
-from sparse_dataflow.core.training.variants import variants
+from sparse_dataflow.core.training.phases import variants
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import CHIPS
 from sparse_dataflow.planner import memory, remat
@@ -25,15 +25,15 @@ CONFIG = preset("1.3b").change(
 
 def settled(limit, executor=SINGLE_DEVICE, chip=CHIP, **changes):
     config = CONFIG.change(parallel__memory_limit=limit, **changes)
-    return remat_plan.settled(config, chip, executor)
+    return settling.settled_remat(config, chip, executor)
 
 
 def all_costs(executor=SINGLE_DEVICE, chip=CHIP):
-    return remat_plan.run_costs(variants(CONFIG), chip, executor)
+    return settling.run_costs(variants(CONFIG), chip, executor)
 
 
 def test_without_a_limit_nothing_is_planned():
-    assert remat_plan.settled(CONFIG, CHIP, SINGLE_DEVICE) is CONFIG
+    assert settling.settled_remat(CONFIG, CHIP, SINGLE_DEVICE) is CONFIG
 
 
 @pytest.mark.parametrize("kind", ["none", "dots", "full"])
@@ -64,7 +64,7 @@ def test_the_plan_is_within_the_limit_and_is_printed(capsys):
 def test_a_chosen_plan_passes_its_own_check(share):
     """Also where a pattern occurs once, which is one loop."""
     config = CONFIG.change(model__num_layers=5)
-    costs = remat_plan.run_costs(variants(config), CHIP, SINGLE_DEVICE)
+    costs = settling.run_costs(variants(config), CHIP, SINGLE_DEVICE)
     keep, least = (remat.uniform(costs, kind).device_bytes for kind in ("none", "full"))
     limit = str(int(least + share * (keep - least)))
     chosen = settled(limit, model__num_layers=5)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from sparse_dataflow.commands.preflight import settling
-from sparse_dataflow.core.config.presets import preset
+from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.hardware.machines import Machine
@@ -52,7 +52,7 @@ def test_a_memory_limit_gets_micro_batches_and_leaves_each_blocks_remat_to_its_p
     whole = needed(training__micro_batches=1, model__remat="none")
     config = settled(MINI.change(parallel__memory_limit=str(int(0.6 * whole))), 2**40)
     assert config.model.remat == "auto" and config.training.micro_batches >= 1
-    # `remat_plan` names the nearest feasible limit.
+    # `settled_remat` names the nearest feasible limit.
     tiny = MINI.change(parallel__memory_limit="1MiB")
     assert settled(tiny, 2**40) == tiny
 

@@ -8,7 +8,7 @@ from checkpoint_states import CONFIG, restored_step, saved, small_state
 from object_store import object_store
 
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
-from sparse_dataflow.core.checkpoint.copies import AddressCopies
+from sparse_dataflow.core.checkpoint.mirror import AddressCopies
 from sparse_dataflow.files import manifest, storage
 from sparse_dataflow.files.addresses import Address
 from sparse_dataflow.files.errors import UserError

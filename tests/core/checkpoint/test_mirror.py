@@ -8,7 +8,7 @@ from checkpoint_states import CONFIG, restored_step, saved, small_state
 from storage_faults import failing
 
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
-from sparse_dataflow.core.checkpoint.copies import FolderCopies
+from sparse_dataflow.core.checkpoint.mirror import FolderCopies
 from sparse_dataflow.files import manifest, storage
 from sparse_dataflow.files.errors import UserError
 

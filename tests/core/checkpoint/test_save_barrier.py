@@ -12,7 +12,7 @@ import errno, pathlib, resource, sys, time
 import jax, numpy as np
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.core.checkpoint import save_barrier
+from sparse_dataflow.core.checkpoint import named_arrays
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 
 number, port, how, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3], pathlib.Path(sys.argv[4])
@@ -38,7 +38,7 @@ def broken(*arguments, **options):
     handler.finalize = whole
     raise OSError(errno.EIO, "Input/output error")
 
-client = save_barrier._client
+client = named_arrays._client
 
 def slow():  # Reads failures late, so that process 0 has failed by then.
     time.sleep(1)
@@ -48,7 +48,7 @@ limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 if how == "first" and number == 0:
     handler.finalize = broken
 if how == "first" and number == 1:
-    save_barrier._client = slow
+    named_arrays._client = slow
 if how == "worker" and number == 1:
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
 checkpoints.save(2, state(2), {})

@@ -15,12 +15,12 @@ from small_models import shapes_of, tables_of
 
 from sparse_dataflow.core.config.layer_groups import layer_groups, layer_linear, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.model_weights import weights_of
 from sparse_dataflow.core.model.projection import layer_weights
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planner import memory

@@ -12,8 +12,8 @@ from small_models import DENSE as TINY
 
 from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.files.errors import UserError
 
 dense_or_sparse = st.builds(

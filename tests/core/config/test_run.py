@@ -1,9 +1,8 @@
 import pytest
 
-from sparse_dataflow.core.config import presets
-from sparse_dataflow.core.config.presets import preset
+from sparse_dataflow.core.config import run
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.config.run import RunConfig, preset
 from sparse_dataflow.files.errors import UserError
 
 
@@ -67,13 +66,13 @@ def test_an_unknown_scale_names_the_legal_ones():
 
 
 def test_supar_has_rates_of_its_own():
-    config = presets.supar(preset("3m"))
+    config = run.supar(preset("3m"))
     assert config.model.supar
-    assert config.training.learning_rate == presets.SUPAR_LEARNING_RATE
+    assert config.training.learning_rate == run.SUPAR_LEARNING_RATE
     assert config.training.batch == preset("3m").training.batch
 
 
-@pytest.mark.parametrize("scale", presets.SIZES)
+@pytest.mark.parametrize("scale", run.SIZES)
 def test_a_config_prints_what_differs_from_its_defaults_as_python_that_makes_it_again(scale):
     config = preset(scale).change(training__steps=7)
     classes = {type(field).__name__: type(field) for field in vars(config).values()}

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.core.config import settings
-from sparse_dataflow.core.config.presets import SIZES, preset
-from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.config.run import SIZES, RunConfig, preset
 from sparse_dataflow.core.config.settings import Setting
 from sparse_dataflow.files.errors import UserError
 

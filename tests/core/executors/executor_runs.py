@@ -25,11 +25,11 @@ import small_models
 from jax.sharding import Mesh
 
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
-from sparse_dataflow.core.config.evolution_config import EvolutionConfig
 from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.layer_groups import split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors import whole
@@ -46,10 +46,10 @@ from sparse_dataflow.core.optim.optimizers import map_moments
 from sparse_dataflow.core.training import hooks
 from sparse_dataflow.core.training.batches import EvalBatches, TrainBatches
 from sparse_dataflow.core.training.loop import Trainer
+from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.core.training.programs import TrainingData, compile_programs, run_step
 from sparse_dataflow.core.training.step import abstract_state, initial_state, jitted_train_step
 from sparse_dataflow.core.training.teacher import Teacher
-from sparse_dataflow.core.training.variants import Variant
 from sparse_dataflow.planner.aot import hlo
 from sparse_dataflow.planner.aot.compile import abstract_arguments
 

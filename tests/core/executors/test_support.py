@@ -6,24 +6,24 @@ import pytest
 
 from sparse_dataflow.commands import devices
 from sparse_dataflow.commands.library import preset
-from sparse_dataflow.core.executors import support
-from sparse_dataflow.core.training.variants import variants
+from sparse_dataflow.core.executors import executor
+from sparse_dataflow.core.training.phases import variants
 from sparse_dataflow.files.errors import UserError
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "devices.md"
 BASE = preset("pico").change(sparsity__block=16, run__twin="no", training__steps=20)
 WAYS = {
-    support.ROWS: {"parallel__mesh": "data:2,fsdp:2"},
-    support.CONTEXT: {"parallel__mesh": "context:2"},
-    support.TENSOR: {"parallel__mesh": "tensor:2"},
-    support.FEATURE: {"parallel__mesh": "feature:2"},
-    support.STAGE: {"parallel__mesh": "stage:2"},
-    support.RELAY: {"parallel__executor": "relay"},
-    support.RELAY_DEPTH: {
+    executor.ROWS: {"parallel__mesh": "data:2,fsdp:2"},
+    executor.CONTEXT: {"parallel__mesh": "context:2"},
+    executor.TENSOR: {"parallel__mesh": "tensor:2"},
+    executor.FEATURE: {"parallel__mesh": "feature:2"},
+    executor.STAGE: {"parallel__mesh": "stage:2"},
+    executor.RELAY: {"parallel__executor": "relay"},
+    executor.RELAY_DEPTH: {
         "parallel__executor": "relay",
         "parallel__depth_schedule": "grow:0.5",
     },
-    support.RELAY_DEVICES: {"parallel__executor": "relay", "parallel__mesh": "data:2"},
+    executor.RELAY_DEVICES: {"parallel__executor": "relay", "parallel__mesh": "data:2"},
 }
 OPTIONS = {
     "`model.mask_documents`": {"model__mask_documents": True},
@@ -61,7 +61,7 @@ DENSE = {"`training.adapter_rank`", "`data.loss=answers`", "`training.new_rows_f
 
 
 def check(config, way):
-    count = 2 if way == support.RELAY_DEVICES else 0
+    count = 2 if way == executor.RELAY_DEVICES else 0
     devices.check(devices.executor(config, described=count), config, variants(config))
 
 
@@ -76,19 +76,20 @@ def refused(option, way):
 
 
 def test_every_rule_has_an_example():
-    assert {rule.option for rule in support.RULES} == set(OPTIONS)
-    assert tuple(WAYS) == support.WAYS
+    assert {rule.option for rule in executor.RULES} == set(OPTIONS)
+    assert tuple(WAYS) == executor.WAYS
 
 
-@pytest.mark.parametrize("way", support.WAYS)
+@pytest.mark.parametrize("way", executor.WAYS)
 def test_nothing_else_is_refused(way):
     check(BASE.change(**WAYS[way]), way)
 
 
-@pytest.mark.parametrize("way", support.WAYS)
+@pytest.mark.parametrize("way", executor.WAYS)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_the_table_lists_what_is_refused(option, way):
-    row = next(line for line in support.table().splitlines() if line.startswith(f"| {option} |"))
+    rows = executor.support_table().splitlines()
+    row = next(line for line in rows if line.startswith(f"| {option} |"))
     cells = row.strip("| ").split(" | ")[1].split(", ")
     words = refused(option, way)
     listed = (
@@ -100,4 +101,4 @@ def test_the_table_lists_what_is_refused(option, way):
 
 
 def test_the_page_has_the_table():
-    assert support.table() in PAGE.read_text(encoding="utf-8")
+    assert executor.support_table() in PAGE.read_text(encoding="utf-8")

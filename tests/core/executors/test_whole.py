@@ -13,8 +13,8 @@ from small_models import EACH_KIND as MODEL
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.model_weights import weights_of
 from sparse_dataflow.core.model.projection import layer_weights
+from sparse_dataflow.core.model.stacks import weights_of
 
 
 def run(config=MODEL, micro_batches=1, traced_tables=False):

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_dataflow.core.config.layer_groups import layer_linear
-from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.layouts.allocation import allocate, allocation_table
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.training import cost

@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 
-from sparse_dataflow.core.config.evolution_config import METHOD_NAMES, EvolutionConfig
 from sparse_dataflow.core.config.layer_groups import layer_linear
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.run import SIZES
+from sparse_dataflow.core.config.sparsity import METHOD_NAMES, EvolutionConfig
 from sparse_dataflow.core.layouts import evolution
 from sparse_dataflow.core.layouts.evolution import (
     METHODS,

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_dataflow.core.config.evolution_config import EvolutionConfig
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.layouts.exchange import exchange
+from sparse_dataflow.core.config.sparsity import EvolutionConfig
+from sparse_dataflow.core.layouts.evolution import exchange
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.model.projection import with_room

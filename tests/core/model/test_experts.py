@@ -14,7 +14,7 @@ from small_models import arbitrary_params
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.model import expert_rows, gpt, stacks
+from sparse_dataflow.core.model import experts, gpt, stacks
 from sparse_dataflow.core.model.experts import Experts
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.shard import WHOLE
@@ -128,7 +128,7 @@ def test_every_kept_choice_has_a_row_of_its_expert(tokens, count, k, capacity):
     rng = np.random.default_rng(tokens)
     chosen = np.stack([rng.permutation(count)[: config.top_k] for _ in range(tokens)])
     plan, tiles_T = jax.device_get(
-        jax.jit(expert_rows.dispatch, static_argnums=0)(config, jnp.asarray(chosen, jnp.int32))
+        jax.jit(experts.dispatch, static_argnums=0)(config, jnp.asarray(chosen, jnp.int32))
     )
     rows, tile = len(plan.choices_S), len(plan.choices_S) // len(tiles_T)
     flat = plan.rows_NxK.reshape(-1)

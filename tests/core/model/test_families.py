@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import DENSE, MONARCH, arbitrary_params, as_dense, logits_of, tokens_of
 
-from sparse_dataflow.core.config.families import FAMILIES
+from sparse_dataflow.core.config.families import FAMILIES, SCALINGS
+from sparse_dataflow.core.config.families import WHOLE_PAIRS as WHOLE
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.rotary_scaling import SCALINGS, WHOLE
 
 
 @st.composite

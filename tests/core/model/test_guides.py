@@ -9,10 +9,10 @@ import pytest
 import scipy.linalg
 from flax import nnx
 
-from sparse_dataflow.core.config.evolution_config import EvolutionConfig
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.presets import preset
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.run import preset
+from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors import whole
@@ -20,15 +20,14 @@ from sparse_dataflow.core.executors.pipeline.pipelined import Pipelined
 from sparse_dataflow.core.executors.pipeline.stages import divide
 from sparse_dataflow.core.executors.relay.relay_executor import RelayExecutor
 from sparse_dataflow.core.layouts.evolution import guide_share, phase_specs
-from sparse_dataflow.core.model import adapters, guides
-from sparse_dataflow.core.model.model_weights import weights_of
+from sparse_dataflow.core.model import adapters
 from sparse_dataflow.core.model.projection import arrays, draw, linear, projection_layout
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.optim.optimizers import learning_rate_multipliers, map_moments
 from sparse_dataflow.core.training import cost
-from sparse_dataflow.core.training.phases import mean_flops_per_token
+from sparse_dataflow.core.training.phases import mean_flops_per_token, variants
 from sparse_dataflow.core.training.step import initial_state, make_eval_step
 from sparse_dataflow.core.training.transitions import change_model
-from sparse_dataflow.core.training.variants import variants
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planner import memory
 
@@ -47,7 +46,7 @@ def test_a_guided_layer_and_its_gradient_equal_the_mixed_weight_in_float64(share
     drawn = jax.eval_shape(lambda: draw(config, "mlp_in", gain=1.0, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(0)
     params = {name: rng.normal(size=shape.shape) for name, shape in arrays(drawn).items()}
-    params[guides.SHARE] = np.float64(share)
+    params[adapters.SHARE] = np.float64(share)
     x, dy = rng.normal(size=(2, 5, 32)), rng.normal(size=(2, 5, 64))
     with jax.enable_x64(True):
         apply = lambda params, x: linear(config, "mlp_in", params, layout)(x)  # noqa: E731
@@ -70,14 +69,14 @@ def test_a_guided_model_starts_as_the_plain_one_at_every_share_and_is_left_as_it
     plain, state = initial_state(PLAIN, TRAINING), initial_state(GUIDED, TRAINING)
     jax.tree.map(
         np.testing.assert_array_equal,
-        guides.without_leaves(state.params, guides.GUIDE),
+        adapters.without_leaves(state.params, adapters.GUIDE),
         plain.params,
     )
     tables = plain.tables
 
     @jax.jit
     def loss(params, share):
-        params = adapters.merged(params, guides.shares(params, share))
+        params = adapters.merged(params, adapters.guide_shares(params, share))
         return whole.loss(GUIDED, weights_of(params, tables), whole.Batch(TOKENS, WEIGHTS))
 
     expected = float(
@@ -127,7 +126,7 @@ def test_guides_count_as_dense_weights(optimizer):
         of_dense = dataclasses.replace(model, guided=False, linears={})
         shapes = jax.eval_shape(lambda of_dense=of_dense: initial_state(of_dense, training)).params
         expected = learning_rate_multipliers(of_dense, training, shapes)["blocks"]["mlp_out"]
-        assert rates[guides.GUIDE] == pytest.approx(expected["kernel"])
+        assert rates[adapters.GUIDE] == pytest.approx(expected["kernel"])
 
 
 def test_flops_of_a_run_count_the_guides_while_they_last():

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from small_models import DENSE, shapes_of
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.presets import preset
 from sparse_dataflow.core.config.projections import LOW_RANK, LinearSpec
+from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.relay.relay_executor import RelayExecutor
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.model_weights import weights_of
 from sparse_dataflow.core.model.projection import arrays, draw, linear, with_threshold
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.optim import muon
 from sparse_dataflow.core.optim.optimizers import learning_rate_multipliers, make_optimizer
 from sparse_dataflow.core.training import cost

@@ -10,8 +10,8 @@ import scipy.linalg
 from flax import nnx
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.model.projection import (
     arrays,

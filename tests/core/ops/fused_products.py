@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.core.ops.gelu import value_and_derivative
+from sparse_dataflow.core.ops.derivatives import value_and_derivative
 
 
 def draw(layout, tokens, dtype, seed=0):

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from sparse_dataflow.chips.tpu import splash
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.attention import attention_op as api
-from sparse_dataflow.core.ops.attention import plain_attention as reference
+from sparse_dataflow.core.ops.attention import attention_op as reference
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.files.errors import UserError
 
 SUITE = {
-    "reference": reference.causal_attention,
+    "reference": reference.plain_attention,
     "xla": functools.partial(causal_attention, implementation="xla"),
     "splash": functools.partial(splash.causal_attention, interpret=True),
 }

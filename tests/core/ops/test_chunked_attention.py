@@ -11,14 +11,9 @@ from sparse_dataflow.chips.tpu import splash
 from sparse_dataflow.core.ops.attention import (
     attention_op as api,
 )
-from sparse_dataflow.core.ops.attention import (
-    chunked,
-    dot_product,
-)
-from sparse_dataflow.core.ops.attention import (
-    plain_attention as reference,
-)
-from sparse_dataflow.core.ops.attention.chunked import Tokens
+from sparse_dataflow.core.ops.attention import attention_op as reference
+from sparse_dataflow.core.ops.attention import dot_product
+from sparse_dataflow.core.ops.attention.dot_product import Tokens
 
 
 def draw(tokens, heads, kv_heads, width=8, rows=2, seed=0):
@@ -56,7 +51,7 @@ def assert_equal(ours, exact, tolerance=3e-6):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(chunked, "CHUNK", 4)
+    monkeypatch.setattr(dot_product, "CHUNK", 4)
     monkeypatch.setattr(dot_product, "DENSE_TOKENS", 0)
 
 
@@ -80,7 +75,7 @@ def test_chunks_have_the_result_and_the_gradients_of_the_reference(
     how = {"window": window, "cap": cap}
     how["documents"] = documents_of(tokens, count) if count else None
     ours = jax.jit(lambda *a: with_gradients(functools.partial(api.causal_attention, **how), a))
-    exact = with_gradients(functools.partial(reference.causal_attention, **how), operands)
+    exact = with_gradients(functools.partial(reference.plain_attention, **how), operands)
     assert_equal(ours(*operands), exact)
 
 
@@ -101,7 +96,7 @@ def test_no_scores_beyond_a_chunk_exist_for_many_tokens():
         return api.causal_attention(query, key, value, documents=documents).sum()
 
     program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*[shape] * 3, marks).compile()
-    array, chunk = tokens * heads * 16 * 4, heads * chunked.CHUNK**2 * 4
+    array, chunk = tokens * heads * 16 * 4, heads * dot_product.CHUNK**2 * 4
     used = program.memory_analysis().temp_size_in_bytes
     assert used < 20 * array + 8 * chunk < heads * tokens**2 * 4 / 2
 
@@ -111,14 +106,14 @@ def test_splash_attention_of_documents_is_that_of_the_reference(heads, kv_heads,
     operands = draw(256, heads, kv_heads, width=64)
     how = {"window": window, "documents": documents_of(256, 5)}
     ours = jax.jit(functools.partial(splash.causal_attention, interpret=True, **how))(*operands)
-    exact = reference.causal_attention(*operands, **how)
+    exact = reference.plain_attention(*operands, **how)
     np.testing.assert_allclose(ours, exact, atol=2e-6)
 
 
 def test_splash_attention_of_documents_has_the_gradients_of_the_reference():
     operands, how = draw(256, 2, 1, width=32, rows=1), {"documents": documents_of(256, 4, rows=1)}
     attend = functools.partial(splash.causal_attention, interpret=True, **how)
-    exact = with_gradients(functools.partial(reference.causal_attention, **how), operands)
+    exact = with_gradients(functools.partial(reference.plain_attention, **how), operands)
     assert_equal(jax.jit(lambda *a: with_gradients(attend, a))(*operands), exact)
 
 
@@ -145,7 +140,7 @@ def test_shards_of_a_sequence_attend_as_the_whole(name, window, documents, monke
         chunks = jnp.concatenate([shard(i) for i in range(shards)], axis=1)
         return chunks[:, np.argsort(order.reshape(-1))]
 
-    exact = functools.partial(reference.causal_attention, window=window, cap=0.9, documents=marks)
+    exact = functools.partial(reference.plain_attention, window=window, cap=0.9, documents=marks)
     operands = query, key, value
     ours = jax.jit(lambda *a: with_gradients(attend, a))(*operands)
     assert_equal(ours, with_gradients(exact, operands))
@@ -153,12 +148,12 @@ def test_shards_of_a_sequence_attend_as_the_whole(name, window, documents, monke
 
 def test_padding_of_a_shard_adds_no_gradient(monkeypatch):
     """Queries are padded to whole chunks, and padding is in no document of the keys."""
-    monkeypatch.setattr(chunked, "CHUNK", 4)
+    monkeypatch.setattr(dot_product, "CHUNK", 4)
     query, key, value = draw(8, 1, 1)
     marks = documents_of(8, 2)
     operands = query[:, :5], key, value
     at = Tokens(jnp.arange(5), jnp.asarray(marks[:, :5])), Tokens(jnp.arange(8), jnp.asarray(marks))
-    ours = with_gradients(lambda *a: chunked.attention(*a, *at), operands)
-    mask = chunked.visible(*at)
+    ours = with_gradients(lambda *a: dot_product.chunked_attention(*a, *at), operands)
+    mask = dot_product.visible(*at)
     exact = with_gradients(lambda *a: dot_product.masked_attention(*a, mask), operands)
     assert_equal(ours, exact)

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.model_weights import ModelWeights
+from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.planner.aot import hlo, topologies
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparse_dataflow.core.config.logit_chunks import CPU_TOKENS
-from sparse_dataflow.core.ops.cross_entropy.distillation import TeacherOutput, distillation_loss
+from sparse_dataflow.core.config.remat import CPU_TOKENS
+from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput, distillation_loss
 
 TOKENS, WIDTH, VOCABULARY = CPU_TOKENS + 5, 6, 11
 

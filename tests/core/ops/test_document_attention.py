@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_dataflow.core.ops.attention import plain_attention as reference
+from sparse_dataflow.core.ops.attention import attention_op as reference
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
-from sparse_dataflow.core.ops.attention.documents import document_numbers
+from sparse_dataflow.core.ops.attention.dot_product import document_numbers
 
 
 def test_a_document_ends_with_its_end_of_text():
@@ -25,7 +25,7 @@ def together(operands, dy, documents):
 
 @jax.jit
 def alone(operands, dy):
-    y, pull = jax.vjp(reference.causal_attention, *operands)
+    y, pull = jax.vjp(reference.plain_attention, *operands)
     return y, *pull(dy)
 
 
@@ -52,5 +52,5 @@ def test_a_window_limits_documents_too(window):
     q, k, v = (rng.normal(size=(1, 6, 1, 4)).astype(np.float32) for _ in range(3))
     result = causal_attention(q, k, v, window=window, documents=np.zeros((1, 6), np.int32))
     last = slice(6 - window, 6)
-    exact = reference.causal_attention(q[:, last], k[:, last], v[:, last])
+    exact = reference.plain_attention(q[:, last], k[:, last], v[:, last])
     np.testing.assert_allclose(result[:, -1], exact[:, -1], rtol=1e-4)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from sparse_dataflow.core.ops.gelu import gelu, value_and_derivative
+from sparse_dataflow.core.ops.derivatives import gelu, value_and_derivative
 
 
 def exact(z):

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.planner.aot import hlo

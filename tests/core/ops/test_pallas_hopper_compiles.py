@@ -11,7 +11,7 @@ from simulated_hopper import targeted_gpu
 from sparse_dataflow.chips.hopper import api as pallas_hopper
 from sparse_dataflow.chips.hopper import mlp as hopper_mlp
 from sparse_dataflow.core.layouts.patterns import make_layout
-from sparse_dataflow.core.ops.sparse_mlp.operands import Operands
+from sparse_dataflow.core.ops.sparse_mlp.mlp_op import Operands
 
 pytest.importorskip(
     "jax_cuda13_plugin", reason="compiling for a GPU needs 'sparse_dataflow[cuda]': make aot-gpu"
@@ -219,7 +219,7 @@ def test_the_mlp_is_six_kernels_and_saves_at_most_three_activations(compiled):
 
     def mlp(x, values_in, bias, values_out, dy, *tables):
         y, pullback = jax.vjp(
-            lambda *o: hopper_mlp.sparse_mlp(Operands(*o, *tables)), x, values_in, bias, values_out
+            lambda *o: hopper_mlp.run(Operands(*o, *tables)), x, values_in, bias, values_out
         )
         return y, *pullback(dy)
 

@@ -13,7 +13,7 @@ from simulated import targeted_tpu
 from sparse_dataflow.chips.tpu import mlp
 from sparse_dataflow.chips.tpu.matmul import api as pallas_tpu
 from sparse_dataflow.core.layouts.patterns import make_layout
-from sparse_dataflow.core.ops.sparse_mlp.operands import Operands
+from sparse_dataflow.core.ops.sparse_mlp.mlp_op import Operands
 
 pytest.importorskip(
     "libtpu", reason="compiling for a TPU needs libtpu: pip install 'sparse_dataflow[aot]'"
@@ -140,7 +140,7 @@ def test_concrete_tables_compile(name):
 
 def mlp_gradients(x, values_in, bias, values_out, dy, tables_in, tables_out):
     y, pullback = jax.vjp(
-        lambda *o: mlp.sparse_mlp(Operands(*o, tables_in, tables_out)),
+        lambda *o: mlp.run(Operands(*o, tables_in, tables_out)),
         x,
         values_in,
         bias,

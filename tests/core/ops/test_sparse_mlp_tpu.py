@@ -12,7 +12,7 @@ from sparse_dataflow.chips.tpu import mlp as pallas_tpu
 from sparse_dataflow.chips.tpu import mlp_tuning as tuning
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.ops.sparse_mlp import mlp_op as api
-from sparse_dataflow.core.ops.sparse_mlp.operands import Operands
+from sparse_dataflow.core.ops.sparse_mlp.mlp_op import Operands
 from sparse_dataflow.files.errors import UserError
 
 

@@ -21,7 +21,7 @@ from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.ops.block_sparse_matmul.cut_tables import cut_columns, cut_rows
 from sparse_dataflow.core.ops.sparse_mlp import mlp_op as api
-from sparse_dataflow.core.ops.sparse_mlp.operands import Operands
+from sparse_dataflow.core.ops.sparse_mlp.mlp_op import Operands
 
 IN, OUT = Groups(2, in_run=1, out_run=2), Groups(2, in_run=2, out_run=1)
 """Inputs and outputs at a stride, runs of two hidden blocks."""
@@ -53,7 +53,7 @@ def test_aligned_groups_agree_with_the_dense_mlp(gate, tokens, dtype, chip, tuni
     def run(x, values_in, bias_or_gate, values_out):
         bias, gating = (None, (bias_or_gate, gate)) if gate else (bias_or_gate, ())
         mlp = Operands(x, values_in, bias, values_out, *tables, *gating)
-        return kernels.sparse_mlp(mlp, tuning=tuning)
+        return kernels.run(mlp, tuning=tuning)
 
     def both(operands, dy):
         y, pull = jax.vjp(run, *operands)

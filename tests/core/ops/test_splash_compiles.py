@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from described_tpus import TOPOLOGIES, compiled, described, nightly
 
-from sparse_dataflow.core.config.presets import SIZES
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.executors.context import zigzag
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention, shard_attention
 

@@ -8,8 +8,8 @@ import importlib.util
 
 import pytest
 
-from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.planner.aot import topologies

@@ -8,7 +8,7 @@ from sparse_dataflow.core.executors import cuts
 from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables, stack_tables
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.ops.block_sparse_matmul import dense_matmul as reference
-from sparse_dataflow.core.ops.block_sparse_matmul import strips
+from sparse_dataflow.core.ops.block_sparse_matmul import xla_static
 from sparse_dataflow.files.errors import UserError
 
 
@@ -28,9 +28,9 @@ def test_strips_of_a_shard_are_the_strips_of_its_dense_weight(name, pattern, tra
         dense = np.asarray(reference.to_dense(of_shard, tables))
         strip = of_shard[:, 4:6] if name == "mlp_in" else of_shard[:, :, 4:6]
         if traced:
-            squares, squared = jax.jit(strips.in_squares)(strip, tables)
+            squares, squared = jax.jit(xla_static.in_squares)(strip, tables)
         else:
-            squares, squared = strips.in_squares(strip, tables)
+            squares, squared = xla_static.in_squares(strip, tables)
         by_block = dense.reshape(dense.shape[0] // 8, 8, -1, 8)
         expected = by_block[:, 4:6] if name == "mlp_in" else by_block[..., 4:6]
         sides = (dense.shape[0] // 4, -1) if name == "mlp_in" else (-1, dense.shape[1] // 4)
@@ -46,4 +46,4 @@ def test_strips_of_a_shard_are_the_strips_of_its_dense_weight(name, pattern, tra
 def test_rows_of_a_layout_with_unequal_fan_in_are_refused():
     layout = BlockLayout.from_mask(np.array([[True, True], [True, False]]), 4)
     with pytest.raises(UserError, match="reads equally many input blocks"):
-        strips.in_squares(np.zeros((3, 2, 4), np.float32), layout.tables())
+        xla_static.in_squares(np.zeros((3, 2, 4), np.float32), layout.tables())

@@ -21,15 +21,14 @@ from sparse_dataflow.core.optim.loss_spikes import (
     SpikeHistory,
     is_accepted,
 )
-from sparse_dataflow.core.optim.train_state import StepReport
+from sparse_dataflow.core.optim.optimizers import StepReport
 from sparse_dataflow.core.training import hooks
 from sparse_dataflow.core.training.batches import EvalBatches, TrainBatches
-from sparse_dataflow.core.training.loop import Trainer
+from sparse_dataflow.core.training.loop import Trainer, advance_side_by_side
 from sparse_dataflow.core.training.monitoring.metrics import read_metrics
+from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.core.training.programs import Compiled, TrainingData
 from sparse_dataflow.core.training.step import initial_state, make_train_step
-from sparse_dataflow.core.training.turns import advance_side_by_side
-from sparse_dataflow.core.training.variants import Variant
 from sparse_dataflow.files.errors import UserError
 
 MODEL = ModelConfig(1, 8, 1, 32, 300, 4)

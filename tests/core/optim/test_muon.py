@@ -20,7 +20,7 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.layouts.layout import BlockLayout, stack_tables
 from sparse_dataflow.core.model import stacks as layer_stacks
-from sparse_dataflow.core.model.model_weights import ModelWeights
+from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim import muon
 from sparse_dataflow.core.optim.optimizers import (
     adam_state,

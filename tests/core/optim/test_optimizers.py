@@ -13,23 +13,23 @@ from hypothesis import strategies as st
 from small_models import MIXED as MODEL
 from small_models import shapes_of
 
-from sparse_dataflow.core.config.evolution_config import EvolutionConfig
 from sparse_dataflow.core.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import BUILT_IN, TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.layouts.evolution import phase_specs
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.model_weights import weights_of
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.optim.optimizers import (
     TURNED_DENSE_RATE,
     adam_state,
     decay_mask,
+    group_norms,
     learning_rate_multipliers,
     learning_rate_schedule,
     make_optimizer,
 )
-from sparse_dataflow.core.optim.train_state import group_norms
 from sparse_dataflow.files.errors import UserError
 
 SUPAR = dataclasses.replace(MODEL, parametrization="supar")

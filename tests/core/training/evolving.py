@@ -5,17 +5,16 @@ import functools
 
 import numpy as np
 
-from sparse_dataflow.core.config.evolution_config import EvolutionConfig
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.layouts.evolution import phase_specs
 from sparse_dataflow.core.training import hooks
 from sparse_dataflow.core.training.batches import EvalBatches, TrainBatches
-from sparse_dataflow.core.training.loop import Trainer
+from sparse_dataflow.core.training.loop import Trainer, advance_side_by_side
+from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.core.training.programs import TrainingData, compile_programs
-from sparse_dataflow.core.training.turns import advance_side_by_side
-from sparse_dataflow.core.training.variants import Variant
 
 SPARSE = LinearSpec("block_sparse", "monarch", density=0.25, block=4, rank=2, hadamard=8)
 MODEL = ModelConfig(2, 32, 2, 64, vocab_size=40, max_len=8).with_linears(SPARSE)

@@ -11,11 +11,11 @@ from small_models import shapes_of, tables_of
 
 from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import stacks as layer_stacks
-from sparse_dataflow.core.model.model_weights import ModelWeights, weights_of
+from sparse_dataflow.core.model.stacks import ModelWeights, weights_of
 from sparse_dataflow.core.optim import muon
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError

@@ -8,8 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import sparse_dataflow.core.layouts.evolution  # noqa: F401  Registers the patterns.
-from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.training import cost, equal_cost
 from sparse_dataflow.core.training.equal_cost import equal_cost_model, stored_parameters

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from evolving import EVOLUTIONS, MODEL, MODELS, TRAINING, train, trainer
 
-from sparse_dataflow.core.config.evolution_config import EvolutionConfig
+from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.block_gradients import Portions, mean_norms, portions
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.optim.optimizers import learning_rate_schedule
-from sparse_dataflow.core.training import cost, hooks, plateau
+from sparse_dataflow.core.training import cost, hooks
+from sparse_dataflow.core.training import phases as plateau
 from sparse_dataflow.core.training.monitoring.metrics import read_metrics
 from sparse_dataflow.core.training.phases import phases, refuse_unfit, run_flops, update_steps
 from sparse_dataflow.files.errors import UserError
@@ -65,7 +66,7 @@ def test_a_resumed_run_ends_at_the_same_bits(tmp_path, method):
 @pytest.mark.parametrize("stop", [3, 4, 5, 6])
 def test_a_plateau_starts_the_dense_phase_early_also_after_a_resume(tmp_path, stop, monkeypatch):
     """Evaluations at steps 2, 4, ... show no gain: the second stale one is at step 6."""
-    monkeypatch.setattr(plateau, "GAIN", 0.9)
+    monkeypatch.setattr(plateau, "PLATEAU_GAIN", 0.9)
     evolution = dataclasses.replace(EVOLUTIONS["sparse_to_dense"], at=0.9, plateau=2)
     every = {"eval_every": 2, "checkpoint_every": 1}
     start = lambda name: trainer(  # noqa: E731

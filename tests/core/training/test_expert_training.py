@@ -14,14 +14,14 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.layouts.evolution import PhaseSpec
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.model_weights import weights_of
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training import hooks
 from sparse_dataflow.core.training.batches import EvalBatches, TrainBatches
 from sparse_dataflow.core.training.loop import Trainer
 from sparse_dataflow.core.training.monitoring.metrics import read_metrics
+from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.core.training.programs import TrainingData, compile_programs
 from sparse_dataflow.core.training.step import make_eval_step
-from sparse_dataflow.core.training.variants import Variant
 
 MODEL = ModelConfig(
     2, 16, 2, 32, vocab_size=300, max_len=8, experts=4, top_k=2, expert_capacity=0.5

@@ -9,11 +9,11 @@ import pytest
 from test_adapters import BASES, DENSE, TOKENS, TRAINING, same_bits, start
 
 from sparse_dataflow.commands.preflight.settling import settle
-from sparse_dataflow.core.config.presets import preset
+from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import adapters
+from sparse_dataflow.core.training.phases import variants
 from sparse_dataflow.core.training.step import abstract_state, make_train_step
-from sparse_dataflow.core.training.variants import variants
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import machines
 from sparse_dataflow.planner import memory

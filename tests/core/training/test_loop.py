@@ -9,22 +9,20 @@ import jax
 import numpy as np
 import pytest
 
-from sparse_dataflow.core.config.evolution_config import EvolutionConfig
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.layouts import patterns
 from sparse_dataflow.core.model.experts import Routing
-from sparse_dataflow.core.optim.train_state import StepReport
+from sparse_dataflow.core.optim.optimizers import StepReport
 from sparse_dataflow.core.training import hooks
 from sparse_dataflow.core.training.batches import EvalBatches, TrainBatches
-from sparse_dataflow.core.training.loop import Trainer
+from sparse_dataflow.core.training.loop import Trainer, advance_side_by_side
 from sparse_dataflow.core.training.monitoring.metrics import read_metrics
-from sparse_dataflow.core.training.phases import phases
+from sparse_dataflow.core.training.phases import Variant, phases
 from sparse_dataflow.core.training.programs import Compiled, HeldOut, TrainingData
 from sparse_dataflow.core.training.saved_state import refuse_other_layouts
-from sparse_dataflow.core.training.turns import advance_side_by_side
-from sparse_dataflow.core.training.variants import Variant
 from sparse_dataflow.files.errors import UserError
 
 MODEL = ModelConfig(1, 8, 1, 32, 300, 4)

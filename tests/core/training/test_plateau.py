@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.training.phases import Phase
-from sparse_dataflow.core.training.plateau import GAIN, Plateau, with_next_start, with_starts
+from sparse_dataflow.core.training.phases import PLATEAU_GAIN as GAIN
+from sparse_dataflow.core.training.phases import Phase, Plateau, with_next_start, with_starts
 
 MODEL = ModelConfig(1, 8, 1, 8, 8, 8)
 

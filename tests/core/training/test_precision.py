@@ -15,9 +15,9 @@ from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.model.model_weights import Fixed
+from sparse_dataflow.core.model.stacks import Fixed
+from sparse_dataflow.core.training.phases import variants
 from sparse_dataflow.core.training.step import abstract_state, initial_state, make_train_step
-from sparse_dataflow.core.training.variants import variants
 from sparse_dataflow.files.errors import UserError
 
 needs_library = pytest.mark.skipif(

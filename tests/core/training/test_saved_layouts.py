@@ -9,9 +9,9 @@ from evolving import EVOLUTIONS, MODELS, TRAINING, train, trainer
 
 from sparse_dataflow.core.layouts.evolution import new_shares
 from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.training.hooks import LayoutReader
 from sparse_dataflow.core.training.monitoring.metrics import read_metrics
-from sparse_dataflow.core.training.saved_layouts import LayoutReader
-from sparse_dataflow.core.training.variants import Variant
+from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.files.errors import UserError
 
 

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.training import sections
 from sparse_dataflow.core.training.step import initial_state

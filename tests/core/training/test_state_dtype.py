@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from small_models import shapes_of, tables_of
 
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
-from sparse_dataflow.core.config.evolution_config import EvolutionConfig
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import describe, whole
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.executors.relay.relay_executor import RelayExecutor
-from sparse_dataflow.core.model.model_weights import Fixed, weights_of
+from sparse_dataflow.core.model.stacks import Fixed, weights_of
 from sparse_dataflow.core.optim.optimizers import adam_state, make_optimizer, map_moments
 from sparse_dataflow.core.training.saved_state import identity
 from sparse_dataflow.core.training.step import abstract_state, initial_state, make_train_step

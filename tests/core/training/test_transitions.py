@@ -10,17 +10,21 @@ import numpy as np
 import pytest
 import scipy.linalg
 
-from sparse_dataflow.core.config.evolution_config import EvolutionConfig
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.run import SIZES
+from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.layouts.evolution import METHODS, phase_specs
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.model.model_weights import weights_of
-from sparse_dataflow.core.optim.optimizers import adam_state, make_optimizer, map_moments
-from sparse_dataflow.core.optim.train_state import TrainState
+from sparse_dataflow.core.model.stacks import weights_of
+from sparse_dataflow.core.optim.optimizers import (
+    TrainState,
+    adam_state,
+    make_optimizer,
+    map_moments,
+)
 from sparse_dataflow.core.training.step import initial_state
 from sparse_dataflow.core.training.transitions import change_model, update_layouts
 

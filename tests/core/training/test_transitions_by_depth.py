@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from test_transitions import assert_shaped_like, logits_of, trained_state, trees
 
-from sparse_dataflow.core.config.evolution_config import EvolutionConfig
 from sparse_dataflow.core.config.layer_groups import layer_groups, layer_linear
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.layouts.evolution import METHODS, phase_specs
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.optim.optimizers import map_moments

@@ -5,16 +5,15 @@ import dataclasses
 import jax
 import pytest
 
-from sparse_dataflow.core.config.presets import preset
+from sparse_dataflow.core.config.parallel import DepthSchedule
+from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.pipeline.pipelined import Pipelined
 from sparse_dataflow.core.executors.pipeline.stages import divide
-from sparse_dataflow.core.executors.relay.depth_schedule import DepthSchedule
 from sparse_dataflow.core.executors.relay.relay import RelayConfig
 from sparse_dataflow.core.executors.relay.relay_executor import RelayExecutor
 from sparse_dataflow.core.training import equal_cost
-from sparse_dataflow.core.training.phases import mean_flops_per_token, run_flops
-from sparse_dataflow.core.training.variants import variants
+from sparse_dataflow.core.training.phases import mean_flops_per_token, run_flops, variants
 from sparse_dataflow.files.errors import UserError
 
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.model.projection import arrays
-from sparse_dataflow.core.weights.linear import Linear
 from sparse_dataflow.core.weights.weight import (
     BlockSparse,
     Dense,
     Guided,
     Hadamard,
+    Linear,
     LowRank,
     PlusLowRank,
     Probed,

@@ -9,7 +9,7 @@ import pytest
 
 from experiments import interplay
 from experiments.benchmarks import interplay_report, interplay_step, prediction
-from sparse_dataflow.core.config.presets import SIZES
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip
@@ -89,7 +89,7 @@ def test_interplay_of_measured_steps_wins_back_what_fusion_gives(
     monkeypatch.setattr(prediction, "measured_seconds", lambda *_: next(seconds))
     monkeypatch.setattr(interplay_step, "executor_over", lambda *_: None)
     monkeypatch.setattr(interplay_step.mesh, "make", lambda _: None)
-    monkeypatch.setattr(interplay_step.join, "joined", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(interplay_step.processes, "joined", lambda *_: contextlib.nullcontext())
 
     def child(work, fused, cores):
         return json.loads(json.dumps(interplay_step.main(work)))

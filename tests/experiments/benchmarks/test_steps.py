@@ -1,8 +1,8 @@
 """Which steps of `step_bench` may hold their states at once."""
 
 from experiments.benchmarks import steps
-from sparse_dataflow.core.config.presets import preset
-from sparse_dataflow.core.training.variants import variant
+from sparse_dataflow.core.config.run import preset
+from sparse_dataflow.core.training.phases import variant
 from sparse_dataflow.hardware.chips import GIB
 
 

@@ -4,8 +4,8 @@ import jax
 import pytest
 
 from experiments.studies import scaling_law
-from sparse_dataflow.core.config.presets import SIZES
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.files.errors import UserError
 

@@ -8,8 +8,8 @@ from experiments import sparse_scaling_law
 from experiments.studies import study
 from experiments.studies.activation_changes import with_width
 from sparse_dataflow.commands import command_line
-from sparse_dataflow.core.config.presets import SIZES, preset
-from sparse_dataflow.core.training.variants import variant
+from sparse_dataflow.core.config.run import SIZES, preset
+from sparse_dataflow.core.training.phases import variant
 from sparse_dataflow.files.errors import UserError
 
 PROJECTIONS = SIZES["nano"].projections

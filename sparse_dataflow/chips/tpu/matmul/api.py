@@ -32,8 +32,8 @@ from sparse_dataflow.chips.tpu.matmul.tables import smem_bytes
 from sparse_dataflow.chips.tpu.matmul.tuning import TuningConfig
 from sparse_dataflow.core.layouts.layout import LayoutTables
 from sparse_dataflow.core.ops.block_sparse_matmul import fused
+from sparse_dataflow.core.ops.derivatives import gelu_backward
 from sparse_dataflow.core.ops.dispatch import Shaped
-from sparse_dataflow.core.ops.gelu import gelu_backward
 from sparse_dataflow.core.ops.tuned import Case, SearchSpace
 
 BLOCKS = (32, 64, 128, 256)
@@ -59,7 +59,7 @@ def block_sparse_matmul(
       values: stored blocks.
       tables: index tables.
       bias: [out_features], any float dtype.
-      activation: None or "gelu" (tanh form, `ops.gelu`).
+      activation: None or "gelu" (tanh form, `ops.derivatives`).
       tuning: tile sizes; None for `default_tuning`.
     """
     out_features = len(tables.in_index) * values.shape[1]

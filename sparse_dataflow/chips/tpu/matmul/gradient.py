@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from sparse_dataflow.chips.tpu.matmul.stream import dot, pop_if, wait_for
 from sparse_dataflow.chips.tpu.matmul.tables import TileTables, chunked
 from sparse_dataflow.chips.tpu.matmul.tuning import GradientTiles
-from sparse_dataflow.core.ops.gelu import value_and_derivative
+from sparse_dataflow.core.ops.derivatives import value_and_derivative
 
 
 def line_gradient(

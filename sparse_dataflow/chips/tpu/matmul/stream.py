@@ -154,7 +154,6 @@ class Stream(NamedTuple):
 
         Args:
           pass_number: the pass, from 0; call every line of every pass, in order.
-          line: the line.
           x_ref: [tokens, features] in VMEM.
           rows: tokens of one dot.
           sum_ref: float32 [tokens, tile] scratch.

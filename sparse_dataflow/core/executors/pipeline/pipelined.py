@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.core.config.layer_groups import layer_model
-from sparse_dataflow.core.executors import cuts, sharding, support, whole
+from sparse_dataflow.core.executors import cuts, executor, sharding, whole
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.mesh import BATCH_AXES
 from sparse_dataflow.core.executors.pipeline import pipeline, schedules
@@ -43,7 +43,7 @@ class Pipelined(Sharded):
     @property
     def ways(self):
         """See `Executor`."""
-        return tuple(dict.fromkeys((*super().ways, support.STAGE)))
+        return tuple(dict.fromkeys((*super().ways, executor.STAGE)))
 
     def describe(self):
         """See `Executor`."""

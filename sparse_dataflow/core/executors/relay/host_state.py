@@ -16,9 +16,7 @@ from sparse_dataflow.core.config.projections import ROW_PARALLEL
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.optim import by_weight
-from sparse_dataflow.core.optim.factories import is_built_in
-from sparse_dataflow.core.optim.optimizers import make_optimizer
-from sparse_dataflow.core.optim.train_state import TrainState
+from sparse_dataflow.core.optim.optimizers import TrainState, make_optimizer
 
 EMBED, HEAD = "embed", "head"
 Section = str | int
@@ -114,7 +112,6 @@ def fresh_state(
     """Initializes the state of `training.step.initial_state` section by section in host memory.
 
     Args:
-      model: model config.
       training: gives the seed.
       trees: zeroed (params, mu, nu) to fill; `zeros` if None.
       starting_blocks: blocks from this index on start as the identity (zero residual branches), so
@@ -132,7 +129,7 @@ def fresh_state(
         if starting_blocks is not None and number >= starting_blocks:
             block |= {name: jax.tree.map(np.zeros_like, block[name]) for name in ROW_PARALLEL}
         _fill(view(params, number), block)
-    if not is_built_in(training):
+    if not training.is_built_in:
         for each in all_sections(model.stored_layers):
             _fill(view(mu, each), by_weight.init(training, view(params, each)))
     moments = with_moments(shapes.moments, 0, mu, nu)

@@ -40,11 +40,13 @@ from sparse_dataflow.core.executors.relay.host_state import (
 )
 from sparse_dataflow.core.executors.relay.relay_programs import device_dtype
 from sparse_dataflow.core.executors.relay.timeline import Timeline
-from sparse_dataflow.core.model.model_weights import ModelWeights
-from sparse_dataflow.core.optim.factories import is_built_in
+from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.muon import Matrices, is_matrix, matrices_of
-from sparse_dataflow.core.optim.optimizers import learning_rate_multipliers, weight_decays
-from sparse_dataflow.core.optim.train_state import TrainState
+from sparse_dataflow.core.optim.optimizers import (
+    TrainState,
+    learning_rate_multipliers,
+    weight_decays,
+)
 from sparse_dataflow.hardware.detect import cpu_count
 
 IN_FLIGHT = 2
@@ -226,7 +228,6 @@ class ServerStep:
         """Starts a step.
 
         Args:
-          server: the parameter server.
           state: state with host arrays, which are donated.
           sections: sections that take part; the others stay unchanged.
           learning_rate: learning rate of the step.
@@ -317,7 +318,7 @@ class ServerStep:
             rate = self._learning_rate * leaf.multiplier
             betas = training.b1, training.b2, training.epsilon
             rates = Rates(self._count, factor, rate, leaf.decay, *betas)
-            if not is_built_in(training):
+            if not training.is_built_in:
                 update = functools.partial(
                     host_optimizer.update_weights, training=training, path=leaf.path
                 )
@@ -430,7 +431,7 @@ def _dotted(path):
 
 
 def group_norms(squares: dict[Section, dict[str, float]]) -> dict[str, float]:
-    """Returns the norm by parameter group from sums of squares; see `train_state.group_norms`."""
+    """Returns the norm by parameter group from sums of squares; see `optimizers.group_norms`."""
     total: dict[str, float] = collections.defaultdict(float)
     for section in sorted(squares, key=str):
         for leaf, value in squares[section].items():

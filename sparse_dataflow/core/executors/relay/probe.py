@@ -34,7 +34,6 @@ def block_gradient_norms(
     """Returns the block norms of the dense gradient of the mean loss over the tokens.
 
     Args:
-      model: model config.
       fetch: section -> its `ParameterServer.section` on the device.
       tokens: int32 [rows, sequence + 1].
 

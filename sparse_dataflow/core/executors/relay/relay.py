@@ -24,10 +24,9 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from sparse_dataflow.core.config.layer_groups import layer_model_index
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.parallel import CLIPPINGS, PINNED_SETTING, STASHES
+from sparse_dataflow.core.config.parallel import CLIPPINGS, PINNED_SETTING, STASHES, DepthSchedule
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.relay import relay_programs
-from sparse_dataflow.core.executors.relay.depth_schedule import DepthSchedule
 from sparse_dataflow.core.executors.relay.host_state import (
     EMBED,
     HEAD,
@@ -37,8 +36,8 @@ from sparse_dataflow.core.executors.relay.host_state import (
 from sparse_dataflow.core.executors.relay.parameter_server import ParameterServer, ServerStep
 from sparse_dataflow.core.executors.relay.timeline import Timeline
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.model_weights import ModelWeights
-from sparse_dataflow.core.optim.train_state import StepReport, TrainState
+from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.optim.optimizers import StepReport, TrainState
 from sparse_dataflow.files.errors import UserError, first_line
 
 
@@ -93,7 +92,6 @@ class Relay:
         """Compiles the programs.
 
         Args:
-          model: model config.
           training: batch shape and optimizer.
           config: options of the relay.
           eval_shape: (sequences, tokens) of an evaluation batch; None without evaluations.
@@ -170,7 +168,6 @@ class Relay:
         Args:
           state: state with host arrays, as of `host_state.fresh_state`.
           tokens: int32 [batch, sequence + 1], the whole batch on every process.
-          learning_rate: learning rate of the step.
 
         Raises:
           UserError: the device failed; earlier checkpoints stay valid.

@@ -12,17 +12,17 @@ from jax.sharding import AbstractMesh, Mesh
 
 from sparse_dataflow.cluster import processes
 from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.parallel import DepthSchedule
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors import support
+from sparse_dataflow.core.executors import executor
 from sparse_dataflow.core.executors.executor import MultiProgramExecutor
 from sparse_dataflow.core.executors.relay import host_state, relay_programs, server_files
-from sparse_dataflow.core.executors.relay.depth_schedule import DepthSchedule
 from sparse_dataflow.core.executors.relay.host_state import all_sections, depth_of, view
 from sparse_dataflow.core.executors.relay.parameter_server import group_norms, square_sums
 from sparse_dataflow.core.executors.relay.probe import block_gradient_norms
 from sparse_dataflow.core.executors.relay.relay import Relay, RelayConfig, translated_device_errors
 from sparse_dataflow.core.executors.relay.server_files import MappedFiles
-from sparse_dataflow.core.optim.train_state import TrainState
+from sparse_dataflow.core.optim.optimizers import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +52,9 @@ class RelayExecutor(MultiProgramExecutor):
     @property
     def ways(self) -> tuple[str, ...]:
         """See `Executor`."""
-        depth = (support.RELAY_DEPTH,) if self.config.depth != DepthSchedule() else ()
-        devices = (support.RELAY_DEVICES,) if self.devices > 1 else ()
-        return support.RELAY, *depth, *devices
+        depth = (executor.RELAY_DEPTH,) if self.config.depth != DepthSchedule() else ()
+        devices = (executor.RELAY_DEVICES,) if self.devices > 1 else ()
+        return executor.RELAY, *depth, *devices
 
     def check(self, model: ModelConfig, training: TrainingConfig) -> None:
         """See `Executor`."""
@@ -163,7 +163,7 @@ class RelayExecutor(MultiProgramExecutor):
 
 
 def parameter_norms(params: dict) -> dict[str, float]:
-    """Returns `optim.train_state.group_norms` of host arrays."""
+    """Returns `optim.optimizers.group_norms` of host arrays."""
     leaves = jax.tree_util.tree_leaves_with_path
     sections = all_sections(depth_of(params))
     return group_norms({s: square_sums(leaves(view(params, s))) for s in sections})

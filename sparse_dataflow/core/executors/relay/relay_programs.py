@@ -24,7 +24,7 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.layouts.layout import Groups
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.experts import ROUTER
-from sparse_dataflow.core.model.model_weights import ModelWeights
+from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.files.errors import UserError
 
 DATA_AXIS = "data"
@@ -225,7 +225,6 @@ def compile_groups(
     Programs are cached; models that differ in depth alone share them.
 
     Args:
-      model: model config.
       shape: (micro-batches, sequences in each, tokens in a sequence).
       mesh: as in `lower`.
       evaluation: whether to compile the evaluation programs.

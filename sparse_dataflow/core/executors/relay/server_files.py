@@ -36,10 +36,10 @@ from sparse_dataflow.core.executors.relay.host_state import (
     view,
     with_moments,
 )
-from sparse_dataflow.core.optim.train_state import TrainState
+from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.files import folders, manifest
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.files.json_difference import differences
+from sparse_dataflow.files.json_files import differences
 from sparse_dataflow.hardware.chips import GIB
 
 ALIGNMENT = 4096

@@ -1,6 +1,7 @@
-"""Causal self-attention: one function that dispatches to one implementation per platform."""
+"""Causal self-attention: its definition, and the choice of one implementation per platform."""
 
 import importlib
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,38 @@ import numpy as np
 
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.attention import dot_product
-from sparse_dataflow.core.ops.attention import plain_attention as reference
-from sparse_dataflow.core.ops.attention.chunked import Tokens
+from sparse_dataflow.core.ops.attention.dot_product import Tokens
 from sparse_dataflow.files.errors import UserError
+
+
+def plain_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    window: int = 0,
+    cap: float = 0.0,
+    documents: jax.Array | None = None,
+) -> jax.Array:
+    """Compute softmax(q kᵀ / sqrt(head_dim) where key <= query) v, in float32 or wider.
+
+    Arrays are as in `attention_op.causal_attention`.  Scores, and a key for each query head, are
+    materialized.
+    """
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    group = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(array, group, axis=2) for array in (key, value))
+    scores = jnp.einsum("bthk,bshk->bhts", query, key, preferred_element_type=wide)
+    seen = jnp.tri(query.shape[1], dtype=bool)
+    if window:
+        seen &= ~jnp.tri(query.shape[1], k=-window, dtype=bool)
+    if documents is not None:
+        seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
+    scores /= math.sqrt(query.shape[-1])
+    if cap:
+        scores = cap * jnp.tanh(scores / cap)
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bhts,bshk->bthk", weights, value.astype(wide)).astype(query.dtype)
+
 
 IMPLEMENTATIONS = ("reference", "xla", "cudnn", "splash")
 
@@ -36,7 +66,7 @@ def causal_attention(
         a TPU, else XLA.  XLA is also the fallback; a refusal is logged once.
       window: tokens that each query sees, itself and those before it; 0 is all.
       cap: the scores s become cap * tanh(s / cap) before the softmax; 0 leaves them.
-      documents: int32 [batch, tokens], see `documents.document_numbers`: a query sees keys of its
+      documents: int32 [batch, tokens], see `dot_product.document_numbers`: a query sees keys of its
         own document; None for one document.
 
     Returns:
@@ -50,7 +80,7 @@ def causal_attention(
     if implementation and (reason := _refusal(name, query, key, window, cap, documents)):
         raise UserError(f"Attention implementation {name!r} cannot run: {reason}")
     if name == "reference":
-        return reference.causal_attention(query, key, value, window, cap, documents)
+        return plain_attention(query, key, value, window, cap, documents)
     if name == "splash":
         return _splash().causal_attention(query, key, value, window, cap, documents)
     if name == "cudnn":

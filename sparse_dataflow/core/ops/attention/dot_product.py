@@ -1,17 +1,219 @@
-"""Causal attention of jax.nn: through XLA everywhere, and cuDNN's flash kernels on NVIDIA GPUs.
+"""Causal attention through XLA, and through cuDNN's flash kernels on NVIDIA GPUs.
 
-jax.nn has no soft cap of scores, so that `masked_attention` computes it.
+`chunked_attention` has the scores of one chunk of queries and keys at a time.  The softmax runs
+online over chunks of keys (arXiv 2112.05682), and the backward pass computes the scores again from
+the queries, the keys and the logarithm of each softmax's sum (arXiv 2205.14135).  Pairs of chunks
+in which no query sees a key are skipped.  jax.nn has no soft cap of scores, so that
+`masked_attention` computes it.
+
+Shapes in names: B batch, T queries, S keys, N key/value heads, G queries of each, K head_dim; C
+chunks of T or S.
 """
 
+import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from sparse_dataflow.core.config.attention_kinds import DENSE_TOKENS
-from sparse_dataflow.core.ops.attention import chunked
-from sparse_dataflow.core.ops.attention.chunked import Tokens
+from sparse_dataflow.core.config.families import DENSE_TOKENS
 from sparse_dataflow.hardware.chips import GIB
+
+CHUNK = 512
+"""Most queries, and most keys, of a chunk."""
+
+_HIDDEN = -1e30
+"""Score of a key that a query does not see; finite, because a chunk may have no other."""
+
+
+class Tokens(NamedTuple):
+    """What decides which of some keys a query sees.
+
+    Attributes:
+      positions: int32 [T], in the sequence.
+      documents: int32 [batch, T], see `dot_product.document_numbers`; None for one document.
+    """
+
+    positions: jax.Array
+    documents: jax.Array | None = None
+
+
+def visible(queries: Tokens, keys: Tokens, window: int = 0) -> jax.Array:
+    """Returns whether each query sees each key: bool [batch or 1, 1, queries, keys].
+
+    Args:
+      queries: of T queries.
+      keys: of S keys; both have documents, or neither.
+      window: see `attention_op.causal_attention`.
+    """
+    distance = queries.positions[:, None] - keys.positions
+    seen = distance >= 0
+    if window:
+        seen &= distance < window
+    if queries.documents is None or keys.documents is None:
+        return seen[None, None]
+    within = queries.documents[:, None, :, None] == keys.documents[:, None, None, :]
+    return seen & within
+
+
+def chunked_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    queries: Tokens,
+    keys: Tokens,
+    window: int = 0,
+    cap: float = 0.0,
+) -> jax.Array:
+    """Compute softmax(q kᵀ / sqrt(head_dim)) v over the keys that are `visible`; differentiable.
+
+    Args:
+      query: float [batch, T, heads, head_dim].
+      key: [batch, S, kv heads, head_dim]; see `attention_op.causal_attention`.
+      value: like key.
+      queries: the tokens of the queries, each of which sees a key.
+      keys: those of the keys.
+      window: see `attention_op.causal_attention`.
+      cap: see `attention_op.causal_attention`.
+
+    Returns:
+      [batch, T, heads, head_dim] in query's dtype; the softmax runs in float32 or wider.
+    """
+    batch, length, _, width = query.shape
+    grouped = query.reshape(batch, length, key.shape[2], -1, width)
+    operands = _chunks(grouped), *map(_chunks, (key, value)), _marks(queries), _marks(keys)
+    result = _attend(window, cap, *operands)
+    return _joined(result, length).reshape(query.shape)
+
+
+def _chunks(array, fill=0):
+    """Returns [B, T, ...] as [C, B, T / C, ...], padded to whole chunks with `fill`."""
+    length = array.shape[1]
+    count = -(-length // CHUNK)
+    size = -(-length // count)
+    padding = [(0, 0), (0, count * size - length), *[(0, 0)] * (array.ndim - 2)]
+    array = jnp.pad(array, padding, constant_values=fill)
+    return jnp.moveaxis(array.reshape(len(array), count, size, *array.shape[2:]), 1, 0)
+
+
+def _marks(tokens):
+    """Returns tokens in chunks; padding comes after all others, and is a document of its own."""
+    positions = _chunks(tokens.positions[None], jnp.iinfo(jnp.int32).max)[:, 0]
+    return Tokens(positions, None if tokens.documents is None else _chunks(tokens.documents, -1))
+
+
+def _joined(chunks, length):
+    """Inverts `_chunks`."""
+    chunks = jnp.moveaxis(chunks, 0, 1)
+    return chunks.reshape(len(chunks), -1, *chunks.shape[3:])[:, :length]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(window, cap, query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, queries, keys):
+    operands = query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, queries, keys
+    return _forward(window, cap, *operands)[0]
+
+
+def _forward(window, cap, query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, queries, keys):
+    wide = jnp.promote_types(query_CxBxTxNxGxK.dtype, jnp.float32)
+
+    def of_queries(chunk):
+        q, at = chunk
+        B, T, N, G, K = q.shape
+
+        def of_keys(carry, chunk):
+            k, v, key_at = chunk
+            seen = visible(at, key_at, window)
+
+            def add(largest, total, weighted):
+                scores = _scores(q, k, seen, cap)[0]
+                new = jnp.maximum(largest, scores.max(-1))
+                shrink, weights = jnp.exp(largest - new), jnp.exp(scores - new[..., None])
+                added = _product("bngts,bsnk->bngtk", weights.astype(v.dtype), v)
+                weighted = weighted * shrink[..., None] + added
+                return new, total * shrink + weights.sum(-1), weighted
+
+            return lax.cond(seen.any(), add, lambda *carry: carry, *carry), None
+
+        start = (
+            jnp.full((B, N, G, T), _HIDDEN, wide),
+            jnp.zeros((B, N, G, T), wide),
+            jnp.zeros((B, N, G, T, K), wide),
+        )
+        chunks = key_CxBxSxNxK, value_CxBxSxNxK, keys
+        (largest, total, weighted), _ = lax.scan(of_keys, start, chunks)
+        total = jnp.where(total == 0, 1, total)  # Padding may see nothing.
+        result = jnp.moveaxis(weighted / total[..., None], 3, 1)
+        return result.astype(q.dtype), largest + jnp.log(total)
+
+    result, log_sums = lax.map(of_queries, (query_CxBxTxNxGxK, queries))
+    residuals = query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, queries, keys, result, log_sums
+    return result, residuals
+
+
+def _backward(window, cap, residuals, gradient_CxBxTxNxGxK):
+    query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, queries, keys, result, log_sums = residuals
+    wide = log_sums.dtype
+    # The gradient of a softmax subtracts the mean of its output's gradient.
+    means = (gradient_CxBxTxNxGxK.astype(wide) * result.astype(wide)).sum(-1)
+    means_CxBxNxGxT = jnp.moveaxis(means, 2, -1)
+
+    def of_keys(dq, chunk):
+        k, v, key_at = chunk
+
+        def of_queries(carry, chunk):
+            dq, dk, dv = carry
+            i, q, dy, at, log_sum, mean = chunk
+            seen = visible(at, key_at, window)
+
+            def gradients():
+                scores, slope = _scores(q, k, seen, cap)
+                weights = jnp.exp(scores - log_sum[..., None])
+                ds = weights * (_product("btngk,bsnk->bngts", dy, v) - mean[..., None]) * slope
+                weights, ds = weights.astype(q.dtype), ds.astype(q.dtype)
+                return (
+                    _product("bngts,bsnk->btngk", ds, k),
+                    _product("bngts,btngk->bsnk", ds, q),
+                    _product("bngts,btngk->bsnk", weights, dy),
+                )
+
+            def nothing():
+                return jnp.zeros(q.shape, wide), jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide)
+
+            added, of_key, of_value = lax.cond(seen.any(), gradients, nothing)
+            return (dq.at[i].add(added), dk + of_key, dv + of_value), None
+
+        zeros = jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide)
+        count = jnp.arange(len(query_CxBxTxNxGxK))
+        chunks = count, query_CxBxTxNxGxK, gradient_CxBxTxNxGxK, queries, log_sums, means_CxBxNxGxT
+        (dq, dk, dv), _ = lax.scan(of_queries, (dq, *zeros), chunks)
+        return dq, (dk.astype(k.dtype), dv.astype(v.dtype))
+
+    start = jnp.zeros(query_CxBxTxNxGxK.shape, wide)
+    dq, (dk, dv) = lax.scan(of_keys, start, (key_CxBxSxNxK, value_CxBxSxNxK, keys))
+    return dq.astype(query_CxBxTxNxGxK.dtype), dk, dv, None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _scores(q_BxTxNxGxK, k_BxSxNxK, seen, cap):
+    """Returns the scores [B, N, G, T, S], and their slope by the product of query and key."""
+    scale = 1 / math.sqrt(q_BxTxNxGxK.shape[-1])
+    scores = _product("btngk,bsnk->bngts", q_BxTxNxGxK, k_BxSxNxK) * scale
+    slope = jnp.full((), scale, scores.dtype)
+    if cap:
+        turned = jnp.tanh(scores / cap)
+        scores, slope = cap * turned, scale * (1 - turned**2)
+    return jnp.where(seen[:, :, None], scores, _HIDDEN), slope
+
+
+def _product(formula, left, right):
+    wide = jnp.promote_types(left.dtype, jnp.float32)
+    return jnp.einsum(formula, left, right, preferred_element_type=wide)
+
 
 MASK_BYTES = GIB
 """Most bytes of cuDNN's mask of documents."""
@@ -26,10 +228,10 @@ def xla_attention(
     window: int = 0,
     cap: float = 0.0,
 ) -> jax.Array:
-    """Compute `chunked.attention`; up to DENSE_TOKENS keys, all scores at once."""
+    """Compute `chunked_attention`; up to DENSE_TOKENS keys, all scores at once."""
     if key.shape[1] > DENSE_TOKENS:
-        return chunked.attention(query, key, value, queries, keys, window, cap)
-    return masked_attention(query, key, value, chunked.visible(queries, keys, window), cap)
+        return chunked_attention(query, key, value, queries, keys, window, cap)
+    return masked_attention(query, key, value, visible(queries, keys, window), cap)
 
 
 def cudnn_attention(
@@ -108,3 +310,14 @@ def cudnn_refusal(
     except (NotImplementedError, RuntimeError, ValueError) as error:
         return str(error).strip().rstrip(".") + "."
     return ""
+
+
+def document_numbers(tokens: jax.Array, eot_id: int) -> jax.Array:
+    """Returns the number of each token's document in its window, int32 [batch, tokens].
+
+    Args:
+      tokens: int32 [batch, tokens].
+      eot_id: the token that ends a document, and belongs to it.
+    """
+    ends = (tokens == eot_id).astype(jnp.int32)
+    return jnp.cumsum(ends, axis=1) - ends

@@ -17,7 +17,6 @@ class ShardedLayout:
     """A layout split into shards that store equally many blocks.
 
     Attributes:
-      shards: the layout of each shard.
       order: int32 [nnz], permutation from the whole layout's order to the shards' order.
         `values[order]`, split evenly along its first axis, gives the shards' values.
       tables: index tables of the shards, stacked: int32 [shards, lines, fan].

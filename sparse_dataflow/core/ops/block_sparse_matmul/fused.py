@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from sparse_dataflow.core.ops import derivatives
-from sparse_dataflow.core.ops.gelu import gelu_backward
+from sparse_dataflow.core.ops.derivatives import gelu_backward
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from sparse_dataflow.core.config.model import PRECISIONS
 from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables, check_shapes
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.block_sparse_matmul import grouped, xla_few_rows, xla_static
-from sparse_dataflow.core.ops.op import Implementation, Op
+from sparse_dataflow.core.ops.dispatch import Implementation, Op
 from sparse_dataflow.files.errors import UserError
 
 OP = Op(

@@ -3,20 +3,87 @@
 The gradient is linear in the loss's cotangent.  So the forward pass computes dx and dE from each
 chunk's logits, and the backward pass only scales them (arXiv 2411.09009; Liger's fused linear
 cross-entropy, arXiv 2410.10989).
+
+A vocabulary may be sharded over axes of `shard_map`: every device has equally many consecutive
+rows; with `axis` None, one device has all.  Rows past the vocabulary's size are padding, which
+makes the shards equal.
+
+Distillation mixes it with the divergence from a teacher, in the same way.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_dataflow.core.config import logit_chunks
-from sparse_dataflow.core.ops import derivatives, dispatch
-from sparse_dataflow.core.ops.cross_entropy import vocabulary
-from sparse_dataflow.core.ops.cross_entropy.vocabulary import Axis
+from sparse_dataflow.core.config import remat
+from sparse_dataflow.core.ops import derivatives, dispatch, wide_sums
 from sparse_dataflow.core.ops.wide_sums import wide
+
+Axis = str | tuple[str, ...]
+"""Axis of `shard_map`, or several, outermost first."""
+
+
+def lookup(table: jax.Array, tokens: jax.Array, axis: Axis) -> jax.Array:
+    """Look up tokens in the local rows; tokens of other devices give zeros, so sum over `axis`.
+
+    Args:
+      table: float [vocab / devices, d_model].
+      tokens: int32 of any shape, indices into the whole vocabulary.
+      axis: the sharded axis.
+
+    Returns:
+      [*tokens.shape, d_model].
+    """
+    rows = local_rows(tokens, len(table), axis)
+    is_local = (rows >= 0) & (rows < len(table))
+    found = wide_sums.lookup(table, jnp.clip(rows, 0, len(table) - 1))
+    return jnp.where(is_local[..., None], found, 0)
+
+
+def local_rows(tokens: jax.Array, local_vocab: int, axis: Axis | None) -> jax.Array:
+    """Return the tokens' rows on this device; outside [0, local_vocab) on another device."""
+    return tokens if axis is None else tokens - lax.axis_index(axis) * local_vocab
+
+
+def mask_padding(logits: jax.Array, size: int | None, axis: Axis | None) -> jax.Array:
+    """Set the logits of padding rows to -inf: float [tokens, vocab / devices].
+
+    Args:
+      logits: float [tokens, vocab / devices], of the local rows.
+      size: vocabulary size; None if there are no padding rows.
+      axis: the sharded axis, or None.
+    """
+    local_vocab = logits.shape[1]
+    if size is None or local_vocab * (1 if axis is None else lax.axis_size(axis)) <= size:
+        return logits
+    first = 0 if axis is None else lax.axis_index(axis) * local_vocab
+    return jnp.where(first + jnp.arange(local_vocab) < size, logits, -jnp.inf)
+
+
+def logsumexp(logits: jax.Array, axis: Axis | None) -> jax.Array:
+    """Reduce over the whole vocabulary: float [tokens, vocab / devices] -> [tokens]."""
+    if axis is None:
+        return jax.nn.logsumexp(logits, axis=1)
+    top = lax.stop_gradient(largest_logit(logits, axis))
+    return jnp.log(lax.psum(jnp.sum(jnp.exp(logits - top[:, None]), axis=1), axis)) + top
+
+
+def largest_logit(logits: jax.Array, axis: Axis | None) -> jax.Array:
+    """Return the maximum over the whole vocabulary: [tokens, vocab / devices] -> [tokens]."""
+    local_max = jnp.max(logits, axis=1)
+    return local_max if axis is None else lax.pmax(local_max, axis)
+
+
+def logits_at(logits: jax.Array, rows: jax.Array, axis: Axis | None) -> jax.Array:
+    """Return the logit at each token's local row, which one device has: float [tokens]."""
+    if axis is None:
+        return jnp.take_along_axis(logits, rows[:, None], axis=1)[:, 0]
+    hit = jnp.arange(logits.shape[1]) == rows[:, None]
+    return lax.psum(jnp.sum(jnp.where(hit, logits, 0), axis=1), axis)
+
 
 UNROLL_CHUNKS = 4
 """Most chunks that are unrolled on a CPU."""
@@ -46,11 +113,11 @@ def token_scores(
 
     def chunk(x, targets):
         logits = capped(logits_of(x, embedding), cap)
-        logits = vocabulary.mask_padding(logits, size, axis)
-        rows = vocabulary.local_rows(targets, len(embedding), axis)
-        target = vocabulary.at(logits, rows, axis)
-        largest = vocabulary.largest(logits, axis)
-        return vocabulary.logsumexp(logits, axis) - target, target >= largest
+        logits = mask_padding(logits, size, axis)
+        rows = local_rows(targets, len(embedding), axis)
+        target = logits_at(logits, rows, axis)
+        largest = largest_logit(logits, axis)
+        return logsumexp(logits, axis) - target, target >= largest
 
     _, results = over_chunks(
         lambda carry, chunk_arrays: (carry, chunk(*chunk_arrays)), (), (x, targets), len(embedding)
@@ -89,10 +156,10 @@ def _forward(options, x, embedding, targets, weights):
 
     def chunk(x, targets, weights):
         within = capped(logits_of(x, embedding), cap)
-        logits = vocabulary.mask_padding(within, size, axis)
-        lse = vocabulary.logsumexp(logits, axis)
-        rows = vocabulary.local_rows(targets, len(embedding), axis)
-        loss = jnp.sum((lse - vocabulary.at(logits, rows, axis)) * weights)
+        logits = mask_padding(within, size, axis)
+        lse = logsumexp(logits, axis)
+        rows = local_rows(targets, len(embedding), axis)
+        loss = jnp.sum((lse - logits_at(logits, rows, axis)) * weights)
         hit = jnp.arange(len(embedding)) == rows[:, None]
         dlogits = (jnp.exp(logits - lse[:, None]) - hit) * weights[:, None]
         return loss, dlogits * (1 - jnp.square(within / cap)) if cap else dlogits
@@ -165,7 +232,7 @@ def over_chunks(
     whole embedding per chunk.
     """
     on_cpu = dispatch.platform() == "cpu"
-    chunk = logit_chunks.CPU_TOKENS if on_cpu else int(logit_chunks.chunk_tokens(vocabulary))
+    chunk = remat.CPU_TOKENS if on_cpu else int(remat.chunk_tokens(vocabulary))
     chunks = len(arrays[0]) // chunk
     max_unrolled = UNROLL_CHUNKS if on_cpu else 1
     results_by_chunk, start = [], 0
@@ -180,3 +247,86 @@ def over_chunks(
         results_by_chunk.append(results)
         start = end
     return carry, jax.tree.map(lambda *results: jnp.concatenate(results), *results_by_chunk)
+
+
+def token_losses(x: jax.Array, embedding: jax.Array, targets: jax.Array) -> jax.Array:
+    """Return -log softmax(x Eᵀ)[target] of each token; see `cross_entropy_op.token_scores`."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    logits = jnp.matmul(x, embedding.T, preferred_element_type=wide)
+    log_probability = jax.nn.log_softmax(logits)
+    return -jnp.take_along_axis(log_probability, targets[:, None], axis=1)[:, 0]
+
+
+def plain_weighted_loss(
+    x: jax.Array, embedding: jax.Array, targets: jax.Array, weights: jax.Array
+) -> jax.Array:
+    """Return the sum of weights * token_losses."""
+    return jnp.sum(token_losses(x, embedding, targets) * weights)
+
+
+class TeacherOutput(NamedTuple):
+    """What a student learns from its teacher; constant in the differentiation.
+
+    Attributes:
+      x: float [..., teacher's d_model], its normalised hidden states of the student's tokens.
+      embedding: float [vocab, teacher's d_model], its output layer.
+      weight: float32 [], of the divergence, in [0, 1].
+    """
+
+    x: jax.Array
+    embedding: jax.Array
+    weight: jax.Array
+
+
+def distillation_loss(
+    x: jax.Array,
+    embedding: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    teacher: TeacherOutput,
+) -> jax.Array:
+    """Return the sum over tokens of weights * ((1 - w) * loss + w * divergence), w of the teacher.
+
+    `loss` is `cross_entropy_op.token_scores`; the divergence is KL(teacher || student) of the next
+    token's distribution, in nats, at temperature 1 (arXiv 1503.02531).  Differentiable in x and
+    embedding.
+
+    Args:
+      x: float [tokens, d_model], normalised hidden states.
+      embedding: float [vocab, d_model], the output layer.
+      targets: int32 [tokens].
+      weights: float32 [tokens].
+      teacher: of the same tokens and vocabulary; x is [tokens, teacher's d_model].
+
+    Returns:
+      A float32 scalar.
+    """
+    return _distillation_loss(None, x, embedding, targets, weights, teacher)
+
+
+def _distillation_value(_, *operands):
+    return _distil(_, *operands)[0]
+
+
+def _distil(_, x, embedding, targets, weights, teacher):
+    def chunk(x, targets, weights, teacher_x):
+        log_student = jax.nn.log_softmax(logits_of(x, embedding))
+        log_teacher = jax.nn.log_softmax(logits_of(teacher_x, teacher.embedding))
+        soft = teacher.weight * jnp.exp(log_teacher)
+        hard = jax.nn.one_hot(targets, len(embedding), dtype=soft.dtype)
+        probabilities = (1 - teacher.weight) * hard + soft
+        losses = jnp.sum(soft * log_teacher - probabilities * log_student, axis=1)
+        # The probabilities of a token add up to 1.
+        dlogits = (jnp.exp(log_student) - probabilities) * weights[:, None]
+        return jnp.sum(losses * weights), dlogits
+
+    return loss_and_gradients(chunk, embedding, x, targets, weights, teacher.x)
+
+
+def _distillation_backward(_, gradients, cotangent):
+    return *scaled(gradients, cotangent), None, None, None
+
+
+_distillation_loss = derivatives.differentiable(
+    _distillation_value, _distillation_backward, forward=_distil
+)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,64 @@ from sparse_dataflow.core.layouts.layout import LayoutTables
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.block_sparse_matmul import matmul_op as matmul
 from sparse_dataflow.core.ops.block_sparse_matmul import xla_few_rows
-from sparse_dataflow.core.ops.op import Implementation, Op
-from sparse_dataflow.core.ops.sparse_mlp.operands import Operands
+from sparse_dataflow.core.ops.block_sparse_matmul.matmul_op import block_sparse_matmul
+from sparse_dataflow.core.ops.derivatives import gelu
+from sparse_dataflow.core.ops.dispatch import Implementation, Op
+from sparse_dataflow.core.ops.wide_sums import broadcast_like
 from sparse_dataflow.files.errors import UserError
+
+
+class Operands(NamedTuple):
+    """Operands of activation(x W_in + bias) W_out, or (activation(x W_gate) * x W_in) W_out.
+
+    Attributes:
+      x: float [tokens, in_features].
+      values_in: stored blocks of W_in, [nnz, block, block].
+      bias_in: [hidden_features], or None.
+      values_out: stored blocks of W_out.
+      tables_in: layout of W_in, and of W_gate; see `block_sparse_matmul`.
+      tables_out: layout of W_out.
+      values_gate: stored blocks of W_gate, or None.
+      activation: such as "gelu" or "silu".
+    """
+
+    x: Any
+    values_in: Any
+    bias_in: Any
+    values_out: Any
+    tables_in: LayoutTables
+    tables_out: LayoutTables
+    values_gate: Any = None
+    activation: str = "gelu"
+
+    @property
+    def hidden(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the hidden layer."""
+        features = len(self.tables_in.in_index) * self.values_in.shape[-1]
+        return jax.ShapeDtypeStruct((*self.x.shape[:-1], features), self.x.dtype)
+
+    def plain_refusal(self) -> str:
+        """Returns why the MLP is no GELU without a gate; empty if it is."""
+        plain = self.values_gate is None and self.activation == "gelu" and self.bias_in is not None
+        return "" if plain else "it has a GELU of a product with a bias, and no gate."
+
+
+def refusal(mlp: Operands) -> str:
+    """Return why this cannot run the operands; empty if it can."""
+    return mlp.plain_refusal()
+
+
+def run(mlp: Operands) -> jax.Array:
+    """Compute the MLP of x [..., in_features]."""
+    hidden = block_sparse_matmul(mlp.x, mlp.values_in, mlp.tables_in)
+    hidden += broadcast_like(mlp.bias_in, hidden)
+    return block_sparse_matmul(gelu(hidden), mlp.values_out, mlp.tables_out)
+
 
 OP = Op(
     __package__,
     {
-        "products": Implementation("products"),
+        "products": Implementation("mlp_op"),
         "pallas_tpu_grouped": Implementation(".chips.tpu.grouped_mlp", "tpu", partitioned=False),
         "pallas_tpu": Implementation(".chips.tpu.mlp", "tpu", partitioned=False),
         "pallas_hopper": Implementation(".chips.hopper.mlp", "gpu", partitioned=False),
@@ -27,7 +77,7 @@ OP = Op(
     },
     fallback=("products",),
 )
-"""An implementation has `sparse_mlp(operands)`, for `Operands` of at least one token, and `refusal`
+"""An implementation has `run(operands)`, for `Operands` of at least one token, and `refusal`
 of them.  If it has tiles, it takes them as `tuning`."""
 
 IMPLEMENTATIONS = tuple(OP.implementations)
@@ -120,7 +170,7 @@ def _run(name, x, mlp, tuning=None):
         return jnp.zeros((*x.shape[:-1], features), x.dtype)
     mlp = mlp._replace(x=x) if name == "products" else mlp
     tiles = {} if tuning is None else {"tuning": tuning}
-    y = OP.load(name).sparse_mlp(mlp, **tiles)
+    y = OP.load(name).run(mlp, **tiles)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 

@@ -14,8 +14,8 @@ from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.ops import derivatives
 from sparse_dataflow.core.ops.block_sparse_matmul import xla_static
 from sparse_dataflow.core.ops.block_sparse_matmul.matmul_op import MAX_STATIC_GROUPS, check_operands
-from sparse_dataflow.core.ops.gelu import gelu, silu
-from sparse_dataflow.core.ops.sparse_mlp.operands import Operands
+from sparse_dataflow.core.ops.derivatives import gelu, silu
+from sparse_dataflow.core.ops.sparse_mlp.mlp_op import Operands
 from sparse_dataflow.core.ops.wide_sums import broadcast_like
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"gelu": gelu, "silu": silu}
@@ -25,7 +25,7 @@ Chain = tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
 """(Input blocks, hidden blocks, output blocks) of each group."""
 
 
-def sparse_mlp(mlp: Operands) -> jax.Array:
+def run(mlp: Operands) -> jax.Array:
     """Compute the MLP of concrete layouts; products accumulate in float32 or wider."""
     gate = [] if mlp.values_gate is None else [mlp.values_gate]
     values = (mlp.values_in, mlp.values_out, *gate)

@@ -10,7 +10,7 @@ import pytest
 from small_models import DENSE, QUARTER, arbitrary_params, assert_same, tables_of
 from small_models import EACH_KIND as MODEL
 
-from sparse_dataflow.core.config.presets import SIZES
+from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.pipeline.layer_actions import layer_actions
 from sparse_dataflow.core.model import gpt

@@ -22,7 +22,7 @@ from sparse_dataflow.core.executors.relay.parameter_server import ParameterServe
 from sparse_dataflow.core.executors.relay.server_files import MappedFiles
 from sparse_dataflow.core.executors.relay.timeline import Timeline
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.optim.train_state import TrainState
+from sparse_dataflow.core.optim.optimizers import TrainState
 
 MODEL = dataclasses.replace(DENSE, num_layers=3).with_linears(QUARTER)
 TRAINING = TrainingConfig(steps=8, batch=4, sequence=11, clip=0.7)

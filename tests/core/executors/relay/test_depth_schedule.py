@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.core.executors.relay.depth_schedule import GROWN_AT, DepthSchedule
+from sparse_dataflow.core.config.parallel import GROWN_AT, DepthSchedule
 from sparse_dataflow.files.errors import UserError
 
 

@@ -14,7 +14,7 @@ import pytest
 import small_models
 from executor_runs import MODELS
 
-from sparse_dataflow.core.config.parallel import CLIPPINGS, PINNED_SETTING
+from sparse_dataflow.core.config.parallel import CLIPPINGS, PINNED_SETTING, DepthSchedule
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import OPTIMIZERS, TrainingConfig
 from sparse_dataflow.core.executors import whole
@@ -26,13 +26,12 @@ from sparse_dataflow.core.executors.relay import relay as relay_module
 from sparse_dataflow.core.executors.relay import (
     relay_programs as programs,
 )
-from sparse_dataflow.core.executors.relay.depth_schedule import DepthSchedule
 from sparse_dataflow.core.executors.relay.host_state import abstract_state, fresh_state
 from sparse_dataflow.core.executors.relay.relay import Relay, RelayConfig
 from sparse_dataflow.core.executors.relay.server_files import MappedFiles
 from sparse_dataflow.core.executors.relay.timeline import KINDS, hidden_share
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.model.model_weights import ModelWeights
+from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.core.training.step import initial_state, make_train_step
 from sparse_dataflow.files.errors import UserError

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.cluster.clock import Clock
+from sparse_dataflow.cluster.watch import Clock
 from sparse_dataflow.core.training.monitoring import goodput
 
 ACTIVITIES = ("start", "compile", "step", "evolution", "data", "checkpoint", "evaluation")
@@ -42,7 +42,7 @@ def test_categories_add_up_to_all_time_but_gaps_after_regular_ends(rows, fractio
     assert math.isclose(sum(totals.values()), total, rel_tol=1e-6, abs_tol=1e-2)
     assert math.isclose(totals["productive"], fraction * stepped, abs_tol=1e-6)
     assert totals["lost"] >= (1 - fraction) * stepped - 1e-6
-    assert 0 <= goodput.share(totals) <= 1
+    assert 0 <= goodput.goodput_share(totals) <= 1
 
 
 @given(attempts(), st.floats(-1e9, 1e9))

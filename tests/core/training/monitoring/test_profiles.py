@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from sparse_dataflow.core.config.run import RunSettings
-from sparse_dataflow.core.training.monitoring import profiles
+from sparse_dataflow.core.training.monitoring import goodput
 from sparse_dataflow.files import loopback
 from sparse_dataflow.files.errors import UserError
 
@@ -29,25 +29,25 @@ def test_the_setting_names_steps():
 
 def test_the_named_steps_are_traced_and_their_kernels_are_read(tmp_path):
     step()
-    profile = profiles.StepProfile(tmp_path, range(2, 4))
+    profile = goodput.StepProfile(tmp_path, range(2, 4))
     for done in range(6):
         profile.update(done)
-        assert profiles._busy.locked() == (done in (2, 3))
+        assert goodput._busy.locked() == (done in (2, 3))
         step()
     profile.close()
     (trace,) = (tmp_path / "profile").glob("plugins/profile/*/perfetto_trace.json.gz")
     assert trace.stat().st_size > 0
-    kernels = profiles.kernels(tmp_path)
+    kernels = goodput.traced_kernels(tmp_path)
     assert kernels and kernels[0].seconds >= kernels[-1].seconds > 0
     assert all(kernel.count % 2 == 0 for kernel in kernels)
 
 
 def test_a_resumed_run_after_the_steps_traces_nothing(tmp_path):
-    profile = profiles.StepProfile(tmp_path, range(2, 4))
+    profile = goodput.StepProfile(tmp_path, range(2, 4))
     for done in (7, 8):
         profile.update(done)
     profile.close()
-    assert not (tmp_path / "profile").exists() and profiles.kernels(tmp_path) == []
+    assert not (tmp_path / "profile").exists() and goodput.traced_kernels(tmp_path) == []
 
 
 def test_a_profiler_that_fails_ends_no_run(tmp_path, monkeypatch, capsys):
@@ -55,24 +55,24 @@ def test_a_profiler_that_fails_ends_no_run(tmp_path, monkeypatch, capsys):
         raise RuntimeError("no profiler here")
 
     monkeypatch.setattr(jax.profiler, "trace", fail)
-    profile = profiles.StepProfile(tmp_path, range(0, 4))
+    profile = goodput.StepProfile(tmp_path, range(0, 4))
     for done in range(6):
         profile.update(done)
     assert capsys.readouterr().err.count("the profile failed: no profiler here") == 1
-    assert not profiles._busy.locked()
+    assert not goodput._busy.locked()
 
 
 def test_a_damaged_trace_has_no_kernels(tmp_path):
     folder = tmp_path / "profile" / "plugins" / "profile" / "now"
     folder.mkdir(parents=True)
     (folder / "host.xplane.pb").write_bytes(b"\xff" * 100)
-    assert profiles.kernels(tmp_path) == []
+    assert goodput.traced_kernels(tmp_path) == []
 
 
 @pytest.mark.parametrize("seconds", [0, -1, 61, float("nan")])
 def test_a_trace_on_request_has_a_limit(tmp_path, seconds):
     with pytest.raises(UserError, match="legal: above 0, up to 60"):
-        profiles.trace_now(tmp_path, seconds)
+        goodput.trace_now(tmp_path, seconds)
 
 
 def request(port, path="/", method="GET", **headers):
@@ -107,7 +107,7 @@ def test_a_server_answers_this_machine_alone():
 
 def test_a_running_job_is_traced_on_request(tmp_path):
     def respond(path, query):
-        return "text/plain", profiles.trace_now(tmp_path, float(query["seconds"]))
+        return "text/plain", goodput.trace_now(tmp_path, float(query["seconds"]))
 
     with loopback.served(0, {"POST": respond}) as port:
         status, text = request(port, "/trace?seconds=0.2", method="POST")

@@ -9,10 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_dataflow.core.training.monitoring import progress as progress_module
-from sparse_dataflow.core.training.monitoring.progress import Progress, in_words
-from sparse_dataflow.core.training.monitoring.time_left import Remaining, TimeLeft
-from sparse_dataflow.files import information
+from sparse_dataflow.core.training.monitoring import time_left as progress_module
+from sparse_dataflow.core.training.monitoring.time_left import (
+    Progress,
+    Remaining,
+    TimeLeft,
+    in_words,
+)
+from sparse_dataflow.files import output
 
 REPORT = 20.0
 
@@ -239,9 +243,9 @@ def test_a_terminal_has_one_line_that_changes(lines, monkeypatch):
 
 
 def test_quiet_shows_neither(monkeypatch):
-    level = information.LOGGER.level
+    level = output.LOGGER.level
     try:
-        information.be_quiet()
+        output.be_quiet()
         assert shown(True, monkeypatch) == shown(False, monkeypatch) == ""
     finally:
-        information.LOGGER.setLevel(level)
+        output.LOGGER.setLevel(level)

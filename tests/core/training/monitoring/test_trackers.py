@@ -10,10 +10,10 @@ from typing import ClassVar
 import pytest
 from metric_rows import eval_row, train_row
 
-from sparse_dataflow.cluster.clock import Clock
-from sparse_dataflow.core.training.monitoring import trackers
+from sparse_dataflow.cluster.watch import Clock
+from sparse_dataflow.core.training.monitoring import metrics as trackers
+from sparse_dataflow.core.training.monitoring.goodput import stall_alerts
 from sparse_dataflow.core.training.monitoring.metrics import MetricsWriter
-from sparse_dataflow.core.training.monitoring.stalls import stall_alerts
 from sparse_dataflow.files.errors import UserError
 
 
