@@ -32,8 +32,8 @@ from sparse_dataflow.core.layers.layout_state import (
 from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables, stack_tables
 from sparse_dataflow.core.layouts.patterns import has_layout, make_layout
 from sparse_dataflow.core.model.projection import with_room
-from sparse_dataflow.core.ops.wide_sums import broadcast_like
-from sparse_dataflow.core.weights.weight import BlockSparse, Weight, WithDenseGradient
+from sparse_dataflow.core.ops.derivatives import broadcast_like
+from sparse_dataflow.core.weights.weight import BlockSparse, Weight, WithDenseGradient, array_text
 from sparse_dataflow.files.errors import UserError
 
 Initializer = Callable[..., Any]
@@ -157,6 +157,17 @@ class BlockSparseLinear(nnx.Module):
         precision_name(precision)
         self.dense_gradient: DenseGradient | None = nnx.data(None)
         self.set_layouts([layout], evolving)
+
+    def __repr__(self):
+        layout = "an evolving layout" if self.evolving else repr(self.static_layout)
+        arrays = f"values={array_text(self.values)}, bias={array_text(self.bias)}"
+        return f"BlockSparseLinear({self.in_features} -> {self.out_features}, {layout}, {arrays})"
+
+    __str__ = __repr__
+
+    def _repr_html_(self):
+        """Returns pictures of the layouts for notebooks, each once."""
+        return "".join(layout._repr_html_() for layout in dict.fromkeys(self.layouts()))
 
     def __call__(self, inputs: jax.Array, out_sharding: None = None) -> jax.Array:
         """Applies the layer: [..., in_features] -> [..., out_features].

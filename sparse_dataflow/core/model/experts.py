@@ -26,7 +26,7 @@ from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS
 from sparse_dataflow.core.layouts.layout import BlockLayout, Groups
 from sparse_dataflow.core.model.mlp import Mlp, activate, gain
 from sparse_dataflow.core.model.projection import linear, normal, projection_layout
-from sparse_dataflow.core.ops.wide_sums import broadcast_like, lookup
+from sparse_dataflow.core.ops.derivatives import broadcast_like, lookup
 from sparse_dataflow.core.weights.weight import PROJECTION_OUTPUT, Linear
 from sparse_dataflow.files.errors import UserError
 

@@ -62,7 +62,7 @@ from sparse_dataflow.core.model.shard import WHOLE, Shard, normalise
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.cross_entropy import cross_entropy_op as cross_entropy
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput, distillation_loss
-from sparse_dataflow.core.ops.wide_sums import broadcast_like, lookup
+from sparse_dataflow.core.ops.derivatives import broadcast_like, lookup
 from sparse_dataflow.core.weights.weight import Linear
 
 

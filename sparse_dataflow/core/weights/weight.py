@@ -27,10 +27,10 @@ from sparse_dataflow.core.ops import quantized
 from sparse_dataflow.core.ops.block_sparse_matmul import grouped
 from sparse_dataflow.core.ops.block_sparse_matmul.matmul_op import block_sparse_matmul
 from sparse_dataflow.core.ops.block_sparse_matmul.xla_static import in_squares
+from sparse_dataflow.core.ops.derivatives import broadcast_like
 from sparse_dataflow.core.ops.expert_matmul.expert_matmul_op import expert_matmul
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
 from sparse_dataflow.core.ops.nonzero_rows.nonzero_rows_op import nonzero_rows_matmul
-from sparse_dataflow.core.ops.wide_sums import broadcast_like
 from sparse_dataflow.core.weights.gradient_norms import (
     SumCopies,
     with_dense_gradient,

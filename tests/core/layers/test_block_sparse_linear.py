@@ -353,3 +353,16 @@ def test_forward_mode_is_that_of_the_dense_layer(evolving):
     for transform in (jax.jacfwd, jax.hessian):
         mine, right = (transform(lambda x, f=f: jnp.sin(f(x[None])))(x) for f in (layer, dense))
         np.testing.assert_allclose(mine, right, atol=1e-5)
+
+
+@pytest.mark.parametrize("evolving", [False, True])
+def test_a_layer_prints_in_one_line_and_shows_its_layout(evolving):
+    layer = sd.BlockSparseLinear(
+        64, 96, density=0.25, block=8, evolving=evolving, use_bias=False, rngs=nnx.Rngs(0)
+    )
+    layout = "an evolving layout" if evolving else repr(layer.layout)
+    words = f"BlockSparseLinear(64 -> 96, {layout}, values=f32[24,8,8], bias=None)"
+    assert str(layer) == repr(layer) == words
+    assert layer._repr_html_() == layer.layout._repr_html_()
+    abstract = nnx.eval_shape(lambda: layer)
+    assert "f32[24,8,8]" in repr(abstract)

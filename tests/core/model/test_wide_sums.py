@@ -20,7 +20,7 @@ from small_models import (
 
 from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.ops.wide_sums import broadcast_like, lookup
+from sparse_dataflow.core.ops.derivatives import broadcast_like, lookup
 
 MODELS = {
     "gpt3": {},

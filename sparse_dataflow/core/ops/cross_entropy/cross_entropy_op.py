@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_dataflow.core.config import remat
-from sparse_dataflow.core.ops import derivatives, dispatch, wide_sums
-from sparse_dataflow.core.ops.wide_sums import wide
+from sparse_dataflow.core.ops import derivatives, dispatch
+from sparse_dataflow.core.ops.derivatives import wide
 
 Axis = str | tuple[str, ...]
 """Axis of `shard_map`, or several, outermost first."""
@@ -39,7 +39,7 @@ def lookup(table: jax.Array, tokens: jax.Array, axis: Axis) -> jax.Array:
     """
     rows = local_rows(tokens, len(table), axis)
     is_local = (rows >= 0) & (rows < len(table))
-    found = wide_sums.lookup(table, jnp.clip(rows, 0, len(table) - 1))
+    found = derivatives.lookup(table, jnp.clip(rows, 0, len(table) - 1))
     return jnp.where(is_local[..., None], found, 0)
 
 

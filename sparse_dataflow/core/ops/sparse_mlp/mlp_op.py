@@ -13,9 +13,8 @@ from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.block_sparse_matmul import matmul_op as matmul
 from sparse_dataflow.core.ops.block_sparse_matmul import xla_few_rows
 from sparse_dataflow.core.ops.block_sparse_matmul.matmul_op import block_sparse_matmul
-from sparse_dataflow.core.ops.derivatives import gelu
+from sparse_dataflow.core.ops.derivatives import broadcast_like, gelu
 from sparse_dataflow.core.ops.dispatch import Implementation, Op
-from sparse_dataflow.core.ops.wide_sums import broadcast_like
 from sparse_dataflow.files.errors import UserError
 
 

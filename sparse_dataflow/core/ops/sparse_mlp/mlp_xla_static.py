@@ -14,9 +14,8 @@ from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.ops import derivatives
 from sparse_dataflow.core.ops.block_sparse_matmul import xla_static
 from sparse_dataflow.core.ops.block_sparse_matmul.matmul_op import MAX_STATIC_GROUPS, check_operands
-from sparse_dataflow.core.ops.derivatives import gelu, silu
+from sparse_dataflow.core.ops.derivatives import broadcast_like, gelu, silu
 from sparse_dataflow.core.ops.sparse_mlp.mlp_op import Operands
-from sparse_dataflow.core.ops.wide_sums import broadcast_like
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"gelu": gelu, "silu": silu}
 """Elementwise functions of the hidden layer, or of its gate."""
