@@ -38,6 +38,7 @@ LOW_RANK = {"sparsity.rank": 1 / 16}
 HADAMARD = {"sparsity.hadamard": 1}
 SET = {"evolution.method": "set"}
 RIGL = {"evolution.method": "rigl"}
+OFTEN = {"evolution.every": 50, "evolution.share": 0.3}
 GRADUAL = {"evolution.method": "gradual"}
 TO_DENSE = {"evolution.method": "sparse_to_dense"}
 TO_DENSE_HALF = RANDOM | TO_DENSE | {"training_flops": 0.5}
@@ -64,7 +65,10 @@ ARMS = {
     "hadamard_low_rank": RANDOM | HADAMARD | LOW_RANK,
     "allocated_low_rank": RANDOM | TO_MLP_IN | LOW_RANK,
     "set": RANDOM | SET,
+    "set_often": RANDOM | SET | OFTEN,
     "rigl": RANDOM | RIGL,
+    "rigl_often": RANDOM | RIGL | OFTEN,
+    "rigl_often_256": RANDOM | RIGL | OFTEN | {"evolution.sequences": 256},
     "rigl_low_rank": RANDOM | RIGL | LOW_RANK,
     "gradual": GRADUAL,
     "self_guided": MONARCH | {"evolution.method": "self_guided"},
