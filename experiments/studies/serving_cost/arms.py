@@ -14,12 +14,14 @@ from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.equal_cost import stored_parameters
 from sparse_dataflow.files.errors import UserError
 
-KEEP = ("norm", "activation", "saliency", "random")
+KEEP = ("norm", "activation", "saliency", "random", "reconstruction")
 """Scores of a block: its norm; the norm with each weight times the root mean square of its input
-(arXiv 2306.11695); the sum over steps of (weight . gradient)^2 (first-order saliency); chance."""
+(arXiv 2306.11695); the sum over steps of (weight . gradient)^2 (first-order saliency); chance.
+"reconstruction" also changes the weights that stay (`reconstruction.cut`)."""
 
 HIDDEN = ("mlp_in", "mlp_out")
 ALL = ("qkv", "attn_out", *HIDDEN)
+"""Projections of a layer; each reads what those before it give."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from sparse_dataflow.core.config.model import ModelConfig
@@ -17,7 +18,7 @@ from sparse_dataflow.evaluation.significance import paired_difference
 from sparse_dataflow.files import output
 from sparse_dataflow.hardware.detect import cpu_name
 
-from . import arms, runs, study, text, training
+from . import arms, inputs, runs, study, text, training
 from .arms import Arm
 from .runs import Cell
 
@@ -48,6 +49,9 @@ METHODS: Mapping[str, Arm] = {
     "blocks_saliency_taught": _change(_BLOCKS, keep="saliency"),
     "blocks_across_taught": _change(_BLOCKS, across="model"),
     "blocks_stepwise_taught": _change(_BLOCKS, end=0.5, stages=5),
+    "blocks_rebuilt_taught": _change(_BLOCKS, keep="reconstruction"),
+    "blocks_rebuilt": _change(_BLOCKS, keep="reconstruction", teacher=0.0),
+    "blocks_rebuilt_stepwise_taught": _change(_BLOCKS, keep="reconstruction", end=0.5, stages=5),
     "single_taught": _change(_BLOCKS, block=1),
 }
 """Name -> how a trained model is made smaller; shapes are added by `arm_of`."""
@@ -74,7 +78,7 @@ def narrowed(wide: ModelConfig, narrow: ModelConfig, params: Any, squares: Mappi
       wide: with fused queries, keys and values.
       narrow: of the same depth and head width.
       params: of the wide model.
-      squares: from `training.input_squares`.
+      squares: from `inputs.mean_squares`.
     """
     layers, head = range(wide.num_layers), wide.head_width
 
@@ -146,7 +150,7 @@ def run(options) -> int:
         result, params = training.train(wide, Arm(), recipe(1.0), steps, seed, corpus)
         print(f"{runs.now()} trained, seed {seed}: {result['held_out']:.4f}", flush=True)
         tokens = corpus.batches(np.random.default_rng(seed), 1, 10 * options.batch, wide.max_len)
-        return result, params, training.input_squares(wide, params, tokens[0][:, :-1])
+        return result, params, jax.device_get(inputs.mean_squares(wide, params, tokens[0][:, :-1]))
 
     cells = {
         Cell(f"{method} {served}", options.optimizer, "linear", percent): (method, served)

@@ -20,15 +20,13 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.whole import Batch
-from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.mlp import activate
+from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.stacks import weights_of
-from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.core.optim.optimizers import make_optimizer, map_moments
 from sparse_dataflow.core.training.equal_cost import stored_parameters
 
-from . import arms, pruning
+from . import arms, inputs, pruning, reconstruction
 from .arms import Arm
 from .text import Text
 
@@ -37,6 +35,9 @@ CHUNK = 10
 
 DECAY = 0.3
 """Last fraction of the steps in which the schedule "wsd" decays."""
+
+COMPARED = 320
+"""Sequences on which a reconstruction compares outputs."""
 
 SCORED_CHUNKS = 5
 """Chunks before a cut whose gradients and inputs score the blocks."""
@@ -127,14 +128,19 @@ def train(
         if step in cuts:
             if arm.teacher and teacher is None:
                 teacher = state[0]
-            if step == 0 and begin is not None:
+            if step == 0 and begin is not None and arm.keep != "reconstruction":
                 tokens = text.batches(rng, CHUNK, recipe.batch, narrow.max_len)
                 scores = [
                     jax.device_get(steps(program.scored, np.zeros(CHUNK, np.float32), tokens)[2])
                 ]
             params = jax.tree.map(jnp.multiply, state[0], masks)
-            blocks = pruning.block_scores(arm, params["blocks"], scores, rng)
-            masks = pruning.with_blocks(masks, arm, blocks, cuts[step])
+            if arm.keep == "reconstruction":
+                tokens = text.batches(rng, 1, COMPARED, narrow.max_len)[0, :, :-1]
+                params, masks = reconstruction.cut(model, arm, params, masks, cuts[step], tokens)
+                state = params, state[1]
+            else:
+                blocks = pruning.block_scores(arm, params["blocks"], scores, rng)
+                masks = pruning.with_blocks(masks, arm, blocks, cuts[step])
             state = _cut(state, masks, arm, fresh=step == 0 and begin is None)
             scores = []
         tokens = text.batches(rng, chunk, recipe.batch, narrow.max_len)
@@ -169,17 +175,6 @@ def train(
         "seconds_compiling": compiling,
     }
     return result, params
-
-
-def input_squares(model: ModelConfig, params: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns projection -> float32 [layers, inputs], the mean square of each input feature.
-
-    Args:
-      model: dense.
-      params: of it.
-      tokens: int32 [batch, length].
-    """
-    return jax.device_get(jax.jit(functools.partial(_input_squares, model))(params, tokens))
 
 
 def _rates(recipe, course, rewarm):
@@ -246,7 +241,7 @@ def _program(model, optimizer, vector_rate, teacher_model):
             if scored:
                 scores = {
                     "products": jax.tree.map(jnp.multiply, masked, gradients)["blocks"],
-                    "inputs": _input_squares(model, masked, batch[:, :-1]),
+                    "inputs": inputs.mean_squares(model, masked, batch[:, :-1]),
                 }
             updates, moments = transform.update(
                 gradients, moments, masked, weights=weights_of(masked), learning_rate=rate
@@ -298,29 +293,3 @@ def _cut(state, masks, arm, fresh):
         return jax.tree_util.tree_map_with_path(leaf, tree)
 
     return params, map_moments(masked, moments)
-
-
-def _input_squares(model, params, tokens):
-    """Returns projection -> float32 [layers, inputs], the mean square of each input feature."""
-    x = gpt.embed(model, params["embed"], tokens)
-    squares: dict[str, list] = {name: [] for name in arms.ALL}
-    for weights in stacks.weights(model, weights_of(params)):
-        attended: list[jax.Array] = []
-        block = gpt.bind_block(model, weights)
-
-        def attend(*heads, attended=attended, **options):
-            attended.append(causal_attention(*heads, **options))
-            return attended[-1]
-
-        middle, after, _ = block.residuals(x, attend=attend)
-        normed = block.norm2(middle)
-        inputs = {
-            "qkv": block.norm1(x),
-            "attn_out": attended[0].reshape(*x.shape[:2], -1),
-            "mlp_in": normed,
-            "mlp_out": activate(model, block.mlp_in(normed)),
-        }
-        for name, values in inputs.items():
-            squares[name].append(jnp.mean(jnp.square(values), (0, 1)))
-        x = after
-    return {name: jnp.stack(layers) for name, layers in squares.items()}
