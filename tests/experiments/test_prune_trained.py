@@ -8,7 +8,7 @@ import pytest
 from exit_status import exit_status
 
 from experiments import prune_trained
-from experiments.studies.serving_cost import arms, inputs, recovery, runs, study, training
+from experiments.studies.serving_cost import arms, recovery, runs, study, training
 from experiments.studies.serving_cost.text import Text
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors import whole
@@ -43,8 +43,7 @@ def test_the_narrowed_model_is_the_wide_one_without_features_that_are_zero():
         params["blocks"]["mlp_in"]["kernel"][layer][:, hidden] = 0
         params["blocks"]["qkv"]["kernel"][layer][:, 12 * head : 12 * (head + 1)] = 0
     tokens = rng.integers(0, 40, (3, 9)).astype(np.int32)
-    squares = inputs.mean_squares(WIDE, params, tokens[:, :-1])
-    narrow = recovery.narrowed(WIDE, NARROW, params, squares)
+    narrow = recovery.narrowed(WIDE, NARROW, params, tokens[:, :-1])
     shapes = jax.eval_shape(lambda: gpt.init(NARROW, jax.random.key(0)))
     assert jax.tree.map(np.shape, narrow) == jax.tree.map(lambda leaf: leaf.shape, shapes)
     assert loss(NARROW, narrow, tokens) == pytest.approx(loss(WIDE, params, tokens), abs=1e-4)

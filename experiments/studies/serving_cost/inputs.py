@@ -1,6 +1,6 @@
-"""What the projections of a dense model read."""
+"""What the projections of a dense model read and give."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +14,31 @@ from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from .arms import ALL
 
 
-def of_projections(model: ModelConfig, params: Any, tokens: jax.Array) -> dict[str, jax.Array]:
-    """Returns projection -> float32 [layers, batch, length, inputs].
+class Observed(NamedTuple):
+    """What the projections of a model read and give, float32 [layers, batch, length, features].
+
+    Attributes:
+      read: projection -> its inputs.
+      streams: projection -> the residual stream that its outputs are added to; no entry for those
+        inside of a branch.
+      given: projection -> its outputs, or the residual stream with them.
+    """
+
+    read: dict[str, jax.Array]
+    streams: dict[str, jax.Array]
+    given: dict[str, jax.Array]
+
+
+def observed(model: ModelConfig, params: Any, tokens: jax.Array) -> Observed:
+    """Returns what the projections read and give.
 
     Args:
-      model: dense, with fused queries, keys and values.
+      model: dense, with fused queries, keys and values, and without biases.
       params: of the model.
       tokens: int32 [batch, length].
     """
     x = gpt.embed(model, params["embed"], tokens)
-    read: dict[str, list] = {name: [] for name in ALL}
+    layers = []
     for weights in stacks.weights(model, weights_of(params)):
         attended: list[jax.Array] = []
         block = gpt.bind_block(model, weights)
@@ -33,16 +48,22 @@ def of_projections(model: ModelConfig, params: Any, tokens: jax.Array) -> dict[s
             return attended[-1]
 
         middle, after, _ = block.residuals(x, attend=attend)
-        normed = block.norm2(middle)
-        read["qkv"].append(block.norm1(x))
-        read["attn_out"].append(attended[0].reshape(*x.shape[:2], -1))
-        read["mlp_in"].append(normed)
-        read["mlp_out"].append(activate(model, block.mlp_in(normed)))
+        first, normed = block.norm1(x), block.norm2(middle)
+        inner = block.mlp_in(normed)
+        read = first, attended[0].reshape(*x.shape[:2], -1), normed, activate(model, inner)
+        given = block.qkv(first), middle, inner, after
+        layers.append(
+            Observed(
+                dict(zip(ALL, read, strict=True)),
+                {"attn_out": x, "mlp_out": middle},
+                dict(zip(ALL, given, strict=True)),
+            )
+        )
         x = after
-    return {name: jnp.stack(layers) for name, layers in read.items()}
+    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
 
 
 def mean_squares(model: ModelConfig, params: Any, tokens: jax.Array) -> dict[str, jax.Array]:
     """Returns projection -> float32 [layers, inputs], the mean square of each input feature."""
-    read = of_projections(model, params, tokens)
+    read = observed(model, params, tokens).read
     return {name: jnp.mean(jnp.square(values), (1, 2)) for name, values in read.items()}

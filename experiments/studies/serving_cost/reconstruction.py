@@ -1,12 +1,15 @@
-"""Cuts whose remaining weights make up for the weights that go.
+"""Weights of least squares, which make up for blocks or features that a trained model loses.
 
-A projection that loses blocks shall keep its outputs.  Its remaining weights are those of least
-squares over a few inputs, and the block goes next whose loss they make up for best (optimal brain
-surgeon; OBC, arXiv 2208.11580, and SparseGPT, arXiv 2301.00774, in blocks).  Projections are cut in
-the order of the forward pass, and each reads what the cut ones before it give.
+Projections are fitted in the order of the forward pass, so that each reads what the fitted ones
+before it give.  Its outputs shall be those of the dense model; a projection that adds to the
+residual stream shall give the stream of the dense model, so it makes up for earlier errors too.
+
+When blocks go, the next one is the block whose loss the remaining weights make up for best (optimal
+brain surgeon; OBC, arXiv 2208.11580, and SparseGPT, arXiv 2301.00774, in blocks).
 """
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +24,42 @@ from .arms import ALL, Arm
 DAMPING = 0.01
 """Added to the diagonal of the inputs' second moments, relative to its mean."""
 
+Fit = Callable[[str, int, np.ndarray, np.ndarray], np.ndarray]
+"""(projection, layer, float32 [tokens, in] inputs, float32 [tokens, out] wanted outputs) -> float32
+[in, out] weights."""
+
+
+def given(model: ModelConfig, params: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns `inputs.Observed.given` of a dense model on int32 [batch, length] tokens."""
+    return jax.device_get(inputs.observed(model, params, tokens).given)
+
+
+def fitted(
+    model: ModelConfig, params: Any, wanted: Mapping[str, np.ndarray], tokens: np.ndarray, fit: Fit
+) -> Any:
+    """Returns the params with fitted projections.
+
+    Args:
+      model: dense.
+      params: of the model.
+      wanted: projection -> float32 [layers, batch, length, outputs], see `inputs.Observed.given`;
+        the projections to fit.
+      tokens: int32 [batch, length], the text of `wanted`.
+      fit: the weights of a projection.
+    """
+    observe = jax.jit(functools.partial(inputs.observed, model))
+    layers = dict(params["blocks"])
+    for layer in range(model.num_layers):
+        for name in (each for each in ALL if each in wanted):
+            seen = jax.device_get(observe({**params, "blocks": layers}, tokens))
+            outputs = wanted[name][layer]
+            if name in seen.streams:
+                outputs = outputs - seen.streams[name][layer]
+            weights = fit(name, layer, _rows(seen.read[name][layer]), _rows(outputs))
+            kernel = jnp.asarray(layers[name]["kernel"]).at[layer].set(weights)
+            layers[name] = {**layers[name], "kernel": kernel}
+    return {**params, "blocks": layers}
+
 
 def cut(
     model: ModelConfig, arm: Arm, params: Any, masks: Any, density: float, tokens: np.ndarray
@@ -33,29 +72,41 @@ def cut(
       params: of the model; zero where the masks are.
       masks: like the params; a scalar 1 for what is dense.
       density: stored fraction of each pruned projection of each layer.
-      tokens: int32 [batch, length], the text that the outputs are compared on.
+      tokens: int32 [batch, length], the text that outputs are compared on.
     """
-    read = jax.jit(functools.partial(inputs.of_projections, model))
-    wanted = jax.device_get(read(params, tokens))
-    layers, kept = dict(params["blocks"]), dict(masks["blocks"])
-    kernels = {name: np.array(layers[name]["kernel"]) for name in arm.pruned}
-    features = {name: np.ones(kernel.shape, np.float32) for name, kernel in kernels.items()}
-    for layer in range(model.num_layers):
-        for name in (each for each in ALL if each in arm.pruned):
-            given = jax.device_get(read({**params, "blocks": layers}, tokens)[name][layer])
-            kernel, mask = least_squares(
-                _rows(given), _rows(wanted[name][layer]) @ kernels[name][layer], arm.block, density,
-                np.asarray(kept[name]["kernel"])[layer] if np.ndim(kept[name]["kernel"]) else None,
-            )  # fmt: skip
-            kernels[name][layer], features[name][layer] = kernel, mask
-            layers[name] = {**layers[name], "kernel": jnp.asarray(kernels[name])}
-    for name in arm.pruned:
-        kept[name] = {**kept[name], "kernel": jnp.asarray(features[name])}
-    return {**params, "blocks": layers}, {**masks, "blocks": kept}
+    kept = dict(masks["blocks"])
+    stored = {
+        name: np.array(
+            jnp.broadcast_to(kept[name]["kernel"], np.shape(params["blocks"][name]["kernel"]))
+        )
+        for name in arm.pruned
+    }
+
+    def fit(name, layer, read, outputs):
+        before = stored[name][layer]
+        weights, stored[name][layer] = least_squares(read, outputs, arm.block, density, before)
+        return weights
+
+    outputs = given(model, params, tokens)
+    wanted = {name: outputs[name] for name in arm.pruned}
+    params = fitted(model, params, wanted, tokens, fit)
+    for name, mask in stored.items():
+        kept[name] = {**kept[name], "kernel": jnp.asarray(mask)}
+    return params, {**masks, "blocks": kept}
+
+
+def dense(read: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Returns float32 [in, out], the weights whose outputs are nearest to the wanted ones.
+
+    Args:
+      read: float32 [tokens, in], inputs.
+      wanted: float32 [tokens, out].
+    """
+    return np.linalg.solve(*_moments(read, wanted)).astype(np.float32)
 
 
 def least_squares(
-    given: np.ndarray,
+    read: np.ndarray,
     wanted: np.ndarray,
     block: int,
     density: float,
@@ -64,16 +115,13 @@ def least_squares(
     """Returns (weights, mask), float32 [in, out], of a projection with few blocks.
 
     Args:
-      given: float32 [tokens, in], inputs.
+      read: float32 [tokens, in], inputs.
       wanted: float32 [tokens, out], the outputs that the weights shall give.
       block: side of a block.
       density: fraction of the blocks that stay, of those that cost least to keep.
       stored: float [in, out], 0 where the weights are zero already; None if nowhere.
     """
-    given, wanted = given.astype(np.float64), wanted.astype(np.float64)
-    moments = given.T @ given
-    moments += DAMPING * np.trace(moments) / len(moments) * np.eye(len(moments))
-    products = given.T @ wanted
+    moments, products = _moments(read, wanted)
     rows, columns = len(moments) // block, wanted.shape[1] // block
     gone = np.zeros((rows, columns), bool)
     if stored is not None:
@@ -93,6 +141,14 @@ def least_squares(
         where = np.ix_(chosen, range(column * block, (column + 1) * block))
         weights[where] = np.linalg.solve(moments[np.ix_(chosen, chosen)], products[where])
     return weights, np.repeat(np.repeat(mask, block, 0), block, 1).astype(np.float32)
+
+
+def _moments(read, wanted):
+    """Returns float64 [in, in] of the inputs, damped, and [in, out] of inputs and outputs."""
+    read = read.astype(np.float64)
+    moments = read.T @ read
+    moments += DAMPING * np.trace(moments) / len(moments) * np.eye(len(moments))
+    return moments, read.T @ wanted
 
 
 def _costs(moments, outputs, block, gone):

@@ -18,7 +18,7 @@ from sparse_dataflow.evaluation.significance import paired_difference
 from sparse_dataflow.files import output
 from sparse_dataflow.hardware.detect import cpu_name
 
-from . import arms, inputs, runs, study, text, training
+from . import arms, inputs, reconstruction, runs, study, text, training
 from .arms import Arm
 from .runs import Cell
 
@@ -34,12 +34,14 @@ TRAINED = (48, 4, 192)
 FIRST_RATE = 0.5
 """Peak of the first trial of a recovery, relative to the dense training's."""
 
-RIVAL = "narrow_taught"
+RIVAL = "narrow_rebuilt_taught"
 _BLOCKS = Arm(pruned=arms.ALL, start=0, end=0, stages=1, keep="activation", teacher=1.0)
 _change = dataclasses.replace
+_REBUILT = _change(_BLOCKS, keep="reconstruction")
 
 METHODS: Mapping[str, Arm] = {
-    RIVAL: Arm(teacher=1.0),
+    "narrow_taught": Arm(teacher=1.0),
+    RIVAL: Arm(teacher=1.0, keep="reconstruction"),
     "narrow_half_taught": Arm(teacher=0.5),
     "narrow": Arm(),
     "blocks_taught": _BLOCKS,
@@ -49,10 +51,12 @@ METHODS: Mapping[str, Arm] = {
     "blocks_saliency_taught": _change(_BLOCKS, keep="saliency"),
     "blocks_across_taught": _change(_BLOCKS, across="model"),
     "blocks_stepwise_taught": _change(_BLOCKS, end=0.5, stages=5),
-    "blocks_rebuilt_taught": _change(_BLOCKS, keep="reconstruction"),
-    "blocks_rebuilt": _change(_BLOCKS, keep="reconstruction", teacher=0.0),
-    "blocks_rebuilt_stepwise_taught": _change(_BLOCKS, keep="reconstruction", end=0.5, stages=5),
     "single_taught": _change(_BLOCKS, block=1),
+    "blocks_rebuilt": _change(_REBUILT, teacher=0.0),
+    "blocks_rebuilt_taught": _REBUILT,
+    "blocks_rebuilt_stepwise_taught": _change(_REBUILT, end=0.5, stages=5),
+    "blocks_2_rebuilt_taught": _change(_REBUILT, block=2),
+    "single_rebuilt_taught": _change(_REBUILT, block=1),
 }
 """Name -> how a trained model is made smaller; shapes are added by `arm_of`."""
 
@@ -71,15 +75,19 @@ def arm_of(method: str, narrow: ModelConfig) -> Arm:
     )
 
 
-def narrowed(wide: ModelConfig, narrow: ModelConfig, params: Any, squares: Mapping) -> Any:
+def narrowed(
+    wide: ModelConfig, narrow: ModelConfig, params: Any, tokens: np.ndarray, rebuilt: bool = False
+) -> Any:
     """Returns the params of the narrow model that has the largest features of the wide one.
 
     Args:
       wide: with fused queries, keys and values.
       narrow: of the same depth and head width.
       params: of the wide model.
-      squares: from `inputs.mean_squares`.
+      tokens: int32 [batch, length], the text on which features are large.
+      rebuilt: whether projections are fitted, so that they make up for the features that go.
     """
+    squares = jax.device_get(inputs.mean_squares(wide, params, tokens))
     layers, head = range(wide.num_layers), wide.head_width
 
     def largest(scores, count):
@@ -116,7 +124,7 @@ def narrowed(wide: ModelConfig, narrow: ModelConfig, params: Any, squares: Mappi
     def norm(leaf):
         return np.asarray(leaf)[..., channels] * scale
 
-    return {
+    small = {
         "embed": {name: np.asarray(leaf)[:, channels] for name, leaf in params["embed"].items()},
         "blocks": {
             **kernels,
@@ -124,6 +132,15 @@ def narrowed(wide: ModelConfig, narrow: ModelConfig, params: Any, squares: Mappi
         },
         "head": {"norm": {"scale": norm(params["head"]["norm"]["scale"])}},
     }
+    if not rebuilt:
+        return small
+    outputs = reconstruction.given(wide, params, tokens)
+    wanted = {
+        name: np.stack([outputs[name][i][..., chosen[name][i][1]] for i in layers])
+        for name in chosen
+    }
+    fit = lambda name, layer, *sides: reconstruction.dense(*sides)  # noqa: E731
+    return reconstruction.fitted(narrow, small, wanted, tokens, fit)
 
 
 def run(options) -> int:
@@ -149,8 +166,9 @@ def run(options) -> int:
     def trained(seed):
         result, params = training.train(wide, Arm(), recipe(1.0), steps, seed, corpus)
         print(f"{runs.now()} trained, seed {seed}: {result['held_out']:.4f}", flush=True)
-        tokens = corpus.batches(np.random.default_rng(seed), 1, 10 * options.batch, wide.max_len)
-        return result, params, jax.device_get(inputs.mean_squares(wide, params, tokens[0][:, :-1]))
+        rng = np.random.default_rng(seed)
+        tokens = corpus.batches(rng, 1, training.COMPARED, wide.max_len)
+        return result, params, tokens[0, :, :-1]
 
     cells = {
         Cell(f"{method} {served}", options.optimizer, "linear", percent): (method, served)
@@ -162,8 +180,9 @@ def run(options) -> int:
         method, served = cells[each.cell]
         narrow = _model(options, SERVED[served])
         arm = arm_of(method, narrow)
-        dense, params, squares = trained(each.seed)
-        start = params if arm.pruned else narrowed(wide, narrow, params, squares)
+        dense, params, tokens = trained(each.seed)
+        rebuilt = arm.keep == "reconstruction"
+        start = params if arm.pruned else narrowed(wide, narrow, params, tokens, rebuilt)
         begin = training.Trained(start, (wide, params) if arm.teacher else None)
         result, _ = training.train(
             narrow,

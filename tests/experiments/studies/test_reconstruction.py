@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.studies.serving_cost import arms, inputs, reconstruction
+from experiments.studies.serving_cost import arms, reconstruction
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model import gpt
 
@@ -78,11 +78,11 @@ def test_a_cut_model_is_nearer_to_the_dense_one_than_one_cut_by_activations():
     masked = jax.tree.map(np.multiply, cut, kept)
     jax.tree.map(np.testing.assert_array_equal, cut, masked)
     assert {float(np.mean(kept["blocks"][name]["kernel"])) for name in arms.ALL} == {0.5}
-    wanted = inputs.of_projections(MODEL, params, tokens)["mlp_out"][-1]
+    wanted = reconstruction.given(MODEL, params, tokens)["mlp_out"][-1]
 
     def error(params):
         return float(
-            np.square(inputs.of_projections(MODEL, params, tokens)["mlp_out"][-1] - wanted).mean()
+            np.square(reconstruction.given(MODEL, params, tokens)["mlp_out"][-1] - wanted).mean()
         )
 
     plain = jax.tree.map(np.multiply, params, kept)
