@@ -1,9 +1,11 @@
 """Makes a trained dense model smaller: stored blocks against a narrower dense model.
 
 A dense model is trained. Then it is cut to 1/2 or 1/4 of its projections, and trained again for a
-part of its training.  Stored blocks are chosen by norm, activations or saliency.  The rival has the
-same served FLOPs: a narrow dense model of the channels, heads and hidden features with the largest
-activations, taught by the trained model (Minitron, arXiv 2407.14679).
+part of its training.  Stored blocks are chosen by norm, activations, saliency, or by how well the
+remaining weights make up for them.  The rival has the same served FLOPs: a narrow dense model of
+the channels, heads and hidden features with the largest activations (Minitron, arXiv 2407.14679).
+"rebuilt" weights, of blocks and of the rival, are fitted to the outputs of the trained model.
+"taught" ones learn from it.
 
 A recovery of 5% has the FLOPs of a training of the served model on 5% of the trained model's
 tokens; the forward passes of a teacher count.  Every cell has the same trials of its rate, on
@@ -31,7 +33,10 @@ class Options(StudyOptions):
     """What is trained."""
 
     methods: tuple[str, ...] = setting(
-        ("narrow_taught", "blocks_taught", "blocks"),
+        (
+            *("narrow_taught", "narrow_rebuilt_taught", "blocks_taught", "blocks_rebuilt_taught"),
+            *("blocks_2_rebuilt_taught", "single_rebuilt_taught"),
+        ),
         "Ways to make the model smaller: see experiments/studies/serving_cost/recovery.py.",
         choices=tuple(METHODS),
     )

@@ -8,7 +8,15 @@ import pytest
 from exit_status import exit_status
 
 from experiments import prune_trained
-from experiments.studies.serving_cost import arms, recovery, runs, study, training
+from experiments.studies.serving_cost import (
+    arms,
+    inputs,
+    reconstruction,
+    recovery,
+    runs,
+    study,
+    training,
+)
 from experiments.studies.serving_cost.text import Text
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors import whole
@@ -47,6 +55,22 @@ def test_the_narrowed_model_is_the_wide_one_without_features_that_are_zero():
     shapes = jax.eval_shape(lambda: gpt.init(NARROW, jax.random.key(0)))
     assert jax.tree.map(np.shape, narrow) == jax.tree.map(lambda leaf: leaf.shape, shapes)
     assert loss(NARROW, narrow, tokens) == pytest.approx(loss(WIDE, params, tokens), abs=1e-4)
+
+
+def test_a_fitted_narrow_model_has_the_residual_stream_of_the_wide_one():
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(np.array, gpt.init(WIDE, jax.random.key(0)))
+    tokens = rng.integers(0, 40, (64, 8)).astype(np.int32)
+    wanted = reconstruction.given(WIDE, params, tokens)["mlp_out"][-1]
+    squares = inputs.mean_squares(WIDE, params, tokens)
+    channels = np.sort(np.argsort(-(squares["qkv"] + squares["mlp_in"]).sum(0))[:12])
+
+    def error(rebuilt):
+        narrow = recovery.narrowed(WIDE, NARROW, params, tokens, rebuilt)
+        given = reconstruction.given(NARROW, narrow, tokens)["mlp_out"][-1]
+        return np.square(given - wanted[..., channels]).mean()
+
+    assert error(rebuilt=True) < 0.6 * error(rebuilt=False)
 
 
 @pytest.mark.parametrize("served", recovery.SERVED)

@@ -2,6 +2,8 @@
 
 The rival is Minitron (arXiv 2407.14679): channels, heads and hidden features of the trained model
 with the largest mean square activations make a narrow dense model, which the trained one teaches.
+Its projections may be fitted to the trained model's outputs, as those of stored blocks are
+(`reconstruction`).
 """
 
 import dataclasses
