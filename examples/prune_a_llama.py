@@ -4,7 +4,7 @@
     python examples/prune_a_llama.py --model=DIR        your Llama, Mistral, Qwen, OPT or GPT-2
 
 DIR has config.json, safetensors and a tokenizer.  Blocks are chosen by their weights times the
-activations of a few batches.  Keys and values stay dense: with grouped queries they are small.  The
+activations of a few batches, and the Llama teaches its pruned self.  Keys and values stay dense: with grouped queries they are small.  The
 export is a directory of the same architecture, which transformers loads.  A minute on two CPU cores
 without --model.
 """
@@ -68,6 +68,7 @@ def main(model="", folder=None, density=0.25, block=16, steps=120, texts=60):
         run__eval_every=max(1, steps // 6),
         run__out=str(folder / "sparse"),
         training__steps=steps,
+        training__teacher=str(model),
     )
     run = sd.train(config, texts=texts)
     path = sd.save(run.model(), folder / "pruned", form="dense")
