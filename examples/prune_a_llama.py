@@ -4,9 +4,9 @@
     python examples/prune_a_llama.py --model=DIR        your Llama, Mistral, Qwen, OPT or GPT-2
 
 DIR has config.json, safetensors and a tokenizer.  Blocks are chosen by their weights times the
-activations of a few batches, and the Llama teaches its pruned self.  Keys and values stay dense: with grouped queries they are small.  The
-export is a directory of the same architecture, which transformers loads.  A minute on two CPU cores
-without --model.
+activations of a few batches, and the dense model teaches the pruned one.  Keys and values stay
+dense: with grouped queries they are small.  The export is a directory of the same architecture,
+which transformers loads.  A minute on two CPU cores without --model.
 """
 
 import argparse
