@@ -31,7 +31,7 @@ Fit = Callable[[str, int, np.ndarray, np.ndarray], np.ndarray]
 
 def given(model: ModelConfig, params: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
     """Returns `inputs.Observed.given` of a dense model on int32 [batch, length] tokens."""
-    return jax.device_get(inputs.observed(model, params, tokens).given)
+    return jax.device_get(inputs.observed(model, params, jnp.asarray(tokens)).given)
 
 
 def fitted(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.core.config.model import ModelConfig
@@ -89,7 +90,7 @@ def narrowed(
       tokens: int32 [batch, length], the text on which features are large.
       rebuilt: whether projections are fitted, so that they make up for the features that go.
     """
-    squares = jax.device_get(inputs.mean_squares(wide, params, tokens))
+    squares = jax.device_get(inputs.mean_squares(wide, params, jnp.asarray(tokens)))
     layers, head = range(wide.num_layers), wide.head_width
 
     def largest(scores, count):
