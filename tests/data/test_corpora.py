@@ -89,6 +89,24 @@ def test_listing_a_folder_compares_no_file_with_all_others(tmp_path, monkeypatch
     assert len(compared) < 3 * len(files)
 
 
+def test_a_record_is_read_without_a_scan_of_the_file(stories, cache):
+    """array_record reads a range in constant time, and a list of indices in that of the file."""
+    records, reads = load_corpus(str(stories), cache).train.records, []
+
+    class Recorder:
+        def __init__(self, reader):
+            self.num_records, self._read = reader.num_records, reader.read
+
+        def read(self, *arguments):
+            reads.append(arguments)
+            return self._read(*arguments)
+
+    expected = [records[index] for index in range(len(records))]
+    records._reader = Recorder(records._reader)
+    assert list(records) == expected
+    assert reads[: len(expected)] == [(n, n + 1) for n in range(len(expected))]
+
+
 def test_lines_of_jsonl_are_documents(tmp_path, cache):
     lines = [json.dumps({"text": f"line {i}\nof two", "other": i}) for i in range(40)]
     lines[3:3] = ["", json.dumps({"text": "  "})]
