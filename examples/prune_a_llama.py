@@ -3,10 +3,11 @@
     python examples/prune_a_llama.py                    a small Llama, trained here first
     python examples/prune_a_llama.py --model=DIR        your Llama, Mistral, Qwen, OPT or GPT-2
 
-DIR has config.json, safetensors and a tokenizer.  Blocks are chosen by their weights times the
-activations of a few batches, and the dense model teaches the pruned one.  Keys and values stay
-dense: with grouped queries they are small.  The export is a directory of the same architecture,
-which transformers loads.  A minute on two CPU cores without --model.
+DIR has config.json, safetensors and a tokenizer.  Features change places, so that the blocks of
+the pattern `monarch` store the largest weights times the activations of a few batches, and the
+dense model teaches the pruned one.  Keys and values stay dense: with grouped queries they are
+small.  The export is a directory of the same architecture, which transformers loads.  A minute on
+two CPU cores without --model.
 """
 
 import argparse
@@ -64,6 +65,7 @@ def main(model="", folder=None, density=0.25, block=16, steps=120, texts=60):
         sparsity__density=density,
         sparsity__block=block,
         run__prune_by="activations",
+        run__prune_to="pattern",
         run__twin="no",
         run__eval_every=max(1, steps // 6),
         run__out=str(folder / "sparse"),

@@ -20,6 +20,7 @@ RUN = {
     "experiments.generate": E + "test_exchange_runs.py::test_lines_are_continued_until",
     "experiments.gpt13b_dense": E + "test_main_job.py::test_the_dense_experiment_alone",
     "experiments.gpt13b_sparse": E + "conftest.py::undisturbed",
+    "experiments.growth": E + "test_growth.py::test_a_point_is_measured_once",
     "experiments.interplay": E + "test_benches.py::test_interplay_of_a_chip",
     "experiments.iso_flop": E + "test_iso_flop.py::test_a_small_study_goes_on",
     "experiments.kernel_bench": E + "test_benches.py::test_kernel_bench",

@@ -57,7 +57,7 @@ from sparse_dataflow.files import loopback
 from sparse_dataflow.files.addresses import Address, is_address
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
-from sparse_dataflow.interchange import growth, starting_point
+from sparse_dataflow.interchange import growth, pattern_pruning, starting_point
 from sparse_dataflow.interchange.starting_point import StartingPoint
 from sparse_dataflow.reporting.report import PAGE
 
@@ -253,10 +253,16 @@ class Job:
         config = self.config
         for v in models:
             if config.training.adapter_rank:
-                starting_point.refuse_other_base(self._base(record), v.model)
+                base = self._base(record)
+                starting_point.refuse_other_base(base, v.model)
+                if config.run.prune_to == "pattern":
+                    pattern_pruning.refuse_other_layouts(base.model, base.tables, v.model)
             elif config.run.init_from and not record:
                 weights = self._weights()
-                growth.refuse_other_shapes(weights.model, v.phase_specs[0].model)
+                model = v.phase_specs[0].model
+                growth.refuse_other_shapes(weights.model, model)
+                if config.run.prune_to == "pattern":
+                    pattern_pruning.refuse(weights.model, weights.tables, model)
 
     def _corpus(self, texts: Sequence[str] | None, record: RunRecord | None) -> Corpus:
         """The corpus of the texts, or of the config; a resumed run keeps the revision of a dataset
@@ -427,7 +433,7 @@ class Job:
                 ]
             model = v.phases[0].model
             return starting_point.initial_state_from(
-                start, model, v.training, self.executor, calibration
+                start, model, v.training, self.executor, calibration, run.prune_to
             )
 
         return initial

@@ -1,5 +1,6 @@
 """The work of the experiment `watch`: reads run folders and serves their page on loopback."""
 
+import dataclasses
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ from sparse_dataflow.commands import run_list
 from sparse_dataflow.core.config import settings
 from sparse_dataflow.core.training.hooks import LayoutReader, SavedLayouts
 from sparse_dataflow.core.training.monitoring import goodput
-from sparse_dataflow.core.training.monitoring.metrics import read_metrics, say
+from sparse_dataflow.core.training.monitoring.metrics import MetricsReader, say
 from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.evaluation import run_files
 from sparse_dataflow.files import json_files, loopback, storage
@@ -67,7 +68,7 @@ def responder(folders: Sequence[Path], refresh: float) -> loopback.Respond:
     """
     lock = threading.Lock()  # Figures are drawn by one thread at a time.
     content, drawn, drawn_layer = "", float("-inf"), 0
-    readers: Readers = {}
+    readers = Readers()
 
     def respond(path: str, query: Mapping[str, str]) -> loopback.Answer | None:
         nonlocal content, drawn, drawn_layer
@@ -92,8 +93,21 @@ def _layer(query):
     return int(text)
 
 
-Readers = dict[Path, tuple[Variant, LayoutReader]]
-"""Run folder -> its sparse model, and the reader of its layouts."""
+@dataclasses.dataclass
+class Readers:
+    """What is read again and again, each line and checkpoint once.
+
+    Attributes:
+      layouts: run folder -> its sparse model, and the reader of its layouts.
+      metrics: metrics.jsonl -> its reader.
+    """
+
+    layouts: dict[Path, tuple[Variant, LayoutReader]] = dataclasses.field(default_factory=dict)
+    metrics: dict[Path, MetricsReader] = dataclasses.field(default_factory=dict)
+
+    def rows(self, path: Path) -> list[dict[str, Any]]:
+        """Returns the rows of a metrics.jsonl."""
+        return self.metrics.setdefault(path, MetricsReader(path)).read()
 
 
 def read_run(folder: Path, readers: Readers) -> WatchedRun:
@@ -106,7 +120,7 @@ def read_run(folder: Path, readers: Readers) -> WatchedRun:
         config = run_files.read_config(folder)
         record = run_files.read_record(folder, config)
         histories = {
-            name: [_numbers(row) for row in read_metrics(folder / name / "metrics.jsonl")]
+            name: [_numbers(row) for row in readers.rows(folder / name / "metrics.jsonl")]
             for name in config.variants
         }
         sparse = run_files.read_variants(config, record).get("sparse")
@@ -125,10 +139,11 @@ def read_run(folder: Path, readers: Readers) -> WatchedRun:
 def _layouts(folder: Path, sparse: Variant | None, readers: Readers) -> SavedLayouts | str:
     if sparse is None:
         return "The model is dense: it stores every block."
-    if folder not in readers or readers[folder][0] != sparse:
-        readers[folder] = sparse, LayoutReader(folder / sparse.name, sparse)
+    known = readers.layouts
+    if folder not in known or known[folder][0] != sparse:
+        known[folder] = sparse, LayoutReader(folder / sparse.name, sparse)
     try:
-        saved = readers[folder][1].read()
+        saved = known[folder][1].read()
     except UserError as error:
         return f"The layouts cannot be read now: {error}"
     return saved or "The first checkpoint will have the layouts of the initial weights."

@@ -360,6 +360,7 @@ STORED_VERSION = 2
 """Raise it when the split of the same files or the form of a record changes."""
 
 METADATA = "metadata.json"
+_BUFFER = 2**15
 _RECORD_HEAD = struct.Struct("<Q")
 
 
@@ -372,16 +373,21 @@ class Records(Sequence):
         Raises:
           Exception: it is missing or damaged; array_record raises errors of several types.
         """
-        from array_record.python.array_record_data_source import ArrayRecordDataSource
+        from array_record.python.array_record_module import ArrayRecordReader
 
-        self._source = ArrayRecordDataSource([str(path)])
+        # Records are read in any order, so none are read ahead.
+        self._reader = ArrayRecordReader(
+            str(path), "readahead_buffer_size:0", file_reader_buffer_size=_BUFFER
+        )
 
     def __len__(self) -> int:
-        return len(self._source)
+        return self._reader.num_records()
 
     # Slices are not supported.
     def __getitem__(self, index: int) -> dict[str, bytes]:  # type: ignore[override]
-        data = self._source[index]
+        index = range(len(self))[index]
+        # The time of a read of a list of indices is proportional to the records of the file.
+        (data,) = self._reader.read(index, index + 1)
         (size,) = _RECORD_HEAD.unpack_from(data)
         start = _RECORD_HEAD.size
         return {"id": data[start : start + size], "text": data[start + size :]}

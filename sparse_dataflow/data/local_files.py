@@ -79,8 +79,12 @@ class LocalSource:
             raise UserError(f"The corpus {self.path} is neither a folder nor a regular file.")
         candidates = files_below(self.path) if self.path.is_dir() else [self.path]
         suffixes = JSON_LINES if self.examples else SUFFIXES
-        files = [path for path in candidates if path.name.lower().endswith(suffixes)]
-        others = Counter("".join(p.suffixes[-2:]) or p.name for p in candidates if p not in files)
+        files, others = [], Counter[str]()
+        for path in candidates:
+            if path.name.lower().endswith(suffixes):
+                files.append(path)
+            else:
+                others["".join(path.suffixes[-2:]) or path.name] += 1
         if others:
             count, endings = sum(others.values()), ", ".join(sorted(others))
             say_once(f"{self.path}: skipped {count} files: {endings}")
@@ -105,10 +109,10 @@ class LocalSource:
             JSON field "text" or of more than `LONGEST_LINE` bytes; or a package that reads it is
             not installed.
         """
-        count = 0
+        count, root = 0, self._root
         blank: Counter[Path] = Counter()
         for path in self._files():
-            relative = os.fsencode(path.relative_to(self._root).as_posix())
+            relative = os.fsencode(path.relative_to(root).as_posix())
             name = relative.decode("utf-8", "backslashreplace")
             try:
                 for document in _read_file(path, name, self.examples, self.column):

@@ -24,7 +24,14 @@ from sparse_dataflow.core.config.families import EXPERT_TRAINING
 from sparse_dataflow.core.config.layer_groups import layer_linear
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, PROJECTIONS
-from sparse_dataflow.core.config.run import LONGEST_SEQUENCE, SIZES, RunConfig, preset, supar
+from sparse_dataflow.core.config.run import (
+    LONGEST_SEQUENCE,
+    PRUNE_TO,
+    SIZES,
+    RunConfig,
+    preset,
+    supar,
+)
 from sparse_dataflow.core.config.sparsity import SparsityConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
@@ -38,7 +45,13 @@ from sparse_dataflow.evaluation import trained
 from sparse_dataflow.evaluation.run_files import RunRecord, read_config
 from sparse_dataflow.files import manifest
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.interchange import extended_vocabulary, growth, hub_models, huggingface
+from sparse_dataflow.interchange import (
+    extended_vocabulary,
+    growth,
+    hub_models,
+    huggingface,
+    pattern_pruning,
+)
 from sparse_dataflow.interchange.calibration import input_norms
 from sparse_dataflow.interchange.fetched_model import on_this_machine, origin
 from sparse_dataflow.planner import memory
@@ -74,7 +87,8 @@ def run_config(
     """Returns the config of a run that begins with the weights of a folder.
 
     The shape is that of the weights, the recipe that of the preset of nearest size. Block-sparse
-    weights bring their projections, pattern, block, densities, rank and Hadamard transform.
+    weights bring their projections, pattern, block, densities, rank and Hadamard transform; those
+    that have the blocks of a pattern of equal groups keep this pattern (`run.prune_to`).
 
     Args:
       folder: run folder or Hugging Face directory, or the address of one.
@@ -84,7 +98,9 @@ def run_config(
     Raises:
       UserError: the folder has no model, or no `SparsityConfig` describes its weights.
     """
-    model = read(str(folder)).model
+    start = read(str(folder))
+    model = start.model
+    grouped = pattern_pruning.is_grouped(model, start.tables)
     dense = dataclasses.replace(model, linears={}, density_by_depth=(), **larger)
     count = memory.parameter_count(dense)
     sizes = {name: memory.parameter_count(size) for name, size in SIZES.items()}
@@ -98,7 +114,11 @@ def run_config(
             _sparsity(model, shape.num_layers) if model.sparse_projections else base.sparsity
         ),
         training=dataclasses.replace(base.training, sequence=min(shape.longest, LONGEST_SEQUENCE)),
-        run=dataclasses.replace(base.run, init_from=str(folder)),
+        run=dataclasses.replace(
+            base.run,
+            init_from=str(folder),
+            prune_to="pattern" if grouped else base.run.prune_to,
+        ),
     )
 
 
@@ -279,6 +299,7 @@ def initial_state_from(
     training: TrainingConfig,
     executor: Executor = SINGLE_DEVICE,
     calibration: Sequence[np.ndarray] | None = None,
+    prune_to: str = PRUNE_TO[0],
 ) -> TrainState:
     """Returns the training state at step 0 of `model`, with the weights of `start`.
 
@@ -289,6 +310,7 @@ def initial_state_from(
       executor: places the state.
       calibration: int32 [B, T] token batches. With them a block scores by its norm after each
         input feature is multiplied by the norm of its activations; None scores by the norm.
+      prune_to: as in `RunSettings`.
 
     Raises:
       UserError: the weights of `start` do not fit `model`.
@@ -306,7 +328,11 @@ def initial_state_from(
         norms = processes.broadcast_arrays(norms)  # Each process has other rows of the batches.
     params = jax.tree.map(jnp.array, start.params)
     state = TrainState(step, params, (), start.tables, key)
-    state = change_model(state, start.model, model, norms)
+    if prune_to == "pattern":
+        pattern_pruning.refuse(start.model, start.tables, model)
+        state = pattern_pruning.to_pattern(state, start.model, model, norms)
+    else:
+        state = change_model(state, start.model, model, norms)
     moments = jax.jit(make_optimizer(model, training).init)(state.params)
     return executor.place(state._replace(moments=moments), model)
 

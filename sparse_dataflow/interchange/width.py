@@ -9,7 +9,8 @@ for ever, because it divides a gradient by its own scale.
 """
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -134,6 +135,29 @@ def wider(
     return config, ModelWeights(wide_params, stacks.layout_tables(wide_layouts))
 
 
+def reordered(
+    model: ModelConfig, params: Mapping[str, Any], sources: Sequence[Sources]
+) -> dict[str, Any]:
+    """Returns the parameters of a dense model whose features have another order.
+
+    The model computes the same function, to rounding.
+
+    Args:
+      model: config of the model.
+      params: its parameters in numpy.
+      sources: old feature of each new one for every layer, all with one residual stream; heads
+        change places with the queries of their keys.
+    """
+    stream, rng = sources[0].stream, np.random.default_rng()
+    trees = stacks.layers(params["blocks"], {})
+    layers = [_block(tree, of_layer, {}, rng) for (tree, _), of_layer in zip(trees, sources)]
+    head = {"norm": {name: leaf[stream] for name, leaf in params["head"]["norm"].items()}}
+    if not model.tied_embeddings:
+        head["output"] = params["head"]["output"][:, stream]
+    embed = {name: leaf[:, stream] for name, leaf in params["embed"].items()}
+    return {"embed": embed, "blocks": stacks.stacked_layers(model, layers), "head": head}
+
+
 def _block(tree, sources, layouts, rng):
     """Returns the wider parameters of a block, of its experts or of the shared expert."""
     result = {}
@@ -154,8 +178,6 @@ def _block(tree, sources, layouts, rng):
 def _projection(name, module, sources, layouts, rng):
     """Returns the wider leaves of a projection; `layouts` are (old, new) or None."""
     inputs, outputs = sources.projection(name)
-    if not _copies(inputs) and not _copies(outputs):
-        return module
     result = {}
     for leaf, array in module.items():
         if leaf == "kernel":
@@ -178,7 +200,7 @@ def _copies(source):
 def _shared(weight, source, rng):
     """Returns a weight [..., in, out] of repeated inputs, whose copies sum to the old ones."""
     if not _copies(source):
-        return weight
+        return weight[..., source, :]
     counts = np.bincount(source)
     rows = weight[..., source, :]
     noise = rng.uniform(-SPREAD, SPREAD, rows.shape).astype(np.float32)

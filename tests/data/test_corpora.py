@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import PurePath
 
 import pytest
 
@@ -73,6 +74,36 @@ def test_the_content_hash_depends_on_content_and_not_on_the_path(stories, tmp_pa
 def test_nothing_is_written_to_the_terminal(stories, cache, capfd):
     load_corpus(str(stories), cache)
     assert capfd.readouterr() == ("", "")
+
+
+def test_listing_a_folder_compares_no_file_with_all_others(tmp_path, monkeypatch):
+    """So twice the files take twice the time."""
+    files = [path for n in range(60) for path in (tmp_path / f"{n}.txt", tmp_path / f"{n}.bin")]
+    for path in files:
+        path.touch()
+    compared = []
+    equals = PurePath.__eq__
+    monkeypatch.setattr(PurePath, "__eq__", lambda a, b: compared.append(a) or equals(a, b))
+    assert local_files.LocalSource(tmp_path).fingerprint
+    assert len(compared) < 3 * len(files)
+
+
+def test_a_record_is_read_without_a_scan_of_the_file(stories, cache):
+    """array_record reads a range in constant time, and a list of indices in that of the file."""
+    records, reads = load_corpus(str(stories), cache).train.records, []
+
+    class Recorder:
+        def __init__(self, reader):
+            self.num_records, self._read = reader.num_records, reader.read
+
+        def read(self, *arguments):
+            reads.append(arguments)
+            return self._read(*arguments)
+
+    expected = [records[index] for index in range(len(records))]
+    records._reader = Recorder(records._reader)
+    assert list(records) == expected
+    assert reads[: len(expected)] == [(n, n + 1) for n in range(len(expected))]
 
 
 def test_lines_of_jsonl_are_documents(tmp_path, cache):

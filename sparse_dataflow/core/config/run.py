@@ -88,6 +88,7 @@ class DataConfig(Readable):
 
 TWINS = ("no", "yes", "narrow")
 PRUNE_BY = ("weights", "activations")
+PRUNE_TO = ("blocks", "pattern")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -99,6 +100,8 @@ class RunSettings(Readable):
       twin: True and False are "yes" and "no".
       prune_by: "activations" multiplies each input feature by the norm of its activations in
         `prune_batches` training batches (arXiv 2306.11695).
+      prune_to: "pattern" keeps the function of a dense model (`interchange.feature_order`).  Its
+        layouts are those of drawn weights, so programs are specialised to them.
       trackers: names in `training.monitoring.metrics`.  A resumed run imports no tracker that only
         its folder names.
     """
@@ -127,6 +130,12 @@ class RunSettings(Readable):
         "Score of the blocks of run.init_from that are stored: norm of the weights, or of the "
         "weights times the activations that they read.",
         choices=PRUNE_BY,
+    )
+    prune_to: str = setting(
+        "blocks",
+        "Blocks of run.init_from that are stored: blocks, the best of each weight; pattern, those "
+        "of sparsity.pattern, after features exchange places so that the best weights are there.",
+        choices=PRUNE_TO,
     )
     prune_batches: int = setting(
         8, "Training batches that run.prune_by=activations reads.", legal=between(1, MOST_STEPS)

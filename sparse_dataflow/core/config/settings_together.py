@@ -89,6 +89,10 @@ def _activations(config):
     return config.run.prune_by == "activations"
 
 
+def _to_pattern(config):
+    return config.run.prune_to == "pattern"
+
+
 def _like_blocks(config):
     return config.parallel.executor in ("relay", "pipeline")
 
@@ -127,6 +131,7 @@ RULES = (
     Rule(GUIDED, _method("self_guided"), "run.init_from", NONE, "which copies drawn blocks"),
     Rule("run.twin=narrow", _narrow, "run.init_from", NONE, "which has another width"),
     Rule("run.prune_by=activations", _activations, "run.init_from", GIVEN, "which prunes weights"),
+    Rule("run.prune_to=pattern", _to_pattern, "run.init_from", GIVEN, "which prunes weights"),
     Rule(NEW_ROWS, _new_rows, TOKENS, GIVEN, "which trains the rows of new tokens"),
     Rule(TOKENS, _tokens, "run.init_from", GIVEN, "which adds tokens to those of given weights"),
     Rule(TOKENS, _tokens, "data.loss", only("all"), "whose new tokens are learned from all text"),

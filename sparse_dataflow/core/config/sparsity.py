@@ -105,7 +105,8 @@ class EvolutionConfig(Readable):
         with dense weight gradients.
       row_shards: shards of a tensor-parallel mesh then store equally many blocks.  Results depend
         on it and not on the mesh.
-      given_layouts: whether the first layouts come with imported weights, and so are data.
+      given_layouts: whether the first layouts come with imported weights, and so are data, not
+        those of the pattern.
     """
 
     method: str = setting(

@@ -248,8 +248,8 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
     model = dataclasses.replace(dense, linears=config.sparsity.linears(config.model))
     model = adapters.with_adapters(allocate(model, config.sparsity.budget), *adapted)
     stacks.check_layouts(model)
-    from_start = bool(config.run.init_from)
-    evolution = dataclasses.replace(config.evolution, given_layouts=from_start)
+    given = bool(config.run.init_from) and config.run.prune_to == "blocks"
+    evolution = dataclasses.replace(config.evolution, given_layouts=given)
     sparse = Variant(name, model, config.training, evolution)
     # Raises if the method does not fit the model.
     for spec in phase_specs(sparse.model, sparse.evolution):

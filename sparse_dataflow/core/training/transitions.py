@@ -91,6 +91,7 @@ def change_model(
     old: ModelConfig,
     new: ModelConfig,
     input_norms: Mapping[str, np.ndarray] | None = None,
+    given: Mapping[str, Sequence[BlockLayout]] | None = None,
 ) -> TrainState:
     """Returns a state of model `old` as a state of model `new`; it must not be used again.
 
@@ -106,6 +107,8 @@ def change_model(
       old: config of the state's model.
       input_norms: projection -> float [num_layers, in] that the rows of a weight are multiplied by
         in the norms of its blocks; None for 1. See `interchange.calibration`.
+      given: projection -> layout of each layer that a dense weight gets; None for the largest
+        blocks.
     """
     if old.shared_layers:
         return _untied(state, old)
@@ -122,7 +125,8 @@ def change_model(
             stored = old_layouts and [old_layouts[layer] for layer in place.layers]
             norms = (input_norms or {}).get(name)
             scale = None if norms is None else norms[np.asarray(place.layers)]
-            state, chosen = _change_projection(state, place, stored, old, new, key, scale)
+            chosen = given and [given[name][layer] for layer in place.layers if name in given]
+            state, chosen = _change_projection(state, place, stored, old, new, key, scale, chosen)
             new_layouts += chosen or ()
         if new_layouts:
             layouts[name] = [
@@ -178,7 +182,7 @@ def with_copied_guides(state: TrainState, model: ModelConfig) -> TrainState:
 
 
 def _change_projection(
-    state, place: "_Place", stored: list[BlockLayout] | None, old, new, key, scale
+    state, place: "_Place", stored: list[BlockLayout] | None, old, new, key, scale, given
 ):
     """Converts one projection of one group of layers; returns (state, its layouts or None)."""
     before, after = (layer_linear(model, place.name, place.layers.start) for model in (old, new))
@@ -191,7 +195,7 @@ def _change_projection(
         else:
             if before.kind == "dense":
                 state = _merge_hadamard(state, place, after.hadamard)
-            state, stored = _prune(state, place, stored, after, scale)
+            state, stored = _prune(state, place, stored, after, scale, given)
     if before.rank and not after.rank and after.kind == "dense":
         state = _merge_low_rank(state, place)
     if after.rank and not before.rank:
@@ -308,12 +312,15 @@ def _block_norms(values):
     return np.stack([np.sqrt(np.einsum("nij,nij->n", layer, layer)) for layer in values])
 
 
-def _prune(state, place, old: list[BlockLayout] | None, spec, scale=None):
+def _prune(state, place, old: list[BlockLayout] | None, spec, scale=None, given=None):
     """Keeps the largest blocks of one projection at `spec`'s density; returns (state, layouts).
 
-    `scale` float [layers, in] multiplies the rows of the weight in the norms; None for 1.
+    `scale` float [layers, in] multiplies the rows of the weight in the norms; None for 1.  A dense
+    weight gets the layouts `given`, if any.
     """
     module = place.module(state.params)
+    if old is None and given:
+        return _with_stored(state, place, given, spec.block), given
     if old is None:
         kernel = module["kernel"] if scale is None else module["kernel"] * scale[:, :, None]
         norms = to_host(grid_norms(kernel, spec.block))
@@ -331,9 +338,14 @@ def _prune(state, place, old: list[BlockLayout] | None, spec, scale=None):
     degree = round(spec.density * np.gcd(*norms[0].shape))
     new = [largest_blocks(n, spec.block, degree, mask) for n, mask in zip(norms, stored)]
     if old is None:
-        blocks = functools.partial(collect, *_positions(new), block=spec.block)
-        return _with_converted(state, place, "kernel", "values", blocks), new
+        return _with_stored(state, place, new, spec.block), new
     return _moved_blocks(state, place, old, new), new
+
+
+def _with_stored(state, place, layouts, block):
+    """Keeps the blocks of layouts of one dense projection."""
+    blocks = functools.partial(collect, *_positions(layouts), block=block)
+    return _with_converted(state, place, "kernel", "values", blocks)
 
 
 def _positions(layouts):

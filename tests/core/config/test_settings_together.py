@@ -18,6 +18,7 @@ IN_USE = {
     "evolution.method=self_guided": {"evolution.method": "self_guided"},
     "run.twin=narrow": {"run.twin": "narrow"},
     "run.prune_by=activations": WEIGHTS | {"run.prune_by": "activations"},
+    "run.prune_to=pattern": WEIGHTS | {"run.prune_to": "pattern"},
     "training.new_rows_first": WEIGHTS
     | {"training.new_rows_first": 0.5, "data.extend_vocabulary": 8},
     "data.extend_vocabulary": WEIGHTS | {"data.extend_vocabulary": 8},

@@ -282,6 +282,52 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
+class MetricsReader:
+    """Reads a metrics.jsonl again and again while it grows, and each of its lines once.
+
+    A file that was replaced, as by a resumed run, is read anew.
+    """
+
+    def __init__(self, path: Path):
+        """Reads nothing yet."""
+        self._path = path
+        self._rows: dict[Any, dict[str, Any]] = {}
+        self._end, self._lines, self._last = 0, 0, b""
+
+    def read(self) -> list[dict[str, Any]]:
+        """Returns the rows as `read_metrics`, but for a last line without end, which may grow.
+
+        Raises:
+          UserError: the file cannot be read, or is not a regular file.
+        """
+        try:
+            storage.retry(f"Reading {self._path}", self._read)
+        except OSError as error:
+            words = error.strerror or error
+            raise UserError(f"{self._path} cannot be read: {words}.") from error
+        return list(self._rows.values())
+
+    def _read(self):
+        if not self._path.exists():
+            self._rows, self._end, self._lines, self._last = {}, 0, 0, b""
+            return
+        with storage.open_regular(self._path) as file:
+            file.seek(self._end - len(self._last))
+            if file.read(len(self._last)) != self._last:
+                self._rows, self._end, self._lines, self._last = {}, 0, 0, b""
+                file.seek(0)
+            lines = []
+            for line in iter(lambda: file.readline(_MAX_LINE_BYTES), b""):
+                if len(line) < _MAX_LINE_BYTES and not line.endswith(b"\n"):
+                    break
+                lines.append(line)
+        # Nothing is kept of a reading that failed.
+        self._rows |= _parse_rows(self._path, enumerate(lines, start=self._lines + 1))
+        self._lines += len(lines)
+        self._end += sum(map(len, lines))
+        self._last = lines[-1] if lines else self._last
+
+
 def _parse_rows(path, lines):
     """Returns {(kind, step) or line number: row}."""
     rows: dict[Any, dict[str, Any]] = {}

@@ -14,6 +14,7 @@ from metric_rows import eval_row, train_row
 from storage_faults import failing as failing_operations
 from tensorboardX.proto import event_pb2
 
+from sparse_dataflow.core.training.monitoring import metrics
 from sparse_dataflow.core.training.monitoring.metrics import MetricsWriter, read_metrics
 from sparse_dataflow.files import storage
 
@@ -181,6 +182,38 @@ def test_a_truncated_metrics_file_keeps_its_complete_rows(tmp_path_factory, data
     # A line without its newline is complete.
     ends = np.cumsum([len(line) for line in lines]) - 1
     assert read_metrics(path) == rows[: int((ends <= cut).sum())]
+
+
+def test_a_reader_parses_each_line_of_a_growing_file_once(tmp_path, monkeypatch):
+    path, parsed = tmp_path / "metrics.jsonl", []
+    parse = metrics.json_files.parse
+    monkeypatch.setattr(
+        metrics.json_files, "parse", lambda line: parsed.append(line) or parse(line)
+    )
+    reader = metrics.MetricsReader(path)
+    assert reader.read() == []
+    rows = [{"kind": "train", "step": step} for step in range(1, 41)]
+    for row in rows:
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n" + '{"kind": "tr')  # A line that is not finished.
+        assert reader.read() == rows[: row["step"]]
+        path.write_bytes(path.read_bytes().removesuffix(b'{"kind": "tr'))
+    assert len(parsed) == 40
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3])
+def test_a_reader_reads_a_replaced_file_anew(tmp_path, kept):
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"kind": "train", "step": step, "loss": 1.0} for step in range(1, 6)]
+    again = [{**row, "loss": 2.0} for row in rows[kept:]] + [{"kind": "train", "step": 6}]
+    write = lambda rows: path.write_text("".join(json.dumps(row) + "\n" for row in rows))  # noqa: E731
+    reader = metrics.MetricsReader(path)
+    write(rows)
+    assert reader.read() == rows
+    write(rows[:kept] + again)
+    assert reader.read() == read_metrics(path) == rows[:kept] + again
+    path.unlink()
+    assert reader.read() == []
 
 
 def test_a_resumed_runs_rows_replace_the_repeated_ones(tmp_path):
