@@ -112,10 +112,10 @@ def load(folder: Path) -> tuple[NarrowOptions, Lines]:
 
 def _is_run(line):
     numbers = [line.get(name) for name in POSITIVE]
-    texts = (line.get("optimizer"), line.get("schedule"))
+    texts = [line.get(name) for name in ("arm", "optimizer", "schedule")]
     return (
-        line.get("arm") in arms.ARMS
-        and all(isinstance(text, str) for text in texts)
+        all(isinstance(text, str) for text in texts)
+        and texts[0] in arms.ARMS
         and isinstance(line.get("seed"), int)
         and all(type(n) in (int, float) and 0 < n < math.inf for n in numbers)
     )
