@@ -18,7 +18,8 @@ Differences to the narrow model are paired by seed, with intervals of Student's 
         also times tokens of the served models, 32 times as wide, with random weights
 
 Leaves OUT/settings.json, OUT/runs.jsonl (a line for each run), OUT/serving_cost.json,
-OUT/serving_cost.md, OUT/serving_cost.png and, with --decode, OUT/decoding.json.  The same command
+OUT/serving_cost.md, OUT/serving_cost.png (losses of pruned models), OUT/serving_cost_picture.png
+(also of experts, against each cost) and, with --decode, OUT/decoding.json.  The same command
 goes on where it was stopped; the tables have all runs of the folder, also of other lengths, arms,
 optimizers or seeds.
 """

@@ -76,10 +76,10 @@ def run(options) -> int:
             f"{result['seconds']:.0f} s",
             flush=True,
         )
-    report.write(options, narrow, corpus, lines, folder)
     if options.decode:
         rows = decoding.measure(narrow, options.arms, rounds=options.decode)
         measurement.keep(str(folder), "decoding", machine, [{"rows": rows}])
+    report.write(options, narrow, corpus, lines, decoding.read(folder), folder)
     return 0
 
 
