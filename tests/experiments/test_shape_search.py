@@ -1,5 +1,6 @@
 """The search of a shape for a budget."""
 
+import dataclasses
 import json
 import math
 
@@ -85,8 +86,22 @@ def test_a_planted_law_of_shapes_is_recovered(studies):
 
 def test_the_excess_of_a_way_of_pruning_is_measured(studies):
     [pruning] = studies.prunings
-    assert math.expm1(pruning.excess) == pytest.approx(0.02, abs=2e-3)
-    assert pruning.spread < 2e-3
+    assert np.expm1(pruning.excesses) == pytest.approx(0.02, abs=2e-3)
+    assert pruning.error < 2e-3
+
+
+def test_the_excess_is_that_of_the_results_of_like_shape_density_and_length(studies):
+    [pruning] = studies.prunings
+    other = dataclasses.replace(
+        pruning, excesses=np.array([0.01 + 0.1 * r.density for r in pruning.results])
+    )
+    result = min(pruning.results, key=lambda r: r.density)
+    length = result.tokens / result.weights
+    assert other.excess(result.model, result.density, length) == pytest.approx(
+        0.01 + 0.1 * result.density, abs=2e-3
+    )
+    far = other.excess(result.model, result.density / 2**20, length * 2**20)
+    assert np.isfinite(far)
 
 
 @pytest.mark.parametrize(

@@ -83,13 +83,15 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Layers, d_model and d_ff; a pruned one has its heads' width and its density too."""
+        """Layers, d_model and d_ff; of a pruned one also heads' width, density, and percent of the
+        training FLOPs at which it is cut."""
         model = self.model
         text = f"{model.num_layers}x{model.d_model}x{model.d_ff}"
         if not self.arm.pruned:
             return text
         heads = model.num_heads * model.head_width
-        return f"{text}_heads_{heads}_{self.arm.density:.3f}"
+        cut = f"{100 * self.arm.start:g}_{100 * self.arm.end:g}"
+        return f"{text}_heads_{heads}_density_{self.arm.density:.3f}_cut_{cut}"
 
 
 def search(studies: Studies, budget: Budget) -> list[Candidate]:
@@ -234,8 +236,9 @@ def _priced(studies, budget, model, arm, pruning: Pruning | None) -> Candidate |
     loss = float(studies.law.loss([course.mean_weights], [tokens], [model])[0])
     error = studies.error
     if pruning:
-        loss *= math.exp(pruning.excess)
-        error = float(np.hypot(error, pruning.spread))
+        length = tokens / course.mean_weights
+        loss *= math.exp(pruning.excess(model, arm.density, length))
+        error = float(np.hypot(error, pruning.error))
     return Candidate(
         model, served, arm, steps, course, tokens, _served_flops(served), served_bytes(served),
         loss, error, not inside,

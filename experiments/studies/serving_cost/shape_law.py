@@ -1,7 +1,8 @@
 """The average-parameter law with terms of the model's shape, fitted to the runs of studies.
 
 log L = log law(N, D) + terms of log2(layers) and log2(d_ff / d_model), fitted to dense runs.  A way
-of pruning adds its mean excess over that.  See `law` for the law of mean weights N and tokens D.
+of pruning adds its excess over that, a mean over its runs of like shape, density and length.  See
+`law` for the law of mean weights N and tokens D.
 """
 
 import dataclasses
@@ -25,6 +26,11 @@ TEXT = ("vocabulary", "sequence", "batch", "corpus", "heads", "vector_rate")
 
 LEAST_RESULTS = 2
 """Results that a way of pruning needs, so that their spread is known."""
+
+
+PLACE_SCALES = np.array([0.5, 2.0, 1.0, 1.0])
+"""Powers of two of density, tokens for each mean weight, d_ff / d_model and layers within which the
+excess of a way of pruning is alike."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,17 +64,52 @@ class Pruning:
 
     Attributes:
       arm: with the pruned projections, the schedule, the score and the block.
-      excess: log of its losses over the law's, on average.
-      spread: largest distance of a result from that.
-      densities: lowest and highest stored fraction.
-      count: results.
+      results: of that way.
+      excesses: float [results], logs of their losses over the law's.
     """
 
     arm: Arm
-    excess: float
-    spread: float
-    densities: tuple[float, float]
-    count: int
+    results: Sequence[Result]
+    excesses: np.ndarray
+
+    def excess(self, model: ModelConfig, density: float, tokens_a_weight: float) -> float:
+        """Returns the mean excess of the results near a shape, a density and a length."""
+        at = _place(model, density, tokens_a_weight)
+        return _local_mean(at, self._places, self.excesses)
+
+    @property
+    def error(self) -> float:
+        """Root mean square error of each excess as the others give it."""
+        places, count = self._places, len(self.results)
+        rest = [np.arange(count) != i for i in range(count)]
+        errors = [
+            _local_mean(places[i], places[others], self.excesses[others]) - self.excesses[i]
+            for i, others in enumerate(rest)
+        ]
+        return float(np.sqrt(np.mean(np.square(errors))))
+
+    @property
+    def densities(self) -> tuple[float, float]:
+        """The lowest and the highest stored fraction."""
+        values = [result.density for result in self.results]
+        return min(values), max(values)
+
+    @property
+    def _places(self):
+        return np.array([_place(r.model, r.density, r.tokens / r.weights) for r in self.results])
+
+
+def _place(model, density, tokens_a_weight):
+    """Returns what the excess of a pruned model depends on, in units of its weight's decay."""
+    logs = np.log2([density, tokens_a_weight, model.d_ff / model.d_model, model.num_layers])
+    return logs / PLACE_SCALES
+
+
+def _local_mean(at, places, values):
+    """Returns the mean of values with Gaussian weights of their distances."""
+    squares = np.square(places - at).sum(-1)
+    weights = np.exp(squares.min() - squares)
+    return float(weights @ values / weights.sum())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,15 +311,7 @@ def _pruning(way: Arm, members: Sequence[Result], fitted: ShapeLaw) -> Pruning:
     predicted = fitted.loss(
         [r.weights for r in members], [r.tokens for r in members], [r.model for r in members]
     )
-    over = np.log([r.loss for r in members]) - np.log(predicted)
-    densities = [r.density for r in members]
-    return Pruning(
-        way,
-        float(over.mean()),
-        float(np.abs(over - over.mean()).max()),
-        (min(densities), max(densities)),
-        len(members),
-    )
+    return Pruning(way, members, np.log([r.loss for r in members]) - np.log(predicted))
 
 
 def names(pruning: Pruning) -> Mapping[str, str]:

@@ -120,8 +120,9 @@ def _law_text(studies):
     for pruning in studies.prunings:
         words = ", ".join(f"{key} {value}" for key, value in shape_law.names(pruning).items())
         yield (
-            f"Pruning of {words}: {100 * math.expm1(pruning.excess):+.1f}% over the law, within "
-            f"{100 * pruning.spread:.1f}%, in {pruning.count} results."
+            f"Pruning of {words}: {100 * pruning.excesses.min():+.1f}% to "
+            f"{100 * pruning.excesses.max():+.1f}% over the law in {len(pruning.results)} results, "
+            f"each predicted from the others with an error of {pruning.error:.1%}."
         )
 
 
