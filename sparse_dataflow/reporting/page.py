@@ -60,7 +60,7 @@ MEASURES = (
             higher_is_better=True),
     Measure("Median step time", "step_seconds", quantities.seconds, "shorter", "longer"),
     Measure("FLOPs per token", "flops_per_token", quantities.flops, "fewer", "more"),
-    Measure("Time to generate a token of all texts below", "token_seconds", quantities.seconds,
+    Measure("Time per generated token, all texts at once", "token_seconds", quantities.seconds,
             "shorter", "longer"),
     Measure("MFU", "mfu", quantities.percent, "higher", "lower", higher_is_better=True),
 )  # fmt: skip
