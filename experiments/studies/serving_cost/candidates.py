@@ -27,9 +27,6 @@ BEYOND = 2.0
 RATIOS = (1, 1.5, 2, 3, 4, 6, 8, 12)
 """Values of d_ff / d_model of pruned candidates, within those of the dense runs."""
 
-DENSITY_RATIO = 1.1
-"""Largest ratio of a density to the nearest one that was measured."""
-
 HEADS = (1, 2 / 3, 1 / 2)
 """Width of all heads of pruned candidates, relative to d_model."""
 
@@ -139,7 +136,7 @@ def _candidates(studies: Studies, budget: Budget) -> Iterator[Candidate]:
             multiple = math.lcm(STEP, studies.options.heads, pruning.arm.block if pruning else 1)
             for width in range(multiple, round(heaviest), multiple):
                 least = studies_model(studies, layers, width, width * min(ratios))
-                density = pruning.densities[0] if pruning else 1.0
+                density = pruning.densities[0] / 2 if pruning else 1.0
                 if density * stored_parameters(least) > heaviest:
                     break
                 shapes = (
@@ -191,7 +188,7 @@ def _pruned(studies, layers, width, multiple, ratios, budget, pruning):
                 for limit, price, of_weight in _limits(budget)
             )
             low, high = pruning.densities
-            if low / DENSITY_RATIO <= density <= min(0.99, DENSITY_RATIO * high):
+            if low / 2 <= density <= min(0.99, 2 * high):
                 yield model, dataclasses.replace(pruning.arm, density=density)
 
 
@@ -236,8 +233,10 @@ def _priced(studies, budget, model, arm, pruning: Pruning | None) -> Candidate |
     loss = float(studies.law.loss([course.mean_weights], [tokens], [model])[0])
     error = studies.error
     if pruning:
-        length = tokens / course.mean_weights
-        loss *= math.exp(pruning.excess(model, arm.density, length))
+        excess = pruning.excess(model, arm.density, tokens / course.mean_weights)
+        if excess == math.inf:
+            return None
+        loss *= math.exp(excess)
         error = float(np.hypot(error, pruning.error))
     return Candidate(
         model, served, arm, steps, course, tokens, _served_flops(served), served_bytes(served),

@@ -30,7 +30,7 @@ LEAST_RESULTS = 2
 
 PLACE_SCALES = np.array([0.5, 2.0, 1.0, 1.0])
 """Powers of two of density, tokens for each mean weight, d_ff / d_model and layers within which the
-excess of a way of pruning is alike."""
+excess of a way of pruning is alike; a distance above 1 is too far."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +73,13 @@ class Pruning:
     excesses: np.ndarray
 
     def excess(self, model: ModelConfig, density: float, tokens_a_weight: float) -> float:
-        """Returns the mean excess of the results near a shape, a density and a length."""
+        """Returns the mean excess of the results near a shape, a density and a length.
+
+        It is infinite where no result is near.
+        """
         at = _place(model, density, tokens_a_weight)
+        if np.square(self._places - at).sum(-1).min() > 1:
+            return math.inf
         return _local_mean(at, self._places, self.excesses)
 
     @property
