@@ -18,7 +18,8 @@ Differences to the narrow model are paired by seed, with intervals of Student's 
         also times tokens of the served models, 32 times as wide, with random weights
 
 Leaves OUT/settings.json, OUT/runs.jsonl (a line for each run), OUT/serving_cost.json,
-OUT/serving_cost.md, OUT/serving_cost.png and, with --decode, OUT/decoding.json.  The same command
+OUT/serving_cost.md, OUT/serving_cost.png (losses of pruned models), OUT/serving_cost_picture.png
+(also of experts, against each cost) and, with --decode, OUT/decoding.json.  The same command
 goes on where it was stopped; the tables have all runs of the folder, also of other lengths, arms,
 optimizers or seeds.
 """
@@ -26,15 +27,15 @@ optimizers or seeds.
 import dataclasses
 
 from sparse_dataflow.commands import command_line
-from sparse_dataflow.core.config.settings import ABOVE_ZERO, AT_LEAST_ONE, AT_LEAST_ZERO, setting
+from sparse_dataflow.core.config.settings import AT_LEAST_ONE, AT_LEAST_ZERO, setting
 from sparse_dataflow.core.config.training import OPTIMIZERS
 
 from .studies.serving_cost.arms import ARMS
-from .studies.serving_cost.options import StudyOptions
+from .studies.serving_cost.options import NarrowOptions
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(StudyOptions):
+class Options(NarrowOptions):
     """What is trained."""
 
     arms: tuple[str, ...] = setting(
@@ -51,10 +52,6 @@ class Options(StudyOptions):
         "Decay of the rate: to zero, to a tenth, or to zero in the last 30%.",
         choices=("linear", "cosine", "wsd"),
     )
-    learning_rate: float = setting(16e-3, "Peak that the first trial has.", legal=ABOVE_ZERO)
-    width: int = setting(24, "d_model of the narrow model.", legal=AT_LEAST_ONE)
-    hidden: int = setting(96, "d_ff of the narrow model.", legal=AT_LEAST_ONE)
-    heads: int = setting(2, "Heads of every model.", legal=AT_LEAST_ONE)
     decode: int = setting(
         0, "Rounds of timed decoding, 32 times as wide; 0 is none.", legal=AT_LEAST_ZERO
     )

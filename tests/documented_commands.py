@@ -36,6 +36,7 @@ RUN = {
     "experiments.schedule_bench": S + "test_compiles.py::test_cycles",
     "experiments.scoring_bench": E + "test_benches.py::test_scoring_bench",
     "experiments.serving_cost": E + "test_serving_cost.py::test_a_small_study_goes_on",
+    "experiments.shape_search": E + "test_shape_search.py::test_candidates_are_trained",
     "experiments.sparse_quality": E + "test_sparse_quality.py::test_a_small_comparison",
     "experiments.sparse_scaling_law": E + "test_scaling_law_runs.py::test_a_small_grid",
     "experiments.step_bench": E + "test_benches.py::test_step_bench",

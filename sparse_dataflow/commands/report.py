@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from sparse_dataflow.commands import vocabularies
@@ -65,7 +67,11 @@ def write(
       UserError: the files cannot be written; the run itself is intact.
     """
     timed = max(trainer.seconds for trainer in trainers) >= TIMED_FROM
-    variants = [_variant(folder, trainer, chip, timed) for trainer in trainers]
+    continuations, token_seconds = _continuations(trainers, corpus, tokenizer)
+    variants = [
+        _variant(folder, trainer, chip, timed, token_seconds.get(trainer.name))
+        for trainer in trainers
+    ]
     sparse = [p.model for t in trainers for p in t.phases if p.model.sparse_projections]
     # A model that got sparser in phases is judged by its last phase.
     model = (sparse or [trainers[0].model])[-1]
@@ -87,7 +93,7 @@ def write(
         layouts=_layouts(trainers, model),
         flop_ceiling=cost.flop_ceiling(model, sequence) if sparse else None,
         projection_share=dense_flops.projection_share,
-        continuations=_continuations(trainers, corpus, tokenizer),
+        continuations=continuations,
         evaluation=evaluation_report.read(folder),
         goodput=seconds,
         profile=_profile(folder),
@@ -104,7 +110,7 @@ def write(
     return f"held-out bits per byte: {', '.join(losses)}"
 
 
-def _variant(folder, trainer, chip, timed):
+def _variant(folder, trainer, chip, timed, token_seconds):
     training, model = trainer.training, trainer.model
     history = read_metrics(folder / trainer.name / "metrics.jsonl")
     train = [row for row in history if row["kind"] == "train"]
@@ -131,6 +137,8 @@ def _variant(folder, trainer, chip, timed):
         tokens=trainer.tokens,
         train_seconds=trainer.seconds,
         mfu=cost.mfu(flops, tokens_a_step / step_seconds, chip, model.compute_dtype),
+        weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state.weights)),
+        token_seconds=token_seconds,
         history=history,
         section_seconds=_section_seconds(trainer, of_phase[-1], timed),
         memory=plan.categories,
@@ -210,6 +218,7 @@ def _notes(trainers, variants, timed):
     ] + [
         *_evolution_notes(trainers, variants),
         *_mixture_notes(variants),
+        *_narrow_notes(variants),
         *_teacher_notes(trainers),
         "Held-out documents are whole files, chosen by a hash of their name: about one in twenty.",
         _about_sections(trainers[0].executor, timed),
@@ -240,6 +249,18 @@ def _mixture_notes(variants):
         ]
         if bits:
             yield f"{variant.name}: held-out bits per byte by corpus: {', '.join(bits)}."
+
+
+def _narrow_notes(variants):
+    """Yields what the comparison with a narrower dense model can show at the run's length."""
+    by_name = {variant.name: variant for variant in variants}
+    if {"narrow", "sparse"} <= set(by_name):
+        sparse = by_name["sparse"]
+        yield (
+            f"The sparse model read {sparse.tokens / sparse.stored_parameters:.2g} tokens for each "
+            "stored parameter. Pruned models lead a narrower dense one of equal FLOPs only at "
+            "several hundred (docs/serving_cost.md), so a short run shows speed and memory."
+        )
 
 
 def _about_sections(executor, timed):
@@ -279,18 +300,24 @@ def _layouts(trainers, model):
 
 
 def _continuations(trainers, corpus, tokenizer):
-    """Returns continuations of held-out prompts; none if documents or sequences are too short for a
-    prompt, or the models are on several devices."""
+    """Returns continuations of held-out prompts, and model name -> median seconds of a step.
+
+    There are none if documents or sequences are too short for a prompt, or the models are on
+    several devices.
+    """
     if any(t.executor != SINGLE_DEVICE for t in trainers):
-        return []
+        return [], {}
     length = min(32, trainers[0].training.sequence // 2)
     try:
         prompts = held_out_prompts(corpus, tokenizer, CONTINUATIONS, max(1, length))
     except UserError as error:
         say(f"no continuations in the report: {error}")
-        return []
-    written = {t.name: _continued(t, [prompt.prompt_ids for prompt in prompts]) for t in trainers}
-    return [
+        return [], {}
+    written, seconds = {}, {}
+    for t in trainers:
+        ids = [prompt.prompt_ids for prompt in prompts]
+        written[t.name], seconds[t.name] = _continued(t, ids)
+    continuations = [
         Continuation(
             prompt.prompt,
             prompt.continuation,
@@ -298,11 +325,19 @@ def _continuations(trainers, corpus, tokenizer):
         )
         for i, prompt in enumerate(prompts)
     ]
+    return continuations, seconds
 
 
 def _continued(trainer, prompts):
-    """Returns int [prompts, tokens], the greedy continuations, as long as the prompts."""
+    """Returns int [prompts, tokens], the greedy continuations, as long as the prompts, and the
+    median seconds of a step; None if all steps compiled."""
     model = dataclasses.replace(trainer.model, precision=PRECISIONS[0])
     weights = kv_cache.prepare(model, trainer.state.weights)
     count, context = len(prompts[0]), trainer.training.sequence
-    return np.transpose([*generate_tokens(model, weights, prompts, count, context)])
+    steps, clock = [], []
+    for step in generate_tokens(model, weights, prompts, count, context):
+        steps.append(step)
+        clock.append(time.perf_counter())
+    # The first step reads the prompts, and the second one compiles.
+    seconds = np.diff(clock[1:])
+    return np.transpose(steps), float(np.median(seconds)) if len(seconds) else None

@@ -59,11 +59,14 @@ MEASURES = (
     Measure("Held-out bits per byte", "bits_per_byte", quantities.fixed(3), "lower", "higher",
             relative=True),
     Measure("Stored parameters", "stored_parameters", quantities.count, "fewer", "more"),
+    Measure("Weights on disk", "weight_bytes", quantities.size, "smaller", "larger"),
     Measure("Training memory", "training_bytes", quantities.size, "less", "more"),
     Measure("Tokens per second", "tokens_per_second", quantities.count, "faster", "slower",
             higher_is_better=True),
     Measure("Median step time", "step_seconds", quantities.seconds, "shorter", "longer"),
     Measure("FLOPs per token", "flops_per_token", quantities.flops, "fewer", "more"),
+    Measure("Time per generated token, all texts at once", "token_seconds", quantities.seconds,
+            "shorter", "longer"),
     Measure("MFU", "mfu", quantities.percent, "higher", "lower", higher_is_better=True),
 )  # fmt: skip
 RUN_MEASURES = (

@@ -33,6 +33,9 @@ class VariantData:
       tokens: number of training tokens.
       train_seconds: wall-clock time of the steps, seconds.
       mfu: model FLOPs utilisation, a fraction of one; None where the peak is unknown.
+      weight_bytes: bytes of the saved weights and layouts, without the optimizer's state.
+      token_seconds: median seconds of a step of generation, which writes a token of every
+        continuation at once.
       history: rows of metrics.jsonl, kinds "train" and "eval".
       section_seconds: section -> seconds of a step, in order of execution.
       memory: category -> bytes.
@@ -53,6 +56,8 @@ class VariantData:
     tokens: int
     train_seconds: float
     mfu: float | None = None
+    weight_bytes: int | None = None
+    token_seconds: float | None = None
     history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     section_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     memory: dict[str, int] = dataclasses.field(default_factory=dict)

@@ -7,5 +7,5 @@ from sparse_dataflow.commands import report
 def reports_without_continuations():
     """Leaves the continuations out of reports; tests/experiments has them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "_continuations", lambda *_: [])
+        patch.setattr(report, "_continuations", lambda *_: ([], {}))
         yield

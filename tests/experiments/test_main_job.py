@@ -5,7 +5,7 @@ import struct
 from types import SimpleNamespace
 
 import pytest
-from main_job import assert_same_results, checkpoint_steps, rows
+from main_job import arrays, assert_same_results, checkpoint_steps, rows
 
 from sparse_dataflow.commands import report as report_module
 from sparse_dataflow.core.config.run import SIZES, preset
@@ -115,6 +115,10 @@ def test_the_report_says_what_the_metrics_say(undisturbed):
         assert variant.stored_parameters == memory.parameter_count(model)
         assert sum(variant.memory.values()) == variant.training_bytes
         assert variant.history == found
+        saved = arrays(undisturbed, variant.name, 12)
+        weights = [name for name in saved if not name.startswith(("moments", "step", "key"))]
+        assert variant.weight_bytes == sum(saved[name].nbytes for name in weights)
+        assert 0 < variant.token_seconds < variant.train_seconds
     longest = max(variant.train_seconds for variant in report.variants)
     for variant in report.variants:
         assert bool(variant.section_seconds) == (longest >= report_module.TIMED_FROM)

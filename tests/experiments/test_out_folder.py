@@ -41,6 +41,7 @@ WRITERS = {
     "scaling_study": ("--most=64",),
     "layout_search": ("--scale=1.3b", "--chips=16", "--batch=512"),
     "interplay": ("--hardware=h100", "--measure=no"),
+    "shape_search": ("--served_flops=32640", "--tokens=2e6", "--train=1"),
     "chip_report": (),
 }
 """Experiment with --out -> flags with which it would run."""

@@ -8,7 +8,15 @@ import pytest
 from exit_status import exit_status
 
 from experiments import serving_cost
-from experiments.studies.serving_cost import arms, law, pruning, runs, training
+from experiments.studies.serving_cost import (
+    arms,
+    cost_picture,
+    decoding,
+    law,
+    pruning,
+    runs,
+    training,
+)
 from experiments.studies.serving_cost.arms import ARMS, Arm
 from experiments.studies.serving_cost.text import Text
 from sparse_dataflow.core.config.model import ModelConfig
@@ -111,6 +119,7 @@ def test_a_small_study_goes_on(tmp_path, capsys):
     assert len(by_arm["narrow"]["losses"]) == len(by_arm["pruned_2"]["losses"]) == 2
     assert by_arm["pruned_2"]["to_narrow"]["low"] < by_arm["pruned_2"]["to_narrow"]["high"]
     assert (tmp_path / "serving_cost.png").exists()
+    assert not (tmp_path / "serving_cost_picture.png").exists()
     assert study(*small, "--vocabulary=30") == 2
     assert "other settings" in capsys.readouterr().err
     jax.clear_caches()
@@ -119,3 +128,54 @@ def test_a_small_study_goes_on(tmp_path, capsys):
 def test_a_shape_that_no_block_divides_is_refused():
     with pytest.raises(UserError, match="no multiple of 16"):
         arms.shape(NARROW, Arm(width=1.5, pruned=arms.ALL, block=16))
+
+
+def test_blocks_of_experts_are_cut_like_those_of_one_mlp():
+    rng, arm = np.random.default_rng(0), Arm(experts=3, pruned=("mlp_in",), block=4)
+    kernel = rng.normal(size=(2, 3, 8, 16)).astype(np.float32)
+    kernel[:, 1, :4, 4:8] *= 100
+    masks = {"blocks": {"qkv": {"kernel": 1.0}, "experts": {"mlp_in": {"kernel": 1.0}}}}
+    blocks = {"experts": {"mlp_in": {"kernel": kernel}}}
+    scores = pruning.block_scores(arm, blocks, [], rng)
+    cut = pruning.with_blocks(masks, arm, scores, 0.25)
+    mask = np.asarray(cut["blocks"]["experts"]["mlp_in"]["kernel"])
+    assert mask.shape == kernel.shape and (mask.reshape(2, -1).mean(1) == 0.25).all()
+    assert (mask[:, 1, :4, 4:8] == 1).all()
+    assert masks["blocks"]["experts"]["mlp_in"]["kernel"] == 1.0
+    assert pruning.kept_shares(cut, arm) == {"mlp_in": 0.25}
+
+
+def planned(arm, loss, length=160):
+    served = arms.served_model(NARROW, ARMS[arm])
+    return {
+        "arm": arm, "optimizer": "muon", "schedule": "linear", "length": length, "mean": loss,
+        "losses": {0: loss, 1: loss + 0.02}, "flops": 1e9 * length,
+        "served_flops": sum(arms.served_sections(served).values()),
+    }  # fmt: skip
+
+
+def test_the_picture_has_each_cost_of_the_arms_that_were_trained(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        cost_picture, "save_panels", lambda path, panels, title: drawn.extend(panels)
+    )
+    rows = [planned("narrow", 2.4), planned("experts_8", 2.2), planned("narrow", 2.7, length=40)]
+    decoded = [{"arm": "experts_8", "batch": 1, "over_narrow": 1.3}]
+    assert cost_picture.draw(NARROW, rows, decoded, tmp_path / "picture.png")
+    training, served, memory, seconds = (panel.curves for panel in drawn)
+    assert list(training["narrow dense"].x) == [40, 160]
+    assert training["8 experts"].high == [2.22]
+    assert served["8 experts"].x[0] > served["narrow dense"].x[0] == 32.64
+    # By hand: eight times the MLP of the narrow model, two layers of two weights of 24 x 96.
+    more = 4 * (7 * 2 * 2 * 24 * 96 + 2 * 24 * 8) / 1e3
+    assert memory["8 experts"].x[0] - memory["narrow dense"].x[0] == pytest.approx(more)
+    assert {name: curve.x for name, curve in seconds.items()} == {"8 experts": [1.3]}
+    assert not cost_picture.draw(NARROW, rows[:1], decoded, tmp_path / "picture.png")
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"rows": [{}]}', '{"rows": [{"arm": "mine"}]}'])
+def test_a_damaged_measurement_of_decoding_is_named(tmp_path, content):
+    assert decoding.read(tmp_path) == []
+    (tmp_path / "decoding.json").write_text(content)
+    with pytest.raises(UserError, match=r"decoding\.json .*remove it"):
+        decoding.read(tmp_path)

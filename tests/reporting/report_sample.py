@@ -49,6 +49,8 @@ def variant(name: str, **changes) -> VariantData:
         "tokens": end["tokens"],
         "train_seconds": end["seconds"],
         "mfu": 0.31 if sparse else 0.52,
+        "weight_bytes": 4 * int(2_228_224 + 25_165_824 * density),
+        "token_seconds": 0.011 if sparse else 0.034,
         "history": rows,
         "section_seconds": {
             "embed": 0.004,

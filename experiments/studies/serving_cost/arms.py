@@ -39,6 +39,7 @@ class Arm:
       pruned: projections that are cut; the others stay dense.
       equal: what the served model shares with the narrow one: "flops" a token, or "stored" weights
         of the projections.
+      density: stored fraction of the pruned projections instead; 0 is the one that `equal` gives.
       start: fraction of the training FLOPs at which pruning starts.
       end: fraction of the training FLOPs at which it ends; equal to `start` for a single cut.
       stages: cuts, equally far apart in FLOPs, along the cubic of arXiv 1710.01878.
@@ -58,6 +59,7 @@ class Arm:
     experts: int = 0
     pruned: tuple[str, ...] = ()
     equal: str = "flops"
+    density: float = 0.0
     start: float = 0.25
     end: float = 0.75
     stages: int = 10
@@ -94,7 +96,13 @@ ARMS: Mapping[str, Arm] = {
     "pruned_8": _EIGHTH,
     "static_2": _change(_HALF, start=0, end=0, stages=1, keep="random"),
     "static_4": _change(_QUARTER, start=0, end=0, stages=1, keep="random"),
+    # Experts of the narrow model's MLP; block-sparse ones of the same active cost.
+    "experts_4": Arm(experts=4),
     "experts_8": Arm(experts=8),
+    "experts_8_static_2": Arm(
+        hidden=2, experts=8, pruned=HIDDEN, start=0, end=0, stages=1, keep="random"
+    ),
+    "experts_8_pruned_2": _change(_HALF_HEADS, experts=8),
     # Equal stored weights in the projections instead of equal served FLOPs.
     "pruned_2_stored": _change(_HALF, equal="stored"),
     "pruned_4_stored": _change(_QUARTER, equal="stored"),
@@ -229,6 +237,8 @@ def served_density(narrow: ModelConfig, arm: Arm) -> float:
     """
     if not arm.pruned:
         return 1.0
+    if arm.density:
+        return arm.density
     model = shape(narrow, arm)
     sections, target = served_sections(model), served_sections(narrow)
     if arm.equal == "stored":
@@ -258,7 +268,7 @@ def training_flops(model: ModelConfig) -> float:
 def course(
     narrow: ModelConfig,
     arm: Arm,
-    narrow_steps: int,
+    narrow_steps: float,
     chunk: int,
     batch: int,
     teacher: ModelConfig | None = None,
@@ -277,21 +287,26 @@ def course(
     budget = narrow_steps * tokens * training_flops(narrow)
     dense, final = shape(narrow, arm), served_density(narrow, arm)
     cuts, density, spent, weights, step = [], 1.0, 0.0, 0.0, 0
+
+    @functools.cache
+    def costs(density, taught):
+        """Returns training FLOPs of a token and stored weights."""
+        model = at_density(dense, arm, density)
+        lessons = sum(served_sections(teacher or dense).values()) if taught else 0.0
+        return training_flops(model) + lessons, stored_parameters(model)
+
     while True:
         wanted = _density_at(arm, final, spent / budget)
         if wanted < density:
             density = wanted
             cuts.append(Cut(step, density))
-        model = at_density(dense, arm, density)
-        flops = training_flops(model)
-        if arm.teacher and (teacher or cuts):
-            flops += sum(served_sections(teacher or dense).values())
+        flops, stored = costs(density, bool(arm.teacher and (teacher or cuts)))
         flops *= chunk * tokens
         if spent + flops / 2 > budget:
             return Course(step, tuple(cuts), spent, weights / max(step, 1))
         spent += flops
         step += chunk
-        weights += chunk * stored_parameters(model)
+        weights += chunk * stored
 
 
 def _density_at(arm, final, fraction):

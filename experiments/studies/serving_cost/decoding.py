@@ -7,7 +7,8 @@ The study's models are so small that calls, not weights, take the time.  So widt
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.evaluation import kv_cache
+from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 
 from . import arms
@@ -50,10 +52,9 @@ def measure(
     models = {"narrow": _scaled(narrow, scale)}
     for name in names:
         arm = arms.ARMS[name]
-        if arm.pruned:
-            served = arms.shape(narrow, arm)
-            density = arms.served_density(narrow, arm)
-            models[name] = _legal(_scaled(served, scale), arm, density, block)
+        model = _scaled(arms.shape(narrow, arm), scale)
+        density = arms.served_density(narrow, arm)
+        models[name] = _legal(model, arm, density, block) if arm.pruned else model
     weights = {name: kv_cache.random_weights(model, 0) for name, model in models.items()}
     rows = []
     for batch in batches:
@@ -82,6 +83,24 @@ def measure(
     return rows
 
 
+def read(folder: Path) -> Sequence[Mapping]:
+    """Returns the rows of `measure` that a folder has; none without a measurement.
+
+    Raises:
+      UserError: the file is damaged.
+    """
+    path = folder / "decoding.json"
+    try:
+        rows = json_files.load(path)["rows"]
+        if all(row["arm"] in arms.ARMS and row["batch"] and row["over_narrow"] for row in rows):
+            return rows
+    except FileNotFoundError:
+        return []
+    except json_files.MALFORMED as error:
+        raise UserError(f"{path} is damaged ({error}); remove it.") from None
+    raise UserError(f"{path} has other rows; remove it.")
+
+
 def _scaled(model, scale):
     return dataclasses.replace(
         model,
@@ -97,8 +116,9 @@ def _legal(model, arm, density, block):
     """Returns the model with stored blocks, at the nearest density that has a balanced layout."""
     sides = [side // block for name in arm.pruned for side in model.projection_shape(name)]
     ring = math.gcd(*sides)
+    pattern = "shuffle" if model.experts else "random"  # Experts need equal groups.
     for count in sorted(range(1, ring), key=lambda n: abs(n / ring - density)):
-        spec = LinearSpec("block_sparse", "random", density=count / ring, block=block)
+        spec = LinearSpec("block_sparse", pattern, density=count / ring, block=block)
         try:
             chosen = model.with_linears(spec, arm.pruned)
             stacks.check_layouts(chosen)

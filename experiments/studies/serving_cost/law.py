@@ -44,7 +44,11 @@ class Law:
         return self.irreducible + self.a * weights**-self.alpha + self.b * tokens**-self.beta
 
 
-def fit(weights: Sequence[float], tokens: Sequence[float], losses: Sequence[float]) -> Law:
+def fit(
+    weights: Sequence[float] | np.ndarray,
+    tokens: Sequence[float] | np.ndarray,
+    losses: Sequence[float] | np.ndarray,
+) -> Law:
     """Returns the law with the least Huber loss of the log losses, from several starts.
 
     Args:

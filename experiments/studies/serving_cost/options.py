@@ -19,3 +19,20 @@ class StudyOptions:
     sequence: int = setting(32, "Symbols in a sequence.", legal=AT_LEAST_ONE)
     batch: int = setting(32, "Sequences in a step.", legal=AT_LEAST_ONE)
     corpus: str = setting("python_stdlib", "Text; see experiments.gpt13b_sparse.", path=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class NarrowOptions(StudyOptions):
+    """The narrow dense model, whose cost all arms of `experiments.serving_cost` have."""
+
+    learning_rate: float = setting(16e-3, "Peak that the first trial has.", legal=ABOVE_ZERO)
+    width: int = setting(24, "d_model of the narrow model.", legal=AT_LEAST_ONE)
+    hidden: int = setting(96, "d_ff of the narrow model.", legal=AT_LEAST_ONE)
+    heads: int = setting(2, "Heads of every model.", legal=AT_LEAST_ONE)
+
+
+SHARED = (
+    "learning_rate", "vector_rate", "width", "hidden", "layers", "heads", "vocabulary", "sequence",
+    "batch", "corpus",
+)  # fmt: skip
+"""Options that all runs of a folder of `experiments.serving_cost` share."""

@@ -12,7 +12,7 @@ from .arms import Arm
 def block_scores(
     arm: Arm, blocks: Mapping[str, Any], steps: Sequence[Mapping], rng: np.random.Generator
 ) -> dict[str, np.ndarray]:
-    """Returns projection -> float [layers, in_blocks, out_blocks], higher for what should stay.
+    """Returns projection -> float [layers, (experts,) in, out] blocks, higher for what should stay.
 
     Args:
       arm: `keep` and `block`.
@@ -22,12 +22,14 @@ def block_scores(
     """
     scores = {}
     for name in arm.pruned:
-        kernel = np.asarray(blocks[name]["kernel"])
+        kernel = np.asarray(_holder(blocks, name)[name]["kernel"])
         stored = _sums(np.square(kernel), arm.block) > 0
         if arm.keep == "random":
             score = rng.random(stored.shape)
         elif arm.keep == "saliency":
-            products = np.concatenate([chunk["products"][name]["kernel"] for chunk in steps])
+            products = np.concatenate(
+                [_holder(chunk["products"], name)[name]["kernel"] for chunk in steps]
+            )
             score = np.square(_sums(products, arm.block)).sum(0)
         elif arm.keep == "activation":
             squares = np.concatenate([chunk["inputs"][name] for chunk in steps]).mean(0)
@@ -54,20 +56,27 @@ def with_blocks(masks: Any, arm: Arm, scores: Mapping[str, np.ndarray], density:
         chosen = {name: _relative(score) >= least for name, score in scores.items()}
     else:
         chosen = {name: _largest(score, density) for name, score in scores.items()}
-    layers = dict(masks["blocks"])
+    layers = {name: dict(leaf) for name, leaf in masks["blocks"].items()}
     for name, mask in chosen.items():
         features = np.repeat(np.repeat(mask, arm.block, -2), arm.block, -1)
-        layers[name] = {**layers[name], "kernel": jnp.asarray(features, jnp.float32)}
+        holder = _holder(layers, name)
+        holder[name] = {**holder[name], "kernel": jnp.asarray(features, jnp.float32)}
     return {**masks, "blocks": layers}
 
 
 def kept_shares(masks: Any, arm: Arm) -> dict[str, float]:
     """Returns projection -> stored fraction of its weights."""
-    return {name: float(jnp.mean(masks["blocks"][name]["kernel"])) for name in arm.pruned}
+    blocks = masks["blocks"]
+    return {name: float(jnp.mean(_holder(blocks, name)[name]["kernel"])) for name in arm.pruned}
+
+
+def _holder(blocks, name):
+    """Returns the mapping that has a projection: of the layers, or of their experts."""
+    return blocks["experts"] if name in blocks.get("experts", {}) else blocks
 
 
 def _largest(score, density):
-    """Returns bool like [layers, in_blocks, out_blocks]: the same number in each layer."""
+    """Returns bool like [layers, ..., in_blocks, out_blocks]: the same number in each layer."""
     count = round(density * score[0].size)
     order = np.argsort(score.reshape(len(score), -1), axis=1)
     mask = np.zeros(order.shape, bool)

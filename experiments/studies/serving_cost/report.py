@@ -16,7 +16,7 @@ from sparse_dataflow.evaluation.significance import paired_difference
 from sparse_dataflow.files import output
 
 from .. import panels
-from . import arms, law, runs
+from . import arms, cost_picture, law, runs
 from .runs import Cell, Lines
 
 NAME, NARROW, NONE = "serving_cost", "narrow", "-"
@@ -24,14 +24,17 @@ DRAWN = 6
 """Arms of the figure, at most: the first ones with two lengths or more, if any has."""
 
 
-def write(options, narrow: ModelConfig, corpus, lines: Lines, folder: Path) -> None:
-    """Writes serving_cost.json, serving_cost.md and serving_cost.png of all runs of a folder.
+def write(
+    options, narrow: ModelConfig, corpus, lines: Lines, decoded: Sequence[Mapping], folder: Path
+) -> None:
+    """Writes serving_cost.json, serving_cost.md and both figures of all runs of a folder.
 
     Args:
       options: of the experiment.
       narrow: the narrow dense model.
       corpus: the text.
       lines: all runs.
+      decoded: from `decoding.measure`; empty without a measurement.
       folder: of the study.
     """
     cells = dict.fromkeys(
@@ -67,6 +70,7 @@ def write(options, narrow: ModelConfig, corpus, lines: Lines, folder: Path) -> N
     (folder / f"{NAME}.md").write_text(text)
     print(text)
     draw(rows, folder / f"{NAME}.png")
+    cost_picture.draw(narrow, rows, decoded, folder / f"{NAME}_picture.png")
 
 
 def row(narrow: ModelConfig, cell: Cell, lines: Lines) -> dict[str, Any]:

@@ -3,19 +3,28 @@
 import dataclasses
 import datetime
 import json
+import math
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sparse_dataflow.commands.measurement import provenance
+from sparse_dataflow.core.config.settings import validate
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 
 from .. import rate_search
 from . import arms
+from .options import SHARED, NarrowOptions
 
 LINES, LAST_SETTINGS = "runs.jsonl", "settings.json"
+
+POSITIVE = (
+    "length", "multiplier", "held_out", "tuning", "tokens", "flops", "mean_weights",
+    "served_flops", "stored_weights",
+)  # fmt: skip
+"""Fields of a run that are numbers above 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +76,49 @@ def read_lines(folder: Path, settings: Mapping[str, Any]) -> Lines:
             "or another --out."
         )
     saved.write_text(json.dumps(settings, indent=1) + "\n")
-    path = folder / LINES
+    return _parsed(folder / LINES)
+
+
+def _parsed(path):
     try:
         return [json_files.parse(line) for line in path.read_text().splitlines()]
     except FileNotFoundError:
         return []
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); remove its last line.") from None
+
+
+def load(folder: Path) -> tuple[NarrowOptions, Lines]:
+    """Returns the settings and runs of a finished `experiments.serving_cost`; writes nothing.
+
+    Raises:
+      UserError: the folder is missing or of another program, or a value is damaged.
+    """
+    foreign = f"{folder} is no folder of experiments.serving_cost"
+    try:
+        saved = json_files.load(folder / LAST_SETTINGS)
+    except json_files.MALFORMED as error:
+        raise UserError(f"{foreign}: {LAST_SETTINGS}: {error}.") from None
+    if not isinstance(saved, dict) or set(saved) != set(SHARED):
+        raise UserError(f"{foreign}: {LAST_SETTINGS} has other settings.")
+    options = NarrowOptions(**saved)
+    validate(options, str(folder / LAST_SETTINGS))
+    lines = _parsed(folder / LINES)
+    for number, line in enumerate(lines, start=1):
+        if not isinstance(line, dict) or not _is_run(line):
+            raise UserError(f"{foreign}: line {number} of {LINES} is no run of an arm.")
+    return options, lines
+
+
+def _is_run(line):
+    numbers = [line.get(name) for name in POSITIVE]
+    texts = [line.get(name) for name in ("arm", "optimizer", "schedule")]
+    return (
+        all(isinstance(text, str) for text in texts)
+        and texts[0] in arms.ARMS
+        and isinstance(line.get("seed"), int)
+        and all(type(n) in (int, float) and 0 < n < math.inf for n in numbers)
+    )
 
 
 def append(folder: Path, run: Run, result: Mapping[str, Any], machine: str) -> dict:

@@ -8,13 +8,8 @@ from sparse_dataflow.core.training.equal_cost import stored_parameters
 from sparse_dataflow.hardware.detect import cpu_name
 
 from . import arms, decoding, report, runs, text, training
+from .options import SHARED
 from .runs import Cell
-
-SETTINGS = (
-    "learning_rate", "vector_rate", "width", "hidden", "layers", "heads", "vocabulary", "sequence",
-    "batch", "corpus",
-)  # fmt: skip
-"""Options that all runs of a folder share."""
 
 WARMUP = 0.05
 
@@ -48,7 +43,7 @@ def run(options) -> int:
     narrow, folder = narrow_model(options), Path(options.out)
     for name in options.arms:
         arms.served_density(narrow, arms.ARMS[name])
-    lines = runs.read_lines(folder, {name: getattr(options, name) for name in SETTINGS})
+    lines = runs.read_lines(folder, {name: getattr(options, name) for name in SHARED})
     cells = [
         Cell(arm, optimizer, options.schedule, length)
         for optimizer in options.optimizers
@@ -81,10 +76,10 @@ def run(options) -> int:
             f"{result['seconds']:.0f} s",
             flush=True,
         )
-    report.write(options, narrow, corpus, lines, folder)
     if options.decode:
         rows = decoding.measure(narrow, options.arms, rounds=options.decode)
         measurement.keep(str(folder), "decoding", machine, [{"rows": rows}])
+    report.write(options, narrow, corpus, lines, decoding.read(folder), folder)
     return 0
 
 

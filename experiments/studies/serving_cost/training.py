@@ -81,7 +81,7 @@ def train(
     narrow: ModelConfig,
     arm: Arm,
     recipe: Recipe,
-    narrow_steps: int,
+    narrow_steps: float,
     seed: int,
     text: Text,
     begin: Trained | None = None,
