@@ -140,8 +140,8 @@ def test_sparser_groups_are_made_of_groups():
     before, after = pruned(DENSE, density=0.5), pruned(DENSE, density=0.25)
     state = initial_state_from(start_of(before), after, TRAINING, prune_to="pattern")
     assert stacks.layouts_from_tables(after, state.tables) == stacks.layouts(after)
-    kept, all_stored = dense_weights(after, state), start_of(before).params["blocks"]
-    for name, kernel in kept.items():
+    kernels, all_stored = dense_weights(after, state), start_of(before).params["blocks"]
+    for name, kernel in kernels.items():
         assert set(np.abs(kernel[kernel != 0])) <= set(np.abs(np.ravel(all_stored[name]["values"])))
 
 
