@@ -92,10 +92,9 @@ class IdDocuments(Sequence[Document]):
 
 
 def with_text(corpus: Corpus, tokenizer: Tokenizer) -> Corpus:
-    """Returns a corpus of token ids with the text of some held-out documents; an unknown tokenizer
-    gives none."""
-    assert corpus.ids is not None
-    if not tokenizer.has_text:
+    """Returns a corpus of token ids with the text of some held-out documents, any other as it is;
+    an unknown tokenizer gives none."""
+    if corpus.ids is None or not tokenizer.has_text:
         return corpus
     table = tokenizer.ids_from_original if tokenizer.original else np.empty(0, np.int32)
     ids = MappedArray(corpus.ids.validation, table)
