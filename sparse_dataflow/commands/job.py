@@ -33,7 +33,7 @@ from sparse_dataflow.core.ops import quantized
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.training import cost, hooks
 from sparse_dataflow.core.training.loop import Trainer, advance_side_by_side
-from sparse_dataflow.core.training.monitoring import goodput, metrics
+from sparse_dataflow.core.training.monitoring import goodput, trackers
 from sparse_dataflow.core.training.monitoring.goodput import stall_alerts
 from sparse_dataflow.core.training.monitoring.metrics import (
     MetricsWriter,
@@ -142,7 +142,7 @@ class Job:
         """Trains every model of the config and writes the report; see `train.train`."""
         self.config = settling.settled_remat(self.config, self.chip, self.executor)
         config, folder = self.config, self.folder
-        metrics.tracker_names(config.run.trackers)  # Refuses illegal ones before any work.
+        trackers.tracker_names(config.run.trackers)  # Refuses illegal ones before any work.
         record = self._saved_record() if resume else None
         self._refuse_unfit_machine()
         corpus = self._corpus(texts, record)
@@ -361,7 +361,7 @@ class Job:
             return cost.mfu(flops, speed / executor.devices, self.chip, model.compute_dtype)
 
         every = eval_every, config.run.checkpoint_every or 2 * eval_every
-        names = metrics.tracker_names(config.run.trackers)
+        names = trackers.tracker_names(config.run.trackers)
         mirror = self.mirror / v.name / "checkpoints" if self.mirror else None
         return Trainer(
             v,

@@ -137,7 +137,8 @@ def test_a_run_that_has_not_begun_or_is_damaged_says_so(tmp_path, folders):
     assert "is not a run folder" in text and "is damaged" in text and "two" in text
 
 
-def test_folders_are_checked(tmp_path):
+def test_folders_are_checked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # A checkout may have runs of its own.
     options = type("Options", (), {"run": str(tmp_path / "none"), "port": 0, "refresh": 1})
     with pytest.raises(UserError, match=r"none does not exist; no run is in"):
         watch.serve(options)

@@ -102,7 +102,7 @@ class RunSettings(Readable):
         `prune_batches` training batches (arXiv 2306.11695).
       prune_to: "pattern" keeps the function of a dense model (`interchange.feature_order`).  Its
         layouts are those of drawn weights, so programs are specialised to them.
-      trackers: names in `training.monitoring.metrics`.  A resumed run imports no tracker that only
+      trackers: names in `training.monitoring.trackers`.  A resumed run imports no tracker that only
         its folder names.
     """
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from metric_rows import eval_row, train_row
 
-from sparse_dataflow.core.training.monitoring import metrics
+from sparse_dataflow.core.training.monitoring import trackers
 from sparse_dataflow.core.training.monitoring.metrics import MetricsWriter
 from sparse_dataflow.files.folders import refuse_outside_links
 
@@ -61,7 +61,7 @@ def offline(monkeypatch):
 def test_weights_and_biases_stores_metrics_config_and_alerts_offline(tmp_path, offline):
     track(tmp_path / "my_run" / "sparse", "wandb", 1, 3, ("spike", "loss 9"))
     (run,) = {record.run_id: record for record in wandb_records(tmp_path, "run")}.values()
-    assert (run.display_name, run.project) == ("my_run/sparse", metrics.PROJECT)
+    assert (run.display_name, run.project) == ("my_run/sparse", trackers.PROJECT)
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert {name: config[name] for name in CONFIG} == CONFIG
     rows = [
@@ -78,7 +78,7 @@ def test_weights_and_biases_stores_metrics_config_and_alerts_offline(tmp_path, o
 
 
 def test_a_run_folder_with_weights_and_biases_has_no_links_that_lead_out(tmp_path, offline):
-    tracker = metrics.opened("wandb", metrics.TrackedRun(tmp_path, "name", 0, CONFIG))
+    tracker = trackers.opened("wandb", trackers.TrackedRun(tmp_path, "name", 0, CONFIG))
     refuse_outside_links(tmp_path)
     tracker.write(train_row(1))
     tracker.close()
@@ -101,7 +101,7 @@ def test_mlflow_stores_metrics_params_and_alerts_and_a_resumed_run_continues(tmp
     track(folder, "mlflow", 2, 3, ("restart", "resumed"))
     track(tmp_path / "my_run" / "dense", "mlflow", 1, 1)
     client = mlflow.MlflowClient()
-    number = client.get_experiment_by_name(metrics.PROJECT).experiment_id
+    number = client.get_experiment_by_name(trackers.PROJECT).experiment_id
     runs = {run.info.run_name: run for run in client.search_runs([number])}
     assert set(runs) == {"my_run/sparse", "my_run/dense"}
     run = runs["my_run/sparse"]
@@ -115,8 +115,8 @@ def test_mlflow_stores_metrics_params_and_alerts_and_a_resumed_run_continues(tmp
     assert {metric.value for metric in history} == {3.0}
     assert run.data.metrics["eval/bits_per_byte/my corpus_1"] == 1.25
 
-    tracked = metrics.TrackedRun(folder, "my_run/sparse", 3, CONFIG)
-    tracker = metrics.opened("mlflow", tracked)
+    tracked = trackers.TrackedRun(folder, "my_run/sparse", 3, CONFIG)
+    tracker = trackers.opened("mlflow", tracked)
     assert client.get_run(run.info.run_id).info.status == "RUNNING"
     tracker.close()
     assert client.get_run(run.info.run_id).info.status == "FINISHED"

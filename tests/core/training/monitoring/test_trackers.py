@@ -11,7 +11,7 @@ import pytest
 from metric_rows import eval_row, train_row
 
 from sparse_dataflow.cluster.watch import Clock
-from sparse_dataflow.core.training.monitoring import metrics as trackers
+from sparse_dataflow.core.training.monitoring import trackers
 from sparse_dataflow.core.training.monitoring.goodput import stall_alerts
 from sparse_dataflow.core.training.monitoring.metrics import MetricsWriter
 from sparse_dataflow.files.errors import UserError
