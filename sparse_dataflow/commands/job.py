@@ -148,8 +148,7 @@ class Job:
         corpus = self._corpus(texts, record)
         tokenizer = self.tokenizer = self._tokenizer(corpus, resume)
         config = self.config
-        if corpus.ids is not None:
-            corpus = with_text(corpus, tokenizer)
+        corpus = with_text(corpus, tokenizer)
         if record:
             run_folder.refuse_other_data(folder, record, corpus, tokenizer)
         models = variants(config, tokenizer.vocab_size, record.steps if record else None)
