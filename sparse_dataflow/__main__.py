@@ -1,6 +1,5 @@
 """The console script: `sparse-dataflow COMMAND --flag=value`, or `python -m sparse_dataflow`."""
 
-import importlib.metadata
 import runpy
 import sys
 
@@ -16,11 +15,9 @@ def main() -> None:
     """
     arguments = sys.argv[1:]
     if arguments == ["--version"]:
-        print(f"{commands.SCRIPT} {importlib.metadata.version('sparse_dataflow')}")
-        sys.exit(0)
+        commands.show(commands.version())
     if not arguments or arguments[0] in ("-h", "--help", "-help", "help"):
-        print(_page())
-        sys.exit(0)
+        commands.show(_page())
     try:
         experiment = _experiment(arguments[0])
     except UserError as error:
@@ -54,7 +51,7 @@ def _page():
     lines += ["", "Benchmarks and studies:", ""]
     lines += [f"  {name:<18}  {sentences[name]}" for name in others]
     lines += ["", f"{commands.SCRIPT} COMMAND --help lists its flags."]
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from absl import flags as absl_flags
 
@@ -372,11 +372,9 @@ def _run(main, doc, shared, options, defaults, argv) -> None:
     try:
         storage.allow_open_files()
         if page := _help_kind(argv):
-            sys.stdout.write(help_text(doc, program(), flags, bool(shared), all=page == "all"))
-            sys.exit(0)
+            show(help_text(doc, program(), flags, bool(shared), all=page == "all"))
         if argv[1:] == ["--version"]:
-            print(f"{SCRIPT} {importlib.metadata.version('sparse_dataflow')}")
-            sys.exit(0)
+            show(version())
         detect.check_xla_flags()
         status = main(*arguments(argv, shared, options, defaults))
         sys.stdout.flush()
@@ -399,6 +397,22 @@ def _run(main, doc, shared, options, defaults, argv) -> None:
         flush_or_exit(TEMPORARY)
         raise
     sys.exit(status or 0)
+
+
+def show(text: str) -> NoReturn:
+    """Prints a page and exits with status 0, also where nobody reads to its end."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_left():
+            raise
+    sys.exit(0)
+
+
+def version() -> str:
+    """The line of --version."""
+    return f"{SCRIPT} {importlib.metadata.version('sparse_dataflow')}\n"
 
 
 def _reader_left() -> bool:

@@ -57,7 +57,7 @@ _LONG_WORD = re.compile(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Tokenizer:
     """A byte-level BPE vocabulary whose last id is the end-of-text token.
 
@@ -99,6 +99,9 @@ class Tokenizer:
         if ids and sorted(ids) != [*range(self.vocab_size)]:
             raise ValueError("original_ids must have each id of the vocabulary once")
         self.identity.checked(self.vocab_size)
+
+    def __repr__(self):
+        return f"Tokenizer({len(self.tokens) + 1} tokens, vocab_size={self.vocab_size})"
 
     @classmethod
     def from_texts(cls, texts: Sequence[str], vocab_size: int) -> "Tokenizer":

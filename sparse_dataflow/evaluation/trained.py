@@ -38,7 +38,7 @@ NEWEST, BEST = "newest", "best"
 
 
 @jax.tree_util.register_pytree_with_keys_class
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Model:
     """A language model: its parameters, which blocks they are, and its tokenizer.
 
@@ -76,6 +76,11 @@ class Model:
     training: TrainingConfig
     record: RunRecord | None
     facts: Mapping[str, Any]
+
+    def __repr__(self):
+        lines = repr(self.weights).splitlines()[1:]
+        title = f"Model({self.variant}, step {self.step:,}, {self.tokenizer}"
+        return "\n".join([title, *lines])
 
     @property
     def context(self) -> int:

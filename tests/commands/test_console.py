@@ -1,6 +1,7 @@
 """The console script starts the same experiments as `python -m experiments.NAME`."""
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 
@@ -26,6 +27,16 @@ def test_without_a_command_all_are_listed():
     others = set(commands.experiments()) - set(commands.EVERYDAY.values())
     assert listed == {*commands.EVERYDAY, *others}
     assert all(sentence.strip() for sentence in commands.experiments().values())
+
+
+@pytest.mark.parametrize("words", [(), ("--version",), ("train", "--help")])
+def test_a_page_that_nobody_reads_to_its_end_is_no_fault(words):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "sparse_dataflow", *words]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=300)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize("word", ["train", "chip-report", "chip_report", "iso_flop", "plan"])

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+import sparse_dataflow as sd
 from sparse_dataflow.evaluation.trained import load
 from sparse_dataflow.files.errors import UserError
 
@@ -84,3 +85,26 @@ def test_a_damaged_config_raises(run_folder, content):
 def test_a_run_of_an_older_version_raises(run_folder):
     (run_folder.path / "config.json").write_text('{"flags": {}, "variants": {}}')
     assert "older sparse_dataflow" in load_error(run_folder)
+
+
+def test_a_model_prints_shapes_and_layouts_but_no_numbers():
+    model = sd.init(sd.preset("pico"), jax.random.key(0))
+    lines = repr(model).splitlines()
+    assert lines[0] == "Model(sparse, step 0, Tokenizer(257 tokens, vocab_size=512)"
+    words = "128 x 128, 8 of 64 blocks of 16, density 0.125"
+    assert f"  blocks/attn_out/values=f32[2,8,16,16]: {words}" in lines
+    assert "  head/norm/bias=f32[128]" in lines and lines[-1] == ")"
+    assert len(lines) == len(jax.tree.leaves(model)) + 2
+    shape = "LayoutTables(in_index=(2, 8, 1), in_slot=(2, 8, 1), out_index=(2, 8, 1), "
+    assert repr(model.tables["attn_out"]) == shape + "out_slot=(2, 8, 1))"
+    abstract = jax.eval_shape(lambda: model)
+    assert repr(abstract).splitlines()[1:] == lines[1:]
+
+
+@pytest.mark.parametrize(
+    "leaf", [lambda x: True, lambda x: {"values": x}, lambda x: x[0], lambda x: (x, None), id]
+)
+def test_whatever_a_map_leaves_in_a_model_prints(leaf):
+    model = sd.init(sd.preset("pico"), jax.random.key(0))
+    assert repr(jax.tree.map(leaf, model)).startswith("Model(sparse")
+    assert repr(jax.tree.map(leaf, model.weights)).startswith("ModelWeights(")

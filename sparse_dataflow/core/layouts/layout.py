@@ -95,6 +95,10 @@ class LayoutTables(NamedTuple):
     out_slot: Any
     groups: Groups | None = None
 
+    def __repr__(self):
+        shapes = (f"{name}={tuple(array.shape)}" for name, array in zip(self._fields, self[:4]))
+        return f"LayoutTables({', '.join(shapes)})"
+
     @property
     def arrays(self) -> tuple[Any, Any, Any, Any]:
         """The four index tables."""
@@ -116,6 +120,13 @@ class LayoutTables(NamedTuple):
         arrays = [np.asarray(table) for table in self.arrays]
         stacked = [a.reshape(math.prod(a.shape[:-2]), *a.shape[-2:]) for a in arrays]
         return map(LayoutTables, *stacked)
+
+
+def blocks_text(in_blocks: int, out_blocks: int, stored: int, block: int) -> str:
+    """Returns how reprs show a layout: its shape in features, its blocks and their density."""
+    total = in_blocks * out_blocks
+    shape = f"{in_blocks * block} x {out_blocks * block}"
+    return f"{shape}, {stored} of {total} blocks of {block}, density {stored / total:.3g}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -312,14 +323,12 @@ class BlockLayout:
     def __hash__(self):
         return hash(self.content_hash)
 
+    def __repr__(self):
+        return f"BlockLayout({self._title})"
+
     @property
     def _title(self):
-        total = self.in_blocks * self.out_blocks
-        shape = f"{self.in_features} x {self.out_features}"
-        return f"{shape}, {self.nnz} of {total} blocks of {self.block}"
-
-    def __repr__(self):
-        return f"BlockLayout({self._title}, density {self.density:.3g})"
+        return blocks_text(self.in_blocks, self.out_blocks, self.nnz, self.block)
 
     def _repr_html_(self):
         """Returns a picture of the grid for notebooks, as SVG: one path of all stored blocks."""
@@ -368,7 +377,7 @@ class BlockLayout:
         Examples:
             >>> axes = sd.make_layout("monarch", 256, 512, block=32, density=0.25).plot()
             >>> axes.get_title()
-            '256 x 512, 32 of 128 blocks of 32'
+            '256 x 512, 32 of 128 blocks of 32, density 0.25'
         """
         if axes is None:
             from matplotlib.figure import Figure  # Without pyplot: no window, no global state.

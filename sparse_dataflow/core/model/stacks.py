@@ -18,10 +18,16 @@ from sparse_dataflow.core.config.layer_groups import (
 )
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP
-from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables, stack_tables
+from sparse_dataflow.core.layouts.layout import (
+    BlockLayout,
+    LayoutTables,
+    blocks_text,
+    stack_tables,
+)
 from sparse_dataflow.core.model import adapters
 from sparse_dataflow.core.model.experts import expert_layout
 from sparse_dataflow.core.model.projection import InputThreshold, layer_weights, projection_layout
+from sparse_dataflow.core.weights.weight import array_text
 
 
 def layouts(config: ModelConfig) -> dict[str, list[BlockLayout]]:
@@ -149,7 +155,7 @@ class Fixed:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ModelWeights:
     """All weights of a model, which executors compute with.
 
@@ -162,6 +168,19 @@ class ModelWeights:
     params: Any
     layouts: Any = dataclasses.field(default_factory=dict)
     frozen: Any = ()
+
+    def __repr__(self):
+        lines = ["ModelWeights("]
+        for path, array in jax.tree_util.tree_leaves_with_path(self.merged):
+            text = f"  {jax.tree_util.keystr(path, simple=True, separator='/')}={array_text(array)}"
+            tables = self.layout_at(path)
+            # A map over the weights may have put anything in place of the arrays.
+            if tables and np.ndim(array) > 2 and np.ndim(tables.in_index) > 1:
+                ins, outs = tables.out_index.shape[-2], tables.in_index.shape[-2]
+                *_, stored, block, _ = array.shape
+                text += f": {blocks_text(ins, outs, stored, block)}"
+            lines.append(text)
+        return "\n".join([*lines, ")"])
 
     @property
     def merged(self) -> dict:
@@ -188,9 +207,9 @@ class ModelWeights:
     def layout_at(self, path: tuple) -> LayoutTables | None:
         """Returns the layouts of the stacked weight at a `jax.tree_util` path of `params`; None for
         what is not block-sparse."""
-        if not self.tables or path[-1].key != "values":
+        if not self.tables or getattr(path[-1], "key", "") != "values":
             return None
-        return split_groups(self.tables)[group_index_of_path(path)][path[-2].key]
+        return split_groups(self.tables)[group_index_of_path(path)].get(path[-2].key)
 
 
 def weights_of(params: Any, tables: Any = None, frozen: Any = ()) -> ModelWeights:
