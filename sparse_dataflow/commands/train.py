@@ -1,5 +1,6 @@
 """The main job: train a GPT, sparse, dense or both side by side, into one run folder."""
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.detect import keep_freed_memory
 from sparse_dataflow.planner import scales
+
+_DTYPE = "model.compute_dtype"
 
 
 def train(
@@ -108,6 +111,14 @@ def run(request: Request, experiment: str, *, sparse: bool = True) -> int:
         described.for_machines(request, sparse)
         return 0
     with devices.joined(experiment, request, clock):
+        chosen = request.scale == "auto" and not (
+            request.resume or request.changes.get("run.init_from")
+        )
+        on_cpu = jax.default_backend() == "cpu"
+        if chosen and on_cpu and _DTYPE not in request.changes and hardware.has_bfloat16_units():
+            say("this CPU multiplies bfloat16; for float32 pass --set model.compute_dtype=float32")
+            changes = {_DTYPE: "bfloat16", **request.changes}
+            request = dataclasses.replace(request, changes=changes)
         chip = detect_chip(request)
         config = request.config(jax.default_backend(), chip.memory_bytes, sparse)
         if request.describe:
@@ -115,7 +126,7 @@ def run(request: Request, experiment: str, *, sparse: bool = True) -> int:
             return 0
         if request.resume:
             run_folder.refuse_other_experiment(request.resume, experiment)
-        elif request.scale == "auto" and not config.run.init_from:
+        elif chosen:
             _say_scale(config, chip)
         resume = bool(request.resume)
         command = commands.started_by(experiment), *sys.argv[1:]
@@ -128,7 +139,7 @@ def run(request: Request, experiment: str, *, sparse: bool = True) -> int:
 
 def detect_chip(request: Request) -> Chip:
     """The chip under this process, with the peak of the dtype that the request computes in."""
-    dtype = request.changes.get("model.compute_dtype", "float32")
+    dtype = request.changes.get(_DTYPE, "float32")
     return hardware.detect([dtype])
 
 

@@ -85,6 +85,12 @@ def cpu_name() -> str:
     return f"{_cpu_model()}, {cores} core{'s' * (cores > 1)}"
 
 
+def has_bfloat16_units(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Returns whether this CPU is an x86 on Linux that multiplies bfloat16 (AMX or AVX-512)."""
+    flags = re.search(r"^flags\s*:(.*)$", _read(cpuinfo), re.MULTILINE)
+    return flags is not None and not {"amx_bf16", "avx512_bf16"}.isdisjoint(flags[1].split())
+
+
 def slug(name: str) -> str:
     """Returns a name in lower case for a file name: letters, digits, "-" and "_"."""
     return re.sub(r"[^a-z0-9_]+", "-", name.lower()).strip("-")

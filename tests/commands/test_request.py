@@ -1,10 +1,12 @@
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.commands import command_line
+from sparse_dataflow.commands import command_line, train
+from sparse_dataflow.commands.job import Run
 from sparse_dataflow.commands.request import NAMED
 from sparse_dataflow.core.config import settings
 from sparse_dataflow.core.config.run import LAPTOP_SCALES, RunConfig, preset
@@ -213,3 +215,26 @@ def test_run_scale_is_the_flag_scale():
 def test_a_config_has_a_scale_that_exists(scale):
     with pytest.raises(UserError, match=r"^run\.scale="):
         preset("pico").change(run__scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("flags", "units", "dtype"),
+    [
+        ([], True, "bfloat16"),
+        ([], False, "float32"),
+        (["--scale=nano"], True, "float32"),
+        (["--set=model.compute_dtype=float32"], True, "float32"),
+        (["--set=model.compute_dtype=bfloat16"], False, "bfloat16"),
+    ],
+)
+def test_where_the_machine_chooses_the_scale_it_chooses_the_dtype(monkeypatch, flags, units, dtype):
+    configs = []
+
+    def trained(config, **_):
+        configs.append(config)
+        return Run(Path(), config, finished=True)
+
+    monkeypatch.setattr(train, "train", trained)
+    monkeypatch.setattr(train.hardware, "has_bfloat16_units", lambda: units)
+    assert train.run(parse(*flags), "gpt13b_sparse") == 0
+    assert configs[0].run.scale == "nano" and configs[0].model.compute_dtype == dtype

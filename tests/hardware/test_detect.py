@@ -155,3 +155,20 @@ def test_version_1_limit(tmp_path):
 def test_no_group_no_limit(tmp_path):
     assert _groups(tmp_path, "0::/\n", {"memory.max": "max"}) is None
     assert hardware.cgroup_limit(tmp_path / "absent", tmp_path / "absent") is None
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "has"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu sse2 avx512_bf16 amx\n", True),
+        ("flags\t\t: fpu amx_bf16 amx_tile\n", True),
+        ("model name\t: an avx512_bf16 name\nflags\t\t: fpu avx512_bf16_other\n", False),
+        ("Features\t: fp asimd bf16\n", False),
+        ("", False),
+    ],
+)
+def test_only_flags_of_x86_say_that_a_cpu_multiplies_bfloat16(tmp_path, cpuinfo, has):
+    path = tmp_path / "cpuinfo"
+    path.write_text(cpuinfo)
+    assert hardware.has_bfloat16_units(path) is has
+    assert not hardware.has_bfloat16_units(tmp_path / "none")
