@@ -25,7 +25,7 @@ from sparse_dataflow.evaluation.generate import generate_tokens
 from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.planner import memory
+from sparse_dataflow.planner import memory, plan_memory
 from sparse_dataflow.reporting.report import PAGE, write_report
 from sparse_dataflow.reporting.report_data import (
     Continuation,
@@ -120,7 +120,7 @@ def _variant(folder, trainer, chip, timed, token_seconds):
     step_seconds = float(np.dot(of_phase, [p.steps for p in trainer.phases]) / training.steps)
     flops = trainer.flops / trainer.tokens
     plan = max(
-        (memory.training_config_bytes(phase.model, training) for phase in trainer.phases),
+        (plan_memory.training_bytes(phase.model, training) for phase in trainer.phases),
         key=lambda plan: plan.total,
     )
     spans = trainer.timeline

@@ -21,6 +21,8 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.planner import memory
 from sparse_dataflow.planner.memory import DTYPE_BYTES, MASTER_BYTES
+from sparse_dataflow.planner.parallel_plan import ParallelPlan
+from sparse_dataflow.planner.plan_memory import plan_bytes
 
 FILE_SLOTS = 2
 """Copies of masters and moments in the server's files: last step and current step."""
@@ -167,7 +169,7 @@ def estimate(
       files: whether masters and moments are in memory-mapped files.
       pinned: whether the host keeps page-locked copies for the device, even in float32.
       chip: gives the rates; times are None where they are unknown.
-      fused_attention: see `memory.training_bytes`.
+      fused_attention: see `ParallelPlan`.
       devices: data-parallel devices; each holds all parameters of a section.
       local_devices: devices of one process; each has its own page-locked copies and stash.
       optimizer: see `TrainingConfig`.
@@ -192,19 +194,17 @@ def estimate(
     tables = memory.table_bytes(single)
     tokens = batch * sequence // devices
     boundary = tokens * model.d_model * compute
-    micro = memory.training_bytes(
-        dataclasses.replace(single, remat="full"),
-        batch // micro_batches // devices,
-        sequence,
-        fused_attention=fused_attention,
+    micro_batch = ParallelPlan(
+        micro_batch=batch // micro_batches // devices, remat="full", fused_attention=fused_attention
     )
+    micro = plan_bytes(single, sequence, micro_batch)
     accumulated = MASTER_BYTES if micro_batches > 1 else 0
     device = {
         "embedding and head": 2 * rest * compute,
         "two blocks": 2 * (block * compute + tables),
         "their gradients": block * (2 * compute + accumulated),
         "boundaries": boundary * ((model.num_layers + 3) if stash == "device" else 5),
-        "inside a block": max(micro.activations + micro.working_set, micro.logits),
+        "inside a block": round(max(micro.activations + micro.working_set, micro.logits)),
     }
     state = parameters * MASTER_BYTES
     matrices = memory.matrix_count(model)
