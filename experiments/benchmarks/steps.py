@@ -16,7 +16,7 @@ from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.step import initial_state, jitted_train_step
 from sparse_dataflow.planner import memory, plan_memory
 
-from . import benchmark, step_peers
+from . import benchmark, paired, step_peers
 from .step_peers import Step
 
 LEARNING_RATE = 1e-4
@@ -81,7 +81,7 @@ def _timed(makers, rounds):
         facts = {field: value for field, value in vars(step).items() if field != "run"}
         rows[name] = {**facts, "first_loss": float(step.run().loss)}
     runs = {name: step.run for name, step in steps.items()}
-    return measurement.paired_seconds(runs, rounds), rows
+    return paired.paired_seconds(runs, rounds), rows
 
 
 def _line(row):
@@ -141,4 +141,4 @@ def compiled_step(
 
     parameters = memory.parameter_count(model)
     state_bytes = plan_memory.training_bytes(model, training).state
-    return Step(run, seconds, measurement.program_bytes(compiled), parameters, state_bytes)
+    return Step(run, seconds, paired.program_bytes(compiled), parameters, state_bytes)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from small_models import DENSE as MODEL
 
-from experiments.benchmarks import step_peers, steps
-from sparse_dataflow.commands import measurement
+from experiments.benchmarks import paired, step_peers, steps
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.training import cost
@@ -129,4 +128,4 @@ def test_a_report_of_torch_is_waited_for_as_an_array():
     report = step_peers.Report(step_peers.Pending(2.5, lambda: waited.append(True)))
     assert float(jax.block_until_ready(report).loss) == 2.5 and waited
     run = {"peer": lambda: report}
-    assert measurement.paired_seconds(run, 1)["peer"].shape == (1,)
+    assert paired.paired_seconds(run, 1)["peer"].shape == (1,)
