@@ -41,8 +41,8 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
       sequence: tokens per sequence.
       plan: parallel plan; remat policies other than "none" and "dots" count as "full".
     """
-    kept = plan.remat if plan.remat in ("none", "dots") else "full"
-    config = dataclasses.replace(config, remat=kept)
+    policy = plan.remat if plan.remat in ("none", "dots") else "full"
+    config = dataclasses.replace(config, remat=policy)
     weights, matrices = stage_parameters(config, plan), stage_matrices(config, plan)
     tokens = np.asarray(plan.micro_batch) * sequence / plan.context
     shares = {stage: _shard_share(config, plan, stage) for stage in (1, 2, 3)}
