@@ -292,20 +292,9 @@ class FolderLock:
         if not owner:
             return
         if owner.get("machine") != self._owner["machine"]:
-            self._await_another_machine(owner)
+            await_another_machine(self._folder, owner, lambda: _read(self._path))
         elif not has_flock and is_alive(owner):
             raise in_use(self._folder, owner)
-
-    def _await_another_machine(self, owner) -> None:
-        say_wait(self._folder, owner)
-        end = time.monotonic() + DEAD_AFTER * BEAT_SECONDS
-        while time.monotonic() < end:
-            time.sleep(min(1.0, BEAT_SECONDS))
-            now = _read(self._path)
-            if not now:
-                return
-            if now != owner:
-                raise in_use(self._folder, now)
 
     def _write(self, file) -> None:
         text = json.dumps(self._owner).encode()
@@ -342,12 +331,30 @@ def in_use(place: object, owner: dict[str, Any]) -> UserError:
     )
 
 
-def say_wait(place: object, owner: dict[str, Any]) -> None:
-    """Says that the owner of a place may be dead, which takes a while to see."""
+def await_another_machine(
+    place: object, owner: dict[str, Any], read: Callable[[], dict[str, Any]]
+) -> None:
+    """Returns once the owner of a place counts up no more, or has released it.
+
+    Args:
+      read: returns the owner now, {} for none.
+
+    Raises:
+      UserError: the owner, or another process, counts up.
+    """
+    seconds = DEAD_AFTER * BEAT_SECONDS
     logging.getLogger(__name__).info(
         "%s was in use on %s; waiting up to %.0f seconds to see whether it still is.",
-        *(place, str(owner.get("host"))[:100], DEAD_AFTER * BEAT_SECONDS),
+        *(place, str(owner.get("host"))[:100], seconds),
     )
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(min(1.0, BEAT_SECONDS))
+        now = read()
+        if not now:
+            return
+        if now != owner:
+            raise in_use(place, now)
 
 
 def _read(path) -> dict[str, Any]:
