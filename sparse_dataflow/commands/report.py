@@ -55,12 +55,8 @@ def write(
     """Writes report.json and report.html of a finished run; returns its losses in a sentence.
 
     Args:
-      folder: run folder.
       record: the run's record.
       trainers: finished trainers, one per variant.
-      corpus: corpus of the run.
-      tokenizer: tokenizer of the run.
-      chip: chip of the run.
       seconds: result of `goodput.seconds_by_category`.
 
     Raises:

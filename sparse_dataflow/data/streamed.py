@@ -30,7 +30,6 @@ class Stream:
     """The training documents of a corpus that is streamed.
 
     Attributes:
-      name: of the corpus.
       shards: its shards, without held-out documents.
       column: column or field with the text.
       file_bytes: bytes of the files, compressed or not.
@@ -79,7 +78,6 @@ class StreamedCorpus:
     """A stream and its held-out documents.
 
     Attributes:
-      stream: training documents.
       validation: held-out documents, in memory.
       identity: what tells the corpus from others without reading it, JSON-able.
     """

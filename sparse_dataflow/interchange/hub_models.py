@@ -82,7 +82,6 @@ def fetched(name: HubName, files: Collection[str] = ()) -> Path:
     of which one copy is fetched.
 
     Args:
-      name: the model.
       files: names of those that are read, where the repository has them; () for the whole model.
 
     Raises:

@@ -56,7 +56,6 @@ def scale_message(memory_bytes: int, scale: str, linears: Mapping[str, LinearSpe
 
     Args:
       memory_bytes: of this machine's device; host memory on a CPU.
-      scale: scale that runs.
       linears: see `scale_estimate`.
     """
     need = scale_estimate(TARGET_SCALE, linears).total

@@ -236,7 +236,6 @@ def gather(params: dict, specs: dict, dtype: jnp.dtype) -> dict:
     Args:
       params: a section's shards; of one layer if the specs are of one.
       specs: partition specs of the params.
-      dtype: compute dtype.
     """
 
     def gather_leaf(leaf, spec):

@@ -126,7 +126,6 @@ def keyed_by_case(
       x: [tokens, in_features]; only shape and dtype are read.
       values: [nnz, block, block]; only shape is read.
       widths: (in_features, out_features).
-      spaces: search space of each product.
     """
     stored, block = values.shape[:2]
     shape = (len(x), *widths, stored, block, str(x.dtype))
@@ -220,7 +219,6 @@ def write(path: Path, measurements: Iterable[tuple[Case, Any, dict]], source: di
     """Add measurements to a file; they replace earlier ones of equal cases.
 
     Args:
-      path: the file.
       measurements: (case, tile sizes, further fields of the entry).
       source: command, date, machine and versions.
 

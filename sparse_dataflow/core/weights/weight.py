@@ -398,7 +398,6 @@ class Linear:
     """y = x W + b.
 
     Attributes:
-      weight: W.
       bias: float [..., out]; None for none.
     """
 

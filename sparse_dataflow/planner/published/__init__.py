@@ -126,9 +126,7 @@ class Row:
     """One published figure.
 
     Attributes:
-      name: name of the run.
       sequence: tokens per sequence.
-      value: the published figure.
       unit: "seconds" per step; "tokens_per_second" per chip; "mfu", percent of the peak in model
         FLOPs; or TFLOP/s per chip, counted as "tflops_model" (whole attention square),
         "tflops_executed" (also a recomputed forward pass), "tflops_causal" (half of attention) or

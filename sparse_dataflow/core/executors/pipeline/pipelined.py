@@ -242,7 +242,6 @@ def executor_over(
     Args:
       mesh: with all of `mesh.AXES`.
       zero: see `sharding.ZERO`.
-      num_layers: layers of the model.
       schedule: pipeline schedule, as for `schedules.parse`.
       exchange: see `Sharded`.
       sub_batches: see `Sharded`; 1 if the mesh has stages.
