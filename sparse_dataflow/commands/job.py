@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import platform
 import shlex
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -333,7 +334,7 @@ class Job:
             init_from=start,
             teacher=dict(data.teacher.source) if data.teacher else None,
             code=run_folder.code_facts(),
-            host=run_folder.host_facts(),
+            host=socket.gethostname(),
             seed=self.config.training.seed,
         )
         return RunRecord(**record.to_json())  # The report shows it, without secrets.

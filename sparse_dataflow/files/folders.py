@@ -73,7 +73,9 @@ def refuse_foreign(
     """
 
     def look():
-        others = [name for name in sorted(_listed(folder)) if not _is_mark(name)]
+        names_there = sorted(_listed(folder))
+        # A killed process may leave an unfinished mark, which has one more ending.
+        others = [n for n in names_there if n != MARK and not n.startswith(f"{MARK}.")]
         if is_marked(folder, owner):
             return [name for name in others if names is not None and name not in names]
         if os.path.lexists(folder / MARK):
@@ -167,11 +169,6 @@ def _marked(folder, owner) -> bool:
     finally:
         whole.unlink(missing_ok=True)
     return True
-
-
-def _is_mark(name):
-    """Whether a file's name is that of a mark, or of one that a killed process did not finish."""
-    return name == MARK or name.startswith(MARK + ".")
 
 
 def _listed(folder):
