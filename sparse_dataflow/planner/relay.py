@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from sparse_dataflow.core.config.layer_groups import layer_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.parallel import PINNED_SETTING
+from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
@@ -140,9 +141,7 @@ class RelayEstimate:
 
 def estimate(
     model: ModelConfig,
-    batch: int,
-    sequence: int,
-    micro_batches: int = 1,
+    training: TrainingConfig,
     *,
     stash: str = "device",
     clipping: str = "exact",
@@ -152,8 +151,6 @@ def estimate(
     fused_attention: bool = False,
     devices: int = 1,
     local_devices: int = 1,
-    optimizer: str = "adamw",
-    state_dtype: str = "float32",
     cores: int = 1,
     copies: bool = True,
 ) -> RelayEstimate:
@@ -161,9 +158,7 @@ def estimate(
 
     Args:
       model: the model; only stored blocks count.
-      batch: sequences per step.
-      sequence: tokens per sequence.
-      micro_batches: micro-batches per step.
+      training: batch, sequence, micro-batches and optimizer.
       stash: "device" or "host".
       clipping: "exact" or "eager".
       files: whether masters and moments are in memory-mapped files.
@@ -172,15 +167,15 @@ def estimate(
       fused_attention: see `ParallelPlan`.
       devices: data-parallel devices; each holds all parameters of a section.
       local_devices: devices of one process; each has its own page-locked copies and stash.
-      optimizer: see `TrainingConfig`.
-      state_dtype: dtype of the moments.
       cores: cores of the host that update.
       copies: whether the device's copies are kept; else each is made when it is fetched.
 
     Raises:
       UserError: the batch is not divisible by micro_batches x devices.
     """
-    if micro_batches < 1 or batch % (micro_batches * devices):
+    batch, sequence = training.batch, training.sequence
+    micro_batches, state_dtype = training.micro_batches, training.state_dtype
+    if batch % (micro_batches * devices):
         raise UserError(
             f"A batch of {batch} sequences is not divisible into {micro_batches} micro-batches on "
             f"{devices} devices."
@@ -208,7 +203,7 @@ def estimate(
     }
     state = parameters * MASTER_BYTES
     matrices = memory.matrix_count(model)
-    state += memory.moment_bytes(model, parameters, matrices, state_dtype, optimizer)
+    state += memory.moment_bytes(model, parameters, matrices, state_dtype, training.optimizer)
     # Eager clipping frees the gradients of a block after its update.
     gradients = parameters if clipping == "exact" else rest + 3 * block
     # Without kept copies, those of the blocks that are fetched and of the head exist at once.
