@@ -231,7 +231,7 @@ def most_device_bytes(layers, config, slow=None, shape=None):
 @pytest.mark.parametrize("slow", [None, "fetch", "return", "update", "watch"])
 def test_device_memory_is_as_planned_however_slow_the_host_is(slow, clipping):
     most = most_device_bytes(8, RelayConfig("host", clipping), slow)
-    plan = planning.estimate(WIDE, 4, 11, stash="host").device
+    plan = planning.estimate(WIDE, training(), stash="host").device
     # Temporaries of a program live only while it runs.
     assert most <= sum(plan.values()) - plan["inside a block"]
 
