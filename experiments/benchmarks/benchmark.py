@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparse_dataflow.commands import measurement, train
+from sparse_dataflow.commands import train
 from sparse_dataflow.commands.planning import options
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config.model import ModelConfig
@@ -18,6 +18,8 @@ from sparse_dataflow.core.training.phases import variant
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.detect import keep_freed_memory
+
+from . import paired
 
 UNREAD = ("evolution.", "parallel.", "run.", "training.steps")
 """Beginnings of the paths that no benchmark reads."""
@@ -137,7 +139,7 @@ def timed(
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Returns (name -> seconds of each round, name -> their median) of programs that take turns."""
     runs = {name: program.run for name, program in programs.items()}
-    seconds = measurement.paired_seconds(runs, rounds, enough)
+    seconds = paired.paired_seconds(runs, rounds, enough)
     return seconds, {name: float(np.median(each)) for name, each in seconds.items()}
 
 
@@ -163,9 +165,9 @@ def compared(
     width = max(map(len, rows))
     for name, row in rows.items():
         print(f"{name:>{width}}: {line(row)}  compile {row['compile_seconds']:.1f} s")
-    ratio = measurement.paired_ratio(seconds["dense"], seconds["sparse"])
+    ratio = paired.paired_ratio(seconds["dense"], seconds["sparse"])
     reached = f"{bound} {ceiling:.2f}x, reached {ratio['ratio'] / ceiling:.0%}"
-    print(f"dense / sparse: {measurement.ratio_text(ratio)}; {reached}")
+    print(f"dense / sparse: {paired.ratio_text(ratio)}; {reached}")
     return {**ratio, "rows": rows}
 
 

@@ -16,7 +16,7 @@ from sparse_dataflow.evaluation import activation_sparsity, kv_cache
 from sparse_dataflow.evaluation.composition import Composition
 from sparse_dataflow.evaluation.sampling import Sampler, Sampling
 
-from . import benchmark
+from . import benchmark, paired
 from .benchmark import Program
 
 
@@ -73,9 +73,9 @@ def _over_dense(rows, seconds, share):
     ratios = {}
     for model in ("dense", "sparse"):
         name = _zeros(model, share)
-        ratio = measurement.paired_ratio(seconds["dense"], seconds[name])
+        ratio = paired.paired_ratio(seconds["dense"], seconds[name])
         ceiling = rows["dense"]["read_bytes"] / rows[name]["read_bytes"]
-        print(f"dense / {name}: {measurement.ratio_text(ratio)}; byte ceiling {ceiling:.2f}x")
+        print(f"dense / {name}: {paired.ratio_text(ratio)}; byte ceiling {ceiling:.2f}x")
         ratios[model] = {**ratio, "byte_ceiling": ceiling}
     return ratios
 
@@ -107,9 +107,9 @@ def run_switches(request: Request, options) -> None:
         rows[name] = row | {"gigabytes_per_second": moved / median / 1e9}
         rate = rows[name]["gigabytes_per_second"]
         print(f"{name:>6}: {1e3 * median:8.2f} ms a switch  {moved / 1e6:8.1f} MB, {rate:.1f} GB/s")
-    ratio = measurement.paired_ratio(seconds["dense"], seconds["sparse"])
+    ratio = paired.paired_ratio(seconds["dense"], seconds["sparse"])
     byte_ratio = rows["dense"]["moved_bytes"] / rows["sparse"]["moved_bytes"]
-    print(f"dense / sparse: {measurement.ratio_text(ratio)}; bytes {byte_ratio:.2f}x")
+    print(f"dense / sparse: {paired.ratio_text(ratio)}; bytes {byte_ratio:.2f}x")
     facts = models.facts(inputs="random weights", byte_ratio=byte_ratio, rows=rows)
     name = f"decode_bench_switch_{models.chip.name}_{models.scale}"
     measurement.keep(options.keep, name, models.chip.name, [facts | ratio])

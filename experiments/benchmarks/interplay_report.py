@@ -6,7 +6,10 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.files import folders, output
@@ -16,7 +19,7 @@ from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.planner.efficiency import EFFICIENCIES, PRIOR
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.planner.step_time import step_time, with_passes
-from sparse_dataflow.reporting.figures import planner
+from sparse_dataflow.reporting.figures import planner, png
 
 from . import interplay_step, prediction
 from .benchmark import named_model
@@ -235,7 +238,7 @@ def _keep(options, rows, rooflines, chip, dtype, text, machine):
     }
     labels = ["dense", *(f"{density:g}" for density in DENSITIES[1:])]
     title = f"{options.scale} on {chip.name}: gain over dense, unfused, serial"
-    planner.bars(folder / "interplay.png", labels, panels, "gain, times", title)
+    _bars(folder / "interplay.png", labels, panels, "gain, times", title)
     print(folder / "interplay.png")
     shown = {n: s for n, s in rooflines.items() if n.startswith(("dense", "0.125"))}
     title = f"{options.scale} on {chip.name}: sections of a block, forward, with their passes"
@@ -245,3 +248,34 @@ def _keep(options, rows, rooflines, chip, dtype, text, machine):
         settings = ("scale", "tokens", "block", "stages", "micro_batches", "rounds")
         result = {name: getattr(options, name) for name in settings} | {"rows": rows}
         measurement.keep(options.keep, f"interplay_{machine}_{options.scale}", machine, [result])
+
+
+def _bars(
+    path: Path,
+    labels: Sequence[str],
+    panels: Mapping[str, Mapping[str, Sequence[float]]],
+    ylabel: str,
+    title: str,
+) -> None:
+    """Plots panels of grouped bars on one scale.
+
+    Args:
+      path: PNG file to write.
+      labels: labels of the x axis.
+      panels: panel title -> legend label -> value at each x label; all panels have the same legend.
+      ylabel: label of the values.
+      title: title of the figure.
+    """
+    columns = len(panels)
+    with png.figure(path, 4.2 * columns, 3.6, title, columns=columns, sharey=True) as (_, [row]):
+        for axes, (panel, groups) in zip(row, panels.items()):
+            width = 0.84 / len(groups)
+            for number, (name, values) in enumerate(groups.items()):
+                x = np.arange(len(labels)) + (number - (len(groups) - 1) / 2) * width
+                drawn = axes.bar(x, values, 0.92 * width, color=planner.COLOURS[number], label=name)
+                axes.bar_label(drawn, fmt="%.1f", fontsize=6.5)
+            axes.set_xticks(range(len(labels)), labels)
+            axes.grid(False, axis="x")
+            axes.set(title=panel, xlabel="density (fraction of stored blocks)")
+        row[0].set(ylabel=ylabel)
+        row[0].legend(fontsize=7.5, loc="upper left")

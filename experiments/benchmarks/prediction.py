@@ -18,6 +18,7 @@ from sparse_dataflow.planner.efficiency import PRIOR
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.planner.step_time import optimizer_bytes, step_time
 
+from . import paired
 from .benchmark import named_model
 from .steps import compiled_step, random_tokens
 
@@ -128,4 +129,4 @@ def measured_seconds(
 ) -> float:
     """Median seconds of a whole training step; in several processes each calls this."""
     step = compiled_step(config, training, random_tokens(config, training), executor)
-    return float(np.median(measurement.paired_seconds({"step": step.run}, rounds)["step"]))
+    return float(np.median(paired.paired_seconds({"step": step.run}, rounds)["step"]))

@@ -25,7 +25,7 @@ from sparse_dataflow.files import output
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import Chip
-from sparse_dataflow.planner import memory
+from sparse_dataflow.planner import memory, plan_memory
 
 from . import benchmark, steps
 
@@ -214,7 +214,7 @@ def _relayed(model, training, config: RelayConfig, chip: Chip, count: int) -> di
 
 def _whole(model, training, chip: Chip, count: int) -> dict:
     """The same of the whole executor; its time is NOT_MEASURED where the device is too small."""
-    plan = memory.training_config_bytes(model, training).total
+    plan = plan_memory.training_bytes(model, training).total
     row = {"executor": "whole", "planned_device_bytes": plan}
     if chip.memory_bytes is not None and plan > chip.memory_bytes * memory.USABLE:
         return row | {"step_seconds": NOT_MEASURED}

@@ -21,7 +21,7 @@ from sparse_dataflow.evaluation.tasks import builtin, lm_eval_tasks
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
 
-from . import benchmark
+from . import benchmark, paired
 from .benchmark import Models
 
 
@@ -94,7 +94,7 @@ def _rows(models, tasks, shots, rounds):
         runs[name, "scoring"] = lambda lm=lm: lm.loglikelihood(requests)
         runs[name, "forward"] = _forward(trained, limits, calls)
         about[name] = lm.counts, calls * limits.rows(limits.context) * limits.context
-    seconds = measurement.paired_seconds(runs, rounds)
+    seconds = paired.paired_seconds(runs, rounds)
     rows = []
     for name, (counts, forward_tokens) in about.items():
         scoring, forward = (seconds[name, kind] for kind in ("scoring", "forward"))
@@ -107,7 +107,7 @@ def _rows(models, tasks, shots, rounds):
             "programs": len(counts.lengths),
             "tokens_per_second": counts.tokens / float(np.median(scoring)),
             "forward_tokens_per_second": forward_tokens / float(np.median(forward)),
-            **measurement.paired_ratio(forward / forward_tokens, scoring / counts.tokens, "share"),
+            **paired.paired_ratio(forward / forward_tokens, scoring / counts.tokens, "share"),
         }
         rows.append(row)
         print(

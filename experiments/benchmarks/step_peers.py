@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from sparse_dataflow.commands import measurement
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.relay.host_state import fresh_state, view
 from sparse_dataflow.core.optim.optimizers import learning_rate_multipliers, weight_decays
 from sparse_dataflow.files.errors import UserError
 
+from . import paired
 from .benchmark import Program
 from .kernels.peers import Pending
 
@@ -44,7 +44,7 @@ class Step(Program):
     """A compiled training step on its own state; `run` returns a report with its loss.
 
     Attributes:
-      step_bytes: memory of a step (`measurement.program_bytes`; of a peer the peak of its
+      step_bytes: memory of a step (`paired.program_bytes`; of a peer the peak of its
         allocator); None where it is not known.
       stored_parameters: trained parameters.
       state_bytes: bytes of parameters, gradients and moments.
@@ -97,12 +97,12 @@ def compared(seconds: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]:
     """Peer's time over ours, printed: {peer: {"over_dense", "over_sparse" (medians)}}.
 
     Args:
-      seconds: of "dense", "sparse" and the peers that ran, as `measurement.paired_seconds` gives.
+      seconds: of "dense", "sparse" and the peers that ran, as `paired.paired_seconds` gives.
     """
     if NAME not in seconds:
         return {}
-    ratios = {n: measurement.paired_ratio(seconds[NAME], seconds[n]) for n in ("dense", "sparse")}
-    words = (f"{NAME} / {n}: {measurement.ratio_text(ratio)}" for n, ratio in ratios.items())
+    ratios = {n: paired.paired_ratio(seconds[NAME], seconds[n]) for n in ("dense", "sparse")}
+    words = (f"{NAME} / {n}: {paired.ratio_text(ratio)}" for n, ratio in ratios.items())
     print(", ".join(words))
     return {NAME: {f"over_{n}": ratio["ratio"] for n, ratio in ratios.items()}}
 

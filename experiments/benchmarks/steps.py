@@ -14,9 +14,9 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.step import initial_state, jitted_train_step
-from sparse_dataflow.planner import memory
+from sparse_dataflow.planner import memory, plan_memory
 
-from . import benchmark, step_peers
+from . import benchmark, paired, step_peers
 from .step_peers import Step
 
 LEARNING_RATE = 1e-4
@@ -81,7 +81,7 @@ def _timed(makers, rounds):
         facts = {field: value for field, value in vars(step).items() if field != "run"}
         rows[name] = {**facts, "first_loss": float(step.run().loss)}
     runs = {name: step.run for name, step in steps.items()}
-    return measurement.paired_seconds(runs, rounds), rows
+    return paired.paired_seconds(runs, rounds), rows
 
 
 def _line(row):
@@ -106,8 +106,9 @@ def fit_together(
     """Whether a device of `memory_bytes` has room for the states of all models and the activations
     of one step; True where its memory is not known."""
     flash = jax.default_backend() != "cpu"
-    plans = [memory.training_config_bytes(model, training, flash) for model in models]
-    return memory_bytes is None or memory.alternating_bytes(plans) <= memory_bytes * memory.USABLE
+    plans = [[plan_memory.training_bytes(model, training, flash)] for model in models]
+    need = plan_memory.alternating_bytes(plans)
+    return memory_bytes is None or bool(need <= memory_bytes * memory.USABLE)
 
 
 def compiled_step(
@@ -139,5 +140,5 @@ def compiled_step(
         return report
 
     parameters = memory.parameter_count(model)
-    state_bytes = memory.training_config_bytes(model, training).state
-    return Step(run, seconds, measurement.program_bytes(compiled), parameters, state_bytes)
+    state_bytes = plan_memory.training_bytes(model, training).state
+    return Step(run, seconds, paired.program_bytes(compiled), parameters, state_bytes)

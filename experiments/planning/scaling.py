@@ -1,6 +1,9 @@
 """Weak and strong scaling, predicted: the fastest plan for every number of chips; loads no jax."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from matplotlib.ticker import NullFormatter
 
 from sparse_dataflow.commands.planning import plan_rows
 from sparse_dataflow.commands.planning.options import CHIP_COUNTS, STUDIES, named_model
@@ -9,7 +12,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.planner import search
-from sparse_dataflow.reporting.figures import planner
+from sparse_dataflow.reporting.figures import planner, png
 
 MODELS = {"22b": ("22b", 1.0), "175b": ("175b", 1.0), "1t": ("1t", 1.0), "13b 1/8": ("13b", 0.125)}
 """Label -> (scale, density)."""
@@ -65,7 +68,7 @@ def _study(kind: str, hardware: list[Chip], counts: list[int], folder: Path) -> 
             "--most, or others by --hardware."
         )
     title = f"{kind.capitalize()} scaling, best plan of each point, predicted"
-    planner.scaling(folder / f"{kind}.png", panels, "MFU, %", title)
+    _plot(folder / f"{kind}.png", panels, "MFU, %", title)
     print(folder / f"{kind}.png")
     return rows
 
@@ -103,3 +106,39 @@ def _markdown(rows):
     formats = {"mfu": ".1%", "tokens_per_second_per_chip": ",.1f"}
     cells = ([f"{row[name]:{formats.get(name, '')}}" for name in names] for row in rows)
     return output.markdown([name.replace("_", " ") for name in names], cells) + "\n"
+
+
+def _plot(
+    path: Path,
+    panels: Mapping[str, Mapping[str, Sequence[tuple[int, float, str]]]],
+    ylabel: str,
+    title: str,
+) -> None:
+    """Plots lines over the number of chips; markers show the limit of each point.
+
+    Args:
+      path: PNG file to write.
+      panels: panel title -> line label -> (chips, value, limit) of each point.
+      ylabel: label of the values.
+      title: title of the figure.
+    """
+    labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
+    points = [point for lines in panels.values() for line in lines.values() for point in line]
+    limits = list(dict.fromkeys(limit for _, _, limit in points))
+    width, columns = 3.1 * len(panels) + 1.8, len(panels)
+    with png.figure(path, width, 3.3, title, columns=columns, sharey=True) as (figure, [row]):
+        for axes, (panel, lines) in zip(row, panels.items()):
+            for label, line in lines.items():
+                colour, (sizes, values, _) = planner.COLOURS[labels.index(label)], zip(*line)
+                axes.plot(sizes, values, color=colour, linewidth=1.2)
+                for count, value, limit in line:
+                    marker = planner.MARKERS[limits.index(limit) % len(planner.MARKERS)]
+                    axes.plot(count, value, marker, color=colour, ms=5, markeredgecolor="white")
+            axes.set(xscale="log", title=panel, xlabel="chips")
+            axes.set_ylim(0, 1.08 * max(value for _, value, _ in points))
+            ticks = sorted({count for line in lines.values() for count, _, _ in line})
+            axes.set_xticks(ticks[::2], [f"{t:,}" for t in ticks[::2]])
+            axes.xaxis.set_minor_formatter(NullFormatter())
+            axes.tick_params(axis="x", labelsize=7)
+        row[0].set(ylabel=ylabel)
+        planner.legend(figure, row[0], "-", labels, limits)

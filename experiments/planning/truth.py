@@ -1,6 +1,6 @@
 """The planner's predictions against published runs: a table, a CSV file and a figure; no jax."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ from sparse_dataflow.files import folders, output
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.planner import bands, published
 from sparse_dataflow.planner.efficiency import EFFICIENCIES, Efficiency
-from sparse_dataflow.reporting.figures import planner
+from sparse_dataflow.reporting.figures import planner, png
 
 from . import fitting, run_memory
 from .fitting import Error
@@ -70,7 +70,7 @@ def run(fit: bool, out: str) -> None:
         for split, label in _LABELS.items()
     }
     title = "Steps of published runs: predicted against measured"
-    planner.accuracy(folder / "truth.png", points, title)
+    _plot(folder / "truth.png", points, title)
     print(folder / "truth.png")
 
 
@@ -215,3 +215,37 @@ def _print_sparse(constants: Constants) -> None:
         label = "fused" if fused else "unfused"
         print(f"{label:<9}{dense:>9.0f}{sparse:>9.0f}{dense / sparse:>7.2f}x")
     print("arXiv 2304.05511 reports 4.5x end to end, against a dense A100, on another chip")
+
+
+def _plot(
+    path: Path, points: Mapping[str, Sequence[tuple[float, float, bool]]], title: str
+) -> None:
+    """Plots predicted against published step times on logarithmic axes.
+
+    Args:
+      path: PNG file to write.
+      points: source -> (published seconds, predicted seconds, whether the row was fitted).
+      title: title of the figure.
+    """
+    values = [value for rows in points.values() for row in rows for value in row[:2]]
+    ends = np.array([min(values) / 1.5, max(values) * 1.5])
+    with png.figure(path, 6.4, 4.6, title) as (_, [[axes]]):
+        axes.fill_between(ends, ends * 0.9, ends * 1.1, color="#dddddd", linewidth=0)
+        axes.plot(ends, ends, color="#666666", linewidth=0.8)
+        for colour, marker, (source, rows) in zip(planner.COLOURS, planner.MARKERS, points.items()):
+            for fitted in (False, True):
+                subset = [row for row in rows if row[2] == fitted]
+                axes.plot(
+                    [published for published, _, _ in subset],
+                    [predicted for _, predicted, _ in subset],
+                    marker,
+                    color=colour,
+                    markerfacecolor="white" if fitted else colour,
+                    markersize=5,
+                    label=None if fitted else source,
+                )
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        axes.set(xlabel="published, seconds per step", ylabel="predicted, seconds per step")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(planner.PLAIN)
+        axes.legend(title="filled: held out; grey band: within 10%", fontsize=8)

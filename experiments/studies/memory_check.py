@@ -10,7 +10,7 @@ from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.core.training.phases import variants as variants_of
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB
-from sparse_dataflow.planner import memory
+from sparse_dataflow.planner import memory, plan_memory
 
 
 def needed_bytes(variants: list[Variant]) -> int:
@@ -19,11 +19,11 @@ def needed_bytes(variants: list[Variant]) -> int:
     A variant with several phases counts with its largest.
     """
     flash = jax.default_backend() != "cpu"
-    largest = []
-    for v in variants:
-        plans = (memory.training_config_bytes(p.model, v.training, flash) for p in v.phase_specs)
-        largest.append(max(plans, key=lambda plan: plan.total))
-    return memory.alternating_bytes(largest)
+    plans = [
+        [plan_memory.training_bytes(p.model, v.training, flash) for p in v.phase_specs]
+        for v in variants
+    ]
+    return int(plan_memory.alternating_bytes(plans))
 
 
 def fitting(variants: list[Variant], memory_bytes: int) -> tuple[str, int] | None:

@@ -38,7 +38,6 @@ class Membership:
 
     Attributes:
       coordinator: host:port of process 0.
-      processes: number of processes.
       process: index of this process, from 0.
       devices: indices of the host's GPUs that this process uses; None for all visible ones.
       source: where this was read, for messages; empty for a process without a launcher.

@@ -31,7 +31,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from sparse_dataflow.cluster.lines import Lines, connect, parse
+from sparse_dataflow.cluster.lines import Lines, parse
 from sparse_dataflow.files.errors import UserError, escaped, first_line
 
 HELLO_SECONDS = 10.0
@@ -278,7 +278,7 @@ def join(address: tuple[str, int], mine: Mapping[str, Any], timeout: float, toke
     end, name = start + timeout, f"{address[0]}:{address[1]}"
     while (left := end - time.monotonic()) > 0:
         try:
-            connection = connect(address, left)
+            connection = Lines(socket.create_connection(address, timeout=left))
         except OSError as error:
             reason, reached = error.strerror or str(error) or reason, False
         else:

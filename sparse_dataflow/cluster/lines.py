@@ -123,8 +123,3 @@ def _is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def connect(address: tuple[str, int], seconds: float) -> Lines:
-    """Connects within a number of seconds; raises OSError otherwise."""
-    return Lines(socket.create_connection(address, timeout=seconds))

@@ -157,7 +157,6 @@ def meet(
 
     Args:
       address: host:port where process 0 listens; the port is free again afterwards.
-      count: number of processes.
       number: index of this process, from 0.
       facts: JSON-able settings; must be equal on all processes.
       timeout: seconds to wait for the last process.

@@ -222,9 +222,7 @@ def finished(folder: Path, mirror: Path | Address | None, names: Iterable[str]) 
     Called on all processes.
 
     Args:
-      folder: of the run.
       mirror: of the run; only an address is written.
-      names: of the models.
 
     Returns:
       Why that failed and what to do, in two sentences; "" where all is there.

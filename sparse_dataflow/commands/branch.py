@@ -71,7 +71,6 @@ def make(source: str | Path, config: RunConfig, command: tuple[str, ...]) -> Non
     The folder appears with all of its files at once.
 
     Args:
-      source: folder of the run.
       config: of the new run, from `with_same_warmup`.
       command: words of the command line.
 

@@ -53,9 +53,6 @@ _FIND_CHIP = "from sparse_dataflow.commands import chip_report; chip_report.prin
 def run(options) -> int:
     """Measures, prints and writes; see `experiments.chip_report`.
 
-    Args:
-      options: options of the experiment.
-
     Returns:
       0 if the row that answers is done, else 1.
 

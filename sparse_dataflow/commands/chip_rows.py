@@ -12,7 +12,7 @@ from typing import Any
 
 from sparse_dataflow.core.config.run import LAPTOP_SCALES, RECIPES, SIZES, preset
 from sparse_dataflow.hardware.chips import GIB
-from sparse_dataflow.planner import memory
+from sparse_dataflow.planner import memory, plan_memory
 from sparse_dataflow.reporting.chip_data import ANSWER, ChipFacts, Measure
 
 DENSITY = 0.125
@@ -163,7 +163,7 @@ def step_size(chip: ChipFacts, scale: str) -> tuple[str, int]:
                 .without_auto()
             )
             fused = chip.platform != "cpu"
-            plan = memory.training_config_bytes(config.model, config.training, fused)
+            plan = plan_memory.training_bytes(config.model, config.training, fused)
             if plan.total <= (chip.memory_bytes or math.inf) * memory.USABLE:
                 return name, batch
     name = scale if scale in LAPTOP_SCALES else LAPTOP_SCALES[-1]

@@ -156,7 +156,6 @@ def flags_of(
     """The flags of an experiment: the shared ones in the order of `request.NAMED`, then its own.
 
     Args:
-      shared: names of the shared flags.
       options: dataclass of the experiment's own flags, or None.
       defaults: shared flag -> its default in this experiment, where it has another.
     """

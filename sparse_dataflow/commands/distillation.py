@@ -17,7 +17,6 @@ def teacher_of(
     """Reads the model in `training.teacher`, and says what its forward passes cost.
 
     Args:
-      tokenizer: of the run.
       record: of a run that is resumed, whose teacher must not have changed; None for a new run.
       folder: of the run, for errors.
 

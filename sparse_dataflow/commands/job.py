@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import platform
 import shlex
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -148,7 +149,6 @@ class Job:
         corpus = self._corpus(texts, record)
         tokenizer = self.tokenizer = self._tokenizer(corpus, resume)
         config = self.config
-        corpus = with_text(corpus, tokenizer)
         if record:
             run_folder.refuse_other_data(folder, record, corpus, tokenizer)
         models = variants(config, tokenizer.vocab_size, record.steps if record else None)
@@ -222,8 +222,8 @@ class Job:
         """Writes the report, and says the results; returns the losses in a sentence."""
         self._check_folder()
         seconds = goodput_log.seconds(sum(t.seconds for t in trainers))
-        if self.config.data.loss == "answers":
-            corpus = as_text(corpus, tokenizer)
+        answers = self.config.data.loss == "answers"
+        corpus = (as_text if answers else with_text)(corpus, tokenizer)
         losses = report.write(self.folder, record, trainers, corpus, tokenizer, self.chip, seconds)
         goodput_log.write(ended=True)
         say_result(losses)
@@ -334,7 +334,7 @@ class Job:
             init_from=start,
             teacher=dict(data.teacher.source) if data.teacher else None,
             code=run_folder.code_facts(),
-            host=run_folder.host_facts(),
+            host=socket.gethostname(),
             seed=self.config.training.seed,
         )
         return RunRecord(**record.to_json())  # The report shows it, without secrets.

@@ -25,7 +25,7 @@ from sparse_dataflow.evaluation.generate import generate_tokens
 from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.planner import memory
+from sparse_dataflow.planner import memory, plan_memory
 from sparse_dataflow.reporting.report import PAGE, write_report
 from sparse_dataflow.reporting.report_data import (
     Continuation,
@@ -55,12 +55,8 @@ def write(
     """Writes report.json and report.html of a finished run; returns its losses in a sentence.
 
     Args:
-      folder: run folder.
       record: the run's record.
       trainers: finished trainers, one per variant.
-      corpus: corpus of the run.
-      tokenizer: tokenizer of the run.
-      chip: chip of the run.
       seconds: result of `goodput.seconds_by_category`.
 
     Raises:
@@ -120,7 +116,7 @@ def _variant(folder, trainer, chip, timed, token_seconds):
     step_seconds = float(np.dot(of_phase, [p.steps for p in trainer.phases]) / training.steps)
     flops = trainer.flops / trainer.tokens
     plan = max(
-        (memory.training_config_bytes(phase.model, training) for phase in trainer.phases),
+        (plan_memory.training_bytes(phase.model, training) for phase in trainer.phases),
         key=lambda plan: plan.total,
     )
     spans = trainer.timeline

@@ -6,7 +6,6 @@ import functools
 import importlib.metadata
 import json
 import os
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -322,8 +321,3 @@ def _git(root, *arguments):
         capture_output=True, text=True, check=True, timeout=_SECONDS, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     return done.stdout.strip()
-
-
-def host_facts() -> str:
-    """Returns the name of this host."""
-    return socket.gethostname()

@@ -111,7 +111,6 @@ def thin_data(corpus: Corpus, train: TrainBatches, variants: Sequence[Variant]) 
     """Returns a sentence for each model that the corpus is too small for.
 
     Args:
-      corpus: of the run.
       train: its batches; the tokens of a stream are at most about the bytes of its files.
       variants: the models; one without steps is judged by its size alone.
     """

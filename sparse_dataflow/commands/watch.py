@@ -63,7 +63,6 @@ def responder(folders: Sequence[Path], refresh: float) -> loopback.Respond:
     Both take the number of the layer whose layouts are drawn, as in "/?layer=3".
 
     Args:
-      folders: run folders.
       refresh: seconds between two readings of the page; requests in between share a reading.
     """
     lock = threading.Lock()  # Figures are drawn by one thread at a time.

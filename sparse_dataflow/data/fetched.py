@@ -42,8 +42,6 @@ def fetched(
     What is there in the same state is not fetched again; a fetch that was killed goes on.
 
     Args:
-      text: the address.
-      cache_dir: cache folder.
       choose: names below the address -> those that are needed.
 
     Raises:

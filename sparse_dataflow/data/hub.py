@@ -30,8 +30,6 @@ class HubRecords(Sequence[dict[str, bytes]]):
     """The rows of a dataset as records {"text": UTF-8}, without those of null or blank text.
 
     Attributes:
-      rows: the dataset.
-      column: column of the text.
       kept: numbers of the rows with text; None for all.
     """
 

@@ -71,7 +71,6 @@ class Lane:
 
     Args:
       stream: the corpus.
-      lanes: number of lanes.
       tokenizer: encodes the documents; its end of text follows each.
       seed: draws the order of shards and windows.
       length: targets of a window, which has one token more.

@@ -56,7 +56,6 @@ class LocalSource:
     `#part`.
 
     Attributes:
-      path: the file or folder.
       examples: whether each document is a prompt with its answer; only JSON lines are read then,
         and the text is `chat.checked_example` of the line.
       column: field or column with the text; "" is "text", else the only one of strings.

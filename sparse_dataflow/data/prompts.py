@@ -40,7 +40,6 @@ def held_out_prompts(
 
     Args:
       corpus: corpus whose validation split is read.
-      tokenizer: tokenizer of the documents.
       count: number of prompts; fewer are returned if the split is too small.
       prompt_tokens: tokens per prompt, and per continuation.
 

@@ -6,7 +6,7 @@ holds out the first twentieth of what begins its first file.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sparse_dataflow.data import shards
@@ -30,7 +30,6 @@ class Stream:
     """The training documents of a corpus that is streamed.
 
     Attributes:
-      name: of the corpus.
       shards: its shards, without held-out documents.
       column: column or field with the text.
       file_bytes: bytes of the files, compressed or not.
@@ -58,14 +57,11 @@ class SampleDocuments(Sequence[Document]):
     def _documents(self) -> list[Document]:
         stream = self._stream
         step = max(1, len(stream.shards) // self.SHARDS)
-        documents = []
-        for shard in stream.shards[::step][: self.SHARDS]:
-            size = 0
-            for row, text in shards.texts(shard, stream.column, 0, Skipped()):
-                documents.append(Document(f"{shard.address}:{row}", text))
-                size += len(text)
-                if size >= self.CHARACTERS:
-                    break
+        documents = [
+            document
+            for shard in stream.shards[::step][: self.SHARDS]
+            for _, document in _beginning([shard], stream.column, self.CHARACTERS)
+        ]
         if not documents:
             raise UserError(f"The corpus {stream.name} has no text.")
         return documents
@@ -82,7 +78,6 @@ class StreamedCorpus:
     """A stream and its held-out documents.
 
     Attributes:
-      stream: training documents.
       validation: held-out documents, in memory.
       identity: what tells the corpus from others without reading it, JSON-able.
     """
@@ -114,7 +109,8 @@ def streamed_corpus(
     held_out = next((split for split in ("validation", "test") if splits.get(split)), "")
     skip, training = 0, _divided(files)
     if held_out:
-        validation = _first_documents(splits[held_out], column)
+        rows = _beginning(map(Shard, splits[held_out]), column, HELD_OUT_CHARACTERS)
+        validation = [document for _, document in rows]
     elif whole:
         validation = []
     else:
@@ -131,26 +127,23 @@ def streamed_corpus(
     return StreamedCorpus(stream, validation, identity)
 
 
-def _first_documents(files, column) -> list[Document]:
-    documents, size = [], 0
-    for file in files:
-        for row, text in shards.texts(Shard(file), column, 0, Skipped()):
-            documents.append(Document(f"{shards.short(file)}:{row}", text))
-            size += len(text)
-            if size >= HELD_OUT_CHARACTERS:
-                return documents
-    return documents
+def _beginning(
+    sources: Iterable[Shard], column: str, characters: int
+) -> Iterator[tuple[int, Document]]:
+    """Yields rows with their documents until they have so many characters."""
+    for shard in sources:
+        for row, text in shards.texts(shard, column, 0, Skipped()):
+            yield row, Document(f"{shards.short(shard.address)}:{row}", text)
+            characters -= len(text)
+            if characters <= 0:
+                return
 
 
 def _first_rows(name, file, column) -> tuple[list[Document], int]:
     """Returns the held-out documents of the first file, and the number of its rows that they
     take."""
-    documents, size = [], 0
-    for row, text in shards.texts(Shard(file), column, 0, Skipped()):
-        documents.append((row, Document(f"{shards.short(file)}:{row}", text)))
-        size += len(text)
-        if size >= HELD_OUT_OF * HELD_OUT_CHARACTERS // 2:
-            break
+    most = HELD_OUT_OF * HELD_OUT_CHARACTERS // 2
+    documents = list(_beginning([Shard(file)], column, most))
     if len(documents) < 2:
         raise UserError(
             f"The first file of {name} has {len(documents)} documents; legal: 2 or more, as one is "

@@ -45,7 +45,6 @@ class TokenSplits:
     """The ids of both splits, any integer dtype.
 
     Attributes:
-      train: ids of training.
       validation: held-out ids.
     """
 
@@ -78,7 +77,6 @@ def open_token_files(
     Args:
       path: file or folder.
       column: column or feature with the ids; "" is the only one, or one of a usual name.
-      cache_dir: cache folder.
       whole: whether nothing is held out of files that are for training.
 
     Returns:

@@ -108,7 +108,6 @@ class Tokenizer:
         """Trains a tokenizer on strings.
 
         Args:
-          texts: the strings.
           vocab_size: number of tokens, the end-of-text token included.
 
         Raises:

@@ -49,7 +49,6 @@ class SplitTokens:
 
     Attributes:
       tokens: uint16 or uint32 [count], read slice by slice.
-      documents: number of documents.
       text_bytes: UTF-8 bytes of all documents.
     """
 

@@ -65,7 +65,7 @@ class Experts(Protocol):
         """
 
 
-class OneModel:
+class OneModel(Experts):
     """A model that continues every prompt."""
 
     def __init__(self, model: Model, weights: Any = None):
@@ -73,15 +73,13 @@ class OneModel:
         self.models, self._weights = {"": model}, weights
 
     def choose(self, prompts: Sequence[Prompt]) -> list[str]:
-        """See `Experts`."""
         return [""] * len(prompts)
 
     def activate(self, name: str) -> tuple[Any, None]:
-        """See `Experts`."""
         return self._weights, None
 
 
-class Composition:
+class Composition(Experts):
     """Models in host memory, of which at most one is on the device."""
 
     def __init__(self, router: Callable[[Sequence[str]], list[str]] | None = None):

@@ -60,7 +60,6 @@ class HarnessLM(TemplateLM):
         """Wraps a scorer and a generator.
 
         Args:
-          tokenizer: tokenizer of the model.
           context: context length in tokens.
           scorer: returns the log-likelihoods of requests.
           generator: continues prompts; needed only by tasks that generate.
@@ -238,7 +237,6 @@ class TaskScore:
     Attributes:
       value: metric over all items, aggregated as the task defines it.
       lower_is_better: whether a smaller value is better.
-      items: number of items.
       values: metric of each item, float [items]; None where `value` is not their mean.
     """
 
@@ -254,7 +252,6 @@ def evaluate(
     """Runs lm-eval tasks on a model.
 
     Args:
-      lm: model to evaluate.
       tasks: name -> lm-eval task, or a group of tasks that are there too.
       shots: number of examples in each prompt, sampled with `FEWSHOT_SEED`; None for the number
         that each task has.

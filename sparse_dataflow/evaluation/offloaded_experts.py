@@ -43,7 +43,6 @@ class Traffic:
     """Experts that routers chose and that were fetched, over some tokens.
 
     Attributes:
-      tokens: number of tokens.
       chosen: experts that tokens chose, each once in a layer and step.
       resident: chosen experts that were in a slot.
       ahead: chosen experts whose fetch started before the router chose them.

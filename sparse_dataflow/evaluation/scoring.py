@@ -66,7 +66,6 @@ class Counts:
     """Statistics of scoring passes.
 
     Attributes:
-      requests: number of scored requests.
       truncated: number of requests truncated on the left to fit the context.
       tokens: tokens of the requests after truncation.
       padded: tokens processed, including padding.

@@ -27,8 +27,6 @@ class ClusteredMean:
     Attributes:
       mean: mean over all items.
       error: standard error; None for fewer than two documents.
-      items: number of items.
-      documents: number of documents.
     """
 
     mean: float

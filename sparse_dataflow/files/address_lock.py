@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 import threading
-import time
 import uuid
 from typing import Any
 
@@ -74,7 +73,7 @@ class AddressLock:
                 if folders.is_alive(owner):
                     raise folders.in_use(self._address, owner)
             else:
-                self._await_another_machine(owner)
+                folders.await_another_machine(self._address, owner, self._read)
             if self._read() == owner:
                 self._object.delete()
         try:
@@ -84,17 +83,6 @@ class AddressLock:
                 self._object.delete()
             return False
         return self._read().get("id") == self._owner["id"]
-
-    def _await_another_machine(self, owner) -> None:
-        folders.say_wait(self._address, owner)
-        end = time.monotonic() + folders.DEAD_AFTER * folders.BEAT_SECONDS
-        while time.monotonic() < end:
-            time.sleep(min(2.0, folders.BEAT_SECONDS))
-            now = self._read()
-            if now and now != owner:
-                raise folders.in_use(self._address, now)
-            if not now:
-                return
 
     def _count_up(self) -> None:
         while not self._released.wait(folders.BEAT_SECONDS):

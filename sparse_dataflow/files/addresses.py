@@ -285,7 +285,6 @@ def fetch(address: Address, entries: dict[str, Entry], folder: Path) -> None:
     Args:
       address: what the names are relative to.
       entries: name -> object.
-      folder: of the copies.
 
     Raises:
       UserError: a name is not one of a file below the folder, or the disk has too little room.

@@ -73,7 +73,9 @@ def refuse_foreign(
     """
 
     def look():
-        others = [name for name in sorted(_listed(folder)) if not _is_mark(name)]
+        names_there = sorted(_listed(folder))
+        # A killed process may leave an unfinished mark, which has one more ending.
+        others = [n for n in names_there if n != MARK and not n.startswith(f"{MARK}.")]
         if is_marked(folder, owner):
             return [name for name in others if names is not None and name not in names]
         if os.path.lexists(folder / MARK):
@@ -167,11 +169,6 @@ def _marked(folder, owner) -> bool:
     finally:
         whole.unlink(missing_ok=True)
     return True
-
-
-def _is_mark(name):
-    """Whether a file's name is that of a mark, or of one that a killed process did not finish."""
-    return name == MARK or name.startswith(MARK + ".")
 
 
 def _listed(folder):
@@ -292,20 +289,9 @@ class FolderLock:
         if not owner:
             return
         if owner.get("machine") != self._owner["machine"]:
-            self._await_another_machine(owner)
+            await_another_machine(self._folder, owner, lambda: _read(self._path))
         elif not has_flock and is_alive(owner):
             raise in_use(self._folder, owner)
-
-    def _await_another_machine(self, owner) -> None:
-        say_wait(self._folder, owner)
-        end = time.monotonic() + DEAD_AFTER * BEAT_SECONDS
-        while time.monotonic() < end:
-            time.sleep(min(1.0, BEAT_SECONDS))
-            now = _read(self._path)
-            if not now:
-                return
-            if now != owner:
-                raise in_use(self._folder, now)
 
     def _write(self, file) -> None:
         text = json.dumps(self._owner).encode()
@@ -342,12 +328,30 @@ def in_use(place: object, owner: dict[str, Any]) -> UserError:
     )
 
 
-def say_wait(place: object, owner: dict[str, Any]) -> None:
-    """Says that the owner of a place may be dead, which takes a while to see."""
+def await_another_machine(
+    place: object, owner: dict[str, Any], read: Callable[[], dict[str, Any]]
+) -> None:
+    """Returns once the owner of a place counts up no more, or has released it.
+
+    Args:
+      read: returns the owner now, {} for none.
+
+    Raises:
+      UserError: the owner, or another process, counts up.
+    """
+    seconds = DEAD_AFTER * BEAT_SECONDS
     logging.getLogger(__name__).info(
         "%s was in use on %s; waiting up to %.0f seconds to see whether it still is.",
-        *(place, str(owner.get("host"))[:100], DEAD_AFTER * BEAT_SECONDS),
+        *(place, str(owner.get("host"))[:100], seconds),
     )
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(min(1.0, BEAT_SECONDS))
+        now = read()
+        if not now:
+            return
+        if now != owner:
+            raise in_use(place, now)
 
 
 def _read(path) -> dict[str, Any]:

@@ -94,10 +94,7 @@ def refuse_difference(path: Path, problem: str, saved: Any, expected: Any) -> No
     """Refuses a checkpoint whose saved JSON value differs from the expected one.
 
     Args:
-      path: the checkpoint.
       problem: verb phrase for the message, such as "was made under another config".
-      saved: JSON value of the checkpoint.
-      expected: JSON value of this run.
 
     Raises:
       UserError: naming the first four differences.

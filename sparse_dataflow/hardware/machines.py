@@ -31,7 +31,6 @@ class Machine:
     """Chips of one kind that train one model together.
 
     Attributes:
-      count: number of chips.
       host: whether the chips are the CPU of this host.
       price: dollars of a chip hour; None where it is not given.
     """

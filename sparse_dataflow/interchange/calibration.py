@@ -32,7 +32,6 @@ def input_norms(
     Only one layer is on the device at a time.
 
     Args:
-      model: config of the model that runs.
       batches: int32 [B, T] token ids.
       mixed: projection -> width of the Hadamard transform of the inputs that are measured.
     """

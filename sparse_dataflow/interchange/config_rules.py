@@ -42,7 +42,7 @@ def unsupported(name: str, value: Any, legal: str) -> UserError:
 
 
 @dataclasses.dataclass(frozen=True)
-class Same:
+class Same(Rule):
     """A field of config.json with the value of a field of `ModelConfig`.
 
     Attributes:
@@ -62,20 +62,18 @@ class Same:
     zero: Any = 0
 
     def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Rule`."""
         if self.null is not None and self.theirs in fields:
             value = fields[self.theirs]
             return {self.ours: self.null if value is None else value}
         return {self.ours: _value(fields, self.theirs, self.default)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """See `Rule`."""
         value = getattr(model, self.written or self.ours)
         return {self.theirs: self.zero if value == 0 and value is not False else value}
 
 
 @dataclasses.dataclass(frozen=True)
-class Named:
+class Named(Rule):
     """A field of config.json whose names differ from those of `ModelConfig`.
 
     Attributes:
@@ -91,35 +89,31 @@ class Named:
     default: str
 
     def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Rule`."""
         value = _value(fields, self.theirs, self.default)
         if not isinstance(value, str) or value not in self.names:
             raise unsupported(self.theirs, value, ", ".join(self.names))
         return {self.ours: self.names[value]}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """See `Rule`."""
         value = getattr(model, self.ours)
         return {self.theirs: next(t for t, o in self.names.items() if o == value)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Always:
+class Always(Rule):
     """Fields of `ModelConfig` that an architecture fixes."""
 
     fields: Mapping[str, Any]
 
     def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Rule`."""
         return dict(self.fields)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """See `Rule`."""
         return {}
 
 
 @dataclasses.dataclass(frozen=True)
-class Only:
+class Only(Rule):
     """A field of config.json that must have one value.
 
     Attributes:
@@ -131,7 +125,6 @@ class Only:
     legal: Default
 
     def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Rule`."""
         legal = self.legal(fields) if callable(self.legal) else self.legal
         value = fields.get(self.theirs)
         if value is not None and value != legal:
@@ -139,12 +132,11 @@ class Only:
         return {}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """See `Rule`."""
         return {} if callable(self.legal) else {self.theirs: self.legal}
 
 
 @dataclasses.dataclass(frozen=True)
-class Biases:
+class Biases(Rule):
     """Projections with a bias: some always, others with a switch of config.json.
 
     A config with fewer biases than the written switches gets zeros for the others.
@@ -160,7 +152,6 @@ class Biases:
     default: bool = False
 
     def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Rule`."""
         biases = self.always
         for name, projections in self.switches.items():
             value = _value(fields, name, self.default)
@@ -170,7 +161,6 @@ class Biases:
         return {"biases": biases}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """See `Rule`."""
         biases = set(model.selected(model.biases, "biases"))
         return {name: bool(biases & set(p)) for name, p in self.switches.items()}
 
@@ -179,7 +169,7 @@ _LAYER_TYPES = {SLIDING: "sliding_attention", FULL: "full_attention"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Window:
+class Window(Rule):
     """Sliding-window attention, of all layers, of some, or of none.
 
     Attributes:
@@ -197,7 +187,6 @@ class Window:
     named: bool = False
 
     def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Rule`."""
         window = fields.get("sliding_window", self.default) or 0
         layers = fields.get("num_hidden_layers") or 0
         if self.switched and not fields.get("use_sliding_window", False):
@@ -241,7 +230,6 @@ class Window:
         return kinds, window if sliding else 0
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """See `Rule`."""
         kinds = [model.layer_type(i) if model.window else FULL for i in range(model.num_layers)]
         fields: dict[str, Any] = {"sliding_window": model.window or None}
         if self.period and not model.window:
@@ -259,7 +247,7 @@ class Window:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixture:
+class Mixture(Rule):
     """Experts in every layer, of which each token has the most probable.
 
     Attributes:
@@ -272,7 +260,6 @@ class Mixture:
     switch: str = ""
 
     def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Rule`."""
         experts = _value(fields, self.name, REQUIRED)
         if not experts:
             raise unsupported(self.name, experts, "1 or more")
@@ -286,7 +273,6 @@ class Mixture:
         return {"experts": experts, "top_k": chosen, "raw_gates": raw}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """See `Rule`."""
         # The fewest that can be read, so that reading them back shows what differs.
         fewest = 1 if self.switch else 2
         chosen = max(fewest, model.top_k)
@@ -296,7 +282,7 @@ class Mixture:
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedExpert:
+class SharedExpert(Rule):
     """An expert of every token, of a multiple of the others' width, with a gate.
 
     Attributes:
@@ -308,14 +294,12 @@ class SharedExpert:
     width: str
 
     def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Rule`."""
         shared, width = (_value(fields, name, REQUIRED) for name in (self.name, self.width))
         if not shared or shared % width:
             raise unsupported(self.name, shared, f"multiples of {self.width}={width}")
         return {"shared_expert": shared // width, "shared_gate": True}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """See `Rule`."""
         # The least that can be read, so that reading it back shows what differs.
         return {self.name: max(1, model.shared_expert) * model.d_ff}
 

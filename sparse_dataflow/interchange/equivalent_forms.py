@@ -57,8 +57,6 @@ def dense_module(model: ModelConfig, name: str, module: dict, layout: BlockLayou
     """Returns the dense form of a projection, or of that of every expert.
 
     Args:
-      model: config of the projection.
-      name: of the projection.
       module: its parameters, of one layer, in numpy.
       layout: its layout; None for a dense weight.
     """

@@ -67,7 +67,6 @@ def learned(base: Tokenizer, corpus: Corpus, count: int, cache_dir: Path) -> Tok
       base: byte-level BPE, or BPE with byte fallback.
       corpus: of the texts.
       count: tokens to add, at most.
-      cache_dir: cache folder.
 
     Raises:
       UserError: the texts give no token, or the cache cannot be written.

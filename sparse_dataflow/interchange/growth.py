@@ -36,7 +36,6 @@ def grown(
     where the wider model cannot repeat them.
 
     Args:
-      old: config of the weights.
       weights: with concrete layouts.
       new: config of the larger model.
       key: draws new parameters.

@@ -5,6 +5,7 @@ what lies there is used.
 """
 
 import concurrent.futures
+import functools
 import logging
 import os
 import re
@@ -82,7 +83,6 @@ def fetched(name: HubName, files: Collection[str] = ()) -> Path:
     of which one copy is fetched.
 
     Args:
-      name: the model.
       files: names of those that are read, where the repository has them; () for the whole model.
 
     Raises:
@@ -163,7 +163,8 @@ def _download(hub, name, commit, sizes) -> Path:
     total = sum(sizes.values())
     root = Path(hub.constants.HF_HUB_CACHE).expanduser()
     place = next((path for path in (root, *root.parents) if path.exists()), Path("/"))
-    held = {file for file in sizes if _held(hub, name, commit, file)}
+    path_of = functools.partial(hub.try_to_load_from_cache, name.name, revision=commit)
+    held = {file for file in sizes if isinstance(path_of(file), str)}
     needed = total - sum(sizes[file] for file in held)
     if needed > shutil.disk_usage(place).free:
         raise UserError(
@@ -189,10 +190,6 @@ def _download(hub, name, commit, sizes) -> Path:
     except Exception as error:  # The library raises errors of any type.
         raise UserError(_sentence(name, error, _is_refusal(hub, error))) from error
     return Path(path).parent
-
-
-def _held(hub, name, commit, file) -> bool:
-    return isinstance(hub.try_to_load_from_cache(name.name, file, revision=commit), str)
 
 
 def _repository(root, name) -> Path:

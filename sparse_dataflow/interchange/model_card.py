@@ -58,7 +58,7 @@ def model_card(trained: Model, form: str, versions: Mapping[str, str]) -> str:
     name = f"{Path(trained.folder).name}, {trained.variant}"
     return "\n\n".join(
         [
-            _front_matter(record),
+            f"---\ntags:\n- sparse_dataflow\n- block-sparse\n- {record.experiment}\n---",
             f"# {name}",
             _sentence(trained, record),
             markdown(("", ""), _shape(trained)),
@@ -83,10 +83,6 @@ def _use(form, record):
     for name, word in words.items():
         text = text.replace(f"{{{name}}}", word)
     return text
-
-
-def _front_matter(record):
-    return f"---\ntags:\n- sparse_dataflow\n- block-sparse\n- {record.experiment}\n---"
 
 
 def _sentence(trained, record):

@@ -35,7 +35,8 @@ def named_tokenizer(name: str) -> Tokenizer:
         fields = json_files.load(path) if path.exists() else {}
         if "format" in fields:  # Of a run folder.
             return Tokenizer.load(path)
-        config = json_files.load(folder / "config.json") if _has_config(folder) else {}
+        of_model = folder / "config.json"
+        config = json_files.load(of_model) if of_model.exists() else {}
         if "vocab_size" not in config:
             config = dict(config) | _sizes(folder, fields)
     except json_files.MALFORMED as error:
@@ -43,10 +44,6 @@ def named_tokenizer(name: str) -> Tokenizer:
             raise
         raise UserError(f"The tokenizer {folder} cannot be read: {error}.") from error
     return tokenizer_files.read(folder, config).tokenizer
-
-
-def _has_config(folder):
-    return (folder / "config.json").exists()
 
 
 def _sizes(folder, fields):

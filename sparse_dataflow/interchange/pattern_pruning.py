@@ -31,9 +31,7 @@ def refuse(old: ModelConfig, tables: Mapping, new: ModelConfig) -> None:
     """Raises UserError if weights cannot be pruned to the patterns of a model.
 
     Args:
-      old: config of the weights.
       tables: their layouts.
-      new: config of the model.
     """
     if any(getattr(old, name) != getattr(new, name) for name in GROWN):
         return  # The larger weights are judged once they are made.
@@ -84,7 +82,6 @@ def to_pattern(
     Args:
       state: canonical, without moments and with concrete tables; it must not be used again.
       old: config of the state's model; `refuse` refuses others.
-      new: config of the new model.
       input_norms: see `transitions.change_model`.
     """
     layouts = stacks.layouts(new)

@@ -12,7 +12,7 @@ from typing import Any
 from sparse_dataflow.core.config.families import READ_BY_SCALING as USED
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.interchange.config_rules import unsupported
+from sparse_dataflow.interchange.config_rules import Rule, unsupported
 
 _FACTOR = {"rotary_factor": "factor"}
 _LENGTH = {"rotary_length": "original_max_position_embeddings"}
@@ -50,7 +50,7 @@ _IGNORED = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "truncat
 
 
 @dataclasses.dataclass(frozen=True)
-class Rotary:
+class Rotary(Rule):
     """Base, share and scaling of rotary positions.
 
     Attributes:
@@ -70,7 +70,6 @@ class Rotary:
     local: float = 0.0
 
     def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Rule`."""
         given = [name for name in ("rope_parameters", "rope_scaling") if fields.get(name)]
         settings = [self._read(fields, name) for name in given] or [self._read(fields, "")]
         if settings[0] != settings[-1]:
@@ -131,7 +130,6 @@ class Rotary:
         return {"rotary_share": share}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """See `Rule`."""
         scaling, kind = None, model.rotary_scaling
         fields: dict[str, Any] = {"rope_theta": model.rotary_base}
         if kind == "longrope" or model.rotary_factor != 1:

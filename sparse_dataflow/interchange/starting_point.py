@@ -199,7 +199,6 @@ def with_vocabulary(start: StartingPoint, tokenizer: Tokenizer) -> StartingPoint
     the new one joins.
 
     Args:
-      start: the weights.
       tokenizer: see `extended_vocabulary.extended`.
     """
     old = start.tokenizer
@@ -304,7 +303,6 @@ def initial_state_from(
     """Returns the training state at step 0 of `model`, with the weights of `start`.
 
     Args:
-      start: the weights.
       model: config of the new model.
       training: gives the optimizer and the seed.
       executor: places the state.

@@ -93,7 +93,6 @@ def wider(
     repeated.  Elsewhere they become dense.
 
     Args:
-      old: config of the weights.
       weights: with concrete layouts.
       new: config of the wider model; `growth.grown` refuses other shapes.
       rng: draws the shares.
@@ -143,7 +142,6 @@ def reordered(
     The model computes the same function, to rounding.
 
     Args:
-      model: config of the model.
       params: its parameters in numpy.
       sources: old feature of each new one for every layer, all with one residual stream; heads
         change places with the queries of their keys.

@@ -138,8 +138,8 @@ def tie_width(config: ModelConfig, sequence: int, key: str) -> float:
     It is the band of a dense model of this kind, or UNKNOWN where no published run is of its kind.
     Plans that the same software runs share its errors, so OTHER_SOFTWARE is no part of it.
     """
-    found = BANDS.get((key, regime(config, sequence)))
-    return found.error if found else UNKNOWN
+    match = BANDS.get((key, regime(config, sequence)))
+    return match.error if match else UNKNOWN
 
 
 def words(config: ModelConfig, sequence: int, chip: Chip, key: str) -> str:
@@ -148,14 +148,14 @@ def words(config: ModelConfig, sequence: int, chip: Chip, key: str) -> str:
         return f"extrapolated: prior constants, because no published run is on {chip.name}"
     if kinds := _unpublished(config):
         return f"extrapolated: no published run of this kind ({', '.join(kinds)})"
-    found = band(config, sequence, chip, key)
-    if found is None:
+    match = band(config, sequence, chip, key)
+    if match is None:
         kind = REGIMES[regime(config, sequence)]
         return f"extrapolated: no published run of this kind ({key}, {kind})"
-    runs = f"{found.runs} published run{'s' if found.runs > 1 else ''}"
+    runs = f"{match.runs} published run{'s' if match.runs > 1 else ''}"
     factor = math.exp(OTHER_SOFTWARE)
     return (
-        f"±{found.error:.0%}, like {runs} of this kind ({key}), in their software; within a factor "
+        f"±{match.error:.0%}, like {runs} of this kind ({key}), in their software; within a factor "
         f"of {factor:.2f} in other software"
     )
 

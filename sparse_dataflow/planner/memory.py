@@ -7,19 +7,16 @@ frozen weights once, in the compute dtype, and all the others for the adapters a
 Pure Python: importing this module loads no jax.
 """
 
-import collections
 import dataclasses
 import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sparse_dataflow.core.config import remat
 from sparse_dataflow.core.config.families import DENSE_TOKENS
 from sparse_dataflow.core.config.layer_groups import with_densest_layers
-from sparse_dataflow.core.config.model import REMATS, ModelConfig
+from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PROJECTIONS
-from sparse_dataflow.core.config.remat import chunk_tokens
 from sparse_dataflow.core.config.training import BUILT_IN, TrainingConfig
 from sparse_dataflow.core.training.cost import DTYPE_BYTES, stored_fractions
 from sparse_dataflow.hardware.chips import GIB, Chip
@@ -158,87 +155,6 @@ class MemoryEstimate:
         )
 
 
-def training_bytes(
-    config: ModelConfig,
-    batch: int,
-    sequence: int,
-    *,
-    accumulation: int = 1,
-    fused_attention: bool = False,
-    state_dtype: str = "float32",
-    optimizer: str = "adamw",
-    adapters: bool = False,
-) -> MemoryEstimate:
-    """Estimates the memory of a training step on one device that holds the whole model.
-
-    Args:
-      config: the model; `remat` and `compute_dtype` determine the activations.
-      batch: sequences in a micro-batch on the device.
-      sequence: tokens per sequence.
-      accumulation: micro-batches per step; above 1, a float32 sum of gradients is added.
-      fused_attention: whether attention scores stay on chip (flash attention).
-      state_dtype: see `TrainingConfig`, also for `optimizer`.
-      adapters: whether everything but low-rank terms is frozen.
-    """
-    count = adapter_count if adapters else parameter_count
-    parameters = count(config)
-    copied = parameters if config.remat == "none" else count(single_layer(config))
-    tokens = batch * sequence
-    compute = DTYPE_BYTES[config.compute_dtype]
-    per_token = activation_bytes(config, sequence, fused_attention)
-    matrices = matrix_count(config)
-    activations = tokens * config.num_layers * per_token.saved
-    chunk = int(chunk_tokens(config.vocab_size))
-    # The working set of a block is not alive beside them: it has room for their gradient.
-    logits = min(tokens, chunk) * config.vocab_size * MASTER_BYTES
-    frozen = frozen_bytes(config) if adapters else 0
-    return MemoryEstimate(
-        parameters=parameters * MASTER_BYTES + frozen,
-        working_copy=(copied * compute if compute != MASTER_BYTES else 0)
-        + int8_count(config if config.remat == "none" else single_layer(config)) * compute,
-        gradients=parameters * gradient_bytes(accumulation, state_dtype),
-        moments=moment_bytes(config, parameters, matrices, state_dtype, optimizer),
-        layout_tables=table_bytes(config),
-        activations=activations,
-        working_set=max(
-            tokens * (per_token.working + per_token.ends),
-            update_bytes(matrices, optimizer) - activations - logits,
-        ),
-        logits=logits,
-    )
-
-
-def training_config_bytes(
-    config: ModelConfig, training, fused_attention: bool = False
-) -> MemoryEstimate:
-    """Returns `training_bytes` of a model under a `TrainingConfig`.
-
-    Of blocks of different remat, or offloaded, it is the mean over the blocks in each category; an
-    offloaded block saves nothing on the device.
-    """
-    if config.remat in REMATS:
-        return training_bytes(
-            config,
-            training.batch // training.micro_batches,
-            training.sequence,
-            accumulation=training.micro_batches,
-            fused_attention=fused_attention,
-            state_dtype=training.state_dtype,
-            optimizer=training.optimizer,
-            adapters=bool(training.adapter_rank),
-        )
-    kinds = remat.kinds(config.remat, config.num_layers)
-    means: dict[str, float] = collections.defaultdict(float)
-    for kind, count in collections.Counter(kinds).items():
-        uniform = dataclasses.replace(config, remat="dots" if kind == "offload" else kind)
-        sizes = training_config_bytes(uniform, training, fused_attention).categories
-        if kind == "offload":
-            sizes["activations"] = 0
-        for name, size in sizes.items():
-            means[name] += count / len(kinds) * size
-    return MemoryEstimate(**{name: round(mean) for name, mean in means.items()})
-
-
 def _int8_projections(config):
     return [n for n in config.projections if config.linear(n).frozen_dtype == "int8"]
 
@@ -258,16 +174,6 @@ def frozen_bytes(config: ModelConfig) -> int:
     vectors = parameter_count(config) - adapter_count(config) - matrices
     wide = (matrices - small) * DTYPE_BYTES[config.compute_dtype]
     return wide + small + (vectors + scales) * MASTER_BYTES
-
-
-def alternating_bytes(estimates: Sequence[MemoryEstimate]) -> int:
-    """Returns the bytes of several training runs whose steps alternate on one device.
-
-    Masters, moments and tables of all runs stay resident.  The other memory is that of the largest
-    step.
-    """
-    resident = [e.parameters + e.moments + e.layout_tables for e in estimates]
-    return sum(resident) + max(e.total - size for e, size in zip(estimates, resident))
 
 
 def gradient_bytes(accumulation, state_dtype: str):

@@ -57,7 +57,6 @@ def context_seconds(config, tokens, plan, network, efficiency):
     Nothing hides them: attention waits for its keys.
 
     Args:
-      config: the model.
       tokens: of a micro-batch on a chip.
       plan: parallel plan.
       network: links of the chips.

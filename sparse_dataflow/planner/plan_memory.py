@@ -1,7 +1,7 @@
 """Memory estimate of a parallel plan on its fullest chip, by category; broadcasts over counts.
 
-For one chip it equals `memory.training_bytes`.  "fsdp" and "context" shard what the ZeRO stage says
-(arXiv 1910.02054, section 5): moments from stage 1, gradients from 2, weights from 3.  Arrays that
+"fsdp" and "context" shard what the ZeRO stage says (arXiv 1910.02054, section 5): moments from
+stage 1, gradients from 2, weights from 3.  Arrays that
 the axes do not divide stay replicated, and so do biases and norms.  The buffers of a pipeline are
 those of `executors/pipeline/pipeline.py` for every schedule; `experiments.compile_plan` compares
 them with the compiler's.
@@ -15,11 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from sparse_dataflow.core.config import remat
 from sparse_dataflow.core.config.layer_groups import layer_groups, with_densest_layers
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.parallel import key_value_copies
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP, ROW_PARALLEL
 from sparse_dataflow.core.config.remat import chunk_tokens
+from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.training.cost import stored_fractions
 from sparse_dataflow.planner import memory, step_time
 from sparse_dataflow.planner.memory import MemoryEstimate
@@ -39,8 +41,8 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
       sequence: tokens per sequence.
       plan: parallel plan; remat policies other than "none" and "dots" count as "full".
     """
-    remat = plan.remat if plan.remat in ("none", "dots") else "full"
-    config = dataclasses.replace(config, remat=remat)
+    policy = plan.remat if plan.remat in ("none", "dots") else "full"
+    config = dataclasses.replace(config, remat=policy)
     weights, matrices = stage_parameters(config, plan), stage_matrices(config, plan)
     tokens = np.asarray(plan.micro_batch) * sequence / plan.context
     shares = {stage: _shard_share(config, plan, stage) for stage in (1, 2, 3)}
@@ -96,6 +98,7 @@ def run_bytes(
       config: as in `plan_bytes`, also for `sequence` and `plan`.
       adapters: whether everything but low-rank terms is frozen.
       kinds: kind of remat of each block, of which it is the mean; `plan.remat` where it is empty.
+        An offloaded block saves nothing on the device.
     """
     if kinds:
         means: dict = collections.defaultdict(float)
@@ -115,23 +118,49 @@ def run_bytes(
     gradient = memory.gradient_bytes(np.asarray(plan.accumulation), plan.state_dtype)
     compute = memory.DTYPE_BYTES[config.compute_dtype]
     gathers = (np.asarray(plan.state_shards) > 1) & (plan.zero == 3)
-    whole_copy = gathers | (plan.remat == "none")  # See `_working_copy`.
+    # The frozen weights have the compute dtype already, but for those in int8.  A chip copies what
+    # it gathers of them, and the adapters.
+    gathered = estimate.working_copy - memory.parameter_count(config) * share * compute
+    copied = config
+    if plan.remat != "none":
+        copied = memory.single_layer(dataclasses.replace(config, remat=plan.remat))
+    narrow = memory.adapter_count(copied) * (compute != memory.MASTER_BYTES)
     return dataclasses.replace(
         estimate,
         parameters=trained * memory.MASTER_BYTES + memory.frozen_bytes(config) * share,
-        # The frozen weights have the compute dtype already, but for those in int8.
-        working_copy=estimate.working_copy
-        - memory.parameter_count(config) * share * compute * whole_copy
-        + memory.int8_count(config) * share * compute * (plan.remat == "none"),
+        working_copy=np.where(gathers, gathered, narrow * compute)
+        + memory.int8_count(copied) * share * compute,
         gradients=trained * gradient,
         moments=memory.moment_bytes(config, trained, 0, plan.state_dtype, plan.optimizer),
     )
 
 
+def training_bytes(
+    config: ModelConfig, training: TrainingConfig, fused_attention: bool = False
+) -> MemoryEstimate:
+    """Estimates the memory of training on one device that holds the whole model, in whole bytes.
+
+    Args:
+      config: the model, with its remat.
+      fused_attention: whether attention scores stay on chip (flash attention).
+    """
+    plan = ParallelPlan(
+        micro_batch=training.batch // training.micro_batches,
+        accumulation=training.micro_batches,
+        fused_attention=fused_attention,
+        state_dtype=training.state_dtype,
+        optimizer=training.optimizer,
+    )
+    kinds = remat.kinds(config.remat, config.num_layers)
+    sizes = run_bytes(config, training.sequence, plan, bool(training.adapter_rank), kinds)
+    return MemoryEstimate(**{name: round(float(n)) for name, n in sizes.categories.items()})
+
+
 def alternating_bytes(variants: Sequence[Sequence[MemoryEstimate]]):
     """Returns the bytes of several models whose steps alternate, of each its largest phase.
 
-    As `memory.alternating_bytes`, and broadcasts over arrays.
+    Masters, moments and tables of all models stay resident.  The other memory is that of the
+    largest step.
     """
     resident: Any = 0.0
     transient: Any = 0.0

@@ -16,11 +16,14 @@ from collections.abc import Sequence
 from sparse_dataflow.core.config.layer_groups import layer_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.parallel import PINNED_SETTING
+from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.planner import memory
 from sparse_dataflow.planner.memory import DTYPE_BYTES, MASTER_BYTES
+from sparse_dataflow.planner.parallel_plan import ParallelPlan
+from sparse_dataflow.planner.plan_memory import plan_bytes
 
 FILE_SLOTS = 2
 """Copies of masters and moments in the server's files: last step and current step."""
@@ -138,9 +141,7 @@ class RelayEstimate:
 
 def estimate(
     model: ModelConfig,
-    batch: int,
-    sequence: int,
-    micro_batches: int = 1,
+    training: TrainingConfig,
     *,
     stash: str = "device",
     clipping: str = "exact",
@@ -150,8 +151,6 @@ def estimate(
     fused_attention: bool = False,
     devices: int = 1,
     local_devices: int = 1,
-    optimizer: str = "adamw",
-    state_dtype: str = "float32",
     cores: int = 1,
     copies: bool = True,
 ) -> RelayEstimate:
@@ -159,26 +158,24 @@ def estimate(
 
     Args:
       model: the model; only stored blocks count.
-      batch: sequences per step.
-      sequence: tokens per sequence.
-      micro_batches: micro-batches per step.
+      training: batch, sequence, micro-batches and optimizer.
       stash: "device" or "host".
       clipping: "exact" or "eager".
       files: whether masters and moments are in memory-mapped files.
       pinned: whether the host keeps page-locked copies for the device, even in float32.
       chip: gives the rates; times are None where they are unknown.
-      fused_attention: see `memory.training_bytes`.
+      fused_attention: see `ParallelPlan`.
       devices: data-parallel devices; each holds all parameters of a section.
       local_devices: devices of one process; each has its own page-locked copies and stash.
-      optimizer: see `TrainingConfig`.
-      state_dtype: dtype of the moments.
       cores: cores of the host that update.
       copies: whether the device's copies are kept; else each is made when it is fetched.
 
     Raises:
       UserError: the batch is not divisible by micro_batches x devices.
     """
-    if micro_batches < 1 or batch % (micro_batches * devices):
+    batch, sequence = training.batch, training.sequence
+    micro_batches, state_dtype = training.micro_batches, training.state_dtype
+    if batch % (micro_batches * devices):
         raise UserError(
             f"A batch of {batch} sequences is not divisible into {micro_batches} micro-batches on "
             f"{devices} devices."
@@ -192,23 +189,21 @@ def estimate(
     tables = memory.table_bytes(single)
     tokens = batch * sequence // devices
     boundary = tokens * model.d_model * compute
-    micro = memory.training_bytes(
-        dataclasses.replace(single, remat="full"),
-        batch // micro_batches // devices,
-        sequence,
-        fused_attention=fused_attention,
+    micro_batch = ParallelPlan(
+        micro_batch=batch // micro_batches // devices, remat="full", fused_attention=fused_attention
     )
+    micro = plan_bytes(single, sequence, micro_batch)
     accumulated = MASTER_BYTES if micro_batches > 1 else 0
     device = {
         "embedding and head": 2 * rest * compute,
         "two blocks": 2 * (block * compute + tables),
         "their gradients": block * (2 * compute + accumulated),
         "boundaries": boundary * ((model.num_layers + 3) if stash == "device" else 5),
-        "inside a block": max(micro.activations + micro.working_set, micro.logits),
+        "inside a block": round(max(micro.activations + micro.working_set, micro.logits)),
     }
     state = parameters * MASTER_BYTES
     matrices = memory.matrix_count(model)
-    state += memory.moment_bytes(model, parameters, matrices, state_dtype, optimizer)
+    state += memory.moment_bytes(model, parameters, matrices, state_dtype, training.optimizer)
     # Eager clipping frees the gradients of a block after its update.
     gradients = parameters if clipping == "exact" else rest + 3 * block
     # Without kept copies, those of the blocks that are fetched and of the head exist at once.

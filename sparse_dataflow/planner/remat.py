@@ -62,7 +62,6 @@ class RematPlan:
 
     Attributes:
       text: for `ModelConfig.remat`.
-      kinds: kind of each block.
       device_bytes: estimated bytes on a device.
       host_bytes: estimated bytes of activations in host memory for each device.
       seconds: estimated seconds of a step that remat adds.

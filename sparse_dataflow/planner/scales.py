@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.run import SIZES
+from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.hardware.chips import GIB
-from sparse_dataflow.planner import memory
+from sparse_dataflow.planner import memory, plan_memory
 
 LAPTOP_SCALE = "nano"
 TARGET_SCALE = "13b"
@@ -29,7 +30,8 @@ def scale_estimate(scale: str, linears: Mapping[str, LinearSpec]) -> memory.Memo
     config = SIZES[scale]
     linears = {name: spec for name, spec in linears.items() if name in config.projections}
     config = dataclasses.replace(config, linears=linears, remat="full", compute_dtype="bfloat16")
-    return memory.training_bytes(config, batch=1, sequence=config.max_len)
+    training = TrainingConfig(batch=1, sequence=config.max_len)
+    return plan_memory.training_bytes(config, training)
 
 
 def choose_scale(memory_bytes: int | None, backend: str, linears: Mapping[str, LinearSpec]) -> str:
@@ -54,7 +56,6 @@ def scale_message(memory_bytes: int, scale: str, linears: Mapping[str, LinearSpe
 
     Args:
       memory_bytes: of this machine's device; host memory on a CPU.
-      scale: scale that runs.
       linears: see `scale_estimate`.
     """
     need = scale_estimate(TARGET_SCALE, linears).total

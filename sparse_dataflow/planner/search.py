@@ -18,6 +18,7 @@ from sparse_dataflow.core.config import parallel as residual
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
 from sparse_dataflow.core.config.parallel import EXPERTS, key_value_copies
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP, ROW_PARALLEL
+from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.planner import relay
@@ -374,9 +375,14 @@ def _relay_micro_batches(request: Request) -> int | None:
     if request.chips != 1 or request.chip.host_bandwidth is None:
         return None
     for count in _divisors(request.batch):
-        size = relay.estimate(
-            request.config, request.batch, request.sequence, count, fused_attention=True
+        training = TrainingConfig(
+            batch=request.batch,
+            sequence=request.sequence,
+            micro_batches=count,
+            optimizer=request.optimizer,
+            state_dtype=request.state_dtype,
         )
+        size = relay.estimate(request.config, training, fused_attention=True)
         if size.device_total <= USABLE * request.chip.capacity:
             return count
     return None

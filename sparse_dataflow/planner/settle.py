@@ -348,9 +348,7 @@ def relay_that_fits(
         estimates = [
             relays.estimate(
                 model,
-                training.batch,
-                training.sequence,
-                count,
+                dataclasses.replace(training, micro_batches=count),
                 stash=parallel.stash,
                 clipping=parallel.clipping,
                 files=bool(parallel.server_dir),
@@ -358,7 +356,6 @@ def relay_that_fits(
                 chip=machine.chip,
                 fused_attention=runs_fused(model, machine.chip, machine.host),
                 devices=machine.count,
-                optimizer=training.optimizer,
             )
             for model in models
         ]

@@ -30,7 +30,6 @@ class VariantData:
       step_seconds: median wall-clock of an optimizer step, seconds.
       flops_per_token: floating-point operations of a training step, per token.
       steps: number of optimizer steps.
-      tokens: number of training tokens.
       train_seconds: wall-clock time of the steps, seconds.
       mfu: model FLOPs utilisation, a fraction of one; None where the peak is unknown.
       weight_bytes: bytes of the saved weights and layouts, without the optimizer's state.
@@ -155,7 +154,6 @@ class ReportData:
 
     Attributes:
       title: heading of the page.
-      command: command of the run.
       date: date of the run as text.
       machine: chip, cores and memory.
       versions: package -> version.

@@ -22,7 +22,6 @@ class Page:
       recommended: index of the plan to run.
       times: group of terms -> seconds, of each row.
       frontier: the plan that ran on Frontier beside the recommended one, or "".
-      chips: number of chips.
       dtype: dtype of the matrix products.
       models: label -> section name -> `Section`, of the roofline.
       effects: choice -> Shapley effect on throughput.

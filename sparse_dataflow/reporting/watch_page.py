@@ -23,7 +23,6 @@ class WatchedRun:
     """What a run folder has so far.
 
     Attributes:
-      name: its path.
       steps: planned steps by variant.
       histories: metrics rows by variant.
       goodput: a line about the run's time, or "".

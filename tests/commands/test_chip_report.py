@@ -15,7 +15,7 @@ from sparse_dataflow.commands import chip_report, chip_rows, command_line
 from sparse_dataflow.commands.chip_rows import Row
 from sparse_dataflow.core.config.run import SIZES, preset
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.planner import memory
+from sparse_dataflow.planner import plan_memory
 from sparse_dataflow.reporting import chip_data, chip_page
 from sparse_dataflow.reporting.chip_data import ChipFacts, ChipReport, Measure, RowResult
 
@@ -245,7 +245,7 @@ def test_the_step_is_of_the_largest_scale_that_fits():
             model__remat="full", training__state_dtype="bfloat16", training__batch=batch
         )
         config = config.without_auto()
-        return memory.training_config_bytes(config.model, config.training, True).total
+        return plan_memory.training_bytes(config.model, config.training, True).total
 
     larger = list(SIZES)[list(SIZES).index(name) + 1]
     assert need(name, batch) <= 0.9 * gpu.memory_bytes < min(need(larger, 1), need(name, 2 * batch))

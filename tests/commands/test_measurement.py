@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from experiments.benchmarks import benchmark
+from experiments.benchmarks import benchmark, paired
 from sparse_dataflow.cluster import warm_up
 from sparse_dataflow.commands import measurement
 
@@ -37,8 +37,8 @@ def test_runs_are_timed_in_turn_after_two_rounds_of_warming_up(monkeypatch, stil
         return run
 
     clock = types.SimpleNamespace(perf_counter=lambda: now)
-    monkeypatch.setattr(measurement, "time", clock)
-    times = measurement.paired_seconds({"dense": take("dense", 2), "sparse": take("sparse", 1)}, 3)
+    monkeypatch.setattr(paired, "time", clock)
+    times = paired.paired_seconds({"dense": take("dense", 2), "sparse": take("sparse", 1)}, 3)
     assert order == ["dense", "sparse"] * 5
     np.testing.assert_allclose(times["dense"], [2 * 5, 2 * 7, 2 * 9])
     np.testing.assert_allclose(times["sparse"], [6, 8, 10])
@@ -53,17 +53,17 @@ def test_a_short_run_is_started_again_until_the_time_is_enough(monkeypatch, stil
         now += 0.25
         return np.zeros(1)
 
-    monkeypatch.setattr(measurement, "time", types.SimpleNamespace(perf_counter=lambda: now))
-    times = measurement.paired_seconds({"short": run}, 3, enough=0.9)
+    monkeypatch.setattr(paired, "time", types.SimpleNamespace(perf_counter=lambda: now))
+    times = paired.paired_seconds({"short": run}, 3, enough=0.9)
     assert len(calls) == 2 + 3 * 4
     np.testing.assert_allclose(times["short"], 0.25)
 
 
 @given(positive, positive)
 def test_the_ratio_is_taken_round_by_round(sparse, slowness):
-    ratio = measurement.paired_ratio(3 * sparse * slowness, sparse * slowness)
+    ratio = paired.paired_ratio(3 * sparse * slowness, sparse * slowness)
     assert tuple(ratio.values()) == pytest.approx((3, 3, 3))
-    ratio = measurement.paired_ratio(slowness, sparse, "share")
+    ratio = paired.paired_ratio(slowness, sparse, "share")
     assert ratio["share_low"] <= ratio["share"] <= ratio["share_high"]
     assert ratio["share"] == pytest.approx(np.median(slowness / sparse))
 

@@ -7,9 +7,10 @@ import pytest
 from main_job import assert_same_results, checkpoint_steps, rows
 
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.evaluation.run_files import read_config, read_record, read_variants
-from sparse_dataflow.planner import memory
+from sparse_dataflow.planner import memory, plan_memory
 
 METHODS = {
     "rigl": ("--evolution=rigl", "--set=evolution.every=2", "--notwin"),
@@ -64,7 +65,8 @@ def check_report(folder, method):
     if method == "sparse_to_dense":
         assert variant["flops_per_token"] == pytest.approx((dense_flops + sparse_flops) / 2)
         assert variant["stored_parameters"] == memory.parameter_count(dense)
-        assert variant["training_bytes"] == memory.training_bytes(dense, 8, 64).total
+        training = TrainingConfig(batch=8, sequence=64)
+        assert variant["training_bytes"] == plan_memory.training_bytes(dense, training).total
     else:
         assert sparse_flops < variant["flops_per_token"] < dense_flops
         assert variant["stored_parameters"] == memory.parameter_count(sparse)

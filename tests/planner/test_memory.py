@@ -14,15 +14,23 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.sparsity import SparsityConfig
+from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.stacks import weights_of
-from sparse_dataflow.planner import memory, scales
+from sparse_dataflow.planner import memory, plan_memory, scales
 
 PROJECTIONS = SIZES["nano"].projections
 
 EIGHTH = dict.fromkeys(PROJECTIONS, LinearSpec("block_sparse", density=1 / 8))
 GIB = 2**30
+
+
+def training_bytes(config, rows, sequence, accumulation=1, fused_attention=False):
+    training = TrainingConfig(
+        batch=rows * accumulation, sequence=sequence, micro_batches=accumulation
+    )
+    return plan_memory.training_bytes(config, training, fused_attention)
 
 
 @st.composite
@@ -141,7 +149,7 @@ def test_density_one_stores_what_dense_stores(config):
     full = config.with_linears(LinearSpec("block_sparse", density=1.0))
     dense = dataclasses.replace(config, linears={})
     assert memory.parameter_count(full) == memory.parameter_count(dense)
-    of_full, of_dense = (memory.training_bytes(c, 1, 64) for c in (full, dense))
+    of_full, of_dense = (training_bytes(c, 1, 64) for c in (full, dense))
     # A block-sparse MLP is one op, whose hidden features remat "dots" does not save.
     one_op = config.remat == "dots" and memory.has_one_op_mlp(full)
     hidden = of_dense.activations - of_full.activations
@@ -153,7 +161,7 @@ def test_density_one_stores_what_dense_stores(config):
 
 @given(configs(), st.integers(1, 8), st.integers(1, 512), st.integers(1, 4))
 def test_totals_are_sums_of_categories(config, batch, sequence, accumulation):
-    plan = memory.training_bytes(config, batch, sequence, accumulation=accumulation)
+    plan = training_bytes(config, batch, sequence, accumulation=accumulation)
     sizes = [getattr(plan, f.name) for f in dataclasses.fields(plan)]
     assert plan.total == sum(sizes)
     working = plan.activations + plan.working_set + plan.logits
@@ -166,7 +174,7 @@ def test_totals_are_sums_of_categories(config, batch, sequence, accumulation):
 def test_working_copy_is_whole_without_remat_and_of_one_block_with_it(config, layers):
     def copy(**changes):
         changed = dataclasses.replace(config, **changes)
-        return memory.training_bytes(changed, 1, 16).working_copy
+        return training_bytes(changed, 1, 16).working_copy
 
     deep = dataclasses.replace(config, num_layers=layers)
     assert copy(compute_dtype="float32") == 0
@@ -180,15 +188,15 @@ def test_working_copy_is_whole_without_remat_and_of_one_block_with_it(config, la
 @given(configs(), st.integers(1, 8), st.integers(1, 512))
 def test_activations_are_linear_in_the_batch_and_fall_with_remat(config, batch, sequence):
     config = dataclasses.replace(config, num_layers=4)
-    once, twice = (memory.training_bytes(config, b, sequence) for b in (batch, 2 * batch))
+    once, twice = (training_bytes(config, b, sequence) for b in (batch, 2 * batch))
     assert twice.activations == 2 * once.activations
     assert twice.state == once.state
     none, dots, full = (
-        memory.training_bytes(dataclasses.replace(config, remat=r), batch, sequence).activations
+        training_bytes(dataclasses.replace(config, remat=r), batch, sequence).activations
         for r in ("none", "dots", "full")
     )
     assert none > dots > full
-    fused = memory.training_bytes(config, batch, sequence, fused_attention=True)
+    fused = training_bytes(config, batch, sequence, fused_attention=True)
     total = lambda plan: plan.activations + plan.working_set  # noqa: E731
     assert total(fused) < total(once)
 
@@ -211,7 +219,7 @@ def test_activations_and_logits_agree_with_xla(remat, fields):
         )
     )
     compiled = step.lower(params, tokens).compile().memory_analysis()
-    plan = memory.training_bytes(config, batch, config.max_len)
+    plan = training_bytes(config, batch, config.max_len)
     assert plan.parameters == pytest.approx(compiled.argument_size_in_bytes, rel=0.01)
     assert plan.gradients == pytest.approx(compiled.output_size_in_bytes, rel=0.01)
     planned = plan.activations + plan.working_set + plan.logits
@@ -220,9 +228,9 @@ def test_activations_and_logits_agree_with_xla(remat, fields):
 
 def test_logits_take_the_memory_of_one_chunk():
     config = SIZES["125m"]
-    large = memory.training_bytes(config, 8, 2048)
+    large = training_bytes(config, 8, 2048)
     assert large.logits == 2048 * config.vocab_size * 4
-    plan = memory.training_bytes(config, 1, 16)
+    plan = training_bytes(config, 1, 16)
     assert plan.logits == 16 * config.vocab_size * 4
 
 

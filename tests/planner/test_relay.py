@@ -26,6 +26,12 @@ QUARTER = PICO.with_linears(LinearSpec("block_sparse", "monarch", density=0.25, 
 BY_DEPTH = dataclasses.replace(QUARTER, density_by_depth=(2.0, 1.0))
 
 
+def estimate(model, batch, sequence, micro_batches=1, **options):
+    given = {name: options.pop(name) for name in ("optimizer", "state_dtype") if name in options}
+    training = TrainingConfig(batch=batch, sequence=sequence, micro_batches=micro_batches, **given)
+    return relay.estimate(model, training, **options)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "state_dtype"),
     [*((o, "float32") for o in OPTIMIZERS), *((o, "bfloat16") for o in BUILT_IN)],
@@ -37,7 +43,7 @@ def test_masters_and_moments_are_those_of_the_state(model, optimizer, state_dtyp
     arrays = jax.tree.leaves((state.params, state.moments))
     # AdamW and Muon have one count for all weights, which no plan counts.
     arrays = [a for a in arrays if a.ndim or optimizer not in BUILT_IN]
-    planned = relay.estimate(model, 8, 64, **options).host["masters and moments"]
+    planned = estimate(model, 8, 64, **options).host["masters and moments"]
     size = sum(int(np.prod(a.shape)) * a.dtype.itemsize for a in arrays)
     assert planned == pytest.approx(size, rel=1e-9)
 
@@ -45,7 +51,7 @@ def test_masters_and_moments_are_those_of_the_state(model, optimizer, state_dtyp
 def test_the_host_updates_with_its_cores_until_its_memory_bounds_it():
     """A parameter moves 12 + 12 bytes of state, a gradient and a copy of 2 bytes each."""
     model = dataclasses.replace(LARGE, num_layers=9)
-    plan = lambda **options: relay.estimate(model, 8, 2048, chip=CHIPS["h200"], **options)  # noqa: E731
+    plan = lambda **options: estimate(model, 8, 2048, chip=CHIPS["h200"], **options)  # noqa: E731
     one, four, many = (plan(cores=cores) for cores in (1, 4, 10_000))
     assert one.update_seconds == pytest.approx(4 * four.update_seconds)
     assert one.update_seconds == pytest.approx(one.updated / 310e6)
@@ -64,7 +70,7 @@ def test_the_host_updates_with_its_cores_until_its_memory_bounds_it():
 
 def test_the_device_has_room_for_the_layers_that_store_most():
     half = PICO.with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=16))
-    by_depth, uniform = (relay.estimate(model, 8, 64) for model in (BY_DEPTH, half))
+    by_depth, uniform = (estimate(model, 8, 64) for model in (BY_DEPTH, half))
     assert by_depth.device == uniform.device
     assert by_depth.fetched < uniform.fetched and by_depth.host_total < uniform.host_total
 
@@ -73,20 +79,18 @@ def test_the_device_has_room_for_the_layers_that_store_most():
 @settings(max_examples=20)
 def test_the_device_knows_no_depth_where_the_stash_is_on_the_host(few, many):
     plans = [
-        relay.estimate(dataclasses.replace(LARGE, num_layers=n), 8, 2048, 8, stash="host")
+        estimate(dataclasses.replace(LARGE, num_layers=n), 8, 2048, 8, stash="host")
         for n in (few, many)
     ]
     assert plans[0].device == plans[1].device
-    deep = [
-        relay.estimate(dataclasses.replace(LARGE, num_layers=n), 8, 2048, 8) for n in (few, many)
-    ]
+    deep = [estimate(dataclasses.replace(LARGE, num_layers=n), 8, 2048, 8) for n in (few, many)]
     grown = deep[1].device_total - deep[0].device_total
     assert grown == (many - few) * 8 * 2048 * LARGE.d_model * 2
 
 
 def test_an_eighth_of_the_blocks_is_an_eighth_of_the_traffic():
     """Of the blocks: embeddings, norms and biases stay."""
-    dense, sparse = (relay.estimate(m, 8, 2048) for m in (LARGE, LARGE.with_linears(EIGHTH)))
+    dense, sparse = (estimate(m, 8, 2048) for m in (LARGE, LARGE.with_linears(EIGHTH)))
     for field in ("fetched", "returned", "updated"):
         assert 6 < getattr(dense, field) / getattr(sparse, field) < 8
     assert 6 < dense.host_total / sparse.host_total < 8
@@ -94,34 +98,34 @@ def test_an_eighth_of_the_blocks_is_an_eighth_of_the_traffic():
 
 def test_bytes_a_parameter_are_those_of_l2l():
     """6 at 16 bits: weights twice, gradients once (arXiv 2002.05645); the last block once less."""
-    plan = relay.estimate(LARGE, 8, 2048)
+    plan = estimate(LARGE, 8, 2048)
     shorter = dataclasses.replace(LARGE, num_layers=LARGE.num_layers - 1)
-    block = plan.updated - relay.estimate(shorter, 8, 2048).updated
+    block = plan.updated - estimate(shorter, 8, 2048).updated
     assert plan.fetched + plan.returned == 6 * plan.updated - 2 * block
 
 
 def test_micro_batches_hide_transfer_where_the_plan_says():
     slow, fast = (dataclasses.replace(CHIPS["h200"], host_bandwidth=n * 50e9) for n in (1, 4))
-    needed = relay.estimate(LARGE, 1, 2048, chip=slow).micro_batches
+    needed = estimate(LARGE, 1, 2048, chip=slow).micro_batches
     assert 1 < needed < 32
-    assert relay.estimate(LARGE, 1, 2048, chip=fast).micro_batches <= -(-needed // 4) + 1
-    enough = relay.estimate(LARGE, needed, 2048, needed, chip=slow)
+    assert estimate(LARGE, 1, 2048, chip=fast).micro_batches <= -(-needed // 4) + 1
+    enough = estimate(LARGE, needed, 2048, needed, chip=slow)
     assert enough.transfer_seconds <= enough.compute_seconds
-    assert relay.estimate(LARGE, 1, 2048).micro_batches is None
+    assert estimate(LARGE, 1, 2048).micro_batches is None
 
 
 def test_files_and_eager_clipping_relieve_host_memory():
-    plan = lambda **options: relay.estimate(LARGE, 8, 2048, 8, **options)  # noqa: E731
+    plan = lambda **options: estimate(LARGE, 8, 2048, 8, **options)  # noqa: E731
     assert plan(files=True).host_total < plan().host_total / 3
     assert plan(files=True).disk == 2 * plan().host["masters and moments"]
     assert plan(clipping="eager").host["gradients"] < plan().host["gradients"] / 5
-    halves = relay.estimate(LARGE, 8, 2048, 4, devices=2).device["boundaries"]
+    halves = estimate(LARGE, 8, 2048, 4, devices=2).device["boundaries"]
     assert halves == plan().device["boundaries"] // 2
 
 
 def test_page_locked_memory_scales_with_local_devices():
     def host(**options):
-        return relay.estimate(LARGE, 8, 2048, devices=4, stash="host", **options).host
+        return estimate(LARGE, 8, 2048, devices=4, stash="host", **options).host
 
     single, four = host(), host(local_devices=4)
     for name in ("device's copies", "stash"):
@@ -132,7 +136,7 @@ def test_page_locked_memory_scales_with_local_devices():
 
 
 def test_a_host_too_small_is_refused_with_both_figures():
-    step = relay.estimate(LARGE, 8, 2048)
+    step = estimate(LARGE, 8, 2048)
     relay.check_host_memory(step, 2 * step.host_total)
     with pytest.raises(
         UserError, match=r"needs .* GiB of host memory .* 64 GiB are available; parallel.server_dir"
@@ -141,7 +145,7 @@ def test_a_host_too_small_is_refused_with_both_figures():
 
 
 def test_processes_of_one_machine_share_its_memory():
-    step = relay.estimate(LARGE, 8, 2048)
+    step = estimate(LARGE, 8, 2048)
     relay.check_host_memory(step, 3 * step.host_total, processes=2)
     with pytest.raises(UserError, match=r"each of 2 processes here.*one process with all devices"):
         relay.check_host_memory(step, 2 * step.host_total, processes=2)
@@ -153,11 +157,11 @@ def test_files_have_two_slots_of_the_state():
     state = abstract_state(model, TrainingConfig(1, 8, 64))
     arrays = [a for a in jax.tree.leaves((state.params, state.moments, state.tables)) if a.ndim]
     expected = 2 * sum(int(np.prod(a.shape)) * a.dtype.itemsize for a in arrays)
-    assert relay.estimate(model, 8, 64, files=True).disk == pytest.approx(expected, rel=0.01)
+    assert estimate(model, 8, 64, files=True).disk == pytest.approx(expected, rel=0.01)
 
 
 def test_the_text_names_every_figure():
-    text = relay.estimate(LARGE, 8, 2048, chip=CHIPS["h200"], files=True).text()
+    text = estimate(LARGE, 8, 2048, chip=CHIPS["h200"], files=True).text()
     for word in (
         "on the device",
         "in host memory",
@@ -169,12 +173,12 @@ def test_the_text_names_every_figure():
 
 
 def test_a_batch_that_is_not_divisible_is_refused():
-    with pytest.raises(UserError, match="not divisible into 3 micro-batches"):
-        relay.estimate(LARGE, 8, 2048, 3)
+    with pytest.raises(UserError, match="not divisible into 2 micro-batches on 3 devices"):
+        estimate(LARGE, 8, 2048, 2, devices=3)
 
 
 def test_a_limit_on_page_locked_memory_is_named_with_what_is_needed():
-    step = relay.estimate(LARGE, 8, 2048, stash="host")
+    step = estimate(LARGE, 8, 2048, stash="host")
     relay.check_pinned_memory(step, 64)
     with pytest.raises(UserError, match=rf"set {PINNED_SETTING}=\d+ in the environment"):
         relay.check_pinned_memory(step, 8)

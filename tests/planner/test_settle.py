@@ -116,6 +116,15 @@ def test_a_density_that_fits_is_named():
     assert not on("h100", sparsity__density=0.25, training__batch=8).tight
 
 
+def test_the_relay_counts_moments_in_their_dtype():
+    wide, narrow = (
+        on("rtx-4090", parallel__executor="relay", training__batch=16, training__state_dtype=dtype)
+        for dtype in ("float32", "bfloat16")
+    )
+    states = [each.relay.host["masters and moments"] for each in (wide, narrow)]
+    assert states[0] / states[1] == pytest.approx(12 / 8)
+
+
 def test_the_relay_gets_micro_batches_that_fit_its_device():
     result = on("rtx-4090", parallel__executor="relay", training__batch=16)
     assert result.relay.device_total <= ROOMY * 0.9 * 24e9

@@ -14,6 +14,7 @@ from sparse_dataflow.files.errors import UserError, first_line
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.detect import keep_freed_memory
 
+from .. import paired
 from ..benchmark import ENOUGH_SECONDS, Program
 from ..options import IMPLEMENTATIONS
 from . import peers as kernel_peers
@@ -142,11 +143,11 @@ def _programs(case, operands, implementations: Sequence[str], peers) -> dict[str
 def _measured(case, dense: Program, sparse: dict[str, Program], rounds) -> Iterator[dict]:
     """A row an implementation; the dense product is timed in turn with every layout."""
     runs = {"dense": dense.run, **{name: program.run for name, program in sparse.items()}}
-    seconds = measurement.paired_seconds(runs, rounds, ENOUGH_SECONDS)
+    seconds = paired.paired_seconds(runs, rounds, ENOUGH_SECONDS)
     layout, dense_median = case.layout, float(np.median(seconds["dense"]))
     for name, program in sparse.items():
         median = float(np.median(seconds[name]))
-        ratio = measurement.paired_ratio(seconds["dense"], seconds[name])
+        ratio = paired.paired_ratio(seconds["dense"], seconds[name])
         yield {
             "shape": f"{layout.in_features}x{layout.out_features}",
             "tokens": case.tokens,

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from sparse_dataflow.core.ops.block_sparse_matmul import xla
 from sparse_dataflow.core.ops.block_sparse_matmul import xla_tuning as tuning_xla
 from sparse_dataflow.files.errors import UserError, first_line
 
+from .. import paired
 from ..benchmark import ENOUGH_SECONDS, Program
 from . import programs as kernel_programs
 from .programs import Grid, Operands
@@ -66,7 +67,7 @@ def run(grid: Grid, rounds: int, folder: str) -> Path:
                 continue
             done.add(case)
             seconds_of = functools.partial(_seconds, tuning.program, case.product, rounds)
-            tiles, seconds, heuristic = tuned.descend(space, seconds_of)
+            tiles, seconds, heuristic = descend(space, seconds_of)
             _keep(path, case, tiles, 1e3 * seconds, 1e3 * heuristic)
     return path.parent
 
@@ -106,7 +107,7 @@ def _seconds(program, product, rounds, tried):
             runs[tiles] = program(product, tiles).run
         except (UserError, RuntimeError, NotImplementedError) as refusal:
             print(f"{tiles} is left out: {first_line(refusal)}")
-    seconds = measurement.paired_seconds(runs, rounds, ENOUGH_SECONDS)
+    seconds = paired.paired_seconds(runs, rounds, ENOUGH_SECONDS)
     return [float(np.median(seconds[tiles])) if tiles in runs else math.inf for tiles in tried]
 
 
@@ -118,3 +119,34 @@ def _keep(path, case, tiles, ms, heuristic_ms):
     print(f"{text:<66} {ms:9.3f} {heuristic_ms:12.3f}  {tiles}")
     entry = case, tiles, {"ms": ms, "heuristic_ms": heuristic_ms}
     tuned.write(path, [entry], measurement.provenance(tuned.device_kind()))
+
+
+MIN_GAIN = 0.03
+"""Least fraction of the time that a search step must save; less is noise."""
+
+
+def descend(
+    space: tuned.SearchSpace, seconds_of: Callable[[list], Sequence[float]], rounds: int = 3
+) -> tuple[Any, float, float]:
+    """Search greedily: move to the fastest neighbour until none gains MIN_GAIN.
+
+    Args:
+      space: the tile sizes to try.
+      seconds_of: maps a list of tile sizes to the seconds of each, measured together; infinite
+        for tiles that do not run.
+      rounds: maximum number of moves.
+
+    Returns:
+      (fastest tile sizes, their seconds, seconds of `space.start`), timed in the last round.
+    """
+    best, best_seconds, start_seconds = space.start, math.nan, math.nan
+    for _ in range(rounds):
+        tried = list(dict.fromkeys([space.start, best, *space.neighbours(best)]))
+        seconds = dict(zip(tried, seconds_of(tried), strict=True))
+        fastest = min(tried, key=seconds.__getitem__)
+        stays = seconds[fastest] > (1 - MIN_GAIN) * seconds[best]
+        best = best if stays else fastest
+        best_seconds, start_seconds = seconds[best], seconds[space.start]
+        if stays:
+            break
+    return best, best_seconds, start_seconds

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.commands import measurement
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.model import stacks
@@ -24,6 +23,7 @@ from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 
+from ...benchmarks import paired
 from . import arms
 
 TOKENS = 4
@@ -62,9 +62,9 @@ def measure(
             name: _writer(model, weights[name], batch, narrow.max_len - TOKENS)
             for name, model in models.items()
         }
-        seconds = measurement.paired_seconds(programs, rounds, enough=0.1)
+        seconds = paired.paired_seconds(programs, rounds, enough=0.1)
         for name, model in models.items():
-            ratio = measurement.paired_ratio(seconds[name], seconds["narrow"], "over_narrow")
+            ratio = paired.paired_ratio(seconds[name], seconds["narrow"], "over_narrow")
             spec = dict(model.linears).get("mlp_in", LinearSpec())
             flops = cost.flops_per_token(model, model.max_len, training=False).total
             rows.append(

@@ -105,7 +105,6 @@ def fused_tuning(unfused: MlpTuning, shape: MlpShape, vmem_bytes: int) -> MlpTun
 
     Args:
       unfused: tiles of the single products.
-      shape: shape of the MLP.
       vmem_bytes: VMEM budget.
     """
     first, second = unfused.product_in, unfused.product_out

@@ -52,7 +52,6 @@ def load(
     """Loads runs into host memory, one after another, after the text of their router.
 
     Args:
-      names: folders of the runs.
       variant: of every run; see `interchange.load.load`.
       checkpoint: of every run.
       routed: whether a prompt may not name its run, so that a router is needed.

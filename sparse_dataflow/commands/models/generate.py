@@ -128,7 +128,6 @@ def encoded_prompts(trained: Model, prompts: Sequence[str], chat: bool) -> list[
     """Returns the tokens of prompts, with those that the tokenizer puts in front of a text.
 
     Args:
-      prompts: the texts.
       chat: whether each is a message of a user, which the chat template renders.
 
     Raises:
@@ -261,7 +260,6 @@ def read_prompts(path: str, runs: Collection[str] = ()) -> list[Prompt]:
     Empty lines are skipped.
 
     Args:
-      path: the file.
       runs: names that a line may have as "run", which is not read if there are none.
 
     Raises:

@@ -165,7 +165,6 @@ def ready(
       by_name: as `named` returns them.
       options: of `experiments.evaluate`.
       corpus: the corpus whose held-out documents give the items.
-      tokenizer: tokenizer of the models.
       context: tokens that a prompt may have.
 
     Raises:

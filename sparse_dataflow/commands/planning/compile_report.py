@@ -31,10 +31,8 @@ class CompilePlan:
     """A model, chips, and the parallel plan that is compiled.
 
     Attributes:
-      scale: name of the model.
       config: the model, with its remat.
       sequence: tokens per sequence.
-      topology: the chips.
     """
 
     scale: str

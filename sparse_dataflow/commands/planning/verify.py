@@ -18,7 +18,6 @@ def verdicts(
     """Returns a few words for each plan: whether it fits, or why it was not compiled.
 
     Args:
-      scale: name of the model.
       request: that the plans answer.
       plans: in the order in which they are compiled.
       minutes: time after which no further compilation starts.

@@ -46,9 +46,7 @@ def estimate(
     """
     return relay.estimate(
         model,
-        training.batch,
-        training.sequence,
-        training.micro_batches,
+        training,
         stash=how.stash,
         clipping=how.clipping,
         files=files,
@@ -57,8 +55,6 @@ def estimate(
         chip=chip,
         devices=devices,
         local_devices=jax.local_device_count() if devices > 1 else 1,
-        optimizer=training.optimizer,
-        state_dtype=training.state_dtype,
         cores=cores or hardware.cpu_count(),
         copies=copies,
     )

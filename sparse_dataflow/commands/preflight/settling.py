@@ -241,7 +241,7 @@ def model_costs(
         model.num_layers,
         {kind: _plan(model, training, executor, kind, chip) for kind in REMATS},
     )
-    estimates = {kind: _estimate(model, training, plans[kind], executor) for kind in REMATS}
+    estimates = {kind: _estimate(model, training, plan) for kind, plan in plans.items()}
     if chip.network is None:  # The differences between kinds of remat are then without links.
         chip = dataclasses.replace(chip, network=Network(2**20, math.inf, math.inf))
     efficiency = EFFICIENCIES.get(own_key(chip.family), PRIOR)
@@ -314,16 +314,13 @@ def _plan(model, training, executor, kind, chip):
     )
 
 
-def _estimate(model, training, plan, executor):
-    model = dataclasses.replace(model, remat=plan.remat)
-    if executor == SINGLE_DEVICE:
-        return memory.training_config_bytes(model, training, plan.fused_attention)
-    return plan_memory.plan_bytes(model, training.sequence, plan)
+def _estimate(model, training, plan):
+    return plan_memory.run_bytes(model, training.sequence, plan, bool(training.adapter_rank))
 
 
 def _resident(model, training, executor, chip):
     plan = _plan(model, training, executor, "none", chip)
-    each = _estimate(model, training, plan, executor)
+    each = _estimate(model, training, plan)
     return float(each.parameters + each.moments + each.layout_tables)
 
 

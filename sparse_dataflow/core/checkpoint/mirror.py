@@ -62,7 +62,7 @@ def copies_at(place: Path | Address) -> Copies:
     return FolderCopies(place.absolute())
 
 
-class FolderCopies:
+class FolderCopies(Copies):
     """Copies in a second folder."""
 
     def __init__(self, folder: Path):
@@ -72,45 +72,37 @@ class FolderCopies:
         return str(self._folder)
 
     def prepare(self) -> None:
-        """See `Copies`."""
         named_arrays.prepare_folder(self._folder)
 
     def facts(self) -> dict[int, dict[str, Any]]:
-        """See `Copies`."""
         return named_arrays.read_facts(self._folder)
 
     def put(self, step: int, source: Path) -> None:
-        """See `Copies`."""
         _transfer(step, source, self._folder)
 
     def get(self, step: int, target: Path) -> None:
-        """See `Copies`."""
         _transfer(step, self._folder, target)
 
     def put_beside(self, path: Path) -> None:
-        """See `Copies`."""
         new = self._folder.parent / f"{path.name}.new"
         _copy(path, new)
         os.replace(new, self._folder.parent / path.name)
 
     def get_beside(self, name: str, path: Path) -> bool:
-        """See `Copies`."""
         if not (self._folder.parent / name).exists():
             return False
         _copy(self._folder.parent / name, path)
         return True
 
     def prune(self, keep: int, step: int) -> None:
-        """See `Copies`."""
         for _ in named_arrays.prune(self._folder, keep, step):
             pass
 
     def set_aside(self, step: int, reason: str) -> None:
-        """See `Copies`."""
         named_arrays.set_aside(self._folder / str(step), reason)
 
 
-class AddressCopies:
+class AddressCopies(Copies):
     """Copies at an address: STEP/manifest.json, STEP/extra.json, STEP/state/..."""
 
     def __init__(self, address: Address):
@@ -124,7 +116,6 @@ class AddressCopies:
         self._delete_unfinished()
 
     def facts(self) -> dict[int, dict[str, Any]]:
-        """See `Copies`."""
         facts = {}
         for step, names in self._steps().items():
             if manifest.NAME in names:
@@ -138,7 +129,6 @@ class AddressCopies:
         return facts
 
     def put(self, step: int, source: Path) -> None:
-        """See `Copies`."""
         origin, copy = source / str(step), self._address / str(step)
         content = (origin / manifest.NAME).read_bytes()
         self._delete(step)
@@ -148,7 +138,6 @@ class AddressCopies:
         (copy / manifest.NAME).write(content)
 
     def get(self, step: int, target: Path) -> None:
-        """See `Copies`."""
         copy, saving = self._address / str(step), target / f"{step}.saving"
         named_arrays.remove(saving)
         try:
@@ -158,11 +147,9 @@ class AddressCopies:
             shutil.rmtree(saving, ignore_errors=True)
 
     def put_beside(self, path: Path) -> None:
-        """See `Copies`."""
         (self._address.parent / path.name).upload(path)
 
     def get_beside(self, name: str, path: Path) -> bool:
-        """See `Copies`."""
         try:
             (self._address.parent / name).download(path)
         except FileNotFoundError:
@@ -170,7 +157,6 @@ class AddressCopies:
         return True
 
     def prune(self, keep: int, step: int) -> None:
-        """See `Copies`."""
         facts = self.facts()
         best = named_arrays.best_step(facts)
         for old in sorted(facts.keys() - {step, best, *sorted(facts)[-keep:]}):
@@ -178,7 +164,6 @@ class AddressCopies:
         self._delete_unfinished()
 
     def set_aside(self, step: int, reason: str) -> None:
-        """See `Copies`."""
         place = self._address / str(step) / manifest.NAME
         (self._address / str(step) / ASIDE).write(place.read())
         place.delete()

@@ -70,7 +70,6 @@ class Portions(NamedTuple):
 
     Attributes:
       rows: sequences of one program call.
-      calls: number of calls.
       per_batch: calls whose sequences come from one training batch.
     """
 

@@ -35,7 +35,6 @@ def cut(
 
     Args:
       tables: canonical, concrete, stacked over the layers of a group; see `gpt`.
-      shards: number of shards.
       changing: whether the layouts may change later; the tables then fit any layout.
       kv_copies: consecutive shards of `k` and `v` that are equal; see
         `config.parallel.key_value_copies`.

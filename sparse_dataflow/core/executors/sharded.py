@@ -54,11 +54,9 @@ class Sharded(Executor):
 
     @property
     def devices(self):
-        """See `Executor`."""
         return self.mesh.size
 
     def describe(self):
-        """See `Executor`."""
         flags = f"--mesh={meshes.describe(self.mesh)} --set parallel.zero={self.zero}"
         if self.sub_batches > 1:
             flags += f" --set parallel.sub_batches={self.sub_batches}"
@@ -66,13 +64,11 @@ class Sharded(Executor):
 
     @property
     def ways(self):
-        """See `Executor`."""
         longer = {axis for axis, size in self.mesh.shape.items() if size > 1}
         rows = (executor.ROWS,) if longer & set(BATCH_AXES) else ()
         return (*rows, *(way for way in executor.WAYS if way in longer))
 
     def check(self, model, training):
-        """See `Executor`."""
         super().check(model, training)
         if self.exchange:
             sharding.refuse_exchange(self.mesh, model, self.zero)
@@ -103,7 +99,6 @@ class Sharded(Executor):
                     )
 
     def loss(self, model, weights, batch):
-        """See `Executor`."""
         member, specs, _ = self._member(model, weights)
 
         def local(weights, batch):
@@ -127,7 +122,6 @@ class Sharded(Executor):
         return self._mapped(local, (specs, rows, rows), (rows, rows))(weights, tokens, places)
 
     def loss_and_gradients(self, model, weights, batch, how):
-        """See `Executor`."""
         member, specs, gradient_specs = self._member(model, weights)
 
         def local(weights, batch):
@@ -144,12 +138,10 @@ class Sharded(Executor):
         return self._mapped(local, (specs, of_batch), (P(), gradient_specs))(weights, batch)
 
     def over_rows(self, function):
-        """See `Executor`."""
         rows = P(BATCH_AXES)
         return self._mapped(function, (P(), rows), rows)
 
     def block_gradient_norms(self, model, weights, tokens):
-        """See `Executor`."""
         member, specs, _ = self._member(model, weights)
         # A norm of the whole rows is not the sum of norms of their parts.
         member = dataclasses.replace(member, sub_batches=1)
@@ -224,30 +216,24 @@ class Sharded(Executor):
 
     @property
     def tensor_shards(self):
-        """See `Executor`."""
         return self.mesh.shape["tensor"]
 
     def shardings(self, state, model):
-        """See `Executor`."""
         return sharding.state_shardings(state, model, self.mesh, self.zero)
 
     def replicated(self):
-        """See `Executor`."""
         return NamedSharding(self.mesh, P())
 
     def place(self, state, model):
-        """See `Executor`."""
         return self._with_rows(self._reordered(state, model, lambda order: order), model)
 
     def placed_shapes(self, state, model):
-        """See `Executor`."""
         shapes = self._row_shapes(state)
         if shapes is state:
             return state
         return jax.tree.map(sharding.abstract, shapes, self.shardings(shapes, model))
 
     def canonical(self, state, model):
-        """See `Executor`."""
         return self._reordered(self._with_rows(state, model, model.vocab_size), model, cuts.inverse)
 
     def _row_shapes(self, state, vocabulary=None):
@@ -323,7 +309,6 @@ class Sharded(Executor):
         return placed._replace(tables=state.tables)
 
     def place_layouts(self, weights, model, changing):
-        """See `Executor`."""
         target = NamedSharding(self.mesh, TABLES)
         layouts = jax.tree.map(
             lambda table: put_global(table, target), self._cut_layouts(weights, model, changing)
@@ -342,7 +327,6 @@ class Sharded(Executor):
         return join_groups([{name: cut.tables for name, cut in group.items()} for group in groups])
 
     def arrays(self, state, model, changing, batch):
-        """See `Executor`."""
 
         def sharded(tree, spec):
             target = NamedSharding(self.mesh, spec)
@@ -365,11 +349,9 @@ class Sharded(Executor):
         return gradient_arrays(state.moments, state.params)
 
     def local_rows(self, batch):
-        """See `Executor`."""
         return meshes.local_rows(self.mesh, batch)
 
     def put(self, batch, rows):
-        """See `Executor`."""
         target = NamedSharding(self.mesh, P(BATCH_AXES))
         position = {row: i for i, row in enumerate(self.local_rows(rows))}
 

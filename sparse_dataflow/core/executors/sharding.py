@@ -185,7 +185,7 @@ def state_shardings(state: Any, model: ModelConfig, mesh: AnyMesh, zero: int) ->
         name = parameter_name(path)
         if not name:  # Step, key, the optimizer's count.
             return NamedSharding(mesh, P())
-        fsdp = zero >= ZERO[_name(path[0])]
+        fsdp = zero >= ZERO[dotted_path(path[:1])]
         shape = shapes.get(name, leaf.shape)
         entries = spec(name, shape, mesh, fsdp, copies)
         if leaf.shape == shape:
@@ -213,19 +213,15 @@ def parameter_name(path) -> str:
 
     The last key of an array in a weight's own state is its number (see `optim.by_weight`).
     """
-    keys = [_name(key) for key in path]
+    keys = dotted_path(path).split(".")
     start = next((i for i, key in enumerate(keys) if key in ("embed", "blocks", "head")), 0)
     named = keys[start:-1] if hasattr(path[-1], "idx") else keys[start:]
     return ".".join(named) if start else ""
 
 
-def _name(key) -> str:
-    return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))))
-
-
 def dotted_path(path) -> str:
     """Returns a path of `jax.tree_util` as "blocks.qkv.values"."""
-    return ".".join(map(_name, path))
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def gather(params: dict, specs: dict, dtype: jnp.dtype) -> dict:
@@ -236,7 +232,6 @@ def gather(params: dict, specs: dict, dtype: jnp.dtype) -> dict:
     Args:
       params: a section's shards; of one layer if the specs are of one.
       specs: partition specs of the params.
-      dtype: compute dtype.
     """
 
     def gather_leaf(leaf, spec):

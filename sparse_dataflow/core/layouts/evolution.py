@@ -121,7 +121,6 @@ class PhaseSpec:
 
     Attributes:
       start: fraction of the steps, in [0, 1).
-      model: config of the model to train.
       runtime_layouts: whether layouts are known only at run time, so that their tables are
         arguments of the compiled programs.
     """

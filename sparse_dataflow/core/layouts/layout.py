@@ -25,7 +25,6 @@ class Groups:
     A jax program has it as a constant (`ops.block_sparse_matmul.grouped`).
 
     Attributes:
-      count: number of groups.
       in_run: consecutive input blocks of one part before those of the next.
       out_run: consecutive output blocks of one part before those of the next.
       in_parts: parts of the input blocks; more than `count` only in a shard.  0 means `count`.

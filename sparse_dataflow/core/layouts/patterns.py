@@ -41,7 +41,6 @@ def register(name: str, by_role: bool = False) -> Callable[[Any], Any]:
     """Returns a decorator that registers a pattern.
 
     Args:
-      name: of the pattern.
       by_role: whether the pattern also takes `reads_residual`, bool or None.
 
     Raises:

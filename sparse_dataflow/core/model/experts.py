@@ -92,7 +92,6 @@ def _by_expert(experts_NxK, count, bound, expected, most=None):
 
     Args:
       experts_NxK: int32, the experts of tokens.
-      count: number of experts.
       bound: most rows of an expert, which gives the number of tiles.
       expected: expected rows of all experts, which gives the rows of a tile.
       most: a smaller limit of the rows of an expert.
@@ -282,7 +281,6 @@ class Experts(nnx.Module):
         """Applies the experts to gathered tokens.
 
         Args:
-          x_BxTxD: the tokens.
           shard: shard of the weights.
           real_BxT: bool, whether each token is no padding, which has no experts; None for all.
 
@@ -345,7 +343,6 @@ class Experts(nnx.Module):
         """Chooses the experts of tokens, in float32.
 
         Args:
-          x_NxD: the tokens.
           row_axes: mesh axes of the enclosing `shard_map` that share the batch.
           real_N: bool, the tokens that the Routing counts; None for all.
 

@@ -7,7 +7,6 @@ file, or tiles that the chip cannot run, are ignored with one logged warning.
 import dataclasses
 import functools
 import json
-import math
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,9 +31,6 @@ OP = "block_sparse_matmul"
 
 PRODUCTS = ("forward", "input_gradient", "weight_gradient")
 """y = xW, dx = dy Wᵀ and dW."""
-
-MIN_GAIN = 0.03
-"""Least fraction of the time that a search step must save; less is noise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,33 +101,6 @@ class SearchSpace:
         ]
 
 
-def descend(
-    space: SearchSpace, seconds_of: Callable[[list], Sequence[float]], rounds: int = 3
-) -> tuple[Any, float, float]:
-    """Search greedily: move to the fastest neighbour until none gains MIN_GAIN.
-
-    Args:
-      space: the tile sizes to try.
-      seconds_of: maps a list of tile sizes to the seconds of each, measured together; infinite
-        for tiles that do not run.
-      rounds: maximum number of moves.
-
-    Returns:
-      (fastest tile sizes, their seconds, seconds of `space.start`), timed in the last round.
-    """
-    best, best_seconds, start_seconds = space.start, math.nan, math.nan
-    for _ in range(rounds):
-        tried = list(dict.fromkeys([space.start, best, *space.neighbours(best)]))
-        seconds = dict(zip(tried, seconds_of(tried), strict=True))
-        fastest = min(tried, key=seconds.__getitem__)
-        stays = seconds[fastest] > (1 - MIN_GAIN) * seconds[best]
-        best = best if stays else fastest
-        best_seconds, start_seconds = seconds[best], seconds[space.start]
-        if stays:
-            break
-    return best, best_seconds, start_seconds
-
-
 def device_kind() -> str:
     """Return the target's device kind: jax's name, or a CPU's model and cores."""
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
@@ -157,7 +126,6 @@ def keyed_by_case(
       x: [tokens, in_features]; only shape and dtype are read.
       values: [nnz, block, block]; only shape is read.
       widths: (in_features, out_features).
-      spaces: search space of each product.
     """
     stored, block = values.shape[:2]
     shape = (len(x), *widths, stored, block, str(x.dtype))
@@ -251,7 +219,6 @@ def write(path: Path, measurements: Iterable[tuple[Case, Any, dict]], source: di
     """Add measurements to a file; they replace earlier ones of equal cases.
 
     Args:
-      path: the file.
       measurements: (case, tile sizes, further fields of the entry).
       source: command, date, machine and versions.
 

@@ -77,7 +77,6 @@ def update(
 
     Args:
       training: names the optimizer.
-      gradients: of the params.
       states: from `init` or `update`.
       params: a tree of float32 arrays.
       rates: learning rate of each leaf, a number or float32 [].
@@ -143,7 +142,6 @@ def evaluated(training: TrainingConfig, moments: Any, params: Any) -> Any:
     Args:
       training: names the optimizer.
       moments: the optimizer state.
-      params: the params that are trained.
     """
     if training.optimizer != "schedule_free":
         return params

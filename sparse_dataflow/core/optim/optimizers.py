@@ -62,7 +62,6 @@ def make_optimizer(
     `weights`: Muon's matrices are the groups of layouts that have them and cannot change.
 
     Args:
-      training: optimizer settings.
       mesh: devices over which the updated arrays are sharded, with an axis "stage" for layers;
         None for one device.
     """
@@ -240,7 +239,6 @@ def map_moments(
     Args:
       function: tree of first moments, with the params' structure -> new tree; or tree of the states
         of each weight, a tuple of arrays for each leaf.
-      moments: the optimizer state.
       second: the same for the second moments, which Muon's matrices lack; `function` if None.
     """
     second = second or function

@@ -97,7 +97,6 @@ class SkipSpikes(Hook):
         self._sigmas, self._every, self._history = sigmas, every, SpikeHistory()
 
     def limit(self) -> np.float32:
-        """See `Hook`."""
         return self._history.loss_limit(self._sigmas)
 
     def after_step(self, trainer: Trainer, step: StepDone) -> None:
@@ -136,11 +135,9 @@ class SkipSpikes(Hook):
         trainer.alert("rollback", text)
 
     def saved(self) -> dict[str, Any]:
-        """See `Hook`."""
         return {"spikes": self._history.to_json()}
 
     def restore(self, extra: Mapping[str, Any]) -> None:
-        """See `Hook`."""
         self._history = SpikeHistory.from_json(extra.get("spikes"))
 
 
@@ -160,7 +157,6 @@ class Record(Hook):
         self._mfu, self._note = mfu, note
 
     def after_step(self, trainer: Trainer, step: StepDone) -> None:
-        """See `Hook`."""
         if not step.accepted:
             return
         training = trainer.training
@@ -189,7 +185,6 @@ class Show(Hook):
         self._progress, self._every = progress, (eval_every, checkpoint_every)
 
     def after_step(self, trainer: Trainer, step: StepDone) -> None:
-        """See `Hook`."""
         self._progress.after_step(trainer.name, remaining(trainer, *self._every))
 
 
@@ -248,11 +243,9 @@ class Evaluate(Hook):
             say(f"{trainer.name:>6}: plateau: the next phase starts after step {trainer.step}")
 
     def saved(self) -> dict[str, Any]:
-        """See `Hook`."""
         return {"plateau": self._plateau.to_json()}
 
     def restore(self, extra: Mapping[str, Any]) -> None:
-        """See `Hook`."""
         self._plateau = Plateau.from_json(extra["plateau"])
 
 
@@ -266,7 +259,6 @@ class Save(Hook):
         self._every = every
 
     def after_step(self, trainer: Trainer, step: StepDone) -> None:
-        """See `Hook`."""
         if trainer.step % self._every == 0 or trainer.finished:
             trainer.save()
 

@@ -115,7 +115,6 @@ class Trainer:
       evolution: how layouts or model change.
       executor: runs the programs.
       clock: records what this process is doing.
-      checkpoints: of this training.
       phases: the models that are trained in turn; a hook may move their first steps.
       phase_number: index of the phase of the state.
       state: as placed by the executor, with canonical tables.

@@ -274,7 +274,6 @@ def run_step(
       programs: of the state's model.
       state: as placed by the executor, with canonical layouts; donated but for these.
       batch: as put by the executor.
-      learning_rate: of this step.
       limit: highest accepted loss; None if the programs were compiled without a limit.
       guide_share: the guides' share of the products; read by a guided model alone.
     """
@@ -311,7 +310,6 @@ def evolve_layouts(
     Args:
       state: as placed by the executor; must not be used again.
       model: config of the state's model.
-      programs: of the model.
       evolution: the method and its settings.
       share: fraction of stored blocks to exchange.
       batches: training batches, as put by the executor, for methods that read gradients.

@@ -208,7 +208,6 @@ class _Place:
     """One projection of one group of layers.
 
     Attributes:
-      name: of the projection.
       group: index of the group among `split_groups` of params["blocks"].
       layers: the group's layers.
     """

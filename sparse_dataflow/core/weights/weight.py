@@ -92,7 +92,6 @@ class Wrapper(Weight):
         return self.base.dense()
 
     def map_stored(self, function: Callable[[Weight], Weight]) -> Weight:
-        """See `Weight`."""
         return dataclasses.replace(self, base=self.base.map_stored(function))  # type: ignore[type-var]
 
 
@@ -110,7 +109,6 @@ class Dense(Weight):
     precision: str = dataclasses.field(default=PRECISIONS[0], metadata=METADATA)
 
     def __rmatmul__(self, x):
-        """See `Weight`."""
         if self.precision == PRECISIONS[0]:
             return _by_rows(x, self.kernel)
         return _by_rows(x, self.kernel, functools.partial(_quantized, precision=self.precision))
@@ -122,11 +120,9 @@ class Dense(Weight):
         return _by_rows(x, self.kernel, nonzero_rows_matmul)
 
     def expert_products(self, x, tiles):
-        """See `Weight`."""
         return expert_matmul(x[:, None], self.kernel.astype(x.dtype)[:, None], tiles)[:, 0]
 
     def dense(self):
-        """See `Weight`."""
         return self.kernel
 
 
@@ -147,11 +143,9 @@ class Quantised(Weight):
     kernel_scale: Any
 
     def __rmatmul__(self, x):
-        """See `Weight`."""
         return (_by_rows(x, self.kernel) * self.kernel_scale).astype(x.dtype)
 
     def dense(self):
-        """See `Weight`."""
         return self.kernel * self.kernel_scale[..., None, :]
 
 
@@ -172,7 +166,6 @@ class BlockSparse(Weight):
     precision: str = dataclasses.field(default=PRECISIONS[0], metadata=METADATA)
 
     def __rmatmul__(self, x):
-        """See `Weight`."""
         values, layout = self.values.astype(x.dtype), self.layout
         if isinstance(layout, LayoutTables):
             values, layout = in_squares(values, layout)
@@ -198,7 +191,6 @@ class BlockSparse(Weight):
         return self.layout
 
     def dense(self):
-        """See `Weight`."""
         layout = self.layout
         if isinstance(layout, LayoutTables):
             layout = BlockLayout.from_tables(layout, self.values.shape[-1])
@@ -222,15 +214,12 @@ class LowRank(Weight):
     b_factor: Any
 
     def __rmatmul__(self, x):
-        """See `Weight`."""
         return x @ Dense(self.a_factor) @ Dense(self.b_factor)
 
     def times_zeros(self, x):
-        """See `Weight`."""
         return Dense(self.a_factor).times_zeros(x) @ Dense(self.b_factor)
 
     def dense(self):
-        """See `Weight`."""
         return self.a_factor @ self.b_factor
 
 
@@ -252,12 +241,10 @@ class PlusLowRank(Wrapper):
     gate: Any
 
     def __rmatmul__(self, x):
-        """See `Weight`."""
         term = x @ LowRank(self.a_kernel, self.b_kernel)
         return x @ self.base + broadcast_like(self.gate, term) * term
 
     def dense(self):
-        """See `Weight`."""
         return self.base.dense() + self.gate[..., None, None] * (self.a_kernel @ self.b_kernel)
 
 
@@ -279,12 +266,10 @@ class Guided(Wrapper):
     precision: str = dataclasses.field(default=PRECISIONS[0], metadata=METADATA)
 
     def __rmatmul__(self, x):
-        """See `Weight`."""
         rest, share = (part.astype(x.dtype) for part in (1 - self.guide_share, self.guide_share))
         return rest * (x @ self.base) + share * (x @ Dense(self.guide, self.precision))
 
     def dense(self):
-        """See `Weight`."""
         share = self.guide_share[..., None, None]
         return (1 - share) * self.base.dense() + share * self.guide
 
@@ -303,11 +288,9 @@ class Hadamard(Wrapper):
     width: int = dataclasses.field(metadata=METADATA)
 
     def __rmatmul__(self, x):
-        """See `Weight`."""
         return hadamard(x, self.width) @ self.base
 
     def expert_products(self, x, tiles):
-        """See `Weight`."""
         return self.base.expert_products(hadamard(x, self.width), tiles)
 
     def dense(self):
@@ -330,7 +313,6 @@ class Thresholded(Wrapper):
     level: Any
 
     def __rmatmul__(self, x):
-        """See `Weight`."""
         level = self.level.astype(x.dtype)
         return self.base.times_zeros(jnp.where(jnp.abs(x) <= level, 0, x))
 
@@ -353,7 +335,6 @@ class Probed(Wrapper):
     sum_copies: SumCopies | None = dataclasses.field(default=None, metadata=METADATA)
 
     def __rmatmul__(self, x):
-        """See `Weight`."""
         return with_gradient_norms(x @ self.base, x, self.norms, self.axes, self.sum_copies)
 
 
@@ -371,7 +352,6 @@ class WithDenseGradient(Wrapper):
     zeros: Any
 
     def __rmatmul__(self, x):
-        """See `Weight`."""
         return with_dense_gradient(x @ self.base, x, self.zeros)
 
 
@@ -418,7 +398,6 @@ class Linear:
     """y = x W + b.
 
     Attributes:
-      weight: W.
       bias: float [..., out]; None for none.
     """
 

@@ -73,10 +73,8 @@ def make_items(
 
     Args:
       name: name of the task.
-      corpus: corpus of the run.
       tokenizer: tokenizer that measures the items.
       context: context length in tokens.
-      count: number of items.
       seed: random seed.
     """
     build = BUILTIN_TASKS[name].build(corpus, tokenizer, item_tokens(name, context))

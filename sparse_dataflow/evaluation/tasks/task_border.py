@@ -94,7 +94,6 @@ def _check(path, trusted, including, load):
     """Raises an exception if a YAML file, or one that it includes, is not within the bounds.
 
     Args:
-      path: of the file.
       trusted: whether it may run Python code.
       including: the files that include it, and those that they included before.
       load: lm-eval's reader.

@@ -100,7 +100,6 @@ def abstract_arguments(
     """Returns the arguments of a training step as shapes with the shardings of an executor.
 
     Args:
-      executor: executor of the step.
       training: batch and sequence.
       changing: whether layouts may change without recompilation.
 

@@ -1,63 +1,15 @@
 """Published measurements: rows to which the planner's constants are fitted, and test rows.
 
-| file | source |
-| --- | --- |
-| megatron_a100.csv | NVIDIA/Megatron-LM: images/cases_april2021.png (arXiv 2104.04473, table 1) with the layouts of examples/academic_paper_scripts/sc21/run_table_1.sh; README.md for GPT-3 on 1,024 GPUs and for the MFU with sequence parallelism; arXiv 2201.11990, section 2.4, for MT-NLG |
-| megatron_core_h100.csv | NVIDIA/Megatron-LM, README.md and images/model_table.png (Megatron-Core 0.8) |
-| frontier_mi250x.csv, scaling.csv | arXiv 2312.12705: throughput and scaling efficiencies from its abstract |
-| maxtext_v4.csv, maxtext_v5e.csv, maxtext_v5p.csv | AI-Hypercomputer/maxtext, README.md of configs/v4, v5e and v5p with the scripts beside them (December 2023; v4 April 2023) |
-| maxtext_v6e.csv | AI-Hypercomputer/tpu-recipes, training/trillium: the step times that each recipe prints, layouts of benchmarks/maxtext_trillium_model_configs.py |
-| mpt_a100.csv, mpt_h100.csv | mosaicml/llm-foundry, scripts/train/benchmarking/README.md at 8c8dd48f: every bfloat16 row whose micro-batches make up its batch; shapes of scripts/train/yamls/pretrain |
-| torchtitan.csv | pytorch/torchtitan: the file that each row names, bfloat16 rows without context parallelism or every-layer recomputation |
-| jax_gpu.csv | the files that each row names, of NVIDIA/JAX-Toolbox, NVIDIA/dgxc-benchmarking, google/paxml, AI-Hypercomputer/maxtext and AI-Hypercomputer/gpu-recipes |
-| nemo_h100.csv, nemo_gb200.csv | NVIDIA/dgxc-benchmarking: the file and version that each row names, bfloat16 rows.  The dimensions of Nemotron4 are recalled |
-| deepspeed_a100.csv | Megatron-DeepSpeed and GPT-NeoX: bigscience-workshop/bigscience, train/tr11-176B-ml/README.md: the logged step at the end of the first epoch; arXiv 2204.06745 for GPT-NeoX-20B: 150,000 steps in 1,830 hours, with the plan of EleutherAI/gpt-neox, configs/20B.yml |
+`sources.csv` has the source of each file and its sample:
 
-Rows that were chosen and entered before any prediction of them, and then split:
+- 1: its rows were there with the first fits.
+- 2: chosen and entered before any prediction of them, and then split.
+- 3: chosen and entered before any prediction of them, after the first two fits.
+- confirm 1: chosen and entered after all of these and before any prediction of them.
+- confirm 2 and 3: entered in the same way after the one before.
 
-| file | source |
-| --- | --- |
-| aleph_alpha_a100.csv | Aleph-Alpha/NeurIPS-WANT-submission-efficient-parallelization-layouts at e13c2cb, the sheets of arXiv 2311.05610: every run but those of its kernel "torch", whose softmax is not fused.  Vocabulary and batches follow from the sheets' MFU |
-| bigscience_a100.csv | bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md: the tables from "GBS Variations" on.  Before, the source reports a fault of the nodes.  Of repeated runs, the last |
-| internevo_a100.csv | InternLM/InternEvo, doc/en/train_performance.md at 3a665e8, model of configs/7B_sft.py |
-| fms_fsdp.csv | foundation-model-stack/fms-fsdp, README.md at the commit that each row names: runs that recompute every block or none |
-| nemo_h100_2024.csv | the files that each row names, of NVIDIA/dgxc-benchmarking and AI-Hypercomputer/gpu-recipes |
-| flagperf_h100.csv | FlagOpen/FlagPerf: the file that each row names |
-| reports.csv | the report that each row names: MegaScale's runs of Megatron-LM, Nemotron-4 15B, Llama 3, BloombergGPT |
-
-Rows that were chosen and entered before any prediction of them, after the first two fits:
-
-| file | source |
-| --- | --- |
-| zero_bubble_a100.csv | arXiv 2401.10241, tables 3 and 4, by Sea AI Lab: every run but those of ZB-2p, a schedule that the planner does not know |
-| kempner_h200.csv | KempnerInstitute/KempnerForge: the file that each row names, runs of 7B and more.  Of the 70B in both files, the later run.  The last row was added before the fit after the third sources was changed |
-| flagperf_a100.csv | FlagOpen/FlagPerf: the file that each row names, rows on A100 |
-| vectorlm_a100.csv | VectorInstitute/vectorlm, docs/reference_throughput.md: every run without adapters |
-| tinyllama_a100.csv | jzhang38/TinyLlama |
-
-Confirmation rows, chosen and entered after all of these and before any prediction of them (the first of CONFIRMATIONS):
-
-| file | source |
-| --- | --- |
-| vocabulary_a100.csv | arXiv 2411.05288, tables 1 and 5, by Sea AI Lab, as quoted by deep-diver/ai-paper-reviewer at c0032f6: the runs "Baseline" on 1F1B.  The others move layers, or cut the vocabulary over stages |
-| paddlenlp_a100.csv | PaddlePaddle/PaddleNLP, llm/docs/pretrain.md: every run but Baichuan 13B, whose attention is not that of this format.  Of repeated runs, the last |
-| mosaicgpt_a100.csv | mosaicml/llm-foundry, scripts/train/benchmarking/README.md at 300cc5c58: every bfloat16 row whose plan is not one of mpt_a100.csv |
-
-A second confirmation, entered in the same way after the first (the second of CONFIRMATIONS):
-
-| file | source |
-| --- | --- |
-| known_software.csv | the files that each row names, of publishers whose software the fit knows: every bfloat16 run of 7B and more whose plan is not one of the rows above |
-| nanotron_h100.csv | Hugging Face's Ultra-Scale Playbook, as stored by vinjn/nanotron-ultrascale-playbook at 924e4d0: fragments/benchmarks_interactive.html, runs of 7B and more without a pipeline, because its stages share layers by cost (huggingface/nanotron, src/nanotron/models/base.py).  Models of scripts/scaling_benchmarks.py there, whose 131,072 tokens of vocabulary and keys of their own follow from parameters and MFU.  Two runs of one plan, and two runs whose plan is not that of their batch, are left out |
-
-A third one, entered in the same way after the second (the third of CONFIRMATIONS):
-
-| file | source |
-| --- | --- |
-| known_software_more.csv | the files that each row names, of publishers whose software the fit knows: every run of 7B and more in 16 bits whose plan is not one of the rows above.  NeMo's plans are the configuration of the same commit, Megatron-LLaMA's that of its launch script |
-
-Columns: the model, its plan as in `parallel_plan.ParallelPlan` (island: chips joined by fast
-links, a node or a slice), the figure and its unit, and their status:
+Columns: the model, its plan as in `parallel_plan.ParallelPlan` (island: chips joined by fast links,
+a node or a slice), the figure and its unit, and their status:
 
 - `number`: "verified" (read in the source) or "recalled".
 - `layout`: status of the parallel plan: "verified", "recalled" from the paper, or "assumed" if the
@@ -65,43 +17,45 @@ links, a node or a slice), the figure and its unit, and their status:
 - `assumed`: fields of a verified plan that the source does not name; "network" is the links between
   islands, "compile" whether the model is compiled.
 - `stack`: key of `efficiency.STACKS`; from the file where the column is absent.
-- `family`: key of FAMILIES; "gpt3" where the column is absent.  `kv_heads`: heads of keys and values.
+- `family`: key of FAMILIES; "gpt3" where the column is absent.  `kv_heads`: heads of keys and
+  values.
 - `offload`: what is in host memory: layer "inputs", and what remat "saved".  It costs no time,
   because the copies take less time than the forward pass that they overlap with.
 - `source`: who measured it, where a file has rows of several.
 - `weights`: dtype of the master weights, gradients and moments where it is not float32.
-- `schedule`: key of `parallel_plan.BUBBLES`; "interleaved" or "1f1b" by the chunks where it is empty.
+- `schedule`: key of `parallel_plan.BUBBLES`; "interleaved" or "1f1b" by the chunks where it is
+  empty.
 - `attention`: "flash 1" where attention is FlashAttention 1.
 - `fused_norms`: 0 where norms are not one kernel.
-- `slow_gb_s`, `pair_gb_s`: GB/s of a chip to other islands and between two chips of an island, where
-  they are not those of the chip's row in `hardware.chips`.
-- `split`: in the files of the first table, of every four rows in the order of the source, the first
-  and last are "fit", the others "test".  Rows of another source in the same file, and all scaling
-  rows, are "test".  On MI250X only the 175B is "fit".  In the files of the second table, the first
-  of every two rows is "fit", the second "test".  In those of the third table, the half of a source
-  whose names have the smaller SHA-256 is "fit", the other half "test".  Rows of CONFIRMATIONS are
-  "confirm": no fit and no choice of terms has seen them.
+- `slow_gb_s`, `pair_gb_s`: GB/s of a chip to other islands and between two chips of an island,
+  where they are not those of the chip's row in `hardware.chips`.
+- `split`: in the files of sample 1, of every four rows in the order of the source, the first and
+  last are "fit", the others "test".  Rows of another source in the same file, and all scaling rows,
+  are "test".  On MI250X only the 175B is "fit".  In the files of sample 2, the first of every two
+  rows is "fit", the second "test".  In those of sample 3, the half of a source whose names have the
+  smaller SHA-256 is "fit", the other half "test".  Rows of CONFIRMATIONS are "confirm": no fit and
+  no choice of terms has seen them.
 
 Protocol: constants and error bands are fitted to "fit" rows only.  The terms of the cost model that
 were there with the first seven files were chosen with all of their rows known.  The other files of
-the first table gave software stacks, `traffic`, collectives within layers that do not overlap and
-the factor of families with few rows, chosen by the residuals of "fit" rows.  Two were looked for
-after three test rows were off by more than 20%: `run_memory.retry_seconds`, which a fitted run shows
-too and whose two constants are from fitted runs, and sends that overlap in interleaved schedules
-only, which has no constant and leaves the fit as it was.
+sample 1 gave software stacks, `traffic`, collectives within layers that do not overlap and the
+factor of families with few rows, chosen by the residuals of "fit" rows.  Two were looked for after
+three test rows were off by more than 20%: `run_memory.retry_seconds`, which a fitted run shows too
+and whose two constants are from fitted runs, and sends that overlap in interleaved schedules only,
+which has no constant and leaves the fit as it was.
 
-The files of the second table were a confirmation first, with a median error of 18.3%.  Their
-diagnosis by kind of run was published with all of their rows.  Then they were split, and these were
-chosen by the residuals of their "fit" rows: the stacks of `deepspeed`, `internevo`, `aleph` and
-`aleph-norm`; `Efficiency.by_owner`; the rate of FlashAttention 1; `step_time.UNALIGNED`, from one
-row.  No test row has been looked at between the split and the fit.
+The files of sample 2 were a confirmation first, with a median error of 18.3%.  Their diagnosis by
+kind of run was published with all of their rows.  Then they were split, and these were chosen by
+the residuals of their "fit" rows: the stacks of `deepspeed`, `internevo`, `aleph` and `aleph-norm`;
+`Efficiency.by_owner`; the rate of FlashAttention 1; `step_time.UNALIGNED`, from one row.  No test
+row has been looked at between the split and the fit.
 
-The files of the third table were a confirmation too, with a median error of 9.0% and a published
-diagnosis.  Then they were split, and these were chosen by the residuals of "fit" rows: the stacks of
-`paddle`, `sail` and `pipelining`; the layer less in the stage of the head, which Aleph Alpha's
+The files of sample 3 were a confirmation too, with a median error of 9.0% and a published
+diagnosis.  Then they were split, and these were chosen by the residuals of "fit" rows: the stacks
+of `paddle`, `sail` and `pipelining`; the layer less in the stage of the head, which Aleph Alpha's
 fitted 30B in 8 and 16 stages show; the overhead of a repeated pass; `attention` of the MPT rows, as
-their scripts say; `Efficiency.data_overlap`.  Constants and bands were committed before any test row
-or row of CONFIRMATIONS was looked at.
+their scripts say; `Efficiency.data_overlap`.  Constants and bands were committed before any test
+row or row of CONFIRMATIONS was looked at.
 
 After these fits, `fused_norms` and `pair_gb_s` were entered in fitted and test rows alike, where
 residuals of "fit" rows led to the code of their sources: foundation-model-stack,
@@ -113,12 +67,12 @@ KempnerForge's nodes have four H200; that no switch joins them is assumed.  Cons
 committed before any test row or row of CONFIRMATIONS was looked at.
 
 Whether the software overlaps sums of gradients was tried as one more field, by code and scripts of
-every source.  The residuals of "fit" rows did not become smaller, so it is not there.  It was decided
-before the look at the third of CONFIRMATIONS.
+every source.  The residuals of "fit" rows did not become smaller, so it is not there.  It was
+decided before the look at the third of CONFIRMATIONS.
 
 Context parallelism is described as replicas with a part of a sequence: its exchange of keys is not
 priced.
-"""  # noqa: E501
+"""
 
 import csv
 import dataclasses
@@ -133,39 +87,18 @@ from sparse_dataflow.planner import efficiency
 from sparse_dataflow.planner.efficiency import Efficiency
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 
-SOURCES = (
-    "megatron_a100",
-    "megatron_core_h100",
-    "frontier_mi250x",
-    "maxtext_v4",
-    "maxtext_v5e",
-    "maxtext_v5p",
-    "maxtext_v6e",
-    "mpt_a100",
-    "mpt_h100",
-    "torchtitan",
-    "jax_gpu",
-    "nemo_h100",
-    "nemo_gb200",
-    "deepspeed_a100",
-    "aleph_alpha_a100",
-    "bigscience_a100",
-    "internevo_a100",
-    "fms_fsdp",
-    "nemo_h100_2024",
-    "flagperf_h100",
-    "reports",
-    "zero_bubble_a100",
-    "kempner_h200",
-    "flagperf_a100",
-    "vectorlm_a100",
-    "tinyllama_a100",
-)
-CONFIRMATIONS = (
-    ("vocabulary_a100", "paddlenlp_a100", "mosaicgpt_a100"),
-    ("known_software", "nanotron_h100"),
-    ("known_software_more",),
-)
+
+def _table(name: str) -> csv.DictReader:
+    text = (resources.files(__package__) / f"{name}.csv").read_text(encoding="utf-8")
+    return csv.DictReader(text.splitlines())
+
+
+def _files(sample: str) -> tuple[str, ...]:
+    return tuple(row["file"] for row in _table("sources") if row["sample"] == sample)
+
+
+SOURCES = (*_files("1"), *_files("2"), *_files("3"))
+CONFIRMATIONS = tuple(map(_files, ("confirm 1", "confirm 2", "confirm 3")))
 """Files of rows that no fit and no choice of terms has seen, by sample.  The first and third are
 almost all on A100, the second mostly on H100; the fit knows the software of all but nanotron."""
 _COUNTS = (
@@ -193,9 +126,7 @@ class Row:
     """One published figure.
 
     Attributes:
-      name: name of the run.
       sequence: tokens per sequence.
-      value: the published figure.
       unit: "seconds" per step; "tokens_per_second" per chip; "mfu", percent of the peak in model
         FLOPs; or TFLOP/s per chip, counted as "tflops_model" (whole attention square),
         "tflops_executed" (also a recomputed forward pass), "tflops_causal" (half of attention) or
@@ -299,11 +230,6 @@ class Scaling:
 def scalings() -> list[Scaling]:
     """Returns the scaling studies, with micro-batch 1, 1F1B, ZeRO 1 and full recomputation."""
     return [_scaling(fields) for fields in _table("scaling")]
-
-
-def _table(name: str) -> csv.DictReader:
-    text = (resources.files(__package__) / f"{name}.csv").read_text(encoding="utf-8")
-    return csv.DictReader(text.splitlines())
 
 
 def _scaling(fields):

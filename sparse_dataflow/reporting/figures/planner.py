@@ -1,4 +1,4 @@
-"""Figures of the planner as PNG files: roofline, sensitivity, scaling, accuracy and gains."""
+"""Figures of the planner as PNG files: roofline and sensitivity."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,10 +16,10 @@ from sparse_dataflow.reporting.figures import png
 # Colour-blind safe (Okabe and Ito 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
-_PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
+PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 
 
-def _legend(figure: Figure, axes: Axes, style: str, colours: Sequence[str], marks: Sequence[str]):
+def legend(figure: Figure, axes: Axes, style: str, colours: Sequence[str], marks: Sequence[str]):
     """Draws a legend of names by colour, in a line style, and of names by marker."""
     handles = [
         axes.plot([], [], style, color=COLOURS[i], label=n)[0] for i, n in enumerate(colours)
@@ -65,9 +65,9 @@ def roofline(
         axes.set(xscale="log", yscale="log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.yaxis.set_major_formatter(_PLAIN)
+        axes.yaxis.set_major_formatter(PLAIN)
         axes.set(xlabel="operational intensity, FLOP/byte", ylabel="TFLOP/s")
-        _legend(figure, axes, "s", list(models), names)
+        legend(figure, axes, "s", list(models), names)
 
 
 def sensitivity(
@@ -108,104 +108,3 @@ def sensitivity(
         right.grid(False)
         right.spines[["bottom", "left"]].set_visible(False)
         right.tick_params(left=False)
-
-
-def scaling(
-    path: Path,
-    panels: Mapping[str, Mapping[str, Sequence[tuple[int, float, str]]]],
-    ylabel: str,
-    title: str,
-) -> None:
-    """Plots lines over the number of chips; markers show the limit of each point.
-
-    Args:
-      path: PNG file to write.
-      panels: panel title -> line label -> (chips, value, limit) of each point.
-      ylabel: label of the values.
-      title: title of the figure.
-    """
-    labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
-    points = [point for lines in panels.values() for line in lines.values() for point in line]
-    limits = list(dict.fromkeys(limit for _, _, limit in points))
-    width, columns = 3.1 * len(panels) + 1.8, len(panels)
-    with png.figure(path, width, 3.3, title, columns=columns, sharey=True) as (figure, [row]):
-        for axes, (panel, lines) in zip(row, panels.items()):
-            for label, line in lines.items():
-                colour, (chips, values, _) = COLOURS[labels.index(label)], zip(*line)
-                axes.plot(chips, values, color=colour, linewidth=1.2)
-                for count, value, limit in line:
-                    marker = MARKERS[limits.index(limit) % len(MARKERS)]
-                    axes.plot(count, value, marker, color=colour, ms=5, markeredgecolor="white")
-            axes.set(xscale="log", title=panel, xlabel="chips")
-            axes.set_ylim(0, 1.08 * max(value for _, value, _ in points))
-            ticks = sorted({count for line in lines.values() for count, _, _ in line})
-            axes.set_xticks(ticks[::2], [f"{t:,}" for t in ticks[::2]])
-            axes.xaxis.set_minor_formatter(NullFormatter())
-            axes.tick_params(axis="x", labelsize=7)
-        row[0].set(ylabel=ylabel)
-        _legend(figure, row[0], "-", labels, limits)
-
-
-def accuracy(
-    path: Path, points: Mapping[str, Sequence[tuple[float, float, bool]]], title: str
-) -> None:
-    """Plots predicted against published step times on logarithmic axes.
-
-    Args:
-      path: PNG file to write.
-      points: source -> (published seconds, predicted seconds, whether the row was fitted).
-      title: title of the figure.
-    """
-    values = [value for rows in points.values() for row in rows for value in row[:2]]
-    ends = np.array([min(values) / 1.5, max(values) * 1.5])
-    with png.figure(path, 6.4, 4.6, title) as (_, [[axes]]):
-        axes.fill_between(ends, ends * 0.9, ends * 1.1, color="#dddddd", linewidth=0)
-        axes.plot(ends, ends, color="#666666", linewidth=0.8)
-        for colour, marker, (source, rows) in zip(COLOURS, MARKERS, points.items()):
-            for fitted in (False, True):
-                subset = [row for row in rows if row[2] == fitted]
-                axes.plot(
-                    [published for published, _, _ in subset],
-                    [predicted for _, predicted, _ in subset],
-                    marker,
-                    color=colour,
-                    markerfacecolor="white" if fitted else colour,
-                    markersize=5,
-                    label=None if fitted else source,
-                )
-        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-        axes.set(xlabel="published, seconds per step", ylabel="predicted, seconds per step")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(_PLAIN)
-        axes.legend(title="filled: held out; grey band: within 10%", fontsize=8)
-
-
-def bars(
-    path: Path,
-    labels: Sequence[str],
-    panels: Mapping[str, Mapping[str, Sequence[float]]],
-    ylabel: str,
-    title: str,
-) -> None:
-    """Plots panels of grouped bars on one scale.
-
-    Args:
-      path: PNG file to write.
-      labels: labels of the x axis.
-      panels: panel title -> legend label -> value at each x label; all panels have the same legend.
-      ylabel: label of the values.
-      title: title of the figure.
-    """
-    columns = len(panels)
-    with png.figure(path, 4.2 * columns, 3.6, title, columns=columns, sharey=True) as (_, [row]):
-        for axes, (panel, groups) in zip(row, panels.items()):
-            width = 0.84 / len(groups)
-            for number, (name, values) in enumerate(groups.items()):
-                x = np.arange(len(labels)) + (number - (len(groups) - 1) / 2) * width
-                drawn = axes.bar(x, values, 0.92 * width, color=COLOURS[number], label=name)
-                axes.bar_label(drawn, fmt="%.1f", fontsize=6.5)
-            axes.set_xticks(range(len(labels)), labels)
-            axes.grid(False, axis="x")
-            axes.set(title=panel, xlabel="density (fraction of stored blocks)")
-        row[0].set(ylabel=ylabel)
-        row[0].legend(fontsize=7.5, loc="upper left")

@@ -38,8 +38,6 @@ def figure(
       path: PNG file to write; its folder is made.
       width: in inches.
       height: in inches.
-      rows: rows of axes.
-      columns: columns of axes.
       options: see `Figure.subplots`.
     """
     with matplotlib.rc_context(STYLE):

@@ -14,7 +14,7 @@ from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.core.training.phases import variants
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import CHIPS
-from sparse_dataflow.planner import memory, remat
+from sparse_dataflow.planner import plan_memory, remat
 
 GIB = 2**30
 CHIP = CHIPS["gb200"]  # Its link to the host is fast, so that blocks are offloaded.
@@ -39,7 +39,7 @@ def test_without_a_limit_nothing_is_planned():
 @pytest.mark.parametrize("kind", ["none", "dots", "full"])
 def test_a_plan_of_equal_blocks_has_the_bytes_of_the_memory_plan(kind):
     [v] = variants(CONFIG.change(model__remat=kind))
-    planned = memory.training_config_bytes(v.model, v.training).total
+    planned = plan_memory.training_bytes(v.model, v.training).total
     assert remat.uniform(all_costs(), kind).device_bytes == pytest.approx(planned)
 
 
@@ -52,7 +52,7 @@ def test_the_plan_is_within_the_limit_and_is_printed(capsys):
     printed = capsys.readouterr().err
     assert f"model.remat={config.model.remat}" in printed and "extra ms a step" in printed
     [v] = variants(config)
-    assert memory.training_config_bytes(v.model, v.training).total <= (keep + least) / 2
+    assert plan_memory.training_bytes(v.model, v.training).total <= (keep + least) / 2
     # The plan is kept where the run resumes, and checked.
     again = dict(model__remat=config.model.remat)
     assert settled(limit, **again) == config
@@ -118,7 +118,7 @@ def test_limits_that_are_no_bytes_are_refused(text):
 def test_blocks_of_different_remat_have_the_mean_memory_of_their_kinds():
     [v] = variants(CONFIG)
     sizes = {
-        text: memory.training_config_bytes(
+        text: plan_memory.training_bytes(
             dataclasses.replace(v.model, remat=text), v.training
         ).activations
         for text in ("none", "full", "offload", "full+none:12", "offload+full:12")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from simulated import targeted_tpu
 from simulated_hopper import targeted_gpu
 
+from experiments.benchmarks.kernels.tuning import descend
 from sparse_dataflow.chips.hopper import api as pallas_hopper
 from sparse_dataflow.chips.hopper import tuning as tuning_hopper
 from sparse_dataflow.chips.tpu.matmul import api as pallas_tpu
@@ -91,7 +92,7 @@ def test_descent_finds_the_fastest_legal_tiles(goal, seed):
             1 + abs(tiles.entries - 1 - goal[0]) + abs(tiles.ahead - 1 - goal[1]) for tiles in tried
         ]
 
-    best, results, start = tuned.descend(space, seconds_of, rounds=8)
+    best, results, start = descend(space, seconds_of, rounds=8)
     assert all(map(space.legal, evaluated))
     everywhere = [
         tuning.StreamTiles(entries, ahead) for entries in range(1, 6) for ahead in range(1, 6)
@@ -106,7 +107,7 @@ def test_tiles_that_fail_or_gain_nothing_are_not_chosen():
     def seconds_of(tried):
         return [{1: float("inf"), 2: 1.0, 3: 0.99}[tiles.entries] for tiles in tried]
 
-    assert tuned.descend(space, seconds_of) == (space.start, 1.0, 1.0)
+    assert descend(space, seconds_of) == (space.start, 1.0, 1.0)
 
 
 @pytest.mark.parametrize("block", [64, 128])

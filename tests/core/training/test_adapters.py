@@ -24,7 +24,7 @@ from sparse_dataflow.core.training.step import (
     make_train_step,
 )
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.planner import memory
+from sparse_dataflow.planner import memory, plan_memory
 
 SHAPE = {"num_layers": 2, "d_model": 32, "num_heads": 4, "d_ff": 64, "vocab_size": 48}
 DENSE = ModelConfig(**SHAPE, max_len=16)
@@ -179,7 +179,7 @@ def test_the_plan_of_memory_is_that_of_the_compiled_step(remat):
     step = jitted_train_step(model, training, SINGLE_DEVICE, shapes)
     tokens = jax.ShapeDtypeStruct((2, 129), jnp.int32)
     analysis = step.lower(shapes, (), tokens, np.float32(0)).compile().memory_analysis()
-    plan = memory.training_config_bytes(model, training)
+    plan = plan_memory.training_bytes(model, training)
     state = plan.parameters + plan.moments
     assert state == pytest.approx(analysis.argument_size_in_bytes, rel=0.01)
     everything = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
@@ -187,7 +187,7 @@ def test_the_plan_of_memory_is_that_of_the_compiled_step(remat):
     # Weights, and 16 bytes for each parameter of the adapters.
     expected = memory.frozen_bytes(model) + 16 * memory.adapter_count(model)
     whole_training = dataclasses.replace(training, adapter_rank=0)
-    assert plan.state == expected < memory.training_config_bytes(base, whole_training).state / 3
+    assert plan.state == expected < plan_memory.training_bytes(base, whole_training).state / 3
 
 
 def test_flops_leave_out_the_gradients_of_frozen_weights():

@@ -19,7 +19,7 @@ from sparse_dataflow.core.optim.optimizers import make_optimizer
 from sparse_dataflow.core.training.step import initial_state
 from sparse_dataflow.core.training.transitions import update_layouts
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.planner import memory
+from sparse_dataflow.planner import plan_memory
 
 OTHERS = ("optax.contrib:muon", "factories_of_users:own_chain")
 NIGHTLY = [
@@ -98,7 +98,7 @@ def test_the_planner_counts_the_bytes_of_the_state(name):
         lambda: make_optimizer(MODEL, training).init(gpt.init(MODEL, jax.random.key(0)))
     )
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    estimate = memory.training_config_bytes(MODEL, training)
+    estimate = plan_memory.training_bytes(MODEL, training)
     assert estimate.moments == pytest.approx(size, rel=1e-3)
 
 

@@ -26,7 +26,7 @@ from sparse_dataflow.core.training.saved_state import identity
 from sparse_dataflow.core.training.step import abstract_state, initial_state, make_train_step
 from sparse_dataflow.core.training.transitions import change_model
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.planner import memory
+from sparse_dataflow.planner import plan_memory
 
 DENSE = ModelConfig(2, 32, 4, 64, vocab_size=48, max_len=8)
 SPARSE = DENSE.with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=8))
@@ -208,7 +208,7 @@ def test_the_planned_bytes_are_the_bytes_of_the_arrays(model, training, remat):
     state = abstract_state(model, training)
     arrays = SINGLE_DEVICE.arrays(state._replace(tables=tables), model, True, {})
     array_bytes = {group: describe.bytes_per_chip({group: tree}) for group, tree in arrays.items()}
-    plan = memory.training_config_bytes(model, training)
+    plan = plan_memory.training_bytes(model, training)
     assert array_bytes["parameters"] == plan.parameters
     assert array_bytes["gradients"] == plan.gradients
     assert array_bytes["moments"] == plan.moments

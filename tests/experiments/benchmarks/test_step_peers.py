@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from small_models import DENSE as MODEL
 
-from experiments.benchmarks import step_peers, steps
-from sparse_dataflow.commands import measurement
+from experiments.benchmarks import paired, step_peers, steps
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.planner import memory
+from sparse_dataflow.planner import memory, plan_memory
 
 with_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="the extra peers is not installed"
@@ -62,7 +61,7 @@ def test_it_trains_as_many_numbers_with_as_many_flops():
 
     step = step_peers.torch_step(MODEL, TRAINING, TOKENS, 0.01, compiled=False)
     assert step.stored_parameters == memory.parameter_count(MODEL)
-    assert step.state_bytes == memory.training_config_bytes(MODEL, TRAINING).state
+    assert step.state_bytes == plan_memory.training_bytes(MODEL, TRAINING).state
     # torch 2.14 counts no FLOPs of fused attention on a CPU.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
         step.run()
@@ -129,4 +128,4 @@ def test_a_report_of_torch_is_waited_for_as_an_array():
     report = step_peers.Report(step_peers.Pending(2.5, lambda: waited.append(True)))
     assert float(jax.block_until_ready(report).loss) == 2.5 and waited
     run = {"peer": lambda: report}
-    assert measurement.paired_seconds(run, 1)["peer"].shape == (1,)
+    assert paired.paired_seconds(run, 1)["peer"].shape == (1,)

@@ -8,7 +8,7 @@ from sparse_dataflow.commands.request import NAMED
 from sparse_dataflow.core.training.phases import variants
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB
-from sparse_dataflow.planner import memory
+from sparse_dataflow.planner import memory, plan_memory
 
 
 def described(*arguments, backend="gpu", gib=None):
@@ -23,7 +23,7 @@ def test_the_twins_share_a_steps_own_memory_but_not_their_states():
     alone = [memory_check.needed_bytes([v]) for v in (sparse, dense)]
     assert max(alone) < both < sum(alone)
     training = dense.training
-    assert alone[1] == memory.training_bytes(dense.model, training.batch, training.sequence).total
+    assert alone[1] == plan_memory.training_bytes(dense.model, training).total
 
 
 @pytest.mark.parametrize("gib", [1, 8, 40, 80, 300])

@@ -57,7 +57,6 @@ class Grid(NamedTuple):
     Attributes:
       tokens: rows of the activations.
       token_tile: rows of a step; the last tile overlaps the one before if it is not whole.
-      groups: number of groups.
       tiles: feature tiles of a group.
       cores: cores of the device.
     """

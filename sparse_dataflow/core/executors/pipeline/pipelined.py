@@ -42,16 +42,13 @@ class Pipelined(Sharded):
 
     @property
     def ways(self):
-        """See `Executor`."""
         return tuple(dict.fromkeys((*super().ways, executor.STAGE)))
 
     def describe(self):
-        """See `Executor`."""
         schedule = schedules.format_schedule(self.schedule, self.division.chunks)
         return f"{super().describe()} --executor=pipeline --set parallel.schedule={schedule}"
 
     def check(self, model, training):
-        """See `Executor`."""
         if self.mesh.shape["feature"] * self.mesh.shape["context"] > 1:
             raise UserError(
                 f"--mesh={meshes.describe(self.mesh)} cuts the residual stream that stages send; "
@@ -61,7 +58,6 @@ class Pipelined(Sharded):
         self._plan(model, training.micro_batches)
 
     def loss(self, model, weights, batch):
-        """See `Executor`."""
         rows = len(batch.tokens) // meshes.batch_shards(self.mesh)
         # Evaluation batches have any size; this fills the stages if possible.
         micro_batches = math.gcd(rows, 4 * self.division.stages)
@@ -132,7 +128,6 @@ class Pipelined(Sharded):
         return whole.RoutedLoss(loss, ()) if model.experts else loss, gradients
 
     def block_gradient_norms(self, model, weights, tokens):
-        """See `Executor`."""
         plan, of_layer = self._plan(model, 1, "gpipe"), layer_model(model, 0)
         member, specs, _ = self._member(model, weights)
         axes = self._measured_axes(tokens)
@@ -167,7 +162,6 @@ class Pipelined(Sharded):
         return state.params
 
     def trip_counts(self, model, micro_batches):
-        """See `Executor`."""
         return pipeline.trip_counts(self._plan(model, micro_batches))
 
     def _plan(self, model, micro_batches, name=None):
@@ -191,7 +185,6 @@ class Pipelined(Sharded):
         return pipeline.Work(embed, layer, head_loss, params, constants, tokens, weights)
 
     def placed_shapes(self, state, model):
-        """See `Executor`."""
         state = super().placed_shapes(state, model)
         if self.division.in_order:
             return state
@@ -199,11 +192,9 @@ class Pipelined(Sharded):
         return jax.tree.map(sharding.abstract, shapes, self.shardings(shapes, model))
 
     def place(self, state, model):
-        """See `Executor`."""
         return self._run(to_stages, super().place(state, model), model)
 
     def canonical(self, state, model):
-        """See `Executor`."""
         return super().canonical(self._run(from_stages, state, model), model)
 
     def _run(self, move, state, model):
@@ -251,7 +242,6 @@ def executor_over(
     Args:
       mesh: with all of `mesh.AXES`.
       zero: see `sharding.ZERO`.
-      num_layers: layers of the model.
       schedule: pipeline schedule, as for `schedules.parse`.
       exchange: see `Sharded`.
       sub_batches: see `Sharded`; 1 if the mesh has stages.

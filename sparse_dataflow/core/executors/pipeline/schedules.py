@@ -98,7 +98,6 @@ def make(
     """Creates the schedule of a rule in SCHEDULES.
 
     Args:
-      name: name of the rule.
       stages: number of pipeline stages, p.
       micro_batches: micro-batches per optimizer step, m.
       chunks: virtual stages per stage, v; above 1 for `interleaved` and `gpipe` only.

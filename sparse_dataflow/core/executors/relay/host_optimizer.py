@@ -34,7 +34,6 @@ class Rates(NamedTuple):
     Attributes:
       number: index of the update, from 1.
       clip: factor on the gradient, at most 1.
-      learning_rate: learning rate of this parameter.
       decay: decoupled weight decay; 0 for none.
       b1: see `TrainingConfig`, also for `b2` and `epsilon`.
     """
@@ -70,7 +69,6 @@ def pieces(size: int, count: int = 1, unit: int = 1) -> Iterator[slice]:
     """Yields slices that cover `size` elements.
 
     Args:
-      size: number of elements.
       count: number of slices, about; all but the last have a multiple of PIECE elements.
       unit: elements of a matrix, which no slice divides.
     """

@@ -230,7 +230,6 @@ class ServerStep:
         Args:
           state: state with host arrays, which are donated.
           sections: sections that take part; the others stay unchanged.
-          learning_rate: learning rate of the step.
           timeline: receives the spans of all work.
         """
         self._server, self._state, self._timeline = server, state, timeline

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from sparse_dataflow.core.config.layer_groups import layer_model_index
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.parallel import CLIPPINGS, PINNED_SETTING, STASHES, DepthSchedule
+from sparse_dataflow.core.config.parallel import PINNED_SETTING, DepthSchedule
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.relay import relay_programs
 from sparse_dataflow.core.executors.relay.host_state import (
@@ -57,13 +57,6 @@ class RelayConfig:
     clipping: str = "exact"
     depth: DepthSchedule = dataclasses.field(default_factory=DepthSchedule)
     copies: bool = True
-
-    def __post_init__(self):
-        for name, legal in (("stash", STASHES), ("clipping", CLIPPINGS)):
-            if getattr(self, name) not in legal:
-                raise UserError(
-                    f"{name} {getattr(self, name)!r} is unknown; legal: {', '.join(legal)}."
-                )
 
 
 class Relay:

@@ -42,22 +42,18 @@ class RelayExecutor(MultiProgramExecutor):
 
     @property
     def devices(self) -> int:
-        """See `Executor`."""
         return 1 if self.mesh is None else self.mesh.size
 
     def describe(self) -> str:
-        """See `Executor`."""
         return f"the relay on {self.devices} device{'s' if self.devices > 1 else ''}"
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """See `Executor`."""
         depth = (executor.RELAY_DEPTH,) if self.config.depth != DepthSchedule() else ()
         devices = (executor.RELAY_DEVICES,) if self.devices > 1 else ()
         return executor.RELAY, *depth, *devices
 
     def check(self, model: ModelConfig, training: TrainingConfig) -> None:
-        """See `Executor`."""
         super().check(model, training)
         relay_programs.refuse_unsupported(training, self.devices)
 
@@ -98,7 +94,6 @@ class RelayExecutor(MultiProgramExecutor):
     def programs(
         self, model: ModelConfig, training: TrainingConfig, data, changing: bool
     ) -> dict[str, Any]:
-        """See `MultiProgramExecutor`."""
         assert not isinstance(self.mesh, AbstractMesh), "planned devices do not train"
         held_out = data.validation[0]["weights"].shape
         relay = Relay(
@@ -158,7 +153,6 @@ class RelayExecutor(MultiProgramExecutor):
         return state._replace(**jax.tree.map(_writable, fields))
 
     def place_layouts(self, weights, model, changing):
-        """See `Executor`."""
         return weights if changing else weights.with_groups()
 
 

@@ -61,7 +61,6 @@ class MappedFiles:
         """Opens or creates the folder, and reserves space for both slots.
 
         Args:
-          folder: folder of one training.
           abstract: result of `host_state.abstract_state`.
           identity: JSON-able settings that must equal those of the saved steps.
 

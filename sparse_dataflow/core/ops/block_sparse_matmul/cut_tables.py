@@ -32,7 +32,6 @@ def cut_columns(layout: BlockLayout, shards: int, fan: int | None = None) -> Sha
 
     Args:
       layout: layout of the whole weight.
-      shards: number of shards.
       fan: width of the tables by input block; a fixed width lets an evolving layout keep its
         program.  None for the longest line of any shard.
 

@@ -216,7 +216,6 @@ class Kernel:
     """The executions of one compiled operation in a trace.
 
     Attributes:
-      name: of the operation.
       seconds: sum over all executions and devices.
       count: number of executions.
     """

@@ -45,19 +45,7 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     Raises:
       UserError: it cannot be read, or is not a regular file.
     """
-    path = Path(path)
-
-    def read():
-        if not path.exists():
-            return {}
-        with storage.open_regular(path) as file:
-            lines = enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), start=1)
-            return _parse_rows(path, lines)
-
-    try:
-        return list(storage.retry(f"Reading {path}", read).values())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
+    return MetricsReader(Path(path)).read(ended=True)
 
 
 class MetricsReader:
@@ -72,20 +60,23 @@ class MetricsReader:
         self._rows: dict[Any, dict[str, Any]] = {}
         self._end, self._lines, self._last = 0, 0, b""
 
-    def read(self) -> list[dict[str, Any]]:
-        """Returns the rows as `read_metrics`, but for a last line without end, which may grow.
+    def read(self, ended: bool = False) -> list[dict[str, Any]]:
+        """Returns the rows as `read_metrics`.
+
+        Args:
+          ended: whether the writer has ended; else a last line without end may grow, and waits.
 
         Raises:
           UserError: the file cannot be read, or is not a regular file.
         """
         try:
-            storage.retry(f"Reading {self._path}", self._read)
+            storage.retry(f"Reading {self._path}", lambda: self._read(ended))
         except OSError as error:
             words = error.strerror or error
             raise UserError(f"{self._path} cannot be read: {words}.") from error
         return list(self._rows.values())
 
-    def _read(self):
+    def _read(self, ended):
         if not self._path.exists():
             self._rows, self._end, self._lines, self._last = {}, 0, 0, b""
             return
@@ -96,7 +87,7 @@ class MetricsReader:
                 file.seek(0)
             lines = []
             for line in iter(lambda: file.readline(_MAX_LINE_BYTES), b""):
-                if len(line) < _MAX_LINE_BYTES and not line.endswith(b"\n"):
+                if not ended and len(line) < _MAX_LINE_BYTES and not line.endswith(b"\n"):
                     break
                 lines.append(line)
         # Nothing is kept of a reading that failed.

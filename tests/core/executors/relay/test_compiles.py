@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.relay import relay_programs
 from sparse_dataflow.hardware.chips import GIGA
 from sparse_dataflow.planner import relay
@@ -74,7 +75,9 @@ def test_programs_and_memory_do_not_depend_on_the_depth(name, mesh):
     print(name, sizes)
     most = max(map(sum, sizes.values()))
     planned = relay.estimate(
-        dataclasses.replace(MODELS[name], num_layers=400), 8, 2048, 8, stash="host"
+        dataclasses.replace(MODELS[name], num_layers=400),
+        TrainingConfig(batch=8, sequence=2048, micro_batches=8),
+        stash="host",
     ).device_total
     # The plan also counts the prefetched block and other boundaries.
     assert most < planned < 16 * GIGA

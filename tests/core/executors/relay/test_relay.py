@@ -231,7 +231,7 @@ def most_device_bytes(layers, config, slow=None, shape=None):
 @pytest.mark.parametrize("slow", [None, "fetch", "return", "update", "watch"])
 def test_device_memory_is_as_planned_however_slow_the_host_is(slow, clipping):
     most = most_device_bytes(8, RelayConfig("host", clipping), slow)
-    plan = planning.estimate(WIDE, 4, 11, stash="host").device
+    plan = planning.estimate(WIDE, training(), stash="host").device
     # Temporaries of a program live only while it runs.
     assert most <= sum(plan.values()) - plan["inside a block"]
 
@@ -384,12 +384,6 @@ def test_exhausted_page_locked_memory_names_the_setting():
     relay.server.pin = full
     with pytest.raises(UserError, match=rf"exhausted in step 1 .*Set {PINNED_SETTING} to"):
         relay.train_step(fresh_state(model, how), tokens_of(0), 1e-3)
-
-
-@pytest.mark.parametrize("field", ["stash", "clipping"])
-def test_unknown_settings_are_refused(field):
-    with pytest.raises(UserError, match="is unknown; legal: "):
-        RelayConfig(**{field: "nowhere"})
 
 
 def test_a_relay_that_is_no_longer_used_frees_its_memory_at_once():
