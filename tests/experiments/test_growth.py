@@ -53,3 +53,10 @@ def test_a_sweep_measures_positive_quantities(name, size, tmp_path):
     quantities = growth_sweeps.SWEEPS[name].measure(size, tmp_path)
     seconds = [value for quantity, value in quantities.items() if quantity.endswith("seconds")]
     assert seconds and min(seconds) >= 0 and max(seconds) > 0
+
+
+@pytest.mark.slow
+def test_the_program_of_a_device_shrinks_with_their_number():
+    one, two = (growth_report._in_new_process("devices", number) for number in (1, 2))
+    assert two["step seconds"] > 0 and two["compile seconds"] > 0
+    assert two["program bytes"] < 0.6 * one["program bytes"]
