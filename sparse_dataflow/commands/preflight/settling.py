@@ -63,7 +63,7 @@ def settle(config: RunConfig, machine: Machine) -> Settled:
     try:
         return planning.settle(config, models_of, machine, check)
     except planning.NothingFits as nothing:
-        raise settle_advice.advised(nothing, models_of, machine) from None
+        raise settle_advice.advised(nothing, models_of, machine, check) from None
 
 
 def this_machine(chip: Chip) -> Machine:
