@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks import growth_report, growth_sweeps
+from sparse_dataflow.files.errors import UserError
 
 
 @pytest.mark.parametrize("power", [0, 1, 1.5, 2])
@@ -42,6 +43,20 @@ def test_a_point_is_measured_once(tmp_path, monkeypatch, capsys):
         capsys.readouterr().out
     )
     assert (tmp_path / growth_report.FIGURE).stat().st_size > 0
+
+
+@pytest.mark.parametrize("line", ['{"sweep": "chips", "of": 64, "si', "[1]", '{"sweep": "chips"}'])
+def test_a_damaged_point_is_refused(tmp_path, line):
+    (tmp_path / growth_report.POINTS).write_text(line)
+    with pytest.raises(UserError, match=r"points\.jsonl, line 1, is damaged .*; remove it"):
+        growth_report.run(SimpleNamespace(sweeps=(), out=str(tmp_path)))
+
+
+def test_a_folder_with_files_of_others_stays_as_it_is(tmp_path):
+    (tmp_path / "text.txt").write_text("a corpus")
+    with pytest.raises(UserError, match=r"growth may not replace \(text\.txt\); legal: --out"):
+        growth_report.run(SimpleNamespace(sweeps=(), out=str(tmp_path)))
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
 @pytest.mark.parametrize(
