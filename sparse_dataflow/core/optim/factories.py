@@ -81,12 +81,14 @@ def _of_factory(name, make, rate, decay):
 
     def init(params):
         with _in_a_sentence(name):
-            return inner.init(params)
+            return jax.tree.map(_key_data, inner.init(params))
 
     def update(updates, state, params=None, **extra):
         with _in_a_sentence(name):
+            state = jax.tree.map(_with_key, state, inner.init(params))
             updates, state = inner.update(updates, state, params, **extra)
             jax.tree.map(_refuse_broadcast, updates, params)
+            state = jax.tree.map(_key_data, state)
         if not decays:
             updates = jax.tree.map(lambda u, p: u - rate * decay * p, updates, params)
         return updates, state
@@ -94,6 +96,20 @@ def _of_factory(name, make, rate, decay):
     with _in_a_sentence(name):
         inner = optax.with_extra_args_support(make(learning_rate=rate, **own_decay))
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _key_data(leaf):
+    """Returns a leaf of a state, a random key as its data: files and hosts store numbers alone."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _with_key(leaf, like):
+    """Returns a leaf of a state, as a random key where the one of a new state is a key."""
+    return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like)) if _is_key(like) else leaf
+
+
+def _is_key(leaf):
+    return jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
 
 
 def _refuse_broadcast(update, weight):

@@ -67,3 +67,7 @@ def ends_python(learning_rate):
 
 def only_for_matrices(learning_rate):
     return optax.stateless_with_tree_map(lambda g, _: -learning_rate * (g @ g.T @ g))
+
+
+def adds_noise(learning_rate):
+    return optax.noisy_sgd(learning_rate, key=7)

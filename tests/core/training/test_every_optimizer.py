@@ -106,6 +106,20 @@ def test_a_weight_that_a_factory_cannot_update_is_refused_in_a_sentence():
         transformation.update(vector, transformation.init(vector), vector)
 
 
+def test_random_keys_in_a_state_are_numbers_and_go_on():
+    """Files and the relay's host store numbers alone."""
+    training = TrainingConfig(steps=1, optimizer="factories_of_users:adds_noise")
+    own, expected = factories.transformation(training, 0.5, 0.0), optax.noisy_sgd(0.5, key=7)
+    weight = np.ones((3, 4), np.float32)
+    state, expected_state = (each.init(weight) for each in (own, expected))
+    for _ in range(2):
+        step, state = own.update(weight, state, weight)
+        expected_step, expected_state = expected.update(weight, expected_state, weight)
+        np.testing.assert_allclose(step, expected_step, rtol=1e-6)
+        state = jax.tree.map(np.asarray, state)
+    assert all(leaf.dtype.kind in "iuf" for leaf in jax.tree.leaves(state))
+
+
 def test_an_attribute_of_an_attribute_can_be_named():
     assert factories.factory("optax:contrib.muon") is optax.contrib.muon
 
