@@ -74,8 +74,11 @@ def _model(width=256, layers=2, density=0.125, tokens=128):
     )
 
 
-def _step(model, batch=8, devices=1) -> dict[str, float]:
-    """Compiles and runs a training step; its program's bytes are those of a device, by XLA."""
+def _step(model, batch=8, cpus=0) -> dict[str, float]:
+    """Compiles and runs a training step; its program's bytes are those of a device, by XLA.
+
+    With `cpus` it is sharded over that number of virtual devices of the CPU.
+    """
     import jax
 
     from sparse_dataflow.core.config.training import TrainingConfig
@@ -86,9 +89,11 @@ def _step(model, batch=8, devices=1) -> dict[str, float]:
     from . import steps
 
     executor = SINGLE_DEVICE
-    if devices > 1:
-        jax.config.update("jax_num_cpu_devices", devices)
-        executor = Sharded(mesh.make(mesh.parse(f"fsdp:{devices}", devices)))
+    if cpus:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", cpus)
+    if cpus > 1:
+        executor = Sharded(mesh.make(mesh.parse(f"fsdp:{cpus}", cpus)))
 
     training = TrainingConfig(steps=10, batch=batch, sequence=model.max_len, learning_rate=1e-3)
     tokens = steps.random_tokens(model, training)
@@ -293,7 +298,7 @@ SWEEPS = {
         (1, 2, 4, 8),
         lambda n, _: _step(_model(512, density=n / 16)),
     ),
-    "devices": Sweep("devices of a mesh", (1, 2, 4, 8), lambda n, _: _step(_model(), devices=n)),
+    "devices": Sweep("devices of a mesh", (1, 2, 4, 8), lambda n, _: _step(_model(), cpus=n)),
     "layouts": Sweep("stored blocks", (24_000, 96_000, 384_000, 1_536_000), _layouts),
     "pruning": Sweep("blocks of a weight", (4096, 16_384, 65_536), _pruning),
     "feature order": Sweep("weights", (128, 256, 512, 1024), _feature_order),
