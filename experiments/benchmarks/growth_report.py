@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from sparse_dataflow.commands import measurement
-from sparse_dataflow.files import json_files, output
+from sparse_dataflow.files import folders, json_files, output
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 
 from ..studies import panels
@@ -28,9 +29,13 @@ Points = dict[str, list[dict[str, float]]]
 
 
 def run(options) -> None:
-    """Measures what is missing, prints and writes; see `experiments.growth`."""
+    """Measures what is missing, prints and writes; see `experiments.growth`.
+
+    Raises:
+      UserError: the folder holds files of others, or a damaged point.
+    """
     folder = Path(options.out)
-    folder.mkdir(parents=True, exist_ok=True)
+    folders.claim(folder, "growth", accept=lambda folder: (folder / POINTS).exists())
     path, machine = folder / POINTS, hardware.detect(["float32"]).name
     done = read(path)
     for name in options.sweeps:
@@ -53,14 +58,24 @@ def run(options) -> None:
 
 
 def read(path: Path) -> dict[tuple[str, int], dict[str, float]]:
-    """Returns (sweep, size) -> quantities of the points that are measured."""
+    """Returns (sweep, size) -> quantities of the points that are measured.
+
+    Raises:
+      UserError: a line is none of a point, such as the last one of a run that was killed.
+    """
     if not path.exists():
         return {}
     done = {}
-    for line in path.read_bytes().splitlines():
-        row = json_files.parse(line)
-        numbers = {n: v for n, v in row.items() if isinstance(v, int | float) and n != "of"}
-        done[row["sweep"], row["of"]] = numbers
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            row = json_files.parse(line)
+            numbers = {n: v for n, v in row.items() if isinstance(v, int | float) and n != "of"}
+            done[row["sweep"], row["of"]] = numbers
+        except json_files.MALFORMED as error:
+            raise UserError(
+                f"{path}, line {number}, is damaged ({error}); remove it, so that its point is "
+                "measured again."
+            ) from None
     return done
 
 

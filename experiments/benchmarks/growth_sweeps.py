@@ -74,18 +74,31 @@ def _model(width=256, layers=2, density=0.125, tokens=128):
     )
 
 
-def _step(model, batch=8) -> dict[str, float]:
-    """Compiles and runs a training step; its program's bytes are those that XLA plans."""
+def _step(model, batch=8, cpus=0) -> dict[str, float]:
+    """Compiles and runs a training step; its program's bytes are those of a device, by XLA.
+
+    With `cpus` it is sharded over that number of virtual devices of the CPU.
+    """
     import jax
 
     from sparse_dataflow.core.config.training import TrainingConfig
+    from sparse_dataflow.core.executors import mesh
+    from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
+    from sparse_dataflow.core.executors.sharded import Sharded
 
     from . import steps
+
+    executor = SINGLE_DEVICE
+    if cpus:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", cpus)
+    if cpus > 1:
+        executor = Sharded(mesh.make(mesh.parse(f"fsdp:{cpus}", cpus)))
 
     training = TrainingConfig(steps=10, batch=batch, sequence=model.max_len, learning_rate=1e-3)
     tokens = steps.random_tokens(model, training)
     start = time.process_time()
-    step = steps.compiled_step(model, training, tokens)
+    step = steps.compiled_step(model, training, tokens, executor)
     compile_seconds = time.process_time() - start
     run = lambda: jax.block_until_ready(step.run())  # noqa: E731
     run()
@@ -285,6 +298,7 @@ SWEEPS = {
         (1, 2, 4, 8),
         lambda n, _: _step(_model(512, density=n / 16)),
     ),
+    "devices": Sweep("devices of a mesh", (1, 2, 4, 8), lambda n, _: _step(_model(), cpus=n)),
     "layouts": Sweep("stored blocks", (24_000, 96_000, 384_000, 1_536_000), _layouts),
     "pruning": Sweep("blocks of a weight", (4096, 16_384, 65_536), _pruning),
     "feature order": Sweep("weights", (128, 256, 512, 1024), _feature_order),

@@ -56,7 +56,8 @@ class Draft:
           tokens: drafts of a round.
 
         Raises:
-          UserError: the models have different tokens, or the context of the draft is shorter.
+          UserError: the models have different tokens, or the context of the draft is shorter, or a
+            round is longer than a context.
         """
         if model.tokenizer.content_hash != of_model.tokenizer.content_hash:
             raise UserError(
@@ -67,6 +68,11 @@ class Draft:
             raise UserError(
                 f"The draft {model.folder} has a context of {model.context} tokens; legal: "
                 f"{of_model.context} or more, the context of {of_model.folder}."
+            )
+        if tokens >= of_model.context:
+            raise UserError(
+                f"{tokens} tokens drafted at a time do not fit into the context of "
+                f"{of_model.folder}; legal: 1 to {of_model.context - 1}."
             )
         return cls(model.model, kv_cache.prepare(model.model, model.weights), tokens)
 

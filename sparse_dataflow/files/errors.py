@@ -97,6 +97,8 @@ def escaped(text: str) -> str:
 
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's text, at most 300 characters; its type if empty."""
+    if isinstance(error, SystemExit):
+        return f"it ends Python with {error.code!r}"[:300]
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 

@@ -21,14 +21,20 @@ _MORE_CHIPS = 2**12
 """Most chips of a machine that is advised."""
 
 
-def advised(nothing: settle.NothingFits, models_of: ModelsOf, machine: Machine) -> UserError:
-    """Returns the error of a machine on which nothing fits, with what would."""
+def advised(
+    nothing: settle.NothingFits, models_of: ModelsOf, machine: Machine, check: settle.Check
+) -> UserError:
+    """Returns the error of a machine on which nothing fits, with what would.
+
+    Args:
+      check: names what a given mesh does not divide.
+    """
     if nothing.priced is None:
         return UserError(f"{nothing}; {_for_relay(nothing.config, models_of, machine)}.")
-    return UserError(_refusal(nothing.config, models_of, machine, nothing.priced))
+    return UserError(_refusal(nothing.config, models_of, machine, nothing.priced, check))
 
 
-def _refusal(config, models_of, machine, priced):
+def _refusal(config, models_of, machine, priced, check):
     """Returns why no plan of `settle.settle` is legal, and what would be."""
     scale = config.run.scale
     many = f"{machine.count:,} {machine.chip.name}"
@@ -37,7 +43,7 @@ def _refusal(config, models_of, machine, priced):
     others = priced.violated_except("memory")
     others = others | ~settle.allowed(config, priced)
     if others.all():
-        return _illegal(config, priced, many)
+        return _illegal(config, priced, many, check)
     need = float(np.where(others, np.inf, priced.memory).min())
     head = (
         f"Training --scale={scale} needs {math.ceil(need / GIB):,} GiB on {where} with "
@@ -47,7 +53,7 @@ def _refusal(config, models_of, machine, priced):
     return f"{head}; {_advice(config, models_of, machine)}."
 
 
-def _illegal(config, priced, where):
+def _illegal(config, priced, where, check):
     batch, count = config.training.batch, config.training.micro_batches
     in_parts = f" in {count} micro-batches" if count else ""
     ignoring = priced.violated_except("batch") & priced.violated_except("memory")
@@ -61,6 +67,11 @@ def _illegal(config, priced, where):
                 f"No plan on {where} divides a batch of {batch} sequences{in_parts}; legal: "
                 f"--batch={near}, or another number of chips."
             )
+    if config.parallel.mesh != AUTO:
+        try:
+            check(config.without_auto())
+        except UserError as error:
+            return str(error)
     worst = max(search.CONSTRAINTS, key=lambda name: int(priced.violated[name].sum()))
     return (
         f"No plan on {where} is legal with --mesh={config.parallel.mesh}{in_parts}: the constraint "

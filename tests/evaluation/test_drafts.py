@@ -123,3 +123,9 @@ def test_a_draft_of_another_vocabulary_or_a_shorter_context_is_refused():
         Draft.of(model(tokenizer=other), model())
     with pytest.raises(UserError, match="a context of 8 tokens; legal: 16 or more"):
         Draft.of(model(8), model())
+
+
+def test_a_round_that_is_longer_than_the_context_is_refused():
+    model = types.SimpleNamespace(folder="RUN", context=16, tokenizer=BYTES)
+    with pytest.raises(UserError, match=r"16 tokens drafted at a time .* RUN; legal: 1 to 15"):
+        Draft.of(model, model, 16)

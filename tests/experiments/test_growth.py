@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks import growth_report, growth_sweeps
+from sparse_dataflow.files.errors import UserError
 
 
 @pytest.mark.parametrize("power", [0, 1, 1.5, 2])
@@ -44,6 +45,20 @@ def test_a_point_is_measured_once(tmp_path, monkeypatch, capsys):
     assert (tmp_path / growth_report.FIGURE).stat().st_size > 0
 
 
+@pytest.mark.parametrize("line", ['{"sweep": "chips", "of": 64, "si', "[1]", '{"sweep": "chips"}'])
+def test_a_damaged_point_is_refused(tmp_path, line):
+    (tmp_path / growth_report.POINTS).write_text(line)
+    with pytest.raises(UserError, match=r"points\.jsonl, line 1, is damaged .*; remove it"):
+        growth_report.run(SimpleNamespace(sweeps=(), out=str(tmp_path)))
+
+
+def test_a_folder_with_files_of_others_stays_as_it_is(tmp_path):
+    (tmp_path / "text.txt").write_text("a corpus")
+    with pytest.raises(UserError, match=r"growth may not replace \(text\.txt\); legal: --out"):
+        growth_report.run(SimpleNamespace(sweeps=(), out=str(tmp_path)))
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
 @pytest.mark.parametrize(
     ("name", "size"),
     [("metrics", 50), ("layouts", 4800), ("chips", 8), ("pruning", 1024), ("leaves", 4),
@@ -53,3 +68,10 @@ def test_a_sweep_measures_positive_quantities(name, size, tmp_path):
     quantities = growth_sweeps.SWEEPS[name].measure(size, tmp_path)
     seconds = [value for quantity, value in quantities.items() if quantity.endswith("seconds")]
     assert seconds and min(seconds) >= 0 and max(seconds) > 0
+
+
+@pytest.mark.slow
+def test_the_program_of_a_device_shrinks_with_their_number():
+    one, two = (growth_report._in_new_process("devices", number) for number in (1, 2))
+    assert two["step seconds"] > 0 and two["compile seconds"] > 0
+    assert two["program bytes"] < 0.6 * one["program bytes"]

@@ -8,10 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.commands.planning.plan_rows import slow_products
+from sparse_dataflow.commands.preflight import settling
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import SIZES
+from sparse_dataflow.core.config.run import SIZES, preset
 from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS
+from sparse_dataflow.core.training.phases import variant
 from sparse_dataflow.hardware.chips import CHIPS
+from sparse_dataflow.hardware.machines import Machine
 from sparse_dataflow.planner.efficiency import BLOCK_RATES, PRIOR, block_rate, slower_than_dense
 
 KEPT = pathlib.Path(__file__).parents[2] / "experiments/results/schedule_bench.json"
@@ -57,3 +60,37 @@ def test_small_blocks_that_are_slower_than_dense_are_named():
     assert slow_products(SIZES["13b"].with_linears(spec(128)), CHIPS["tpu-v6e"]) == ""
     assert slow_products(SIZES["13b"], CHIPS["tpu-v6e"]) == ""
     assert slow_products(model, CHIPS["a100-80gb"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "grouped"),
+    [
+        ({}, True),
+        ({"run__init_from": "somewhere", "run__prune_to": "pattern"}, True),
+        ({"run__init_from": "somewhere", "run__prune_to": "blocks"}, False),
+        ({"evolution__method": "set"}, False),
+        ({"sparsity__pattern": "random"}, False),
+    ],
+)
+def test_a_run_is_priced_by_the_products_that_it_has(changes, grouped):
+    """The pattern is that of equal groups, but only the blocks that a run keeps are."""
+    config = preset("13b").change(sparsity__block=128, **changes)
+    rates = BLOCK_RATES["tpu-v6e"][grouped]
+    chip = Machine(CHIPS["tpu-v6e"], 1)
+    priced = settling.planning.request_of(config, settling.models_of, chip).config
+    assert block_rate("tpu-v6e", priced.linear("mlp_in"), PRIOR) == rates[128]
+
+
+def test_a_run_that_prunes_to_a_pattern_is_faster_than_one_that_prunes_to_blocks():
+    config = preset("13b").change(
+        sparsity__block=128, run__init_from="somewhere", training__micro_batches=1
+    )
+    costs = {
+        prune_to: settling.run_costs(
+            [variant(config.change(run__prune_to=prune_to), "sparse")],
+            CHIPS["tpu-v6e"],
+            settling.SINGLE_DEVICE,
+        )[0].forward
+        for prune_to in ("blocks", "pattern")
+    }
+    assert costs["blocks"] > 1.05 * costs["pattern"]

@@ -3,6 +3,7 @@
 from typing import Any
 
 from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.planner import search
@@ -40,7 +41,8 @@ def slow_products(config: ModelConfig, chip: chips.Chip) -> str:
     if not names:
         return ""
     spec = config.linear(names[0])
+    products = "equal groups" if spec.pattern in GROUPED_PATTERNS else "index tables"
     return (
         f"Sparsity is estimated to slow down {', '.join(names)} on {chip.name}: blocks of "
-        f"{spec.block} ({spec.pattern}) are too small for it. Legal: a larger --block."
+        f"{spec.block} ({products}) are too small for it. Legal: a larger --block."
     )

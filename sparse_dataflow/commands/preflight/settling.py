@@ -45,8 +45,8 @@ from sparse_dataflow.planner.step_time import step_time
 
 
 def models_of(config: RunConfig) -> dict[str, tuple[ModelConfig, ...]]:
-    """Returns name -> phases of each model that a run trains."""
-    return {v.name: tuple(p.model for p in v.phase_specs) for v in variants(config)}
+    """Returns name -> phases of each model that a run trains, for the planner."""
+    return {v.name: tuple(p.priced_model for p in v.phase_specs) for v in variants(config)}
 
 
 def settle(config: RunConfig, machine: Machine) -> Settled:
@@ -63,7 +63,7 @@ def settle(config: RunConfig, machine: Machine) -> Settled:
     try:
         return planning.settle(config, models_of, machine, check)
     except planning.NothingFits as nothing:
-        raise settle_advice.advised(nothing, models_of, machine) from None
+        raise settle_advice.advised(nothing, models_of, machine, check) from None
 
 
 def this_machine(chip: Chip) -> Machine:
@@ -223,7 +223,7 @@ def run_costs(models: list[Variant], chip: Chip, executor: Executor) -> list[rem
         max(_resident(p.model, v.training, executor, chip) for p in v.phase_specs) for v in models
     ]
     return [
-        model_costs(p.model, v.training, chip, executor, sum(resident) - own)
+        model_costs(p.priced_model, v.training, chip, executor, sum(resident) - own)
         for v, own in zip(models, resident, strict=True)
         for p in v.phase_specs
     ]

@@ -132,6 +132,13 @@ RULES = (
     Rule("run.twin=narrow", _narrow, "run.init_from", NONE, "which has another width"),
     Rule("run.prune_by=activations", _activations, "run.init_from", GIVEN, "which prunes weights"),
     Rule("run.prune_to=pattern", _to_pattern, "run.init_from", GIVEN, "which prunes weights"),
+    Rule(
+        "run.prune_to=pattern",
+        _to_pattern,
+        "evolution.method",
+        all_but("gradual"),
+        "which prunes weights at the start, and gradual prunes them later, to their best blocks",
+    ),
     Rule(NEW_ROWS, _new_rows, TOKENS, GIVEN, "which trains the rows of new tokens"),
     Rule(TOKENS, _tokens, "run.init_from", GIVEN, "which adds tokens to those of given weights"),
     Rule(TOKENS, _tokens, "data.loss", only("all"), "whose new tokens are learned from all text"),

@@ -23,6 +23,9 @@ layout."""
 GROUPED_PATTERNS = ("monarch", "shuffle")
 """Patterns whose layouts are equal groups (`layouts.layout.Groups`)."""
 
+RUNTIME_PATTERN = "cyclic"
+"""Pattern in the specs of layouts that are chosen at run time: it accepts every degree."""
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SparsityConfig(Readable):

@@ -33,7 +33,7 @@ _DIVISORS_SHOWN = 12
 
 def is_factory(optimizer: str) -> bool:
     """Returns whether an optimizer is named MODULE:ATTRIBUTE."""
-    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", optimizer) is not None
+    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", optimizer) is not None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -38,7 +38,7 @@ import numpy as np
 from sparse_dataflow.core.config.layer_groups import layer_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.sparsity import METHOD_NAMES, EvolutionConfig
+from sparse_dataflow.core.config.sparsity import METHOD_NAMES, RUNTIME_PATTERN, EvolutionConfig
 from sparse_dataflow.core.layouts.balance import balanced_top
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.files.errors import UserError
@@ -128,6 +128,14 @@ class PhaseSpec:
     start: float
     model: ModelConfig
     runtime_layouts: bool = False
+
+    @property
+    def priced_model(self) -> ModelConfig:
+        """The model for the planner: layouts of run time are tables, whatever their pattern."""
+        if not self.runtime_layouts:
+            return self.model
+        irregular = functools.partial(dataclasses.replace, pattern=RUNTIME_PATTERN)
+        return _with_sparse_specs(self.model, irregular)
 
 
 Update = Callable[
@@ -396,8 +404,7 @@ def _doubled(model, power):
         if density > 1 - 1e-9:
             return LinearSpec(rank=spec.rank)
         by_depth.add(tuple(min(m / least, 1 / density) for m in model.density_by_depth))
-        # `cyclic` accepts every degree; the layout is chosen at run time.
-        return dataclasses.replace(spec, pattern="cyclic", density=density)
+        return dataclasses.replace(spec, pattern=RUNTIME_PATTERN, density=density)
 
     specs = {name: doubled_spec(name) for name in model.sparse_projections}
     if len(by_depth) > 1:

@@ -4,10 +4,11 @@
 times the weight's multiplier, and the weight's decay, and needs no mask.
 """
 
+import contextlib
 import functools
-import importlib
 import inspect
-from collections.abc import Callable
+import pkgutil
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,6 +23,8 @@ CLIPPED_RMS = 1.0
 """Largest root mean square of Adafactor's update, in units of the learning rate (arXiv 1804.04235,
 section 6)."""
 
+LEGAL = "legal: a function with the argument learning_rate that returns an optax optimizer"
+
 _TRIED_STEPS = 20
 
 
@@ -32,6 +35,8 @@ def transformation(training: TrainingConfig, rate: Any, decay: float) -> Any:
       training: names the optimizer, and has its betas and epsilon.
       rate: learning rate of the weight in this step, a number or float32 [].
       decay: decoupled weight decay of the weight; 0 for none.
+
+    Its functions raise UserError for a weight that they cannot update.
 
     Raises:
       UserError: the factory cannot be imported, or is none that `factory` takes.
@@ -53,7 +58,7 @@ def transformation(training: TrainingConfig, rate: Any, decay: float) -> Any:
                 optax.chain(second, *decayed), jnp.asarray(rate, jnp.float32), b1=training.b1
             )
         case name:
-            chain = _of_factory(factory(name), rate, decay)
+            chain = _of_factory(name, factory(name), rate, decay)
     return optax.with_extra_args_support(chain)
 
 
@@ -70,16 +75,65 @@ def averaged(training: TrainingConfig, state: Any, weight: Any) -> Any:
     return optax.contrib.schedule_free_eval_params(state, weight)
 
 
-def _of_factory(make, rate, decay):
-    if "weight_decay" in inspect.signature(make).parameters:
-        return make(learning_rate=rate, weight_decay=decay)
+def _of_factory(name, make, rate, decay):
+    decays = "weight_decay" in inspect.signature(make).parameters
+    own_decay = {"weight_decay": decay} if decays else {}
+
+    def init(params):
+        with _in_a_sentence(name):
+            return jax.tree.map(_key_data, inner.init(params))
 
     def update(updates, state, params=None, **extra):
-        updates, state = inner.update(updates, state, params, **extra)
-        return jax.tree.map(lambda u, p: u - rate * decay * p, updates, params), state
+        with _in_a_sentence(name):
+            state = jax.tree.map(_with_key, state, inner.init(params))
+            updates, state = inner.update(updates, state, params, **extra)
+            jax.tree.map(_refuse_broadcast, updates, params)
+            state = jax.tree.map(_key_data, state)
+        if not decays:
+            updates = jax.tree.map(lambda u, p: u - rate * decay * p, updates, params)
+        return updates, state
 
-    inner = optax.with_extra_args_support(make(learning_rate=rate))
-    return optax.GradientTransformationExtraArgs(inner.init, update)
+    with _in_a_sentence(name):
+        inner = optax.with_extra_args_support(make(learning_rate=rate, **own_decay))
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _key_data(leaf):
+    """Returns a leaf of a state, a random key as its data: files and hosts store numbers alone."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _with_key(leaf, like):
+    """Returns a leaf of a state, as a random key where the one of a new state is a key."""
+    return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like)) if _is_key(like) else leaf
+
+
+def _is_key(leaf):
+    return jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
+
+
+def _refuse_broadcast(update, weight):
+    if jnp.shape(update) != weight.shape:
+        raise _Unfit(
+            f"returns an update of shape {list(jnp.shape(update))} for a weight of shape "
+            f"{list(weight.shape)}; legal: one of the weight's shape."
+        )
+
+
+@contextlib.contextmanager
+def _in_a_sentence(name) -> Iterator[None]:
+    """Turns whatever the code of others raises into a UserError."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error)) from error  # Without the notes that jax adds to an error.
+    except _Unfit as reason:
+        raise UserError(f"training.optimizer={name} {reason}") from None
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            f"training.optimizer={name} cannot update a weight from its gradient "
+            f"({first_line(error)}); {LEGAL}."
+        ) from error
 
 
 @functools.cache
@@ -95,28 +149,20 @@ def factory(name: str) -> Callable[..., optax.GradientTransformation]:
         couples the weights of a model.
     """
     words = f"training.optimizer={name}"
-    module, _, attribute = name.partition(":")
     try:
-        make = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # The code of others raises errors of any type.
+        make = pkgutil.resolve_name(name)
+    except (Exception, SystemExit) as error:  # The code of others raises any error.
         raise UserError(f"{words} cannot be imported ({first_line(error)}).") from error
-    legal = "legal: a function with the argument learning_rate that returns an optax optimizer"
     try:
         parameters = inspect.signature(make).parameters
     except (TypeError, ValueError):
         parameters = {}  # type: ignore[assignment]
     if "learning_rate" not in parameters:
         has = f"a function of ({', '.join(parameters)})" if callable(make) else type(make).__name__
-        raise UserError(f"{words} is {has[:80]}, without learning_rate; {legal}.")
-    try:
-        with jax.ensure_compile_time_eval():  # A program may be the first that needs it.
-            _try(make)
-    except _Unfit as reason:
-        raise UserError(f"{words} {reason}") from None
-    except Exception as error:  # The code of others raises errors of any type.
-        raise UserError(
-            f"{words} cannot update a weight from its gradient ({first_line(error)}); {legal}."
-        ) from error
+        raise UserError(f"{words} is {has[:80]}, without learning_rate; {LEGAL}.")
+    # A program may be the first that needs it.
+    with _in_a_sentence(name), jax.ensure_compile_time_eval():
+        _try(name, make)
     return make
 
 
@@ -124,7 +170,7 @@ class _Unfit(Exception):
     """What a factory does that a training cannot use; completes its name."""
 
 
-def _try(make):
+def _try(name, make):
     """Updates two small weights, and raises `_Unfit`, or what the factory raises."""
     rng = np.random.default_rng(0)
     weights, gradients = (
@@ -138,23 +184,25 @@ def _try(make):
 
         def step(carried, _):
             moved, state = carried
-            update, state = _of_factory(make, rate, 0.0).update(gradients, state, moved)
+            update, state = _of_factory(name, make, rate, 0.0).update(gradients, state, moved)
             return (optax.apply_updates(moved, update), state), None
 
-        begun = weights, jax.tree.map(jnp.asarray, _of_factory(make, 1e-3, 0.0).init(weights))
+        begun = weights, jax.tree.map(jnp.asarray, _of_factory(name, make, 1e-3, 0.0).init(weights))
         (moved, _), _ = jax.lax.scan(step, begun, length=_TRIED_STEPS)
         return jax.tree.map(jnp.subtract, moved, weights)
 
     jax.eval_shape(updates, 1e-3, weights["a"], gradients["a"])  # As in a training.
     step = updates(1e-3, weights, gradients)
-    if any(np.any(step[name]) for name in step):
+    if not all(np.all(np.isfinite(step[key])) for key in step):
+        raise _Unfit("returns updates that are not finite; legal: finite ones.")
+    if any(np.any(step[key]) for key in step):
         twice = updates(2e-3, weights, gradients)
-        if all(np.array_equal(step[name], twice[name]) for name in step):
+        if all(np.array_equal(step[key], twice[key]) for key in step):
             raise _Unfit(
                 "does not follow learning_rate; legal: a factory that hands learning_rate on, and "
                 "optax.inject_hyperparams left out."
             )
-        if sum(float(jnp.vdot(step[name], gradients[name])) for name in step) > 0:
+        if sum(float(jnp.vdot(step[key], gradients[key])) for key in step) > 0:
             raise _Unfit("goes up the gradient; legal: optax.scale_by_learning_rate at its end.")
     scaled = updates(1e-3, weights, gradients | {"a": 1000 * gradients["a"]})
     if not np.allclose(step["b"], scaled["b"], rtol=1e-3, atol=1e-30):

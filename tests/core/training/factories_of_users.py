@@ -1,5 +1,6 @@
 """Optimizers that a user may write in a file, by what is right or wrong with each."""
 
+import jax
 import optax
 
 
@@ -48,3 +49,25 @@ def raises(learning_rate):
 def needs_the_loss(learning_rate):
     del learning_rate
     return optax.polyak_sgd()
+
+
+def is_not_finite(learning_rate):
+    return optax.chain(optax.scale(float("nan")), optax.scale_by_learning_rate(learning_rate))
+
+
+def broadcasts(learning_rate):
+    return optax.stateless(
+        lambda updates, _: jax.tree.map(lambda g: -learning_rate * g.sum(), updates)
+    )
+
+
+def ends_python(learning_rate):
+    raise SystemExit(3)
+
+
+def only_for_matrices(learning_rate):
+    return optax.stateless_with_tree_map(lambda g, _: -learning_rate * (g @ g.T @ g))
+
+
+def adds_noise(learning_rate):
+    return optax.noisy_sgd(learning_rate, key=7)

@@ -6,6 +6,7 @@ import sys
 
 import jax
 import numpy as np
+import optax
 import pytest
 from eight_devices import on_eight_devices
 
@@ -70,6 +71,9 @@ def test_it_trains_pico_over_a_mesh_as_on_one_device_and_resumes_at_the_same_bit
         ("raises", r"cannot update a weight from its gradient \(out of\)"),
         ("needs_the_loss", "cannot update a weight from its gradient.*value"),
         ("missing", "cannot be imported"),
+        ("is_not_finite", "updates that are not finite; legal"),
+        ("broadcasts", r"an update of shape .* for a weight of shape .*; legal"),
+        ("ends_python", r"cannot update a weight from its gradient \(it ends Python with 3\)"),
     ],
 )
 def test_a_factory_that_no_training_can_use_is_refused_in_a_sentence(name, words):
@@ -79,11 +83,45 @@ def test_a_factory_that_no_training_can_use_is_refused_in_a_sentence(name, words
 
 @pytest.mark.parametrize(
     "name",
-    ["no_such_module:thing", "os:system", "json:dumps", "optax:lbfgs", "optax:scale_by_adam"],
+    [
+        "no_such_module:thing",
+        "program_of_a_user:make",
+        "os:system",
+        "json:dumps",
+        "optax:lbfgs",
+        "optax:scale_by_adam",
+    ],
 )
 def test_other_functions_are_refused_in_a_sentence(name):
     with pytest.raises(UserError, match=rf"^training\.optimizer={name} [^\n]*\.$"):
         factories.factory(name)
+
+
+def test_a_weight_that_a_factory_cannot_update_is_refused_in_a_sentence():
+    """The trial has matrices, and a model has vectors too."""
+    name = "factories_of_users:only_for_matrices"
+    transformation = factories.transformation(TrainingConfig(steps=1, optimizer=name), 0.5, 0.1)
+    vector = np.ones(3, np.float32)
+    with pytest.raises(UserError, match=f"{name} cannot update a weight from its gradient"):
+        transformation.update(vector, transformation.init(vector), vector)
+
+
+def test_random_keys_in_a_state_are_numbers_and_go_on():
+    """Files and the relay's host store numbers alone."""
+    training = TrainingConfig(steps=1, optimizer="factories_of_users:adds_noise")
+    own, expected = factories.transformation(training, 0.5, 0.0), optax.noisy_sgd(0.5, key=7)
+    weight = np.ones((3, 4), np.float32)
+    state, expected_state = (each.init(weight) for each in (own, expected))
+    for _ in range(2):
+        step, state = own.update(weight, state, weight)
+        expected_step, expected_state = expected.update(weight, expected_state, weight)
+        np.testing.assert_allclose(step, expected_step, rtol=1e-6)
+        state = jax.tree.map(np.asarray, state)
+    assert all(leaf.dtype.kind in "iuf" for leaf in jax.tree.leaves(state))
+
+
+def test_an_attribute_of_an_attribute_can_be_named():
+    assert factories.factory("optax:contrib.muon") is optax.contrib.muon
 
 
 @pytest.mark.parametrize("name", ["own_chain", "with_schedule", "with_lambda"])

@@ -224,7 +224,7 @@ def opened(name: str, run: TrackedRun) -> Tracker:
             return PACKAGES[name](run)
         module, _, attribute = name.partition(":")
         return getattr(importlib.import_module(module), attribute)(run)
-    except Exception as error:  # The code of others raises errors of any type.
+    except (Exception, SystemExit) as error:  # The code of others raises any error.
         raise UserError(f"The tracker {name} cannot start ({first_line(error)}).") from error
 
 

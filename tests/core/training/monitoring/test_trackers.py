@@ -118,7 +118,7 @@ def test_whatever_a_tracker_raises_in_the_middle_ends_it_alone(
     assert len(rows) == 2
 
 
-@pytest.mark.parametrize("name", ["my_trackers:Nothing", "no_such_module_here:Tracker"])
+@pytest.mark.parametrize("name", ["my_trackers:Nothing", "sys:exit", "no_such_module_here:Tracker"])
 def test_a_tracker_that_cannot_start_is_refused(tmp_path, recorder, name):
     with pytest.raises(UserError, match=f"tracker {name} cannot start"):
         MetricsWriter(folder_of(tmp_path), 0, [name])
