@@ -71,7 +71,6 @@ ARMS = {
     "rigl_often_256": RANDOM | RIGL | OFTEN | {"evolution.sequences": 256},
     "rigl_low_rank": RANDOM | RIGL | LOW_RANK,
     "gradual": GRADUAL,
-    "self_guided": MONARCH | {"evolution.method": "self_guided"},
     "distilled": MONARCH | {"training.teacher": "dense"},
     "sparse_to_dense_half": TO_DENSE_HALF,
     "low_rank_to_dense_half": TO_DENSE_HALF | LOW_RANK,

@@ -13,7 +13,6 @@ import numpy as np
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.model import PRECISIONS, ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.model import adapters
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.by_weight import evaluated
 from sparse_dataflow.core.training.phases import phase_before, phases
@@ -150,7 +149,7 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
 
     Does not change the folder; the run may still be in progress.  The model multiplies in its
     compute dtype, whatever the precision of its training was.  Layers that share a block in the
-    checkpoint's phase have copies of it.  Dense guides are left out.  A run of adapters has these
+    checkpoint's phase have copies of it.  A run of adapters has these
     alone; `interchange.starting_point.load_run` adds the weights that they are for.
 
     Args:
@@ -200,9 +199,6 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
     if shape.shared_layers:
         params = {**params, "blocks": copied_blocks(params["blocks"], shape.num_layers)}
         shape = dataclasses.replace(shape, shared_layers=False)
-    if shape.guided:
-        params = adapters.without_leaves(params, adapters.GUIDE)
-        shape = adapters.without_guides(shape)
     return Model(
         folder,
         variant,

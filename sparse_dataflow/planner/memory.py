@@ -38,8 +38,8 @@ def parameter_count(config: ModelConfig) -> int:
     d_model for learned positions); per block two norms, or four with post_norms (scale, and bias
     for layernorm), those of queries and keys, and for each projection its stored weights (blocks or
     factors), bias and low-rank term (rank (in + out), and a gate), for every expert; a router
-    (d_model experts) and the gate of a shared expert (d_model); a dense guide (in out); and the
-    final norm.  A block that all layers share counts once.
+    (d_model experts) and the gate of a shared expert (d_model); and the final
+    norm.  A block that all layers share counts once.
 
     Args:
       config: the model.
@@ -61,7 +61,6 @@ def parameter_count(config: ModelConfig) -> int:
         rank = config.linear(name).rank
         copies = config.stored_copies(name)
         stored += round(config.stored_layers * fan_in * fan_out * fractions[name]) * copies
-        block += fan_in * fan_out * config.has_guide(name)
         block += fan_out * copies if name in config.biases else 0
         block += rank * (fan_in + fan_out) + 1 if rank else 0
     block += config.d_model * (config.experts + config.shared_gate)
@@ -79,8 +78,7 @@ def matrix_count(config: ModelConfig, projections: Sequence[str] = PROJECTIONS) 
     """Counts the stored weights of projections, which Muon updates; see `parameter_count`."""
     fractions = stored_fractions(config)
     sizes = (
-        math.prod(config.projection_shape(name))
-        * (fractions[name] * config.stored_copies(name) + config.has_guide(name))
+        math.prod(config.projection_shape(name)) * fractions[name] * config.stored_copies(name)
         for name in config.projections
         if name in projections
     )
@@ -344,7 +342,7 @@ def has_one_op_mlp(config: ModelConfig) -> bool:
     specs = [config.linear(name) for name in names]
     plain = all(s.kind == "block_sparse" and not s.rank and not s.hadamard for s in specs)
     fitting = config.activation == "gelu" and "mlp_in" in config.biases and not config.gated_mlp
-    return plain and fitting and not (config.experts or config.quantized or config.guided)
+    return plain and fitting and not (config.experts or config.quantized)
 
 
 WIDEST_HEAD = 256

@@ -393,7 +393,7 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
         spec, rows, copies = config.linear(name), tokens, 1
         if config.experts and name in MLP:
             rows, copies = computed_rows(config, tokens, plan)
-        density, rank = fractions[name] + config.has_guide(name), spec.rank
+        density, rank = fractions[name], spec.rank
         if config.factor_rank(name):
             density, rank = 0.0, config.factor_rank(name)
         rate = block_rate(chip.family, spec, efficiency) * projection_peak

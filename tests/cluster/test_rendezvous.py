@@ -245,9 +245,9 @@ def test_without_a_token_a_public_coordinator_is_refused(monkeypatch, address):
 def test_without_a_token_process_0_says_who_can_join(monkeypatch, capfd, address):
     """The last is how Debian maps a machine's own name, which is then listened at everywhere."""
     assert "did not join" in refusal(monkeypatch, address)
-    said = capfd.readouterr().err
-    assert "warning: without SPARSE_DATAFLOW_TOKEN, whoever reaches port" in said
-    assert "every interface" in said
+    message = capfd.readouterr().err
+    assert "warning: without SPARSE_DATAFLOW_TOKEN, whoever reaches port" in message
+    assert "every interface" in message
     assert "did not join" in refusal(monkeypatch, address, token="secret")
     assert "warning" not in capfd.readouterr().err
 
@@ -263,15 +263,17 @@ def test_on_this_machine_alone_nothing_is_said(capfd):
     [("127.0.0.1", "127.0.0.1:61000"), ("fd00::7", "[fd00::7]:61000"), ("", None)],
 )
 def test_jaxs_own_service_listens_where_process_0_does(monkeypatch, interface, bound):
-    given = {}
+    options = {}
     group = rendezvous.ProcessSet(0, {}, interface)
     monkeypatch.setattr(processes.rendezvous, "meet", lambda *_: group)
-    monkeypatch.setattr(processes.jax.distributed, "initialize", lambda *_, **kw: given.update(kw))
+    monkeypatch.setattr(
+        processes.jax.distributed, "initialize", lambda *_, **kw: options.update(kw)
+    )
     monkeypatch.setattr(processes.jax.distributed, "shutdown", lambda: None)
     monkeypatch.setattr(processes.jax.config, "update", lambda *_: None)
     with processes.joined(cluster.Membership("n07:61000", 2, 0), {}, 1.0, 1.0) as met:
         assert met is group
-    assert given["coordinator_bind_address"] == bound
+    assert options["coordinator_bind_address"] == bound
 
 
 def test_the_token_comes_from_the_environment():

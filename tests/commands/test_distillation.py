@@ -1,4 +1,4 @@
-"""Runs that learn from a teacher, with and without guides, and what they refuse."""
+"""Runs that learn from a teacher, and what they refuse."""
 
 import dataclasses
 import shutil
@@ -21,7 +21,6 @@ from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.phases import run_flops, variants
-from sparse_dataflow.core.training.step import initial_state
 from sparse_dataflow.core.training.teacher import Teacher
 from sparse_dataflow.evaluation.run_files import read_record
 from sparse_dataflow.files.errors import UserError
@@ -44,21 +43,14 @@ def teacher(reports_without_continuations, tmp_path_factory):
     return train(SMALL.dense().change(run__out=out, training__steps=1), texts=TEXTS).folder
 
 
-def test_a_student_with_guides_leaves_plain_checkpoints_and_counts_its_teacher(teacher, tmp_path):
+def test_a_student_counts_its_teacher_and_resumes_with_no_other(teacher, tmp_path):
     config = SMALL.change(
         run__out=str(tmp_path / "run"),
-        evolution__method="self_guided",
         training__teacher=str(teacher),
         training__teacher_weight=0.25,
     )
     run = train(config, texts=TEXTS)
     [variant] = variants(config, run.model().tokenizer.vocab_size)
-    guided, plain = variant.phases
-    expected = jax.eval_shape(lambda: initial_state(plain.model, variant.training).params)
-    for step in (2, 4):
-        model = run.model(checkpoint=str(step))
-        assert guided.model.guided and model.model == plain.model
-        assert jax.tree.map(jnp.shape, model.params) == jax.tree.map(jnp.shape, expected)
     dense = dataclasses.replace(variant.model, linears={})
     forward = cost.flops_per_token(dense, 16, training=False).total
     plan = variant.model, variant.evolution, variant.training

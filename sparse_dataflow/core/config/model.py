@@ -99,8 +99,6 @@ class ModelConfig(AttentionSettings, RotarySettings):
         leaves it empty.
       shared_layers: whether all layers apply one block, whose parameters exist once.  A phase of
         the evolution method shared_to_own; no setting.
-      guided: whether each block-sparse projection has a dense guide (`model.adapters`).  A phase of
-        the evolution method self_guided; no setting.
       seed: offset of the patterns, and so the seed of random ones.
 
     Examples:
@@ -217,7 +215,6 @@ class ModelConfig(AttentionSettings, RotarySettings):
         "the whole window.",
     )
     shared_layers: bool = False
-    guided: bool = False
     seed: int = 0
 
     def __post_init__(self):
@@ -352,10 +349,6 @@ class ModelConfig(AttentionSettings, RotarySettings):
         """Returns how many weights of a projection a layer stores: one, or one for each expert of
         width d_ff."""
         return self.experts + self.shared_expert if self.experts and projection in MLP else 1
-
-    def has_guide(self, projection: str) -> bool:
-        """Returns whether a projection has a dense guide (`guided`)."""
-        return self.guided and self.linear(projection).kind == "block_sparse"
 
     def refuse_experts(self, feature: str, legal: str) -> None:
         """Refuses a model with experts where a feature does not have them.

@@ -107,7 +107,7 @@ def _adapted_twin(config):
 
 ADAPTERS, BASE = "training.adapter_rank", "training.frozen_dtype=int8"
 FACTORS, TAIL = f"sparsity.pattern={LOW_RANK}", "evolution.method=low_rank_tail"
-SHARED, GUIDED = "evolution.method=shared_to_own", "evolution.method=self_guided"
+SHARED = "evolution.method=shared_to_own"
 TEACHER, ANSWERS = "training.teacher", "data.loss=answers"
 TOKENS, NEW_ROWS = "data.extend_vocabulary", "training.new_rows_first"
 ALIKE, FILES = "parallel.executor=relay or pipeline", "parallel.server_dir"
@@ -128,7 +128,6 @@ RULES = (
     Rule(FACTORS, _low_rank, "run.init_from", NONE, "whose two factors begin drawn"),
     Rule(TAIL, _method("low_rank_tail"), "sparsity.rank", GIVEN, "which adds a term of that rank"),
     Rule(SHARED, _method("shared_to_own"), "run.init_from", NONE, "which begins with one block"),
-    Rule(GUIDED, _method("self_guided"), "run.init_from", NONE, "which copies drawn blocks"),
     Rule("run.twin=narrow", _narrow, "run.init_from", NONE, "which has another width"),
     Rule("run.prune_by=activations", _activations, "run.init_from", GIVEN, "which prunes weights"),
     Rule("run.prune_to=pattern", _to_pattern, "run.init_from", GIVEN, "which prunes weights"),

@@ -116,9 +116,8 @@ class EvolutionConfig(Readable):
         "static",
         "set and rigl exchange blocks, at random or by their gradient; gradual prunes a dense "
         "model in halvings; sparse_to_dense ends dense; low_rank_tail adds sparsity.rank at the "
-        "end; self_guided mixes a dense product in, whose share falls to 0; shared_to_own trains "
-        "one block for all layers, then copies it. Options follow a colon: "
-        "rigl:every=100,share=0.05.",
+        "end; shared_to_own trains one block for all layers, then copies it. Options follow a "
+        "colon: rigl:every=100,share=0.05.",
         choices=METHOD_NAMES,
     )
     every: int = setting(
@@ -127,9 +126,8 @@ class EvolutionConfig(Readable):
     at: float = setting(
         0.0,
         "Fraction of the steps at which set and rigl stop (0.75), gradual's cubic schedule ends "
-        "(0.5), sparse_to_dense turns dense (0.7), low_rank_tail adds its term (0.99), self_guided "
-        "drops its dense product (0.5) or shared_to_own copies its block (0.3); 0 is the number in "
-        "brackets.",
+        "(0.5), sparse_to_dense turns dense (0.7), low_rank_tail adds its term (0.99) or "
+        "shared_to_own copies its block (0.3); 0 is the number in brackets.",
         legal=A_SHARE,
     )
     share: float = setting(

@@ -154,13 +154,6 @@ RULES = (
         "--evolution=static, or a mesh without feature",
     ),
     Rule(
-        "`evolution.method=self_guided`",
-        lambda job: job.model.guided and "--evolution=self_guided",
-        (FEATURE, STAGE, RELAY),
-        "whose steps take no share of the guides",
-        "a mesh without stages",
-    ),
-    Rule(
         "`evolution.method=shared_to_own`",
         lambda job: job.model.shared_layers and "--evolution=shared_to_own",
         (FEATURE, STAGE, RELAY_DEPTH),

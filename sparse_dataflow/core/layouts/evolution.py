@@ -226,14 +226,6 @@ def exchanged_share(config: EvolutionConfig, step: int, steps: int) -> float:
     return config.share / 2 * (1 + math.cos(math.pi * step / last))
 
 
-def guide_share(step: int, stop: int) -> float:
-    """Returns the guides' share of the products in step `step` (from 0) of `stop` guided ones.
-
-    It falls from 1 to 0 along a cosine (arXiv 2406.16450).
-    """
-    return (1 + math.cos(math.pi * step / stop)) / 2
-
-
 def block_sources(old: BlockLayout, new: BlockLayout) -> np.ndarray:
     """Returns int32 [new.nnz]: slot of each new block in the values of `old`, -1 if absent."""
     return old.slots[new.rows, new.cols].astype(np.int32)
@@ -430,17 +422,6 @@ def _shared_to_own(model, config):
     return PhaseSpec(0.0, shared), PhaseSpec(until(config), model)
 
 
-def _self_guided(model, config):
-    """Self-guided training (arXiv 2406.16450): mixes a dense product in, then drops it."""
-    if config.plateau:
-        raise UserError(
-            f"--set evolution.plateau={config.plateau} would drop the guides of "
-            "--evolution=self_guided before their share is 0; legal with it: 0."
-        )
-    guided = dataclasses.replace(model, guided=True)
-    return PhaseSpec(0.0, guided), PhaseSpec(until(config), model)
-
-
 def _with_sparse_specs(model, change, names=None):
     specs = {name: change(model.linear(name)) for name in names or model.sparse_projections}
     return dataclasses.replace(model, linears={**dict(model.linears), **specs})
@@ -452,5 +433,4 @@ register("rigl", Method(update=rigl_blocks, reads_gradients=True))
 register("gradual", Method(phase_specs=_gradual, at=0.5))
 register("sparse_to_dense", Method(phase_specs=_sparse_to_dense, at=0.7))
 register("low_rank_tail", Method(phase_specs=_low_rank_tail, at=0.99))
-register("self_guided", Method(phase_specs=_self_guided, at=0.5))
 register("shared_to_own", Method(phase_specs=_shared_to_own, at=0.3, changes_blocks=False))

@@ -1,16 +1,10 @@
-"""What a projection has besides its weight: low-rank adapters, and dense guides.
+"""Low-rank adapters of a projection, beside its weight.
 
 An adapter is the low-rank term of a projection of a frozen model (LoRA, arXiv 2106.09685; see
 `model.projection`): y = x W + alpha / rank * x A B.  Its factors A (`a_kernel`) and B (`b_kernel`,
 zero at the start) are trained, and its gate is alpha / rank.  Everything but the factors is the
 frozen base.  It needs no gradient, no optimizer state and no float32 master, so its matrices are
 stored in the compute dtype, to which every product casts them anyway.
-
-In a guided model (self-guided training, arXiv 2406.16450) every block-sparse projection computes
-(1 - share) * sparse(x) + share * dense(x).  The dense weight, the guide, begins as a copy of the
-stored blocks and is trained like any weight.  The share is no parameter: each training step gets
-it as an argument, see `layouts.evolution.guide_share`.  Without its guides a model is plain
-block-sparse; evaluation always uses it so.
 """
 
 import dataclasses
@@ -178,42 +172,3 @@ def merged(params: Any, base: Any) -> Any:
         return tuple(map(merged, params, base))
     both = {name: merged(params[name], tree) for name, tree in base.items() if name in params}
     return {**base, **params, **both}
-
-
-GUIDE, SHARE = "guide", "guide_share"
-"""Leaves of a projection: the dense weight, and its share of the product."""
-
-
-def without_guides(model: ModelConfig) -> ModelConfig:
-    """Returns the plain block-sparse model."""
-    return dataclasses.replace(model, guided=False) if model.guided else model
-
-
-def without_leaves(tree: dict, *leaves: str) -> dict:
-    """Returns a tree like the params without these leaves of its projections."""
-    groups = [
-        {
-            name: {leaf: array for leaf, array in module.items() if leaf not in leaves}
-            for name, module in group.items()
-        }
-        for group in split_groups(tree["blocks"])
-    ]
-    return {**tree, "blocks": join_groups(groups)}
-
-
-def guide_shares(params: dict, share: jax.Array) -> dict[str, Any]:
-    """Returns the leaves SHARE that `params` lack, as `TrainState.frozen` of a step.
-
-    Args:
-      params: of a guided model.
-      share: float32 [], of the guides.
-    """
-    groups = [
-        {
-            name: {SHARE: jnp.full(len(module[GUIDE]), share, jnp.float32)}
-            for name, module in group.items()
-            if GUIDE in module
-        }
-        for group in split_groups(params["blocks"])
-    ]
-    return {"blocks": join_groups(groups)}

@@ -29,7 +29,6 @@ Parameters are float32.  [V] vocab_size, [D] d_model, [K] head_width:
 | block | experts.shared.PROJECTION.* | as above and below | shared_expert, for the MLP |
 | block | experts.shared.router | [D, 1] | shared_gate |
 | block | PROJECTION.a_kernel, b_kernel, gate | [in, rank], [rank, out], [] | spec.rank > 0 |
-| block | PROJECTION.guide, guide_share | [in, out], [] | guided, for block-sparse names |
 | head | norm.scale | [D] | all |
 | head | norm.bias | [D] | norm="layernorm" |
 | head | output | [V, D] | not tied_embeddings |
@@ -53,7 +52,6 @@ from flax import nnx
 from sparse_dataflow.core.config.layer_groups import join_groups, layer_groups
 from sparse_dataflow.core.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.config.projections import MLP
-from sparse_dataflow.core.model import adapters
 from sparse_dataflow.core.model.experts import Experts, with_loss
 from sparse_dataflow.core.model.mlp import Mlp
 from sparse_dataflow.core.model.projection import arrays
@@ -218,10 +216,7 @@ class Head(nnx.Module):
 
 
 def init(config: ModelConfig, key: jax.Array) -> dict:
-    """Draws the parameters in float32; the module docstring shows their structure.
-
-    Guides are zeros, and their shares, which no parameter tree has, are left out.
-    """
+    """Draws the parameters in float32; the module docstring shows their structure."""
     keys = init_keys(config, key)
     blocks = [
         jax.vmap(functools.partial(init_section, group.model, "block"))(
@@ -229,12 +224,11 @@ def init(config: ModelConfig, key: jax.Array) -> dict:
         )
         for group in layer_groups(config)
     ]
-    params = {
+    return {
         "embed": init_section(config, "embed", keys["embed"]),
         "blocks": join_groups(blocks),
         "head": init_section(config, "head", keys["head"]),
     }
-    return adapters.without_leaves(params, adapters.SHARE) if config.guided else params
 
 
 def init_keys(config: ModelConfig, key: jax.Array) -> dict[str, jax.Array]:

@@ -20,7 +20,6 @@ from sparse_dataflow.core.model.shard import WHOLE, Shard
 from sparse_dataflow.core.weights.weight import (
     BlockSparse,
     Dense,
-    Guided,
     Hadamard,
     Linear,
     LowRank,
@@ -70,7 +69,7 @@ def linear(
 
     The spec says how a weight is computed; which arrays there are says how it is stored: `kernel`;
       `kernel` of int8 and `kernel_scale`; or `values`; or `a_factor` and `b_factor`.  In addition
-      there may be `guide` and `guide_share`; `a_kernel`, `b_kernel` and `gate`; and `bias`.
+      there may be `a_kernel`, `b_kernel` and `gate`; and `bias`.
 
       Args:
         arrays: the arrays, also stacked over layers or experts; of any dtype.
@@ -91,8 +90,6 @@ def linear(
         weight = Quantised(arrays["kernel"], arrays[SCALE])
     else:
         weight = Dense(arrays["kernel"], precision)
-    if "guide" in arrays:
-        weight = Guided(weight, arrays["guide"], arrays["guide_share"], precision)
     if width := config.linear(projection).hadamard:
         weight = Hadamard(weight, width)
     if "a_kernel" in arrays:
@@ -224,8 +221,7 @@ def draw(config: ModelConfig, projection: str, *, gain: float, rngs: nnx.Rngs) -
     a_factor has variance r / in² and b_factor gain² / r, the spectral initialisation of structured
     weights (arXiv 2406.06248, section 3): each has a spectral norm of about the root of its outputs
     over its inputs.  So the product has about the spectral norm of a dense weight, and r / in times
-    its variance.  A guide starts at 0, its share at 1; of a low-rank term the gate starts at 1,
-    b_kernel at 0.
+    its variance.  Of a low-rank term the gate starts at 1, b_kernel at 0.
     """
     spec = config.linear(projection)
     in_features, out_features = config.projection_shape(projection)
@@ -247,8 +243,6 @@ def draw(config: ModelConfig, projection: str, *, gain: float, rngs: nnx.Rngs) -
         parameters["kernel"] = scaled((in_features, out_features), in_features)
     if projection in config.biases:
         parameters["bias"] = jnp.zeros(out_features)
-    if config.has_guide(projection):
-        parameters |= {"guide": jnp.zeros((in_features, out_features)), "guide_share": jnp.ones(())}
     if spec.rank:
         scale = 1 / math.sqrt(in_features)
         parameters["a_kernel"] = normal(rngs, (in_features, spec.rank), scale)

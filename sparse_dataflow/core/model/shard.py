@@ -12,7 +12,7 @@ from jax import lax
 from sparse_dataflow.core.config.projections import KEY_VALUE
 from sparse_dataflow.core.ops import derivatives, dispatch
 
-OUTPUT_AXIS = {"values": 0, "kernel": 1, "guide": 1, "b_kernel": 1, "b_factor": 1, "bias": 0}
+OUTPUT_AXIS = {"values": 0, "kernel": 1, "b_kernel": 1, "b_factor": 1, "bias": 0}
 """Parameter of a projection -> its axis that output features order.  Stored blocks are sorted by
 output block, and each head has equally many."""
 

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.model.adapters import GUIDE
 from sparse_dataflow.core.optim import factories, muon
 
-LINEAR_MATRICES = ("kernel", "values", GUIDE, "a_kernel", "b_kernel", *muon.FACTORS, "router")
+LINEAR_MATRICES = ("kernel", "values", "a_kernel", "b_kernel", *muon.FACTORS, "router")
 """Leaves that multiply activations; each but the router belongs to a projection."""
 
 VOCABULARY = ("tokens", "output")

@@ -32,7 +32,7 @@ RMS = 0.2
 FACTORS = ("a_factor", "b_factor")
 """Leaves of a weight that is only a product, [in, r] and [r, out]; see `with_bounded_products`."""
 
-MATRICES = ("kernel", "values", "guide", *FACTORS)
+MATRICES = ("kernel", "values", *FACTORS)
 """Leaves that Muon updates: the weights of projections, without their low-rank terms."""
 
 SQUARINGS, TINY = 4, 1e-30

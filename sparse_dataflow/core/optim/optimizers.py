@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from sparse_dataflow.core.config.layer_groups import group_index_of_path, layer_groups
 from sparse_dataflow.core.config.model import SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.model.adapters import GUIDE
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim import by_weight, muon
 from sparse_dataflow.core.optim.by_weight import LINEAR_MATRICES
@@ -277,7 +276,7 @@ def learning_rate_multipliers(
 
     Matrices of a projection, with its low-rank term, and of routers, which are dense:
     `training.sparse_rate` to the power log(density) / log(SPARSE_RATE_DENSITY), so 1 for a dense
-    weight and a guide; a weight that turned dense has TURNED_DENSE_RATE as well.  Everything else
+    weight; a weight that turned dense has TURNED_DENSE_RATE as well.  Everything else
     (norms, biases, gates, embeddings): `training.vector_rate`.
 
     SuPar (arXiv 2405.15743, table 1) adds a factor SUPAR_WIDTH / (d_model x density): an Adam step
@@ -306,14 +305,14 @@ def learning_rate_multipliers(
             return training.vector_rate
         projection = path[-2].key
         spec = layer_groups(model)[group_index_of_path(path)].model.linear(projection)
-        density = spec.density if spec.kind == "block_sparse" and name != GUIDE else 1.0
+        density = spec.density if spec.kind == "block_sparse" else 1.0
         has_muon = training.optimizer == "muon" and muon.is_matrix(path)
         if name == "b_factor" and not has_muon:
             density = model.factor_rank(projection) / model.projection_shape(projection)[0]
         rate = training.sparse_rate ** (math.log(density) / math.log(SPARSE_RATE_DENSITY))
         if spec.turned_dense:
             rate *= TURNED_DENSE_RATE.get(training.optimizer, TURNED_DENSE_RATE["adamw"])
-        read = dict.fromkeys(("kernel", "values", GUIDE, *muon.FACTORS), density)
+        read = dict.fromkeys(("kernel", "values", *muon.FACTORS), density)
         read |= {"a_kernel": 1.0, "router": 1.0}
         if model.supar and name in read:
             rate *= SUPAR_WIDTH / (model.d_model * read[name])

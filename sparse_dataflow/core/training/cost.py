@@ -4,7 +4,7 @@ Counting rules of the project:
 
 - A product of [m, k] and [k, n] has 2 m k n FLOPs.  The backward pass has twice the forward FLOPs.
 - A block-sparse projection counts its stored blocks, a low-rank one its two factors.  A low-rank
-  term `x A B`, a dense guide, and a Hadamard transform as two products, count in the projection.
+  term `x A B` and a Hadamard transform as two products, count in the projection.
 - A projection of experts counts the experts that a token has.  Their padding does not count.  The
   router is a section.
 - Embedding lookups, norms, biases, GELU, softmax and AdamW count as 0, because they are
@@ -126,7 +126,7 @@ def flops_per_token(
             forward["attention"] = 2 * 2.0 * layers * keys * width
         fan_in, fan_out = config.projection_shape(name)
         spec = config.linear(name)
-        weights = fan_in * fan_out * (fractions[name] + config.has_guide(name))
+        weights = fan_in * fan_out * fractions[name]
         weights += spec.rank * (fan_in + fan_out)
         trained[name] = 2.0 * layers * spec.rank * (fan_in + fan_out)
         if spec.hadamard:
@@ -201,10 +201,9 @@ def orthogonalization_flops(config: ModelConfig) -> float:
             matrices = [(side, rank) for side in sides]
         # The matrices of a weight have one shape, or are the two factors.
         count = weights / sum(m * n for m, n in matrices)
-        counted = [(1, sides)] if config.has_guide(name) else []
-        for times, shape in [*counted, *((count, shape) for shape in matrices)]:
+        for shape in matrices:
             m, n = sorted(shape)
-            total += times * 2 * m * (2 * m * n + m * m)
+            total += count * 2 * m * (2 * m * n + m * m)
     return muon.STEPS * config.stored_layers * total
 
 

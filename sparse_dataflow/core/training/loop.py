@@ -17,7 +17,6 @@ from sparse_dataflow.cluster.watch import Clock
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
-from sparse_dataflow.core.layouts.evolution import guide_share
 from sparse_dataflow.core.optim.by_weight import evaluated
 from sparse_dataflow.core.optim.loss_spikes import is_accepted
 from sparse_dataflow.core.optim.optimizers import TrainState, learning_rate_schedule
@@ -277,8 +276,7 @@ class Trainer:
         with self.clock.during("step"):
             start = time.perf_counter()
             rate = learning_rate_schedule(self.training)(self.step)
-            share = guide_share(self.step, self.phase.stop)
-            self.state, report = run_step(self.programs, self.state, batch, rate, limit, share)
+            self.state, report = run_step(self.programs, self.state, batch, rate, limit)
             report = jax.device_get(report)
             loss = float(report.loss)
             norms = {name: float(norm) for name, norm in report.gradient_norms.items()}

@@ -282,7 +282,7 @@ def _refuse_unequal_groups(spec):
         raise UserError(
             f"{head} that are known before training, which run.init_from and methods of "
             "evolution that choose blocks do not have; legal: --evolution=static, sparse_to_dense, "
-            "low_rank_tail, self_guided or shared_to_own with drawn weights, or "
+            "low_rank_tail or shared_to_own with drawn weights, or "
             f"model.precision={PRECISIONS[0]}."
         )
     for group in layer_groups(spec.model):

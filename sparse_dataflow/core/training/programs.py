@@ -98,7 +98,6 @@ class Compiled:
         `from_seed`) -> first state of the run; for an executor that stores states itself, else
         None.
       timeline: () -> spans of the last step; none if the executor records none.
-      guided: whether the train step takes `guide_share` by name; see `make_train_step`.
       teach: tokens -> what the train step takes as `teacher`; None without a teacher.
     """
 
@@ -111,7 +110,6 @@ class Compiled:
     parameter_norms: Callable = group_norms
     start_state: Callable | None = None
     timeline: Callable = lambda: ()
-    guided: bool = False
     teach: Callable | None = None
 
     def weights(self, state: TrainState) -> ModelWeights:
@@ -186,15 +184,13 @@ def _compile(phase, training, data, executor):
                 "out."
             )
         teach = data.teacher.program(model, executor, batch["tokens"], training.micro_batches)
-    share = 0.0 if model.guided else None
-    arguments, named = _step_arguments(batch, 0.0, no_loss_limit(training), share, teach)
+    arguments, named = _step_arguments(batch, 0.0, no_loss_limit(training), teach)
     return Compiled(
         train_step.lower(shapes, weights.layouts, *arguments, **named).compile(),
         eval_step.lower(weights, *windows).compile(),
         time.perf_counter() - start,
         _with_newest_layouts(place),
         parameter_norms=parameter_norms.lower(shapes.params).compile(),
-        guided=model.guided,
         teach=teach,
     )
 
@@ -266,7 +262,6 @@ def run_step(
     batch,
     learning_rate: float,
     limit=None,
-    guide_share: float = 0.0,
 ) -> tuple[TrainState, StepReport]:
     """Runs one training step.
 
@@ -275,22 +270,18 @@ def run_step(
       state: as placed by the executor, with canonical layouts; donated but for these.
       batch: as put by the executor.
       limit: highest accepted loss; None if the programs were compiled without a limit.
-      guide_share: the guides' share of the products; read by a guided model alone.
     """
     layouts, before = programs.weights(state).layouts, state.tables
-    share = guide_share if programs.guided else None
-    arguments, named = _step_arguments(batch, learning_rate, limit, share, programs.teach)
+    arguments, named = _step_arguments(batch, learning_rate, limit, programs.teach)
     arrays = state._replace(tables=())
     after, report = programs.train_step(arrays, layouts, *arguments, **named)
     return after._replace(tables=before), report
 
 
-def _step_arguments(batch, learning_rate, limit, guide_share, teach):
+def _step_arguments(batch, learning_rate, limit, teach):
     """Returns a train step's arguments after the state, by position and by name; None is none."""
     numbers = [np.float32(learning_rate)] if limit is None else [np.float32(learning_rate), limit]
     named = {"weights": batch["weights"]} if "weights" in batch else {}
-    if guide_share is not None:
-        named["guide_share"] = np.float32(guide_share)
     if teach is not None:
         named["teacher"] = teach(batch["tokens"])
     return [batch["tokens"], *numbers], named

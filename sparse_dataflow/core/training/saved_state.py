@@ -17,6 +17,9 @@ from sparse_dataflow.core.training.step import abstract_state
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 
+_REMOVED: dict[str, dict[str, Any]] = {"model": {"guided": False}}
+"""Settings of earlier releases; a checkpoint with another value than this one does not restore."""
+
 _DEFAULTS: dict[str, dict[str, Any]] = {
     part: {
         field.name: field.default
@@ -58,12 +61,17 @@ def identity(
 
 
 def completed(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the `identity` of a checkpoint, with defaults for settings that are younger than it.
+    """Returns the `identity` of a checkpoint, with defaults for settings that are younger than it,
+    and without settings that were removed since.
 
     Args:
       saved: JSON values, which are not trusted.
     """
     whole = {part: _filled(value, _DEFAULTS.get(part, {})) for part, value in saved.items()}
+    for part, fields in _REMOVED.items():
+        for name, default in fields.items():
+            if isinstance(whole.get(part), dict) and whole[part].get(name) == default:
+                del whole[part][name]
     model = whole.get("model")
     if isinstance(model, dict) and isinstance(model["linears"], dict):
         spec = dataclasses.asdict(LinearSpec())

@@ -24,7 +24,6 @@ from sparse_dataflow.core.optim.optimizers import (
     group_norms,
     make_optimizer,
 )
-from sparse_dataflow.core.training.transitions import with_copied_guides
 
 
 def initial_state(
@@ -32,8 +31,7 @@ def initial_state(
 ) -> TrainState:
     """Returns parameters drawn from the training seed, zero moments and the model's layouts.
 
-    The values are the same on every executor; the executor places them.  Guides are copies of the
-    stored blocks.
+    The values are the same on every executor; the executor places them.
     """
     if isinstance(executor, MultiProgramExecutor):
         return executor.initial_state(model, training)
@@ -41,8 +39,6 @@ def initial_state(
     # The number of steps does not change the draw; without it, `_draw` is cached across runs.
     state = _draw(model, dataclasses.replace(training, steps=1), executor)()
     state = state._replace(tables=tables)
-    if model.guided:
-        state = with_copied_guides(state, model)
     return executor.place(state, model)
 
 
@@ -86,9 +82,8 @@ def make_train_step(
     The step takes `weights` by name, float32 [batch, sequence], which multiply the losses of the
     targets and add up to 1; without them, all targets count equally. With `training.skip_spikes` it
     takes a fourth argument, float32 [], the highest accepted loss: if the loss is higher, or a
-    gradient is not finite, parameters and moments do not change.  The step of a guided model takes
-    `guide_share` by name, float32 [], the guides' share of the products; with `training.teacher`
-    the step takes `teacher` by name, see `training.teacher.Teacher`.
+    gradient is not finite, parameters and moments do not change.  With `training.teacher` the step
+    takes `teacher` by name, see `training.teacher.Teacher`.
 
     The step is specialised to a state's `Fixed` tables; others may change between steps.
 
@@ -105,21 +100,16 @@ def make_train_step(
         learning_rate: jax.Array,
         *limit: jax.Array,
         weights: jax.Array | None = None,
-        guide_share: jax.Array | None = None,
         teacher: tuple[jax.Array, jax.Array] | None = None,
     ):
         if training.teacher and teacher is None:
             raise TypeError("a step with `training.teacher` takes `teacher` by name")
-        of_model, taught = state.weights, None
-        if guide_share is not None:
-            of_model = dataclasses.replace(
-                of_model, frozen=adapters.guide_shares(state.params, guide_share)
-            )
+        model_weights, taught = state.weights, None
         if teacher:
             taught = TeacherOutput(*teacher, jnp.float32(training.teacher_weight))
         with jax.named_scope("loss_and_gradients"):
             batch = Batch(tokens, weights, taught)
-            loss, gradients = executor.loss_and_gradients(model, of_model, batch, how)
+            loss, gradients = executor.loss_and_gradients(model, model_weights, batch, how)
             gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.params)
         with jax.named_scope("optimizer"):
             updates, moments = optimizer.update(
@@ -127,7 +117,7 @@ def make_train_step(
                 state.moments,
                 state.params,
                 learning_rate=learning_rate,
-                weights=of_model.with_groups(),
+                weights=model_weights.with_groups(),
             )
             params = optax.apply_updates(state.params, updates)
         loss, routing = loss if model.experts else (loss, ())
@@ -173,19 +163,15 @@ def jitted_train_step(
 def make_eval_step(model: ModelConfig, executor: Executor = SINGLE_DEVICE) -> Callable:
     """Returns (`ModelWeights`, tokens, weights of the targets) -> sum of weighted losses in nats.
 
-    The sum is float32 [].  A guided model is evaluated without its guides.
+    The sum is float32 [].
 
     Args:
       executor: computes the loss.
     """
-    guided = model.guided
-    model = adapters.without_guides(model.dropless())
+    model = model.dropless()
 
-    def eval_step(of_model: ModelWeights, tokens: jax.Array, weights: jax.Array) -> jax.Array:
-        if guided:
-            params = adapters.without_leaves(of_model.params, adapters.GUIDE)
-            of_model = dataclasses.replace(of_model, params=params)
-        return executor.loss(model, of_model, Batch(tokens, weights))
+    def eval_step(model_weights: ModelWeights, tokens: jax.Array, weights: jax.Array) -> jax.Array:
+        return executor.loss(model, model_weights, Batch(tokens, weights))
 
     return eval_step
 

@@ -33,7 +33,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors.sharding import COLUMN_PARALLEL
 from sparse_dataflow.core.layouts.evolution import Update, block_sources, largest_blocks
 from sparse_dataflow.core.layouts.layout import BlockLayout
-from sparse_dataflow.core.model import adapters, gpt, stacks
+from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.blocks import (
     collect,
     expand,
@@ -99,8 +99,7 @@ def change_model(
     its Hadamard transform and its low-rank term merged in.  A weight that gets sparser keeps its
     largest blocks; if the new weight reads a Hadamard transform, those of the transformed weight.
     A new low-rank term has a zero second factor, so the function stays.  A block that all layers
-    share becomes one for each, of equal parameters, with the moments of its mean gradient.  Guides
-    are dropped.
+    share becomes one for each, of equal parameters, with the moments of its mean gradient.
 
     Args:
       state: canonical, with concrete tables.
@@ -112,8 +111,6 @@ def change_model(
     """
     if old.shared_layers:
         return _untied(state, old)
-    if old.guided:
-        return _map_trees(lambda tree: adapters.without_leaves(tree, adapters.GUIDE), state)
     key = jax.random.fold_in(state.key, state.step)
     before, after = ([group.layers for group in layer_groups(model)] for model in (old, new))
     common = _common_ranges(before, after)
@@ -160,25 +157,6 @@ def copied_blocks(shared: Any, layers: int, scale: float = 1.0) -> Any:
         return xp.repeat(leaf * leaf.dtype.type(scale), layers, axis=0)
 
     return jax.tree.map(copied, shared)
-
-
-def with_copied_guides(state: TrainState, model: ModelConfig) -> TrainState:
-    """Returns the state with every guide of a guided model a copy of its stored blocks.
-
-    So the model computes the same function, whatever the share of the guides.
-
-    Args:
-      state: canonical, with concrete tables.
-      model: config of the state's model, which is guided.
-    """
-    params = state.params
-    for name, layouts in stacks.layouts_from_tables(model, state.tables).items():
-        for place in _places(name, [group.layers for group in layer_groups(model)]):
-            stored = [layouts[layer] for layer in place.layers]
-            module = place.module(params)
-            guide = expand(*_positions(stored), module["values"], grid=stored[0].mask.shape)
-            params = place.with_module(params, {**module, adapters.GUIDE: guide})
-    return state._replace(params=params)
 
 
 def _change_projection(

@@ -1,7 +1,7 @@
 """The kinds of weights: `y = x @ w`, whatever w stores.
 
 A model writes `x @ w` and knows no layout.  `Dense`, `Quantised`, `BlockSparse` and `LowRank` store
-a matrix.  A wrapper has a `base` and changes its product: `PlusLowRank`, `Guided`, `Hadamard`,
+a matrix.  A wrapper has a `base` and changes its product: `PlusLowRank`, `Hadamard`,
 `Thresholded` and `Probed`.  Every weight is a pytree.  Its arrays have the names that checkpoints
 use.
 
@@ -246,32 +246,6 @@ class PlusLowRank(Wrapper):
 
     def dense(self):
         return self.base.dense() + self.gate[..., None, None] * (self.a_kernel @ self.b_kernel)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Guided(Wrapper):
-    """A share of a dense guide, the rest of the base (arXiv 2406.16450).
-
-    Attributes:
-      base: the weight that is trained to do without its guide.
-      guide: float [..., in, out].
-      guide_share: float [...], in [0, 1].
-      precision: of the guide's product.
-    """
-
-    base: Weight
-    guide: Any
-    guide_share: Any
-    precision: str = dataclasses.field(default=PRECISIONS[0], metadata=METADATA)
-
-    def __rmatmul__(self, x):
-        rest, share = (part.astype(x.dtype) for part in (1 - self.guide_share, self.guide_share))
-        return rest * (x @ self.base) + share * (x @ Dense(self.guide, self.precision))
-
-    def dense(self):
-        share = self.guide_share[..., None, None]
-        return (1 - share) * self.base.dense() + share * self.guide
 
 
 @jax.tree_util.register_dataclass

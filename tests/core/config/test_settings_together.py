@@ -15,7 +15,6 @@ IN_USE = {
     "sparsity.pattern=low_rank": {"sparsity.pattern": "low_rank"},
     "evolution.method=low_rank_tail": {"evolution.method": "low_rank_tail", "sparsity.rank": 2},
     "evolution.method=shared_to_own": {"evolution.method": "shared_to_own"},
-    "evolution.method=self_guided": {"evolution.method": "self_guided"},
     "run.twin=narrow": {"run.twin": "narrow"},
     "run.prune_by=activations": WEIGHTS | {"run.prune_by": "activations"},
     "run.prune_to=pattern": WEIGHTS | {"run.prune_to": "pattern"},

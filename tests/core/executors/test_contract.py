@@ -168,9 +168,9 @@ STAGES = "stage:2,data:2,tensor:2/3/1/zero_bubble/1"
             ("set", MESH, STAGES, "relay/device/1"),
             ("sparse_to_dense", MESH, STAGES, "relay/device/1"),
             ("rigl+depth", "relay/device/1"),
-            *((f"{method}+llama", TENSOR) for method in ("rigl", "self_guided")),
+            ("rigl+llama", TENSOR),
             *((method, MESH) for method in ("gradual", "sparse_to_dense+depth")),
-            *((method, MESH) for method in ("low_rank_tail", "self_guided")),
+            ("low_rank_tail", MESH),
         ],
     ),
 )

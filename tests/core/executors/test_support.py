@@ -30,7 +30,6 @@ OPTIONS = {
     "`data.loss=answers`": {"data__loss": "answers", "run__init_from": "DIR"},
     "`training.adapter_rank`": {"training__adapter_rank": 2, "run__init_from": "DIR"},
     "`training.teacher`": {"training__teacher": "DIR"},
-    "`evolution.method=self_guided`": {"evolution__method": "self_guided"},
     "`evolution.method=shared_to_own`": {"evolution__method": "shared_to_own"},
     "`sparsity.budget=depth`": {"sparsity__budget": "depth:2x,1x"},
     "`model.layer_types` of two kinds": {"model__layer_types": "sliding+full", "model__window": 8},

@@ -19,7 +19,7 @@ from sparse_dataflow.core.training.monitoring.metrics import read_metrics
 from sparse_dataflow.core.training.phases import phases, refuse_unfit, run_flops, update_steps
 from sparse_dataflow.files.errors import UserError
 
-DAILY = "gradual", "low_rank_tail", "self_guided", "shared_to_own", "rigl_by_depth"
+DAILY = "gradual", "low_rank_tail", "shared_to_own", "rigl_by_depth"
 
 
 def bits(state):

@@ -39,12 +39,23 @@ def restored(folder, config):
         return checkpoints.restore(STATE)
 
 
+@pytest.mark.parametrize("guided", [False, True])
+def test_a_checkpoint_with_a_removed_setting_fits_where_it_had_no_effect(guided, tmp_path):
+    older = identity_with()
+    older["model"]["guided"] = guided
+    save(tmp_path, older)
+    if guided:
+        with pytest.raises(UserError, match=r"under another config: model\.guided is"):
+            restored(tmp_path, identity_with())
+    else:
+        assert restored(tmp_path, identity_with()) is not None
+
+
 @pytest.mark.parametrize(
     ("part", "name", "other"),
     [
         ("model", "window", 3),
         ("model", "biases", ("qkv",)),
-        ("model", "guided", True),
         ("training", "final_rate", 0.0),
         ("evolution", "plateau", 2),
     ],
