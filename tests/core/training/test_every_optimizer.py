@@ -196,7 +196,7 @@ def test_state_of_a_blocks_shape_moves_with_the_block_and_counts_go_on():
     state = initial_state(model, training)
     # Lion has a count and a momentum, here a copy of the weight.
     copied = jax.tree.map(
-        lambda param, own: (np.full_like(own[0], 7), np.array(param)),
+        lambda param, own: own.with_arrays((np.full_like(own[0], 7), np.array(param))),
         state.params,
         by_weight.init(training, state.params),
     )
