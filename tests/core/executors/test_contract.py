@@ -29,7 +29,7 @@ TRAINED = [
     ("gemma2", "data:2,fsdp:2,tensor:2/3/2"),
     # Rows whose ends are padding, as data.loss=answers has them.
     ("experts_alone+answers", "data:2,fsdp:2,tensor:2/3/1"),
-    ("experts+answers", "data:2,fsdp:2,tensor:2/2/1"),
+    ("experts+answers", "data:2,fsdp:2,tensor:2/2/2"),
     ("llama+adapters", "data:2,fsdp:2,tensor:2/3/2"),
     ("dense+int8", "fsdp:2,feature:2,tensor:2/3/1"),
     ("int8", "data:2,fsdp:2,tensor:2/3/1", "stage:2,fsdp:2,tensor:2/2/2/1f1b/1"),
@@ -49,7 +49,7 @@ TRAINED = [
     ("low_rank+muon", "stage:2,fsdp:2,tensor:2/3/2/gpipe/1"),
     ("qwen3", "stage:2,data:2,tensor:2/1/2/zero_bubble/1"),
     ("experts_sparse", "fsdp:2,stage:2,tensor:2/3/1/1f1b/1"),
-    ("experts", "exchange,stage:2,fsdp:2,tensor:2/3/1/1f1b/1"),
+    ("experts", "exchange,stage:2,fsdp:2,tensor:2/3/2/1f1b/1"),
     ("sparse_deep_full", "stage:2,fsdp:2,tensor:2/2/2/interleaved/2/2+1+1+1"),
     # The relay: one block at a time.
     ("dense", "relay/device/1", "relay/host/2"),
@@ -66,8 +66,7 @@ TRAINED = [
     ("experts_sparse", "relay/device/2"),
 ]
 AT_NIGHT = [
-    # Micro-batches of a mesh have other rows, and the load-balance loss is theirs.
-    ("experts", "data:2,tensor:4/0/1"),
+    ("experts", "data:2,tensor:4/0/2"),
     ("llama", "data:2,tensor:4/0/1"),
     ("dense", "data:2,tensor:4/0/2"),
     ("sparse_rank", "data:2,tensor:4/0/1"),
@@ -81,7 +80,7 @@ AT_NIGHT = [
     ("gemma3", "data:2,tensor:4/0/1"),
     ("multi_query", "data:2,fsdp:2,tensor:2/3/2"),
     ("experts_sparse", "stage:2,fsdp:4/2/1/1f1b/1", "data:2,tensor:4/0/1"),
-    ("experts_sparse", "data:2,fsdp:4/3/1"),
+    ("experts_sparse", "data:2,fsdp:4/3/2"),
     ("llama+adapters", "data:2,tensor:4/0/1", "fsdp:8/2/1"),
     ("dense+int8", "data:2,tensor:4/0/1", "fsdp:8/3/2"),
     ("sparse_depth+adapters", "data:2,fsdp:2,tensor:2/3/2", "fsdp:8/2/1"),
