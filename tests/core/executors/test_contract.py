@@ -49,7 +49,7 @@ TRAINED = [
     ("low_rank+muon", "stage:2,fsdp:2,tensor:2/3/2/gpipe/1"),
     ("qwen3", "stage:2,data:2,tensor:2/1/2/zero_bubble/1"),
     ("experts_sparse", "fsdp:2,stage:2,tensor:2/3/1/1f1b/1"),
-    ("experts", "exchange,stage:2,fsdp:2,tensor:2/3/2/1f1b/1"),
+    ("experts", "exchange,stage:2,fsdp:2,tensor:2/3/1/1f1b/1"),
     ("sparse_deep_full", "stage:2,fsdp:2,tensor:2/2/2/interleaved/2/2+1+1+1"),
     # The relay: one block at a time.
     ("dense", "relay/device/1", "relay/host/2"),
