@@ -92,14 +92,26 @@ def axis_names(training: TrainingConfig, shape: tuple[int, ...]) -> Names:
 def _readings(training, shape):
     """Returns all names of the axes that explain the states of weights of other sizes."""
     before = _shapes(training, shape)
+    # All sizes grow, or all shrink, where the optimizer lets them: a product changes then as well.
+    steps = list(itertools.permutations((1, 2), len(shape)))
+    steps += [tuple(-step for step in other) for other in steps]
+    readings = _same_form(training, shape, before, steps)
+    if not readings:
+        crossed = itertools.permutations((1, -1, 2, -2), len(shape))
+        readings = _same_form(training, shape, before, (s for s in crossed if sum(s)))
+    known = [names for names in readings if UNKNOWN not in itertools.chain(*names)]
+    unknown = tuple((UNKNOWN,) * len(array) for array in before)
+    return list(dict.fromkeys(known or readings)) or [unknown]
+
+
+def _same_form(training, shape, before, steps):
+    """Returns the names for each change of a weight's sizes that no threshold is in the way of."""
     readings = []
-    for steps in itertools.permutations((1, -1, 2, -2), len(shape)):
-        sizes = [size + step for size, step in zip(shape, steps)]
-        if min(sizes, default=1) < 1 or (steps and sum(steps) == 0):
-            continue
-        after = _shapes(training, tuple(sizes))
+    for step in steps:
+        sizes = tuple(map(sum, zip(shape, step)))
+        after = _shapes(training, sizes) if min(sizes, default=1) > 0 else []
         if list(map(len, after)) != list(map(len, before)):
-            continue  # Beyond a threshold of the optimizer.
+            continue
         moves = dict(zip(zip(shape, sizes), WEIGHT_AXES[len(shape)]))
         readings.append(
             tuple(
@@ -107,9 +119,7 @@ def _readings(training, shape):
                 for arrays in zip(before, after)
             )
         )
-    known = [names for names in readings if UNKNOWN not in itertools.chain(*names)]
-    unknown = tuple((UNKNOWN,) * len(array) for array in before)
-    return list(dict.fromkeys(known or readings)) or [unknown]
+    return readings
 
 
 def _shapes(training, shape):

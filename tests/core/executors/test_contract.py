@@ -39,6 +39,8 @@ TRAINED = [
     ("sparse+teacher", "data:2,fsdp:4/3/2"),
     ("dense+new_rows", "on:2,data:2/0/1", "on:2,fsdp:2/3/1", "on:4,data:2,tensor:2/1/2"),
     ("dense_odd+new_rows", "on:2,tensor:2/0/1", "on:4,stage:2,fsdp:2/2/2/1f1b/1"),
+    # State arrays with some of their weight's axes, reordered, padded and divided over stages.
+    ("wide+adafactor", "on:4,feature:2,tensor:2/3/1", "on:4,stage:2,tensor:2/2/2/1f1b/1"),
     ("sparse_depth", "halves,fsdp:2,feature:2,tensor:2/3/2"),
     # Grouped queries, rotary positions and a window; documents, and soft caps.
     ("llama", "fsdp:2,context:2,tensor:2/3/2"),
@@ -90,6 +92,10 @@ AT_NIGHT = [
         for model in ("sparse", "dense", "sparse_rank")
     ),
     ("dense_odd+new_rows", "on:4,fsdp:4/3/2"),
+    ("wide+sm3", "on:4,feature:2,tensor:2/3/1", "on:2,fsdp:2/3/1"),
+    ("wide+schedule_free", "on:4,feature:2,tensor:2/3/1"),
+    ("blocks_of_one+adafactor", "on:4,fsdp:2,tensor:2/3/1", "on:2,feature:1,fsdp:2/3/1"),
+    ("block_a_projection+sm3", "on:4,fsdp:4/3/1", "on:4,stage:2,fsdp:2/2/2/1f1b/1"),
     ("sparse+new_rows", "on:4,fsdp:2,tensor:2/3/1"),
     ("sparse_depth", "fsdp:2,feature:2,tensor:2/3/2"),
     ("llama", "halves,fsdp:2,feature:2,tensor:2/3/1"),
