@@ -23,7 +23,7 @@ from sparse_dataflow.core.executors.whole import Accumulation, Batch
 from sparse_dataflow.core.layouts.evolution import METHODS
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import gradient_arrays
-from sparse_dataflow.core.optim.weight_state import parts_of_weight
+from sparse_dataflow.core.optim.weight_state import partial_axes
 from sparse_dataflow.files.errors import UserError
 
 ROWS = "data, fsdp"
@@ -109,7 +109,7 @@ def _state_that_stays(job):
         return ""
     for name in job.model.sparse_projections:
         block = job.model.linear(name).block
-        if axes := parts_of_weight(job.training, (block, block)):
+        if axes := partial_axes(job.training, (block, block)):
             return (
                 f"training.optimizer={job.training.optimizer}, whose state of a block has an array "
                 f"along {' and '.join(axes)}, and --evolution={job.evolution}"

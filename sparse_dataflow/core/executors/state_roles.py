@@ -21,26 +21,26 @@ class Role:
       parameter: dotted path of the parameter that it is, or whose state it is, such as
         "blocks.1.qkv.values" in a layer group; empty for none.
       axes: for each axis of the array, which axis of the parameter it is; None for none.
-      is_known: whether every axis is the parameter's, or does not depend on its shape.
+      is_named: whether every axis is the parameter's, or does not depend on its shape.
     """
 
     parameter: str
     axes: tuple[int | None, ...]
-    is_known: bool = True
+    is_named: bool = True
 
-    def axis(self, of_parameter: int) -> int | None:
+    def axis(self, dim: int) -> int | None:
         """Returns the axis of the array that is an axis of the parameter; None if it has none.
 
         Raises:
           UserError: an axis of the array is not known, and may be this one.
         """
-        if of_parameter not in self.axes and not self.is_known:
+        if dim not in self.axes and not self.is_named:
             raise UserError(
                 f"training.optimizer keeps an array of {self.parameter} whose axes are not the "
                 "weight's, and this mesh reorders or pads the weight; legal: another "
                 "training.optimizer, or a mesh without the axes tensor and feature."
             )
-        return self.axes.index(of_parameter) if of_parameter in self.axes else None
+        return self.axes.index(dim) if dim in self.axes else None
 
 
 def roles(state: Any) -> Any:
@@ -51,7 +51,7 @@ def roles(state: Any) -> Any:
     """
     shapes = parameter_shapes(state)
 
-    def of_node(path, node):
+    def role_of(path, node):
         if isinstance(node, WeightState):
             arrays = zip(node, node.names, strict=True)
             return node.with_arrays(_role(path, len(a.shape), names) for a, names in arrays)
@@ -64,15 +64,15 @@ def roles(state: Any) -> Any:
         return Role(name, tuple(range(len(node.shape))) if name else (None,) * len(node.shape))
 
     is_leaf = lambda node: isinstance(node, WeightState)  # noqa: E731
-    return jax.tree_util.tree_map_with_path(of_node, state, is_leaf=is_leaf)
+    return jax.tree_util.tree_map_with_path(role_of, state, is_leaf=is_leaf)
 
 
 def _role(path, axes, names):
     """Returns the role of a state array whose last axes have names."""
     stack = axes - len(names)
     named = {name: stack + i for i, name in enumerate(WEIGHT_AXES[weight_axes(path)])}
-    of_weight = (named.get(name) for name in names)
-    return Role(parameter_name(path), (*range(stack), *of_weight), UNKNOWN not in names)
+    weight_dims = (named.get(name) for name in names)
+    return Role(parameter_name(path), (*range(stack), *weight_dims), UNKNOWN not in names)
 
 
 def parameter_shapes(state: Any) -> dict[str, tuple[int, ...]]:

@@ -118,7 +118,7 @@ def update_leaf(
     rows: int | None = None,
 ) -> tuple[jax.Array, WeightState]:
     """Returns (update, state) of one parameter; see `update`, also for `rows`."""
-    shape, placed_rows = _weight_shape(path, param), param.shape[:1]
+    shape, placed_rows = _weight_shape(path, param), param.shape[0] if rows else 0
     if rows:  # Padding is zeros, which a mean over the rows must not count.
         shape = (rows, *shape[1:])
         gradient, param = (_with_rows(array, rows, 0) for array in (gradient, param))
@@ -136,7 +136,7 @@ def update_leaf(
     step, arrays = _over_stack(of_weight, path, param)(gradient, tuple(state), param)
     state = state.with_arrays(arrays)
     if rows:
-        step, state = _with_rows(step, *placed_rows, 0), _resized(state, *placed_rows)
+        step, state = _with_rows(step, placed_rows, 0), _resized(state, placed_rows)
     return step, state
 
 

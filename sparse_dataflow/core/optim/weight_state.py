@@ -20,7 +20,7 @@ from sparse_dataflow.core.optim import factories
 WEIGHT_AXES: dict[int, tuple[str, ...]] = {0: (), 1: ("entry",), 2: ("row", "column")}
 """Names of the axes of a number, a vector and a matrix."""
 
-OWN = "own"
+CONSTANT = "constant"
 """Name of an axis whose size does not depend on the weight's shape, as of a random key."""
 
 UNKNOWN = "unknown"
@@ -37,7 +37,7 @@ class WeightState(tuple):
 
     Attributes:
       names: of the axes of each array that come after the parameter's stack of layers, experts or
-        stored blocks: those of the weight, OWN or UNKNOWN.
+        stored blocks: those of the weight, CONSTANT or UNKNOWN.
     """
 
     names: Names
@@ -52,10 +52,10 @@ class WeightState(tuple):
         """Returns a state of other arrays with the same axes."""
         return WeightState(arrays, self.names)
 
-    def map(self, of_entries: Callable, of_weights: Callable) -> "WeightState":
-        """Returns the state with `of_entries` of the arrays that have an axis of the weight, such
-        as moments, and `of_weights` of the others, such as counts."""
-        functions = (of_entries if set(names) - {OWN} else of_weights for names in self.names)
+    def map(self, entries: Callable, counts: Callable) -> "WeightState":
+        """Returns the state with `entries` of the arrays that have an axis of the weight, such
+        as moments, and `counts` of the others, such as counts."""
+        functions = (entries if set(names) - {CONSTANT} else counts for names in self.names)
         return self.with_arrays(f(array) for f, array in zip(functions, self, strict=True))
 
 
@@ -99,9 +99,9 @@ def _readings(training, shape):
     if not readings:
         crossed = itertools.permutations((1, -1, 2, -2), len(shape))
         readings = _same_form(training, shape, before, (s for s in crossed if sum(s)))
-    known = [names for names in readings if UNKNOWN not in itertools.chain(*names)]
-    unknown = tuple((UNKNOWN,) * len(array) for array in before)
-    return list(dict.fromkeys(known or readings)) or [unknown]
+    complete = [names for names in readings if UNKNOWN not in itertools.chain(*names)]
+    nameless = tuple((UNKNOWN,) * len(array) for array in before)
+    return list(dict.fromkeys(complete or readings)) or [nameless]
 
 
 def _same_form(training, shape, before, steps):
@@ -115,7 +115,7 @@ def _same_form(training, shape, before, steps):
         moves = dict(zip(zip(shape, sizes), WEIGHT_AXES[len(shape)]))
         readings.append(
             tuple(
-                tuple(OWN if a == b else moves.get((a, b), UNKNOWN) for a, b in zip(*arrays))
+                tuple(CONSTANT if a == b else moves.get((a, b), UNKNOWN) for a, b in zip(*arrays))
                 for arrays in zip(before, after)
             )
         )
@@ -138,19 +138,19 @@ def _agrees(names, state):
     """Returns whether arrays are constant along each axis that is named a column."""
     return all(
         np.allclose(array, array.take([0], axis), rtol=1e-3, atol=0)
-        for array, of_array in zip(state, names, strict=True)
-        for axis, name in enumerate(of_array)
+        for array, array_names in zip(state, names, strict=True)
+        for axis, name in enumerate(array_names)
         if name == "column"
     )
 
 
-def parts_of_weight(training: TrainingConfig, shape: tuple[int, ...]) -> tuple[str, ...] | None:
+def partial_axes(training: TrainingConfig, shape: tuple[int, ...]) -> tuple[str, ...] | None:
     """Returns the axes of a state array that has some of a weight's axes, but not its entries.
 
     None if each array has a number for each entry, or says something of the whole weight.
     """
     whole = WEIGHT_AXES[len(shape)]
-    others = (n for n in axis_names(training, shape) if n != whole and set(n) - {OWN})
+    others = (n for n in axis_names(training, shape) if n != whole and set(n) - {CONSTANT})
     return next(others, None)
 
 
@@ -161,12 +161,13 @@ def names_by_size(shape: tuple[int, ...], weight: tuple[int, ...]) -> tuple[str,
       ValueError: there are several.
     """
     axes = WEIGHT_AXES[len(weight)]
-    equal = [[name for name, n in zip(axes, weight) if n == size] or [OWN] for size in shape]
-    readings = [
-        names
-        for names in itertools.product(*equal)
-        if (order := [name for name in names if name != OWN]) == sorted(set(order), key=axes.index)
-    ]
+    equal = [[name for name, n in zip(axes, weight) if n == size] or [CONSTANT] for size in shape]
+
+    def in_order(names):
+        places = [axes.index(name) for name in names if name != CONSTANT]
+        return places == sorted(set(places))
+
+    readings = list(filter(in_order, itertools.product(*equal)))
     if len(readings) != 1:
         raise ValueError(f"name the axes of the state {shape} of a weight {weight}: a WeightState")
     return readings[0]

@@ -289,7 +289,7 @@ def _moved_blocks(state, place, old: Sequence[BlockLayout], new: Sequence[BlockL
     any_block = np.maximum(sources.max(axis=1, keepdims=True), 0)
     entries = functools.partial(_gather_blocks, sources=sources)
     counts = functools.partial(_gather_blocks, sources=np.where(sources < 0, any_block, sources))
-    return _with_converted(state, place, "values", "values", entries, of_blocks=counts)
+    return _with_converted(state, place, "values", "values", entries, counts=counts)
 
 
 def _gather_blocks(values: jax.Array | np.ndarray, sources: np.ndarray) -> jax.Array | np.ndarray:
@@ -351,16 +351,20 @@ def _positions(layouts):
 
 
 def _with_converted(
-    state, place: _Place, before: str, after: str, convert: Callable, second=None, of_blocks=None
+    state,
+    place: _Place,
+    before: str,
+    after: str,
+    convert: Callable,
+    second=None,
+    counts=None,
 ):
     """Replaces leaf `before` of a projection by `after`, in params and moments.
 
-    `second` converts second moments; `convert` if None.  `of_blocks` converts state arrays without
+    `second` converts second moments; `convert` if None.  `counts` converts state arrays without
     an axis of the weight; only where layouts change is there an optimizer that has any.
     """
-    leaf = functools.partial(
-        _convert_leaf, place=place, before=before, after=after, of_blocks=of_blocks
-    )
+    leaf = functools.partial(_convert_leaf, place=place, before=before, after=after, counts=counts)
     first = functools.partial(leaf, convert=convert)
     return _map_trees(first, state, functools.partial(leaf, convert=second or convert))
 
@@ -393,14 +397,14 @@ def _average_inputs(second, width):
     return jnp.broadcast_to(mean, groups.shape).reshape(second.shape)
 
 
-def _convert_leaf(tree, place, before, after, convert, of_blocks=None):
+def _convert_leaf(tree, place, before, after, convert, counts=None):
     """Replaces one leaf of a projection, if the tree has it, and frees the old array."""
     module = dict(place.module(tree))
     if before not in module:  # Muon's matrices have no second moment.
         return tree
     leaf = module.pop(before)
-    has_own_state = isinstance(leaf, WeightState)
-    new = leaf.map(convert, of_blocks) if has_own_state else convert(leaf)
+    is_state = isinstance(leaf, WeightState)
+    new = leaf.map(convert, counts) if is_state else convert(leaf)
     module[after] = jax.block_until_ready(new)
     for array in jax.tree.leaves(leaf):
         if isinstance(array, jax.Array):

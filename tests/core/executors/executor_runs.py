@@ -124,9 +124,9 @@ MODELS = {
         DENSE, experts=8, top_k=2, expert_capacity=0.5, biases=("mlp_in", "mlp_out"), remat="full"
     ),
     # Adafactor factors matrices of 128 and more, such as the embedding, and leaves blocks whole.
-    "wide": dataclasses.replace(
-        DENSE, d_model=128, num_heads=2, d_ff=256, vocab_size=257
-    ).with_linears(LinearSpec("block_sparse", "monarch", 0.5, 32), ["mlp_in", "mlp_out"]),
+    "wide": dataclasses.replace(DENSE, d_model=128, d_ff=256, vocab_size=257).with_linears(
+        LinearSpec("block_sparse", "monarch", 0.5, 32), ["mlp_in", "mlp_out"]
+    ),
     "blocks_of_one": DENSE.with_linears(LinearSpec("block_sparse", "random", 0.25, 1)),
     "block_a_projection": DENSE.with_linears(LinearSpec("block_sparse", "random", 1.0, 32)),
     "sparse_deep_full": sparse("random", rank=4, hadamard=4, num_layers=5, remat="full"),
@@ -162,7 +162,6 @@ OPTIONS = {
     "bfloat16_muon": {"state_dtype": "bfloat16", "optimizer": "muon"},
     "adafactor": {"optimizer": "adafactor"},
     "lion": {"optimizer": "lion"},
-    "sm3": {"optimizer": "optax:sm3"},
     "schedule_free": {"optimizer": "schedule_free"},
     "adapters": {"adapter_rank": 4},
     "int8": {"adapter_rank": 4, "frozen_dtype": "int8"},

@@ -92,10 +92,9 @@ AT_NIGHT = [
         for model in ("sparse", "dense", "sparse_rank")
     ),
     ("dense_odd+new_rows", "on:4,fsdp:4/3/2"),
-    ("wide+sm3", "on:4,feature:2,tensor:2/3/1", "on:2,fsdp:2/3/1"),
     ("wide+schedule_free", "on:4,feature:2,tensor:2/3/1"),
-    ("blocks_of_one+adafactor", "on:4,fsdp:2,tensor:2/3/1", "on:2,feature:1,fsdp:2/3/1"),
-    ("block_a_projection+sm3", "on:4,fsdp:4/3/1", "on:4,stage:2,fsdp:2/2/2/1f1b/1"),
+    ("blocks_of_one+adafactor", "on:4,fsdp:2,tensor:2/3/1"),
+    ("block_a_projection+adafactor", "on:4,fsdp:4/3/1", "on:4,stage:2,fsdp:2/2/2/1f1b/1"),
     ("sparse+new_rows", "on:4,fsdp:2,tensor:2/3/1"),
     ("sparse_depth", "fsdp:2,feature:2,tensor:2/3/2"),
     ("llama", "halves,fsdp:2,feature:2,tensor:2/3/1"),

@@ -33,7 +33,7 @@ MODELS = {
 def test_a_layer_begins_as_the_identity_and_all_of_it_learns(name):
     config = dataclasses.replace(MODELS[name], num_layers=1)
     first = lambda tree: jax.tree.map(lambda leaf: leaf[0], tree)  # noqa: E731
-    begun = jax.tree.map(jnp.asarray, as_identity(first(arbitrary_params(config)["blocks"])))
+    start = jax.tree.map(jnp.asarray, as_identity(first(arbitrary_params(config)["blocks"])))
     layouts = first(tables_of(config))
     x, dy = jax.random.normal(jax.random.key(0), (2, 2, 12, config.d_model))
 
@@ -41,10 +41,10 @@ def test_a_layer_begins_as_the_identity_and_all_of_it_learns(name):
     def outputs(params):
         return gpt.block(config, layer_weights(config, params, layouts), x)
 
-    np.testing.assert_array_equal(outputs(begun), x)
+    np.testing.assert_array_equal(outputs(start), x)
     gradient = jax.jit(jax.grad(lambda params: jnp.sum(dy * outputs(params))))
-    params = begun
+    params = start
     for _ in range(2):
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient(params))
-    pairs = zip(jax.tree_util.tree_leaves_with_path(begun), jax.tree.leaves(params), strict=True)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(start), jax.tree.leaves(params), strict=True)
     assert [jax.tree_util.keystr(path) for (path, a), b in pairs if np.array_equal(a, b)] == []

@@ -201,15 +201,15 @@ def test_moments_move_with_their_block_and_counts_go_on(optimizer, block):
     model = dataclasses.replace(MODEL, d_model=16, d_ff=32).with_linears(spec)
     state = initial_state(model, training)
 
-    def filled(param, own):
+    def filled(param, state):
         """Moments are copies of the weight, and counts sevens."""
-        return own.with_arrays(
+        return state.with_arrays(
             np.array(param) if names == ("row", "column") else np.full_like(array, 7)
-            for array, names in zip(own, own.names)
+            for array, names in zip(state, state.names)
         )
 
-    own = by_weight.init(training, state.params)
-    states = by_weight.WeightStates(jax.tree.map(filled, state.params, own))
+    zeros = by_weight.init(training, state.params)
+    states = by_weight.WeightStates(jax.tree.map(filled, state.params, zeros))
     moments = tuple(states if hasattr(m, "states") else m for m in state.moments)
     before = np.array(state.params["blocks"]["qkv"]["values"])
     after = update_layouts(state._replace(moments=moments), model, METHODS["set"].update, 0.6)

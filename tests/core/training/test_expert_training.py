@@ -103,8 +103,8 @@ def test_auxiliary_losses_are_means_over_the_tokens_of_all_micro_batches():
 @pytest.mark.parametrize(("count", "devices"), [(2, 2), (3, 4), (4, 1)])
 def test_micro_batches_of_experts_have_the_same_rows_on_any_number_of_devices(count, devices):
     rows = np.arange(24)
-    on_one = whole.split_rows(MODEL, rows, count)
-    parts = [whole.split_rows(MODEL, part, count) for part in np.split(rows, devices)]
-    np.testing.assert_array_equal(np.concatenate(parts, axis=1), on_one)
+    expected = whole.split_rows(MODEL, rows, count)
+    shards = [whole.split_rows(MODEL, shard, count) for shard in np.split(rows, devices)]
+    np.testing.assert_array_equal(np.concatenate(shards, axis=1), expected)
     dense = ModelConfig(2, 16, 2, 32, vocab_size=300, max_len=8)
     np.testing.assert_array_equal(whole.split_rows(dense, rows, count).reshape(-1), rows)
