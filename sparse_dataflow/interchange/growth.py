@@ -21,6 +21,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, PROJECTIONS, ROW_PARALLEL
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.experts import ROUTER, expert_layout
+from sparse_dataflow.core.model.identity import as_identity
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.equivalent_forms import dense_module
@@ -116,26 +117,23 @@ def _deeper(old, weights, num_layers, spread, rng):
     sources = layer_sources(old.num_layers, num_layers)
     is_new = np.diff(sources, prepend=-1) == 0
     layers = [
-        _silent(trees[i][0], spread, rng) if new else trees[i][0] for i, new in zip(sources, is_new)
+        as_identity(_varied(trees[i][0], spread, rng)) if new else trees[i][0]
+        for i, new in zip(sources, is_new)
     ]
     blocks = stacks.stacked_layers(config, layers)
     layouts = stacks.stacked_layers(config, [trees[i][1] for i in sources])
     return config, ModelWeights({**weights.params, "blocks": blocks}, layouts)
 
 
-def _silent(tree, spread, rng):
-    """Returns the parameters of a block, or of experts, with output projections of zero.
+def _varied(tree, spread, rng):
+    """Returns the parameters of a block, or of experts, with varied projections.
 
-    Each weight of the other projections is multiplied by a number drawn from 1 - spread to
-    1 + spread. Without this the copies of a feature in a wider model would have equal gradients.
+    Each weight of a projection is multiplied by a number drawn from 1 - spread to 1 + spread.
+    Without this the copies of a feature in a wider model would have equal gradients.
     """
-    # A low-rank term needs one nonzero factor, or it would never have a gradient.
-    kept = ("a_kernel", "gate")
     result = dict(tree)
     for name, module in tree.items():
-        if name in ROW_PARALLEL:
-            result[name] = {n: a if n in kept else np.zeros_like(a) for n, a in module.items()}
-        elif name in PROJECTIONS and spread:
+        if name in PROJECTIONS and name not in ROW_PARALLEL and spread:
             result[name] = {
                 n: a * rng.uniform(1 - spread, 1 + spread, a.shape).astype(np.float32)
                 if n in ("kernel", "values")
@@ -143,7 +141,7 @@ def _silent(tree, spread, rng):
                 for n, a in module.items()
             }
         elif name in ("experts", "shared"):
-            result[name] = _silent(module, spread, rng)
+            result[name] = _varied(module, spread, rng)
     return result
 
 

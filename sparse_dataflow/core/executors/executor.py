@@ -22,8 +22,8 @@ from sparse_dataflow.core.executors.block_gradients import block_gradient_norms
 from sparse_dataflow.core.executors.whole import Accumulation, Batch
 from sparse_dataflow.core.layouts.evolution import METHODS
 from sparse_dataflow.core.model.stacks import ModelWeights
-from sparse_dataflow.core.optim.factories import unlike_the_weight
 from sparse_dataflow.core.optim.optimizers import gradient_arrays
+from sparse_dataflow.core.optim.weight_state import partial_axes
 from sparse_dataflow.files.errors import UserError
 
 ROWS = "data, fsdp"
@@ -104,15 +104,15 @@ def _changes_model(job):
 
 
 def _state_that_stays(job):
-    """An optimizer whose state of a stored block is of no shape that moves with the block."""
+    """An optimizer with state of parts of a stored block, such as its rows."""
     if not _of_weights(job) or METHODS[job.evolution].update is None:
         return ""
     for name in job.model.sparse_projections:
         block = job.model.linear(name).block
-        if shape := unlike_the_weight(job.training, (block, block)):
+        if axes := partial_axes(job.training, (block, block)):
             return (
                 f"training.optimizer={job.training.optimizer}, whose state of a block has an array "
-                f"{list(shape)}, and --evolution={job.evolution}"
+                f"along {' and '.join(axes)}, and --evolution={job.evolution}"
             )
     return ""
 

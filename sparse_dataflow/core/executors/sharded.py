@@ -26,6 +26,7 @@ from sparse_dataflow.core.executors.context import Context
 from sparse_dataflow.core.executors.executor import Executor
 from sparse_dataflow.core.executors.mesh import BATCH_AXES, MODEL_AXES
 from sparse_dataflow.core.executors.sharding import COLUMN_PARALLEL
+from sparse_dataflow.core.executors.state_roles import parameter_shapes, roles
 from sparse_dataflow.core.model import adapters, stacks
 from sparse_dataflow.core.model.shard import Shard
 from sparse_dataflow.core.model.stacks import ModelWeights
@@ -243,20 +244,19 @@ class Sharded(Executor):
         it has these rows.
         """
 
-        shapes = sharding.parameter_shapes(state)
+        parameters = parameter_shapes(state)
 
-        def resized(path, leaf):
-            parameter = sharding.parameter_name(path)
-            if not parameter.endswith(sharding.VOCABULARY_ROWS) or not leaf.shape:
+        def resized(leaf, role):
+            if not role.parameter.endswith(sharding.VOCABULARY_ROWS):
                 return leaf
-            if leaf.shape[:1] != shapes.get(parameter, leaf.shape)[:1]:
-                return leaf  # A state array of other rows.
-            rows = vocabulary or sharding.padded_rows(leaf.shape[0], self.mesh)
-            if rows == leaf.shape[0]:
+            before = parameters.get(role.parameter, leaf.shape)[0]
+            rows = vocabulary or sharding.padded_rows(before, self.mesh)
+            if rows == before or (axis := role.axis(0)) is None:
                 return leaf
-            return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
+            shape = (*leaf.shape[:axis], rows, *leaf.shape[axis + 1 :])
+            return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
-        shapes = jax.tree_util.tree_map_with_path(resized, state)
+        shapes = jax.tree.map(resized, state, roles(state))
         same = all(map(operator.is_, jax.tree.leaves(shapes), jax.tree.leaves(state)))
         return state if same else shapes
 
@@ -268,9 +268,7 @@ class Sharded(Executor):
             return state
 
         def resize(leaf, shape, target):
-            if leaf.shape == shape.shape:
-                return leaf
-            return _resize(target, shape.shape[0])(leaf)
+            return leaf if leaf.shape == shape.shape else _resize(target, shape.shape)(leaf)
 
         placed = jax.tree.map(resize, arrays, shapes, self.shardings(shapes, model))
         return placed._replace(tables=state.tables)
@@ -288,24 +286,24 @@ class Sharded(Executor):
         arrays = state._replace(tables=())
         features = residual.order(model, self.mesh)
 
-        shapes = sharding.parameter_shapes(arrays)
+        parameters = parameter_shapes(arrays)
 
-        def place(path, leaf, target):
-            parameter = sharding.parameter_name(path)
-            *_, module, name = ["", "", *parameter.split(".")]
+        def place(path, leaf, target, role):
+            *_, module, name = ["", "", *role.parameter.split(".")]
             key = group_index_of_path(path), module
             if key in orders and name == "values":
                 order = permutation(orders[key])[: len(leaf)]  # Shared layers have one layout.
-                axis = len(shapes.get(parameter, leaf.shape)) - 3
+                axis = role.axis(len(parameters[role.parameter]) - 3)
                 return _take(target, axis)(put_global(leaf, target), order)
-            dim = sharding.residual_dim(path)
-            mirrors = leaf.shape == shapes.get(parameter, leaf.shape)
-            if features is not None and dim is not None and mirrors:
+            dim = sharding.residual_dim(role.parameter) if role.parameter else None
+            if features is not None and dim is not None and (axis := role.axis(dim)) is not None:
                 order = permutation(features[None])[0]
-                return _take_features(target, dim)(put_global(leaf, target), order)
+                return _take_features(target, axis)(put_global(leaf, target), order)
             return put_global(leaf, target)
 
-        placed = jax.tree_util.tree_map_with_path(place, arrays, self.shardings(arrays, model))
+        placed = jax.tree_util.tree_map_with_path(
+            place, arrays, self.shardings(arrays, model), roles(arrays)
+        )
         return placed._replace(tables=state.tables)
 
     def place_layouts(self, weights, model, changing):
@@ -385,11 +383,12 @@ def put_global(leaf, target):
 
 
 @functools.cache
-def _resize(target, rows):
-    """Returns a jitted function that truncates or pads a table [V, D] to `rows` rows."""
+def _resize(target, shape):
+    """Returns a jitted function that truncates an array to a shape, or pads it with zeros."""
 
-    def resize(table):
-        return jnp.pad(table[:rows], ((0, max(0, rows - len(table))), (0, 0)))
+    def resize(array):
+        array = array[tuple(map(slice, shape))]
+        return jnp.pad(array, [(0, size - has) for size, has in zip(shape, array.shape)])
 
     return jax.jit(resize, out_shardings=target)
 

@@ -3,7 +3,6 @@
 Moments and gradients of a parameter follow its row. To change a sharding, change its row.
 """
 
-import itertools
 import math
 import re
 from typing import Any
@@ -25,6 +24,7 @@ from sparse_dataflow.core.executors.mesh import (
     AnyMesh,
     batch_shards,
 )
+from sparse_dataflow.core.executors.state_roles import dotted_path, parameter_shapes, roles
 from sparse_dataflow.core.executors.whole import GATHERED
 from sparse_dataflow.files.errors import UserError
 
@@ -128,18 +128,17 @@ def _row(path):
     return next(row for expression, row in RULES if re.fullmatch(expression, path))
 
 
-def residual_dim(path) -> int | None:
+def residual_dim(parameter: str) -> int | None:
     """Returns the dimension of a parameter that has the features of `residual.order`, or None.
 
     "feature" cuts each block of stored values, whose order it does not change.
 
     Args:
-      path: of `jax.tree_util`, of a leaf of the state.
+      parameter: dotted path.
     """
-    name = parameter_name(path)
-    if not name or name.endswith(".values"):
+    if parameter.endswith(".values"):
         return None
-    firsts = [entry_axes(entry)[:1] for entry in _row(name)]
+    firsts = [entry_axes(entry)[:1] for entry in _row(parameter)]
     return firsts.index(("feature",)) if ("feature",) in firsts else None
 
 
@@ -181,47 +180,30 @@ def state_shardings(state: Any, model: ModelConfig, mesh: AnyMesh, zero: int) ->
     copies = int(key_value_copies(model, mesh.shape["tensor"]))
     shapes = parameter_shapes(state)
 
-    def sharding(path, leaf):
-        name = parameter_name(path)
-        if not name:  # Step, key, the optimizer's count.
+    def sharding(path, leaf, role):
+        if not role.parameter:  # Step, key, the optimizer's count.
             return NamedSharding(mesh, P())
         fsdp = zero >= ZERO[dotted_path(path[:1])]
-        shape = shapes.get(name, leaf.shape)
-        entries = spec(name, shape, mesh, fsdp, copies)
-        if leaf.shape == shape:
-            return NamedSharding(mesh, entries)
-        # A state array of another shape has the first axes of the parameter.
-        same = itertools.takewhile(lambda sizes: sizes[0] == sizes[1], zip(leaf.shape, shape))
-        return NamedSharding(mesh, P(*entries[: len(list(same))]))
+        shape = shapes.get(role.parameter, leaf.shape)
+        entries = spec(role.parameter, shape, mesh, fsdp, copies)
+        return NamedSharding(mesh, _of_axes(entries, role.axes))
 
-    return jax.tree_util.tree_map_with_path(sharding, state)
+    return jax.tree_util.tree_map_with_path(sharding, state, roles(state))
 
 
-def parameter_shapes(state: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each trained parameter of a state, by its dotted path."""
-    leaves = jax.tree_util.tree_leaves_with_path(state.params)
-    return {dotted_path(path): leaf.shape for path, leaf in leaves}
+def _of_axes(parameter_spec, axes):
+    """Returns the spec of an array, some of whose axes are the parameter's; see `Role`."""
+    by_axis = dict(enumerate(parameter_spec))
+    # A mesh axis shards one axis of an array, also if two are the same of the parameter.
+    entries = [by_axis.get(axis) if axis not in axes[:i] else None for i, axis in enumerate(axes)]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
 
 
 def abstract(leaf: Any, target: Any) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of an array, with the sharding `target`."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
-
-
-def parameter_name(path) -> str:
-    """Returns the dotted path of the parameter of a leaf of a state; empty for none.
-
-    The last key of an array in a weight's own state is its number (see `optim.by_weight`).
-    """
-    keys = dotted_path(path).split(".")
-    start = next((i for i, key in enumerate(keys) if key in ("embed", "blocks", "head")), 0)
-    named = keys[start:-1] if hasattr(path[-1], "idx") else keys[start:]
-    return ".".join(named) if start else ""
-
-
-def dotted_path(path) -> str:
-    """Returns a path of `jax.tree_util` as "blocks.qkv.values"."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def gather(params: dict, specs: dict, dtype: jnp.dtype) -> dict:

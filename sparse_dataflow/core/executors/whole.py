@@ -4,10 +4,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -24,6 +25,8 @@ from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.attention.dot_product import document_numbers
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.core.weights.weight import PROJECTION_OUTPUT
+
+T = TypeVar("T", jax.Array, np.ndarray)
 
 GATHERED = "gathered"
 """Checkpoint name of all-gathered params: the backward pass gathers them again."""
@@ -136,7 +139,7 @@ def apply_blocks(
     Layers that share a block read the same parameters; their gradients are summed in float32.
 
     Returns:
-      (residual stream [B, T, D], `Routing` stacked over the layers; () for a model without
+      (residual stream [B, T, D], `RoutingSums` stacked over the layers; () for a model without
       experts).
     """
     routing = []
@@ -223,9 +226,9 @@ def _scan(run, loops, x, stacked):
 
 
 def _layer(config, member, group, attend, tokens, kind):
-    """Returns a function (xs, (params, tables) of a layer) -> (xs, `Routing` or ()), with the remat
-    policy of a kind; `xs` and `attend` are lists over parts of the rows, and `tokens` the positions
-    and `real_BxT`."""
+    """Returns a function (xs, (params, tables) of a layer) -> (xs, `RoutingSums` or ()), with the
+    remat policy of a kind; `xs` and `attend` are lists over parts of the rows, and `tokens` the
+    positions and `real_BxT`."""
 
     def run(xs, layer):
         layer_params, layer_tables = layer
@@ -334,7 +337,7 @@ class RoutedLoss(NamedTuple):
 
     Attributes:
       loss: float32 [], of the next tokens, in nats; without auxiliary losses.
-      routing: `Routing` stacked over the layers; () for a model without experts.
+      routing: `RoutingSums` stacked over the layers; () for a model without experts.
     """
 
     loss: jax.Array
@@ -378,6 +381,25 @@ def _residual(config, embed, weights, tokens, member, padded=False):
     real = _real(config, tokens) if config.experts and padded else None
     with jax.named_scope("blocks"):
         return apply_blocks(config, weights, x, member, documents, real, positions)
+
+
+def _routed_tokens(config, batch, member, padded):
+    """Returns the number of tokens of a batch, on all devices, that have experts; at least 1."""
+    if not padded:
+        return batch.tokens[:, 1:].size * member.batch_shards
+    count, axes = _real(config, batch.tokens).sum(), member.shard.row_axes
+    return jnp.maximum(lax.psum(count, axes) if axes else count, 1)
+
+
+def split_rows(config: ModelConfig, rows: T, count: int) -> T:
+    """Splits rows [B, ...] into micro-batches [count, B / count, ...].
+
+    The load of experts is that of a micro-batch.  So each takes every `count`th row then: these are
+    the same on any mesh, whose devices have consecutive rows.
+    """
+    if not config.experts:
+        return rows.reshape(count, -1, *rows.shape[1:])
+    return rows.reshape(-1, count, *rows.shape[1:]).swapaxes(0, 1)
 
 
 def _real(config, tokens):
@@ -445,7 +467,8 @@ def loss_and_gradients(
     are those of `gpt.head_loss`.
 
     For a model with experts, the loss is a `RoutedLoss`, and the gradient is that of its loss plus
-    the auxiliary losses (see `Routing`), which micro-batches have in proportion to their weights.
+    the auxiliary losses (see `RoutingSums`), whose sum is divided by the tokens of the batch that
+    are no padding.
     """
     targets, teacher = batch.tokens[:, 1:], batch.teacher
     # Batches whose targets have weights are rows of text, padded at their end.
@@ -464,20 +487,19 @@ def loss_and_gradients(
             value, routing = routed_loss(config, traced, part_of_batch, member, padded)
             if not config.experts:
                 return value, value
-            part = weight.sum() / member.shard.devices
-            routing = jax.tree.map(lambda mean: part * mean, routing)
-            return value + routing.loss(config), RoutedLoss(value, routing)
+            auxiliary = routing.loss(config) / (routed * member.shard.devices)
+            return value + auxiliary, RoutedLoss(value, routing)
 
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, how.dtype), params)
         (_, value), gradients = jax.value_and_grad(share, has_aux=True)(zeros)
         return value, member.collect(gradients)
 
     params = weights.params
+    routed = _routed_tokens(config, batch, member, padded) if config.experts else 0
     arrays = (batch.tokens, of_targets, *((teacher.x,) if teacher else ()))
     if how.micro_batches == 1:
         return micro_batch(params, *arrays)
-    split = lambda a: a.reshape(how.micro_batches, -1, *a.shape[1:])  # noqa: E731
-    batches = tuple(map(split, arrays))
+    batches = tuple(split_rows(config, array, how.micro_batches) for array in arrays)
 
     def accumulate(total, arrays):
         return jax.tree.map(jnp.add, total, micro_batch(params, *arrays)), None

@@ -246,9 +246,35 @@ class Routing(NamedTuple):
     load: jax.Array
     dropped: jax.Array
 
+
+class RoutingSums(NamedTuple):
+    """`Routing` as sums over tokens, which add up over devices and micro-batches.
+
+    Attributes:
+      balance: of the tokens' parts of the load-balance loss.
+      z: of their z-losses.
+      load: float32 [experts], number of choices of each expert.
+      dropped: of the shares of a token's choices that were dropped.
+      tokens: float32 [], number of tokens that are no padding.
+    """
+
+    balance: jax.Array
+    z: jax.Array
+    load: jax.Array
+    dropped: jax.Array
+    tokens: jax.Array
+
     def loss(self, config: ModelConfig) -> jax.Array:
-        """Returns the auxiliary loss of a layer, or of all if stacked."""
+        """Returns the sum over tokens of the auxiliary loss of a layer, or of all if stacked."""
         return config.balance_loss * self.balance.sum() + config.router_z_loss * self.z.sum()
+
+    def means(self) -> Routing:
+        """Returns the means, of one layer or stacked."""
+        tokens = jnp.maximum(self.tokens, 1)
+        choices = jnp.maximum(self.load.sum(-1, keepdims=True), 1)
+        return Routing(
+            self.balance / tokens, self.z / tokens, self.load / choices, self.dropped / tokens
+        )
 
 
 @jax.custom_vjp
@@ -285,7 +311,7 @@ class Experts(nnx.Module):
           real_BxT: bool, whether each token is no padding, which has no experts; None for all.
 
         Returns:
-          (output of this device's tokens, Routing).
+          (output of this device's tokens, RoutingSums).
         """
         x_NxD = x_BxTxD.reshape(-1, x_BxTxD.shape[-1])
         real_N = None if real_BxT is None else real_BxT.reshape(-1)
@@ -304,7 +330,7 @@ class Experts(nnx.Module):
             x_SxD = plan.spread(x_NxD)
             y_NxKxD = plan.collect(self.products(x_SxD, plan.tiles_T, shard))
         lost_N = jnp.mean(sent.rows_NxK == len(sent.choices_S), axis=1, dtype=jnp.float32)
-        dropped = lost_N.mean() if real_N is None else _mean(lost_N, real_N)
+        dropped = _sum(lost_N, real_N)
         y_BxTxD = self.combine(gates_NxK, y_NxKxD, x_BxTxD, shard)
         return checkpoint_name(y_BxTxD, PROJECTION_OUTPUT), routing._replace(dropped=dropped)
 
@@ -344,10 +370,10 @@ class Experts(nnx.Module):
 
         Args:
           row_axes: mesh axes of the enclosing `shard_map` that share the batch.
-          real_N: bool, the tokens that the Routing counts; None for all.
+          real_N: bool, the tokens that are counted; None for all.
 
         Returns:
-          (float32 [N, K] factors of the experts' outputs, int32 [N, K] experts, Routing without
+          (float32 [N, K] factors of the experts' outputs, int32 [N, K] experts, RoutingSums without
           dropped choices).
         """
         config = self.config
@@ -364,19 +390,17 @@ class Experts(nnx.Module):
             gates /= gates.sum(-1, keepdims=True)
         experts = chosen + size * jnp.arange(config.prototypes)[:, None]
         z_N = jnp.square(jax.nn.logsumexp(by_group, axis=-1)).sum(-1)
-        # The loss of all devices is that of the whole batch: it is linear in the probabilities.
-        if real_N is None:
-            load = jnp.bincount(experts.reshape(-1), length=config.experts) / experts.size
-            even = lax.pmean(load, row_axes) if row_axes else load
-            mean, z = probabilities.mean(0).reshape(-1), z_N.mean()
-        else:
-            mine = jnp.where(real_N[:, None, None], experts, config.experts).reshape(-1)
-            sizes = jnp.bincount(mine, length=config.experts).astype(jnp.float32)
-            load = sizes / jnp.maximum(sizes.sum(), 1)
-            all_sizes = lax.psum(sizes, row_axes) if row_axes else sizes
-            even = all_sizes / jnp.maximum(all_sizes.sum(), 1)
-            mean, z = _mean(probabilities, real_N).reshape(-1), _mean(z_N, real_N)
-        routing = Routing(size * jnp.sum(even * mean), z, load, jnp.zeros(()))
+        counted = experts
+        if real_N is not None:
+            counted = jnp.where(real_N[:, None, None], experts, config.experts)
+        load = jnp.bincount(counted.reshape(-1), length=config.experts).astype(jnp.float32)
+        # The load is that of all devices, and the loss linear in the probabilities: so the losses
+        # of the devices add up.
+        loads = lax.psum(load, row_axes) if row_axes else load
+        share = loads / jnp.maximum(loads.sum(), 1)
+        balance = size * jnp.sum(share * _sum(probabilities, real_N).reshape(-1))
+        tokens = jnp.float32(len(logits)) if real_N is None else real_N.sum(dtype=jnp.float32)
+        routing = RoutingSums(balance, _sum(z_N, real_N), load, jnp.zeros(()), tokens)
         flat = lambda a: a.reshape(len(logits), -1)  # noqa: E731
         return flat(gates), flat(experts), routing
 
@@ -402,10 +426,11 @@ class SharedExpert(Mlp):
         return y_BxTxD * broadcast_like(jax.nn.sigmoid(logits), y_BxTxD)
 
 
-def _mean(values, real_N):
-    """Returns the mean over the first axis of the values of real tokens; 0 if there are none."""
-    real = real_N.reshape(-1, *[1] * (values.ndim - 1))
-    return jnp.where(real, values, 0).sum(0) / jnp.maximum(real_N.sum(), 1)
+def _sum(values, real_N):
+    """Returns the sum over the first axis of the values of real tokens; of all if None."""
+    if real_N is not None:
+        values = jnp.where(real_N.reshape(-1, *[1] * (values.ndim - 1)), values, 0)
+    return values.sum(0)
 
 
 def draw_experts(config: ModelConfig, projection: str, rngs: nnx.Rngs) -> Linear:

@@ -149,8 +149,8 @@ class Block(Mlp):
         real_BxT=None,
     ):
         """Returns the residual stream [B, T, D] after attention and after the MLP, and the
-        `Routing` of the experts, which is () without experts; tokens that are not `real_BxT` have
-        no experts."""
+        `RoutingSums` of the experts, which is () without experts; tokens that are not `real_BxT`
+        have no experts."""
         x_BxTxD = self.attention(x_BxTxD, shard, attend, positions_BxT)
         normed, routing = shard.gather(shard.normalise(self.norm2, x_BxTxD)), ()
         if self.config.experts:
@@ -295,7 +295,7 @@ def routed_block(
     positions_BxT: jax.Array | None = None,
     real_BxT: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
-    """Returns `block` and the `Routing` of its experts, which is () for a model without.
+    """Returns `block` and the `RoutingSums` of its experts, which is () for a model without.
 
     Tokens that are not `real_BxT`, bool, are padding and have no experts; None is all.
     """
@@ -307,15 +307,17 @@ def trained_block(
     config: ModelConfig,
     weights: dict,
     x_BxTxD: jax.Array,
-    part: float,
+    tokens: int,
     shard: Shard = WHOLE,
 ) -> jax.Array:
     """Returns `block`, whose gradient has the auxiliary losses of its experts too.
 
-    `part` is the part of the batch that x is, over the devices that share the model.
+    `tokens` is the number of tokens of the batch, of which x has some.
     """
     x_BxTxD, routing = routed_block(config, weights, x_BxTxD, shard)
-    return with_loss(x_BxTxD, part * routing.loss(config)) if config.experts else x_BxTxD
+    if not config.experts:
+        return x_BxTxD
+    return with_loss(x_BxTxD, routing.loss(config) / (tokens * shard.devices))
 
 
 def bind_block(config: ModelConfig, weights: dict) -> Block:

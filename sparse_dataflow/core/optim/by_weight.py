@@ -4,8 +4,9 @@ A weight is a layer's matrix or vector, the matrix of an expert, or a stored blo
 or matrix optimizer sees matrices, whatever is stacked, and a section has the same update under
 every executor.
 
-The state of a parameter is a tuple of arrays, whose first axes are those of its stack: layers,
-experts, stored blocks.  They lie on devices, and move to new layouts, with the parameter.
+The state of a parameter is a `WeightState`: arrays whose first axes are those of its stack (layers,
+experts, stored blocks), and whose others have names.  By these they are placed on devices, and move
+to new layouts.
 """
 
 import functools
@@ -14,9 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.optim import factories, muon
+from sparse_dataflow.core.optim.weight_state import WeightState, axis_names
 
 LINEAR_MATRICES = ("kernel", "values", "a_kernel", "b_kernel", *muon.FACTORS, "router")
 """Leaves that multiply activations; each but the router belongs to a projection."""
@@ -32,7 +35,7 @@ class WeightStates(NamedTuple):
     """State of an optimizer that updates each weight by itself.
 
     Attributes:
-      states: a tree like the params with a tuple of arrays for each leaf.
+      states: a tree like the params with a `WeightState` for each leaf.
     """
 
     states: Any
@@ -58,9 +61,14 @@ def init(training: TrainingConfig, params: Any) -> Any:
                 jax.tree.leaves(factories.transformation(training, 0.0, 0.0).init(weight)),
             )
         )
-        return _over_stack(of_weight, path, leaf)(leaf)
+        names = axis_names(training, _weight_shape(path, leaf))
+        return WeightState(_over_stack(of_weight, path, leaf)(leaf), names)
 
     return jax.tree_util.tree_map_with_path(of_leaf, params)
+
+
+def _weight_shape(path, param):
+    return param.shape[param.ndim - weight_axes(path) :]
 
 
 def update(
@@ -102,23 +110,19 @@ def update_leaf(
     training: TrainingConfig,
     path: tuple,
     gradient: jax.Array,
-    state: tuple,
+    state: WeightState,
     param: jax.Array,
     rate: Any,
     decay: float,
     rows: int | None = None,
-) -> tuple[jax.Array, tuple]:
+) -> tuple[jax.Array, WeightState]:
     """Returns (update, state) of one parameter; see `update`, also for `rows`."""
-    shape = param.shape[param.ndim - weight_axes(path) :]
-    placed = gradient, param, *state
+    shape, placed_rows = _weight_shape(path, param), param.shape[0] if rows else 0
     if rows:  # Padding is zeros, which a mean over the rows must not count.
         shape = (rows, *shape[1:])
-    abstract = factories.state_shapes(training, shape)
-    structure, shapes = jax.tree.structure(abstract), jax.tree.leaves(abstract)
-    if rows:
-        unpadded = [shape, shape, *(leaf.shape for leaf in shapes)]
-        gradient, param, *arrays = map(_with_rows, placed, unpadded)
-        state = tuple(arrays)
+        gradient, param = (_with_rows(array, rows, 0) for array in (gradient, param))
+        state = _resized(state, rows)
+    structure = jax.tree.structure(factories.state_shapes(training, shape))
 
     def of_weight(gradient, state, param):
         before = jax.tree.unflatten(structure, state)
@@ -128,10 +132,10 @@ def update_leaf(
         arrays = map(jnp.asarray, jax.tree.leaves(after))
         return step, tuple(new.astype(old.dtype) for new, old in zip(arrays, state, strict=True))
 
-    step, state = _over_stack(of_weight, path, param)(gradient, state, param)
+    step, arrays = _over_stack(of_weight, path, param)(gradient, tuple(state), param)
+    state = state.with_arrays(arrays)
     if rows:
-        step, *arrays = map(_with_rows, (step, *state), [leaf.shape for leaf in placed[1:]])
-        state = tuple(arrays)
+        step, state = _with_rows(step, placed_rows, 0), _resized(state, placed_rows)
     return step, state
 
 
@@ -155,13 +159,13 @@ def evaluated(training: TrainingConfig, moments: Any, params: Any) -> Any:
 
 def _averages(training, params, states):
     def of_leaf(path, param, state):
-        shape = param.shape[param.ndim - weight_axes(path) :]
+        shape = _weight_shape(path, param)
         structure = jax.tree.structure(factories.state_shapes(training, shape))
 
         def of_weight(param, state):
             return factories.averaged(training, jax.tree.unflatten(structure, state), param)
 
-        return _over_stack(of_weight, path, param)(param, state)
+        return _over_stack(of_weight, path, param)(param, tuple(state))
 
     structure: Any
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
@@ -176,11 +180,19 @@ def _over_stack(function, path, param):
     return function
 
 
-def _with_rows(array, shape):
-    """Returns an array with as many rows as a shape: without its last, or with rows of zeros."""
-    if array.shape == tuple(shape):
+def _resized(state, rows):
+    """Returns the state of a vocabulary of so many rows; see `_with_rows`."""
+    return state.with_arrays(
+        _with_rows(array, rows, names.index("row")) if "row" in names else array
+        for array, names in zip(state, state.names, strict=True)
+    )
+
+
+def _with_rows(array, rows, axis):
+    """Returns an array with so many rows: without its last ones, or with rows of zeros."""
+    more = rows - array.shape[axis]
+    if more == 0:
         return array
-    more = shape[0] - array.shape[0]
     if more < 0:
-        return array[:more]
-    return jnp.pad(array, [(0, more), *[(0, 0)] * (array.ndim - 1)])
+        return lax.slice_in_dim(array, 0, rows, axis=axis)
+    return jnp.pad(array, [(0, more if i == axis else 0) for i in range(array.ndim)])

@@ -218,9 +218,3 @@ def state_shapes(training: TrainingConfig, shape: tuple[int, ...]) -> Any:
         lambda weight: transformation(training, 0.0, 0.0).init(weight),
         jax.ShapeDtypeStruct(shape, jnp.float32),
     )
-
-
-def unlike_the_weight(training: TrainingConfig, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Returns the shape of a state array that is neither of the weight's shape nor a number."""
-    shapes = (leaf.shape for leaf in jax.tree.leaves(state_shapes(training, shape)))
-    return next((s for s in shapes if s != shape and np.prod(s) != 1), None)

@@ -121,7 +121,8 @@ def make_train_step(
             )
             params = optax.apply_updates(state.params, updates)
         loss, routing = loss if model.experts else (loss, ())
-        report = StepReport(loss, group_norms(gradients), routing)
+        means = routing.means() if routing else ()  # Pipelines have none.
+        report = StepReport(loss, group_norms(gradients), means)
         if training.skip_spikes:
             finite = [jnp.isfinite(norm) for norm in (loss, *report.gradient_norms.values())]
             accepted = jnp.stack([loss <= limit[0], *finite]).all()

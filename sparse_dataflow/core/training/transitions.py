@@ -14,7 +14,6 @@ projection.
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +43,7 @@ from sparse_dataflow.core.model.blocks import (
 from sparse_dataflow.core.model.projection import with_room
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
 from sparse_dataflow.core.optim.optimizers import TrainState, adam_state, map_moments
+from sparse_dataflow.core.optim.weight_state import WeightState
 
 LOW_RANK = ("a_kernel", "b_kernel", "gate")
 
@@ -259,20 +259,19 @@ def _restack(leaves, before, after):
 
 
 def _moved_blocks(state, place, old: Sequence[BlockLayout], new: Sequence[BlockLayout]):
-    """Moves the stored blocks of one projection from old to new layouts of its layers."""
+    """Moves the stored blocks of one projection from old to new layouts of its layers.
+
+    What an optimizer knows of a whole block, such as a count, a new block gets from another one.
+    """
     sources = np.stack([block_sources(before, after) for before, after in zip(old, new)])
-    gather = functools.partial(_gather_blocks, sources=sources)
-    return _with_converted(state, place, "values", "values", gather)
+    any_block = np.maximum(sources.max(axis=1, keepdims=True), 0)
+    entries = functools.partial(_gather_blocks, sources=sources)
+    counts = functools.partial(_gather_blocks, sources=np.where(sources < 0, any_block, sources))
+    return _with_converted(state, place, "values", "values", entries, counts=counts)
 
 
 def _gather_blocks(values: jax.Array | np.ndarray, sources: np.ndarray) -> jax.Array | np.ndarray:
-    """Returns `gather_blocks`, in device or host memory as `values`.
-
-    Of arrays with one number for each block, such as a count, new blocks get that of another block.
-    """
-    if math.prod(values.shape[2:]) == 1:
-        of_others = np.maximum(sources.max(axis=1, keepdims=True), 0)
-        sources = np.where(sources < 0, of_others, sources)
+    """Returns `gather_blocks`, in device or host memory as `values`."""
     if not isinstance(values, np.ndarray):
         return gather_blocks(values, sources)
     new = np.empty((*sources.shape, *values.shape[2:]), values.dtype)
@@ -329,12 +328,21 @@ def _positions(layouts):
     return np.stack([lay.rows for lay in layouts]), np.stack([lay.cols for lay in layouts])
 
 
-def _with_converted(state, place: _Place, before: str, after: str, convert: Callable, second=None):
+def _with_converted(
+    state,
+    place: _Place,
+    before: str,
+    after: str,
+    convert: Callable,
+    second=None,
+    counts=None,
+):
     """Replaces leaf `before` of a projection by `after`, in params and moments.
 
-    `second` converts second moments; `convert` if None.
+    `second` converts second moments; `convert` if None.  `counts` converts state arrays without
+    an axis of the weight; only where layouts change is there an optimizer that has any.
     """
-    leaf = functools.partial(_convert_leaf, place=place, before=before, after=after)
+    leaf = functools.partial(_convert_leaf, place=place, before=before, after=after, counts=counts)
     first = functools.partial(leaf, convert=convert)
     return _map_trees(first, state, functools.partial(leaf, convert=second or convert))
 
@@ -367,14 +375,15 @@ def _average_inputs(second, width):
     return jnp.broadcast_to(mean, groups.shape).reshape(second.shape)
 
 
-def _convert_leaf(tree, place, before, after, convert):
+def _convert_leaf(tree, place, before, after, convert, counts=None):
     """Replaces one leaf of a projection, if the tree has it, and frees the old array."""
     module = dict(place.module(tree))
     if before not in module:  # Muon's matrices have no second moment.
         return tree
     leaf = module.pop(before)
-    # The state of a weight is a tuple of arrays; see `optim.by_weight`.
-    module[after] = jax.block_until_ready(jax.tree.map(convert, leaf))
+    is_state = isinstance(leaf, WeightState)
+    new = leaf.map(convert, counts) if is_state else convert(leaf)
+    module[after] = jax.block_until_ready(new)
     for array in jax.tree.leaves(leaf):
         if isinstance(array, jax.Array):
             array.delete()

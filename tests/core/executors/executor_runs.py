@@ -123,6 +123,12 @@ MODELS = {
     "experts_capacity": dataclasses.replace(
         DENSE, experts=8, top_k=2, expert_capacity=0.5, biases=("mlp_in", "mlp_out"), remat="full"
     ),
+    # Adafactor factors matrices of 128 and more, such as the embedding, and leaves blocks whole.
+    "wide": dataclasses.replace(DENSE, d_model=128, d_ff=256, vocab_size=257).with_linears(
+        LinearSpec("block_sparse", "monarch", 0.5, 32), ["mlp_in", "mlp_out"]
+    ),
+    "blocks_of_one": DENSE.with_linears(LinearSpec("block_sparse", "random", 0.25, 1)),
+    "block_a_projection": DENSE.with_linears(LinearSpec("block_sparse", "random", 1.0, 32)),
     "sparse_deep_full": sparse("random", rank=4, hadamard=4, num_layers=5, remat="full"),
 }
 
@@ -189,13 +195,11 @@ def train(model, executor, micro_batches, start=None, padded=False, **changes):
     tokens = rng.integers(0, model.vocab_size, (STEPS, BATCH, SEQUENCE + 1)).astype(np.int32)
     weights = rng.uniform(size=(BATCH, SEQUENCE)).astype(np.float32)
     if padded:
-        # Auxiliary losses of a device are weighted by its targets, and so not by its tokens.
-        fewest = SEQUENCE - 3 if model.balance_loss else 1
-        ends = rng.integers(fewest, SEQUENCE - 2, BATCH)
+        ends = rng.integers(1, SEQUENCE - 2, BATCH)
         padding = np.arange(SEQUENCE) >= ends[:, None]
         tokens %= model.vocab_size - 1  # An end of text in front of padding would be padding.
         tokens[:, :, 1:] = np.where(padding, model.vocab_size - 1, tokens[:, :, 1:])
-        weights = np.where(padding, 0, 1 if model.balance_loss else weights).astype(np.float32)
+        weights = np.where(padding, 0, weights).astype(np.float32)
     counted = {"weights": weights / weights.sum()} if training.adapter_rank or padded else {}
     batches = [Rows({"tokens": rows, **counted}, BATCH) for rows in tokens]
     held_out = Rows({"tokens": tokens[0], "weights": weights}, BATCH)

@@ -29,7 +29,7 @@ TRAINED = [
     ("gemma2", "data:2,fsdp:2,tensor:2/3/2"),
     # Rows whose ends are padding, as data.loss=answers has them.
     ("experts_alone+answers", "data:2,fsdp:2,tensor:2/3/1"),
-    ("experts+answers", "data:2,fsdp:2,tensor:2/2/1"),
+    ("experts+answers", "data:2,fsdp:2,tensor:2/2/2"),
     ("llama+adapters", "data:2,fsdp:2,tensor:2/3/2"),
     ("dense+int8", "fsdp:2,feature:2,tensor:2/3/1"),
     ("int8", "data:2,fsdp:2,tensor:2/3/1", "stage:2,fsdp:2,tensor:2/2/2/1f1b/1"),
@@ -39,6 +39,8 @@ TRAINED = [
     ("sparse+teacher", "data:2,fsdp:4/3/2"),
     ("dense+new_rows", "on:2,data:2/0/1", "on:2,fsdp:2/3/1", "on:4,data:2,tensor:2/1/2"),
     ("dense_odd+new_rows", "on:2,tensor:2/0/1", "on:4,stage:2,fsdp:2/2/2/1f1b/1"),
+    # State arrays with some of their weight's axes, reordered, padded and divided over stages.
+    ("wide+adafactor", "on:4,feature:2,tensor:2/3/1", "on:4,stage:2,tensor:2/2/2/1f1b/1"),
     ("sparse_depth", "halves,fsdp:2,feature:2,tensor:2/3/2"),
     # Grouped queries, rotary positions and a window; documents, and soft caps.
     ("llama", "fsdp:2,context:2,tensor:2/3/2"),
@@ -66,8 +68,7 @@ TRAINED = [
     ("experts_sparse", "relay/device/2"),
 ]
 AT_NIGHT = [
-    # Micro-batches of a mesh have other rows, and the load-balance loss is theirs.
-    ("experts", "data:2,tensor:4/0/1"),
+    ("experts", "data:2,tensor:4/0/2"),
     ("llama", "data:2,tensor:4/0/1"),
     ("dense", "data:2,tensor:4/0/2"),
     ("sparse_rank", "data:2,tensor:4/0/1"),
@@ -81,7 +82,7 @@ AT_NIGHT = [
     ("gemma3", "data:2,tensor:4/0/1"),
     ("multi_query", "data:2,fsdp:2,tensor:2/3/2"),
     ("experts_sparse", "stage:2,fsdp:4/2/1/1f1b/1", "data:2,tensor:4/0/1"),
-    ("experts_sparse", "data:2,fsdp:4/3/1"),
+    ("experts_sparse", "data:2,fsdp:4/3/2"),
     ("llama+adapters", "data:2,tensor:4/0/1", "fsdp:8/2/1"),
     ("dense+int8", "data:2,tensor:4/0/1", "fsdp:8/3/2"),
     ("sparse_depth+adapters", "data:2,fsdp:2,tensor:2/3/2", "fsdp:8/2/1"),
@@ -91,6 +92,9 @@ AT_NIGHT = [
         for model in ("sparse", "dense", "sparse_rank")
     ),
     ("dense_odd+new_rows", "on:4,fsdp:4/3/2"),
+    ("wide+schedule_free", "on:4,feature:2,tensor:2/3/1"),
+    ("blocks_of_one+adafactor", "on:4,fsdp:2,tensor:2/3/1"),
+    ("block_a_projection+adafactor", "on:4,fsdp:4/3/1", "on:4,stage:2,fsdp:2/2/2/1f1b/1"),
     ("sparse+new_rows", "on:4,fsdp:2,tensor:2/3/1"),
     ("sparse_depth", "fsdp:2,feature:2,tensor:2/3/2"),
     ("llama", "halves,fsdp:2,feature:2,tensor:2/3/1"),

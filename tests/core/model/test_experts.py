@@ -79,7 +79,7 @@ def test_outputs_and_losses_are_those_of_the_loop_and_gradients_its_differences(
 
     def ours(params, x):
         y, routing = bound(config, params)(x, WHOLE)
-        return jnp.sum(y * dy) + routing.loss(config), (y[0], routing)
+        return jnp.sum(y * dy) + routing.loss(config) / x.shape[1], (y[0], routing.means())
 
     with jax.enable_x64(True):
         gradient = jax.jit(jax.value_and_grad(ours, (0, 1), has_aux=True))
@@ -204,7 +204,8 @@ def test_padding_fills_no_expert_and_is_in_no_mean(config, seed, data):
         def value(params, x):
             y, routing = bound(config, params)(x, WHOLE, real)
             output = y if real is None else jnp.where(real[..., None], y, 0)
-            return (output * dy).sum() + routing.balance + routing.z, (output, routing)
+            means = routing.means()
+            return (output * dy).sum() + means.balance + means.z, (output, routing)
 
         return jax.jit(jax.grad(value, argnums=(0, 1), has_aux=True))(params, x)
 

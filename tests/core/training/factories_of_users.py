@@ -1,5 +1,7 @@
 """Optimizers that a user may write in a file, by what is right or wrong with each."""
 
+import math
+
 import jax
 import optax
 
@@ -71,3 +73,23 @@ def only_for_matrices(learning_rate):
 
 def adds_noise(learning_rate):
     return optax.noisy_sgd(learning_rate, key=7)
+
+
+def _with_state(learning_rate, arrays):
+    """Returns gradient descent that keeps arrays of zeros of the shapes `arrays(shape)`."""
+
+    def init(params):
+        return jax.tree.map(lambda p: tuple(map(jax.numpy.zeros, arrays(p.shape))), params)
+
+    def update(gradients, state, params=None):
+        return jax.tree.map(lambda g: -learning_rate * g, gradients), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def kronecker(learning_rate):
+    return _with_state(learning_rate, lambda shape: [(size, size) for size in shape])
+
+
+def of_a_line(learning_rate):
+    return _with_state(learning_rate, lambda shape: [(math.prod(shape),)])

@@ -1,6 +1,7 @@
 """A mixture of experts trains, drops choices beyond its capacity in training alone, and resumes."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -68,3 +69,42 @@ def test_evaluation_drops_no_choice():
     )(params)
     loss = jax.jit(make_eval_step(MODEL))(weights_of(params, tables), tokens, weights)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
+
+
+def test_auxiliary_losses_are_means_over_the_tokens_of_all_micro_batches():
+    """Rows have unequal padding, and unequally many answers among their other tokens."""
+    model = ModelConfig(
+        1, 16, 2, 32, vocab_size=50, max_len=8, experts=4, top_k=2,
+        balance_loss=0.0, router_z_loss=0.1,
+    )  # fmt: skip
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(lambda p: p + 0.1, gpt.init(model, jax.random.key(0)))
+
+    @functools.partial(jax.jit, static_argnames="micro_batches")
+    def run(params, batch, micro_batches):
+        how = whole.Accumulation(micro_batches)
+        return whole.loss_and_gradients(model, weights_of(params), batch, how)
+
+    for answers in ((7, 7, 1, 1), (8, 0, 3, 0), (1, 1, 1, 1)):
+        tokens = rng.integers(0, 49, (4, 9)).astype(np.int32)
+        ends = np.maximum(answers, rng.integers(1, 9, 4))
+        tokens[np.arange(9) > ends[:, None]] = 49
+        weights = (np.arange(8) >= 8 - np.array(answers)[:, None]).astype(np.float32)
+        batch = whole.Batch(jnp.asarray(tokens), jnp.asarray(weights / weights.sum()))
+        (_, sums), expected = run(params, batch, 1)
+        real = np.sum(~((tokens[:, :-1] == 49) & (tokens[:, 1:] == 49)))
+        assert float(sums.tokens[0]) == real and float(sums.load.sum()) == 2 * real
+        (_, others), gradients = run(params, batch, 4)
+        np.testing.assert_allclose(others.means().z, sums.means().z, rtol=1e-5)
+        for ours, right in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected)):
+            np.testing.assert_allclose(ours, right, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(("count", "devices"), [(2, 2), (3, 4), (4, 1)])
+def test_micro_batches_of_experts_have_the_same_rows_on_any_number_of_devices(count, devices):
+    rows = np.arange(24)
+    expected = whole.split_rows(MODEL, rows, count)
+    shards = [whole.split_rows(MODEL, shard, count) for shard in np.split(rows, devices)]
+    np.testing.assert_array_equal(np.concatenate(shards, axis=1), expected)
+    dense = ModelConfig(2, 16, 2, 32, vocab_size=300, max_len=8)
+    np.testing.assert_array_equal(whole.split_rows(dense, rows, count).reshape(-1), rows)

@@ -96,14 +96,13 @@ class Pipelined(Sharded):
 
         def local(table, weights, tokens):
             full = self._gathered(model, weights.params, specs.params)
-            mean = 1 / (tokens[:, 1:].size * member.batch_shards)
-            tokens = tokens.reshape(micro_batches, -1, tokens.shape[1])
-            of_targets = jnp.full(tokens[..., 1:].shape, mean, jnp.float32)
-            part = 1 / (micro_batches * member.batch_shards * member.shard.devices)
+            targets = tokens[:, 1:].size * member.batch_shards
+            tokens = whole.split_rows(model, tokens, micro_batches)
+            of_targets = jnp.full(tokens[..., 1:].shape, 1 / targets, jnp.float32)
 
             def block(params, layouts, x):
                 layer = layer_weights(model, params, layouts)
-                return gpt.trained_block(of_layer, layer, x, part, member.shard)
+                return gpt.trained_block(of_layer, layer, x, targets, member.shard)
 
             layer = whole.rematerialised(model, block)
             layouts = local_weights(weights).tables

@@ -12,9 +12,9 @@ import numpy as np
 
 from sparse_dataflow.core.config.layer_groups import group_index, layer_groups, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.projections import ROW_PARALLEL
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.identity import as_identity
 from sparse_dataflow.core.optim import by_weight
 from sparse_dataflow.core.optim.optimizers import TrainState, make_optimizer
 
@@ -114,7 +114,7 @@ def fresh_state(
     Args:
       training: gives the seed.
       trees: zeroed (params, mu, nu) to fill; `zeros` if None.
-      starting_blocks: blocks from this index on start as the identity (zero residual branches), so
+      starting_blocks: blocks from this index on start as the identity (see `model.identity`), so
         that they join a growing network without changing its function.
     """
     params, mu, nu = trees or zeros(model, training)
@@ -125,9 +125,9 @@ def fresh_state(
         _fill(params[section], _initializer(model, section)(keys[section]))
     for number in range(model.stored_layers):
         group_model = layer_groups(model)[group_index(model, number)].model
-        block = dict(_initializer(group_model, "block")(keys["blocks"][number]))
+        block = _initializer(group_model, "block")(keys["blocks"][number])
         if starting_blocks is not None and number >= starting_blocks:
-            block |= {name: jax.tree.map(np.zeros_like, block[name]) for name in ROW_PARALLEL}
+            block = as_identity(block)
         _fill(view(params, number), block)
     if not training.is_built_in:
         for each in all_sections(model.stored_layers):

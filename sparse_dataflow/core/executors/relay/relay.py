@@ -35,6 +35,7 @@ from sparse_dataflow.core.executors.relay.host_state import (
 )
 from sparse_dataflow.core.executors.relay.parameter_server import ParameterServer, ServerStep
 from sparse_dataflow.core.executors.relay.timeline import Timeline
+from sparse_dataflow.core.executors.whole import split_rows
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import StepReport, TrainState
@@ -300,8 +301,10 @@ class Relay:
         """Returns (inputs, targets, weights) on the device, split into micro-batches."""
         if weights is None:
             weights = np.full(tokens[:, 1:].shape, 1 / tokens[:, 1:].size, np.float32)
-        arrays = tokens[:, :-1], tokens[:, 1:], weights
-        return tuple(_placed([np.ascontiguousarray(a).reshape(shape) for a in arrays], self._rows))
+        split = (
+            split_rows(self.model, a, shape[0]) for a in (tokens[:, :-1], tokens[:, 1:], weights)
+        )
+        return tuple(_placed([np.ascontiguousarray(a) for a in split], self._rows))
 
 
 @jax.jit

@@ -9,6 +9,7 @@ Shapes in names: M micro-batches, B their batch, T tokens, D d_model, V vocabula
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -114,13 +115,13 @@ def functions(model: ModelConfig) -> Programs[Callable]:
         def micro_batch(x, dy):
             def block(params, x):
                 layer = dataclasses.replace(weights, params=params)
-                return gpt.trained_block(model, layer.linears(model), x, part)
+                return gpt.trained_block(model, layer.linears(model), x, tokens)
 
             _, pull = jax.vjp(block, weights.params, x)
             gradient, dx = pull(dy)
             return dx, gradient
 
-        part = 1 / len(x)
+        tokens = math.prod(x.shape[:-1])
         dx, gradient = _accumulated(micro_batch, x, dy)
         return dx, _cast_like(weights.params, gradient)
 
