@@ -15,7 +15,14 @@ import numpy as np
 from sparse_dataflow.cluster import processes
 from sparse_dataflow.core.training.batches import Batch, TrainBatches, local_rows
 from sparse_dataflow.data.cache import TokenArray
-from sparse_dataflow.data.lanes import Ahead, Lane, Position, lane_count, windows_a_block
+from sparse_dataflow.data.lanes import (
+    Ahead,
+    BlockStarts,
+    Lane,
+    Position,
+    lane_count,
+    windows_a_block,
+)
 from sparse_dataflow.data.shards import Skipped
 from sparse_dataflow.data.streamed import Stream
 from sparse_dataflow.data.tokenizer import Tokenizer
@@ -59,7 +66,7 @@ class StreamBatches(TrainBatches):
     weights: tuple[float, ...] = (1.0,)
     tokenizer: Tokenizer = field(kw_only=True)
     skipped: Skipped = field(default_factory=Skipped)
-    _starts: dict[tuple[int, int], dict[int, Position]] = field(default_factory=dict)
+    _starts: BlockStarts = field(default_factory=BlockStarts)
     _lanes: dict[tuple[int, int], Any] = field(default_factory=dict)
     _ahead: Ahead = field(default_factory=Ahead)
 
@@ -73,6 +80,10 @@ class StreamBatches(TrainBatches):
         """Number of lanes, the same on any number of processes."""
         streams = [source for source in self.sources if isinstance(source, Stream)]
         return lane_count(streams, self.batch_size)
+
+    @property
+    def _windows_a_block(self):
+        return windows_a_block(self.batch_size, self.sequence_length, self.lanes)
 
     @property
     def rows_a_lane(self) -> int:
@@ -130,9 +141,10 @@ class StreamBatches(TrainBatches):
                     self.tokenizer,
                     (self.seed + number) % 2**32,
                     self.sequence_length,
-                    windows_a_block(self.batch_size, self.sequence_length, self.lanes),
-                    self._starts.setdefault(key, {}),
+                    self._windows_a_block,
+                    self._starts,
                     self.skipped,
+                    key,
                 )
             else:
                 windows = _StoredLane(self._stored(number), lane, self.lanes)
@@ -144,17 +156,18 @@ class StreamBatches(TrainBatches):
         """Returns where each lane is after `step` steps, JSON-able: for each source and each
         lane its block, epoch, shard, row and token; all processes call it.
 
-        A lane whose position is not known has -1, and is read from its start when it is resumed.
+        Each process knows the lanes that it reads.  Stored tokens need no position and have -1.
         """
         shape = len(self.sources), self.lanes, 1 + len(Position._fields)
         table = np.full(shape, _UNKNOWN, np.int32)
-        for (source, lane), starts in self._starts.items():
-            number = step * self.rows_a_lane
-            count = drawn_before(self.weights, lane / self.lanes, number)[source]
-            windows = self._lane(source, lane).windows_a_block
-            known = max(block for block in list(starts) if block <= count // windows)
-            table[source, lane] = (known, *starts[known])
-        return processes.maximum(table).tolist()
+        streams = [n for n, source in enumerate(self.sources) if isinstance(source, Stream)]
+        for lane in range(self.lanes):
+            counts = drawn_before(self.weights, lane / self.lanes, step * self.rows_a_lane)
+            for source in streams:
+                block = counts[source] // self._windows_a_block
+                known, start = self._starts.latest((source, lane), block)
+                table[source, lane] = (known, *start)
+        return processes.newest(table).tolist()
 
     def resume(self, positions: Any) -> None:
         """Takes the positions of a checkpoint, which are not trusted.
@@ -172,7 +185,7 @@ class StreamBatches(TrainBatches):
         for source, lane in np.ndindex(*shape[:2]):
             block, *place = map(int, table[source, lane])
             if min(block, *place) >= 0:
-                self._starts.setdefault((source, lane), {})[block] = Position(*place)
+                self._starts.add((source, lane), block, Position(*place))
 
 
 def drawn(weights: Sequence[float], phase: float, number: int) -> tuple[int, int]:
