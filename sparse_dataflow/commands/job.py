@@ -154,7 +154,8 @@ class Job:
         models = variants(config, tokenizer.vocab_size, record.steps if record else None)
         for v in models:
             _say_allocation(v)
-        data = training_data(config, models[0], corpus, tokenizer, self.executor)
+        rounded = record.rounded_weights if record else False
+        data = training_data(config, models[0], corpus, tokenizer, self.executor, rounded)
         if config.training.teacher:
             teacher = distillation.teacher_of(config, tokenizer, record, folder)
             data = dataclasses.replace(data, teacher=teacher)
@@ -336,6 +337,7 @@ class Job:
             code=run_folder.code_facts(),
             host=socket.gethostname(),
             seed=self.config.training.seed,
+            rounded_weights=False,
         )
         return RunRecord(**record.to_json())  # The report shows it, without secrets.
 

@@ -61,8 +61,13 @@ def training_data(
     corpus: Corpus,
     tokenizer: Tokenizer,
     executor: Executor = SINGLE_DEVICE,
+    rounded_weights: bool = False,
 ) -> TrainingData:
-    """The batches of a variant's shape, drawn by `training.seed`, and the held-out windows."""
+    """The batches of a variant's shape, drawn by `training.seed`, and the held-out windows.
+
+    Args:
+      rounded_weights: see `TokenMixture`.
+    """
     if config.data.loss == "answers":
         return _answers(config, variant, corpus, tokenizer, executor)
     shape = variant.training.batch, variant.training.sequence
@@ -81,7 +86,9 @@ def training_data(
             tokenizer=tokenizer,
         )
     else:
-        tokens = TokenMixture(tuple(train), weights) if corpus.mixture else train[0]
+        tokens = train[0]
+        if corpus.mixture:
+            tokens = TokenMixture(tuple(train), weights, rounded_weights)
         batches = TrainBatches(tokens, *shape, config.training.seed, rows)
     held_out = []
     for name, source, weight in (("", corpus, 1.0),) if corpus.own_validation else sources:

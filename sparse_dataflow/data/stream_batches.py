@@ -5,15 +5,20 @@ after another.  So batch s depends on s alone, and a process reads the lanes of 
 mixture each lane takes windows of each corpus by its weight.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from sparse_dataflow.cluster import processes
-from sparse_dataflow.core.training.batches import Batch, TrainBatches, local_rows
+from sparse_dataflow.core.training.batches import (
+    Batch,
+    TrainBatches,
+    drawn,
+    drawn_before,
+    local_rows,
+)
 from sparse_dataflow.data.cache import TokenArray
 from sparse_dataflow.data.lanes import (
     Ahead,
@@ -186,35 +191,3 @@ class StreamBatches(TrainBatches):
             block, *place = map(int, table[source, lane])
             if min(block, *place) >= 0:
                 self._starts.add((source, lane), block, Position(*place))
-
-
-def drawn(weights: Sequence[float], phase: float, number: int) -> tuple[int, int]:
-    """Returns (source, window of that source) of window `number` of a lane.
-
-    Source k has its window i at the time (i + offset) / weight, where the offset depends on the
-    lane's phase, and windows come in the order of their times: each source by its weight, evenly.
-    """
-    if len(weights) == 1:
-        return 0, number
-    counts = drawn_before(weights, phase, number)
-    times = _next_times(weights, phase, counts)
-    source = times.index(min(times))
-    return source, counts[source]
-
-
-def drawn_before(weights: Sequence[float], phase: float, number: int) -> list[int]:
-    """Returns how many of the first `number` windows of a lane come from each source."""
-    if len(weights) == 1:
-        return [number]
-    # Every count is near its share, so few windows are drawn one by one.
-    least = number - len(weights)
-    counts = [max(0, math.floor(least * weight) - 1) for weight in weights]
-    while sum(counts) < number:
-        times = _next_times(weights, phase, counts)
-        counts[times.index(min(times))] += 1
-    return counts
-
-
-def _next_times(weights, phase, counts):
-    offsets = [(phase + source / len(weights)) % 1 for source in range(len(weights))]
-    return [(c + o) / w for c, o, w in zip(counts, offsets, weights, strict=True)]

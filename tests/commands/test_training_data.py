@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from sparse_dataflow.commands import devices
+from sparse_dataflow.commands import devices, job, train
+from sparse_dataflow.commands.preflight import settling
 from sparse_dataflow.commands.training_data import corpus_of, thin_data, training_data
 from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.model import ModelConfig
@@ -25,7 +26,10 @@ from sparse_dataflow.data.corpora import Corpus, load_corpus
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.examples import encode
 from sparse_dataflow.data.tokenizer import byte_tokenizer, train_tokenizer
+from sparse_dataflow.evaluation import run_files
+from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware import detect
 
 
 @pytest.fixture
@@ -63,6 +67,44 @@ def test_a_mixture_has_windows_by_weight_and_held_out_windows_of_each(folder):
     books, code = (source.validation[0]["tokens"] for source in data.mixture)
     assert not np.array_equal(books, code)
     assert data.validation is data.mixture[0].validation
+
+
+class _Asked(Exception):
+    """The data of a run was asked for."""
+
+
+@pytest.mark.parametrize("saved, rounded", [({}, True), ({"rounded_weights": False}, False)])
+def test_a_run_keeps_how_its_mixture_is_drawn(folder, monkeypatch, saved, rounded):
+    drawn_by = []
+
+    def asked(*arguments):
+        drawn_by.append(arguments[-1])
+        raise _Asked
+
+    monkeypatch.setattr(job, "training_data", asked)
+    name = "books:0.3,code:0.7"
+    out = folder / "run"
+    config = preset("pico").change(
+        data__corpus=name, model__vocab_size=300, sparsity__block=16, training__steps=9,
+        run__out=str(out), run__twin=False,
+    )  # fmt: skip
+    with pytest.raises(_Asked):
+        train.train(config)
+    corpus = load_corpus(name, cache.FOLDER)
+    tokenizer = train_tokenizer(corpus, 300, cache.FOLDER)
+    record = RunRecord(
+        "train", ("sd.train()",), "today", {}, "cpu", name, corpus.content_hash,
+        tokenizer.content_hash, 300, {"sparse": 9},
+    ).to_json()  # fmt: skip
+    del record["rounded_weights"]  # As a run of an older version.
+    out.mkdir()
+    tokenizer.save(out / run_files.TOKENIZER)
+    settled = settling.settled(config, detect.detect(["float32"]))
+    for file, fields in ((run_files.RECORD, record | saved), (run_files.CONFIG, settled.to_json())):
+        (out / file).write_bytes(run_files.to_bytes(fields))
+    with pytest.raises(_Asked):
+        train.train(config, resume=True)
+    assert drawn_by == [False, rounded]
 
 
 def test_packed_rows_have_the_losses_of_rows_of_one_example():

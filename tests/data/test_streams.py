@@ -13,8 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fake_hub import FakeHub
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sparse_dataflow.cluster import processes
 from sparse_dataflow.core.training.batches import TrainBatches
@@ -22,7 +20,7 @@ from sparse_dataflow.data import lanes, shards, stream_batches, streamed
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.lanes import BlockStarts, Position
 from sparse_dataflow.data.shards import Shard, Skipped
-from sparse_dataflow.data.stream_batches import StreamBatches, drawn, drawn_before
+from sparse_dataflow.data.stream_batches import StreamBatches
 from sparse_dataflow.data.streamed import Stream, streamed_corpus
 from sparse_dataflow.data.tokenizer import byte_tokenizer
 from sparse_dataflow.files.errors import UserError
@@ -265,22 +263,6 @@ def test_the_lanes_divide_the_batch_and_have_shards():
     counts = [lanes.lane_count([stream(n)], batch) for n, batch in ((1, 8), (7, 12), (999, 1024))]
     assert counts == [1, 6, 64]
     assert lanes.lane_count([stream(9), stream(2)], 12) == 2
-
-
-@given(
-    weight=st.floats(0.02, 0.98),
-    phase=st.floats(0, 0.99),
-    number=st.integers(0, 400),
-)
-def test_a_mixture_draws_each_source_by_its_weight_in_order(weight, phase, number):
-    weights = (weight, 1 - weight)
-    counts = [0, 0]
-    for n in range(number):
-        source, index = drawn(weights, phase, n)
-        assert index == counts[source]
-        counts[source] += 1
-    assert drawn_before(weights, phase, number) == counts
-    assert abs(counts[0] - number * weight) <= 2
 
 
 def test_a_mixture_has_windows_of_a_stream_and_of_stored_tokens(four):
