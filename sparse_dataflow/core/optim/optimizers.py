@@ -78,8 +78,7 @@ def make_optimizer(
             updates = jax.tree.map(lambda u, m: -learning_rate * (u * m), updates, multipliers)
         if not new_rows:
             return updates, state
-        updates = _new_rows_alone(updates, new_rows, state.left > 0)
-        return updates, NewRowsState(jnp.maximum(state.left - 1, 0))
+        return _new_rows_alone(updates, new_rows, state.left > 0), state
 
     mask = functools.partial(decay_mask, decayed=training.decayed)
     direction = [
@@ -117,8 +116,8 @@ class NewRowsState(NamedTuple):
     """State of an optimizer that trains the rows of new tokens first.
 
     Attributes:
-      left: int32 [], steps in which these rows alone are still to be trained. It is data, since the
-        number of steps is known after programs are compiled.
+      left: int32 [], steps of the run in which these rows alone are still to be trained; `at_step`
+        counts them.  It is data, since the number of steps is known after programs are compiled.
     """
 
     left: Any
@@ -351,6 +350,21 @@ class TrainState(NamedTuple):
     def weights(self) -> ModelWeights:
         """All weights, as executors take them."""
         return ModelWeights(self.params, self.tables, self.frozen)
+
+
+def at_step(state: TrainState, step: Any) -> TrainState:
+    """Returns a state as the one after `step` steps of the run, int32 [].
+
+    What is promised in steps of the run goes on by these steps, also where one was skipped or
+    parameters and moments are those of an earlier step.
+    """
+
+    def counted(entry):
+        if isinstance(entry, NewRowsState):
+            return NewRowsState(jnp.maximum(entry.left - (step - state.step), 0))
+        return entry
+
+    return state._replace(step=step, moments=tuple(map(counted, state.moments)))
 
 
 class StepReport(NamedTuple):
