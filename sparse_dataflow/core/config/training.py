@@ -46,6 +46,7 @@ class TrainingConfig(Readable):
         low-rank term of a weight has it too.
       micro_batches: 0 in a `RunConfig` that the planner has not settled, else 1 or more.
       warmup: of linear warm-up.
+      warmup_steps: one number in the settings of one model; see `phases.variants`.
       b1: its default and that of `b2` are GPT-3's (arXiv 2005.14165, appendix B).  They allow
         moments in bfloat16, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2), rounded to
         nearest: bfloat16 rounds by at most 2^-8 = 0.4%, while a step moves the second moment by
@@ -111,6 +112,12 @@ class TrainingConfig(Readable):
         legal=positive(1000),
     )
     warmup: float = setting(0.1, "Fraction of the steps spent in warm-up.", legal=A_SHARE)
+    warmup_steps: tuple[int, ...] = setting(
+        (),
+        "Steps of warm-up of each model of the run, in their order, instead of training.warmup; "
+        "another end of a run sets them.",
+        legal=AT_LEAST_ZERO,
+    )
     final_rate: float = setting(
         0.1,
         "End of the schedule, as a fraction of its peak.",
@@ -223,6 +230,12 @@ class TrainingConfig(Readable):
     def is_built_in(self) -> bool:
         """Whether the optimizer is AdamW or Muon, which `optim.optimizers` applies."""
         return self.optimizer in BUILT_IN
+
+    @property
+    def warmup_stop(self) -> int:
+        """First step (from 0) after warm-up; at most the last one."""
+        steps = self.warmup_steps[0] if self.warmup_steps else round(self.warmup * self.steps)
+        return min(steps, self.steps - 1)
 
     @property
     def plateau_stop(self) -> int:

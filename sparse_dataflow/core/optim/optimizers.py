@@ -32,7 +32,7 @@ optimizer; docs/quality.md compares others."""
 @functools.cache
 def learning_rate_schedule(training: TrainingConfig) -> Callable[[int], float]:
     """Returns step (from 0) -> learning rate: linear warm-up, then `training.schedule`."""
-    warmup = min(round(training.warmup * training.steps), training.steps - 1)
+    warmup = training.warmup_stop
     peak = training.learning_rate
     after = training.steps - warmup
     end = training.final_rate * peak

@@ -148,7 +148,7 @@ def compile_programs(
     method = METHODS[evolution.method]
     programs = []
     for phase in phase_specs:
-        shape = dataclasses.replace(training, steps=1, learning_rate=1.0, warmup=0.0, seed=0)
+        shape = dataclasses.replace(training, steps=1, learning_rate=1.0, warmup=0.0, warmup_steps=(), seed=0)
         key = phase.model, phase.runtime_layouts, shape, executor, id(data.teacher)
         if key not in cache:
             cache[key] = _compile(phase, training, data, executor)
