@@ -148,7 +148,9 @@ def compile_programs(
     method = METHODS[evolution.method]
     programs = []
     for phase in phase_specs:
-        shape = dataclasses.replace(training, steps=1, learning_rate=1.0, warmup=0.0, warmup_steps=(), seed=0)
+        shape = dataclasses.replace(
+            training, steps=1, learning_rate=1.0, warmup=0.0, warmup_steps=(), seed=0
+        )
         key = phase.model, phase.runtime_layouts, shape, executor, id(data.teacher)
         if key not in cache:
             cache[key] = _compile(phase, training, data, executor)
@@ -237,9 +239,8 @@ def _with_updates(programs, phase, training, data, evolution, executor):
         state, _ = run_step(programs, state, batch, 0.0, no_loss_limit(training))
         jax.block_until_ready(state.params)
         start = time.perf_counter()
-        state = evolve_layouts(
-            state, model, programs, evolution, evolution.share, itertools.repeat(batch), executor
-        )
+        share, batches = lambda _: evolution.share, itertools.repeat(batch)
+        state = evolve_layouts(state, model, programs, evolution, share, batches, executor)
         seconds = time.perf_counter() - start
     return dataclasses.replace(programs, update_seconds=seconds)
 
@@ -301,7 +302,7 @@ def evolve_layouts(
     model,
     programs: Compiled,
     evolution: EvolutionConfig,
-    share: float,
+    share: Callable[[int], float],
     batches: Iterator,
     executor: Executor = SINGLE_DEVICE,
 ):
@@ -311,7 +312,7 @@ def evolve_layouts(
       state: as placed by the executor; must not be used again.
       model: config of the state's model.
       evolution: the method and its settings.
-      share: fraction of stored blocks to exchange.
+      share: number of stored blocks of a weight -> fraction of them to exchange.
       batches: training batches, as put by the executor, for methods that read gradients.
       executor: that the programs were compiled for.
     """
@@ -323,7 +324,11 @@ def evolve_layouts(
         tokens = (batch["tokens"] for batch in batches)
         norms = programs.gradient_norms(programs.weights(state), tokens)
     state = executor.canonical(state, model)
-    state = update_layouts(state, model, method.update, share, norms, evolution.row_shards)
+
+    def update(layout, norms, gradients, share, shards, rng):
+        return method.update(layout, norms, gradients, share(layout.nnz), shards, rng)
+
+    state = update_layouts(state, model, update, share, norms, evolution.row_shards)
     return executor.place(state, model)
 
 
