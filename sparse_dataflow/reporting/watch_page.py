@@ -152,7 +152,7 @@ def _updates(histories):
             name,
             row.get("step", 0),
             quantities.finite(row.get("exchanged")) or 0.0,
-            any(column.startswith("changed/") for column in row),
+            bool(row.get("exchanged")) or any(name.startswith("changed/") for name in row),
             row["parameters"],
         )
         for name, rows in histories.items()
