@@ -54,7 +54,7 @@ def test_an_update_records_the_share_of_new_blocks(trained):
                for name in before}  # fmt: skip
         stored = sum(layout.nnz for layers in after.values() for layout in layers)
         assert row["exchanged"] == pytest.approx(sum(map(sum, new.values())) / stored)
-        assert all(map(any, new.values()))
+        assert row["changed/qkv"] > 0
 
 
 def test_new_checkpoints_are_read_and_each_once(trained, tmp_path):
