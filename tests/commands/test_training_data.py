@@ -25,7 +25,7 @@ from sparse_dataflow.data.chat import checked_example
 from sparse_dataflow.data.corpora import Corpus, load_corpus
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.examples import encode
-from sparse_dataflow.data.tokenizer import byte_tokenizer, train_tokenizer
+from sparse_dataflow.data.tokenizer import byte_tokenizer, id_tokenizer, train_tokenizer
 from sparse_dataflow.evaluation import run_files
 from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.files.errors import UserError
@@ -67,6 +67,33 @@ def test_a_mixture_has_windows_by_weight_and_held_out_windows_of_each(folder):
     books, code = (source.validation[0]["tokens"] for source in data.mixture)
     assert not np.array_equal(books, code)
     assert data.validation is data.mixture[0].validation
+
+
+@pytest.mark.parametrize(
+    ("size", "ends", "words"),
+    [
+        (400, [399], ""),
+        (400, [7, 399, 20], ""),
+        (512, [399], "id 511.*largest id here is 399.*model.vocab_size=400"),
+        (300, [], "id 299.*largest id here is 260.*model.vocab_size=261"),
+        (1000, [998, 998], "id 999.*largest id here is 998.*model.vocab_size=999"),
+    ],
+)
+def test_ids_without_the_end_of_text_are_said(tmp_path, monkeypatch, capsys, size, ends, words):
+    monkeypatch.setattr(cache, "FOLDER", tmp_path / "cache")
+    pieces = [np.append(np.arange(200, 261), end) for end in ends] or [np.arange(200, 261)]
+    (tmp_path / "ids").mkdir()
+    for file in ("train.bin", "val.bin"):
+        np.concatenate(pieces * 20).astype(np.uint16).tofile(tmp_path / "ids" / file)
+    name = str(tmp_path / "ids")
+    config = preset("pico").change(
+        data__corpus=name, data__tokenizer="none", model__vocab_size=size,
+        training__sequence=16, training__batch=2,
+    ).dense()  # fmt: skip
+    corpus = load_corpus(name, cache.FOLDER)
+    training_data(config, variants(config, size)[0], corpus, id_tokenizer(size))
+    said = [line for line in capsys.readouterr().err.splitlines() if "end of text" in line]
+    assert len(said) == bool(words) and re.search(words, "".join(said))
 
 
 class _Asked(Exception):
