@@ -12,6 +12,7 @@ from sparse_dataflow.core.config.settings import (
     MOST_SEQUENCES,
     MOST_SIZE,
     MOST_STEPS,
+    Legal,
     Readable,
     between,
     positive,
@@ -28,6 +29,15 @@ DECAYED = ("matrices", "projections", "all")
 
 MOST_NARROW_B2 = 0.96
 """Largest b2 with moments in bfloat16: see `TrainingConfig.b1`."""
+A_DECAY_RATE: Legal = ("from 0 to 1 - 2^-18", lambda n: 0 <= n <= 1 - 2**-18)
+"""Float32 has 1 minus such a number to 1%.  Steps divide by it."""
+
+LEAST_EPSILON = 2.0**-63
+"""Smallest number whose square float32 has.  The squares of gradients that are smaller are 0, so a
+smaller epsilon would divide larger numbers than itself."""
+
+LEAST_SCHEDULE_FREE_B1 = 1e-3
+"""Schedule-free learning divides a difference of weights by b1."""
 _DIVISORS_SHOWN = 12
 
 
@@ -81,12 +91,16 @@ class TrainingConfig(Readable):
         "the momentum of dense weights, stored blocks and groups; the rest has adamw.",
     )
     b1: float = setting(
-        0.9, "Decay rate of the first moment; of lion, its share in a step.", legal=A_SHARE
+        0.9, "Decay rate of the first moment; of lion, its share in a step.", legal=A_DECAY_RATE
     )
     b2: float = setting(
-        0.95, "Decay rate of the second moment; of lion, of its momentum.", legal=A_SHARE
+        0.95, "Decay rate of the second moment; of lion, of its momentum.", legal=A_DECAY_RATE
     )
-    epsilon: float = setting(1e-8, "Added to the root of the second moment.", legal=positive(1.0))
+    epsilon: float = setting(
+        1e-8,
+        "Added to the root of the second moment.",
+        legal=(f"from {LEAST_EPSILON:.2g} to 1", lambda n: LEAST_EPSILON <= n <= 1),
+    )
     learning_rate: float = setting(
         1e-3, "Peak of the schedule, for dense weights.", legal=positive(1e38)
     )
@@ -211,6 +225,11 @@ class TrainingConfig(Readable):
             raise UserError(
                 f"{named} is unknown. Legal: {', '.join(OPTIMIZERS)}, or MODULE:ATTRIBUTE, such as "
                 "optax:nadamw."
+            )
+        if self.optimizer == "schedule_free" and self.b1 < LEAST_SCHEDULE_FREE_B1:
+            raise UserError(
+                f"training.b1={self.b1:g} with {named}, which divides by it; legal with it: at "
+                f"least {LEAST_SCHEDULE_FREE_B1:g}."
             )
         if self.state_dtype == "float32":
             return
