@@ -120,6 +120,7 @@ class Job:
       folder: the run folder, which this process has locked.
       clock: counts the seconds since the start.
       check_folder: raises UserError if the folder was deleted or moved.
+      resume: whether the folder has a run, which goes on.
     """
 
     def __init__(
@@ -130,18 +131,21 @@ class Job:
         folder: Path,
         clock: Clock,
         check_folder: Callable[[], None],
+        resume: bool,
     ):
         self.config, self.experiment, self.command = config, experiment, command
         self.folder, self.clock = folder, clock
-        self._check_folder = check_folder
+        self._check_folder, self._resume = check_folder, resume
         self.chip = hardware.detect([config.model.compute_dtype])
         # Before anything that is compiled or written: the plan is part of the config.
-        self.config = settling.settled(config, self.chip)
+        free = resume and run_folder.MICRO_BATCHES not in run_folder.fixed_paths(config)
+        self.config = settling.settled(config, self.chip, free)
         self.executor = devices.executor(self.config)
         self.mirror: Path | Address | None = None
 
-    def run(self, texts: Sequence[str] | None, resume: bool) -> Run:
+    def run(self, texts: Sequence[str] | None) -> Run:
         """Trains every model of the config and writes the report; see `train.train`."""
+        resume = self._resume
         self.config = settling.settled_remat(self.config, self.chip, self.executor)
         config, folder = self.config, self.folder
         trackers.tracker_names(config.run.trackers)  # Refuses illegal ones before any work.

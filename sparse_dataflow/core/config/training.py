@@ -8,6 +8,7 @@ from sparse_dataflow.core.config.projections import FROZEN_DTYPES
 from sparse_dataflow.core.config.settings import (
     A_FRACTION,
     A_SHARE,
+    ADOPTED,
     AT_LEAST_ZERO,
     MOST_SEQUENCES,
     MOST_SIZE,
@@ -82,6 +83,7 @@ class TrainingConfig(Readable):
         "Micro-batches of an optimizer step (gradient accumulation); with auto, which is 0, the "
         "planner chooses.",
         legal=between(0, MOST_SEQUENCES),
+        resumed=ADOPTED,
         auto=0,
     )
     optimizer: str = setting(

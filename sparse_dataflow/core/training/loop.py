@@ -189,7 +189,7 @@ class Trainer:
         else:
             self.state = programs[0].start_state(
                 self.name, self.training, saved_config, saved_step, first_state,
-                from_seed=start is None,
+                from_seed=start is None, completed=completed,
             )  # fmt: skip
         self.step = int(self.state.step)
         if saved_step is not None and self.step != saved_step:

@@ -95,8 +95,8 @@ class Compiled:
       parameter_norms: params -> norms by parameter group.
       start_state: (variant's name, training, identity of its checkpoints, step of the newest
         checkpoint or None, function that returns the state of that checkpoint or the initial one,
-        `from_seed`) -> first state of the run; for an executor that stores states itself, else
-        None.
+        `from_seed`, `completed` of `training.saved_state`) -> first state of the run; for an
+        executor that stores states itself, else None.
       timeline: () -> spans of the last step; none if the executor records none.
       guided: whether the train step takes `guide_share` by name; see `make_train_step`.
       teach: tokens -> what the train step takes as `teacher`; None without a teacher.
