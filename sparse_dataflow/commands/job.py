@@ -30,7 +30,7 @@ from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.executors.relay.relay_executor import RelayExecutor
 from sparse_dataflow.core.layouts.allocation import allocation_table
-from sparse_dataflow.core.model.mixing import separate_parts
+from sparse_dataflow.core.model.mixing import isolated_components
 from sparse_dataflow.core.ops import quantized
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.training import cost, hooks
@@ -168,7 +168,7 @@ class Job:
             _refuse_unfit_steps(models)
         self._refuse_unfit_weights(models, record)
         if not record:
-            _say_all(_separate_parts(models))
+            _say_all(_isolated_features(models))
         if not record and config.training.steps:
             _say_all(thin_data(corpus, data.train, models))
         programs = self._compiled(models, data)
@@ -479,17 +479,17 @@ def _say_allocation(variant):
         say(allocation_table(variant.model, flops))
 
 
-def _separate_parts(models):
+def _isolated_features(models):
     """Yields a sentence for each model that is cut into parts which never meet."""
     for v in models:
         if v.training.adapter_rank:  # An adapter mixes all features.
             continue
         fixed = [spec.model for spec in v.phase_specs if not spec.runtime_layouts]
-        parts = max(map(separate_parts, fixed), default=1)
-        if parts > 1:
+        count = max(map(isolated_components, fixed), default=1)
+        if count > 1:
             pattern = v.model.linear(v.model.sparse_projections[0]).pattern
             yield (
-                f"{v.name}: {pattern} cuts the features into {parts} parts that meet in no layer; "
+                f"{v.name}: {pattern} cuts the features into {count} parts that meet in no layer; "
                 "monarch and shuffle mix all features, and so does a larger --density or a smaller "
                 "--block"
             )

@@ -73,10 +73,10 @@ class BlockStarts:
                 del starts[next(iter(starts))]
 
     def latest(self, lane: Hashable, block: int) -> tuple[int, Position]:
-        """Returns the last block up to `block` of which the begin is known, and where that is."""
+        """Returns the last block up to `block` of which the beginning is known, and where it is."""
         with self._lock:
-            known = max((n for n in self._starts.get(lane, {}) if n <= block), default=0)
-            return known, self._starts.get(lane, {}).get(known, Position())
+            newest = max((n for n in self._starts.get(lane, {}) if n <= block), default=0)
+            return newest, self._starts.get(lane, {}).get(newest, Position())
 
 
 def lane_count(streams: Sequence[Stream], batch: int) -> int:

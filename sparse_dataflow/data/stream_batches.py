@@ -170,8 +170,8 @@ class StreamBatches(TrainBatches):
             counts = drawn_before(self.weights, lane / self.lanes, step * self.rows_a_lane)
             for source in streams:
                 block = counts[source] // self._windows_a_block
-                known, start = self._starts.latest((source, lane), block)
-                table[source, lane] = (known, *start)
+                newest, start = self._starts.latest((source, lane), block)
+                table[source, lane] = (newest, *start)
         return processes.newest(table).tolist()
 
     def resume(self, positions: Any) -> None:

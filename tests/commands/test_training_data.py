@@ -92,11 +92,11 @@ def test_ids_without_the_end_of_text_are_said(tmp_path, monkeypatch, capsys, siz
     ).dense()  # fmt: skip
     corpus = load_corpus(name, cache.FOLDER)
     training_data(config, variants(config, size)[0], corpus, id_tokenizer(size))
-    said = [line for line in capsys.readouterr().err.splitlines() if "end of text" in line]
-    assert len(said) == bool(words) and re.search(words, "".join(said))
+    sentences = [line for line in capsys.readouterr().err.splitlines() if "end of text" in line]
+    assert len(sentences) == bool(words) and re.search(words, "".join(sentences))
 
 
-class _Asked(Exception):
+class _DataWanted(Exception):
     """The data of a run was asked for."""
 
 
@@ -104,18 +104,18 @@ class _Asked(Exception):
 def test_a_run_keeps_how_its_mixture_is_drawn(folder, monkeypatch, saved, rounded):
     drawn_by = []
 
-    def asked(*arguments):
+    def stop(*arguments):
         drawn_by.append(arguments[-1])
-        raise _Asked
+        raise _DataWanted
 
-    monkeypatch.setattr(job, "training_data", asked)
+    monkeypatch.setattr(job, "training_data", stop)
     name = "books:0.3,code:0.7"
     out = folder / "run"
     config = preset("pico").change(
         data__corpus=name, model__vocab_size=300, sparsity__block=16, training__steps=9,
         run__out=str(out), run__twin=False,
     )  # fmt: skip
-    with pytest.raises(_Asked):
+    with pytest.raises(_DataWanted):
         train.train(config)
     corpus = load_corpus(name, cache.FOLDER)
     tokenizer = train_tokenizer(corpus, 300, cache.FOLDER)
@@ -129,7 +129,7 @@ def test_a_run_keeps_how_its_mixture_is_drawn(folder, monkeypatch, saved, rounde
     settled = settling.settled(config, detect.detect(["float32"]))
     for file, fields in ((run_files.RECORD, record | saved), (run_files.CONFIG, settled.to_json())):
         (out / file).write_bytes(run_files.to_bytes(fields))
-    with pytest.raises(_Asked):
+    with pytest.raises(_DataWanted):
         train.train(config, resume=True)
     assert drawn_by == [False, rounded]
 

@@ -140,15 +140,15 @@ def test_a_resumed_stream_continues_at_the_exact_document(four, step):
         np.testing.assert_array_equal(next(iterator)["tokens"], tokens)
 
 
-def merged_positions(parts, step, monkeypatch):
+def merged_positions(readers, step, monkeypatch):
     """Positions of processes that each read their rows, as one process gets them from all."""
-    tables = [np.asarray(part.positions(step), np.int32) for part in parts]
+    tables = [np.asarray(reader.positions(step), np.int32) for reader in readers]
     with monkeypatch.context() as patch:
-        patch.setattr(processes.jax, "process_count", lambda: len(parts))
+        patch.setattr(processes.jax, "process_count", lambda: len(readers))
         patch.setattr(
             processes.multihost_utils, "process_allgather", lambda table: np.stack(tables)
         )
-        return parts[0].positions(step)
+        return readers[0].positions(step)
 
 
 @pytest.mark.parametrize(
@@ -163,15 +163,15 @@ def test_a_stream_resumed_again_and_again_on_other_processes_continues(four, mon
     expected, positions = batches(four.stream), None
     for number, rows_of_processes in enumerate(starts):
         first, last = 11 * number, 11 * (number + 1)
-        parts = [batches(four.stream, rows) for rows in rows_of_processes]
-        for part in parts:
+        readers = [batches(four.stream, rows) for rows in rows_of_processes]
+        for reader in readers:
             if positions is not None:
-                part.resume(positions)
+                reader.resume(positions)
             for step in range(first, last):
                 np.testing.assert_array_equal(
-                    part[step]["tokens"], expected[step]["tokens"][list(part.rows)]
+                    reader[step]["tokens"], expected[step]["tokens"][list(reader.rows)]
                 )
-        positions = merged_positions(parts, last, monkeypatch)
+        positions = merged_positions(readers, last, monkeypatch)
 
 
 @pytest.fixture

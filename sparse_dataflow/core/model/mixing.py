@@ -10,7 +10,7 @@ from sparse_dataflow.core.config.projections import MLP
 from sparse_dataflow.core.model.projection import projection_layout
 
 
-def separate_parts(model: ModelConfig) -> int:
+def isolated_components(model: ModelConfig) -> int:
     """Returns into how many parts the initial layouts cut the residual stream.
 
     Features of two parts meet in no layer, so the parts are models of their own between embedding
@@ -26,7 +26,7 @@ def separate_parts(model: ModelConfig) -> int:
         model.d_model, model.d_ff, model.head_width, *(model.linear(n).block for n in sparse)
     )
     stream, hidden = np.arange(model.d_model // unit), np.arange(model.d_ff // unit)
-    labels, parts = stream, len(stream)
+    labels, count = stream, len(stream)
     for layer in range(model.stored_layers):
         links = []
         heads = len(stream) + np.arange(model.kv_heads)
@@ -40,12 +40,12 @@ def separate_parts(model: ModelConfig) -> int:
         start, stop = (np.concatenate(side) for side in zip(*links))
         shape = (whole + len(stream),) * 2
         graph = scipy.sparse.coo_array((np.ones(len(start), bool), (start, stop)), shape)
-        found = scipy.sparse.csgraph.connected_components(graph, directed=False)[1]
-        labels = np.unique(found[stream], return_inverse=True)[1]
-        parts = int(labels.max()) + 1
-        if parts == 1:
+        components = scipy.sparse.csgraph.connected_components(graph, directed=False)[1]
+        labels = np.unique(components[stream], return_inverse=True)[1]
+        count = int(labels.max()) + 1
+        if count == 1:
             break
-    return parts
+    return count
 
 
 def _head_units(model, name, heads, unit):

@@ -80,12 +80,12 @@ class Evolve(Hook):
             trainer.executor,
         )
         after = stacks.layouts_from_tables(trainer.model, trainer.state.tables)
-        parts = new_shares(before, after)
-        stored = {name: sum(layout.nnz for layout in after[name]) for name in parts}
-        new = sum(part * stored[name] for name, part in parts.items())
+        shares = new_shares(before, after)
+        stored = {name: sum(layout.nnz for layout in after[name]) for name in shares}
+        new = sum(share * stored[name] for name, share in shares.items())
         return {
             "exchanged": new / sum(stored.values()),
-            **{f"changed/{name}": part for name, part in parts.items()},
+            **{f"changed/{name}": share for name, share in shares.items()},
         }
 
 

@@ -220,9 +220,9 @@ def variants(
 
     def planned(number, name):
         training = dataclasses.replace(config.training, warmup_steps=warmups[number : number + 1])
-        own = dataclasses.replace(config, training=training)
+        with_warmup = dataclasses.replace(config, training=training)
         count = steps[name] if steps else config.training.steps or 1
-        return variant(own, name, vocab_size).with_steps(count)
+        return variant(with_warmup, name, vocab_size).with_steps(count)
 
     return [planned(number, name) for number, name in enumerate(config.variants)]
 

@@ -53,16 +53,16 @@ def micro_batches_matter(experts: int, precision: str, method: str) -> bool:
     return bool(experts) or precision != PRECISIONS[0] or method in measures
 
 
-def _without_free_settings(parts):
+def _without_free_settings(saved):
     """Sets defaults for settings of an `identity` that do not change its results."""
-    model, training, evolution = (parts.get(name) for name in ("model", "training", "evolution"))
+    model, training, evolution = (saved.get(name) for name in ("model", "training", "evolution"))
     if not all(isinstance(part, dict) for part in (model, training, evolution)):
-        return parts
+        return saved
     read = model.get("experts"), model.get("precision"), evolution.get("method")
     if not micro_batches_matter(*read):
         default = _DEFAULTS["training"]["micro_batches"]
-        parts = parts | {"training": training | {"micro_batches": default}}
-    return parts
+        saved = saved | {"training": training | {"micro_batches": default}}
+    return saved
 
 
 def identity(

@@ -13,7 +13,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.core.layouts.patterns import PATTERNS
-from sparse_dataflow.core.model.mixing import separate_parts
+from sparse_dataflow.core.model.mixing import isolated_components
 from sparse_dataflow.core.model.stacks import layouts
 from sparse_dataflow.core.training.phases import variants
 from sparse_dataflow.files.errors import UserError
@@ -73,33 +73,33 @@ def test_parts_are_those_that_single_features_show(
     names = tuple(name for name in base.projections if name not in dense)
     try:
         model = model_of(pattern, degree * block / 64, block, base, names)
-        parts = separate_parts(model)
+        count = isolated_components(model)
     except UserError:
         return  # The pattern has no such layout.
-    assert parts == len(np.unique(reached(model), axis=0))
+    assert count == len(np.unique(reached(model), axis=0))
 
 
 @pytest.mark.parametrize("pattern", ["pixelfly", "butterfly", "cyclic", "banded"])
-@pytest.mark.parametrize("heads, parts", [(8, 8), (2, 2), (4, 4)])
-def test_one_block_for_each_output_cuts_a_square_model(pattern, heads, parts):
+@pytest.mark.parametrize("heads, count", [(8, 8), (2, 2), (4, 4)])
+def test_one_block_for_each_output_cuts_a_square_model(pattern, heads, count):
     base = ModelConfig(12, 512, heads, 1536, vocab_size=40, max_len=8)
-    assert separate_parts(model_of(pattern, block=64, base=base)) == parts
+    assert isolated_components(model_of(pattern, block=64, base=base)) == count
     for mixing in ("monarch", "shuffle", "random"):
-        assert separate_parts(model_of(mixing, block=64, base=base)) == 1
+        assert isolated_components(model_of(mixing, block=64, base=base)) == 1
 
 
 @pytest.mark.parametrize(
     "changes", [{"rank": 2}, {"hadamard": 64}, {"projections": ("mlp_in", "mlp_out")}]
 )
 def test_what_mixes_all_features_joins_the_parts(changes):
-    assert separate_parts(model_of("cyclic")) > 1
-    assert separate_parts(model_of("cyclic", **changes)) == 1
-    assert separate_parts(dataclasses.replace(model_of("cyclic"), guided=True)) == 1
-    assert separate_parts(SHAPE) == 1
+    assert isolated_components(model_of("cyclic")) > 1
+    assert isolated_components(model_of("cyclic", **changes)) == 1
+    assert isolated_components(dataclasses.replace(model_of("cyclic"), guided=True)) == 1
+    assert isolated_components(SHAPE) == 1
 
 
 @pytest.mark.parametrize(
-    "changes, said",
+    "changes, warned",
     [
         ({"sparsity__pattern": "cyclic"}, True),
         ({"sparsity__pattern": "banded", "evolution__method": "self_guided"}, True),
@@ -108,10 +108,10 @@ def test_what_mixes_all_features_joins_the_parts(changes):
         ({"sparsity__pattern": "monarch"}, False),
     ],
 )
-def test_a_run_says_that_its_model_has_parts(changes, said):
+def test_a_run_says_that_its_model_has_parts(changes, warned):
     config = preset("pico").change(
         sparsity__block=16, training__steps=1000, run__twin=True, **changes
     )
-    sentences = list(job._separate_parts(variants(config)))
-    assert [s.startswith("sparse: ") for s in sentences] == [True] * said
+    sentences = list(job._isolated_features(variants(config)))
+    assert [s.startswith("sparse: ") for s in sentences] == [True] * warned
     assert all("parts that meet in no layer" in s for s in sentences)
