@@ -75,15 +75,12 @@ def _erdos_renyi(model):
     candidates, least = [], 0.0
     for members in shapes.values():
         rule, uniform = ideal[members[0]], model.linear(members[0]).density
-        balanced = legal_densities(*sides[members[0]], model.linear(members[0]).block)
-
-        def legal(densities, members=members):
-            """Yields those for which all members have a layout; it builds one at a time."""
-            return (d for d in densities if all(_has_layout(model, n, d) for n in members))
-
-        near = legal(sorted(balanced, key=lambda density, rule=rule: abs(math.log(density / rule))))
-        lowest = next(legal(balanced))
-        same = legal(d for d in balanced if math.isclose(d, uniform))
+        rows, columns = sides[members[0]]
+        balanced = legal_densities(rows, columns, model.linear(members[0]).block)
+        by_distance = sorted((abs(math.log(density / rule)), density) for density in balanced)
+        near = _with_layouts(model, members, (density for _, density in by_distance))
+        lowest = next(_with_layouts(model, members, balanced))
+        same = _with_layouts(model, members, (d for d in balanced if math.isclose(d, uniform)))
         candidates.append({lowest, *same, *itertools.islice(near, _CANDIDATES)})
         least += lowest * sum(weights[name] for name in members)
     best = None
@@ -104,6 +101,11 @@ def _erdos_renyi(model):
             "--density, or a smaller --block."
         )
     return best[1]
+
+
+def _with_layouts(model, names, densities):
+    """Yields the densities of which all these projections have a layout, building one at a time."""
+    return (d for d in densities if all(_has_layout(model, name, d) for name in names))
 
 
 def _proportional(budget, weights, shares):

@@ -42,7 +42,7 @@ def isolated_components(model: ModelConfig) -> int:
         graph = scipy.sparse.coo_array((np.ones(len(start), bool), (start, stop)), shape)
         components = scipy.sparse.csgraph.connected_components(graph, directed=False)[1]
         labels = np.unique(components[stream], return_inverse=True)[1]
-        count = int(labels.max()) + 1
+        count = len(np.unique(labels))
         if count == 1:
             break
     return count

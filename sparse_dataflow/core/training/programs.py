@@ -317,7 +317,8 @@ def evolve_layouts(
       executor: that the programs were compiled for.
     """
     method = METHODS[evolution.method]
-    assert method.update is not None
+    choose = method.update
+    assert choose is not None
     norms = None
     if method.reads_gradients:
         assert programs.gradient_norms is not None
@@ -325,10 +326,10 @@ def evolve_layouts(
         norms = programs.gradient_norms(programs.weights(state), tokens)
     state = executor.canonical(state, model)
 
-    def update(layout, norms, gradients, share, shards, rng):
-        return method.update(layout, norms, gradients, share(layout.nnz), shards, rng)
+    def update(layout, norms, gradients, _, shards, rng):
+        return choose(layout, norms, gradients, share(layout.nnz), shards, rng)
 
-    state = update_layouts(state, model, update, share, norms, evolution.row_shards)
+    state = update_layouts(state, model, update, evolution.share, norms, evolution.row_shards)
     return executor.place(state, model)
 
 
