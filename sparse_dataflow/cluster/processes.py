@@ -47,11 +47,20 @@ def minimum(number: int) -> int:
     return int(multihost_utils.process_allgather(np.int32(number)).min())
 
 
-def maximum(table: np.ndarray) -> np.ndarray:
-    """Returns the elementwise maximum of the processes' int32 arrays of one shape."""
+def newest(records: np.ndarray) -> np.ndarray:
+    """Returns each record of the process in which its first number is the largest.
+
+    A record is whole: its numbers come from one process, the lowest one if several have the first
+    number.
+
+    Args:
+      records: int32 [..., numbers of a record], of one shape on all processes.
+    """
     if jax.process_count() == 1:
-        return table
-    return np.asarray(multihost_utils.process_allgather(table)).max(axis=0)
+        return records
+    of_processes = np.asarray(multihost_utils.process_allgather(records))
+    owner = of_processes[..., 0].argmax(axis=0)[None, ..., None]
+    return np.take_along_axis(of_processes, owner, axis=0)[0]
 
 
 def broadcast(value: Any) -> Any:

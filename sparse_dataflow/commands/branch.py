@@ -24,7 +24,7 @@ from sparse_dataflow.files.errors import UserError
 
 
 def with_same_warmup(folder: str | Path, config: RunConfig) -> RunConfig:
-    """Returns a config with other steps whose warm-up takes the steps of the run in a folder.
+    """Returns a config in which each model is warmed up as in the run in a folder.
 
     Raises:
       UserError: the run has no plateau that a new end could begin at, or is at an address.
@@ -47,22 +47,17 @@ def with_same_warmup(folder: str | Path, config: RunConfig) -> RunConfig:
             f"trained with {wrong}; legal: training.schedule=wsd, a static layout. To resume the "
             "run itself leave --out out."
         )
-    steps = _steps(folder, saved)
-    if not config.training.steps:
-        config = config.change(training__steps=steps)
-    warmup = round(saved.training.warmup * steps) / config.training.steps
-    if warmup >= 1:
-        raise UserError(
-            f"--steps={config.training.steps} ends within the warm-up of {folder}; legal: more "
-            f"than {round(saved.training.warmup * steps)}."
-        )
+    before = run_files.read_variants(saved, run_files.read_record(folder, saved))
+    warmups = {name: v.training.warmup_stop for name, v in before.items()}
+    for name, warmup in warmups.items():
+        if 0 < config.training.steps <= warmup:
+            raise UserError(
+                f"--steps={config.training.steps} ends within the warm-up of {name} in {folder}; "
+                f"legal: more than {max(warmups.values())}."
+            )
     mirror = "" if config.run.mirror == saved.run.mirror else config.run.mirror
-    return config.change(training__warmup=warmup, run__mirror=mirror)
-
-
-def _steps(folder, saved):
-    """Returns the most steps that a model of the run was planned with."""
-    return max(run_files.read_record(folder, saved).steps.values())
+    steps = tuple(warmups.values())
+    return config.change(training__warmup_steps=steps, run__mirror=mirror)
 
 
 def make(source: str | Path, config: RunConfig, command: tuple[str, ...]) -> None:
@@ -82,9 +77,10 @@ def make(source: str | Path, config: RunConfig, command: tuple[str, ...]) -> Non
         raise UserError(f"--out={out} exists already; legal: a new folder.")
     saved = run_files.read_config(source)
     record = run_files.read_record(source, saved)
-    new_record = dataclasses.replace(
-        record, command=command, steps=dict.fromkeys(record.steps, config.training.steps)
-    )
+    planned = dict(record.steps)
+    if config.training.steps:
+        planned = dict.fromkeys(planned, config.training.steps)
+    new_record = dataclasses.replace(record, command=command, steps=planned)
     before = run_files.read_variants(saved, record)
     after = run_files.read_variants(config, new_record)
     steps = {}

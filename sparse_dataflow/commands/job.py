@@ -30,6 +30,7 @@ from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.executors.relay.relay_executor import RelayExecutor
 from sparse_dataflow.core.layouts.allocation import allocation_table
+from sparse_dataflow.core.model.mixing import isolated_components
 from sparse_dataflow.core.ops import quantized
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.training import cost, hooks
@@ -119,6 +120,7 @@ class Job:
       folder: the run folder, which this process has locked.
       clock: counts the seconds since the start.
       check_folder: raises UserError if the folder was deleted or moved.
+      resume: whether the folder has a run, which goes on.
     """
 
     def __init__(
@@ -129,18 +131,21 @@ class Job:
         folder: Path,
         clock: Clock,
         check_folder: Callable[[], None],
+        resume: bool,
     ):
         self.config, self.experiment, self.command = config, experiment, command
         self.folder, self.clock = folder, clock
-        self._check_folder = check_folder
+        self._check_folder, self._resume = check_folder, resume
         self.chip = hardware.detect([config.model.compute_dtype])
         # Before anything that is compiled or written: the plan is part of the config.
-        self.config = settling.settled(config, self.chip)
+        free = resume and run_folder.MICRO_BATCHES not in run_folder.fixed_paths(config)
+        self.config = settling.settled(config, self.chip, free)
         self.executor = devices.executor(self.config)
         self.mirror: Path | Address | None = None
 
-    def run(self, texts: Sequence[str] | None, resume: bool) -> Run:
+    def run(self, texts: Sequence[str] | None) -> Run:
         """Trains every model of the config and writes the report; see `train.train`."""
+        resume = self._resume
         self.config = settling.settled_remat(self.config, self.chip, self.executor)
         config, folder = self.config, self.folder
         trackers.tracker_names(config.run.trackers)  # Refuses illegal ones before any work.
@@ -154,13 +159,16 @@ class Job:
         models = variants(config, tokenizer.vocab_size, record.steps if record else None)
         for v in models:
             _say_allocation(v)
-        data = training_data(config, models[0], corpus, tokenizer, self.executor)
+        rounded = record.rounded_weights if record else False
+        data = training_data(config, models[0], corpus, tokenizer, self.executor, rounded)
         if config.training.teacher:
             teacher = distillation.teacher_of(config, tokenizer, record, folder)
             data = dataclasses.replace(data, teacher=teacher)
         if config.training.steps:
             _refuse_unfit_steps(models)
         self._refuse_unfit_weights(models, record)
+        if not record:
+            _say_all(_isolated_features(models))
         if not record and config.training.steps:
             _say_all(thin_data(corpus, data.train, models))
         programs = self._compiled(models, data)
@@ -336,6 +344,7 @@ class Job:
             code=run_folder.code_facts(),
             host=socket.gethostname(),
             seed=self.config.training.seed,
+            rounded_weights=False,
         )
         return RunRecord(**record.to_json())  # The report shows it, without secrets.
 
@@ -468,6 +477,22 @@ def _say_allocation(variant):
         sequence = variant.training.sequence
         flops = lambda model: cost.flops_per_token(model, sequence).sections  # noqa: E731
         say(allocation_table(variant.model, flops))
+
+
+def _isolated_features(models):
+    """Yields a sentence for each model that is cut into parts which never meet."""
+    for v in models:
+        if v.training.adapter_rank:  # An adapter mixes all features.
+            continue
+        fixed = [spec.model for spec in v.phase_specs if not spec.runtime_layouts]
+        count = max(map(isolated_components, fixed), default=1)
+        if count > 1:
+            pattern = v.model.linear(v.model.sparse_projections[0]).pattern
+            yield (
+                f"{v.name}: {pattern} cuts the features into {count} parts that meet in no layer; "
+                "monarch and shuffle mix all features, and so does a larger --density or a smaller "
+                "--block"
+            )
 
 
 def _refuse_unfit_steps(models):

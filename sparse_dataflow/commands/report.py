@@ -298,21 +298,23 @@ def _layouts(trainers, model):
 def _continuations(trainers, corpus, tokenizer):
     """Returns continuations of held-out prompts, and model name -> median seconds of a step.
 
-    There are none if documents or sequences are too short for a prompt, or the models are on
-    several devices.
+    There are none if the models are on several devices.  What else forbids them is said, as the
+    run has ended: documents or sequences are too short, for example.
     """
     if any(t.executor != SINGLE_DEVICE for t in trainers):
         return [], {}
-    length = min(32, trainers[0].training.sequence // 2)
+    sequence = trainers[0].training.sequence
+    written, seconds = {}, {}
     try:
-        prompts = held_out_prompts(corpus, tokenizer, CONTINUATIONS, max(1, length))
+        if sequence < 2:
+            raise UserError("a sequence of 1 token has no room for a prompt and its continuation.")
+        prompts = held_out_prompts(corpus, tokenizer, CONTINUATIONS, min(32, sequence // 2))
+        for t in trainers:
+            ids = [prompt.prompt_ids for prompt in prompts]
+            written[t.name], seconds[t.name] = _continued(t, ids)
     except UserError as error:
         say(f"no continuations in the report: {error}")
         return [], {}
-    written, seconds = {}, {}
-    for t in trainers:
-        ids = [prompt.prompt_ids for prompt in prompts]
-        written[t.name], seconds[t.name] = _continued(t, ids)
     continuations = [
         Continuation(
             prompt.prompt,

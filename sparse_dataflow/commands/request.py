@@ -14,7 +14,7 @@ from sparse_dataflow.core.config.model import GROWN
 from sparse_dataflow.core.config.parallel import ONLY_RELAY, ParallelConfig
 from sparse_dataflow.core.config.projections import PROJECTIONS
 from sparse_dataflow.core.config.run import GPT2_VOCABULARY, SIZES, RunConfig
-from sparse_dataflow.core.config.settings import FIXED, FRESH, Setting
+from sparse_dataflow.core.config.settings import FRESH, Setting
 from sparse_dataflow.core.config.training import is_factory
 from sparse_dataflow.files.addresses import is_address
 from sparse_dataflow.files.errors import UserError
@@ -417,11 +417,13 @@ def _refuse_other_run(request, spelled):
             f"{request.resume} was trained with code that its config names, and a run folder alone "
             f"runs none; resume it with --set training.optimizer={optimizer[:100]}."
         )
-    wrong = []
+    from sparse_dataflow.commands.run_folder import fixed_paths
+
+    wrong, fixed = [], fixed_paths(saved_config(request.resume))
     if request.scale not in ("auto", saved["run"]["scale"]):
         wrong.append(f"--scale={request.scale} (saved: {saved['run']['scale']})")
-    for path, s in settings.by_path(RunConfig).items():
-        if s.resumed != FIXED or path not in request.changes:
+    for path in settings.by_path(RunConfig):
+        if path not in fixed or path not in request.changes:
             continue
         if request.branches and path in ENDS:
             continue

@@ -17,6 +17,7 @@ from sparse_dataflow.commands.command_line import command_of
 from sparse_dataflow.core.config import run, settings
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.training.monitoring.metrics import say
+from sparse_dataflow.core.training.saved_state import micro_batches_matter
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation.run_files import (
@@ -35,6 +36,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.folders import FolderLock
 from sparse_dataflow.files.json_files import differences
 
+MICRO_BATCHES = "training.micro_batches"
 _DIFFERENCES_SHOWN = 3
 _UNFINISHED = (
     TOKENIZER, f"{TOKENIZER}.new", RECORD, f"{RECORD}.new", f"{CONFIG}.new", folders.NAME,
@@ -243,13 +245,20 @@ def refuse_other_data(
         )
 
 
+def fixed_paths(saved: RunConfig) -> set[str]:
+    """Returns the paths of the settings that a resumed run must keep."""
+    fixed = {p for p, s in settings.by_path(RunConfig).items() if s.resumed == settings.FIXED}
+    read = saved.model.experts, saved.model.precision, saved.evolution.method
+    return fixed | {MICRO_BATCHES} if micro_batches_matter(*read) else fixed
+
+
 def refuse_other_config(folder: Path, saved: RunConfig, config: RunConfig) -> None:
     """Refuses to go on where the config is not the saved one in all that a run must keep.
 
     Raises:
       UserError: naming what differs.
     """
-    fixed = {p for p, s in settings.by_path(RunConfig).items() if s.resumed == settings.FIXED}
+    fixed = fixed_paths(saved)
     pair = [json.loads(json.dumps(each.to_json())) for each in (saved, config)]
     changes = [
         f"{path} is {before} there and {now} here"

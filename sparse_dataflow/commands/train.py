@@ -71,7 +71,7 @@ def train(
     config = _settled_mirror(config, resume)
     mirror = config.run.mirror
     with run_folder.opened(experiment, config.run.out, resume, mirror) as (folder, check):
-        return Job(config, experiment, command, folder, clock, check).run(texts, resume)
+        return Job(config, experiment, command, folder, clock, check, resume).run(texts)
 
 
 def _settled_mirror(config: RunConfig, resume: bool) -> RunConfig:

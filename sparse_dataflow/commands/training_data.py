@@ -61,8 +61,13 @@ def training_data(
     corpus: Corpus,
     tokenizer: Tokenizer,
     executor: Executor = SINGLE_DEVICE,
+    rounded_weights: bool = False,
 ) -> TrainingData:
-    """The batches of a variant's shape, drawn by `training.seed`, and the held-out windows."""
+    """The batches of a variant's shape, drawn by `training.seed`, and the held-out windows.
+
+    Args:
+      rounded_weights: see `TokenMixture`.
+    """
     if config.data.loss == "answers":
         return _answers(config, variant, corpus, tokenizer, executor)
     shape = variant.training.batch, variant.training.sequence
@@ -81,7 +86,9 @@ def training_data(
             tokenizer=tokenizer,
         )
     else:
-        tokens = TokenMixture(tuple(train), weights) if corpus.mixture else train[0]
+        tokens = train[0]
+        if corpus.mixture:
+            tokens = TokenMixture(tuple(train), weights, rounded_weights)
         batches = TrainBatches(tokens, *shape, config.training.seed, rows)
     held_out = []
     for name, source, weight in (("", corpus, 1.0),) if corpus.own_validation else sources:
@@ -153,7 +160,26 @@ def _training_source(name: str, source: Corpus, weight: float, tokenizer: Tokeni
         return stream
     split = split_tokens(source, "train", tokenizer, cache.FOLDER)
     say(f"{share}: {split.documents:,} documents, {len(split.tokens):,} training tokens")
+    if sentence := _without_ends(source.name, split, tokenizer):
+        say(f"note: {sentence}")
     return split.tokens
+
+
+_IDS_READ = 2**22
+
+
+def _without_ends(name, split, tokenizer):
+    """Returns a sentence where no token ends a document; "" where one does."""
+    if split.documents > 1 or int(split.tokens[-1:][0]) == tokenizer.eot_id:
+        return ""
+    head = f"no token of {name} is the end of text, id {tokenizer.eot_id}, so it is one document"
+    if tokenizer.has_text:
+        return f"{head}; if it has several, data.tokenizer must name the tokenizer that wrote it"
+    largest = int(split.tokens[:_IDS_READ].max())
+    return (
+        f"{head}; the last id of model.vocab_size is taken for it, and the largest id here is "
+        f"{largest}: if that one ends documents, pass --set model.vocab_size={largest + 1}"
+    )
 
 
 def answer_rows(

@@ -13,7 +13,7 @@ import hashlib
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -54,6 +54,31 @@ class Position(NamedTuple):
     token: int = 0
 
 
+class BlockStarts:
+    """Where the blocks of lanes begin in the corpus, as far as that is known; any thread may call.
+
+    Block 0 of every lane begins at `Position()`.  Old blocks are forgotten.
+    """
+
+    def __init__(self):
+        self._starts: dict[Hashable, dict[int, Position]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, lane: Hashable, block: int, start: Position) -> None:
+        """Records where a block of a lane begins."""
+        with self._lock:
+            starts = self._starts.setdefault(lane, {})
+            starts[block] = start
+            if len(starts) > _STARTS_KEPT:
+                del starts[next(iter(starts))]
+
+    def latest(self, lane: Hashable, block: int) -> tuple[int, Position]:
+        """Returns the last block up to `block` of which the beginning is known, and where it is."""
+        with self._lock:
+            newest = max((n for n in self._starts.get(lane, {}) if n <= block), default=0)
+            return newest, self._starts.get(lane, {}).get(newest, Position())
+
+
 def lane_count(streams: Sequence[Stream], batch: int) -> int:
     """Returns the number of lanes: the largest divisor of the batch for which each lane has a shard
     of each stream."""
@@ -75,8 +100,8 @@ class Lane:
       seed: draws the order of shards and windows.
       length: targets of a window, which has one token more.
       windows_a_block: windows that are shuffled together; see `windows_a_block`.
-      starts: {block: position of its first token}, which the lane extends; block 0 begins at
-        `Position()`.
+      starts: where blocks begin, which the lane extends.
+      key: names the lane in `starts`.
       skipped: counts rows that are left out.
     """
 
@@ -89,14 +114,14 @@ class Lane:
         seed: int,
         length: int,
         windows_a_block: int,
-        starts: dict[int, Position],
+        starts: BlockStarts,
         skipped: Skipped,
+        key: Hashable = None,
     ):
         self._stream, self._number, self._seed = stream, number, seed
         self._shards = stream.shards[number::lanes]
         self._tokenizer, self._length = tokenizer, length
-        self._starts, self._skipped = starts, skipped
-        self._starts.setdefault(0, Position())
+        self._starts, self._skipped, self._key = starts, skipped, key
         self.windows_a_block = windows_a_block
         self._blocks: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
         self._lock = threading.Lock()
@@ -121,30 +146,29 @@ class Lane:
         """
         with self._lock:
             if number not in self._blocks:
-                known = max(block for block in list(self._starts) if block <= number)
+                known, start = self._starts.latest(self._key, number)
                 if known < number - 1 and self._number == 0:
                     _LOG.info("%s: reads again from block %d", self._stream.name, known)
                 for block in range(known, number + 1):
-                    windows = self._read(block)
+                    windows, start = self._read(block, start)
                 self._blocks[number] = windows
                 while len(self._blocks) > _BLOCKS_KEPT:
                     self._blocks.popitem(last=False)
             self._blocks.move_to_end(number)
             return self._blocks[number]
 
-    def _read(self, block):
-        start = self._starts[block]
+    def _read(self, block, start):
+        """Returns the windows of the block that begins at `start`, and where the next begins."""
         reader = self._reader
         if reader is None or reader.position != start:
             reader = self._reader = _Reader(functools.partial(self._documents, start), start)
         self._reader = None  # A reader that fails is not used again.
         count = self.windows_a_block * self._length
         tokens = reader.take(count)
-        self._reader, self._starts[block + 1] = reader, reader.position
-        if len(self._starts) > _STARTS_KEPT:
-            self._starts.pop(next(iter(block for block in self._starts if block)))
+        self._reader = reader
+        self._starts.add(self._key, block + 1, reader.position)
         rows = np.arange(self.windows_a_block)[:, None] * self._length
-        return tokens[rows + np.arange(self._length + 1)]
+        return tokens[rows + np.arange(self._length + 1)], reader.position
 
     @functools.lru_cache(maxsize=4)  # noqa: B019  # A lane lives as long as its run.
     def _order(self, block):

@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 import logging
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -57,24 +58,28 @@ class Shard:
 
 @dataclass
 class Skipped:
-    """Counts of the rows that are left out, by reason."""
+    """Counts of the rows that are left out, by reason; any thread may call."""
 
     counts: collections.Counter = field(default_factory=collections.Counter)
     first: dict[str, str] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
 
     def add(self, reason: str, place: str) -> None:
         """Counts a row, and logs the first one with this reason."""
-        if not self.counts[reason]:
-            self.first[reason] = place
+        with self._lock:
+            self.counts[reason] += 1
+            new = reason not in self.first
+            self.first.setdefault(reason, place)
+        if new:
             _LOG.warning("rows %s are left out and counted; the first: %s", reason, place)
-        self.counts[reason] += 1
 
     def words(self) -> str:
         """Returns "3 rows without text (first: ...), 1 ...", or ""."""
-        return ", ".join(
-            f"{count:,} rows {reason} (first: {self.first[reason]})"
-            for reason, count in self.counts.items()
-        )
+        with self._lock:
+            return ", ".join(
+                f"{count:,} rows {reason} (first: {self.first[reason]})"
+                for reason, count in self.counts.items()
+            )
 
 
 def is_readable(address: str) -> bool:

@@ -5,17 +5,29 @@ after another.  So batch s depends on s alone, and a process reads the lanes of 
 mixture each lane takes windows of each corpus by its weight.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from sparse_dataflow.cluster import processes
-from sparse_dataflow.core.training.batches import Batch, TrainBatches, local_rows
+from sparse_dataflow.core.training.batches import (
+    Batch,
+    TrainBatches,
+    drawn,
+    drawn_before,
+    local_rows,
+)
 from sparse_dataflow.data.cache import TokenArray
-from sparse_dataflow.data.lanes import Ahead, Lane, Position, lane_count, windows_a_block
+from sparse_dataflow.data.lanes import (
+    Ahead,
+    BlockStarts,
+    Lane,
+    Position,
+    lane_count,
+    windows_a_block,
+)
 from sparse_dataflow.data.shards import Skipped
 from sparse_dataflow.data.streamed import Stream
 from sparse_dataflow.data.tokenizer import Tokenizer
@@ -59,7 +71,7 @@ class StreamBatches(TrainBatches):
     weights: tuple[float, ...] = (1.0,)
     tokenizer: Tokenizer = field(kw_only=True)
     skipped: Skipped = field(default_factory=Skipped)
-    _starts: dict[tuple[int, int], dict[int, Position]] = field(default_factory=dict)
+    _starts: BlockStarts = field(default_factory=BlockStarts)
     _lanes: dict[tuple[int, int], Any] = field(default_factory=dict)
     _ahead: Ahead = field(default_factory=Ahead)
 
@@ -73,6 +85,10 @@ class StreamBatches(TrainBatches):
         """Number of lanes, the same on any number of processes."""
         streams = [source for source in self.sources if isinstance(source, Stream)]
         return lane_count(streams, self.batch_size)
+
+    @property
+    def _windows_a_block(self):
+        return windows_a_block(self.batch_size, self.sequence_length, self.lanes)
 
     @property
     def rows_a_lane(self) -> int:
@@ -130,9 +146,10 @@ class StreamBatches(TrainBatches):
                     self.tokenizer,
                     (self.seed + number) % 2**32,
                     self.sequence_length,
-                    windows_a_block(self.batch_size, self.sequence_length, self.lanes),
-                    self._starts.setdefault(key, {}),
+                    self._windows_a_block,
+                    self._starts,
                     self.skipped,
+                    key,
                 )
             else:
                 windows = _StoredLane(self._stored(number), lane, self.lanes)
@@ -144,17 +161,18 @@ class StreamBatches(TrainBatches):
         """Returns where each lane is after `step` steps, JSON-able: for each source and each
         lane its block, epoch, shard, row and token; all processes call it.
 
-        A lane whose position is not known has -1, and is read from its start when it is resumed.
+        Each process knows the lanes that it reads.  Stored tokens need no position and have -1.
         """
         shape = len(self.sources), self.lanes, 1 + len(Position._fields)
         table = np.full(shape, _UNKNOWN, np.int32)
-        for (source, lane), starts in self._starts.items():
-            number = step * self.rows_a_lane
-            count = drawn_before(self.weights, lane / self.lanes, number)[source]
-            windows = self._lane(source, lane).windows_a_block
-            known = max(block for block in list(starts) if block <= count // windows)
-            table[source, lane] = (known, *starts[known])
-        return processes.maximum(table).tolist()
+        streams = [n for n, source in enumerate(self.sources) if isinstance(source, Stream)]
+        for lane in range(self.lanes):
+            counts = drawn_before(self.weights, lane / self.lanes, step * self.rows_a_lane)
+            for source in streams:
+                block = counts[source] // self._windows_a_block
+                newest, start = self._starts.latest((source, lane), block)
+                table[source, lane] = (newest, *start)
+        return processes.newest(table).tolist()
 
     def resume(self, positions: Any) -> None:
         """Takes the positions of a checkpoint, which are not trusted.
@@ -172,36 +190,4 @@ class StreamBatches(TrainBatches):
         for source, lane in np.ndindex(*shape[:2]):
             block, *place = map(int, table[source, lane])
             if min(block, *place) >= 0:
-                self._starts.setdefault((source, lane), {})[block] = Position(*place)
-
-
-def drawn(weights: Sequence[float], phase: float, number: int) -> tuple[int, int]:
-    """Returns (source, window of that source) of window `number` of a lane.
-
-    Source k has its window i at the time (i + offset) / weight, where the offset depends on the
-    lane's phase, and windows come in the order of their times: each source by its weight, evenly.
-    """
-    if len(weights) == 1:
-        return 0, number
-    counts = drawn_before(weights, phase, number)
-    times = _next_times(weights, phase, counts)
-    source = times.index(min(times))
-    return source, counts[source]
-
-
-def drawn_before(weights: Sequence[float], phase: float, number: int) -> list[int]:
-    """Returns how many of the first `number` windows of a lane come from each source."""
-    if len(weights) == 1:
-        return [number]
-    # Every count is near its share, so few windows are drawn one by one.
-    least = number - len(weights)
-    counts = [max(0, math.floor(least * weight) - 1) for weight in weights]
-    while sum(counts) < number:
-        times = _next_times(weights, phase, counts)
-        counts[times.index(min(times))] += 1
-    return counts
-
-
-def _next_times(weights, phase, counts):
-    offsets = [(phase + source / len(weights)) % 1 for source in range(len(weights))]
-    return [(c + o) / w for c, o, w in zip(counts, offsets, weights, strict=True)]
+                self._starts.add((source, lane), block, Position(*place))

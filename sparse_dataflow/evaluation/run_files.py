@@ -42,6 +42,7 @@ class RunRecord:
       code: {"commit", "dirty"} of the package; {} if unknown.
       host: name of the host that began the run; "" if unknown.
       seed: of initial weights and batches; None in runs of older versions.
+      rounded_weights: see `TokenMixture`; runs of older versions do not say it.
     """
 
     experiment: str
@@ -59,6 +60,7 @@ class RunRecord:
     code: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     host: str = ""
     seed: int | None = None
+    rounded_weights: bool = True
 
     def __post_init__(self):
         object.__setattr__(self, "command", tuple(self.command))
@@ -73,6 +75,8 @@ class RunRecord:
         for name, count in counts.items():
             if type(count) is not int or count < 1:
                 raise ValueError(f"its {name} is not an integer of 1 or more")
+        if type(self.rounded_weights) is not bool:
+            raise ValueError("its rounded_weights is neither true nor false")
         dict(self.versions), dict(self.code)
 
     @property

@@ -63,10 +63,8 @@ def _illegal(config, priced, where, check):
     if both.any() and ignoring.any():
         near = search.nearest_batch(priced, both, count or 1)
         if near != batch:
-            return (
-                f"No plan on {where} divides a batch of {batch} sequences{in_parts}; legal: "
-                f"--batch={near}, or another number of chips."
-            )
+            head = f"No plan on {where} divides a batch of {batch} sequences{in_parts}"
+            return f"{head}; legal: another number of chips, or a new run with --batch={near}."
     if config.parallel.mesh != AUTO:
         try:
             check(config.without_auto())

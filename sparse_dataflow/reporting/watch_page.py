@@ -152,6 +152,7 @@ def _updates(histories):
             name,
             row.get("step", 0),
             quantities.finite(row.get("exchanged")) or 0.0,
+            bool(row.get("exchanged")) or any(name.startswith("changed/") for name in row),
             row["parameters"],
         )
         for name, rows in histories.items()
@@ -159,6 +160,6 @@ def _updates(histories):
         if row.get("kind") == "evolution" and quantities.finite(row.get("parameters")) is not None
     ]
     return [
-        (name, f"{step:,}", f"{share:.1%}" if share else "new phase", f"{parameters:,.0f}")
-        for name, step, share, parameters in updates[-_ROWS_SHOWN:][::-1]
+        (name, f"{step:,}", f"{share:.1%}" if exchanges else "new phase", f"{parameters:,.0f}")
+        for name, step, share, exchanges, parameters in updates[-_ROWS_SHOWN:][::-1]
     ]

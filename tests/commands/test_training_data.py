@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from sparse_dataflow.commands import devices
+from sparse_dataflow.commands import devices, job, train
+from sparse_dataflow.commands.preflight import settling
 from sparse_dataflow.commands.training_data import corpus_of, thin_data, training_data
 from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.model import ModelConfig
@@ -24,8 +25,11 @@ from sparse_dataflow.data.chat import checked_example
 from sparse_dataflow.data.corpora import Corpus, load_corpus
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.examples import encode
-from sparse_dataflow.data.tokenizer import byte_tokenizer, train_tokenizer
+from sparse_dataflow.data.tokenizer import byte_tokenizer, id_tokenizer, train_tokenizer
+from sparse_dataflow.evaluation import run_files
+from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware import detect
 
 
 @pytest.fixture
@@ -63,6 +67,71 @@ def test_a_mixture_has_windows_by_weight_and_held_out_windows_of_each(folder):
     books, code = (source.validation[0]["tokens"] for source in data.mixture)
     assert not np.array_equal(books, code)
     assert data.validation is data.mixture[0].validation
+
+
+@pytest.mark.parametrize(
+    ("size", "ends", "words"),
+    [
+        (400, [399], ""),
+        (400, [7, 399, 20], ""),
+        (512, [399], "id 511.*largest id here is 399.*model.vocab_size=400"),
+        (300, [], "id 299.*largest id here is 260.*model.vocab_size=261"),
+        (1000, [998, 998], "id 999.*largest id here is 998.*model.vocab_size=999"),
+    ],
+)
+def test_ids_without_the_end_of_text_are_said(tmp_path, monkeypatch, capsys, size, ends, words):
+    monkeypatch.setattr(cache, "FOLDER", tmp_path / "cache")
+    pieces = [np.append(np.arange(200, 261), end) for end in ends] or [np.arange(200, 261)]
+    (tmp_path / "ids").mkdir()
+    for file in ("train.bin", "val.bin"):
+        np.concatenate(pieces * 20).astype(np.uint16).tofile(tmp_path / "ids" / file)
+    name = str(tmp_path / "ids")
+    config = preset("pico").change(
+        data__corpus=name, data__tokenizer="none", model__vocab_size=size,
+        training__sequence=16, training__batch=2,
+    ).dense()  # fmt: skip
+    corpus = load_corpus(name, cache.FOLDER)
+    training_data(config, variants(config, size)[0], corpus, id_tokenizer(size))
+    sentences = [line for line in capsys.readouterr().err.splitlines() if "end of text" in line]
+    assert len(sentences) == bool(words) and re.search(words, "".join(sentences))
+
+
+class _DataWanted(Exception):
+    """The data of a run was asked for."""
+
+
+@pytest.mark.parametrize("saved, rounded", [({}, True), ({"rounded_weights": False}, False)])
+def test_a_run_keeps_how_its_mixture_is_drawn(folder, monkeypatch, saved, rounded):
+    drawn_by = []
+
+    def stop(*arguments):
+        drawn_by.append(arguments[-1])
+        raise _DataWanted
+
+    monkeypatch.setattr(job, "training_data", stop)
+    name = "books:0.3,code:0.7"
+    out = folder / "run"
+    config = preset("pico").change(
+        data__corpus=name, model__vocab_size=300, sparsity__block=16, training__steps=9,
+        run__out=str(out), run__twin=False,
+    )  # fmt: skip
+    with pytest.raises(_DataWanted):
+        train.train(config)
+    corpus = load_corpus(name, cache.FOLDER)
+    tokenizer = train_tokenizer(corpus, 300, cache.FOLDER)
+    record = RunRecord(
+        "train", ("sd.train()",), "today", {}, "cpu", name, corpus.content_hash,
+        tokenizer.content_hash, 300, {"sparse": 9},
+    ).to_json()  # fmt: skip
+    del record["rounded_weights"]  # As a run of an older version.
+    out.mkdir()
+    tokenizer.save(out / run_files.TOKENIZER)
+    settled = settling.settled(config, detect.detect(["float32"]))
+    for file, fields in ((run_files.RECORD, record | saved), (run_files.CONFIG, settled.to_json())):
+        (out / file).write_bytes(run_files.to_bytes(fields))
+    with pytest.raises(_DataWanted):
+        train.train(config, resume=True)
+    assert drawn_by == [False, rounded]
 
 
 def test_packed_rows_have_the_losses_of_rows_of_one_example():

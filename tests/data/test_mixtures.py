@@ -1,9 +1,10 @@
+import grain
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.core.training.batches import TokenMixture, TrainBatches
+from sparse_dataflow.core.training.batches import TokenMixture, TrainBatches, drawn, drawn_before
 from sparse_dataflow.data.corpora import load_corpus, mixture_weights
 from sparse_dataflow.data.tokenizer import train_tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
@@ -73,6 +74,52 @@ def test_windows_are_drawn_by_weight_from_any_step(weight, step, seed):
     assert abs((tokens[:, 0] == 0).sum() - 100 * weight) <= 2
     local = TrainBatches(mixture, 100, 8, seed, rows=(3, 50))[step]["tokens"]
     np.testing.assert_array_equal(local, tokens[[3, 50]])
+
+
+def shares(numbers):
+    return tuple(number / sum(numbers) for number in numbers)
+
+
+WEIGHTS = st.lists(st.floats(0.02, 1), min_size=2, max_size=5).map(shares)
+
+
+@given(weights=WEIGHTS, phase=st.floats(0, 0.99), number=st.integers(0, 300))
+def test_each_source_is_drawn_by_its_weight_in_order(weights, phase, number):
+    counts = [0] * len(weights)
+    for n in range(number):
+        source, index = drawn(weights, phase, n)
+        assert index == counts[source]
+        counts[source] += 1
+    assert drawn_before(weights, phase, number) == counts
+
+
+@pytest.mark.parametrize(
+    "weights", [(0.07, 0.93), (0.333, 0.667), (0.123, 0.246, 0.631), (0.31, 0.19, 0.27, 0.23)]
+)
+def test_windows_of_stored_text_are_the_fractions_of_a_mixture(weights):
+    sources = tuple(np.full(80001, number, np.uint16) for number in range(len(weights)))
+    batches = TrainBatches(TokenMixture(sources, weights), 4, 8, seed=1)
+    drawn_sources = [int(batches.window(number)[0]) for number in range(1000)]
+    counts = np.bincount(drawn_sources, minlength=len(weights))
+    assert np.abs(counts - 1000 * np.asarray(weights)).max() <= 2
+    streamed = [drawn(weights, 0.0, number)[0] for number in range(1000)]
+    assert drawn_sources == streamed
+
+
+@pytest.mark.parametrize("weights", [(0.26, 0.74), (0.5, 0.5), (0.2, 0.3, 0.5)])
+def test_runs_of_older_versions_keep_the_windows_that_grain_mixed(weights):
+    sources = tuple(np.arange(100 * n, 100 * n + 91) for n in range(len(weights)))
+    mixture = TokenMixture(sources, weights, rounded_weights=True)
+    batches = TrainBatches(mixture, 3, 9, seed=5)
+    windows = [[tokens[9 * n : 9 * n + 10] for n in range(10)] for tokens in sources]
+    parts = [
+        grain.MapDataset.source(windows[n]).seed(5 + n).shuffle().repeat()
+        for n in range(len(sources))
+    ]
+    mixed = grain.MapDataset.mix(parts, weights)
+    for step in (0, 1, 77):
+        expected = [mixed[3 * step + row] for row in range(3)]
+        np.testing.assert_array_equal(batches[step]["tokens"], expected)
 
 
 def test_each_source_is_read_once_in_an_epoch_of_its_own():

@@ -1,8 +1,11 @@
 """Corpora that are streamed: what comes, in which order, from which place on."""
 
 import collections
+import functools
 import gzip
+import itertools
 import json
+import sys
 import threading
 
 import numpy as np
@@ -10,15 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fake_hub import FakeHub
-from hypothesis import given
-from hypothesis import strategies as st
 
+from sparse_dataflow.cluster import processes
 from sparse_dataflow.core.training.batches import TrainBatches
 from sparse_dataflow.data import lanes, shards, stream_batches, streamed
 from sparse_dataflow.data.corpora import load_corpus
-from sparse_dataflow.data.lanes import Position
+from sparse_dataflow.data.lanes import BlockStarts, Position
 from sparse_dataflow.data.shards import Shard, Skipped
-from sparse_dataflow.data.stream_batches import StreamBatches, drawn, drawn_before
+from sparse_dataflow.data.stream_batches import StreamBatches
 from sparse_dataflow.data.streamed import Stream, streamed_corpus
 from sparse_dataflow.data.tokenizer import byte_tokenizer
 from sparse_dataflow.files.errors import UserError
@@ -79,7 +81,7 @@ def documents_of(tokens):
 
 
 def lane_tokens(stream, number=0, count=1, blocks=3):
-    lane = lanes.Lane(stream, number, count, BYTES, 7, 16, 8, {}, Skipped())
+    lane = lanes.Lane(stream, number, count, BYTES, 7, 16, 8, BlockStarts(), Skipped())
     windows = np.concatenate([lane.block(block) for block in range(blocks)])
     return np.append(windows[:, :-1].ravel(), windows[-1, -1])
 
@@ -115,11 +117,12 @@ def test_a_batch_depends_on_its_step_alone_and_a_process_reads_its_rows(four):
         local = batches(four.stream, rows)
         for step, batch in zip(range(9), local.iterate(), strict=False):
             np.testing.assert_array_equal(batch["tokens"], expected[step][list(rows)])
-        assert {lane for _, lane in local._starts} == set(rows)
+        blocks = [block for block, *_ in local.positions(9)[0]]
+        assert [n for n, block in enumerate(blocks) if block] == list(rows)
 
 
 def test_windows_of_a_block_are_shuffled_and_complete(four):
-    lane = lanes.Lane(four.stream, 0, 1, BYTES, 7, 16, 8, {}, Skipped())
+    lane = lanes.Lane(four.stream, 0, 1, BYTES, 7, 16, 8, BlockStarts(), Skipped())
     mixed, block = [lane.window(number) for number in range(8)], lane.block(0)
     assert not np.array_equal(mixed, block)
     np.testing.assert_array_equal(sorted(map(tuple, mixed)), sorted(map(tuple, block)))
@@ -135,6 +138,97 @@ def test_a_resumed_stream_continues_at_the_exact_document(four, step):
     iterator = resumed.iterate(step)
     for tokens in expected:
         np.testing.assert_array_equal(next(iterator)["tokens"], tokens)
+
+
+def merged_positions(readers, step, monkeypatch):
+    """Positions of processes that each read their rows, as one process gets them from all."""
+    tables = [np.asarray(reader.positions(step), np.int32) for reader in readers]
+    with monkeypatch.context() as patch:
+        patch.setattr(processes.jax, "process_count", lambda: len(readers))
+        patch.setattr(
+            processes.multihost_utils, "process_allgather", lambda table: np.stack(tables)
+        )
+        return readers[0].positions(step)
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [
+        [((0,), (1, 2, 3))] * 4,
+        [((0, 1), (2,), (3,)), ((0,), (1,), (2,), (3,)), ((0, 1, 2), (3,))],
+        [((0, 1, 2, 3),), ((0, 2), (1, 3)), ((2, 3), (0, 1)), ((1,), (0, 2, 3))],
+    ],
+)
+def test_a_stream_resumed_again_and_again_on_other_processes_continues(four, monkeypatch, starts):
+    expected, positions = batches(four.stream), None
+    for number, rows_of_processes in enumerate(starts):
+        first, last = 11 * number, 11 * (number + 1)
+        readers = [batches(four.stream, rows) for rows in rows_of_processes]
+        for reader in readers:
+            if positions is not None:
+                reader.resume(positions)
+            for step in range(first, last):
+                np.testing.assert_array_equal(
+                    reader[step]["tokens"], expected[step]["tokens"][list(reader.rows)]
+                )
+        positions = merged_positions(readers, last, monkeypatch)
+
+
+@pytest.fixture
+def often_interrupted():
+    """Threads that take turns as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def while_others_run(work, others, times=300):
+    """Calls `work` while each of the others is called again and again in a thread."""
+    ended = threading.Event()
+
+    def run(other):
+        for number in itertools.count():
+            if ended.is_set():
+                return
+            other(number)
+
+    threads = [threading.Thread(target=run, args=(other,)) for other in others]
+    for thread in threads:
+        thread.start()
+    try:
+        return [work() for _ in range(times)]
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.usefixtures("often_interrupted")
+@pytest.mark.parametrize("lanes_of_threads", [("a", "a"), ("a", "b", "c"), ("b", "c", "a", "a")])
+def test_starts_of_blocks_are_right_while_threads_add_others(monkeypatch, lanes_of_threads):
+    monkeypatch.setattr(lanes, "_STARTS_KEPT", 20)
+    starts = BlockStarts()
+    others = [
+        lambda n, lane=lane: starts.add(lane, n % 97 + 1, Position(row=n % 97 + 1))
+        for lane in lanes_of_threads
+    ]
+    for block, start in while_others_run(lambda: starts.latest("a", 60), others):
+        assert block <= 60 and start == Position(row=block)
+
+
+@pytest.mark.usefixtures("often_interrupted")
+def test_skipped_rows_are_counted_and_said_while_threads_skip_more():
+    skipped = Skipped()
+    counted = [0, 0, 0]
+
+    def skip(thread, number):
+        counted[thread] += 1
+        skipped.add(f"of kind {number % 1009}", "here")
+
+    others = [functools.partial(skip, thread) for thread in range(len(counted))]
+    words = while_others_run(skipped.words, others, 60)
+    assert words[-1] and sum(skipped.counts.values()) == sum(counted)
 
 
 def test_a_resumed_stream_reads_nothing_before_its_document(four, monkeypatch):
@@ -169,22 +263,6 @@ def test_the_lanes_divide_the_batch_and_have_shards():
     counts = [lanes.lane_count([stream(n)], batch) for n, batch in ((1, 8), (7, 12), (999, 1024))]
     assert counts == [1, 6, 64]
     assert lanes.lane_count([stream(9), stream(2)], 12) == 2
-
-
-@given(
-    weight=st.floats(0.02, 0.98),
-    phase=st.floats(0, 0.99),
-    number=st.integers(0, 400),
-)
-def test_a_mixture_draws_each_source_by_its_weight_in_order(weight, phase, number):
-    weights = (weight, 1 - weight)
-    counts = [0, 0]
-    for n in range(number):
-        source, index = drawn(weights, phase, n)
-        assert index == counts[source]
-        counts[source] += 1
-    assert drawn_before(weights, phase, number) == counts
-    assert abs(counts[0] - number * weight) <= 2
 
 
 def test_a_mixture_has_windows_of_a_stream_and_of_stored_tokens(four):

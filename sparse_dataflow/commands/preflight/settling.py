@@ -2,6 +2,7 @@
 activations, and the number of steps from its training time.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -75,10 +76,14 @@ def this_machine(chip: Chip) -> Machine:
     return machine
 
 
-def settled(config: RunConfig, chip: Chip) -> RunConfig:
+def settled(config: RunConfig, chip: Chip, free_micro_batches: bool = False) -> RunConfig:
     """Returns the config with the plan for the devices of this run, which it prints.
 
     All processes call it and get the plan of process 0.
+
+    Args:
+      free_micro_batches: whether another number of micro-batches is taken where that of the config
+        does not fit these devices: for a run that began on others.
 
     Raises:
       UserError: no plan fits these devices.
@@ -90,8 +95,18 @@ def settled(config: RunConfig, chip: Chip) -> RunConfig:
         capacity = int(limit / planning.USABLE)
         machine = planning.with_memory(machine, capacity)
 
+    def fitting():
+        try:
+            return settle(config, machine)
+        except UserError:
+            if not free_micro_batches:
+                raise
+            with contextlib.suppress(UserError):
+                return settle(config.change(training__micro_batches=0), machine)
+            raise
+
     def chosen():
-        result = settle(config, machine)
+        result = fitting()
         if result.chosen:
             say(words(result))
         return {path.replace(".", "__", 1): value for path, value in result.chosen.items()}

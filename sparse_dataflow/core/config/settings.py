@@ -13,6 +13,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_origin
 
+import numpy as np
+
 from sparse_dataflow.files import addresses
 from sparse_dataflow.files.errors import UserError
 
@@ -188,6 +190,9 @@ class Setting:
                 return f"is not legal: it must be {kind}."
             if self.legal and not self.legal[1](value):
                 return f"is not legal: it must be {self.legal[0]}."
+            narrow = _in_float32(value) if self.type is float else value
+            if self.legal and not self.legal[1](narrow):
+                return f"is not legal: in float32 it is {narrow:g}, and must be {self.legal[0]}."
             return ""
         if not isinstance(value, self.type):
             return f"is not legal: it must be {'yes or no' if self.type is bool else 'a text'}."
@@ -203,6 +208,12 @@ class Setting:
         if not (self.path and self.address):
             return ""
         return next(filter(None, map(addresses.missing_library, _parts(value))), "")
+
+
+def _in_float32(value: float) -> float:
+    """Returns what programs compute with; they take numbers below float32's normal ones for 0."""
+    narrow = np.float32(value)
+    return float(narrow) if abs(narrow) >= np.finfo(np.float32).tiny else 0.0
 
 
 def _parts(text: str) -> list[str]:

@@ -8,10 +8,12 @@ from sparse_dataflow.core.config.projections import FROZEN_DTYPES
 from sparse_dataflow.core.config.settings import (
     A_FRACTION,
     A_SHARE,
+    ADOPTED,
     AT_LEAST_ZERO,
     MOST_SEQUENCES,
     MOST_SIZE,
     MOST_STEPS,
+    Legal,
     Readable,
     between,
     positive,
@@ -28,6 +30,15 @@ DECAYED = ("matrices", "projections", "all")
 
 MOST_NARROW_B2 = 0.96
 """Largest b2 with moments in bfloat16: see `TrainingConfig.b1`."""
+A_DECAY_RATE: Legal = ("from 0 to 1 - 2^-18", lambda n: 0 <= n <= 1 - 2**-18)
+"""Float32 has 1 minus such a number to 1%.  Steps divide by it."""
+
+LEAST_EPSILON = 2.0**-63
+"""Smallest number whose square float32 has.  The squares of gradients that are smaller are 0, so a
+smaller epsilon would divide larger numbers than itself."""
+
+LEAST_SCHEDULE_FREE_B1 = 1e-3
+"""Schedule-free learning divides a difference of weights by b1."""
 _DIVISORS_SHOWN = 12
 
 
@@ -46,6 +57,7 @@ class TrainingConfig(Readable):
         low-rank term of a weight has it too.
       micro_batches: 0 in a `RunConfig` that the planner has not settled, else 1 or more.
       warmup: of linear warm-up.
+      warmup_steps: one number in the settings of one model; see `phases.variants`.
       b1: its default and that of `b2` are GPT-3's (arXiv 2005.14165, appendix B).  They allow
         moments in bfloat16, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2), rounded to
         nearest: bfloat16 rounds by at most 2^-8 = 0.4%, while a step moves the second moment by
@@ -71,6 +83,7 @@ class TrainingConfig(Readable):
         "Micro-batches of an optimizer step (gradient accumulation); with auto, which is 0, the "
         "planner chooses.",
         legal=between(0, MOST_SEQUENCES),
+        resumed=ADOPTED,
         auto=0,
     )
     optimizer: str = setting(
@@ -80,12 +93,16 @@ class TrainingConfig(Readable):
         "the momentum of dense weights, stored blocks and groups; the rest has adamw.",
     )
     b1: float = setting(
-        0.9, "Decay rate of the first moment; of lion, its share in a step.", legal=A_SHARE
+        0.9, "Decay rate of the first moment; of lion, its share in a step.", legal=A_DECAY_RATE
     )
     b2: float = setting(
-        0.95, "Decay rate of the second moment; of lion, of its momentum.", legal=A_SHARE
+        0.95, "Decay rate of the second moment; of lion, of its momentum.", legal=A_DECAY_RATE
     )
-    epsilon: float = setting(1e-8, "Added to the root of the second moment.", legal=positive(1.0))
+    epsilon: float = setting(
+        1e-8,
+        "Added to the root of the second moment.",
+        legal=(f"from {LEAST_EPSILON:.2g} to 1", lambda n: LEAST_EPSILON <= n <= 1),
+    )
     learning_rate: float = setting(
         1e-3, "Peak of the schedule, for dense weights.", legal=positive(1e38)
     )
@@ -111,6 +128,12 @@ class TrainingConfig(Readable):
         legal=positive(1000),
     )
     warmup: float = setting(0.1, "Fraction of the steps spent in warm-up.", legal=A_SHARE)
+    warmup_steps: tuple[int, ...] = setting(
+        (),
+        "Steps of warm-up of each model of the run, in their order, instead of training.warmup; "
+        "another end of a run sets them.",
+        legal=AT_LEAST_ZERO,
+    )
     final_rate: float = setting(
         0.1,
         "End of the schedule, as a fraction of its peak.",
@@ -205,6 +228,11 @@ class TrainingConfig(Readable):
                 f"{named} is unknown. Legal: {', '.join(OPTIMIZERS)}, or MODULE:ATTRIBUTE, such as "
                 "optax:nadamw."
             )
+        if self.optimizer == "schedule_free" and self.b1 < LEAST_SCHEDULE_FREE_B1:
+            raise UserError(
+                f"training.b1={self.b1:g} with {named}, which divides by it; legal with it: at "
+                f"least {LEAST_SCHEDULE_FREE_B1:g}."
+            )
         if self.state_dtype == "float32":
             return
         if self.optimizer not in BUILT_IN:
@@ -223,6 +251,12 @@ class TrainingConfig(Readable):
     def is_built_in(self) -> bool:
         """Whether the optimizer is AdamW or Muon, which `optim.optimizers` applies."""
         return self.optimizer in BUILT_IN
+
+    @property
+    def warmup_stop(self) -> int:
+        """First step (from 0) after warm-up; at most the last one."""
+        steps = self.warmup_steps[0] if self.warmup_steps else round(self.warmup * self.steps)
+        return min(steps, self.steps - 1)
 
     @property
     def plateau_stop(self) -> int:

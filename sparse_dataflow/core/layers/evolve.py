@@ -80,7 +80,7 @@ def evolve(
       optimizer: `nnx.Optimizer`, which is changed in place too, or the optax state of
         `nnx.state(model, nnx.Param)`; None if there is none.
       method: "set", "rigl", "gradual", "static" or a registered method that exchanges blocks.
-      share: fraction of the stored blocks to exchange.
+      share: fraction of the stored blocks of a layer to exchange, at least one of them.
       density: fraction of the blocks that "gradual" leaves stored.
       loss: (model, *batch) -> scalar.  "rigl" runs its gradient once, and compiles it once for each
         function, so give the same function every time.
@@ -152,7 +152,7 @@ def _chooser(method, model, layers, share, density, loss, batch, seed):
     def exchanged(path, index, layout, norms):
         growth = None if gradients is None else gradients[path][index]
         rng = np.random.default_rng([seed, numbers[path], index])
-        return update(layout, norms, growth, share, 1, rng)
+        return update(layout, norms, growth, max(share, 1 / layout.nnz), 1, rng)
 
     return exchanged
 

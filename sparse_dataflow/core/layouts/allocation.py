@@ -25,7 +25,8 @@ def allocate(model: ModelConfig, budget: str) -> ModelConfig:
         "uniform": no change.
         "compute": Erdos-Renyi rule (arXiv 1707.04780, section 3; arXiv 1911.11134, section 3).
           Density is proportional to (in + out) / (in out), so small projections store a larger
-          fraction.  The total never exceeds the budget.
+          fraction, and equal shapes the same.  The total is the budget, or up to 1% less where
+          that is nearer to the rule.
         "qkv:0.25,mlp_in:0.0625": densities by projection; the others are unchanged.
         "qkv:0.5x,mlp_in:1.5x": multiples of the density of the model; the others are unchanged.
         "depth:1.5x,0.5x": multiples for equal parts of the depth, first layers first.
@@ -48,39 +49,63 @@ def allocate(model: ModelConfig, budget: str) -> ModelConfig:
     return dataclasses.replace(model, linears=specs)
 
 
-def _erdos_renyi(model):
-    """Rounds the densities of the Erdos-Renyi rule to legal ones within the budget.
+COMPUTE_TOLERANCE = 0.01
+"""Part of its FLOPs by which "compute" may stay below the budget, to be nearer to its rule."""
 
-    Of all combinations of neighbouring legal densities, picks the one of smallest log distance.
+_CANDIDATES = 12
+"""Legal densities nearest to the rule that are tried for each shape."""
+
+
+def _erdos_renyi(model):
+    """Rounds the densities of the Erdos-Renyi rule to legal ones that spend the budget.
+
+    Projections of one shape, also transposed, have one density.  Of all combinations near the rule
+    that cost the budget to `COMPUTE_TOLERANCE`, picks the one of smallest log distance; where there
+    is none, the one that costs most.
     """
     names = model.sparse_projections
     sides = {name: model.projection_shape(name) for name in names}
     weights = {name: math.prod(pair) for name, pair in sides.items()}
-    legal = {name: _legal(model, name) for name in names}
     budget = sum(model.linear(name).density * weights[name] for name in names)
     ideal = _proportional(budget, weights, {name: sum(pair) for name, pair in sides.items()})
-    neighbours = {
-        name: {
-            max([d for d in legal[name] if d <= ideal[name]], default=legal[name][0]),
-            min([d for d in legal[name] if d >= ideal[name]], default=legal[name][-1]),
-        }
-        for name in names
-    }
+    shapes: dict[tuple, list[str]] = {}
+    for name in names:
+        spec = model.linear(name)
+        shapes.setdefault((*sorted(sides[name]), spec.pattern, spec.block), []).append(name)
+    candidates, least = [], 0.0
+    for members in shapes.values():
+        rule, uniform = ideal[members[0]], model.linear(members[0]).density
+        rows, columns = sides[members[0]]
+        balanced = legal_densities(rows, columns, model.linear(members[0]).block)
+        by_distance = sorted((abs(math.log(density / rule)), density) for density in balanced)
+        near = _with_layouts(model, members, (density for _, density in by_distance))
+        lowest = next(_with_layouts(model, members, balanced))
+        same = _with_layouts(model, members, (d for d in balanced if math.isclose(d, uniform)))
+        candidates.append({lowest, *same, *itertools.islice(near, _CANDIDATES)})
+        least += lowest * sum(weights[name] for name in members)
     best = None
-    for densities in itertools.product(*(sorted(neighbours[name]) for name in names)):
-        cost = sum(density * weights[name] for name, density in zip(names, densities))
-        distance = sum(abs(math.log(d / ideal[name])) for name, d in zip(names, densities))
-        if cost <= budget * (1 + 1e-9) and (best is None or (distance, -cost) < best[:2]):
-            best = distance, -cost, dict(zip(names, densities))
+    for choice in itertools.product(*map(sorted, candidates)):
+        pairs = zip(shapes.values(), choice)
+        densities = {name: density for members, density in pairs for name in members}
+        cost = sum(density * weights[name] for name, density in densities.items())
+        distance = sum(abs(math.log(d / ideal[name])) for name, d in densities.items())
+        near_budget = cost >= budget * (1 - COMPUTE_TOLERANCE)
+        rank = (0, distance, -cost) if near_budget else (1, -cost, distance)
+        if cost <= budget * (1 + 1e-9) and (best is None or rank < best[0]):
+            best = rank, densities
     if best is None:
-        least = sum(legal[name][0] * weights[name] for name in names)
         whole = sum(weights.values())
         raise UserError(
             f"--set sparsity.budget=compute finds no densities within {budget / whole:.4g} of the "
             f"dense FLOPs; the smallest legal densities cost {least / whole:.4g}. Legal: a larger "
             "--density, or a smaller --block."
         )
-    return best[2]
+    return best[1]
+
+
+def _with_layouts(model, names, densities):
+    """Yields the densities of which all these projections have a layout, building one at a time."""
+    return (d for d in densities if all(_has_layout(model, name, d) for name in names))
 
 
 def _proportional(budget, weights, shares):

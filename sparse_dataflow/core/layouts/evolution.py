@@ -215,15 +215,25 @@ def _with_runtime_layouts(spec):
     return dataclasses.replace(spec, runtime_layouts=runtime)
 
 
-def exchanged_share(config: EvolutionConfig, step: int, steps: int) -> float:
+def exchanged_share(
+    config: EvolutionConfig, step: int, steps: int, stored: int | None = None
+) -> float:
     """Returns the fraction of stored blocks that the update before step `step` (from 0) exchanges.
 
     0 where no update is due.
+
+    Args:
+      stored: number of blocks of one weight; the first update exchanges at least one of them, and
+        the share falls from there as that of larger weights.  None for the share of large weights.
     """
     last = until(config) * steps
     if METHODS[config.method].update is None or step == 0 or step % config.every or step > last:
         return 0.0
-    return config.share / 2 * (1 + math.cos(math.pi * step / last))
+    share = config.share / 2 * (1 + math.cos(math.pi * step / last))
+    if stored is None or not share:
+        return share
+    first = exchanged_share(config, config.every, steps)
+    return max(share, share / first / stored)
 
 
 def block_sources(old: BlockLayout, new: BlockLayout) -> np.ndarray:

@@ -31,7 +31,7 @@ optimizer; docs/quality.md compares others."""
 @functools.cache
 def learning_rate_schedule(training: TrainingConfig) -> Callable[[int], float]:
     """Returns step (from 0) -> learning rate: linear warm-up, then `training.schedule`."""
-    warmup = min(round(training.warmup * training.steps), training.steps - 1)
+    warmup = training.warmup_stop
     peak = training.learning_rate
     after = training.steps - warmup
     end = training.final_rate * peak
@@ -77,8 +77,7 @@ def make_optimizer(
             updates = jax.tree.map(lambda u, m: -learning_rate * (u * m), updates, multipliers)
         if not new_rows:
             return updates, state
-        updates = _new_rows_alone(updates, new_rows, state.left > 0)
-        return updates, NewRowsState(jnp.maximum(state.left - 1, 0))
+        return _new_rows_alone(updates, new_rows, state.left > 0), state
 
     mask = functools.partial(decay_mask, decayed=training.decayed)
     direction = [
@@ -116,8 +115,8 @@ class NewRowsState(NamedTuple):
     """State of an optimizer that trains the rows of new tokens first.
 
     Attributes:
-      left: int32 [], steps in which these rows alone are still to be trained. It is data, since the
-        number of steps is known after programs are compiled.
+      left: int32 [], steps of the run in which these rows alone are still to be trained; `at_step`
+        counts them.  It is data, since the number of steps is known after programs are compiled.
     """
 
     left: Any
@@ -350,6 +349,21 @@ class TrainState(NamedTuple):
     def weights(self) -> ModelWeights:
         """All weights, as executors take them."""
         return ModelWeights(self.params, self.tables, self.frozen)
+
+
+def at_step(state: TrainState, step: Any) -> TrainState:
+    """Returns a state as the one after `step` steps of the run, int32 [].
+
+    What is promised in steps of the run goes on by these steps, also where one was skipped or
+    parameters and moments are those of an earlier step.
+    """
+
+    def counted(entry):
+        if isinstance(entry, NewRowsState):
+            return NewRowsState(jnp.maximum(entry.left - (step - state.step), 0))
+        return entry
+
+    return state._replace(step=step, moments=tuple(map(counted, state.moments)))
 
 
 class StepReport(NamedTuple):

@@ -52,13 +52,52 @@ class TokenMixture:
     Attributes:
       sources: tokens of each source.
       weights: fraction of the training windows from each source; they add up to 1.
+      rounded_weights: whether windows are drawn by small whole numbers near the weights, as in runs
+        of older versions.
     """
 
     sources: tuple[TokenArray, ...]
     weights: tuple[float, ...]
+    rounded_weights: bool = False
 
     def __len__(self) -> int:
         return sum(map(len, self.sources))
+
+
+def drawn(weights: Sequence[float], phase: float, number: int) -> tuple[int, int]:
+    """Returns (source, window of that source) of window `number` of a mixture.
+
+    Source k has its window i at the time (i + offset) / weight, where the offset depends on the
+    phase, and windows come in the order of their times: each source by its weight, evenly.
+
+    Args:
+      weights: fraction of the windows from each source; they add up to 1.
+      phase: in [0, 1), by which mixtures with the same weights, the lanes of streams, differ.
+    """
+    if len(weights) == 1:
+        return 0, number
+    counts = drawn_before(weights, phase, number)
+    times = _next_times(weights, phase, counts)
+    source = times.index(min(times))
+    return source, counts[source]
+
+
+def drawn_before(weights: Sequence[float], phase: float, number: int) -> list[int]:
+    """Returns how many of the first `number` windows come from each source."""
+    if len(weights) == 1:
+        return [number]
+    # Every count is near its share, so few windows are drawn one by one.
+    least = number - len(weights)
+    counts = [max(0, math.floor(least * weight) - 1) for weight in weights]
+    while sum(counts) < number:
+        times = _next_times(weights, phase, counts)
+        counts[times.index(min(times))] += 1
+    return counts
+
+
+def _next_times(weights, phase, counts):
+    offsets = [(phase + source / len(weights)) % 1 for source in range(len(weights))]
+    return [(c + o) / w for c, o, w in zip(counts, offsets, weights, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,26 +144,37 @@ class TrainBatches:
         return [_Windows(tokens, self.sequence_length) for tokens in sources]
 
     @functools.cached_property
-    def _shuffled(self):
+    def _shuffled(self) -> list:
+        """The endless shuffled windows of each source."""
         import grain
 
-        datasets = [
+        return [
             grain.MapDataset.source(windows).seed((self.seed + number) % 2**32).shuffle().repeat()
             for number, windows in enumerate(self._sources)
         ]
-        if isinstance(self.tokens, TokenMixture):
-            return grain.MapDataset.mix(datasets, self.tokens.weights)
-        return datasets[0]
+
+    @functools.cached_property
+    def _mixed_by_whole_numbers(self):
+        import grain
+
+        assert isinstance(self.tokens, TokenMixture)
+        return grain.MapDataset.mix(self._shuffled, self.tokens.weights)
 
     def __getitem__(self, step: int) -> Batch:
         if step < 0:
             raise IndexError(step)
         first, rows = step * self.batch_size, local_rows(self)
-        return {"tokens": np.stack([self._shuffled[first + row] for row in rows])}
+        return {"tokens": np.stack([self.window(first + row) for row in rows])}
 
     def window(self, number: int) -> np.ndarray:
         """Returns a shuffled window, int32 [sequence_length + 1]; step s begins with s * rows."""
-        return self._shuffled[number]
+        weights: Sequence[float] = (1.0,)
+        if isinstance(self.tokens, TokenMixture):
+            if self.tokens.rounded_weights:
+                return self._mixed_by_whole_numbers[number]
+            weights = self.tokens.weights
+        source, window = drawn(weights, 0.0, number)
+        return self._shuffled[source][window]
 
     @property
     def example(self) -> Batch:

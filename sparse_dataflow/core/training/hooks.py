@@ -43,9 +43,9 @@ class Evolve(Hook):
     def before_step(self, trainer: Trainer) -> None:
         """See `Hook`; writes a row "evolution"."""
         evolution, steps = trainer.evolution, trainer.training.steps
-        share = exchanged_share(evolution, trainer.step, steps)
+        share = functools.partial(exchanged_share, evolution, trainer.step, steps)
         phase_ends = trainer.step == trainer.phase.stop
-        if not share and not phase_ends:
+        if not share() and not phase_ends:
             return
         with trainer.clock.during("evolution"):
             start = time.perf_counter()
@@ -54,7 +54,6 @@ class Evolve(Hook):
         trainer.seconds += elapsed
         row = {
             "update_seconds": elapsed,
-            "exchanged": share,
             "parameters": sum(leaf.size for leaf in jax.tree.leaves(trainer.state.params)),
         }
         trainer.write("evolution", row | changed, trainer.step + 1)
@@ -63,10 +62,11 @@ class Evolve(Hook):
         before = trainer.model
         trainer.phase_number += 1
         trainer.state = convert_state(trainer.state, before, trainer.model, trainer.executor)
-        return {}
+        return {"exchanged": 0.0}
 
     def _update(self, trainer, share):
-        """Exchanges blocks; returns the share of new blocks of each projection for the row."""
+        """Exchanges blocks; returns the share of new blocks of each projection, and of all of them,
+        for the row."""
         before = stacks.layouts_from_tables(trainer.model, trainer.state.tables)
         # Read ahead: training reads the same batches again, so a resumed run does as well.
         batches = map(trainer.batch, itertools.count(trainer.step))
@@ -80,7 +80,13 @@ class Evolve(Hook):
             trainer.executor,
         )
         after = stacks.layouts_from_tables(trainer.model, trainer.state.tables)
-        return {f"changed/{name}": part for name, part in new_shares(before, after).items()}
+        shares = new_shares(before, after)
+        stored = {name: sum(layout.nnz for layout in after[name]) for name in shares}
+        new = sum(share * stored[name] for name, share in shares.items())
+        return {
+            "exchanged": new / sum(stored.values()),
+            **{f"changed/{name}": share for name, share in shares.items()},
+        }
 
 
 class SkipSpikes(Hook):

@@ -19,7 +19,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.optim.by_weight import evaluated
 from sparse_dataflow.core.optim.loss_spikes import is_accepted
-from sparse_dataflow.core.optim.optimizers import TrainState, learning_rate_schedule
+from sparse_dataflow.core.optim.optimizers import TrainState, at_step, learning_rate_schedule
 from sparse_dataflow.core.training import held_out
 from sparse_dataflow.core.training.monitoring.metrics import MetricsWriter, say, seconds_at
 from sparse_dataflow.core.training.phases import (
@@ -188,7 +188,7 @@ class Trainer:
         else:
             self.state = programs[0].start_state(
                 self.name, self.training, saved_config, saved_step, first_state,
-                from_seed=start is None,
+                from_seed=start is None, completed=completed,
             )  # fmt: skip
         self.step = int(self.state.step)
         if saved_step is not None and self.step != saved_step:
@@ -305,9 +305,8 @@ class Trainer:
             state = abstract_saved_state(self.phases, self.training, step, self.executor)
             restored = self.checkpoints.restore(state, step)
         assert restored is not None
-        self.state = self.executor.place(restored[0], self.model)._replace(
-            step=self.state.step, frozen=self.state.frozen
-        )
+        placed = self.executor.place(restored[0], self.model)
+        self.state = at_step(placed, self.state.step)._replace(frozen=self.state.frozen)
 
     def batch(self, step: int) -> dict[str, Any]:
         """Returns the batch of a step (from 0) as put by the executor."""

@@ -211,12 +211,20 @@ def variants(
     Raises:
       UserError: the model, its layouts or the micro-batches are impossible; names legal values.
     """
-    return [
-        variant(config, name, vocab_size).with_steps(
-            steps[name] if steps else config.training.steps or 1
+    warmups = config.training.warmup_steps
+    if warmups and len(warmups) != len(config.variants):
+        raise UserError(
+            f"training.warmup_steps={','.join(map(str, warmups))} has {len(warmups)} numbers; "
+            f"legal: one for each model ({', '.join(config.variants)}), or none."
         )
-        for name in config.variants
-    ]
+
+    def planned(number, name):
+        training = dataclasses.replace(config.training, warmup_steps=warmups[number : number + 1])
+        with_warmup = dataclasses.replace(config, training=training)
+        count = steps[name] if steps else config.training.steps or 1
+        return variant(with_warmup, name, vocab_size).with_steps(count)
+
+    return [planned(number, name) for number, name in enumerate(config.variants)]
 
 
 def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Variant:

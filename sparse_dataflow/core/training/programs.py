@@ -95,8 +95,8 @@ class Compiled:
       parameter_norms: params -> norms by parameter group.
       start_state: (variant's name, training, identity of its checkpoints, step of the newest
         checkpoint or None, function that returns the state of that checkpoint or the initial one,
-        `from_seed`) -> first state of the run; for an executor that stores states itself, else
-        None.
+        `from_seed`, `completed` of `training.saved_state`) -> first state of the run; for an
+        executor that stores states itself, else None.
       timeline: () -> spans of the last step; none if the executor records none.
       teach: tokens -> what the train step takes as `teacher`; None without a teacher.
     """
@@ -146,7 +146,9 @@ def compile_programs(
     method = METHODS[evolution.method]
     programs = []
     for phase in phase_specs:
-        shape = dataclasses.replace(training, steps=1, learning_rate=1.0, warmup=0.0, seed=0)
+        shape = dataclasses.replace(
+            training, steps=1, learning_rate=1.0, warmup=0.0, warmup_steps=(), seed=0
+        )
         key = phase.model, phase.runtime_layouts, shape, executor, id(data.teacher)
         if key not in cache:
             cache[key] = _compile(phase, training, data, executor)
@@ -233,9 +235,8 @@ def _with_updates(programs, phase, training, data, evolution, executor):
         state, _ = run_step(programs, state, batch, 0.0, no_loss_limit(training))
         jax.block_until_ready(state.params)
         start = time.perf_counter()
-        state = evolve_layouts(
-            state, model, programs, evolution, evolution.share, itertools.repeat(batch), executor
-        )
+        share, batches = lambda _: evolution.share, itertools.repeat(batch)
+        state = evolve_layouts(state, model, programs, evolution, share, batches, executor)
         seconds = time.perf_counter() - start
     return dataclasses.replace(programs, update_seconds=seconds)
 
@@ -292,7 +293,7 @@ def evolve_layouts(
     model,
     programs: Compiled,
     evolution: EvolutionConfig,
-    share: float,
+    share: Callable[[int], float],
     batches: Iterator,
     executor: Executor = SINGLE_DEVICE,
 ):
@@ -302,19 +303,24 @@ def evolve_layouts(
       state: as placed by the executor; must not be used again.
       model: config of the state's model.
       evolution: the method and its settings.
-      share: fraction of stored blocks to exchange.
+      share: number of stored blocks of a weight -> fraction of them to exchange.
       batches: training batches, as put by the executor, for methods that read gradients.
       executor: that the programs were compiled for.
     """
     method = METHODS[evolution.method]
-    assert method.update is not None
+    choose = method.update
+    assert choose is not None
     norms = None
     if method.reads_gradients:
         assert programs.gradient_norms is not None
         tokens = (batch["tokens"] for batch in batches)
         norms = programs.gradient_norms(programs.weights(state), tokens)
     state = executor.canonical(state, model)
-    state = update_layouts(state, model, method.update, share, norms, evolution.row_shards)
+
+    def update(layout, norms, gradients, _, shards, rng):
+        return choose(layout, norms, gradients, share(layout.nnz), shards, rng)
+
+    state = update_layouts(state, model, update, evolution.share, norms, evolution.row_shards)
     return executor.place(state, model)
 
 

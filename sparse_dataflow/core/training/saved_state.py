@@ -5,11 +5,12 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.model import PRECISIONS, ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
+from sparse_dataflow.core.layouts.evolution import METHODS
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.training.phases import Phase, phase_before, with_starts
@@ -40,24 +41,54 @@ _READ_WITH = {
 """Settings of `TrainingConfig` that nothing reads where another setting is empty or 0."""
 
 
+def micro_batches_matter(experts: int, precision: str, method: str) -> bool:
+    """Returns whether the number of micro-batches changes results by more than rounding.
+
+    Experts balance their load, 8-bit numbers have their scales and methods of evolution measure
+    gradients by micro-batches.
+
+    Args:
+      experts: see `ModelConfig`.
+      precision: see `ModelConfig`.
+      method: see `EvolutionConfig`.
+    """
+    measures = [name for name, each in METHODS.items() if each.reads_gradients]
+    return bool(experts) or precision != PRECISIONS[0] or method in measures
+
+
+def _without_free_settings(saved):
+    """Sets defaults for settings of an `identity` that do not change its results."""
+    model, training, evolution = (saved.get(name) for name in ("model", "training", "evolution"))
+    if not all(isinstance(part, dict) for part in (model, training, evolution)):
+        return saved
+    read = model.get("experts"), model.get("precision"), evolution.get("method")
+    if not micro_batches_matter(*read):
+        default = _DEFAULTS["training"]["micro_batches"]
+        saved = saved | {"training": training | {"micro_batches": default}}
+    return saved
+
+
 def identity(
     model: ModelConfig, training: TrainingConfig, evolution: EvolutionConfig, tokenizer_hash: str
 ) -> dict[str, Any]:
     """Returns the config that a checkpoint stores and that restoring compares, JSON-able.
 
-    It has no setting that does not change results: remat, and defaults for those of _READ_WITH.
+    It has no setting that does not change results: remat, and defaults for those of _READ_WITH and
+    for micro-batches that do not matter.
     """
     model_fields, training_fields = model.to_json(), dataclasses.asdict(training)
     del model_fields["remat"]
     for name, reader in _READ_WITH.items():
         if not training_fields[reader]:
             training_fields[name] = _DEFAULTS["training"][name]
-    return {
-        "model": model_fields,
-        "training": training_fields,
-        "evolution": dataclasses.asdict(evolution),
-        "tokenizer": tokenizer_hash,
-    }
+    return _without_free_settings(
+        {
+            "model": model_fields,
+            "training": training_fields,
+            "evolution": dataclasses.asdict(evolution),
+            "tokenizer": tokenizer_hash,
+        }
+    )
 
 
 def completed(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,7 +107,7 @@ def completed(saved: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(model, dict) and isinstance(model["linears"], dict):
         spec = dataclasses.asdict(LinearSpec())
         model["linears"] = {name: _filled(v, spec) for name, v in model["linears"].items()}
-    return whole
+    return _without_free_settings(whole)
 
 
 def _filled(value, defaults):

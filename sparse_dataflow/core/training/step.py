@@ -21,6 +21,7 @@ from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutpu
 from sparse_dataflow.core.optim.optimizers import (
     StepReport,
     TrainState,
+    at_step,
     group_norms,
     make_optimizer,
 )
@@ -131,7 +132,8 @@ def make_train_step(
                 (params, moments),
                 (state.params, state.moments),
             )
-        return state._replace(step=state.step + 1, params=params, moments=moments), report
+        after = state._replace(params=params, moments=moments)
+        return at_step(after, state.step + 1), report
 
     return train_step
 

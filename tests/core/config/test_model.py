@@ -20,7 +20,7 @@ dense_or_sparse = st.builds(
     LinearSpec,
     kind=st.sampled_from(["dense", "block_sparse"]),
     pattern=st.sampled_from(["pixelfly", "cyclic"]),
-    density=st.floats(0, 1, exclude_min=True),
+    density=st.floats(2**-20, 1),
     block=st.integers(1, 256),
     rank=st.integers(0, 64),
 )

@@ -187,3 +187,14 @@ def test_what_does_not_fit_is_refused_in_words_and_changes_nothing():
     with pytest.raises(sd.UserError, match=r"`where` selects no .* legal: down, up"):
         sd.evolve(model, where=lambda path, layer: False)
     assert (model.up.layout, model.down.layout) == layouts
+
+
+@pytest.mark.parametrize("method", ["set", "rigl"])
+@pytest.mark.parametrize("sides, density", [((64, 64), 0.25), ((32, 96), 0.5), ((128, 32), 0.5)])
+def test_a_share_below_a_block_exchanges_one_of_each_layer(method, sides, density):
+    layer = sd.BlockSparseLinear(*sides, density=density, block=16, rngs=nnx.Rngs(0))
+    before = layer.layout
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, sides[0])), jnp.float32)
+    loss = lambda model, x: jnp.mean(model(x) ** 2)  # noqa: E731
+    sd.evolve(layer, None, method, share=1e-3, loss=loss, batch=(x,), seed=2)
+    assert (layer.layout.mask & ~before.mask).sum() == 1

@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sparse_dataflow.core.config.layer_groups import layer_linear
 from sparse_dataflow.core.config.model import ModelConfig
@@ -51,6 +53,33 @@ def test_the_exchanged_share_falls_along_a_cosine_and_ends():
     assert all(shares[a] > shares[a + 10] for a in range(10, 90, 10)) and shares[10] < 0.4
     for method in ("static", "sparse_to_dense", "gradual", "low_rank_tail"):
         assert not any(exchanged_share(EvolutionConfig(method), s, 500) for s in range(500))
+
+
+@given(
+    method=st.sampled_from(["set", "rigl"]),
+    share=st.floats(1e-6, 0.99),
+    at=st.floats(0.1, 0.9),
+    every=st.integers(1, 40),
+    updates=st.integers(1, 30),
+    stored=st.integers(1, 3000),
+)
+def test_the_first_update_exchanges_a_block_of_every_weight(
+    method, share, at, every, updates, stored
+):
+    config = EvolutionConfig(method, every=every, at=at, share=share)
+    steps = math.ceil((every * updates + 1) / at)
+    counts, nominal = (
+        [
+            round(exchanged_share(config, step, steps, *weight) * stored)
+            for step in range(every, steps, every)
+        ]
+        for weight in ((stored,), ())
+    )
+    assert counts[0] == max(1, nominal[0])
+    assert counts == sorted(counts, reverse=True)
+    if share * stored >= 2 and nominal[0]:
+        assert counts == nominal
+    assert not any(exchanged_share(config, step, steps, stored) for step in (0, steps - 1 + every))
 
 
 def test_the_largest_blocks_are_a_balanced_layout_inside_the_stored_blocks():

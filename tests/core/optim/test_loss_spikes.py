@@ -21,7 +21,12 @@ from sparse_dataflow.core.optim.loss_spikes import (
     SpikeHistory,
     is_accepted,
 )
-from sparse_dataflow.core.optim.optimizers import StepReport
+from sparse_dataflow.core.optim.optimizers import (
+    NewRowsState,
+    StepReport,
+    at_step,
+    make_optimizer,
+)
 from sparse_dataflow.core.training import hooks
 from sparse_dataflow.core.training.batches import EvalBatches, TrainBatches
 from sparse_dataflow.core.training.loop import Trainer, advance_side_by_side
@@ -68,7 +73,7 @@ def test_rollbacks_go_to_regular_checkpoints_from_before_the_spike(saved, step, 
         assert targets[0] == max(legal) and targets == sorted(targets, reverse=True)
 
 
-def trainer(folder, losses, training=TRAINING):
+def trainer(folder, losses, training=TRAINING, start=None):
     """Returns a trainer whose step adds one to every parameter; `losses` is {step: loss}."""
 
     def train_step(state, layouts, tokens, learning_rate, limit):
@@ -76,11 +81,13 @@ def trainer(folder, losses, training=TRAINING):
         loss = losses.get(step + 1, 2.0 + 0.01 * (step % 3))
         accepted = is_accepted(loss, {}, limit)
         params = jax.tree.map(lambda p: jnp.floor(p) + 1 if accepted else p, state.params)
-        return state._replace(step=state.step + 1, params=params), StepReport(loss, {"embed": 1.0})
+        after = at_step(state._replace(params=params), state.step + 1)
+        return after, StepReport(loss, {"embed": 1.0})
 
     programs = [Compiled(train_step, lambda *_: 3.0, 0.0)]
     variant = Variant("sparse", MODEL, training)
-    return Trainer(variant, folder, DATA, programs, hooks.usual(50, 4, training.skip_spikes))
+    regular = hooks.usual(50, 4, training.skip_spikes)
+    return Trainer(variant, folder, DATA, programs, regular, start=start)
 
 
 def train(t, steps=None):
@@ -173,3 +180,52 @@ def test_a_skipped_step_changes_no_bit_of_parameters_and_moments():
     broken = state._replace(params=jax.tree.map(lambda p: p * np.nan, state.params))
     skipped, _ = step(broken, tokens, 1e-2, np.float32(np.inf))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(skipped.moments))
+
+
+@pytest.mark.parametrize(
+    "optimizer, steps, first, skipped",
+    [
+        ("adamw", 5, 0.4, {0}),
+        ("muon", 8, 0.5, {1, 2, 3}),
+        ("lion", 6, 0.34, {1, 4}),
+        ("schedule_free", 4, 0.75, set()),
+    ],
+)
+def test_new_rows_alone_are_trained_in_a_fraction_of_all_steps(optimizer, steps, first, skipped):
+    training = TrainingConfig(
+        steps, 2, 4, optimizer=optimizer, skip_spikes=3.0, new_rows=(290, 10), new_rows_first=first
+    )
+    step = jax.jit(make_train_step(MODEL, training))
+    state = initial_state(MODEL, training)
+    state = state._replace(moments=make_optimizer(MODEL, training).init(state.params))
+    tokens = jax.random.randint(jax.random.key(0), (2, 5), 0, 300)
+    moved = []
+    for number in range(steps):
+        before = state.params["blocks"]
+        limit = np.float32(0 if number in skipped else np.inf)
+        state, _ = step(state, tokens, np.float32(1e-2), limit)
+        equal = jax.tree.map(np.array_equal, before, state.params["blocks"])
+        moved.append(not jax.tree.all(equal))
+    alone = round(first * steps)
+    assert moved == [n >= alone and n not in skipped for n in range(steps)]
+
+
+@pytest.mark.parametrize(
+    "first, losses, rollbacks",
+    [
+        (0.5, {14: 50.0}, 0),
+        (0.6, SPIKES, 1),
+        (0.9, {step: 50.0 for step in (*range(16, 20), *range(24, 28))}, 2),
+    ],
+)
+def test_new_rows_alone_are_trained_as_long_after_a_rollback(tmp_path, first, losses, rollbacks):
+    training = dataclasses.replace(TRAINING, new_rows=(290, 10), new_rows_first=first)
+    state = initial_state(MODEL, training)
+    state = state._replace(moments=make_optimizer(MODEL, training).init(state.params))
+    t = trainer(tmp_path, losses, training, lambda: state)
+    while not t.finished:
+        t.advance()
+        (left,) = (entry.left for entry in t.state.moments if isinstance(entry, NewRowsState))
+        assert int(left) == max(0, round(40 * first) - t.step)
+    t.close()
+    assert len(rows(tmp_path, "rollback")) == rollbacks

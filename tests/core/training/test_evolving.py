@@ -37,6 +37,24 @@ def untimed(path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("share", [1e-3, 0.02])
+def test_a_share_that_rounds_to_no_block_exchanges_one_of_each_layer(tmp_path, share):
+    evolution = dataclasses.replace(EVOLUTIONS["set"], share=share)
+    t = train(trainer(tmp_path, "set", evolution), until=3)
+    first = stacks.layouts(MODEL)
+    last = stacks.layouts_from_tables(MODEL, t.state.tables)
+    new = {
+        name: [int((b.mask & ~a.mask).sum()) for a, b in zip(first[name], last[name], strict=True)]
+        for name in MODEL.sparse_projections
+    }
+    assert all(round(share * layout.nnz) == 0 for layout in first["attn_out"])
+    expected = {name: [max(1, round(share * x.nnz)) for x in first[name]] for name in new}
+    assert new == expected
+    [row] = [r for r in read_metrics(tmp_path / "metrics.jsonl") if r["kind"] == "evolution"]
+    stored = sum(layout.nnz for layers in first.values() for layout in layers)
+    assert row["exchanged"] == pytest.approx(sum(map(sum, new.values())) / stored)
+
+
 @pytest.mark.parametrize(
     "method",
     [

@@ -7,6 +7,7 @@ import pytest
 from small_models import DENSE
 
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
+from sparse_dataflow.core.config.model import PRECISIONS
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
@@ -105,3 +106,47 @@ def test_a_whole_number_equals_the_same_number_as_a_float(tmp_path):
 
 def test_the_remat_of_a_checkpoint_may_be_another():
     assert identity_with(**model_with(remat="full")) == identity_with()
+
+
+@pytest.mark.parametrize("before, now", [(8, 4), (1, 2), (16, 1)])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {},
+        {"evolution": EvolutionConfig("set")},
+        {"training": TrainingConfig(batch=16, optimizer="muon", skip_spikes=6.0)},
+    ],
+)
+def test_micro_batches_that_change_rounding_alone_may_change(tmp_path, parts, before, now):
+    training = parts.get("training", TrainingConfig(batch=16))
+    parts = [
+        parts | {"training": dataclasses.replace(training, micro_batches=n)} for n in (before, now)
+    ]
+    older = identity_with(**parts[0])
+    older["training"]["micro_batches"] = before  # As versions wrote it that compared it.
+    save(tmp_path, older)
+    assert restored(tmp_path, identity_with(**parts[1])) is not None
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [
+        model_with(experts=4),
+        model_with(precision=PRECISIONS[1]),
+        {"evolution": EvolutionConfig("rigl")},
+    ],
+)
+def test_micro_batches_that_change_results_are_kept(tmp_path, bound):
+    parts = [bound | {"training": TrainingConfig(batch=16, micro_batches=n)} for n in (8, 4)]
+    save(tmp_path, identity_with(**parts[0]))
+    assert restored(tmp_path, identity_with(**parts[0])) is not None
+    with pytest.raises(UserError, match=r"training\.micro_batches is 8"):
+        restored(tmp_path, identity_with(**parts[1]))
+
+
+@pytest.mark.parametrize("name", ["experts", "precision", "method"])
+@pytest.mark.parametrize("value", [None, [], {}, "x"])
+def test_a_damaged_identity_is_compared_and_not_trusted(name, value):
+    damaged = identity_with()
+    damaged["evolution" if name == "method" else "model"][name] = value
+    assert completed(damaged) != completed(identity_with())

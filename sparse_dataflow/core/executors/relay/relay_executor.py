@@ -122,6 +122,7 @@ class RelayExecutor(MultiProgramExecutor):
         saved: int | None,
         state: Callable[[], TrainState],
         from_seed: bool,
+        completed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
     ) -> TrainState:
         """Sets the relay's run length and returns the state to continue from.
 
@@ -132,7 +133,7 @@ class RelayExecutor(MultiProgramExecutor):
             return self.place(state(), relay.model)
         model = relay.model
         abstract = host_state.abstract_state(model, training)
-        files = MappedFiles(self._folder(name), abstract, identity)
+        files = MappedFiles(self._folder(name), abstract, identity, completed)
         relay.server.storage = files
         restored = _restore_common_step(files, host_state.training_key(training))
         if restored is not None and (saved is None or int(restored.step) >= saved):

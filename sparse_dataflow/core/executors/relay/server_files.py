@@ -18,7 +18,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -57,19 +57,26 @@ class MappedFiles:
     A `storage` of `ParameterServer`.
     """
 
-    def __init__(self, folder: Path, abstract: TrainState, identity: Mapping[str, Any]):
+    def __init__(
+        self,
+        folder: Path,
+        abstract: TrainState,
+        identity: Mapping[str, Any],
+        completed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
+    ):
         """Opens or creates the folder, and reserves space for both slots.
 
         Args:
           abstract: result of `host_state.abstract_state`.
           identity: JSON-able settings that must equal those of the saved steps.
+          completed: saved identity, which may be older than a setting -> as it is now.
 
         Raises:
           UserError: the folder cannot be written, has no space, is in use, has other files, or
             holds another training.
         """
         self.folder, self._abstract = Path(folder).absolute(), abstract
-        self._identity = json.loads(json.dumps(identity))
+        self._identity, self._completed = json.loads(json.dumps(identity)), completed
         self._shapes = abstract.params, *moment_trees(abstract.moments), abstract.tables
         self._sections = all_sections(depth_of(abstract.params))
         self._digests: dict[Section, int] = {}
@@ -213,7 +220,8 @@ class MappedFiles:
     def _refuse_another_training(self):
         """Refuses another identity, before `_reserve` gives the slots another size."""
         for commit in self._commits:
-            if change := next(differences(commit["identity"], self._identity), None):
+            saved = json.loads(json.dumps(self._completed(commit["identity"])))
+            if change := next(differences(saved, self._identity), None):
                 name, was, now = change
                 self.close()
                 raise UserError(
