@@ -125,7 +125,7 @@ def claim(
                 path.rmdir()
 
     try:
-        storage.retry(f"Making {folder}", lambda: folder.mkdir(parents=True, exist_ok=True))
+        storage.retry(f"Making {folder}", lambda: storage.make_folder(folder))
         if not is_marked(folder, owner):
             marked = storage.retry(f"Marking {folder}", lambda: _marked(folder, owner))
     except OSError as error:

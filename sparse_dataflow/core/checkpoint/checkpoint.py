@@ -9,8 +9,10 @@ Layout of the folder, where a step is a decimal number without leading zeros:
     <step>.pruning/       being deleted
     <step>.damaged/       found damaged by `restore` and renamed
 
-A save writes `<step>.saving`, flushes it to disk and renames it to `<step>`.  Old checkpoints are
-deleted only after the rename.  So a kill at any time leaves every finished checkpoint intact.
+A save writes `<step>.saving`, flushes it to disk and renames it to `<step>`.  The lines of
+`files.appended`, such as the metrics until that step, are flushed before.  Old checkpoints are
+deleted only after the rename.  So a kill or a power cut at any time leaves every finished
+checkpoint intact.
 
 Transient storage errors (see `storage`) are retried.  If the background write of the arrays fails,
 the arrays may have changed by then, so the save is retried with the next state.
@@ -36,7 +38,7 @@ from sparse_dataflow.cluster import processes
 from sparse_dataflow.core.checkpoint import named_arrays
 from sparse_dataflow.core.checkpoint.mirror import Mirror
 from sparse_dataflow.core.checkpoint.named_arrays import SaveBarrier, SaveOutcome
-from sparse_dataflow.files import manifest, storage
+from sparse_dataflow.files import appended, manifest, storage
 from sparse_dataflow.files.addresses import Address
 from sparse_dataflow.files.errors import UserError, advice
 from sparse_dataflow.files.json_files import refuse_difference
@@ -349,12 +351,13 @@ class Checkpoints:
                 # Where a disk was lost meanwhile, later files of the save lie in another folder.
                 if saving.stat().st_ino != self._saving:
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(saving))
+                appended.flush()
                 (saving / "extra.json").write_bytes(about)
                 manifest.write(saving, {"step": step, "metric": metric})
                 saving.rename(final)
 
             storage.retry(f"Writing {final}", complete)
-            storage.retry(f"Writing {final}", lambda: manifest.flush_folder(self._folder))
+            storage.retry(f"Writing {final}", lambda: storage.flush_folder(self._folder))
         except Exception as error:
             self._outcome.record_failure(error, self._clean_up_failure(step, error))
             return

@@ -87,6 +87,7 @@ class FolderCopies(Copies):
         new = self._folder.parent / f"{path.name}.new"
         _copy(path, new)
         os.replace(new, self._folder.parent / path.name)
+        storage.flush_folder(self._folder.parent)
 
     def get_beside(self, name: str, path: Path) -> bool:
         if not (self._folder.parent / name).exists():
@@ -225,9 +226,9 @@ def _finish(step: int, saving: Path, target: Path) -> None:
     if manifest.verify(saving).get("step") != step:
         raise manifest.Damaged(f"it is no copy of step {step}")
     for folder, _, _ in os.walk(saving):
-        manifest.flush_folder(Path(folder))
+        storage.flush_folder(Path(folder))
     saving.rename(target / str(step))
-    manifest.flush_folder(target)
+    storage.flush_folder(target)
 
 
 def _copy(path: Path, copy: Path) -> None:
@@ -324,6 +325,7 @@ class Mirror:
         try:
             if self._copies.get_beside(BESIDE, new) and _last_step(new) > _last_step(beside):
                 os.replace(new, beside)
+                storage.flush_folder(beside.parent)
         finally:
             new.unlink(missing_ok=True)
 

@@ -396,7 +396,7 @@ def prepare_folder(folder: Path) -> None:
     """
 
     def make():
-        folder.mkdir(parents=True, exist_ok=True)
+        storage.make_folder(folder)
         for path in subfolders(folder, _LEFTOVER):
             remove(path)
         probe = folder / "0.saving"

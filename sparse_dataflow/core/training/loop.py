@@ -437,7 +437,7 @@ class Trainer:
 
 def _make_folder(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        storage.make_folder(folder)
     except OSError as error:
         raise UserError(f"{folder} cannot be created: {error.strerror}.") from error
 
