@@ -56,8 +56,7 @@ def with_same_warmup(folder: str | Path, config: RunConfig) -> RunConfig:
             f"--steps={config.training.steps} ends within the warm-up of {folder}; legal: more "
             f"than {round(saved.training.warmup * steps)}."
         )
-    mirror = "" if config.run.mirror == saved.run.mirror else config.run.mirror
-    return config.change(training__warmup=warmup, run__mirror=mirror)
+    return config.change(training__warmup=warmup)
 
 
 def _steps(folder, saved):

@@ -21,6 +21,7 @@ from sparse_dataflow.commands import (
     devices,
     distillation,
     report,
+    request,
     run_folder,
     vocabularies,
 )
@@ -200,7 +201,7 @@ class Job:
             if uncopied := address_runs.finished(folder, self.mirror, config.variants):
                 say(uncopied)
             place = config.run.out if is_address(config.run.out) else str(folder)
-            again = f"{self.command[0]} --resume={shlex.quote(place)}"
+            again = f"{self.command[0]} {shlex.join(request.resume_flags(config, place))}"
             if self.command[0].startswith(run_files.PYTHON_CALL):
                 again = f"sd.train(config.change(run__out={place!r}), resume=True)"
             say(f"stopped; resume with: {again}")
