@@ -152,7 +152,7 @@ def replace_text(path: str | os.PathLike, text: str) -> None:
 
 
 def replace(path: str | os.PathLike, content: bytes) -> None:
-    """Replaces the file at `path` atomically: writes next to it, flushes, renames, flushes the name.
+    """Replaces the file at `path` atomically: writes next to it, flushes and renames.
 
     Retries transient errors.
 
