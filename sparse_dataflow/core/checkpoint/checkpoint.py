@@ -89,6 +89,7 @@ class Checkpoints:
         self._worker: threading.Thread | None = None
         self._outcome = SaveOutcome()
         self._verified_steps: set[int] = set()
+        self._from_mirror: set[int] = set()
         self._barrier = SaveBarrier()
         self._orbax = named_arrays.make_checkpointer(self._barrier)
         self._mirror: Mirror | None = None
@@ -230,14 +231,19 @@ class Checkpoints:
             self._mirror.wait()
 
     def restore(
-        self, abstract_state: Any, step: int | None = None, *, without: tuple[str, ...] = ()
+        self,
+        abstract_state: Any,
+        step: int | None = None,
+        *,
+        without: tuple[str, ...] = (),
+        unsound: Callable[[Any], str] = lambda state: "",
     ) -> tuple[Any, dict[str, Any]] | None:
         """Restores the newest verified checkpoint, or the one of `step`, bit by bit.
 
-        A damaged checkpoint is logged and renamed to `<step>.damaged`; its copy in the mirror is
-        restored, else without `step` the next older one.  Training on from an older `step` leaves
-        the newer checkpoints in place, and they stay the newest: move them, and their copies in the
-        mirror, away first.
+        A damaged checkpoint, or an unsound one, is logged and renamed to `<step>.damaged`; its copy
+        in the mirror is restored, else without `step` the next older one.  Training on from an
+        older `step` leaves the newer checkpoints in place, and they stay the newest: move them, and
+        their copies in the mirror, away first.
 
         Args:
           abstract_state: tree to fill, or a function (step, extra) -> tree; leaves have `shape`
@@ -245,6 +251,7 @@ class Checkpoints:
             stays in numpy, any other leaf becomes an uncommitted array on the default device.
           step: the checkpoint to restore; the newest verified one if None.
           without: first parts of the names of arrays that are not read, and not compared.
+          unsound: state -> why it cannot be used; "" if it can. Equal on all processes.
 
         Returns:
           (state, extra), or None if the folder has no checkpoint.
@@ -254,10 +261,26 @@ class Checkpoints:
             another config or other arrays; or the files cannot be read.
         """
         self.wait()
-        newest = processes.on_first(lambda: self._newest_verified(step))
-        if newest is None:
-            return None
-        step, extra, arrays = newest
+        while True:
+            newest = processes.on_first(lambda: self._newest_verified(step))
+            if newest is None:
+                return None
+            state = self._read(abstract_state, without, *newest)
+            if not (reason := unsound(state)):
+                return state, newest[1]
+            refuse = functools.partial(self._refuse_unsound, newest[0], reason)
+            processes.on_first(refuse)
+
+    def _refuse_unsound(self, step: int, reason: str) -> None:
+        """Sets a checkpoint aside whose bytes are whole and whose state cannot be used."""
+        if self._read_only:
+            raise UserError(f"Checkpoint {self._folder / str(step)} cannot be used: {reason}.")
+        if step in self._from_mirror and self._mirror is not None:
+            self._mirror.set_aside(step, reason)
+        self._set_aside(self._folder / str(step), reason)
+
+    def _read(self, abstract_state, without, step, extra, arrays) -> Any:
+        """Returns the state of a verified checkpoint."""
         path = self._folder / str(step)
         self._refuse_other_config(path, extra["config"])
         tree = abstract_state(step, extra) if callable(abstract_state) else abstract_state
@@ -268,7 +291,7 @@ class Checkpoints:
         read = functools.partial(named_arrays.read, self._orbax, state, tree)
         # The checksums match: errors mean that it was written with other arrays than described.
         with named_arrays.user_errors(state, Exception):
-            return storage.retry(f"Reading {state}", read), extra
+            return storage.retry(f"Reading {state}", read)
 
     def _newest_verified(
         self, step: int | None
@@ -284,6 +307,7 @@ class Checkpoints:
         for candidate in steps if step is None else [step]:
             content = self._verify_or_set_aside(candidate)
             if content is None and self._mirror and self._mirror.restore(candidate):
+                self._from_mirror.add(candidate)
                 content = self._verify_or_set_aside(candidate)
             if content is not None:
                 self._verified_steps.add(candidate)

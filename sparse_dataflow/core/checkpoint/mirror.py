@@ -318,6 +318,20 @@ class Mirror:
             ) from error
         return True
 
+    def set_aside(self, step: int, reason: str) -> None:
+        """Makes a copy that `restore` gave count no more.
+
+        Raises:
+          UserError: it cannot be renamed.
+        """
+        try:
+            self._copies.set_aside(step, reason)
+        except OSError as error:
+            raise UserError(
+                f"The checkpoint of step {step} at {self._copies} cannot be used ({reason}) and "
+                f"could not be moved aside: {_words(error)}."
+            ) from error
+
     def _restore_beside(self) -> None:
         """Takes the metrics of the copy where they reach further: those here may be older."""
         beside = self._source.parent / BESIDE

@@ -10,6 +10,7 @@ import difflib
 import math
 import numbers
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -375,7 +376,15 @@ def _utf8(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("is not UTF-8.") from None
+        encoding = sys.getfilesystemencoding()
+        try:
+            os.fsencode(text).decode()
+        except UnicodeError:
+            raise ValueError("is not UTF-8.") from None
+        raise ValueError(
+            f"is UTF-8, which Python reads as {encoding} in this locale (LC_ALL, LANG); set "
+            "PYTHONUTF8=1, or a locale such as LC_ALL=C.UTF-8."
+        ) from None
     return text
 
 
