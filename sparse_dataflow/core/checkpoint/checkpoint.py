@@ -37,7 +37,7 @@ from absl import logging
 from sparse_dataflow.cluster import processes
 from sparse_dataflow.core.checkpoint import named_arrays
 from sparse_dataflow.core.checkpoint.mirror import Mirror
-from sparse_dataflow.core.checkpoint.named_arrays import SaveBarrier, SaveOutcome
+from sparse_dataflow.core.checkpoint.named_arrays import Keeping, SaveBarrier, SaveOutcome
 from sparse_dataflow.files import appended, manifest, storage
 from sparse_dataflow.files.addresses import Address
 from sparse_dataflow.files.errors import UserError, advice
@@ -63,18 +63,21 @@ class Checkpoints:
         completed: Callable[[dict[str, Any]], dict[str, Any]] = lambda saved: saved,
         read_only: bool = False,
         mirror: Path | Address | None = None,
+        is_regular: Callable[[int], bool] = lambda step: True,
     ):
         """Creates the folder, checks that it is writable and removes unfinished saves.
 
         Args:
           folder: the `checkpoints` folder of one variant.
-          keep: number of newest checkpoints to keep, in addition to the best one.
+          keep: number of newest regular checkpoints to keep, in addition to the best ones and the
+            newest of any kind.
           config: JSON-able settings that must match for a checkpoint to fit, such as the resolved
             model and optimizer.  Stored in each checkpoint and compared on restore.
           completed: a checkpoint's config -> the same with the settings that are younger than it.
           read_only: change nothing in the folder, for a reader during or after the run.
           mirror: a second folder or address, to which each checkpoint is copied in the background
             and from which lost and damaged ones are restored; None for none.
+          is_regular: see `Keeping`.
 
         Raises:
           UserError: `keep` is below 1, or the folder cannot be written.
@@ -82,7 +85,7 @@ class Checkpoints:
         if keep < 1:
             raise UserError(f"keep={keep} checkpoints: at least 1 must be kept.")
         self._folder = Path(folder).absolute()
-        self._keep = keep
+        self._keeping = Keeping(keep, is_regular)
         self._config = json.loads(json.dumps(config))
         self._completed = completed
         self._read_only = read_only
@@ -98,7 +101,7 @@ class Checkpoints:
         def prepare():
             named_arrays.prepare_folder(self._folder)
             if mirror is not None:
-                self._mirror = Mirror(self._folder, mirror, keep)
+                self._mirror = Mirror(self._folder, mirror, self._keeping)
 
         if not read_only:
             processes.on_first(prepare)
@@ -116,6 +119,16 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Returns the steps of the finished checkpoints, oldest first, without verifying them."""
         return sorted(named_arrays.read_facts(self._folder))
+
+    def regular_steps(self) -> list[int]:
+        """Returns the steps of the regular checkpoints here or in the mirror, oldest first.
+
+        They are those that a run without a stop has, also after several stops, and where the newest
+        checkpoint alone was fetched from the mirror.
+        """
+        mirrored = self._mirror.facts() if self._mirror else {}
+        facts = mirrored | named_arrays.read_facts(self._folder)
+        return sorted(self._keeping.regular(facts))
 
     def best_step(self) -> int | None:
         """Returns the newest step with the lowest metric, or None if no checkpoint has one."""
@@ -297,7 +310,7 @@ class Checkpoints:
         self, step: int | None
     ) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
         """Returns (step, extra, array descriptions) of the checkpoint that `restore` reads."""
-        mirrored = self._mirror.steps() if self._mirror else set()
+        mirrored = self._mirror.facts() if self._mirror else {}
         steps = sorted({*self._step_folders(), *mirrored}, reverse=True)
         if step is not None and step not in steps:
             available = ", ".join(map(str, reversed(steps))) or "none"
@@ -390,7 +403,7 @@ class Checkpoints:
         if self._mirror is not None:
             self._mirror.update()
         try:
-            for pruned in named_arrays.prune(self._folder, self._keep, step):
+            for pruned in named_arrays.prune(self._folder, self._keeping, step):
                 self._verified_steps.discard(pruned)
         except OSError as error:
             reason = named_arrays.reason(error)

@@ -89,6 +89,10 @@ class Hook:
     def after_step(self, trainer: "Trainer", step: StepDone) -> None:
         """Is called after each step, also one that was not accepted."""
 
+    def saves_at(self, step: int) -> bool:
+        """Returns whether it saves after that step, besides the last one, in every run."""
+        return False
+
     def saved(self) -> dict[str, Any]:
         """Returns what a checkpoint must remember, as JSON values by name."""
         return {}
@@ -153,7 +157,7 @@ class Trainer:
           base: frozen weights, which a checkpoint names instead of storing them; None if all
             weights are trained.
           clock: see the attribute; a new one if None.
-          checkpoints: (folder, config=..., completed=...) -> checkpoints.
+          checkpoints: (folder, config=..., completed=..., is_regular=...) -> checkpoints.
           metrics: (folder, step) -> the writer of metrics and alerts.
 
         Raises:
@@ -169,7 +173,10 @@ class Trainer:
         processes.on_first(lambda: _make_folder(folder))
         saved_config = identity(variant.model, self.training, self.evolution, data.tokenizer_hash)
         self.checkpoints = checkpoints(
-            folder / "checkpoints", config=saved_config, completed=completed
+            folder / "checkpoints",
+            config=saved_config,
+            completed=completed,
+            is_regular=lambda step: any(hook.saves_at(step) for hook in hooks),
         )
         restored, progress = self._restore(variant.phases)
         self.phases, self.seconds = progress.phases, progress.seconds
