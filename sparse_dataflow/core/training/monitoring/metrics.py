@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from sparse_dataflow.cluster import processes
-from sparse_dataflow.cluster.watch import Ended
+from sparse_dataflow.cluster.signals import Ended
 from sparse_dataflow.core.training.monitoring.trackers import (
     TENSORBOARD,
     TensorBoard,
