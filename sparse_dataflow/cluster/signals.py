@@ -56,16 +56,17 @@ class _State:
 
     Attributes:
       raised: number of the signal for which `Ended` was raised; 0 for none.
+      swallowed: whether Python has told that a callback swallowed it.
       stopped: whether SIGTERM or SIGHUP has stopped a training, which ends the process.
-      training: whether signals stop a training after saving.
-      saving: whether the main thread has noted one of them.
+      training: number of the training that signals stop after saving; 0 outside of training.
+      trainings: number of trainings begun.
       handled: number of SIGINTs that the main thread has handled.
       announce: says once that a training stops.
     """
 
     def __init__(self):
-        self.raised = self.handled = 0
-        self.stopped = self.training = self.saving = False
+        self.raised = self.training = self.trainings = self.handled = 0
+        self.stopped = self.swallowed = False
         self.announce: Callable[[], None] = lambda: None
 
 
@@ -98,9 +99,20 @@ def ended_by_signals() -> Iterator[None]:
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     thread = threading.Thread(target=_end_if_stuck, args=(reader,), daemon=True)
     thread.start()
+    hook = sys.unraisablehook
+
+    def unraisable(told):
+        if isinstance(told.exc_value, Ended):
+            _state.swallowed = True
+        else:
+            hook(told)
+
+    sys.unraisablehook = unraisable
     try:
         yield
     finally:
+        if sys.unraisablehook is unraisable:
+            sys.unraisablehook = hook
         signal.set_wakeup_fd(before)
         os.close(writer)
         thread.join()
@@ -140,10 +152,14 @@ _INTERRUPTING = (_raise_interrupt, signal.default_int_handler)
 def _end_if_stuck(reader):
     """Ends the process where the main thread does not, until the other end of `reader` closes."""
     first, since = 0, 0.0  # The first of ENDING that came outside training, and its time.
-    pressed, handled = False, 0  # Whether SIGINT came, and how many were handled before it.
+    # Where the last SIGINT came, and how many the main thread had handled before it.
+    pressed, handled = -1, 0
     while True:
         before = _state.handled
         if not select.select([reader], [], [], _POLL_SECONDS if first else None)[0]:
+            if _state.swallowed:
+                _state.swallowed, _state.raised = False, 0
+                os.kill(os.getpid(), first)
             late = time.monotonic() - since
             if late > UNWINDING_SECONDS or (late > STUCK_SECONDS and not _state.raised):
                 _end(TEMPORARY, f"stopped: {Ended(first)}")
@@ -155,10 +171,11 @@ def _end_if_stuck(reader):
         if _state.training and number in (signal.SIGINT, *ENDING):
             _state.announce()
         if number == signal.SIGINT and (_state.training or handler in _INTERRUPTING):
-            # A long call of the main thread may keep it from handling the first one.
-            if _state.saving or (pressed and _state.handled == handled):
+            # Outside training, a long call of the main thread may keep it from handling the first.
+            outside = pressed == _state.training == 0 and _state.handled == handled
+            if outside or 0 < pressed == _state.trainings:
                 _end(INTERRUPTED, "stopped at once")
-            pressed, handled = True, before
+            pressed, handled = _state.training, before
         elif number in ENDING and handler is _raise_ended and not (first or _state.stopped):
             first, since = number, time.monotonic()
 
@@ -209,8 +226,8 @@ def stop_on_signals(say: Callable[[str], None]) -> Iterator[Callable[[], int]]:
 
     def note(number, frame):
         signals.append(number)
-        _state.saving = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         announce()
 
     before = {
@@ -219,7 +236,8 @@ def stop_on_signals(say: Callable[[str], None]) -> Iterator[Callable[[], int]]:
         if signal.getsignal(number) != signal.SIG_IGN
     }
     outer = _state.training, _state.announce
-    _state.training, _state.announce = True, announce
+    _state.trainings += 1
+    _state.training, _state.announce = _state.trainings, announce
     try:
         yield lambda: signals[0] if signals else 0
     finally:
@@ -227,4 +245,3 @@ def stop_on_signals(say: Callable[[str], None]) -> Iterator[Callable[[], int]]:
             signal.signal(number, handler)
         _state.stopped |= any(number in ENDING for number in signals)
         _state.training, _state.announce = outer
-        _state.saving = False
