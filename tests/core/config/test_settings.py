@@ -186,6 +186,22 @@ def test_a_dropped_or_doubled_letter_finds_its_name(name, data):
     assert settings.did_you_mean(wrong, legal) == f"did you mean {name}?"
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("d\udcc3\udcbcr", "is UTF-8, .*PYTHONUTF8=1"),
+        ("\udce2\udc82\udcac", "is UTF-8, .*PYTHONUTF8=1"),
+        ("a/\udcf0\udc9f\udc98\udc80", "is UTF-8, .*PYTHONUTF8=1"),
+        ("d\udcfcr", r"is not UTF-8\."),
+        ("\udcc3", r"is not UTF-8\."),
+    ],
+)
+def test_a_path_that_the_locale_does_not_read_is_told_from_one_that_is_not_utf_8(name, words):
+    """Python puts a surrogate for each byte of an argument that it cannot decode."""
+    with pytest.raises(ValueError, match=words):
+        KINDS["where"].parse(name)
+
+
 NO_PLACES = {
     "model.layer_types", "model.remat", "sparsity.budget", "evolution.method",
     "training.optimizer", "data.column", "parallel.mesh", "parallel.schedule",
