@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 
 from sparse_dataflow.cluster.processes import stopped_status
-from sparse_dataflow.cluster.watch import stop_on_signals
+from sparse_dataflow.cluster.signals import stop_on_signals
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.training.loop import DivergedError

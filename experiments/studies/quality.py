@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sparse_dataflow.cluster.processes import stopped_status
-from sparse_dataflow.cluster.watch import stop_on_signals
+from sparse_dataflow.cluster.signals import stop_on_signals
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.preflight import settling
 from sparse_dataflow.commands.request import Request

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from sparse_dataflow.cluster.processes import stopped_status
-from sparse_dataflow.cluster.watch import stop_on_signals
+from sparse_dataflow.cluster.signals import stop_on_signals
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.training.equal_cost import stored_parameters

@@ -94,6 +94,18 @@ def listen(host: str, port: int, backlog: int) -> socket.socket:
     return socket.create_server(("", port), backlog=backlog)
 
 
+def is_name(host: str) -> bool:
+    """Returns whether a text can be the name or address of a host, which need not exist.
+
+    The libraries that resolve other texts raise errors of many kinds.
+    """
+    try:
+        host.strip("[]").encode("idna")
+    except UnicodeError:
+        return False
+    return bool(host.strip("[]")) and host.isprintable()
+
+
 LOOPBACK, PRIVATE, PUBLIC = range(3)
 
 

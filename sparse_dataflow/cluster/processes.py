@@ -21,7 +21,8 @@ from jax.experimental import multihost_utils
 
 from sparse_dataflow.cluster import cluster, rendezvous
 from sparse_dataflow.cluster.cluster import Membership
-from sparse_dataflow.cluster.watch import ENDING, LOST_AFTER, Ended
+from sparse_dataflow.cluster.signals import ENDING, Ended
+from sparse_dataflow.cluster.watch import LOST_AFTER
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import TEMPORARY, UserError, in_words
 from sparse_dataflow.files.output import flush_or_exit

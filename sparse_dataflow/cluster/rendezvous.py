@@ -167,7 +167,8 @@ def meet(
         cannot be reached, or an argument is illegal.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    legal_port = port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536
+    if not (legal_port and lines.is_name(host)):
         raise UserError(f"--set parallel.coordinator={address} is not an address; write host:port.")
     if not 0 <= number < count:
         raise UserError(

@@ -18,7 +18,7 @@ from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.training.monitoring.metrics import read_metrics
 from sparse_dataflow.core.training.saved_state import identity
 from sparse_dataflow.evaluation import run_files
-from sparse_dataflow.files import json_files, manifest
+from sparse_dataflow.files import json_files, manifest, storage
 from sparse_dataflow.files.addresses import is_address
 from sparse_dataflow.files.errors import UserError
 
@@ -55,9 +55,7 @@ def with_same_warmup(folder: str | Path, config: RunConfig) -> RunConfig:
                 f"--steps={config.training.steps} ends within the warm-up of {name} in {folder}; "
                 f"legal: more than {max(warmups.values())}."
             )
-    mirror = "" if config.run.mirror == saved.run.mirror else config.run.mirror
-    steps = tuple(warmups.values())
-    return config.change(training__warmup_steps=steps, run__mirror=mirror)
+    return config.change(training__warmup_steps=tuple(warmups.values()))
 
 
 def make(source: str | Path, config: RunConfig, command: tuple[str, ...]) -> None:
@@ -88,16 +86,20 @@ def make(source: str | Path, config: RunConfig, command: tuple[str, ...]) -> Non
         falls = min(before[name].training.plateau_stop, v.training.plateau_stop)
         steps[name] = _newest_until(source / name / "checkpoints", falls, name)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        storage.make_folder(out.parent)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as around:
             begun = Path(around) / out.name
             for name, v in after.items():
                 made_with = identity(v.model, v.training, v.evolution, record.tokenizer)
                 _copy(source / name, begun / name, steps[name], made_with)
-            shutil.copy(source / run_files.TOKENIZER, begun / run_files.TOKENIZER)
-            (begun / run_files.RECORD).write_bytes(run_files.to_bytes(new_record.to_json()))
-            (begun / run_files.CONFIG).write_bytes(run_files.to_bytes(config.to_json()))
+            for file, content in (
+                (run_files.TOKENIZER, (source / run_files.TOKENIZER).read_bytes()),
+                (run_files.RECORD, run_files.to_bytes(new_record.to_json())),
+                (run_files.CONFIG, run_files.to_bytes(config.to_json())),
+            ):
+                storage.replace(begun / file, content)
             os.rename(begun, out)
+            storage.flush_folder(out.parent)
     except OSError as error:
         raise UserError(f"The run folder {out} cannot be made: {error.strerror}.") from error
 
@@ -128,4 +130,5 @@ def _copy(source: Path, target: Path, step: int, made_with: dict) -> None:
     (copy / manifest.NAME).unlink()
     manifest.write(copy, facts)
     rows = [row for row in read_metrics(source / "metrics.jsonl") if row.get("step", 0) <= step]
-    (target / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    storage.replace(target / "metrics.jsonl", lines.encode())

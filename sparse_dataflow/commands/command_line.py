@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from absl import flags as absl_flags
 
-from sparse_dataflow.cluster import watch
+from sparse_dataflow.cluster import signals
 from sparse_dataflow.commands import peer_flags, request, run_list
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config import settings
@@ -362,7 +362,7 @@ def run(
         SIGTERM or SIGHUP.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(detect.POOL_SHARE))
-    with best_effort_errors(), watch.ended_by_signals():
+    with best_effort_errors(), signals.ended_by_signals():
         _run(main, doc, shared, options, defaults, sys.argv if argv is None else argv)
 
 
@@ -391,7 +391,7 @@ def _run(main, doc, shared, options, defaults, argv) -> None:
         if is_exhausted(error):
             os._exit(2)  # The end of Python waits for threads that cannot go on.
         sys.exit(2)
-    except watch.Ended as ended:
+    except signals.Ended as ended:
         print(f"stopped: {ended}", file=sys.stderr)
         flush_or_exit(TEMPORARY)
         raise

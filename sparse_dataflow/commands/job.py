@@ -15,12 +15,14 @@ import jax
 import numpy as np
 
 from sparse_dataflow.cluster import processes
-from sparse_dataflow.cluster.watch import Clock, stop_on_signals
+from sparse_dataflow.cluster.signals import stop_on_signals
+from sparse_dataflow.cluster.watch import Clock
 from sparse_dataflow.commands import (
     address_runs,
     devices,
     distillation,
     report,
+    request,
     run_folder,
     vocabularies,
 )
@@ -194,7 +196,10 @@ class Job:
                     say(f"{v.name:>6}: resumes after step {trainer.step} of {v.training.steps}")
             progress.time_left.begin()
             with stop_on_signals(say) as stop:
-                finished = self._advance(trainers, stop, goodput_log)
+                self._advance(trainers, stop, goodput_log)
+            # Also where a signal came after the last step.
+            stopped = processes.any_process(bool(stop()))
+            finished = all(trainer.finished for trainer in trainers) and not stopped
             if words := data.train.skipped_words:
                 say(f"left out of {corpus.name}: {words}")
             if finished:
@@ -208,7 +213,7 @@ class Job:
             if uncopied := address_runs.finished(folder, self.mirror, config.variants):
                 say(uncopied)
             place = config.run.out if is_address(config.run.out) else str(folder)
-            again = f"{self.command[0]} --resume={shlex.quote(place)}"
+            again = f"{self.command[0]} {shlex.join(request.resume_flags(config, place))}"
             if self.command[0].startswith(run_files.PYTHON_CALL):
                 again = f"sd.train(config.change(run__out={place!r}), resume=True)"
             say(f"stopped; resume with: {again}")
@@ -385,8 +390,8 @@ class Job:
             metrics=functools.partial(MetricsWriter, tracker_names=names, config=config.to_json()),
         )
 
-    def _advance(self, trainers: list[Trainer], stop, goodput_log: goodput.GoodputLog) -> bool:
-        """Trains all to the end; False if `stop()` came before, after saving."""
+    def _advance(self, trainers: list[Trainer], stop, goodput_log: goodput.GoodputLog) -> None:
+        """Trains all to the end, or until `stop()`; saves."""
         goodput_log.write()
 
         def alert(text):
@@ -406,9 +411,6 @@ class Job:
                 profile.update(trainers[0].step)
                 self._check_folder()
                 goodput_log.write(throttle=True)
-        # A signal may have come in the last step.
-        stopped = processes.any_process(bool(stop()))
-        return all(trainer.finished for trainer in trainers) and not stopped
 
     def _trace_on_request(self, path, query):
         if path != "/trace":

@@ -1,6 +1,8 @@
 """Command lines checked, and turned into a `RunConfig` once the machine is known."""
 
 import dataclasses
+import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,9 @@ from sparse_dataflow.core.config.model import GROWN
 from sparse_dataflow.core.config.parallel import ONLY_RELAY, ParallelConfig
 from sparse_dataflow.core.config.projections import PROJECTIONS
 from sparse_dataflow.core.config.run import GPT2_VOCABULARY, SIZES, RunConfig
-from sparse_dataflow.core.config.settings import FRESH, Setting
+from sparse_dataflow.core.config.settings import ASKED, FRESH, Setting
 from sparse_dataflow.core.config.training import is_factory
+from sparse_dataflow.files import addresses
 from sparse_dataflow.files.addresses import is_address
 from sparse_dataflow.files.errors import UserError
 
@@ -403,14 +406,41 @@ def saved_config(folder: str | Path) -> RunConfig:
 
 def _resumable(saved: RunConfig, folder: str) -> RunConfig:
     """Returns a saved config as a resumed run uses it."""
-    by_path = settings.by_path(RunConfig)
-    fresh = {path: s.default for path, s in by_path.items() if s.resumed == FRESH}
-    return settings.changed(saved, {**fresh, "run.out": folder})
+    unsaved = {p: s.default for p, s in settings.by_path(RunConfig).items() if s.resumed == FRESH}
+    unsaved |= dict.fromkeys(places_outside(saved, folder), "")
+    return settings.changed(saved, {**unsaved, "run.out": folder})
+
+
+def places_outside(config: RunConfig, folder: str) -> dict[str, str]:
+    """Returns {path: place} of the settings that are `settings.ASKED`, of a run in a folder or at
+    an address, as far as they name another place than the run itself."""
+    place = _location(folder)
+    return {
+        path: value
+        for path, s in settings.by_path(RunConfig).items()
+        if s.resumed == ASKED and (value := _value(config, path)) and _location(value) != place
+    }
+
+
+def resume_flags(config: RunConfig, folder: str) -> list[str]:
+    """Returns the flags that resume a run in a folder or at an address as it was."""
+    outside = places_outside(config, folder)
+    return [f"--resume={folder}", *(f"--set={path}={place}" for path, place in outside.items())]
+
+
+def _value(config, path):
+    member, _, name = path.partition(".")
+    return getattr(getattr(config, member), name)
+
+
+def _location(place):
+    return addresses.normal(place) if is_address(place) else os.path.realpath(place)
 
 
 def _refuse_other_run(request, spelled):
     """Raises UserError if the command line changes settings that a resumed run must keep."""
-    saved = settings.to_json(saved_config(request.resume))
+    config = saved_config(request.resume)
+    saved = settings.to_json(config)
     optimizer = str(saved["training"]["optimizer"])
     if is_factory(optimizer) and "training.optimizer" not in request.changes:
         raise UserError(
@@ -419,7 +449,16 @@ def _refuse_other_run(request, spelled):
         )
     from sparse_dataflow.commands.run_folder import fixed_paths
 
-    wrong, fixed = [], fixed_paths(saved_config(request.resume))
+    outside = {} if request.branches else places_outside(config, request.resume)
+    if unnamed := {p: place for p, place in outside.items() if p not in request.changes}:
+        words = " ".join(shlex.quote(f"--set={p}={place}") for p, place in unnamed.items())
+        without = " ".join(f"--set={p}=" for p in unnamed)
+        raise UserError(
+            f"{request.resume} names a place outside of it, which is written only where the "
+            f"command line names it too: add {words} to --resume={request.resume}, or {without} "
+            "to leave it out."
+        )
+    wrong, fixed = [], fixed_paths(config)
     if request.scale not in ("auto", saved["run"]["scale"]):
         wrong.append(f"--scale={request.scale} (saved: {saved['run']['scale']})")
     for path in settings.by_path(RunConfig):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sparse_dataflow.cluster import processes, watch
+from sparse_dataflow.cluster import processes, signals
 from sparse_dataflow.commands import address_runs
 from sparse_dataflow.commands.command_line import command_of
 from sparse_dataflow.core.config import run, settings
@@ -74,9 +74,9 @@ def opened(
             if not has_run:
                 _refuse_run(path, flag)
                 undo = folders.claim(path, experiment, flag, names=_UNFINISHED)
-                stack.enter_context(watch.cleaned_up(undo))
+                stack.enter_context(signals.cleaned_up(undo))
             locks.append(FolderLock(path))
-            stack.enter_context(watch.cleaned_up(locks[-1].release))
+            stack.enter_context(signals.cleaned_up(locks[-1].release))
             if not has_run:
                 _refuse_run(path, flag)  # Another process may have begun one meanwhile.
 
@@ -84,7 +84,7 @@ def opened(
             lock = address_runs.claim(address, experiment, flag, has_run)
             locks.append(lock)
             release = functools.partial(address_runs.release, lock, address)
-            stack.enter_context(watch.cleaned_up(release))
+            stack.enter_context(signals.cleaned_up(release))
 
         second = mirror_path(folder, mirror)
 

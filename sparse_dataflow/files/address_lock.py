@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 import threading
-import uuid
 from typing import Any
 
 from sparse_dataflow.files import folders, json_files
@@ -33,7 +32,7 @@ class AddressLock:
           UserError: another process owns the address, or it cannot be written.
         """
         self._address, self._object = address, address / NAME
-        self._owner = folders.this_process() | {"id": uuid.uuid4().hex}
+        self._owner = folders.this_process()
         self._lost = False
         try:
             while not self._acquired():

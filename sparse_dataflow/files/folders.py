@@ -6,7 +6,8 @@ file, made while the folder is empty. A file's name alone is no proof of its aut
 The owner holds an exclusive flock on a small file, which the operating system releases when the
 process dies. The file names the owner in JSON. A file system may keep flocks on each machine for
 itself, as mounts of object stores do. So the owner also counts up in the file, and a process on
-another machine takes over a lock only if the count stands still.
+another machine takes over a lock only if the count stands still. Where a file system has no flock,
+the owner is the process that created the file.
 
 No link in a folder from an untrusted source may lead out of it.
 """
@@ -15,6 +16,7 @@ import contextlib
 import datetime
 import errno
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -125,7 +127,7 @@ def claim(
                 path.rmdir()
 
     try:
-        storage.retry(f"Making {folder}", lambda: folder.mkdir(parents=True, exist_ok=True))
+        storage.retry(f"Making {folder}", lambda: storage.make_folder(folder))
         if not is_marked(folder, owner):
             marked = storage.retry(f"Marking {folder}", lambda: _marked(folder, owner))
     except OSError as error:
@@ -210,7 +212,7 @@ class FolderLock:
           UserError: another process owns the folder, or it cannot be written.
         """
         self._folder, self._path = folder, folder / NAME
-        self._owner = this_process()
+        self._owner, self._taken = this_process(), False
         try:
             self._file = storage.retry(f"Locking {folder}", self._acquire)
         except OSError as error:
@@ -234,7 +236,7 @@ class FolderLock:
           UserError: it was deleted or moved, or another process took it over.
         """
         try:
-            mine = _same_file(self._file, self._path)
+            mine = _same_file(self._file, self._path) and not self._taken
         except OSError as error:
             if storage.is_transient(error):
                 return
@@ -252,21 +254,27 @@ class FolderLock:
                 return
             self._released.set()
             with contextlib.suppress(OSError):
-                if _same_file(self._file, self._path):
+                if _same_file(self._file, self._path) and not self._taken:
                     self._path.unlink()
             os.close(self._file)
 
     def _acquire(self) -> int:
         while True:
-            # Neither a link nor a named pipe is followed, or waited for.
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            file = os.open(self._path, flags, 0o666)
+            file, created = self._opened()
             try:
                 if not stat.S_ISREG(os.fstat(file).st_mode):
                     raise UserError(f"{self._path} is not a regular file; remove it.")
-                self._take(file)
-                # Another process may have released, and so removed, the file since it was opened.
-                if _same_file(file, self._path):
+                if self._flocked(file):
+                    owner = _read(self._path)
+                    if owner and owner.get("machine") != self._owner["machine"]:
+                        await_another_machine(self._folder, owner, lambda: _read(self._path))
+                    # Another process may have released, and so removed, the file meanwhile.
+                    taken = _same_file(file, self._path)
+                else:
+                    taken = created
+                    if not created:
+                        self._remove_dead(self._path)
+                if taken:
                     self._write(file)
                     return file
             except BaseException:
@@ -274,9 +282,18 @@ class FolderLock:
                 raise
             os.close(file)
 
-    def _take(self, file) -> None:
-        """Takes the flock, and refuses a living owner."""
-        has_flock = True
+    def _opened(self) -> tuple[int, bool]:
+        """Returns the lock file, and whether this call created it."""
+        # Neither a link nor a named pipe is followed, or waited for.
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        while True:
+            with contextlib.suppress(FileExistsError):
+                return os.open(self._path, flags | os.O_CREAT | os.O_EXCL, 0o666), True
+            with contextlib.suppress(FileNotFoundError):  # It was released meanwhile.
+                return os.open(self._path, flags), False
+
+    def _flocked(self, file) -> bool:
+        """Takes the flock; returns False if the file system has none, and refuses its owner."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -284,14 +301,47 @@ class FolderLock:
                 raise in_use(self._folder, _read(self._path)) from None
             if error.errno not in _NO_FLOCK:
                 raise
-            has_flock = False
-        owner = _read(self._path)
-        if not owner:
+            return False
+        return True
+
+    def _created(self, path) -> int:
+        """Creates a file with this owner, for file systems without flock, where only the process
+        that creates a file owns it; refuses a living owner and removes the file of a dead one."""
+        while True:
+            with contextlib.suppress(FileExistsError):
+                file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o666)
+                self._write(file)
+                return file
+            self._remove_dead(path)
+
+    def _remove_dead(self, path) -> None:
+        """Removes the file of a dead owner; refuses a living one.
+
+        Of several processes that find the owner dead, the one that creates a file named after it
+        removes it. Otherwise a slow one could remove the file of its successor.
+        """
+        try:
+            before = os.stat(path, follow_symlinks=False)
+        except FileNotFoundError:
             return
-        if owner.get("machine") != self._owner["machine"]:
-            await_another_machine(self._folder, owner, lambda: _read(self._path))
-        elif not has_flock and is_alive(owner):
+        owner = _await_owner(path)
+        if owner and any(owner.get(name) != self._owner[name] for name in ("machine", "host")):
+            # Containers share a machine and not its process ids.
+            await_another_machine(self._folder, owner, lambda: _read(path))
+        elif is_alive(owner):
             raise in_use(self._folder, owner)
+        owner = _read(path)
+        digest = hashlib.sha256(json.dumps([before.st_ino, owner], sort_keys=True).encode())
+        right = path.with_name(f"{NAME}.{digest.hexdigest()[:16]}")
+        file = self._created(right)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                now = os.stat(path, follow_symlinks=False)
+                if now.st_ino == before.st_ino and _read(path) == owner:
+                    path.unlink()
+        finally:
+            right.unlink(missing_ok=True)
+            os.close(file)
 
     def _write(self, file) -> None:
         text = json.dumps(self._owner).encode()
@@ -303,8 +353,13 @@ class FolderLock:
             self._owner["count"] += 1
             # Once it is closed, the file's number may be that of another file.
             with self._writing, contextlib.suppress(OSError):
-                if not self._released.is_set():
-                    self._write(self._file)
+                if self._released.is_set():
+                    return
+                if (owner := _read(self._path)) and owner.get("id") != self._owner["id"]:
+                    # Where machines do not see each other's locks, the one that wrote last stays.
+                    self._taken = True
+                    return
+                self._write(self._file)
 
 
 def this_process() -> dict[str, Any]:
@@ -316,6 +371,7 @@ def this_process() -> dict[str, Any]:
         "started": psutil.Process().create_time(),
         "since": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "count": 0,
+        "id": uuid.uuid4().hex,
     }
 
 
@@ -352,6 +408,15 @@ def await_another_machine(
             return
         if now != owner:
             raise in_use(place, now)
+
+
+def _await_owner(path) -> dict[str, Any]:
+    """Returns the owner in a lock file, which its creator may be about to write; {} if the file is
+    gone, or names none for as long as a living owner could take."""
+    end = time.monotonic() + DEAD_AFTER * BEAT_SECONDS
+    while not (owner := _read(path)) and os.path.lexists(path) and time.monotonic() < end:
+        time.sleep(min(0.05, BEAT_SECONDS))
+    return owner
 
 
 def _read(path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sparse_dataflow.files import json_files
+from sparse_dataflow.files import json_files, storage
 
 NAME = "manifest.json"
 # Far above any real manifest (about 150 bytes per file), and small enough to read into memory.
@@ -57,7 +57,7 @@ def write(folder: Path, facts: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
     os.replace(unfinished, folder / NAME)
     for parent, _, _ in os.walk(folder):
-        flush_folder(Path(parent))
+        storage.flush_folder(Path(parent))
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -113,15 +113,6 @@ def load_json(path: Path) -> Any:
         raise Damaged(f"its {path.name} is not JSON") from error
     except ValueError as error:
         raise Damaged(f"its {path.name} is not JSON: {error}") from error
-
-
-def flush_folder(folder: Path) -> None:
-    """Flushes the file names in `folder` to disk (fsync of a directory), against power cuts."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _parse(folder: Path) -> dict[str, Any]:

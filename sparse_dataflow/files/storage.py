@@ -39,6 +39,9 @@ TRANSIENT = frozenset(
 )  # fmt: skip
 """Error numbers of NFS, FUSE and block devices while a server or a link is down (errno(3))."""
 
+_NO_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
+"""How file systems without an fsync of folders answer."""
+
 _MESSAGES = {os.strerror(number): number for number in TRANSIENT}
 _RETRIED = "It was attempted several times."
 
@@ -154,7 +157,8 @@ def replace(path: str | os.PathLike, content: bytes) -> None:
     Retries transient errors.
 
     Raises:
-      OSError: the file cannot be written; the old file stays.
+      OSError: the file cannot be written; the old file stays, unless only its new name could not
+        be flushed.
     """
     path = Path(path)
     partial = path.with_name(f"{path.name}.new")
@@ -165,6 +169,7 @@ def replace(path: str | os.PathLike, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
+        flush_folder(path.parent)
 
     try:
         retry(f"Writing {path}", write)
@@ -172,6 +177,26 @@ def replace(path: str | os.PathLike, content: bytes) -> None:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
+
+
+def flush_folder(folder: Path) -> None:
+    """Flushes the file names in `folder` to disk, as far as its file system can (fsync)."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FSYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder with its parents, as far as they are missing, and flushes their names."""
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in created:
+        flush_folder(path.parent)
 
 
 SECONDS = 8.0

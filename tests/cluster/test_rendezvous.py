@@ -283,7 +283,13 @@ def test_the_token_comes_from_the_environment():
     assert cluster.token({**slurm, "SPARSE_DATAFLOW_TOKEN": "x"}) == "x"
 
 
-@pytest.mark.parametrize("address", ["nowhere", ":80", "host:", "host:port", "host:70000"])
+NO_ADDRESSES = [
+    "nowhere", ":80", "host:", "host:port", "host:70000", "host:٣", "node..cluster:80", "..:80",
+    f"{'n' * 64}:80", f"a.{'b' * 90}.c:80", "x\0y:80", "[]:80", "n\N{COMBINING TILDE}\u0378:80",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("address", NO_ADDRESSES)
 def test_an_invalid_address_is_refused(address):
     with pytest.raises(UserError, match="write host:port"):
         rendezvous.meet(address, 2, 0, {}, 1.0)

@@ -1,4 +1,6 @@
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from sparse_dataflow.commands import command_line, train
 from sparse_dataflow.commands.job import Run
-from sparse_dataflow.commands.request import NAMED
+from sparse_dataflow.commands.request import NAMED, resume_flags
 from sparse_dataflow.core.config import settings
 from sparse_dataflow.core.config.run import LAPTOP_SCALES, RunConfig, preset
 from sparse_dataflow.evaluation.run_files import RunRecord, to_bytes
@@ -174,6 +176,50 @@ def test_resume_names_every_setting_that_contradicts(saved_run):
     assert f"--set sparsity.projections={every} (saved: qkv)" in text
     assert "--corpus=sotu (saved: python_stdlib)" in text
     assert "--seed" not in text and "--steps" not in text
+
+
+PLACES = {
+    "run.mirror": ("/elsewhere/mirror", "s3://bucket/run", "a folder with spaces"),
+    "parallel.server_dir": ("/elsewhere/server", "server", "/tmp/it's"),
+}
+
+
+def with_places(saved_run, **places):
+    config = RunConfig.from_json(json.loads((saved_run / "config.json").read_text()))
+    if "parallel__server_dir" in places:
+        config = config.change(parallel__executor="relay")
+    (saved_run / "config.json").write_bytes(to_bytes(config.change(**places).to_json()))
+
+
+@pytest.mark.parametrize(
+    ("path", "place"), [(path, place) for path, places in PLACES.items() for place in places]
+)
+def test_a_place_that_only_the_resumed_folder_names_is_asked_for(saved_run, path, place):
+    with_places(saved_run, **{path.replace(".", "__"): place})
+    with pytest.raises(UserError) as refused:
+        parse(f"--resume={saved_run}")
+    flags = re.findall(r"add (.*) to --resume=|or (.*) to leave", str(refused.value))
+    [again], [without] = shlex.split(flags[0][0]), shlex.split(flags[1][1])
+    assert again == f"--set={path}={place}" and without == f"--set={path}="
+    for flag, value in ((again, place), (without, ""), (f"--set={path}=other", "other")):
+        config = parse(f"--resume={saved_run}", flag).config()
+        assert settings.to_json(config)[path.partition(".")[0]][path.partition(".")[2]] == value
+
+
+def test_the_flags_that_resume_a_run_name_its_places(saved_run):
+    with_places(saved_run, run__mirror="/else where", parallel__server_dir="server")
+    config = RunConfig.from_json(json.loads((saved_run / "config.json").read_text()))
+    flags = resume_flags(config, str(saved_run))
+    assert parse(*flags).config().run.mirror == "/else where"
+    assert parse(*flags).config().parallel.server_dir == "server"
+
+
+def test_a_mirror_names_itself_and_is_not_asked_for(saved_run):
+    with_places(saved_run, run__mirror=str(saved_run / ".." / "toy"))
+    assert parse(f"--resume={saved_run}").config().run.mirror
+    with_places(saved_run, run__mirror="/elsewhere")
+    with pytest.raises(UserError):
+        parse(f"--resume={saved_run}")
 
 
 def test_resume_of_nothing_names_the_runs_beside_it(saved_run):

@@ -14,6 +14,9 @@ the main one is in a C function for a minute.
 
 "ignored" are names of signals that are ignored from the start, as under nohup.
 
+"flushed" is a file that gets a line for each file or folder that is flushed to disk: its path,
+inode and size.
+
 What is not "whole" leaves out what takes seconds beside the training: see `shorten`.
 """
 
@@ -114,6 +117,18 @@ def at_call(name, count, what):
     setattr(module, function, counted)
 
 
+def note_flushes(path):
+    log, fsync = open(path, "a", buffering=1), os.fsync
+
+    def noted(file):
+        number = file if isinstance(file, int) else file.fileno()
+        fsync(number)
+        there = os.fstat(number)
+        print(os.readlink(f"/proc/self/fd/{number}"), there.st_ino, there.st_size, file=log)
+
+    os.fsync = noted
+
+
 def shorten():
     """Leaves out rates of this machine, the sections of a step, and continuations in the report."""
     from sparse_dataflow.commands import report
@@ -133,6 +148,8 @@ for number in asked["ignored"]:
     signal.signal(getattr(signal, number), signal.SIG_IGN)
 for call in asked["calls"]:
     at_call(*call)
+if asked["flushed"]:
+    note_flushes(asked["flushed"])
 if happenings:
     sys.addaudithook(watch)
 name, sys.argv = sys.argv[2], [sys.argv[0], *sys.argv[3:]]

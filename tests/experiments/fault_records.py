@@ -27,6 +27,7 @@ MIRRORED = "the disk lost in the middle of a save, with a mirror"
 MIRROR_KILLS = "random kills while a mirror is written and read"
 THREE = "kill -9 of one of three processes in an evolution, then in the restore"
 TOOL_KILLS = {name: f"random kills of {name}" for name in ("export", "evaluate", "generate")}
+POWER_CUT = "a power cut: what was not flushed to the disk is lost"
 EXHAUSTED = "no more memory or threads, at a save or in a step"
 FAULTS = (
     "kill -9 of a worker",
@@ -37,6 +38,7 @@ FAULTS = (
     "kill -9 of two processes, then of the one that goes on",
     THREE,
     *RANDOM_KILLS.values(),
+    POWER_CUT,
     MIRROR_KILLS,
     MIRRORED,
     *TOOL_KILLS.values(),

@@ -47,6 +47,7 @@ class MainJob:
         events=(),
         calls=(),
         ignored=(),
+        flushed="",
         whole=False,
         cwd=None,
         **options,
@@ -57,13 +58,14 @@ class MainJob:
           events: what happens to it, as in `eventful_run`.
           calls: likewise.
           ignored: names of signals that it ignores from its start, as under nohup.
+          flushed: file that gets a line for each flush of a file, as in `eventful_run`.
           whole: with all that `eventful_run.shorten` leaves out.
           cwd: the folder that it runs in; that of the tests' corpus if None.
           options: of `Forks.start`.
         """
         arguments = without_repeats(arguments)
         asked = {"events": list(events), "calls": list(calls), "ignored": list(ignored)}
-        asked["whole"] = whole
+        asked |= {"whole": whole, "flushed": str(flushed)}
         program = Path(__file__).with_name("eventful_run.py")
         cwd = cwd or self.corpus.parent
         return self.forks.start(

@@ -112,7 +112,7 @@ def test_a_run_whose_checkpoints_are_damaged_is_restored_from_its_mirror(
     for variant in ("sparse", "dense"):
         for path in (first / variant / "checkpoints").glob("*/state/d/*"):
             os.truncate(path, path.stat().st_size // 2)
-    done = job.resume(first)
+    done = job.resume(first, f"--set=run.mirror={second}")
     assert done.returncode == 0 and "Restoring the checkpoint of step 6 from" in done.stderr, done
     assert "resumes after step 6 of 12" in done.stderr
     assert_same_results(first, undisturbed)
@@ -134,7 +134,7 @@ def test_kills_while_a_mirror_is_written_and_read_end_at_the_same_bits(
         name = draw.choice(["SIGKILL", "SIGKILL", "SIGTERM"])
         event = (r"/second/", draw.randint(1, 120), name)
         if (first / "run.json").exists():
-            run = job.start(f"--resume={first}", events=[event])
+            run = job.start(f"--resume={first}", f"--set=run.mirror={second}", events=[event])
         else:
             run = job.start(*mirrored_plan(job, tmp_path), events=[event])
         status = run.wait()

@@ -61,9 +61,10 @@ def test_killed_in_a_step_it_goes_on_from_the_one_before(job, relayed, tmp_path)
     )
     killed = job.new(folder, *plan, events=[(r"\.server\.json", 11, "SIGKILL")])
     assert killed.returncode == -9, killed.stderr
-    killed = job.resume(folder, events=[(r"\.server\.json", 9, "SIGKILL")])
+    at = f"--set=parallel.server_dir={server}"
+    killed = job.resume(folder, at, events=[(r"\.server\.json", 9, "SIGKILL")])
     assert killed.returncode == -9 and "resumes after step 4 of 12" in killed.stderr
-    assert "resumes after step 8 of 12" in done(job.resume(folder)).stderr
+    assert "resumes after step 8 of 12" in done(job.resume(folder, at)).stderr
     assert_same_results(folder, relayed)
 
 
@@ -75,7 +76,7 @@ def test_killed_with_layouts_that_stay_it_goes_on_from_the_step_before(job, tmp_
     plan = (*SHORT, f"--set=parallel.server_dir={tmp_path / 'server'}")
     killed = job.new(folder, *plan, events=[(r"\.server\.json", 11, "SIGKILL")])
     assert killed.returncode == -9, killed.stderr
-    assert "resumes after step 4 of 12" in done(job.resume(folder)).stderr
+    assert "resumes after step 4 of 12" in done(job.resume(folder, plan[-1])).stderr
     assert_same_results(folder, whole)
 
 
@@ -112,9 +113,9 @@ def test_two_processes_go_on_from_a_step_that_both_have_and_one_from_the_last(
         f"--set=parallel.server_dir={server}",
     )
     two(job, *new, events=[(r"\.server\.json", 11, "SIGKILL")])
-    told, _ = two(job, f"--resume={folder}", events=[(r"\.server\.json", 9, "SIGKILL")])
+    told, _ = two(job, f"--resume={folder}", new[-1], events=[(r"\.server\.json", 9, "SIGKILL")])
     assert "resumes after step 4 of 12" in told
-    told = done(job.resume(folder)).stderr
+    told = done(job.resume(folder, new[-1])).stderr
     assert "resumes after step 8 of 12" in told or "resumes after step 9 of 12" in told
     assert len(losses(folder)) == 12
     np.testing.assert_allclose(losses(folder), losses(relayed), rtol=1e-4)

@@ -1,11 +1,14 @@
 """A folder lock: one owner at a time, whoever died before."""
 
+import errno
+import hashlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -67,6 +70,95 @@ def test_without_flock_the_owner_is_looked_up_by_its_start_time(owner, tmp_path,
     path = tmp_path / folders.NAME
     path.write_text(json.dumps(json.loads(path.read_text()) | {"started": 1.0}))
     FolderLock(tmp_path).release()
+
+
+RACE = """
+import os, sys, time, errno
+from pathlib import Path
+from sparse_dataflow.files import folders
+def flock(*_): raise OSError(int(sys.argv[3]), "")
+folders.fcntl.flock = flock
+folders.BEAT_SECONDS = 0.3
+def slow(call):
+    def after(*arguments):
+        time.sleep(float(sys.argv[4]))
+        return call(*arguments)
+    return after
+os.pwrite, os.ftruncate = slow(os.pwrite), slow(os.ftruncate)
+time.sleep(max(0, float(sys.argv[2]) - time.time()))
+try:
+    lock = folders.FolderLock(Path(sys.argv[1]))
+    print("owner", flush=True)
+    sys.stdin.read()
+    lock.check()
+    lock.release()
+except folders.UserError as error:
+    print("refused" if "in use by process" in str(error) else error, flush=True)
+"""
+
+
+@pytest.mark.parametrize("before", ["nothing", "a dead owner", "an unfinished file"])
+@pytest.mark.parametrize(("number", "seconds"), [(errno.ENOLCK, 0.0), (errno.ENOSYS, 0.02)])
+def test_without_flock_one_of_several_processes_becomes_the_owner(
+    tmp_path, before, number, seconds
+):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    if before == "a dead owner":
+        dead = folders.this_process() | {"pid": 2**22 + 1}
+        (folder / folders.NAME).write_text(json.dumps(dead))
+    elif before == "an unfinished file":
+        (folder / folders.NAME).touch()
+    start = str(time.time() + 1.0)
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACE, folder, start, str(number), str(seconds)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for _ in range(5)
+    ]  # fmt: skip
+    said = sorted(racer.stdout.readline().strip() for racer in racers)
+    assert said == ["owner", *["refused"] * 4]
+    for racer in racers:
+        assert racer.communicate("")[0] == ""
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("files", [0, 1, 2])
+def test_without_flock_a_process_that_died_in_a_takeover_blocks_nobody(
+    tmp_path, monkeypatch, files
+):
+    """Its file, which gave it the right to remove that of the dead owner, is there for ever."""
+    without_flock(monkeypatch)
+    monkeypatch.setattr(folders, "BEAT_SECONDS", 0.01)
+    dead = [folders.this_process() | {"pid": 2**22 + n} for n in range(3)]
+    path = tmp_path / folders.NAME
+    path.write_text(json.dumps(dead[0]))
+    for owner in dead[1 : files + 1]:
+        facts = [path.stat().st_ino, json.loads(path.read_text())]
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        path = tmp_path / f"{folders.NAME}.{digest[:16]}"
+        path.write_text(json.dumps(owner))
+    with FolderLock(tmp_path) as lock:
+        lock.check()
+        assert [file.name for file in tmp_path.iterdir()] == [folders.NAME]
+
+
+@pytest.mark.parametrize("machine", ["this", "another"])
+def test_an_owner_whose_file_names_another_ends(tmp_path, monkeypatch, machine):
+    """As where two machines do not see each other's locks, and both took the folder."""
+    monkeypatch.setattr(folders, "BEAT_SECONDS", 0.05)
+    lock = FolderLock(tmp_path)
+    path = tmp_path / folders.NAME
+    other = json.dumps(folders.this_process() | {"machine": machine})
+    path.write_text(other)
+    end = time.monotonic() + 10
+    with pytest.raises(UserError, match="taken over"):
+        while time.monotonic() < end:
+            lock.check()
+            time.sleep(0.05)
+    lock.release()
+    assert path.read_text() == other
 
 
 @pytest.mark.parametrize("counts", [True, False])

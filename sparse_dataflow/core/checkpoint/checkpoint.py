@@ -9,8 +9,10 @@ Layout of the folder, where a step is a decimal number without leading zeros:
     <step>.pruning/       being deleted
     <step>.damaged/       found damaged by `restore` and renamed
 
-A save writes `<step>.saving`, flushes it to disk and renames it to `<step>`.  Old checkpoints are
-deleted only after the rename.  So a kill at any time leaves every finished checkpoint intact.
+A save writes `<step>.saving`, flushes it to disk and renames it to `<step>`.  The lines of
+`files.appended`, such as the metrics until that step, are flushed before.  Old checkpoints are
+deleted only after the rename.  So a kill or a power cut at any time leaves every finished
+checkpoint intact.
 
 Transient storage errors (see `storage`) are retried.  If the background write of the arrays fails,
 the arrays may have changed by then, so the save is retried with the next state.
@@ -35,8 +37,8 @@ from absl import logging
 from sparse_dataflow.cluster import processes
 from sparse_dataflow.core.checkpoint import named_arrays
 from sparse_dataflow.core.checkpoint.mirror import Mirror
-from sparse_dataflow.core.checkpoint.named_arrays import SaveBarrier, SaveOutcome
-from sparse_dataflow.files import manifest, storage
+from sparse_dataflow.core.checkpoint.named_arrays import Keeping, SaveBarrier, SaveOutcome
+from sparse_dataflow.files import appended, manifest, storage
 from sparse_dataflow.files.addresses import Address
 from sparse_dataflow.files.errors import UserError, advice
 from sparse_dataflow.files.json_files import refuse_difference
@@ -61,18 +63,21 @@ class Checkpoints:
         completed: Callable[[dict[str, Any]], dict[str, Any]] = lambda saved: saved,
         read_only: bool = False,
         mirror: Path | Address | None = None,
+        is_regular: Callable[[int], bool] = lambda step: True,
     ):
         """Creates the folder, checks that it is writable and removes unfinished saves.
 
         Args:
           folder: the `checkpoints` folder of one variant.
-          keep: number of newest checkpoints to keep, in addition to the best one.
+          keep: number of newest regular checkpoints to keep, in addition to the best ones and the
+            newest of any kind.
           config: JSON-able settings that must match for a checkpoint to fit, such as the resolved
             model and optimizer.  Stored in each checkpoint and compared on restore.
           completed: a checkpoint's config -> the same with the settings that are younger than it.
           read_only: change nothing in the folder, for a reader during or after the run.
           mirror: a second folder or address, to which each checkpoint is copied in the background
             and from which lost and damaged ones are restored; None for none.
+          is_regular: see `Keeping`.
 
         Raises:
           UserError: `keep` is below 1, or the folder cannot be written.
@@ -80,13 +85,14 @@ class Checkpoints:
         if keep < 1:
             raise UserError(f"keep={keep} checkpoints: at least 1 must be kept.")
         self._folder = Path(folder).absolute()
-        self._keep = keep
+        self._keeping = Keeping(keep, is_regular)
         self._config = json.loads(json.dumps(config))
         self._completed = completed
         self._read_only = read_only
         self._worker: threading.Thread | None = None
         self._outcome = SaveOutcome()
         self._verified_steps: set[int] = set()
+        self._from_mirror: set[int] = set()
         self._barrier = SaveBarrier()
         self._orbax = named_arrays.make_checkpointer(self._barrier)
         self._mirror: Mirror | None = None
@@ -95,7 +101,7 @@ class Checkpoints:
         def prepare():
             named_arrays.prepare_folder(self._folder)
             if mirror is not None:
-                self._mirror = Mirror(self._folder, mirror, keep)
+                self._mirror = Mirror(self._folder, mirror, self._keeping)
 
         if not read_only:
             processes.on_first(prepare)
@@ -113,6 +119,16 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Returns the steps of the finished checkpoints, oldest first, without verifying them."""
         return sorted(named_arrays.read_facts(self._folder))
+
+    def regular_steps(self) -> list[int]:
+        """Returns the steps of the regular checkpoints here or in the mirror, oldest first.
+
+        They are those that a run without a stop has, also after several stops, and where the newest
+        checkpoint alone was fetched from the mirror.
+        """
+        mirrored = self._mirror.facts() if self._mirror else {}
+        facts = mirrored | named_arrays.read_facts(self._folder)
+        return sorted(self._keeping.regular(facts))
 
     def best_step(self) -> int | None:
         """Returns the newest step with the lowest metric, or None if no checkpoint has one."""
@@ -228,14 +244,19 @@ class Checkpoints:
             self._mirror.wait()
 
     def restore(
-        self, abstract_state: Any, step: int | None = None, *, without: tuple[str, ...] = ()
+        self,
+        abstract_state: Any,
+        step: int | None = None,
+        *,
+        without: tuple[str, ...] = (),
+        unsound: Callable[[Any], str] = lambda state: "",
     ) -> tuple[Any, dict[str, Any]] | None:
         """Restores the newest verified checkpoint, or the one of `step`, bit by bit.
 
-        A damaged checkpoint is logged and renamed to `<step>.damaged`; its copy in the mirror is
-        restored, else without `step` the next older one.  Training on from an older `step` leaves
-        the newer checkpoints in place, and they stay the newest: move them, and their copies in the
-        mirror, away first.
+        A damaged checkpoint, or an unsound one, is logged and renamed to `<step>.damaged`; its copy
+        in the mirror is restored, else without `step` the next older one.  Training on from an
+        older `step` leaves the newer checkpoints in place, and they stay the newest: move them, and
+        their copies in the mirror, away first.
 
         Args:
           abstract_state: tree to fill, or a function (step, extra) -> tree; leaves have `shape`
@@ -243,6 +264,7 @@ class Checkpoints:
             stays in numpy, any other leaf becomes an uncommitted array on the default device.
           step: the checkpoint to restore; the newest verified one if None.
           without: first parts of the names of arrays that are not read, and not compared.
+          unsound: state -> why it cannot be used; "" if it can. Equal on all processes.
 
         Returns:
           (state, extra), or None if the folder has no checkpoint.
@@ -252,10 +274,26 @@ class Checkpoints:
             another config or other arrays; or the files cannot be read.
         """
         self.wait()
-        newest = processes.on_first(lambda: self._newest_verified(step))
-        if newest is None:
-            return None
-        step, extra, arrays = newest
+        while True:
+            newest = processes.on_first(lambda: self._newest_verified(step))
+            if newest is None:
+                return None
+            state = self._read(abstract_state, without, *newest)
+            if not (reason := unsound(state)):
+                return state, newest[1]
+            refuse = functools.partial(self._refuse_unsound, newest[0], reason)
+            processes.on_first(refuse)
+
+    def _refuse_unsound(self, step: int, reason: str) -> None:
+        """Sets a checkpoint aside whose bytes are whole and whose state cannot be used."""
+        if self._read_only:
+            raise UserError(f"Checkpoint {self._folder / str(step)} cannot be used: {reason}.")
+        if step in self._from_mirror and self._mirror is not None:
+            self._mirror.set_aside(step, reason)
+        self._set_aside(self._folder / str(step), reason)
+
+    def _read(self, abstract_state, without, step, extra, arrays) -> Any:
+        """Returns the state of a verified checkpoint."""
         path = self._folder / str(step)
         self._refuse_other_config(path, extra["config"])
         tree = abstract_state(step, extra) if callable(abstract_state) else abstract_state
@@ -266,13 +304,13 @@ class Checkpoints:
         read = functools.partial(named_arrays.read, self._orbax, state, tree)
         # The checksums match: errors mean that it was written with other arrays than described.
         with named_arrays.user_errors(state, Exception):
-            return storage.retry(f"Reading {state}", read), extra
+            return storage.retry(f"Reading {state}", read)
 
     def _newest_verified(
         self, step: int | None
     ) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
         """Returns (step, extra, array descriptions) of the checkpoint that `restore` reads."""
-        mirrored = self._mirror.steps() if self._mirror else set()
+        mirrored = self._mirror.facts() if self._mirror else {}
         steps = sorted({*self._step_folders(), *mirrored}, reverse=True)
         if step is not None and step not in steps:
             available = ", ".join(map(str, reversed(steps))) or "none"
@@ -282,6 +320,7 @@ class Checkpoints:
         for candidate in steps if step is None else [step]:
             content = self._verify_or_set_aside(candidate)
             if content is None and self._mirror and self._mirror.restore(candidate):
+                self._from_mirror.add(candidate)
                 content = self._verify_or_set_aside(candidate)
             if content is not None:
                 self._verified_steps.add(candidate)
@@ -349,12 +388,13 @@ class Checkpoints:
                 # Where a disk was lost meanwhile, later files of the save lie in another folder.
                 if saving.stat().st_ino != self._saving:
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(saving))
+                appended.flush()
                 (saving / "extra.json").write_bytes(about)
                 manifest.write(saving, {"step": step, "metric": metric})
                 saving.rename(final)
 
             storage.retry(f"Writing {final}", complete)
-            storage.retry(f"Writing {final}", lambda: manifest.flush_folder(self._folder))
+            storage.retry(f"Writing {final}", lambda: storage.flush_folder(self._folder))
         except Exception as error:
             self._outcome.record_failure(error, self._clean_up_failure(step, error))
             return
@@ -363,7 +403,7 @@ class Checkpoints:
         if self._mirror is not None:
             self._mirror.update()
         try:
-            for pruned in named_arrays.prune(self._folder, self._keep, step):
+            for pruned in named_arrays.prune(self._folder, self._keeping, step):
                 self._verified_steps.discard(pruned)
         except OSError as error:
             reason = named_arrays.reason(error)

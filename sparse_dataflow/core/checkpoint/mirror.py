@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from absl import logging
 
 from sparse_dataflow.core.checkpoint import named_arrays
+from sparse_dataflow.core.checkpoint.named_arrays import Keeping
 from sparse_dataflow.files import addresses, json_files, manifest, storage
 from sparse_dataflow.files.addresses import Address
 from sparse_dataflow.files.errors import UserError
@@ -48,8 +49,8 @@ class Copies(Protocol):
         """Copies the file of that name from here to `path`; returns False if there is none."""
         ...
 
-    def prune(self, keep: int, step: int) -> None:
-        """Deletes all but the best, the `keep` newest and the one of `step`."""
+    def prune(self, keeping: Keeping, step: int) -> None:
+        """Deletes all but those to keep and the one of `step`."""
 
     def set_aside(self, step: int, reason: str) -> None:
         """Makes a damaged copy count no more, and keeps its bytes."""
@@ -87,6 +88,7 @@ class FolderCopies(Copies):
         new = self._folder.parent / f"{path.name}.new"
         _copy(path, new)
         os.replace(new, self._folder.parent / path.name)
+        storage.flush_folder(self._folder.parent)
 
     def get_beside(self, name: str, path: Path) -> bool:
         if not (self._folder.parent / name).exists():
@@ -94,8 +96,8 @@ class FolderCopies(Copies):
         _copy(self._folder.parent / name, path)
         return True
 
-    def prune(self, keep: int, step: int) -> None:
-        for _ in named_arrays.prune(self._folder, keep, step):
+    def prune(self, keeping: Keeping, step: int) -> None:
+        for _ in named_arrays.prune(self._folder, keeping, step):
             pass
 
     def set_aside(self, step: int, reason: str) -> None:
@@ -156,10 +158,9 @@ class AddressCopies(Copies):
             return False
         return True
 
-    def prune(self, keep: int, step: int) -> None:
+    def prune(self, keeping: Keeping, step: int) -> None:
         facts = self.facts()
-        best = named_arrays.best_step(facts)
-        for old in sorted(facts.keys() - {step, best, *sorted(facts)[-keep:]}):
+        for old in sorted(facts.keys() - {step} - keeping.steps(facts)):
             self._delete(old)
         self._delete_unfinished()
 
@@ -225,9 +226,9 @@ def _finish(step: int, saving: Path, target: Path) -> None:
     if manifest.verify(saving).get("step") != step:
         raise manifest.Damaged(f"it is no copy of step {step}")
     for folder, _, _ in os.walk(saving):
-        manifest.flush_folder(Path(folder))
+        storage.flush_folder(Path(folder))
     saving.rename(target / str(step))
-    manifest.flush_folder(target)
+    storage.flush_folder(target)
 
 
 def _copy(path: Path, copy: Path) -> None:
@@ -249,18 +250,18 @@ class Mirror:
     A copy that fails is logged and ends nothing: the next checkpoint is another attempt.
     """
 
-    def __init__(self, source: Path, place: Path | Address, keep: int):
+    def __init__(self, source: Path, place: Path | Address, keeping: Keeping):
         """Makes the place of the copies and removes unfinished ones.
 
         Args:
           source: folder of the checkpoints.
           place: folder or address of the copies.
-          keep: number of newest copies to keep, in addition to the best one.
+          keeping: which copies are kept.
 
         Raises:
           UserError: the place cannot be written.
         """
-        self._source, self._copies, self._keep = source, copies_at(place), keep
+        self._source, self._copies, self._keeping = source, copies_at(place), keeping
         try:
             self._copies.prepare()
         except OSError as error:
@@ -269,14 +270,14 @@ class Mirror:
         self._last: concurrent.futures.Future = concurrent.futures.Future()
         self._last.set_result(None)
 
-    def steps(self) -> set[int]:
-        """Returns the steps of the finished copies, without verifying them.
+    def facts(self) -> dict[int, dict[str, Any]]:
+        """Returns {step: facts of its manifest} of the finished copies, without verifying them.
 
         Raises:
           UserError: they cannot be read, and there is no checkpoint but them to go on from.
         """
         try:
-            return set(self._copies.facts())
+            return self._copies.facts()
         except OSError as error:
             if not named_arrays.saved_steps(self._source):
                 raise UserError(
@@ -284,7 +285,7 @@ class Mirror:
                     f"in {self._source}."
                 ) from error
             logging.warning("The mirror %s cannot be read: %s.", self._copies, _words(error))
-            return set()
+            return {}
 
     def update(self) -> None:
         """Starts to copy the newest checkpoint, once the copy under way has ended."""
@@ -300,7 +301,7 @@ class Mirror:
         Raises:
           UserError: the folder of the checkpoints cannot be written.
         """
-        if step not in self.steps():
+        if step not in self.facts():
             return False
         LOGGER.info("Restoring the checkpoint of step %d from %s.", step, self._copies)
         back = functools.partial(self._copies.get, step, self._source)
@@ -317,6 +318,20 @@ class Mirror:
             ) from error
         return True
 
+    def set_aside(self, step: int, reason: str) -> None:
+        """Makes a copy that `restore` gave count no more.
+
+        Raises:
+          UserError: it cannot be renamed.
+        """
+        try:
+            self._copies.set_aside(step, reason)
+        except OSError as error:
+            raise UserError(
+                f"The checkpoint of step {step} at {self._copies} cannot be used ({reason}) and "
+                f"could not be moved aside: {_words(error)}."
+            ) from error
+
     def _restore_beside(self) -> None:
         """Takes the metrics of the copy where they reach further: those here may be older."""
         beside = self._source.parent / BESIDE
@@ -324,6 +339,7 @@ class Mirror:
         try:
             if self._copies.get_beside(BESIDE, new) and _last_step(new) > _last_step(beside):
                 os.replace(new, beside)
+                storage.flush_folder(beside.parent)
         finally:
             new.unlink(missing_ok=True)
 
@@ -339,7 +355,7 @@ class Mirror:
                 self._copies.put_beside(self._source.parent / BESIDE)
             copy = functools.partial(self._copies.put, step, self._source)
             storage.retry(f"Copying {self._source / str(step)}", copy)
-            self._copies.prune(self._keep, step)
+            self._copies.prune(self._keeping, step)
         except (OSError, manifest.Damaged) as error:
             logging.warning(
                 "The checkpoint of step %d could not be copied to %s: %s. The next one will be.",

@@ -7,6 +7,7 @@ after it has published its error; all processes then raise.
 """
 
 import contextlib
+import dataclasses
 import errno
 import itertools
 import json
@@ -396,7 +397,7 @@ def prepare_folder(folder: Path) -> None:
     """
 
     def make():
-        folder.mkdir(parents=True, exist_ok=True)
+        storage.make_folder(folder)
         for path in subfolders(folder, _LEFTOVER):
             remove(path)
         probe = folder / "0.saving"
@@ -437,13 +438,44 @@ def say_set_aside(place: object, cause: str, name: str) -> None:
     logging.warning("Checkpoint %s cannot be used: %s. It is now %s.", place, cause, name)
 
 
-def prune(folder: Path, keep: int, just_saved: int) -> Iterator[int]:
-    """Deletes all but the checkpoint just saved, the best and the `keep` newest; yields each step.
+@dataclasses.dataclass(frozen=True)
+class Keeping:
+    """Which checkpoints of a folder are kept.
+
+    Regular ones are those of a run without a stop. They are counted alone, so that a run that is
+    stopped often has the same ones to roll back to.
+
+    Attributes:
+      newest: number of newest regular checkpoints to keep, in addition to the best ones.
+      is_regular: step -> whether a run without a stop has a checkpoint then.
+    """
+
+    newest: int
+    is_regular: Callable[[int], bool] = lambda step: True
+
+    def regular(self, facts: dict[int, dict[str, Any]]) -> set[int]:
+        """Returns the regular steps that are kept: the newest and the best one.
+
+        Args:
+          facts: see `read_facts`.
+        """
+        regular = {step: fact for step, fact in facts.items() if self.is_regular(step)}
+        best = best_step(regular)
+        return {*sorted(regular)[-self.newest :], *([] if best is None else [best])}
+
+    def steps(self, facts: dict[int, dict[str, Any]]) -> set[int]:
+        """Returns the steps that are kept: regular ones, the newest and the best of any kind."""
+        best = best_step(facts)
+        return {*self.regular(facts), *sorted(facts)[-1:], *([] if best is None else [best])}
+
+
+def prune(folder: Path, keeping: Keeping, just_saved: int) -> Iterator[int]:
+    """Deletes all but the checkpoint just saved and those to keep; yields each step.
 
     A checkpoint is renamed before it is deleted, so a reader sees all of it or nothing.
     """
     facts = read_facts(folder)
-    for step in sorted(facts.keys() - {just_saved, best_step(facts), *sorted(facts)[-keep:]}):
+    for step in sorted(facts.keys() - {just_saved} - keeping.steps(facts)):
         pruning = folder / f"{step}.pruning"
         remove(pruning)
         (folder / str(step)).rename(pruning)

@@ -16,6 +16,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import ROW_PARALLEL
 from sparse_dataflow.core.config.settings import (
     ADOPTED,
+    ASKED,
     FRESH,
     MOST_SECONDS,
     Readable,
@@ -118,7 +119,7 @@ class ParallelConfig(Readable):
     server_dir: str = setting(
         "",
         "Folder of the relay's mapped files for masters and moments; empty is host memory.",
-        resumed=ADOPTED,
+        resumed=ASKED,
         path=True,
     )
     depth_schedule: str = setting(

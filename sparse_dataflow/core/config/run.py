@@ -9,6 +9,7 @@ from sparse_dataflow.core.config.model import SIZES, ModelConfig
 from sparse_dataflow.core.config.parallel import ParallelConfig
 from sparse_dataflow.core.config.settings import (
     ADOPTED,
+    ASKED,
     FRESH,
     MOST_SECONDS,
     MOST_SIZE,
@@ -151,7 +152,7 @@ class RunSettings(Readable):
         "",
         "Folder or address for a second copy of every checkpoint; --resume of it continues the "
         "run. Empty makes none.",
-        resumed=ADOPTED,
+        resumed=ASKED,
         path=True,
         address=True,
     )

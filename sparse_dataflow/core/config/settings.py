@@ -10,6 +10,7 @@ import difflib
 import math
 import numbers
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -51,9 +52,14 @@ MOST_EXPERTS = 2**12
 """Upper bound of the experts of a layer."""
 MOST_SECONDS = 7 * 24 * 3600
 
-FIXED, ADOPTED, FRESH = "fixed", "adopted", "fresh"
-"""How a resumed run treats a setting: it must keep the saved value; it takes the saved value unless
-another is given; it ignores the saved value."""
+FIXED, ADOPTED, FRESH, ASKED = "fixed", "adopted", "fresh", "asked"
+"""How a resumed run treats a setting.
+
+FIXED: it must keep the saved value. ADOPTED: it takes the saved value unless another is given.
+FRESH: it ignores the saved value. ASKED: it takes the value from its command line alone, and is
+refused if the saved one is not empty and none is given. A run folder may come from anybody, so a
+place that is written or sent to is FRESH or ASKED.
+"""
 
 AUTO = "auto"
 """The text of None, which a setting may have whose default is None."""
@@ -94,7 +100,7 @@ class Setting:
       help: one or two sentences, with units.
       legal: the legal numbers, as a description and a test.
       choices: the legal names of a str or tuple; empty where any text is legal.
-      resumed: FIXED, ADOPTED or FRESH.
+      resumed: FIXED, ADOPTED, FRESH or ASKED.
       path: whether a text may name a file or folder, so that `~` is the user's home.
       address: whether a path may be an address of an object store too.
       auto: the number that the text "auto" names; None where there is none.
@@ -233,6 +239,8 @@ def setting(
     auto: int | None = None,
 ) -> Any:
     """A dataclass field that is a setting; see `Setting` for the arguments."""
+    if path and resumed == ADOPTED:
+        raise TypeError("a place is FIXED if it is read alone, else FRESH or ASKED")
     extra = {
         "help": help, "legal": legal, "choices": choices, "resumed": resumed, "path": path,
         "address": address, "auto": auto,
@@ -379,7 +387,15 @@ def _utf8(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("is not UTF-8.") from None
+        encoding = sys.getfilesystemencoding()
+        try:
+            os.fsencode(text).decode()
+        except UnicodeError:
+            raise ValueError("is not UTF-8.") from None
+        raise ValueError(
+            f"is UTF-8, which Python reads as {encoding} in this locale (LC_ALL, LANG); set "
+            "PYTHONUTF8=1, or a locale such as LC_ALL=C.UTF-8."
+        ) from None
     return text
 
 

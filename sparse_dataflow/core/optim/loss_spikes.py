@@ -73,23 +73,21 @@ class SpikeHistory:
         """Whether the parameters must roll back now."""
         return self.skipped >= MAX_SKIPPED
 
-    def rollback_step(self, saved_steps: Sequence[int], step: int, every: int) -> int | None:
+    def rollback_step(self, saved_steps: Sequence[int], step: int) -> int | None:
         """Returns the step of the checkpoint to roll back to.
 
-        Only regular checkpoints older than the first skipped step are candidates: an undisturbed
-        run has those too.  The first rollback takes the newest candidate, each further one the
-        candidate before it.
+        Only checkpoints older than the first skipped step are candidates.  The first rollback takes
+        the newest candidate, each further one the candidate before it.
 
         Args:
-          saved_steps: steps of the whole checkpoints.
+          saved_steps: steps of the regular checkpoints: a run without a stop has those too.
           step: number of steps done.
-          every: steps between regular checkpoints.
 
         Returns:
           The step, or None if there is no candidate.
         """
         before = step - self.skipped
-        candidates = sorted(s for s in saved_steps if s <= before and s % every == 0)
+        candidates = sorted(s for s in saved_steps if s <= before)
         return candidates[max(0, len(candidates) - 1 - self.rollbacks)] if candidates else None
 
     def to_json(self) -> dict[str, Any]:

@@ -380,11 +380,17 @@ class StepReport(NamedTuple):
     routing: Any = ()
 
 
+def group_of(path: tuple) -> str:
+    """Returns the parameter group of a leaf of the parameters or moments, such as "embed" or
+    "blocks.qkv"; "" for a leaf that belongs to none."""
+    names = [key.key for key in path if hasattr(key, "key")]
+    return ".".join(names[:2]) if names[:1] == ["blocks"] else (names or [""])[0]
+
+
 def group_norms(tree: dict) -> dict[str, jax.Array]:
     """Returns the Euclidean norm of each parameter group: "embed", "head", "blocks.<module>"."""
     squares: dict[str, jax.Array] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        names = [key.key for key in path if hasattr(key, "key")]
-        group = ".".join(names[:2]) if names[0] == "blocks" else names[0]
+        group = group_of(path)
         squares[group] = squares.get(group, 0.0) + jnp.sum(jnp.square(leaf))
     return {group: jnp.sqrt(total) for group, total in squares.items()}

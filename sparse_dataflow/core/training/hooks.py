@@ -93,14 +93,13 @@ class SkipSpikes(Hook):
     """Skips steps whose loss is far above the recent ones, and rolls back after several; see
     `optim.loss_spikes`."""
 
-    def __init__(self, sigmas: float, every: int):
+    def __init__(self, sigmas: float):
         """Begins with no history.
 
         Args:
           sigmas: `TrainingConfig.skip_spikes`.
-          every: steps between regular checkpoints.
         """
-        self._sigmas, self._every, self._history = sigmas, every, SpikeHistory()
+        self._sigmas, self._history = sigmas, SpikeHistory()
 
     def limit(self) -> np.float32:
         return self._history.loss_limit(self._sigmas)
@@ -125,8 +124,8 @@ class SkipSpikes(Hook):
         """Restores the parameters of a checkpoint from before the skipped steps."""
         refuse_more_rollbacks(trainer.name, trainer.step, self._history)
         trainer.checkpoints.wait()
-        saved_steps = processes.on_first(trainer.checkpoints.steps)
-        target = self._history.rollback_step(saved_steps, trainer.step, self._every)
+        saved_steps = processes.on_first(trainer.checkpoints.regular_steps)
+        target = self._history.rollback_step(saved_steps, trainer.step)
         self._history = self._history.with_rollback()
         if target is None or phase_before(trainer.phases, target) != trainer.phase_number:
             say(
@@ -264,8 +263,11 @@ class Save(Hook):
         """
         self._every = every
 
+    def saves_at(self, step: int) -> bool:
+        return step % self._every == 0
+
     def after_step(self, trainer: Trainer, step: StepDone) -> None:
-        if trainer.step % self._every == 0 or trainer.finished:
+        if self.saves_at(trainer.step) or trainer.finished:
             trainer.save()
 
 
@@ -287,7 +289,7 @@ def usual(
       progress: of the run; None for a training that is not shown.
     """
     every = eval_every, checkpoint_every
-    spikes = [SkipSpikes(skip_spikes, checkpoint_every)] if skip_spikes else []
+    spikes = [SkipSpikes(skip_spikes)] if skip_spikes else []
     record = Record(mfu, progress.note) if progress else Record(mfu)
     shown = [Show(progress, *every)] if progress else []
     return [Evolve(), *spikes, record, Evaluate(eval_every), Save(checkpoint_every), *shown]

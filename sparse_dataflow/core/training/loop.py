@@ -18,6 +18,7 @@ from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.optim.by_weight import evaluated
+from sparse_dataflow.core.optim.finite import non_finite
 from sparse_dataflow.core.optim.loss_spikes import is_accepted
 from sparse_dataflow.core.optim.optimizers import TrainState, at_step, learning_rate_schedule
 from sparse_dataflow.core.training import held_out
@@ -87,6 +88,10 @@ class Hook:
     def after_step(self, trainer: "Trainer", step: StepDone) -> None:
         """Is called after each step, also one that was not accepted."""
 
+    def saves_at(self, step: int) -> bool:
+        """Returns whether it saves after that step, besides the last one, in every run."""
+        return False
+
     def saved(self) -> dict[str, Any]:
         """Returns what a checkpoint must remember, as JSON values by name."""
         return {}
@@ -151,7 +156,7 @@ class Trainer:
           base: frozen weights, which a checkpoint names instead of storing them; None if all
             weights are trained.
           clock: see the attribute; a new one if None.
-          checkpoints: (folder, config=..., completed=...) -> checkpoints.
+          checkpoints: (folder, config=..., completed=..., is_regular=...) -> checkpoints.
           metrics: (folder, step) -> the writer of metrics and alerts.
 
         Raises:
@@ -167,7 +172,10 @@ class Trainer:
         processes.on_first(lambda: _make_folder(folder))
         saved_config = identity(variant.model, self.training, self.evolution, data.tokenizer_hash)
         self.checkpoints = checkpoints(
-            folder / "checkpoints", config=saved_config, completed=completed
+            folder / "checkpoints",
+            config=saved_config,
+            completed=completed,
+            is_regular=lambda step: any(hook.saves_at(step) for hook in hooks),
         )
         restored, progress = self._restore(variant.phases)
         self.phases, self.seconds = progress.phases, progress.seconds
@@ -216,7 +224,7 @@ class Trainer:
             return abstract_saved_state(phases, self.training, step, self.executor)
 
         with self.clock.during("checkpoint"):
-            restored = self.checkpoints.restore(abstract_state)
+            restored = self.checkpoints.restore(abstract_state, unsound=_unsound)
         if restored is None:
             return None, SavedProgress(0.0, planned)
         with reading_extra():
@@ -286,7 +294,7 @@ class Trainer:
         self.seconds += elapsed
         done = StepDone(loss, norms, report.routing, rate, elapsed, limit)
         if done.accepted:
-            self._refuse_non_finite("gradients", norms, loss, report.routing)
+            self._refuse_non_finite(norms, loss, report.routing)
         for hook in self._hooks:
             hook.after_step(self, done)
 
@@ -303,7 +311,7 @@ class Trainer:
         """Takes parameters, moments and layouts from the checkpoint of an earlier step."""
         with self.clock.during("checkpoint"):
             state = abstract_saved_state(self.phases, self.training, step, self.executor)
-            restored = self.checkpoints.restore(state, step)
+            restored = self.checkpoints.restore(state, step, unsound=_unsound)
         assert restored is not None
         placed = self.executor.place(restored[0], self.model)
         self.state = at_step(placed, self.state.step)._replace(frozen=self.state.frozen)
@@ -359,12 +367,11 @@ class Trainer:
         """Starts a checkpoint of the current step, unless there is one.
 
         Raises:
-          DivergedError: a parameter is not finite.
+          DivergedError: a parameter or a moment is not finite.
           UserError: the folder cannot be written.
         """
-        parameter_norms = self.programs.parameter_norms
-        norms = jax.device_get(parameter_norms(self.state.params))
-        self._refuse_non_finite("parameters", norms)
+        if broken := non_finite(self.state):
+            self._refuse(broken)
         last = self.last_evaluation
         metric = last["bits_per_byte"] if last and last["step"] == self.step else None
         extra: dict[str, Any] = {
@@ -415,15 +422,19 @@ class Trainer:
             for hook in self._hooks:
                 stack.callback(hook.close)
 
-    def _refuse_non_finite(self, kind, norms, loss=0.0, routing=()):
+    def _refuse_non_finite(self, norms, loss, routing):
         broken = [group for group, norm in norms.items() if not math.isfinite(norm)]
         if math.isfinite(loss) and not broken:
             return
-        self.checkpoints.wait()
-        good = self.checkpoints.steps()
-        values = [f"{kind} of {', '.join(broken)}"] if broken else []
+        values = [f"gradients of {', '.join(broken)}"] if broken else []
         values += [f"loss {loss}"] if loss else []
         values += [f"router of layer {layer}" for layer in non_finite_routers(routing)[:1]]
+        self._refuse(values)
+
+    def _refuse(self, values):
+        """Ends a training whose state is not finite any more."""
+        self.checkpoints.wait()
+        good = self.checkpoints.steps()
         self.alert("nan", f"step {self.step} is not finite ({', '.join(values)})")
         raise DivergedError(
             f"{self.name}: step {self.step} is not finite ({', '.join(values)}). Last good "
@@ -432,9 +443,17 @@ class Trainer:
         )
 
 
+def _unsound(state: TrainState) -> str:
+    """Returns why a restored state is not good, on all processes the same; "" if it is."""
+    broken = non_finite(state)
+    if not processes.any_process(bool(broken)):
+        return ""
+    return f"it is not finite ({', '.join(broken) or 'on another process'})"
+
+
 def _make_folder(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        storage.make_folder(folder)
     except OSError as error:
         raise UserError(f"{folder} cannot be created: {error.strerror}.") from error
 

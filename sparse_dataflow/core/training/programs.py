@@ -17,7 +17,7 @@ from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor, Mul
 from sparse_dataflow.core.layouts.evolution import METHODS, PhaseSpec
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
-from sparse_dataflow.core.optim.optimizers import StepReport, TrainState, group_norms
+from sparse_dataflow.core.optim.optimizers import StepReport, TrainState
 from sparse_dataflow.core.training.batches import EvalBatches, TrainBatches
 from sparse_dataflow.core.training.step import (
     abstract_state,
@@ -92,7 +92,6 @@ class Compiled:
       gradient_norms: (`ModelWeights`, iterator over the tokens of training batches) -> norms of the
         dense gradient's blocks; None if the evolution does not read them.
       update_seconds: measured seconds of one layout update.
-      parameter_norms: params -> norms by parameter group.
       start_state: (variant's name, training, identity of its checkpoints, step of the newest
         checkpoint or None, function that returns the state of that checkpoint or the initial one,
         `from_seed`, `completed` of `training.saved_state`) -> first state of the run; for an
@@ -107,7 +106,6 @@ class Compiled:
     place_layouts: Callable = ModelWeights.with_fixed_layouts
     gradient_norms: Callable | None = None
     update_seconds: float = 0.0
-    parameter_norms: Callable = group_norms
     start_state: Callable | None = None
     timeline: Callable = lambda: ()
     teach: Callable | None = None
@@ -174,7 +172,6 @@ def _compile(phase, training, data, executor):
     replicated = executor.replicated()
     train_step = jitted_train_step(model, training, executor, shapes)
     eval_step = jax.jit(make_eval_step(model, executor), out_shardings=replicated)
-    parameter_norms = jax.jit(group_norms, out_shardings=replicated)
     batch = executor.put(data.train.example, data.train.batch_size)
     held_out = executor.put(data.validation[0], data.validation.batch_size)
     windows = held_out["tokens"], held_out["weights"]
@@ -192,7 +189,6 @@ def _compile(phase, training, data, executor):
         eval_step.lower(weights, *windows).compile(),
         time.perf_counter() - start,
         _with_newest_layouts(place),
-        parameter_norms=parameter_norms.lower(shapes.params).compile(),
         teach=teach,
     )
 

@@ -4,7 +4,14 @@ import os
 import shutil
 
 import pytest
-from checkpoint_states import CONFIG, restored_step, saved, small_state
+from checkpoint_states import (
+    CONFIG,
+    abstract,
+    assert_same_bits,
+    restored_step,
+    saved,
+    small_state,
+)
 from storage_faults import failing
 
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
@@ -116,3 +123,28 @@ def test_a_mirror_that_cannot_be_written_is_refused_at_once(places):
     second.parent.write_text("a file")
     with pytest.raises(UserError, match=r"cannot be written to .*second"):
         Checkpoints(first, config=CONFIG, mirror=second)
+
+
+@pytest.mark.parametrize("bad", [{3}, {2, 3}, {1, 2, 3}])
+def test_an_unsound_checkpoint_and_its_copy_are_passed_over(tmp_path, bad):
+    """Its bytes are whole; the one before is restored, from here or from the mirror."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for step in (1, 2, 3):
+        saved(first, [step], mirror=second)
+    shutil.rmtree(first / "2")
+
+    def unsound(state):
+        return "it is not finite" if int(state["step"]) in bad else ""
+
+    checkpoints = Checkpoints(first, config=CONFIG, mirror=second)
+    tree = abstract(small_state(0))
+    good = max({1, 2, 3} - bad, default=None)
+    if good is None:
+        with pytest.raises(UserError, match=r"All checkpoints in .* are damaged"):
+            checkpoints.restore(tree, unsound=unsound)
+    else:
+        state, _ = checkpoints.restore(tree, unsound=unsound)
+        assert_same_bits(state, small_state(good))
+    for folder in (first, second):
+        assert not {str(step) for step in bad} & {path.name for path in folder.iterdir()}
+        assert (folder / f"{max(bad)}.damaged").exists()

@@ -38,7 +38,7 @@ def failing(monkeypatch, holder, name, times, number=errno.EIO):
     [
         (manifest, "write"),
         (Path, "rename"),
-        (manifest, "flush_folder"),
+        (storage, "flush_folder"),
         (named_arrays, "start_writing"),
     ],
 )

@@ -184,3 +184,49 @@ def test_a_dropped_or_doubled_letter_finds_its_name(name, data):
         return
     legal = ["count", "share", "shapes", "where"]
     assert settings.did_you_mean(wrong, legal) == f"did you mean {name}?"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("d\udcc3\udcbcr", "is UTF-8, .*PYTHONUTF8=1"),
+        ("\udce2\udc82\udcac", "is UTF-8, .*PYTHONUTF8=1"),
+        ("a/\udcf0\udc9f\udc98\udc80", "is UTF-8, .*PYTHONUTF8=1"),
+        ("d\udcfcr", r"is not UTF-8\."),
+        ("\udcc3", r"is not UTF-8\."),
+    ],
+)
+def test_a_path_that_the_locale_does_not_read_is_told_from_one_that_is_not_utf_8(name, words):
+    """Python puts a surrogate for each byte of an argument that it cannot decode."""
+    with pytest.raises(ValueError, match=words):
+        KINDS["where"].parse(name)
+
+
+NO_PLACES = {
+    "model.layer_types", "model.remat", "sparsity.budget", "evolution.method",
+    "training.optimizer", "data.column", "parallel.mesh", "parallel.schedule",
+    "parallel.memory_limit", "parallel.depth_schedule", "run.profile",
+}  # fmt: skip
+"""Settings of any text that name no place: a new one is added here, or is one of the others."""
+
+ONLY_READ = {
+    "training.teacher",
+    "data.corpus",
+    "data.validation",
+    "data.tokenizer",
+    "run.init_from",
+}
+"""Places that a resumed run takes from its folder: their content is compared with its record."""
+
+
+def test_a_run_folder_alone_names_no_place_that_is_written_or_sent_to():
+    texts = {path for path, s in PATHS.items() if s.type is str and not s.choices}
+    asked_again = {p for p in texts if PATHS[p].resumed in (settings.FRESH, settings.ASKED)}
+    assert texts - asked_again - NO_PLACES == ONLY_READ
+    assert {"run.mirror", "run.out", "parallel.server_dir", "parallel.coordinator"} <= asked_again
+    assert {path for path in ONLY_READ if PATHS[path].path} == ONLY_READ
+
+
+def test_a_place_cannot_be_a_setting_that_a_resumed_run_adopts():
+    with pytest.raises(TypeError, match="FRESH or ASKED"):
+        settings.setting("", "A new folder.", path=True, resumed=settings.ADOPTED)

@@ -1,8 +1,10 @@
 """Steps with a loss spike change no bit, also after a resume; several in a row roll back."""
 
 import dataclasses
+import functools
 import json
 import math
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.optim.loss_spikes import (
@@ -60,20 +63,20 @@ def test_the_limit_follows_the_last_losses_and_survives_json(losses, sigmas):
         np.testing.assert_allclose(history.loss_limit(sigmas), limit, rtol=1e-5)
 
 
-@given(st.lists(st.integers(0, 60), unique=True), st.integers(1, 60), st.integers(1, 8), st.data())
-def test_rollbacks_go_to_regular_checkpoints_from_before_the_spike(saved, step, every, data):
+@given(st.lists(st.integers(0, 60), unique=True), st.integers(1, 60), st.data())
+def test_rollbacks_go_to_checkpoints_from_before_the_spike(saved, step, data):
     skipped = data.draw(st.integers(1, step))
     targets = [
-        SpikeHistory((), skipped, rollbacks).rollback_step(saved, step, every)
+        SpikeHistory((), skipped, rollbacks).rollback_step(saved, step)
         for rollbacks in range(MAX_ROLLBACKS)
     ]
-    legal = {s for s in saved if s <= step - skipped and s % every == 0}
+    legal = {s for s in saved if s <= step - skipped}
     assert all(target in legal if legal else target is None for target in targets)
     if legal:
         assert targets[0] == max(legal) and targets == sorted(targets, reverse=True)
 
 
-def trainer(folder, losses, training=TRAINING, start=None):
+def trainer(folder, losses, training=TRAINING, **options):
     """Returns a trainer whose step adds one to every parameter; `losses` is {step: loss}."""
 
     def train_step(state, layouts, tokens, learning_rate, limit):
@@ -86,15 +89,15 @@ def trainer(folder, losses, training=TRAINING, start=None):
 
     programs = [Compiled(train_step, lambda *_: 3.0, 0.0)]
     variant = Variant("sparse", MODEL, training)
-    regular = hooks.usual(50, 4, training.skip_spikes)
-    return Trainer(variant, folder, DATA, programs, regular, start=start)
+    usual = hooks.usual(50, 4, training.skip_spikes)
+    return Trainer(variant, folder, DATA, programs, usual, **options)
 
 
 def train(t, steps=None):
     left = iter(range(steps if steps is not None else 10**9))
     try:
         for _ in advance_side_by_side([t], lambda: next(left, None) is None):
-            pass
+            t.checkpoints.wait()  # A mirror leaves out copies where saves follow at once.
     finally:
         t.close()
     return t
@@ -140,6 +143,33 @@ def test_a_resumed_run_skips_and_rolls_back_as_an_undisturbed_one(tmp_path, whol
     assert bits(undisturbed) == bits(resumed)
     [rollback] = rows(folder, "rollback")
     assert (rollback["step"], rollback["to"]) == (15 + MAX_SKIPPED, 12)
+
+
+PREEMPTED = [
+    ([13, 1, 1, 1, 1, 1], False),
+    ([15, 1, 1, 1, 1], True),
+    pytest.param([1] * 45, False, marks=pytest.mark.nightly),
+    pytest.param([1] * 45, True, marks=pytest.mark.nightly),
+    pytest.param([12, 3, 2, 1, 5], False, marks=pytest.mark.nightly),
+]
+"""(steps that each start makes before it is stopped, whether only the mirror is left then)."""
+
+
+@pytest.mark.parametrize(("starts", "lost"), PREEMPTED)
+def test_a_run_that_is_often_preempted_rolls_back_to_the_same_checkpoints(tmp_path, starts, lost):
+    """Three rollbacks follow each other; each goes back further."""
+    losses = {step: 50.0 for step in (14, *range(16, 28), 33, 34, 35, 36)}
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    mirror = tmp_path / "mirror" if lost else None
+    undisturbed = train(trainer(whole, losses))
+    for steps in [*starts, None]:
+        checkpoints = functools.partial(Checkpoints, mirror=mirror)
+        resumed = train(trainer(cut, losses, checkpoints=checkpoints), steps)
+        if lost and not resumed.finished:
+            shutil.rmtree(cut / "checkpoints")
+    assert resumed.finished and bits(undisturbed) == bits(resumed)
+    assert rows(whole, "skipped", "rollback") == rows(cut, "skipped", "rollback")
+    assert len(rows(whole, "rollback")) == 4
 
 
 def test_a_rollback_restores_the_parameters_of_the_checkpoint(tmp_path):

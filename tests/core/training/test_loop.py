@@ -16,7 +16,7 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.layouts import patterns
 from sparse_dataflow.core.model.experts import Routing
 from sparse_dataflow.core.optim.optimizers import StepReport
-from sparse_dataflow.core.training import hooks
+from sparse_dataflow.core.training import hooks, loop
 from sparse_dataflow.core.training.batches import EvalBatches, TrainBatches
 from sparse_dataflow.core.training.loop import Trainer, advance_side_by_side
 from sparse_dataflow.core.training.monitoring.metrics import read_metrics
@@ -41,6 +41,8 @@ def trainer(folder, bad_step=None, bad="gradients", training=TRAINING, **options
         params = jax.tree.map(lambda p: p + 1, state.params)
         if broken:
             params["blocks"]["qkv"]["kernel"] = params["blocks"]["qkv"]["kernel"] * np.nan
+        if bad == "moments" and step >= (bad_step or 1e9):
+            return spoiled(state, step), StepReport(2.0, {"embed": 1.0}, ())
         norms = {"embed": 1.0, "blocks.qkv": np.nan if broken and bad == "gradients" else 1.0}
         loss = np.inf if broken and bad == "loss" else 2.0
         routing: Any = ()
@@ -54,6 +56,16 @@ def trainer(folder, bad_step=None, bad="gradients", training=TRAINING, **options
     every = {"eval_every": 4, "checkpoint_every": 2} | options
     variant = Variant("sparse", MODEL, training)
     return Trainer(variant, folder, DATA, programs, hooks.usual(**every))
+
+
+def spoiled(state, step):
+    """A state after a step in which a second moment is infinite."""
+    paths, tree = jax.tree_util.tree_flatten_with_path(state.moments)
+    leaves = [
+        leaf.at[0].set(np.inf) if "nu" in str(path) and "embed" in str(path) else leaf
+        for path, leaf in paths
+    ]
+    return state._replace(step=np.int32(step), moments=tree.unflatten(leaves))
 
 
 def train(trainers, stop=lambda: False):
@@ -72,6 +84,7 @@ def train(trainers, stop=lambda: False):
         ("router", r"step 5 is not finite \(loss nan, router of layer 1\)"),
         # A step with finite gradients may break parameters; the next save detects it.
         ("parameters", r"step 6 is not finite \(parameters of blocks\.qkv\)"),
+        ("moments", r"step 6 is not finite \(moments of embed\)"),
     ],
 )
 def test_a_broken_step_is_named_and_never_saved(tmp_path, bad, words):
@@ -82,6 +95,32 @@ def test_a_broken_step_is_named_and_never_saved(tmp_path, bad, words):
     again.close()
     assert again.step == 4
     assert all(bool(np.isfinite(leaf).all()) for leaf in jax.tree.leaves(again.state.params))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("field", ["params", "moments"])
+def test_a_checkpoint_that_is_not_finite_is_passed_over(
+    tmp_path, caplog, monkeypatch, field, value
+):
+    """As one of a version that did not check, or of memory that failed while it was written."""
+    t = trainer(tmp_path)
+    for _ in range(4):
+        t.advance()
+    leaves, tree = jax.tree.flatten(getattr(t.state, field))
+    spoil = max(range(len(leaves)), key=lambda i: leaves[i].size)
+    leaves[spoil] = leaves[spoil].reshape(-1).at[-1].set(value).reshape(leaves[spoil].shape)
+    t.state, t.step = t.state._replace(**{field: tree.unflatten(leaves), "step": np.int32(5)}), 5
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "non_finite", lambda state: [])
+        t.save()
+    t.close()
+    kind = {"params": "parameters", "moments": "moments"}[field]
+    for _ in range(2):
+        again = trainer(tmp_path)
+        again.close()
+        assert again.step == 4
+    assert caplog.text.count(f"cannot be used: it is not finite ({kind} of ") == 1
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"2", "4", "5.damaged"}
 
 
 def test_metrics_have_the_routing_of_a_mixture_of_experts(tmp_path):

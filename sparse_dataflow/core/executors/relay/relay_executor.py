@@ -17,11 +17,10 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import executor
 from sparse_dataflow.core.executors.executor import MultiProgramExecutor
 from sparse_dataflow.core.executors.relay import host_state, relay_programs, server_files
-from sparse_dataflow.core.executors.relay.host_state import all_sections, depth_of, view
-from sparse_dataflow.core.executors.relay.parameter_server import group_norms, square_sums
 from sparse_dataflow.core.executors.relay.probe import block_gradient_norms
 from sparse_dataflow.core.executors.relay.relay import Relay, RelayConfig, translated_device_errors
 from sparse_dataflow.core.executors.relay.server_files import MappedFiles
+from sparse_dataflow.core.optim.finite import non_finite
 from sparse_dataflow.core.optim.optimizers import TrainState
 
 
@@ -108,7 +107,6 @@ class RelayExecutor(MultiProgramExecutor):
             "eval_step": relay.eval_step,
             "place_layouts": functools.partial(self.place_layouts, model=model, changing=changing),
             "gradient_norms": functools.partial(_gradient_norms, relay),
-            "parameter_norms": parameter_norms,
             "start_state": functools.partial(self._start, relay),
             "timeline": lambda: relay.timeline.spans,
         }
@@ -157,20 +155,14 @@ class RelayExecutor(MultiProgramExecutor):
         return weights if changing else weights.with_groups()
 
 
-def parameter_norms(params: dict) -> dict[str, float]:
-    """Returns `optim.optimizers.group_norms` of host arrays."""
-    leaves = jax.tree_util.tree_leaves_with_path
-    sections = all_sections(depth_of(params))
-    return group_norms({s: square_sums(leaves(view(params, s))) for s in sections})
-
-
 def _restore_common_step(files, key):
-    """Restores the newest step that the files of every process have; None if there is none."""
+    """Restores the newest step that the files of every process have; None if there is none, or if
+    it is not finite."""
     state = files.restore(key)
     step = processes.minimum(-1 if state is None else int(state.step))
     if state is not None and int(state.step) > step:
         state = files.restore(key, step)
-    missing = state is None or int(state.step) != step
+    missing = state is None or int(state.step) != step or bool(non_finite(state))
     return None if processes.any_process(missing) else state
 
 

@@ -37,7 +37,7 @@ from sparse_dataflow.core.executors.relay.host_state import (
     with_moments,
 )
 from sparse_dataflow.core.optim.optimizers import TrainState
-from sparse_dataflow.files import folders, manifest
+from sparse_dataflow.files import folders, manifest, storage
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.json_files import differences
 from sparse_dataflow.hardware.chips import GIB
@@ -181,7 +181,7 @@ class MappedFiles:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(unfinished, self.folder / RECORD)
-            manifest.flush_folder(self.folder)
+            storage.flush_folder(self.folder)
         except OSError as error:
             raise UserError(
                 f"Step {int(state.step)} cannot be written to {self.folder} "

@@ -28,7 +28,7 @@ import jax
 
 from sparse_dataflow.cluster import processes
 from sparse_dataflow.cluster.watch import UNTIMED, Clock
-from sparse_dataflow.core.training.monitoring.metrics import say
+from sparse_dataflow.core.training.monitoring.metrics import SideFile, say
 from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError, first_line
 
@@ -60,9 +60,10 @@ class GoodputLog:
         self._attempt = max((row["attempt"] for row in self._earlier), default=0) + 1
         self._began = time.time() - clock.elapsed
         self._written = float("-inf")
+        self._file = SideFile(self._path)
 
     def write(self, ended: bool = False, throttle: bool = False) -> None:
-        """Appends a row; errors of the file system are ignored, so that they never end a run.
+        """Appends a row, as far as the file can be written.
 
         Args:
           ended: whether the process ends regularly.
@@ -72,13 +73,9 @@ class GoodputLog:
         if not processes.is_first() or (throttle and now - self._written < _EVERY_SECONDS):
             return
         self._written = now
-        try:
-            with storage.open_regular(self._path, "ab") as file:
-                # The newline ends an incomplete row of a killed attempt.
-                file.write(b"\n" * (file.tell() > 0) + json.dumps(self._row(ended)).encode())
-        except OSError as error:
-            if not storage.is_transient(error):
-                self._written = float("inf")
+        self._file.append(json.dumps(self._row(ended)).encode())
+        if ended:
+            self._file.close()
 
     def seconds(self, productive: float) -> dict[str, float]:
         """Returns {category: seconds} of the run so far; see `seconds_by_category`."""

@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from sparse_dataflow.cluster import processes
-from sparse_dataflow.cluster.watch import Ended
+from sparse_dataflow.cluster.signals import Ended
 from sparse_dataflow.core.training.monitoring.trackers import (
     TENSORBOARD,
     TensorBoard,
@@ -22,6 +22,7 @@ from sparse_dataflow.core.training.monitoring.trackers import (
     opened,
 )
 from sparse_dataflow.files import json_files, output, storage
+from sparse_dataflow.files.appended import AppendedFile
 from sparse_dataflow.files.errors import UserError, advice, first_line, redact
 
 _REQUIRED = {
@@ -32,6 +33,8 @@ _REQUIRED = {
     "skipped": ("tokens", "seconds"),
     "rollback": ("tokens", "seconds", "to"),
 }
+_OF_STEPS = ("train", "skipped")
+"""Kinds of rows, one of which each step has."""
 _MAX_LINE_BYTES = 2**20  # Longer lines are read in pieces, none of which parses as a row.
 
 
@@ -118,7 +121,7 @@ def _parse_rows(path, lines):
 def seconds_at(folder: Path, step: int, otherwise: float) -> float:
     """Returns the training seconds until `step` from a variant's metrics, or `otherwise`."""
     rows = reversed(read_metrics(folder / "metrics.jsonl"))
-    steps = (r for r in rows if r.get("kind") in ("train", "skipped") and r.get("step") == step)
+    steps = (r for r in rows if r.get("kind") in _OF_STEPS and r.get("step") == step)
     return next((row["seconds"] for row in steps), otherwise)
 
 
@@ -157,8 +160,10 @@ class MetricsWriter:
         self._folder = folder
         self._tensorboard = TENSORBOARD in tracker_names
         self._trackers: dict[str, Tracker] = {}
-        self._open: tuple[Any, Any] | None = None
+        self._events: TensorBoard | None = None
         self._path = folder / "metrics.jsonl"
+        self._rows = AppendedFile(self._path)
+        self._alerts = SideFile(folder / "alerts.jsonl")
         if not processes.is_first():
             return
         rows = self._retried(read_metrics, self._path)
@@ -166,9 +171,12 @@ class MetricsWriter:
         complete = [row for row in rows if _is_complete(row)]
         if len(complete) < len(rows):
             say(f"{self._path}: {len(rows) - len(complete)} rows are damaged; skipped.")
-        lines = (json.dumps(row) + "\n" for row in complete if row["step"] <= step)
+        complete = [row for row in complete if row["step"] <= step]
+        _say_missing(self._path, complete, step)
+        lines = (json.dumps(row) + "\n" for row in complete)
         self._retried(storage.replace, self._path, "".join(lines).encode())
-        self._retried(self._open_files, step + 1)
+        if self._tensorboard:
+            self._retried(self._open_events, step + 1)
         run = TrackedRun(folder, f"{folder.parent.name}/{folder.name}", step, config or {})
         for name in tracker_names:
             if name != TENSORBOARD:
@@ -188,8 +196,7 @@ class MetricsWriter:
         if not processes.is_first():
             return
         line = json.dumps({"kind": kind, "step": step, "time": time.time(), "text": redact(text)})
-        with contextlib.suppress(OSError), (self._folder / "alerts.jsonl").open("a") as file:
-            file.write(line + "\n")
+        self._alerts.append(line.encode())
         self._tell_trackers("alert", kind, redact(text), step)
 
     def close(self) -> None:
@@ -201,11 +208,10 @@ class MetricsWriter:
             self._trackers.clear()
 
     def _close_files(self):
-        if self._open is None:
-            return
-        (file, events), self._open = self._open, None
-        with self._user_errors(), contextlib.closing(events or file):
-            file.close()
+        with self._user_errors(), contextlib.ExitStack() as stack:
+            stack.callback(self._close_events)
+            stack.callback(self._rows.close)
+        self._alerts.close()
 
     def _tell_trackers(self, method, *arguments):
         """Calls a method of each tracker; one that raises gets no more calls."""
@@ -219,38 +225,26 @@ class MetricsWriter:
                 say(f"the tracker {name} failed ({first_line(error)}) and gets no more rows")
 
     def _append(self, row):
-        file, events = self._open_files(row["step"])
+        self._rows.append(json.dumps(row).encode())
+        if not self._tensorboard:
+            return
         try:
-            file.write(json.dumps(row).encode() + b"\n")
-            file.flush()
-            if events is not None:
-                events.write(row)
-        except OSError as error:
-            if storage.is_transient(error):
-                with contextlib.suppress(UserError):
-                    self._close_files()
+            self._open_events(row["step"])
+            assert self._events is not None
+            self._events.write(row)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._close_events()
             raise
 
-    def _open_files(self, first_step):
-        """Returns (metrics.jsonl, TensorBoard file or None), opened if necessary."""
-        if self._open is None:
-            file = self._path.open("ab")
-            try:
-                # Ends an incomplete line of a killed process.
-                file.write(b"\n" * (file.tell() > 0 and not self._ends_with_newline()))
-                events = None
-                if self._tensorboard:
-                    events = TensorBoard(self._folder / "tensorboard", first_step)
-                self._open = file, events
-            except BaseException:
-                file.close()
-                raise
-        return self._open
+    def _open_events(self, first_step):
+        if self._events is None:
+            self._events = TensorBoard(self._folder / "tensorboard", first_step)
 
-    def _ends_with_newline(self):
-        with self._path.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read() == b"\n"
+    def _close_events(self):
+        events, self._events = self._events, None
+        if events is not None:
+            events.close()
 
     def _retried(self, operation, *arguments):
         with self._user_errors():
@@ -268,6 +262,48 @@ class MetricsWriter:
                 f"Metrics cannot be written to {self._folder} ({error.strerror or error}). "
                 f"{advice(error).capitalize()} Then continue with --resume."
             ) from error
+
+
+class SideFile:
+    """An `AppendedFile` that training does not depend on, such as alerts and times.
+
+    What cannot be written is left out, which is said once.
+    """
+
+    def __init__(self, path: Path):
+        """Opens nothing yet."""
+        self._file, self._told, self._ended = AppendedFile(path), False, False
+
+    def append(self, line: bytes) -> None:
+        """Appends a line, if that is possible."""
+        if not self._ended:
+            self._try(lambda: self._file.append(line))
+
+    def close(self) -> None:
+        """Flushes the lines to disk and closes the file, if that is possible."""
+        self._try(self._file.close)
+
+    def _try(self, operation):
+        try:
+            operation()
+        except OSError as error:
+            self._ended = not storage.is_transient(error)
+            if not self._told:
+                self._told = True
+                say(
+                    f"{self._file.path} cannot be written ({error.strerror or error}); training "
+                    "goes on, and that file misses lines"
+                )
+
+
+def _say_missing(path: Path, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+    """Says how many of the steps until a checkpoint have no row, as after a power cut."""
+    missing = set(range(1, step + 1)) - {r["step"] for r in rows if r["kind"] in _OF_STEPS}
+    if missing:
+        say(
+            f"{path}: the rows of {len(missing)} of the {step} steps until the checkpoint are "
+            f"missing, the first of step {min(missing)}; the curves leave them out"
+        )
 
 
 def _is_complete(row: dict) -> bool:

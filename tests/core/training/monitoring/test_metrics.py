@@ -138,15 +138,13 @@ def test_rows_survive_transient_storage_errors(tmp_path_factory, draws):
     rows = [train_row(step) for step in range(1, 6)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "WAITS", (0.0,) * 10)
-        open_files = MetricsWriter._open_files
+        opened = storage.open_regular
 
-        def failing(self, step):
-            if self._open is None:
-                file, events = open_files(self, step)
-                self._open = Failing(file, remaining), events
-            return self._open
+        def failing(path, mode="rb"):
+            file = opened(path, mode)
+            return Failing(file, remaining) if mode == "a+b" else file
 
-        patch.setattr(MetricsWriter, "_open_files", failing)
+        patch.setattr(storage, "open_regular", failing)
         writer = MetricsWriter(folder)
         for row in rows:
             writer.write(row)
@@ -168,6 +166,41 @@ def test_opening_the_files_survives_transient_errors(tmp_path_factory, first, ti
             writer.write(train_row(2, loss=2.0))
             writer.close()
     assert read_metrics(folder / "metrics.jsonl") == [train_row(1), train_row(2, loss=2.0)]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "said"),
+    [
+        ({1: "train", 2: "train", 3: "skipped", 4: "train"}, ""),
+        ({1: "train", 4: "train"}, "the rows of 2 of the 4 steps until the checkpoint are missing"),
+        ({5: "train", 6: "train"}, "4 of the 4 steps"),
+        ({2: "train", 3: "eval", 4: "eval"}, "3 of the 4 steps"),
+    ],
+)
+def test_rows_that_a_checkpoint_promised_and_are_missing_are_told(tmp_path, capsys, kinds, said):
+    makers = {"train": train_row, "eval": eval_row}
+    rows = [makers.get(kind, train_row)(step) | {"kind": kind} for step, kind in kinds.items()]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    MetricsWriter(tmp_path, 4).close()
+    words = capsys.readouterr().err
+    assert said in words if said else "missing" not in words
+
+
+@pytest.mark.parametrize("name", ["alerts.jsonl", "goodput.jsonl", "times.jsonl"])
+@pytest.mark.parametrize("obstacle", ["folder", "pipe", "full disk"])
+def test_a_side_file_that_cannot_be_written_is_told_once(tmp_path, capsys, name, obstacle):
+    path = tmp_path / name
+    if obstacle == "folder":
+        path.mkdir()
+    elif obstacle == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/full")
+    side = metrics.SideFile(path)
+    for line in (b"1", b"2"):
+        side.append(line)
+    side.close()
+    assert capsys.readouterr().err.count(f"{name} cannot be written") == 1
 
 
 @settings(max_examples=40)

@@ -1,0 +1,247 @@
+"""How a process ends by a signal.
+
+SIGTERM is how a scheduler takes a machine away, and SIGHUP how a terminal does. Both end an
+experiment with status 75, so that it is started again: at once where nothing is lost, during
+training after saving. Schedulers send them more than once. SIGINT is somebody at a terminal: in
+training the first one saves, and the second ends the process at once.
+
+Python runs a signal handler between two bytecodes of the main thread. A step or a compiler may run
+for minutes before that, and libraries swallow the exceptions of a handler that runs in one of
+their callbacks. So a thread gets the signals too (`signal.set_wakeup_fd`), and ends the process
+where the main thread does not.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from sparse_dataflow.files.errors import TEMPORARY
+
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+STUCK_SECONDS = 2.0
+"""Seconds after SIGTERM or SIGHUP in which the main thread must have run the handler."""
+
+UNWINDING_SECONDS = 20.0
+"""Seconds after them in which the process must have ended, outside of training; process 0 waits for
+the others meanwhile."""
+
+_POLL_SECONDS = 0.1
+
+CLEANUP_SECONDS = 2.0
+"""Most seconds of the actions of `cleaned_up` where the thread ends the process."""
+
+INTERRUPTED = 130
+"""Exit status after SIGINT, as of a shell."""
+
+
+class Ended(SystemExit):
+    """Raised in the main thread by a signal outside training; its code is `TEMPORARY`."""
+
+    def __init__(self, number: int):
+        super().__init__(TEMPORARY)
+        self.number = number
+
+    def __str__(self) -> str:
+        return f"ended by {signal.Signals(self.number).name}; start it again to continue."
+
+
+class _State:
+    """What the signals have done so far.
+
+    Attributes:
+      raised: number of the signal for which `Ended` was raised; 0 for none.
+      swallowed: whether Python has told that a callback swallowed it.
+      stopped: whether SIGTERM or SIGHUP has stopped a training, which ends the process.
+      training: number of the training that signals stop after saving; 0 outside of training.
+      trainings: number of trainings begun.
+      handled: number of SIGINTs that the main thread has handled.
+      announce: says once that a training stops.
+    """
+
+    def __init__(self):
+        self.raised = self.training = self.trainings = self.handled = 0
+        self.stopped = self.swallowed = False
+        self.announce: Callable[[], None] = lambda: None
+
+
+_state = _State()
+_cleanups: list[Callable[[], None]] = []
+# A child would write the signals that it gets itself into the pipe of its parent's thread.
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP raise `Ended`, or end a process that does not react to that.
+
+    A signal that is ignored, as SIGHUP under nohup, stays ignored. After the end by a signal,
+    further ones are ignored. Does nothing outside the main thread.
+    """
+    global _state
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _state = _State()
+    handled = [number for number in ENDING if signal.getsignal(number) == signal.SIG_DFL]
+    for number in handled:
+        signal.signal(number, _raise_ended)
+    interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if interruptible:
+        signal.signal(signal.SIGINT, _raise_interrupt)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread = threading.Thread(target=_end_if_stuck, args=(reader,), daemon=True)
+    thread.start()
+    hook = sys.unraisablehook
+
+    def unraisable(told):
+        if isinstance(told.exc_value, Ended):
+            _state.swallowed = True
+        else:
+            hook(told)
+
+    sys.unraisablehook = unraisable
+    try:
+        yield
+    finally:
+        if sys.unraisablehook is unraisable:
+            sys.unraisablehook = hook
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+        thread.join()
+        os.close(reader)
+        ended = _state.raised or _state.stopped
+        for number in handled:
+            signal.signal(number, signal.SIG_IGN if ended else signal.SIG_DFL)
+        if interruptible:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def cleaned_up(action: Callable[[], None]) -> Iterator[None]:
+    """Calls `action` after the block, also where a thread ends the process after a signal."""
+    _cleanups.append(action)
+    try:
+        yield
+    finally:
+        _cleanups.remove(action)
+        action()
+
+
+def _raise_ended(number, frame):
+    if not (_state.raised or _state.stopped):
+        _state.raised = number
+        raise Ended(number)
+
+
+def _raise_interrupt(number, frame):
+    _state.handled += 1
+    raise KeyboardInterrupt
+
+
+_INTERRUPTING = (_raise_interrupt, signal.default_int_handler)
+
+
+def _end_if_stuck(reader):
+    """Ends the process where the main thread does not, until the other end of `reader` closes."""
+    first, since = 0, 0.0  # The first of ENDING that came outside training, and its time.
+    # Where the last SIGINT came, and how many the main thread had handled before it.
+    pressed, handled = -1, 0
+    while True:
+        before = _state.handled
+        if not select.select([reader], [], [], _POLL_SECONDS if first else None)[0]:
+            if _state.swallowed:
+                _state.swallowed, _state.raised = False, 0
+                os.kill(os.getpid(), first)
+            late = time.monotonic() - since
+            if late > UNWINDING_SECONDS or (late > STUCK_SECONDS and not _state.raised):
+                _end(TEMPORARY, f"stopped: {Ended(first)}")
+            continue
+        received = os.read(reader, 1)
+        if not received:
+            return
+        number, handler = received[0], signal.getsignal(received[0])
+        if _state.training and number in (signal.SIGINT, *ENDING):
+            _state.announce()
+        if number == signal.SIGINT and (_state.training or handler in _INTERRUPTING):
+            # Outside training, a long call of the main thread may keep it from handling the first.
+            outside = pressed == _state.training == 0 and _state.handled == handled
+            if outside or 0 < pressed == _state.trainings:
+                _end(INTERRUPTED, "stopped at once")
+            pressed, handled = _state.training, before
+        elif number in ENDING and handler is _raise_ended and not (first or _state.stopped):
+            first, since = number, time.monotonic()
+
+
+def _end(status, words):
+    """Ends the process from a thread, after the actions of `cleaned_up`."""
+
+    def clean():
+        for action in reversed(_cleanups):
+            with contextlib.suppress(Exception):
+                action()
+
+    cleaning = threading.Thread(target=clean, daemon=True)
+    with contextlib.suppress(Exception):
+        cleaning.start()
+        cleaning.join(CLEANUP_SECONDS)
+    with contextlib.suppress(Exception):
+        print(words, file=sys.stderr, flush=True)
+    os._exit(status)
+
+
+@contextlib.contextmanager
+def stop_on_signals(say: Callable[[str], None]) -> Iterator[Callable[[], int]]:
+    """Yields a function that returns the first of SIGINT, SIGTERM and SIGHUP, 0 while none came.
+
+    A second SIGINT interrupts; inside `ended_by_signals` it ends the process at once. A signal that
+    is ignored stays ignored. Outside the main thread, no signal comes.
+
+    Args:
+      say: logs a line.
+
+    Raises:
+      Ended: a signal came before, and a library swallowed the exception.
+    """
+    signals: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: 0
+        return
+    if _state.raised:
+        raise Ended(_state.raised)
+
+    told: dict[str, object] = {}
+
+    def announce():
+        # Without a lock: a handler may interrupt its holder.
+        if told.setdefault("by", caller := object()) is caller:
+            say("stopping: finishing this step and saving (Ctrl-C again to stop at once)")
+
+    def note(number, frame):
+        signals.append(number)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        announce()
+
+    before = {
+        number: signal.signal(number, note)
+        for number in (signal.SIGINT, *ENDING)
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
+    outer = _state.training, _state.announce
+    _state.trainings += 1
+    _state.training, _state.announce = _state.trainings, announce
+    try:
+        yield lambda: signals[0] if signals else 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _state.stopped |= any(number in ENDING for number in signals)
+        _state.training, _state.announce = outer
