@@ -389,6 +389,22 @@ def machine() -> str:
         return platform.node()
 
 
+def inside(folder: Path, path: Path) -> Path:
+    """Returns a path of an untrusted folder, which leads to a place in that folder.
+
+    The folder itself may be reached through links.
+
+    Raises:
+      UserError: a link or `..` leads out of the folder.
+    """
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise UserError(
+            f"{path} leads to {path.resolve()}, outside of {folder}, and is not read; put the file "
+            "itself there."
+        )
+    return path
+
+
 def refuse_outside_links(folder: Path) -> None:
     """Refuses a folder with a link, at any depth, to a path outside it.
 
