@@ -189,7 +189,7 @@ def test_task_files_that_cannot_be_used_are_named(lm_eval_tasks, manager, tmp_pa
     assert "no task file" in refusal(tmp_path / "missing.yaml")
     assert "has no YAML file" in refusal(tmp_path)
     (tmp_path / "bad.yaml").write_text("dataset_path: [")
-    assert "bad.yaml cannot be loaded" in refusal(tmp_path / "bad.yaml")
+    assert "bad.yaml is no task file" in refusal(tmp_path / "bad.yaml")
     (tmp_path / "bad.yaml").write_text("task: mine\ndataset_path: json\nunsafe_code: true")
     assert "cannot be loaded" in refusal(tmp_path / "bad.yaml")
 
