@@ -13,7 +13,6 @@ import contextlib
 import datetime
 import json
 import os
-import pickle
 import re
 import resource
 import struct
@@ -160,8 +159,11 @@ def _compiled(text, chat, date):
     return environment.compiled(text, {})
 
 
-def as_json(content: bytes) -> str:
+def as_json(content: str) -> str:
     """Returns a YAML file as JSON, with its aliases written out, and {CODE: name} for functions.
+
+    Args:
+      content: its bytes as Latin-1.
 
     Raises:
       Exception: it is no YAML, or has other tags of Python.
@@ -171,7 +173,11 @@ def as_json(content: bytes) -> str:
         pass
 
     Loader.add_constructor(CODE, lambda loader, node: {CODE: loader.construct_scalar(node)})
-    return json.dumps(yaml.load(content, Loader), default=str)
+    loader = Loader(content.encode("latin-1"))
+    try:
+        return json.dumps(loader.get_single_data(), default=str)
+    finally:
+        loader.dispose()
 
 
 def _limit(kind, most, hard=None):
@@ -185,7 +191,7 @@ def _limit(kind, most, hard=None):
 def _answer(renderer, request):
     """Returns (whether it is an answer, its bytes)."""
     try:
-        kind, *arguments = pickle.loads(request)
+        kind, *arguments = json.loads(request)
         text = {"render": renderer.render, "yaml": as_json}[kind](*arguments)
         content = text.encode("utf-8", "surrogatepass")
         if len(content) <= MOST_BYTES:

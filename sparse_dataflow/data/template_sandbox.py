@@ -7,8 +7,8 @@ process. A fork of this process has a child of its own.
 import atexit
 import contextlib
 import importlib.util
+import json
 import os
-import pickle
 import select
 import signal
 import subprocess
@@ -54,7 +54,7 @@ def render(text: str, values: Mapping[str, Any], chat: bool = True, date: str = 
 
     Args:
       text: the template.
-      values: its variables.
+      values: its variables, as JSON has them; others, such as dates, as their text.
       chat: whether it has the settings of `transformers` for conversations, rather than those of
         lm-eval for tasks.
       date: ISO date of its function strftime_now; "" for no such function.
@@ -74,7 +74,7 @@ def yaml_value(content: bytes) -> Any:
     """
     if len(content) > MOST_YAML:
         raise UserError(f"it is larger than {MOST_YAML >> 20} MiB")
-    text = _CHILD.answer("yaml", content)
+    text = _CHILD.answer("yaml", content.decode("latin-1"))
     if len(text) > 8 * MOST_YAML:
         raise UserError("its aliases make it too large")
     try:
@@ -100,7 +100,7 @@ class _Child:
           LimitExceeded: a child that only had this request took too much, or died.
           UserError: the child refused the request.
         """
-        content = pickle.dumps(request)
+        content = json.dumps(request, default=str).encode()
         with self._lock:
             fresh = self._process is None
             try:

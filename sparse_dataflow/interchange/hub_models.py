@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparse_dataflow.data.local_files import needed_module
-from sparse_dataflow.files import addresses, json_files, storage
+from sparse_dataflow.files import addresses, folders, json_files, storage
 from sparse_dataflow.files.errors import UserError, first_line
 from sparse_dataflow.interchange import huggingface, tensors
 
@@ -128,10 +128,17 @@ def pinned(name: HubName, folder: Path) -> str:
     return str(HubName(name.name, folder.name))
 
 
-def local_folder(place: str | Path) -> Path:
-    """Returns the folder that a path is; that of a name on the hub is `fetched`."""
+def local_folder(place: str | Path, files: Collection[str] = ()) -> Path:
+    """Returns the folder that a path is; that of a name on the hub is `fetched`.
+
+    Raises:
+      UserError: the folder has links that lead out of it, or see `fetched`.
+    """
     name = hub_name(place)
-    return Path(place).expanduser() if name is None else fetched(name)
+    folder = Path(place).expanduser() if name is None else fetched(name, files)
+    if folder.is_dir():
+        folders.refuse_outside_links(folder)
+    return folder
 
 
 def _within(seconds: float, work: Callable[[], Any]) -> Any:
