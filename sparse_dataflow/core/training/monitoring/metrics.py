@@ -22,7 +22,14 @@ from sparse_dataflow.core.training.monitoring.trackers import (
     opened,
 )
 from sparse_dataflow.files import json_files, output, storage
-from sparse_dataflow.files.errors import UserError, advice, first_line, redact
+from sparse_dataflow.files.errors import (
+    UserError,
+    advice,
+    first_line,
+    printable,
+    redact,
+    redact_json,
+)
 
 _REQUIRED = {
     "train": ("tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second"),
@@ -169,7 +176,9 @@ class MetricsWriter:
         lines = (json.dumps(row) + "\n" for row in complete if row["step"] <= step)
         self._retried(storage.replace, self._path, "".join(lines).encode())
         self._retried(self._open_files, step + 1)
-        run = TrackedRun(folder, f"{folder.parent.name}/{folder.name}", step, config or {})
+        run = TrackedRun(
+            folder, f"{folder.parent.name}/{folder.name}", step, redact_json(config or {})
+        )
         for name in tracker_names:
             if name != TENSORBOARD:
                 self._trackers[name] = opened(name, run)
@@ -291,5 +300,5 @@ def say_result(text: str) -> None:
     if not processes.is_first():
         return
     with contextlib.suppress(OSError, RuntimeError, ValueError):
-        tqdm.write(redact(text), file=sys.stderr)
+        tqdm.write(printable(redact(text)), file=sys.stderr)
         sys.stderr.flush()
