@@ -89,7 +89,11 @@ def _values(environment):
 
 
 def _is_secret(name, value):
-    if len(value) < _SHORTEST or name.upper() in _NEVER or os.path.exists(value):
+    if (
+        len(value) < _SHORTEST
+        or name.upper() in _NEVER
+        or (os.path.isabs(value) and os.path.exists(value))
+    ):
         return False
     if _SECRET_NAME.search(name):
         return True

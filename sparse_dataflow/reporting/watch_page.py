@@ -150,15 +150,16 @@ def _updates(histories):
     updates = [
         (
             name,
-            row.get("step", 0),
+            quantities.finite(row.get("step")) or 0.0,
             quantities.finite(row.get("exchanged")) or 0.0,
-            row["parameters"],
+            parameters,
         )
         for name, rows in histories.items()
         for row in rows
-        if row.get("kind") == "evolution" and quantities.finite(row.get("parameters")) is not None
+        if row.get("kind") == "evolution"
+        and (parameters := quantities.finite(row.get("parameters"))) is not None
     ]
     return [
-        (name, f"{step:,}", f"{share:.1%}" if share else "new phase", f"{parameters:,.0f}")
+        (name, f"{step:,.0f}", f"{share:.1%}" if share else "new phase", f"{parameters:,.0f}")
         for name, step, share, parameters in updates[-_ROWS_SHOWN:][::-1]
     ]
