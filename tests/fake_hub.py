@@ -23,6 +23,7 @@ class FakeHub:
       requests: (method, path, range or "", bytes sent) of each request, in order.
       failures: paths of files that answer the given status, by the end of their name.
       codes: value of X-Error-Code of those answers, by status.
+      lfs: facts of large files, as {"sha256": hex}, by their name.
       cut: numbers of bytes after which the connection breaks, by the end of a file's name.
     """
 
@@ -30,6 +31,7 @@ class FakeHub:
         self.folder, self.requests, self.failures = folder, [], {}
         self.codes: dict[int, str] = {}
         self.cut: dict[str, int] = {}
+        self.lfs: dict[str, dict] = {}
         hub = self
 
         class Handler(_Handler):
@@ -137,7 +139,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 rows = self._rows(dataset)
                 return self._json(path, [row for row in rows if row["path"] in asked])
             sizes = self.hub.sizes(dataset)
-            siblings = [{"rfilename": path, "size": size} for path, size in sizes.items()]
+            siblings = [
+                {"rfilename": path, "size": size}
+                | (
+                    {"lfs": self.hub.lfs[path] | {"size": size, "pointerSize": 1}}
+                    if path in self.hub.lfs
+                    else {}
+                )
+                for path, size in sizes.items()
+            ]
             answer = {"id": match[1], "sha": self.hub.revision(dataset), "siblings": siblings}
             self._json(path, answer | {"private": False, "gated": False, "tags": []})
 

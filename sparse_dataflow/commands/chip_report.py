@@ -18,7 +18,7 @@ from sparse_dataflow.commands import chip_rows
 from sparse_dataflow.commands.chip_rows import Row
 from sparse_dataflow.commands.command_line import command_of
 from sparse_dataflow.files import folders, json_files, storage
-from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.errors import UserError, redact
 from sparse_dataflow.hardware import detect
 from sparse_dataflow.reporting import chip_data
 from sparse_dataflow.reporting.chip_data import (
@@ -259,7 +259,7 @@ def _write(folder: Path, report: ChipReport) -> None:
 
     content = json.dumps(chip_data.to_json(report), indent=1) + "\n"
     try:
-        storage.replace(folder / SAVED, content.encode())
+        storage.replace(folder / SAVED, redact(content).encode())
         storage.replace(folder / PAGE, chip_page.render(report).encode())
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror or error}.") from error

@@ -16,7 +16,7 @@ from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training.phases import variant
 from sparse_dataflow.data.tokenizer import Tokenizer, byte_tokenizer
 from sparse_dataflow.evaluation.trained import Model
-from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.errors import UserError, redact
 from sparse_dataflow.interchange import hub_models, huggingface, peft, starting_point
 from sparse_dataflow.interchange.model_card import model_card
 
@@ -179,7 +179,7 @@ def save(
     packages = ("sparse_dataflow", "jax", "safetensors")
     versions = {package: importlib.metadata.version(package) for package in packages}
     if model.record is not None:
-        card = model_card(model, form, versions)
+        card = redact(model_card(model, form, versions))
         architecture = huggingface.preferred(architecture, model.record, model.model)
     else:
         reader = f"`sparse_dataflow.load` of version {versions['sparse_dataflow']}"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sparse_dataflow.commands.command_line import command_of
 from sparse_dataflow.files import json_files
+from sparse_dataflow.files.errors import redact
 from sparse_dataflow.hardware import detect as hardware
 
 
@@ -20,7 +21,7 @@ def provenance(machine: str) -> dict:
     """Returns command, date, machine and versions of this process, for a result file."""
     module = Path(sys.argv[0]).stem
     return {
-        "command": f"{command_of(module)} {shlex.join(sys.argv[1:])}".strip(),
+        "command": redact(f"{command_of(module)} {shlex.join(sys.argv[1:])}".strip()),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine,
         "versions": {

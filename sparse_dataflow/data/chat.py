@@ -1,8 +1,8 @@
 """Examples of prompts with answers, and chat templates, which render a conversation as text.
 
-Templates are untrusted text of a model's directory.  They run in Jinja's sandbox with the settings
-of `transformers`, except that there is no clock, so that a conversation has the same text on every
-day.  A template that needs a date gets a fixed one.
+Templates are untrusted text of a model's directory.  They run in a process with limits, in Jinja's
+sandbox with the settings of `transformers`, except that there is no clock, so that a conversation
+has the same text on every day.  A template that needs a date gets a fixed one.
 """
 
 import dataclasses
@@ -14,11 +14,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-
-from sparse_dataflow.data.template_sandbox import TemplateSandbox
+from sparse_dataflow.data import template_sandbox
+from sparse_dataflow.data.template_child import CLOSE, OPEN
 from sparse_dataflow.files.errors import UserError, first_line
 
 Message = Mapping[str, Any]
@@ -27,7 +24,7 @@ USER, ASSISTANT = "user", "assistant"
 
 _LOG = logging.getLogger(__name__)
 
-_OPEN, _CLOSE, _MARK, _NEXT = "\ufdd0", "\ufdd1", "\ufdd2content\ufdd3", "\ufdd4next\ufdd5"
+_MARK, _NEXT = "\ufdd2content\ufdd3", "\ufdd4next\ufdd5"
 """Characters that Unicode reserves for a program's own use, so that no text has them."""
 
 _TESTS_THE_CLOCK = re.compile(r"strftime_now\s+is\s+(not\s+)?defined")
@@ -112,31 +109,27 @@ class ChatTemplate:
             raise ValueError("a chat template and its special tokens must be text")
 
     @functools.cached_property
-    def _template(self) -> jinja2.Template:
-        environment = TemplateSandbox(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, "jinja2.ext.loopcontrols"],
-        )
-        environment.add_filter("tojson", _to_json)
-        environment.globals["raise_exception"] = _raise
-        if "strftime_now" in self.text and not _TESTS_THE_CLOCK.search(self.text):
-            _LOG.info("the chat template asks for the date, and gets %s", _DATE.isoformat())
-            environment.globals["strftime_now"] = _DATE.strftime
-        return environment.from_string(self.text)
+    def _date(self) -> str:
+        """The date for a template that asks for it in any case."""
+        if "strftime_now" not in self.text or _TESTS_THE_CLOCK.search(self.text):
+            return ""
+        _LOG.info("the chat template asks for the date, and gets %s", _DATE.isoformat())
+        return _DATE.isoformat()
 
     def _marked(self, messages: Sequence[Message], prompt: bool = False) -> str:
         """Returns the text of messages, with marks around what the template says is generated."""
+        values = {
+            "messages": list(map(dict, messages)),
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": prompt,
+            **dict(self.special_tokens),
+        }
         try:
-            return self._template.render(
-                messages=list(messages),
-                tools=None,
-                documents=None,
-                add_generation_prompt=prompt,
-                **dict(self.special_tokens),
-            )
-        except Exception as error:  # A template can fail in any way.
-            raise UserError(f"The chat template cannot render this: {first_line(error)}") from None
+            return template_sandbox.render(self.text, values, date=self._date)
+        except UserError as error:
+            reason = f"The chat template cannot render this: {first_line(error)}"
+            raise type(error)(reason) from None
 
     def render(self, messages: Sequence[Message], prompt: bool = False) -> str:
         """Returns the text of messages.
@@ -148,7 +141,7 @@ class ChatTemplate:
         Raises:
           UserError: the template refuses the messages or is not valid.
         """
-        return self._marked(messages, prompt).replace(_OPEN, "").replace(_CLOSE, "")
+        return self._marked(messages, prompt).replace(OPEN, "").replace(CLOSE, "")
 
     def answers(self, messages: Sequence[Message]) -> Rendered:
         """Returns the text of a conversation, divided at the answers of the assistant.
@@ -161,8 +154,8 @@ class ChatTemplate:
         """
         marked = self._marked(messages)
         numbers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
-        if _OPEN in marked:
-            rows = [row.split(_CLOSE) for row in marked.split(_OPEN)]
+        if OPEN in marked:
+            rows = [row.split(CLOSE) for row in marked.split(OPEN)]
             pieces = [(rows[0][0], False)]
             for answer, *rest in rows[1:]:
                 pieces += [(answer, True), ("".join(rest), False)]
@@ -241,6 +234,8 @@ class ChatTemplate:
     def _tried(self, messages, prompt=False):
         try:
             return self.render(messages, prompt)
+        except template_sandbox.LimitExceeded:  # It would take as long with each conversation.
+            raise
         except UserError:
             return None
 
@@ -249,27 +244,3 @@ def _common(left: str, right: str) -> int:
     """Returns the length of the longest common start."""
     pairs = enumerate(zip(left, right))
     return next((n for n, (a, b) in pairs if a != b), min(len(left), len(right)))
-
-
-class _Generation(jinja2.ext.Extension):
-    """The tag {% generation %} of some templates, which marks answers."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser):
-        """Returns the nodes inside the tag, between marks."""
-        next(parser.stream)
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        mark = lambda text: jinja2.nodes.Output([jinja2.nodes.TemplateData(text)])  # noqa: E731
-        return [mark(_OPEN), *body, mark(_CLOSE)]
-
-
-def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    """Returns JSON as the filter `tojson` of transformers does; that of Jinja is for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise(message):
-    raise jinja2.TemplateError(message)

@@ -50,7 +50,7 @@ from sparse_dataflow.data.local_files import (
 )
 from sparse_dataflow.data.streamed import SampleDocuments, Stream, streamed_corpus
 from sparse_dataflow.data.token_files import TokenSplits, open_token_files
-from sparse_dataflow.files import addresses, storage
+from sparse_dataflow.files import addresses, folders, storage
 from sparse_dataflow.files.errors import UserError, first_line
 
 
@@ -239,14 +239,23 @@ def _load(name_or_path: str, cache_dir: Path, options: _Options) -> Corpus:
         return _streamed(name_or_path, options)
     path = path_of(name_or_path, cache_dir)
     if not tfds_copies.is_prepared(path) and token_files.has_token_ids(path, options.column):
+        _refuse_links(path)
         return _of_ids(name_or_path, path, options, cache_dir)
     if hub.is_saved_dataset(path):
+        _refuse_links(path)
         splits = hub.saved_splits(path, options.column)
         train, validation = _splits_of_records(name_or_path, splits, hub.FEATURE, options)
         return Corpus(name_or_path, train, validation, _digest(hub.identity(splits)))
     if _is_path(name_or_path) and not tfds_copies.is_prepared(path):
         return local("LocalText", source=LocalSource(path, column=options.column))
+    _refuse_links(path)
     return _load_tfds(name_or_path, cache_dir, options)
+
+
+def _refuse_links(path: Path) -> None:
+    """Refuses links out of a corpus that a library reads by itself."""
+    if path.is_dir():
+        folders.refuse_outside_links(path)
 
 
 def _of_ids(name: str, path: Path, options: _Options, cache_dir: Path) -> Corpus:

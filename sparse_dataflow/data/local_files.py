@@ -18,6 +18,7 @@ from sparse_dataflow.data.chat import checked_example
 from sparse_dataflow.data.documents import Document, files_below, is_file, listing_digest
 from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError, escaped, first_line
+from sparse_dataflow.files.folders import leads_out, outside
 
 _COMPRESSIONS = ("", ".gz", ".zst")
 TEXT = tuple(f"{e}{c}" for e in (".txt", ".md", ".rst", ".py") for c in _COMPRESSIONS)
@@ -50,10 +51,10 @@ class LocalSource:
     A text file is one document. Each line of JSON is an object with the text in a field, and each
     row of Parquet has it in a column (`chosen_column`); a row of null, empty or blank text is
     skipped, and their number said. A .json file may also be one object, or a list of them; one
-    without text in a folder is skipped. Hidden files are not read. Ids are
-    paths relative to the folder, followed by `:line` or `:row`. A text of more than `LONG_TEXT`
-    becomes documents of about `PART`, cut at line breaks where it has any, with ids that end in
-    `#part`.
+    without text in a folder is skipped. Hidden files are not read. A link to a file outside of the
+    folder is refused, and a link to a folder is named and not followed. Ids are paths relative to
+    the folder, followed by `:line` or `:row`. A text of more than `LONG_TEXT` becomes documents of
+    about `PART`, cut at line breaks where it has any, with ids that end in `#part`.
 
     Attributes:
       examples: whether each document is a prompt with its answer; only JSON lines are read then,
@@ -77,10 +78,13 @@ class LocalSource:
         if not self.path.is_dir() and not is_file(self.path):
             raise UserError(f"The corpus {self.path} is neither a folder nor a regular file.")
         candidates = files_below(self.path) if self.path.is_dir() else [self.path]
+        self._name_links()
         suffixes = JSON_LINES if self.examples else SUFFIXES
         files, others = [], Counter[str]()
         for path in candidates:
             if path.name.lower().endswith(suffixes):
+                if path.is_symlink() and self.path.is_dir() and leads_out(self.path, path):
+                    raise outside(self.path, path)
                 files.append(path)
             else:
                 others["".join(path.suffixes[-2:]) or path.name] += 1
@@ -91,6 +95,17 @@ class LocalSource:
             legal = LEGAL_EXAMPLES if self.examples else LEGAL_FILES
             raise UserError(f"The corpus {self.path} has no {legal} file.")
         return files
+
+    def _name_links(self) -> None:
+        """Names folders that are links: what is below them is not read here."""
+        for parent, folders, _ in os.walk(self.path):
+            folders[:] = [name for name in folders if name[0] != "."]
+            for path in (Path(parent, name) for name in folders):
+                if path.is_symlink():
+                    say_once(
+                        f"{path} is a link to the folder {path.resolve()}, and is not read; give "
+                        "that folder as a corpus: --corpus=A:0.5,B:0.5 mixes two"
+                    )
 
     @property
     def fingerprint(self) -> str:

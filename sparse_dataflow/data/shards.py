@@ -256,6 +256,26 @@ def _filesystem(address):
     return fsspec.core.url_to_fs(address)[0]
 
 
+class _Whole(io.RawIOBase):
+    """A file that ends where its listing says."""
+
+    def __init__(self, file: BinaryIO, listed: int):
+        self._file, self._listed, self._count = file, listed, 0
+
+    def readable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def readinto(self, target: Any) -> int:
+        """Reads some of the next bytes."""
+        content = self._file.read(len(target))
+        target[: len(content)] = content
+        self._count += len(content)
+        if not content and self._count != self._listed:
+            raise ConnectionError(f"it ends after {self._count:,} of {self._listed:,} bytes")
+        return len(content)
+
+
 def _open(address) -> BinaryIO:
     return _filesystem(address).open(address, "rb", block_size=_BLOCK)
 
@@ -264,7 +284,8 @@ def _open(address) -> BinaryIO:
 def _opened(address) -> Iterator[BinaryIO]:
     """Opens the uncompressed bytes of a file."""
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(_open(address))
+        stored = stack.enter_context(_open(address))
+        file = io.BufferedReader(_Whole(stored, size(address)), _BLOCK)
         if address.endswith(".gz"):
             yield stack.enter_context(gzip.open(file, "rb"))  # type: ignore[misc]
         elif address.endswith(".zst"):
@@ -273,8 +294,7 @@ def _opened(address) -> Iterator[BinaryIO]:
             stream = arrow.CompressedInputStream(source, "zstd")
             yield stack.enter_context(io.BufferedReader(stream, _BLOCK))
         else:
-            # A file of fsspec reads lines of any length alone.
-            yield stack.enter_context(io.BufferedReader(file, _BLOCK))  # type: ignore[type-var]
+            yield file
 
 
 @contextlib.contextmanager

@@ -1,145 +1,211 @@
-"""Jinja's sandbox with bounds on time and memory, as a template is text of somebody else."""
+"""What runs text of somebody else: a child process with limits, `template_child.py`.
 
-import re
-from collections.abc import Callable
+One child serves all requests of this process, and is started again when it dies. It ends with this
+process. A fork of this process has a child of its own.
+"""
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.nodes
-import jinja2.sandbox
+import psutil
 
+from sparse_dataflow.data import template_child
+from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 
-MOST_STEPS = 10**5
-"""Rounds of all loops and calls of macros in one rendering: some seconds."""
+MEMORY = 3 * 2**28
+"""Bytes that the child may take: a limit of the operating system where it has one, as on Linux.
+On all systems, as on macOS, a child that works for longer is looked at each POLL_SECONDS."""
 
-MOST_CHARACTERS = 2**26
-"""Characters of all strings that one rendering makes."""
+WALL_SECONDS = 60.0
+"""Seconds until an answer. The limit of processor time ends almost all that has no end sooner."""
 
-LARGEST = 10**5
-"""Largest number that is an argument, such as a width."""
+POLL_SECONDS = 0.05
 
-_STEP, _JOINED = "_sparse_dataflow_step", "_sparse_dataflow_joined"
-_WIDE_FORMAT = re.compile(r"\*|\d{4}|\{[^}]*\{")
+MOST_YAML = 2**20
+"""Bytes of a YAML file."""
+
+_KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH")
+"""Variables without which some Pythons do not start; the child has no others."""
 
 
-class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Raises UserError in a rendering that takes too many steps or makes too long strings.
+class LimitExceeded(UserError):
+    """A request took too much time or memory."""
 
-    A step is a round of a loop or a call of a macro. One thread at a time renders.
+
+class _Died(LimitExceeded):
+    """The child ended, perhaps of what earlier requests left behind, such as memory."""
+
+
+def render(text: str, values: Mapping[str, Any], chat: bool = True, date: str = "") -> str:
+    """Returns the text that a template makes of values.
+
+    Args:
+      text: the template.
+      values: its variables, as JSON has them; others, such as dates, as their text.
+      chat: whether it has the settings of `transformers` for conversations, rather than those of
+        lm-eval for tasks.
+      date: ISO date of its function strftime_now; "" for no such function.
+
+    Raises:
+      LimitExceeded: it takes too much time or memory; the text completes "The template ".
+      UserError: it is not valid, or refuses the values; as above.
     """
-
-    intercepted_binops = frozenset(["+", "*", "**", "%"])
-
-    def __init__(self, **options: Any):
-        super().__init__(**options, finalize=self._made)
-        self._steps = self._characters = 0
-        self.globals |= {_STEP: self._step, _JOINED: self._joined}
-        del self.globals["lipsum"]
-        self.filters = {name: self._checked(name, call) for name, call in self.filters.items()}
-        self.concat = self._output  # type: ignore[method-assign]
-
-    def add_filter(self, name: str, function: Callable) -> None:
-        """Adds a filter, within the bounds of all others."""
-        self.filters[name] = self._checked(name, function)
-
-    def _parse(self, source, name, filename):
-        tree = super()._parse(source, name, filename)
-        kinds: tuple[Any, ...] = (jinja2.nodes.For, jinja2.nodes.Macro, jinja2.nodes.CallBlock)
-        for kind in kinds:
-            for node in tree.find_all(kind):
-                node.body.insert(0, _statement(_STEP, 1, node.lineno))
-        tree.body.insert(0, _statement(_STEP, 0, 1))
-        _replace_joins(tree)
-        return tree
-
-    def _step(self, count):
-        self._steps += count
-        if not count:  # A rendering begins.
-            self._steps = self._characters = 0
-        if self._steps > MOST_STEPS:
-            raise UserError(f"it makes more than {MOST_STEPS:,} rounds of loops")
-
-    def _joined(self, *parts):
-        return self._made("".join(self._made(str(part)) for part in parts))
-
-    def _output(self, pieces):
-        return "".join(self._made(piece) for piece in pieces)
-
-    def _made(self, value):
-        """Counts the characters of a value; returns it."""
-        if isinstance(value, str | list | tuple):
-            self._characters += len(value)
-            if self._characters > MOST_CHARACTERS:
-                raise UserError(f"it makes more than {MOST_CHARACTERS:,} characters")
-        return value
-
-    def _check(self, name, arguments):
-        """Raises UserError if a call with these arguments may make too long a string."""
-        for argument in arguments:
-            if isinstance(argument, int) and abs(argument) > LARGEST:
-                raise UserError(f"it calls {name} with a number over {LARGEST:,}")
-        if name == "replace" and len(arguments) > 2:
-            text, old, new = (str(argument) for argument in arguments[:3])
-            if len(new) * (text.count(old) if old else len(text) + 1) > MOST_CHARACTERS:
-                raise UserError(f"it makes more than {MOST_CHARACTERS:,} characters")
-        if name in ("format", "format_map") and _WIDE_FORMAT.search(str(arguments[0])):
-            raise UserError("it formats with a width of more than three digits")
-
-    def _checked(self, name, function):
-        passed = getattr(function, "jinja_pass_arg", None)
-        first = 1 if passed else 0
-
-        def call(*arguments, **keywords):
-            self._check(name, [*arguments[first:], *keywords.values()])
-            return self._made(function(*arguments, **keywords))
-
-        if passed:
-            call.jinja_pass_arg = passed  # type: ignore[attr-defined]
-        return call
-
-    def call(self, context: Any, function: Any, /, *arguments: Any, **keywords: Any) -> Any:
-        """Calls a function or method of a template."""
-        # The sandbox wraps `format`.
-        owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
-        if isinstance(owner, str):
-            self._check(function.__name__, [owner, *arguments, *keywords.values()])
-        elif owner is not self:
-            self._check(getattr(function, "__name__", "it"), [*arguments, *keywords.values()])
-        return self._made(super().call(context, function, *arguments, **keywords))
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Computes `left operator right`."""
-        for text, count in ((left, right), (right, left)):
-            if isinstance(text, str | list | tuple) and isinstance(count, int):
-                if operator == "*" and len(text) * count > MOST_CHARACTERS:
-                    raise UserError(f"it makes more than {MOST_CHARACTERS:,} characters")
-        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
-            if left.bit_length() * max(1, right if operator == "**" else 1) > 1000:
-                raise UserError("it makes too large a number")
-        if operator == "%" and isinstance(left, str):
-            self._check("format", [left])
-        return self._made(super().call_binop(context, operator, left, right))
+    return _CHILD.answer("render", text, chat, date, dict(values))
 
 
-def _statement(function, argument, line):
-    name = jinja2.nodes.Name(function, "load", lineno=line)
-    call = jinja2.nodes.Call(name, [jinja2.nodes.Const(argument)], [], None, None, lineno=line)
-    return jinja2.nodes.ExprStmt(call, lineno=line)
+def yaml_value(content: bytes) -> Any:
+    """Returns the value of a YAML file as JSON has it; {template_child.CODE: name} is a function.
+
+    Raises:
+      UserError: it is no YAML, has other tags of Python, or is too large.
+    """
+    if len(content) > MOST_YAML:
+        raise UserError(f"it is larger than {MOST_YAML >> 20} MiB")
+    text = _CHILD.answer("yaml", content.decode("latin-1"))
+    if len(text) > 8 * MOST_YAML:
+        raise UserError("its aliases make it too large")
+    try:
+        return json_files.parse(text)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
-def _replace_joins(node):
-    """Puts calls of the bounded join in the place of `left ~ right`."""
-    for field, value in node.iter_fields():
-        values = value if isinstance(value, list) else [value]
-        for number, child in enumerate(values):
-            if not isinstance(child, jinja2.nodes.Node):
-                continue
-            _replace_joins(child)
-            if isinstance(child, jinja2.nodes.Concat):
-                name = jinja2.nodes.Name(_JOINED, "load", lineno=child.lineno)
-                call = jinja2.nodes.Call(name, child.nodes, [], None, None, lineno=child.lineno)
-                if isinstance(value, list):
-                    value[number] = call
-                else:
-                    setattr(node, field, call)
+class _Child:
+    """The child process of this process, started at the first request."""
+
+    def __init__(self, memory: int = MEMORY):
+        self._memory = memory
+        self._process: subprocess.Popen | None = None
+        self._lock = threading.Lock()
+        os.register_at_fork(after_in_child=self._forget)
+        atexit.register(self._end)
+
+    def answer(self, *request: Any) -> str:
+        """Returns the child's answer to a request.
+
+        Raises:
+          LimitExceeded: a child that only had this request took too much, or died.
+          UserError: the child refused the request.
+        """
+        content = json.dumps(request, default=str).encode()
+        with self._lock:
+            fresh = self._process is None
+            try:
+                fine, text = self._asked(content)
+            except _Died:
+                if fresh:
+                    raise
+                fine, text = self._asked(content)
+        if not fine:
+            raise UserError(text)
+        return text
+
+    def _asked(self, content):
+        try:
+            process = self._started()
+            head = template_child.HEAD
+            with contextlib.suppress(BrokenPipeError):  # Reading says why.
+                _write(process.stdin.fileno(), head.pack(True, len(content)) + content)
+            deadline = time.monotonic() + WALL_SECONDS
+            fine, size = head.unpack(self._read(process, head.size, deadline))
+            if size > template_child.MOST_BYTES:
+                raise LimitExceeded("its process gave an answer that is too long")
+            return fine, self._read(process, size, deadline).decode("utf-8", "surrogatepass")
+        except BaseException:  # An interrupt as well: its answer is not that of the next request.
+            self._end()
+            raise
+
+    def _started(self) -> Any:
+        if self._process is None:
+            packages = [importlib.util.find_spec(n) for n in ("jinja2", "markupsafe", "yaml")]
+            folders = {str(Path(p.origin).parents[1]) for p in packages if p and p.origin}
+            command = [sys.executable, "-I", "-S", template_child.__file__, str(self._memory)]
+            kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+            try:
+                self._process = subprocess.Popen(
+                    [*command, *sorted(folders)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    bufsize=0,
+                    env=kept,
+                    start_new_session=True,  # Ctrl-C is for this process.
+                )
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f"its process, {sys.executable or 'Python'}, cannot be started: {error}"
+                ) from error
+        return self._process
+
+    def _read(self, process, size, deadline) -> bytes:
+        content = b""
+        while len(content) < size:
+            # Looks at the memory only while the child takes long.
+            while not select.select([process.stdout], [], [], POLL_SECONDS)[0]:
+                with contextlib.suppress(psutil.Error):
+                    if psutil.Process(process.pid).memory_info().rss > self._memory:
+                        raise _Died(_too_large(self._memory))
+                if time.monotonic() > deadline:
+                    raise LimitExceeded(f"it takes more than {WALL_SECONDS:.0f} seconds")
+            piece = os.read(process.stdout.fileno(), min(2**20, size - len(content)))
+            if not piece:
+                raise self._death(process)
+            content += piece
+        return content
+
+    def _death(self, process) -> LimitExceeded:
+        status = process.wait()
+        if status == -signal.SIGXCPU:
+            seconds = template_child.CPU_SECONDS
+            return LimitExceeded(f"it takes more than {seconds} seconds of processor time")
+        if status == template_child.OUT_OF_MEMORY:
+            return _Died(_too_large(self._memory))
+        return _Died(f"its process ended with status {status}")
+
+    def _end(self):
+        """Ends the child."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            _close(process)
+
+    def _forget(self):
+        """In a fork: leaves the child to the process that started it."""
+        process, self._process = self._process, None
+        self._lock = threading.Lock()  # Another thread may have held it.
+        if process is not None:
+            process.returncode = 0  # It is no child of this process, and is not waited for.
+            _close(process)
+
+
+def _write(descriptor, content):
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _close(process):
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            pipe.close()
+
+
+def _too_large(memory):
+    return f"it takes more than {memory >> 20} MiB of memory"
+
+
+_CHILD = _Child()

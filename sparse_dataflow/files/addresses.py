@@ -1,21 +1,28 @@
 """Addresses of object stores, such as gs://bucket/run, through the library fsspec.
 
+What comes from a store is compared with its listing: bytes, and the checksum where there is one.
+Only a store that says so has no such object; another answer is retried, then named.
+
 A store has no folders, no rename and no locks: names are keys, and an object is written whole or
 not at all. Libraries raise errors of any type; here all become an `OSError` with the address.
 """
 
+import base64
 import contextlib
 import errno
+import functools
 import hashlib
 import importlib.util
 import logging
 import re
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError, first_line
 
 LEGAL = "gs://BUCKET/PATH, s3://BUCKET/PATH or another address that fsspec knows"
@@ -128,10 +135,22 @@ class Entry:
     Attributes:
       size: bytes.
       version: changes with the content; "" where the store names none.
+      checksum: (name of a hash function, its digest in hex); None where the store has none.
     """
 
     size: int
     version: str
+    checksum: tuple[str, str] | None = None
+
+
+def _retried(method: Callable) -> Callable:
+    """Returns a method that is called again while the store is busy."""
+
+    @functools.wraps(method)
+    def call(self, *arguments):
+        return storage.retry(f"Reading {self}", lambda: method(self, *arguments))
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -140,7 +159,7 @@ class Address:
 
     All methods raise OSError: FileNotFoundError if the object or the bucket is missing,
     PermissionError, FileExistsError, else one whose text is the library's. The libraries retry what
-    fails for a moment, for about ten seconds.
+    fails for a moment, for about ten seconds; reading is retried here as well.
 
     Attributes:
       text: the address, without a slash at its end.
@@ -167,15 +186,17 @@ class Address:
         """The address without its last part."""
         return Address(self.text.rpartition("/")[0])
 
+    @_retried
     def entry(self) -> Entry | None:
-        """Returns the object of this very name; None if there is none."""
-        with self._opened() as (store, path):
-            try:
+        """Returns the object of this very name; None if the store says that there is none."""
+        try:
+            with self._opened() as (store, path):
                 facts = store.info(path)
-            except FileNotFoundError:
-                return None
-            return _entry(facts) if facts["type"] == "file" else None
+                return _entry(facts) if facts["type"] == "file" else None
+        except FileNotFoundError:
+            return None
 
+    @_retried
     def entries(self) -> dict[str, Entry]:
         """Returns {name relative to this address: object} of all objects below it, sorted."""
         with self._opened() as (store, path):
@@ -184,17 +205,32 @@ class Address:
             below = path.rstrip("/") + "/"
             names = {name: facts for name, facts in listed.items() if name.startswith(below)}
             return {
-                name.removeprefix(below): _entry(facts)
+                # A page of links says no sizes.
+                name.removeprefix(below): _entry(
+                    store.info(name) if facts["size"] is None else facts
+                )
                 for name, facts in sorted(names.items())
                 if not name.endswith("/")
             }
 
     def read(self) -> bytes:
         """Returns the content of a small object; one of more than `MAX_BYTES` is not read."""
-        with self._opened() as (store, path):
-            if (size := store.info(path)["size"]) > MAX_BYTES:
-                raise OSError(f"it has {size} bytes; legal: {MAX_BYTES}")
-            return store.cat_file(path)
+        entry = self._listed()
+        if entry.size > MAX_BYTES:
+            reason = f"it has {entry.size} bytes; legal: {MAX_BYTES}"
+            raise OSError(errno.EPROTO, reason, self.text)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "object")
+            self.download(file, entry)
+            return file.read_bytes()
+
+    def _listed(self) -> Entry:
+        """Returns the object of this very name, which is there."""
+        entry = self.entry()
+        if entry is None:
+            reason = "there is no such object or bucket"
+            raise FileNotFoundError(errno.ENOENT, reason, self.text)
+        return entry
 
     def sha256(self, size: int) -> str:
         """Returns the SHA-256 (hex) of the first `size` bytes, read back from the store."""
@@ -222,13 +258,40 @@ class Address:
         with self._opened() as (store, path):
             store.put_file(str(file), path)
 
-    def download(self, file: Path) -> None:
-        """Copies this object to a file, whose folder is made; a partial one is removed."""
+    @_retried
+    def download(self, file: Path, entry: Entry | None = None) -> None:
+        """Copies this object to a file, whose folder is made; a partial one is removed.
+
+        All objects come from a store here.
+
+        Args:
+          file: where it goes.
+          entry: what the store lists, which is asked where it is None; an object of another size
+            or checksum is refused.
+        """
+        listed = entry or self._listed()
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_name(f".{file.name}.partial"[-255:])
         try:
             with self._opened() as (store, path):
-                store.get_file(path, str(partial))
+                from fsspec.callbacks import Callback
+
+                class Bound(Callback):
+                    """Stops an object that has no end."""
+
+                    def relative_update(self, inc=1):
+                        super().relative_update(inc)
+                        if self.value > listed.size:
+                            raise OSError(f"it sends more than the {listed.size:,} bytes it lists")
+
+                    def absolute_update(self, value):
+                        self.relative_update(value - self.value)
+
+                # Bytes are counted as they are listed, and not compressed on the way.
+                web = path.startswith(("http://", "https://"))
+                options = {"headers": {"Accept-Encoding": "identity"}} if web else {}
+                store.get_file(path, str(partial), callback=Bound(), **options)
+                _compare(partial, listed)
             partial.replace(file)
         finally:
             partial.unlink(missing_ok=True)
@@ -253,11 +316,72 @@ class Address:
             kinds = (FileNotFoundError, PermissionError, FileExistsError)
             kind = next((kind for kind in kinds if isinstance(error, kind)), OSError)
             number = _NUMBERS.get(kind, getattr(error, "errno", None) or errno.EPROTO)
+            reason = missing_library(self.text) or _reason(error)
+            cause = _cause(error)
+            if kind is FileNotFoundError and cause is not None:
+                kind, number, reason = OSError, errno.EPROTO, _reason(cause)
+            status = _status(error)
+            if status in (401, 403):
+                kind, number = PermissionError, errno.EACCES
             # Of errors of this machine's own disk, the number says what to do.
             if kind is OSError and number not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
                 number = errno.EPROTO
-            reason = missing_library(self.text) or _reason(error)
+            if status in _BUSY or (status is not None and status >= 500):
+                number, reason = errno.EAGAIN, f"the store answers {status} ({reason})"
             raise kind(number, reason, self.text) from error
+
+
+_ABSENT, _BUSY = (404, 410), (408, 425, 429)
+"""Statuses of HTTP of an object that is not there, and of a store that asks to be asked again."""
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _status(error: BaseException) -> int | None:
+    """Returns the status of HTTP that a store answered; None where the error names none."""
+    for each in _chain(error):
+        response = getattr(each, "response", None)
+        if isinstance(response, dict):  # Of botocore.
+            return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        for owner, name in (
+            *((each, "status"), (each, "status_code"), (response, "status_code"), (each, "code")),
+        ):
+            number = getattr(owner, name, None)
+            if isinstance(number, int) and 400 <= number < 600:
+                return number
+    return None
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    """Returns why a store did not say whether it has an object; None if it said that it has not.
+
+    Libraries raise FileNotFoundError for any failure of a question.
+    """
+    status = _status(error)
+    for each in _chain(error):
+        if isinstance(each, FileNotFoundError):
+            continue
+        if status is None and isinstance(each, OSError | TimeoutError):
+            return each
+        if status is not None and status not in _ABSENT:
+            return each
+    return None
+
+
+def _compare(file: Path, entry: Entry) -> None:
+    """Raises OSError where a file is not what a store lists."""
+    size = file.stat().st_size
+    if size != entry.size:
+        raise OSError(f"it has {size:,} bytes, and {entry.size:,} in the listing")
+    if entry.checksum:
+        name, expected = entry.checksum
+        with file.open("rb") as content:
+            if hashlib.file_digest(content, name).hexdigest() != expected:
+                raise OSError(f"its {name} is not that of the listing")
 
 
 _NUMBERS: dict[type, int] = {
@@ -276,7 +400,12 @@ def _reason(error) -> str:
 
 def _entry(facts) -> Entry:
     version = next((str(facts[name]) for name in _VERSIONS if facts.get(name)), "")
-    return Entry(int(facts["size"] or 0), version)
+    if facts["size"] is None:
+        raise OSError("the store does not tell its size")
+    checksum = None
+    if text := facts.get("md5Hash"):  # Of Google's store; an ETag need not be a checksum.
+        checksum = ("md5", base64.b64decode(text).hex())
+    return Entry(int(facts["size"]), version, checksum)
 
 
 def fetch(address: Address, entries: dict[str, Entry], folder: Path) -> None:
@@ -305,5 +434,5 @@ def fetch(address: Address, entries: dict[str, Entry], folder: Path) -> None:
             f"{address} has {needed / 2**30:,.1f} GiB, and {folder} has room for "
             f"{free / 2**30:,.1f}; name another cache folder with XDG_CACHE_HOME."
         )
-    for name in missing:
-        (address / name).download(folder / name)
+    for name, entry in missing.items():
+        (address / name).download(folder / name, entry)

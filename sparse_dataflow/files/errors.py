@@ -1,35 +1,67 @@
 """The exception for errors that the user can fix, words for other errors, and no secrets in either.
 
-A secret is a password or token inside a URL, or the value of an environment variable whose name
-says so, such as HF_TOKEN. A user may put either into a command by mistake; its errors, config.json
-and report then show `***`.
+A secret is a password in an address, or the value of an environment variable that is not known to
+hold none. A user may put either into a command by mistake; errors, logs, config.json, the report,
+trackers and model cards then show `***`.
 """
 
 import errno
 import functools
+import html
+import json
 import os
 import re
 import traceback
+import urllib.parse
 from collections.abc import Mapping
 from typing import Any
 
 HIDDEN = "***"
+
+_HARMLESS = re.compile(
+    r"PATH|PWD|OLDPWD|HOME|USER|USERNAME|LOGNAME|HOSTNAME|SHELL|SHLVL|TERM|LANG|LANGUAGE|TZ|EDITOR|"
+    r"PAGER|DISPLAY|OSTYPE|HOSTTYPE|MACHTYPE|_|(LC|XDG|JAX|XLA|LIBTPU|CUDA|NVIDIA|ROCM|PYTEST)_\w+|"
+    r"PYTHON\w*|\w*_(PATH|DIR|FILE|HOME|SOCK)",
+    re.I,
+)
+"""Variables whose values are no secrets, unless `_SECRET_NAME` or `_LOOKS_SECRET` says so."""
+
+_NEVER = {"PWD", "OLDPWD"}
+"""Variables that only look as if they held a secret."""
+
 _SECRET_NAME = re.compile(
-    r"(^|_)(TOKEN|KEY|APIKEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|AUTH)(_|$)", re.I
+    # Words that say so wherever they are in a name, and words that do so alone.
+    r"TOKEN(?!I[ZS])|PASSW|PASSPHRASE|PASSCODE|SECRET|CREDENTIAL|COOKIE|CONNECTION_?STR|WEBHOOK|"
+    r"BEARER|PRIVATE_?KEY|ACCESS_?KEY|API_?KEY|SIGNATURE|PWD$|(^|_)\w{0,12}(?<!BY)(?<!COM)PASS$|"
+    r"(^|_|\d)(KEY|PASS|PAT|PW|PWD|CRED|AUTH|OAUTH|JWT|SAS|SIG|DSN|OTP|TOTP|HMAC|SALT)"
+    r"(S?\d*)(_|$)",
+    re.I,
+)
+_LOOKS_SECRET = re.compile(
+    # No word, name of a host or path: a mixture without a separator, or many hexadecimal digits.
+    r"(?=[^a-z]*[a-z])(?=[^A-Z]*[A-Z])(?=\D*\d)[\w+=~-]{20,}|[0-9a-fA-F]{32,}"
 )
 _SHORTEST = 8  # Shorter values are no secrets; replacing them would remove ordinary words.
-_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s:]*:[^/@\s]*(?=@)|(?<=://)[^/@\s:]{8,}(?=@)")
+
+_PASSWORD = re.compile(
+    # Up to the last @ of the address; a number up to a slash is a port. A password may have blanks.
+    r"(?<=://)[^/@\s:\[\]]*:(?!\d{1,5}(?:[/?#\s,;.)'\"]|$))(?:[^\s\"]*@|[^@\n]{0,80}?[^\s\"@]*@)"
+)
+_TOKEN_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s:]{8,}(?=@)")
 _IN_QUERY = re.compile(
-    r"(?i)([?&;](?:[\w.-]*(?:token|key|secret|password|passwd|signature|sig|credential)[\w.-]*)=)"
+    r"(?i)([?&;](?:[\w.-]*(?:token|key|secret|passw|pwd|signature|sig|credential|auth|jwt)[\w.-]*)=)"
     r"[^&;#\s'\"]+"
 )
+_IN_HEADER = re.compile(r"(?i)\b((?:bearer|basic) +)[\w.~+/-]{8,}=*")
 
 
 def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Replaces the secrets in a text by `***`."""
+    """Replaces the secrets in a text by `***`: all text that leaves the process passes here."""
     for value in _values(tuple(sorted(environment.items()))):
         text = text.replace(value, HIDDEN)
-    return _IN_QUERY.sub(rf"\1{HIDDEN}", _IN_ADDRESS.sub(HIDDEN, text))
+    if "://" in text:
+        text = _TOKEN_IN_ADDRESS.sub(HIDDEN, _PASSWORD.sub(f"{HIDDEN}@", text))
+    return _IN_HEADER.sub(rf"\1{HIDDEN}", _IN_QUERY.sub(rf"\1{HIDDEN}", text))
 
 
 def redact_json(value: Any) -> Any:
@@ -47,11 +79,36 @@ def redact_json(value: Any) -> Any:
 def _values(environment):
     """Returns the values of secret variables, longest first: one may contain another."""
     secrets = {
-        value
+        form
         for name, value in environment
-        if _SECRET_NAME.search(name) and len(value) >= _SHORTEST and not os.path.exists(value)
+        if _is_secret(name, value.strip())
+        for line in value.strip().splitlines()  # Of a private key, each line.
+        for form in _forms(line.strip())
     }
     return sorted(secrets, key=len, reverse=True)
+
+
+def _is_secret(name, value):
+    if (
+        len(value) < _SHORTEST
+        or name.upper() in _NEVER
+        or (os.path.isabs(value) and os.path.exists(value))
+    ):
+        return False
+    if _SECRET_NAME.search(name):
+        return True
+    return not _HARMLESS.fullmatch(name) and _LOOKS_SECRET.fullmatch(value) is not None
+
+
+def _forms(value):
+    """Returns how a value is written in a text, in JSON, by Python, in HTML and in an address."""
+    if len(value) < _SHORTEST or value.startswith("-----"):
+        return ()
+    quoted = (urllib.parse.quote(value, safe="", errors="replace"),
+              urllib.parse.quote(value, errors="replace"),
+              urllib.parse.quote_plus(value, errors="replace"))  # fmt: skip
+    written = json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]
+    return {value, *written, repr(value)[1:-1], html.escape(value), *quoted}
 
 
 TEMPORARY = 75
@@ -95,6 +152,18 @@ def escaped(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def printable(text: str) -> str:
+    """Returns text for a terminal: as `escaped`, but line breaks and tabs stay.
+
+    For text that a model or somebody else made.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        line if line in "\n\t" else escaped(line) for line in re.split(r"([\n\t])", text)
+    )
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's text, at most 300 characters; its type if empty."""
     if isinstance(error, SystemExit):
@@ -125,7 +194,7 @@ def in_words(error: Exception) -> str:
         return ""
     place = f"{error.filename}: " if error.filename else ""
     reason = error.strerror or errno.errorcode.get(error.errno, "")
-    return redact(f"{place}{reason}; {advice(error)}")
+    return escaped(redact(f"{place}{reason}; {advice(error)}"))
 
 
 OF_JAX = (

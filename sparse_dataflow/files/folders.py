@@ -454,8 +454,26 @@ def machine() -> str:
         return platform.node()
 
 
+def _root(folder: Path) -> Path:
+    """Returns where links of an untrusted folder may lead to.
+
+    That is the folder, which itself may be reached through links. A snapshot in the cache of the
+    Hugging Face hub, REPOSITORY/snapshots/REVISION, has links into REPOSITORY/blobs.
+    """
+    folder = folder.resolve()
+    for path in (folder, *folder.parents):
+        if path.parent.name == "snapshots" and (path.parents[1] / "blobs").is_dir():
+            return path.parents[1]
+    return folder
+
+
+def leads_out(folder: Path, path: Path) -> bool:
+    """Returns whether a path in an untrusted folder leads to a place outside of it."""
+    return not path.resolve().is_relative_to(_root(folder))
+
+
 def refuse_outside_links(folder: Path) -> None:
-    """Refuses a folder with a link, at any depth, to a path outside it.
+    """Refuses an untrusted folder with a link, at any depth, to a path outside it.
 
     The folder itself may be reached through links.
 
@@ -468,15 +486,20 @@ def refuse_outside_links(folder: Path) -> None:
         raise UserError(f"{folder} cannot be read: {error.strerror or error}.") from error
 
 
-def _refuse_outside_links(root):
+def _refuse_outside_links(folder):
     def refuse(error: OSError):
         raise error
 
-    for parent, folders, files in os.walk(root, onerror=refuse):
+    for parent, folders, files in os.walk(folder, onerror=refuse):
         for name in (*folders, *files):
             path = Path(parent, name)
-            if path.is_symlink() and not path.resolve().is_relative_to(root):
-                raise UserError(
-                    f"{path} is a link to {path.resolve()}, outside the run folder; put the file "
-                    "itself there. A folder elsewhere can be mounted, or named with --out."
-                )
+            if path.is_symlink() and leads_out(folder, path):
+                raise outside(folder, path)
+
+
+def outside(folder: Path, path: Path) -> UserError:
+    """Returns the error of a link that leads out of an untrusted folder."""
+    return UserError(
+        f"{path} is a link to {path.resolve()}, outside of the folder {folder}; put the file "
+        "itself there, or name a folder that has both."
+    )

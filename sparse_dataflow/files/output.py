@@ -19,6 +19,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sparse_dataflow.files.errors import printable, redact
+
 PATIENCE_SECONDS = 1.0
 """Seconds that a flush waits for a reader, once until it reads again."""
 
@@ -30,7 +32,8 @@ class BestEffort:
     """A text stream whose errors are ignored: a full disk, a reader that left or stopped reading.
 
     To a terminal, pipe or socket a thread writes, so that a reader that stops blocks nobody else.
-    Text beyond a limit is then dropped. Signal handlers may write.
+    Text beyond a limit is then dropped. Signal handlers may write. Secrets are redacted, also in
+    what libraries and Python itself write.
     """
 
     def __init__(self, stream: Any):
@@ -42,13 +45,14 @@ class BestEffort:
 
     def write(self, text: str) -> int:
         """Writes the text if that is possible; returns its length."""
+        count, text = len(text), redact(text)
         if self._writer:
             self._writer.put(text)
-            return len(text)
+            return count
         # RuntimeError: a signal handler wrote while the interrupted code did.
         with contextlib.suppress(OSError, RuntimeError, ValueError):
             self._stream.write(text)
-        return len(text)
+        return count
 
     def flush(self) -> None:
         """Flushes the stream if that is possible; waits PATIENCE_SECONDS at most."""
@@ -193,7 +197,7 @@ class _Printer(logging.Handler):
             return
         try:
             warning = "warning: " if record.levelno >= logging.WARNING else ""
-            text = f"{warning}{record.getMessage()}"
+            text = printable(redact(f"{warning}{record.getMessage()}"))
             bars = sys.modules.get("tqdm")
             if bars is not None:
                 bars.tqdm.write(text, file=sys.stderr)
@@ -216,6 +220,11 @@ def print_information() -> None:
         LOGGER.setLevel(logging.INFO)
     if not any(isinstance(handler, _Printer) for handler in LOGGER.handlers):
         LOGGER.addHandler(_Printer())
+
+
+def print_text(text: str, end: str = "\n") -> None:
+    """Prints text that a model or somebody else made; a terminal gets no control characters."""
+    print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def is_quiet() -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from sparse_dataflow.files.errors import UserError, escaped
+from sparse_dataflow.files.errors import UserError, escaped, redact
 
 T = TypeVar("T")
 
@@ -144,9 +144,13 @@ def open_regular(path: str | os.PathLike, mode: str = "rb") -> IO[Any]:
 
 
 def replace_text(path: str | os.PathLike, text: str) -> None:
-    """Replaces a text file as `replace` does; UserError if it cannot be written."""
+    """Replaces a text file for readers as `replace` does, with secrets redacted.
+
+    Raises:
+      UserError: it cannot be written.
+    """
     try:
-        replace(path, text.encode())
+        replace(path, redact(text).encode())
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
 

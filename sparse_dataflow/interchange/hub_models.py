@@ -6,6 +6,7 @@ what lies there is used.
 
 import concurrent.futures
 import functools
+import hashlib
 import logging
 import os
 import re
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparse_dataflow.data.local_files import needed_module
-from sparse_dataflow.files import addresses, json_files, storage
+from sparse_dataflow.files import addresses, folders, json_files, storage
 from sparse_dataflow.files.errors import UserError, first_line
 from sparse_dataflow.interchange import huggingface, tensors
 
@@ -105,18 +106,20 @@ def fetched(name: HubName, files: Collection[str] = ()) -> Path:
         _LOG.warning("%s is read from the cache, commit %s: %s", name, folder.name,
                      refused or f"the hub cannot be reached ({_reason(error)})")  # fmt: skip
         return folder
-    sizes = {file.rfilename: getattr(file, "size", None) or 0 for file in facts.siblings or ()}
+    siblings = list(facts.siblings or ())
+    sizes = {file.rfilename: getattr(file, "size", None) or 0 for file in siblings}
+    digests = {file.rfilename: _digest(file) for file in siblings}
     small = [file for file in sizes if "/" not in file and file.endswith(_SMALL)]
     chosen = [file for file in sizes if file in files] if files else small
     if (not files and huggingface.CONFIG not in chosen) or not chosen:
         needed = ", ".join(files) or huggingface.CONFIG
         raise UserError(f"{name} has no {needed}; legal: a model of transformers.")
-    folder = _download(hub, name, facts.sha, {file: sizes[file] for file in chosen})
+    folder = _download(hub, name, facts.sha, {file: sizes[file] for file in chosen}, digests)
     if not files:
         huggingface.refuse_unknown(folder)
         weights = _weights(folder)
         _refuse_missing(name, sizes, weights)
-        folder = _download(hub, name, facts.sha, {file: sizes[file] for file in weights})
+        folder = _download(hub, name, facts.sha, {file: sizes[file] for file in weights}, digests)
     return folder
 
 
@@ -125,10 +128,17 @@ def pinned(name: HubName, folder: Path) -> str:
     return str(HubName(name.name, folder.name))
 
 
-def local_folder(place: str | Path) -> Path:
-    """Returns the folder that a path is; that of a name on the hub is `fetched`."""
+def local_folder(place: str | Path, files: Collection[str] = ()) -> Path:
+    """Returns the folder that a path is; that of a name on the hub is `fetched`.
+
+    Raises:
+      UserError: the folder has links that lead out of it, or see `fetched`.
+    """
     name = hub_name(place)
-    return Path(place).expanduser() if name is None else fetched(name)
+    folder = Path(place).expanduser() if name is None else fetched(name, files)
+    if folder.is_dir():
+        folders.refuse_outside_links(folder)
+    return folder
 
 
 def _within(seconds: float, work: Callable[[], Any]) -> Any:
@@ -158,8 +168,14 @@ def _facts(hub, name):
     )
 
 
-def _download(hub, name, commit, sizes) -> Path:
-    """Fetches files of a commit and returns their folder."""
+def _digest(file) -> str:
+    """Returns the SHA-256 that the hub lists for a large file; "" for a small one."""
+    lfs = getattr(file, "lfs", None)
+    return str((lfs.get("sha256") if isinstance(lfs, dict) else getattr(lfs, "sha256", "")) or "")
+
+
+def _download(hub, name, commit, sizes, digests) -> Path:
+    """Fetches files of a commit, compares them with the listing, and returns their folder."""
     total = sum(sizes.values())
     root = Path(hub.constants.HF_HUB_CACHE).expanduser()
     place = next((path for path in (root, *root.parents) if path.exists()), Path("/"))
@@ -184,6 +200,15 @@ def _download(hub, name, commit, sizes) -> Path:
                         f"{path} has {os.path.getsize(path):,} bytes and not {sizes[file]:,} as on "
                         "the hub; delete it, so that it is fetched anew."
                     )
+                if file not in held and digests[file]:
+                    with open(path, "rb") as content:
+                        digest = hashlib.file_digest(content, "sha256").hexdigest()
+                    if digest != digests[file]:
+                        os.remove(os.path.realpath(path))
+                        raise UserError(
+                            f"{file} of {name} has another SHA-256 than the hub lists, and was "
+                            "removed; run again."
+                        )
             _remember(root, name, commit)
     except UserError:
         raise

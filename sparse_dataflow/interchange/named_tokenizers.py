@@ -1,7 +1,5 @@
 """`named_tokenizer`: an existing tokenizer for a new model."""
 
-from pathlib import Path
-
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
@@ -21,10 +19,10 @@ def named_tokenizer(name: str) -> Tokenizer:
       name: a folder, or a model on the hub, of which only the files of the tokenizer are fetched.
 
     Raises:
-      UserError: it is missing, damaged, or of another kind than `tokenizer_files` reads.
+      UserError: it is missing, damaged, has links that lead out of it, or is of another kind than
+        `tokenizer_files` reads.
     """
-    on_hub = hub_models.hub_name(name)
-    folder = hub_models.fetched(on_hub, _FILES) if on_hub else Path(name).expanduser()
+    folder = hub_models.local_folder(name, _FILES)
     path = folder / tokenizer_files.FILE
     if not path.exists() and not all((folder / file).exists() for file in _LISTS):
         raise UserError(

@@ -35,6 +35,7 @@ def ratio_text(measure: Measure) -> str:
     return f"{measure.ratio:.2f}x{bound}"
 
 
+@svg.drawn
 def ratio_bars(measures: list[Measure]) -> Markup:
     """Draws a bar per ratio, its quartiles as a line and its bound as a mark.
 

@@ -18,9 +18,18 @@ Number = float | int | None
 Formatter = Callable[[Sequence[Number]], list[str]]
 
 
+LARGEST = 1e30
+"""Largest number on a page: its squares and sums are finite, so that it can be drawn."""
+
+
 def finite(value: Number) -> float | None:
-    """Returns `value` as a float; None where it is None, NaN or infinite."""
-    return None if value is None or not math.isfinite(value) else float(value)
+    """Returns `value` as a float, cut to ±LARGEST; None where it is None, NaN or infinite.
+
+    All numbers of files that a page shows or draws pass here.
+    """
+    if value is None or value != value or value in (math.inf, -math.inf):
+        return None
+    return float(max(-LARGEST, min(LARGEST, value)))
 
 
 def significant(value: float) -> str:

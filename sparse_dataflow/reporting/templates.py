@@ -5,11 +5,12 @@ from typing import Any
 
 import jinja2
 
+from sparse_dataflow.files.errors import redact
 from sparse_dataflow.reporting.quantities import visible
 
 
 def html(template: str, contents: Mapping[str, Any]) -> str:
-    """Returns a page that needs no network.
+    """Returns a page that needs no network, with secrets redacted.
 
     Args:
       template: file name of a template in this folder.
@@ -24,4 +25,4 @@ def html(template: str, contents: Mapping[str, Any]) -> str:
         # Texts of a run or process can have any characters; Markup values are figures.
         finalize=lambda value: visible(value) if type(value) is str else value,
     )
-    return environment.get_template(template).render(contents)
+    return redact(environment.get_template(template).render(contents))

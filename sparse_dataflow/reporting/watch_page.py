@@ -150,16 +150,17 @@ def _updates(histories):
     updates = [
         (
             name,
-            row.get("step", 0),
+            quantities.finite(row.get("step")) or 0.0,
             quantities.finite(row.get("exchanged")) or 0.0,
-            bool(row.get("exchanged")) or any(name.startswith("changed/") for name in row),
-            row["parameters"],
+            bool(row.get("exchanged")) or any(key.startswith("changed/") for key in row),
+            parameters,
         )
         for name, rows in histories.items()
         for row in rows
-        if row.get("kind") == "evolution" and quantities.finite(row.get("parameters")) is not None
+        if row.get("kind") == "evolution"
+        and (parameters := quantities.finite(row.get("parameters"))) is not None
     ]
     return [
-        (name, f"{step:,}", f"{share:.1%}" if exchanges else "new phase", f"{parameters:,.0f}")
+        (name, f"{step:,.0f}", f"{share:.1%}" if exchanges else "new phase", f"{parameters:,.0f}")
         for name, step, share, exchanges, parameters in updates[-_ROWS_SHOWN:][::-1]
     ]

@@ -25,7 +25,7 @@ ENDLESS = [
     "{% endfor %}",
     "{% set x = 'a' * 999999 %}{% for i in range(9999) %}{{ x }}{% endfor %}",
     "{{ 'a' * 10 ** 10 }}",
-    "{{ 10 ** 10 ** 10 ** 10 }}",
+    "{{ 10 ** (10 ** (10 ** 10)) }}",
     "{{ [1] * 10 ** 10 }}",
     "{{ '%9999999999d' % 1 }}",
     "{{ 'a'.ljust(10 ** 10) }}",
@@ -45,6 +45,9 @@ ENDLESS = [
     "{{ " + "(" * 5000,
 ]
 """Templates that take minutes or gigabytes without a bound, or leave the sandbox."""
+
+SLOW = {1, 7, 11, 22, 23}
+"""Numbers of those that only the limit of processor time ends."""
 
 
 @pytest.mark.parametrize("text", ENDLESS, ids=range(len(ENDLESS)))
@@ -70,7 +73,7 @@ USUAL = (
 def test_usual_templates_render_as_in_a_plain_sandbox():
     import jinja2.sandbox
 
-    from sparse_dataflow.data.chat import _CLOSE, _OPEN, _Generation, _to_json
+    from sparse_dataflow.data.template_child import CLOSE, OPEN, _Generation, _to_json
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
@@ -78,7 +81,7 @@ def test_usual_templates_render_as_in_a_plain_sandbox():
     environment.filters["tojson"] = _to_json
     values = {"messages": MESSAGES, "bos_token": "<s>", "add_generation_prompt": True}
     marked = environment.from_string(USUAL).render(**values)
-    expected = marked.replace(_OPEN, "").replace(_CLOSE, "")
+    expected = marked.replace(OPEN, "").replace(CLOSE, "")
     template = ChatTemplate(USUAL, (("bos_token", "<s>"),))
     for _ in range(2):
         assert template.render(MESSAGES, prompt=True) == expected
@@ -86,7 +89,7 @@ def test_usual_templates_render_as_in_a_plain_sandbox():
 
 def test_a_foreign_template_renders_or_is_refused():
     pieces = [
-        *ENDLESS,
+        *(text for number, text in enumerate(ENDLESS) if number not in SLOW),
         "{%",
         "%}",
         "{{",

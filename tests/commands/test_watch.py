@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+import warnings
 
 import pytest
 
@@ -81,6 +82,30 @@ def test_the_content_follows_the_run(folders):
         file.write('{"kind": "train", "step": 21, "tokens": 1344, "seconds": 3, "loss": 2.5}\n')
     assert "21 of 40" in respond("/content", {})[1]
     assert respond("/config.json", {}) is None
+
+
+@pytest.mark.parametrize("field", ["loss", "tokens", "seconds", "tokens_per_second", "step"])
+@pytest.mark.parametrize("values", [(1e300, -1e300), (3e38, 1e-300), (10**350, -(10**350)), (0, 0)])
+def test_numbers_that_cannot_be_drawn_are_cut(folders, field, values):
+    path = folders[1] / "dense" / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0][field], rows[19][field] = values
+    rows[-1] |= {"parameters": values[0], "exchanged": values[1]}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        text = watch.responder(folders, 5)("/", {})[1]
+    assert "one" in text and "cannot be drawn" not in text
+
+
+def test_a_figure_that_fails_is_replaced_by_words(folders, monkeypatch):
+    def fails(*_):
+        raise ValueError("Axis limits cannot be <b>NaN</b>")
+
+    monkeypatch.setattr("sparse_dataflow.reporting.figures.drawings._frame_loss", fails)
+    text = watch.responder(folders, 5)("/", {})[1]
+    assert "This figure cannot be drawn: Axis limits cannot be &lt;b&gt;NaN" in text
+    assert "<svg" in text and "tokens per second" in text.lower()
 
 
 def test_a_static_layout_is_drawn_once_and_the_layer_can_be_chosen(folders):

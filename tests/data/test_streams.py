@@ -442,3 +442,14 @@ def test_a_lane_reads_ahead_and_its_error_comes_when_it_is_needed(four, monkeypa
     ahead[0]
     assert 1 in read
     assert Position() == (0, 0, 0, 0) and stream_batches._UNKNOWN < 0
+
+
+@pytest.mark.parametrize("listed", [0, 2, 4, 10**6])
+def test_a_shard_of_another_size_than_listed_is_no_whole(listed, tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"a\nb")
+    assert len(list(shards.texts(shards.Shard(str(path)), "text", 0, shards.Skipped()))) == 2
+    monkeypatch.setattr(shards, "size", lambda address: listed)
+    monkeypatch.setattr(shards.storage, "WAITS", ())
+    with pytest.raises(UserError, match=f"it ends after 3 of {listed:,} bytes"):
+        list(shards.texts(shards.Shard(str(path)), "text", 0, shards.Skipped()))

@@ -63,3 +63,50 @@ def test_a_folder_that_is_no_run_is_named(harness, tmp_path):
 
     with pytest.raises(UserError, match="not a run folder"):
         SparseDataflowLM(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionError("Couldn't reach 'baber/piqa' on the Hub"),
+        FileNotFoundError("no cache\nand more"),
+        RuntimeError("[Errno -3] Temporary failure in name resolution."),
+    ],
+)
+@pytest.mark.parametrize("offline", [True, False])
+def test_an_error_of_lm_eval_is_one_sentence(monkeypatch, error, offline):
+    def load_dataset(*_, **__):
+        raise error
+
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", load_dataset)
+    monkeypatch.setattr(command, "is_offline", lambda: offline)
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(UserError) as refused:
+        command.main()
+    assert str(refused.value).startswith(f"lm-eval ends: {str(error).splitlines()[0].rstrip('.')}.")
+    assert ("cannot be reached" in str(refused.value)) == offline
+
+
+def test_a_hub_that_cannot_be_reached_is_known_in_seconds(monkeypatch):
+    import socket
+
+    for name in (
+        "http_proxy",
+        "https_proxy",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "all_proxy",
+        "ALL_PROXY",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(command, "SECONDS", 2.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+        assert not command.is_offline()
+    for endpoint in (f"http://127.0.0.1:{port}", "https://no-host.invalid", "http://127.0.0.1:x"):
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        assert command.is_offline()
+    monkeypatch.setenv("https_proxy", "http://proxy.invalid:1")
+    assert not command.is_offline()

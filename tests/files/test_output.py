@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from sparse_dataflow.files import output, storage
+from sparse_dataflow.files import errors, output, storage
 
 
 def run(code, *, stopped="stderr", answer=True):
@@ -133,3 +133,20 @@ def test_without_threads_text_is_written_all_the_same(monkeypatch):
             pass
     with os.fdopen(read) as reader:
         assert reader.read().strip("x\n") == "no more threads"
+
+
+@pytest.mark.parametrize("text", ["a\x1b[2Jb", "\x1b]0;x\x07", "tab\tand\x9bline\n", "\u202ex"])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_gets_no_control_characters_of_a_model(monkeypatch, capsys, text, terminal):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    output.print_text(text, end="")
+    assert capsys.readouterr().out == (errors.printable(text) if terminal else text)
+
+
+def test_what_python_and_libraries_write_to_the_errors_has_no_secrets(monkeypatch, tmp_path):
+    monkeypatch.setenv("SOME_PAT", "a-made-up-secret")
+    with (tmp_path / "log").open("w") as file:
+        stream = output.BestEffort(file)
+        print("ValueError: https://me:p@ss@host/x a-made-up-secret", file=stream)
+        stream.flush()
+    assert (tmp_path / "log").read_text() == "ValueError: https://***@host/x ***\n"

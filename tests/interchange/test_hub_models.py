@@ -1,5 +1,6 @@
 """Models by their name on the hub: one commit, one copy, one sentence where there is none."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -198,6 +199,17 @@ def test_a_file_of_another_size_than_the_hub_says_is_refused(hub, monkeypatch):
     monkeypatch.setattr(FakeHub, "sizes", lambda *a: {**rows(*a), "model.safetensors": 7})
     with pytest.raises(UserError, match="bytes and not 7 as on the hub"):
         sd.load(NAME)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_file_of_another_checksum_than_the_hub_lists_is_refused(hub, file, tmp_path):
+    content = (hub.folder / NAME / file).read_bytes()
+    hub.lfs[file] = {"sha256": hashlib.sha256(content + b"x").hexdigest()}
+    with pytest.raises(UserError, match=f"{file} of .* has another SHA-256"):
+        sd.load(NAME)
+    assert not any(path.exists() for path in (tmp_path / "cached").rglob(file))
+    hub.lfs[file] = {"sha256": hashlib.sha256(content).hexdigest()}
+    assert sd.load(NAME)
 
 
 def alone(hub, cache, name, **environment):

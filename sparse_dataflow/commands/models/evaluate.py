@@ -36,6 +36,7 @@ from sparse_dataflow.evaluation.over_mesh import mesh_forward
 from sparse_dataflow.evaluation.run_files import RunRecord, read_config, read_record
 from sparse_dataflow.evaluation.significance import clustered_mean, paired_difference
 from sparse_dataflow.evaluation.trained import NEWEST, Model
+from sparse_dataflow.files import output
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.detect import keep_freed_memory
@@ -105,7 +106,7 @@ def evaluate(options) -> None:
         "notes": notes,
         "rows": [_loss_row(losses, first.tokenizer), *rows],
     }
-    print(evaluation_report.text(result))
+    output.print_text(evaluation_report.text(result))
     results = results or first.folder
     say(f"kept in {evaluation_report.keep(results, result)}")
     report = evaluation_report.add_to_report(results, result)

@@ -23,7 +23,7 @@ from sparse_dataflow.evaluation.drafts import Draft
 from sparse_dataflow.evaluation.offloaded_experts import OffloadedExperts
 from sparse_dataflow.evaluation.run_files import read_config
 from sparse_dataflow.evaluation.trained import Model
-from sparse_dataflow.files import json_files
+from sparse_dataflow.files import json_files, output
 from sparse_dataflow.files.errors import UserError
 
 
@@ -162,10 +162,10 @@ def write(
     sampling["weights"] = _activated(experts, name)
 
     def print_text(index, text):
-        print(text, end="", flush=True)
+        output.print_text(text, end="")
 
     if samples == 1:
-        print(prompt, end="", flush=True)
+        output.print_text(prompt, end="")
         sampling["on_token"] = print_text
     seeds = range(seed, seed + samples)
     continuations = generate.generate(trained, [tokens] * samples, seed=seeds, **sampling)
@@ -173,7 +173,7 @@ def write(
         if samples == 1:
             print()
         else:
-            print(f"--- {number} of {samples}\n{prompt}{continuation.text}")
+            output.print_text(f"--- {number} of {samples}\n{prompt}{continuation.text}")
         if continuation.stopped_by == "context":
             print(f"(The context of {trained.context} tokens is full.)", file=sys.stderr)
 

@@ -122,6 +122,7 @@ def named(options, corpus: str) -> dict[str, dict[str, Task] | None]:
             manager = manager or lm_eval_tasks.task_manager(
                 [word for word in words if not _of_project(word)],
                 _folders(options.include_path),
+                options.trust_tasks,
             )
             of_lm_eval = lm_eval_tasks.load_tasks(
                 name, manager, of_project, trusted=options.trust_tasks

@@ -14,7 +14,7 @@ from sparse_dataflow.evaluation.harness import quiet
 from sparse_dataflow.evaluation.tasks import task_border
 from sparse_dataflow.evaluation.tasks.items import Item
 from sparse_dataflow.files import json_files, storage
-from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.errors import UserError, first_line
 
 STANDARD = (
     *("lambada_openai", "hellaswag", "winogrande", "piqa", "arc_easy", "arc_challenge", "boolq"),
@@ -67,7 +67,9 @@ def _rows(items):
     )
 
 
-def task_manager(names: Sequence[str], folders: Sequence[Path] = ()) -> TaskManager:
+def task_manager(
+    names: Sequence[str], folders: Sequence[Path] = (), trusted: bool = False
+) -> TaskManager:
     """Returns an index of task files in which lm-eval finds `names`.
 
     Reading all 14,000 files of lm-eval takes many seconds. If each name is a path or the name of
@@ -76,7 +78,9 @@ def task_manager(names: Sequence[str], folders: Sequence[Path] = ()) -> TaskMana
     Args:
       names: tasks, groups, tags, YAML files or folders.
       folders: more folders of tasks, whose names have priority.
+      trusted: whether the files of these folders may run Python code of their own.
     """
+    folders = folders if trusted else [task_border.copied(folder) for folder in folders]
     missing = {n for n in names if not n.endswith((".yaml", ".yml")) and not Path(n).is_dir()}
     paths: list[Path] = list(folders)
     for root in (*folders, task_border.OF_LM_EVAL):
@@ -88,10 +92,9 @@ def task_manager(names: Sequence[str], folders: Sequence[Path] = ()) -> TaskMana
                 missing.remove(name)
                 if root is task_border.OF_LM_EVAL:
                     paths.insert(0, path.parent)
-    with task_border.guarded():
-        if missing:
-            return TaskManager(include_path=list(folders) or None)
-        return TaskManager(include_path=list(dict.fromkeys(paths)), include_defaults=False)
+    if missing:
+        return TaskManager(include_path=list(folders) or None)
+    return TaskManager(include_path=list(dict.fromkeys(paths)), include_defaults=False)
 
 
 def _content(path: Path) -> bytes:
@@ -126,8 +129,7 @@ def load_tasks(
     named = name in manager.all_tasks
     path, names = Path(name).expanduser(), [name]
     if not named:
-        with task_border.guarded(trusted):
-            manager, names = _of_files(name, path, manager, builtin)
+        manager, names = _of_files(name, path, manager, builtin, trusted)
     problem = (
         f"The data of the task {name} cannot be downloaded"
         if named
@@ -139,7 +141,6 @@ def load_tasks(
     with (
         task_border.failures(problem, advice),
         storage.told(f"loading the task {name}"),
-        task_border.guarded(trusted),
         quiet(),
     ):
         for each in names:
@@ -156,21 +157,25 @@ def load_tasks(
     return tasks | {name: group for name, group in groups.items() if group.has_aggregation}
 
 
-def _of_files(name, path, manager, builtin) -> tuple[TaskManager, list[str]]:
+def _of_files(name, path, manager, builtin, trusted) -> tuple[TaskManager, list[str]]:
     """Returns an index of the tasks in a YAML file or a folder, and their names."""
     if path.is_dir():
-        manager = TaskManager(include_path=path, include_defaults=False)
+        place = path if trusted else task_border.copied(path)
+        manager = TaskManager(include_path=place, include_defaults=False)
         if names := [*manager.all_groups, *manager.all_subtasks]:
             return manager, names
         raise UserError(f"The folder {name} has no YAML file with a task of lm-eval.")
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise UserError(f"There is no task file {name}.")
-        fields = task_border.fields(path)
+        try:
+            fields = task_border.fields(path, path.parent)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} is no task file: {first_line(error).rstrip('.')}.") from None
         if isinstance(group := fields.get("group"), str):
             # A group names its tasks, which stand beside it or are lm-eval's.
-            return _group_manager(path, fields.get("task")), [group]
-        return manager, [str(path)]
+            return _group_manager(path, fields.get("task"), trusted), [group]
+        return manager, [str(path if trusted else task_border.copied(path))]
     legal = [*builtin, *STANDARD, *manager.all_tasks]
     matches = difflib.get_close_matches(name, legal, n=1)
     hint = f" Did you mean {matches[0]}?" if matches else ""
@@ -181,8 +186,8 @@ def _of_files(name, path, manager, builtin) -> tuple[TaskManager, list[str]]:
     )
 
 
-def _group_manager(path: Path, members: Any) -> TaskManager:
+def _group_manager(path: Path, members: Any, trusted: bool) -> TaskManager:
     """Returns an index of the group's tasks, which are beside its file or lm-eval's."""
     if not isinstance(members, list) or not all(isinstance(m, str) for m in members):
-        return TaskManager(include_path=path.parent)
-    return task_manager(members, [path.parent])
+        members = [path.stem]  # No name of a task: all are read.
+    return task_manager(members, [path.parent], trusted)

@@ -1,156 +1,167 @@
 """The border to lm-eval's task files in YAML, which somebody else may have written.
 
-lm-eval reads YAML files, what they include and their templates here, within bounds. Its own files,
-a part of that package, are read as they are.
+lm-eval reads copies of them, which have no code and include nothing. Their YAML and their templates
+are read and rendered in a process with limits. Its own files, a part of that package, it reads as
+they are.
 """
 
 import contextlib
+import functools
+import itertools
 import logging
 import re
+import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import jinja2.sandbox
-import lm_eval.api.task
 import lm_eval.tasks
-import lm_eval.tasks._factory
-import lm_eval.tasks._index
-import lm_eval.tasks._yaml_loader
-import lm_eval.tasks.manager
 import lm_eval.utils
 import yaml
 
-from sparse_dataflow.data.template_sandbox import TemplateSandbox
+from sparse_dataflow.data import template_sandbox
+from sparse_dataflow.data.template_child import CODE
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError, escaped, first_line
 
 OF_LM_EVAL = Path(lm_eval.tasks.__file__).resolve().parent
 """The folder of lm-eval's own task files."""
 
-MOST_BYTES = 2**20
-"""Bytes of a YAML file and what it includes."""
+MOST_BYTES = template_sandbox.MOST_YAML
+"""Bytes of a YAML file."""
 
-MOST_VALUES = 10**5
-"""Values of a YAML file once its aliases are written out."""
-
-_TRUST = "add --trust_tasks"
-_READERS = (lm_eval.tasks._factory, lm_eval.tasks._index, lm_eval.tasks.manager)
-_FUNCTION = "!function"
+_TRUST = "if you trust it, add --trust_tasks"
 _PLAIN_NAME = re.compile(r"\w+")
 _LOG = logging.getLogger(__name__)
+_NUMBERS = itertools.count()
 
 
-@contextlib.contextmanager
-def guarded(trusted: bool = False) -> Iterator[None]:
-    """Makes lm-eval read task files inside the block within bounds.
+@functools.cache
+def _copies() -> tempfile.TemporaryDirectory:
+    """The folder of the copies, until the process ends."""
+    return tempfile.TemporaryDirectory(prefix="sparse_dataflow-tasks-")
 
-    A file of a folder that cannot be read is left out with a line in the log, as lm-eval does
-    without one.
 
-    Args:
-      trusted: whether task files may run Python code of their own.
+def copied(place: Path) -> Path:
+    """Returns a copy of a task file, or of a folder of them, that lm-eval may read.
+
+    A task that runs code is refused when lm-eval loads it. Another file of a folder that cannot be
+    used is left out with a line in the log.
+
+    Raises:
+      UserError: the only file is no task file.
     """
-    load, metric, left_out = lm_eval.tasks._yaml_loader.load_yaml, lm_eval.api.task.get_metric, []
-
-    def checked_load(path, *, resolve_func=True, recursive=True):
+    target = Path(_copies().name, str(next(_NUMBERS)))
+    target.mkdir()
+    if place.is_file():
+        root, paths = place.parent, [place]
+    else:
+        root, paths = place, sorted(place.rglob("*.yaml"))
+    for path in paths:
+        copy = target / path.relative_to(root).with_suffix(".yaml")
         try:
-            _check(Path(path), trusted or not resolve_func, [], load)
-            return load(path, resolve_func=resolve_func, recursive=recursive)
-        except Exception as error:
-            if not resolve_func:
-                left_out.append(f"{path} is no task file: {first_line(error)}")
-            raise
-
-    def checked_metric(name, *arguments):
-        if not trusted and (not _PLAIN_NAME.fullmatch(str(name)) or Path(name).exists()):
-            raise UserError(f"the metric {name} is code of its own; if you trust it, {_TRUST}")
-        return metric(name, *arguments)
-
-    lm_eval.api.task.get_metric = checked_metric
-    for module in _READERS:
-        module.load_yaml = checked_load
-    try:
-        yield
-    finally:
-        lm_eval.api.task.get_metric = metric
-        for module in _READERS:
-            module.load_yaml = load
-        for text in left_out:
-            _LOG.warning("%s", escaped(text))
+            content = yaml.safe_dump(_checked(fields(path, root), path), sort_keys=False)
+        except (UserError, OSError, ValueError) as error:
+            words = f"{path} is no task file: {first_line(error).rstrip('.')}"
+            if path == place:
+                raise UserError(f"{words}.") from None
+            _LOG.warning("%s", escaped(words))
+            continue
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(content)
+    return target / place.with_suffix(".yaml").name if place.is_file() else target
 
 
-def fields(path: Path) -> dict:
-    """Returns the fields of a task file, with names in the place of functions; none if damaged."""
-    load = lm_eval.tasks._yaml_loader.load_yaml
-    try:
-        _check(path, True, [], load)
-        return load(path, resolve_func=False)
-    except Exception:  # lm-eval, which reads the file next, has the reason.
-        return {}
-
-
-def _check(path, trusted, including, load):
-    """Raises an exception if a YAML file, or one that it includes, is not within the bounds.
+def fields(path: Path, root: Path, including: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Returns the fields of a task file and of what it includes, as lm-eval merges them.
 
     Args:
-      trusted: whether it may run Python code.
-      including: the files that include it, and those that they included before.
-      load: lm-eval's reader.
+      path: the file.
+      root: folder that it and what it includes must lie in, or in lm-eval's own.
+      including: the files that include it.
+
+    Raises:
+      UserError: it is no YAML of fields, or leads out of its folder.
+      OSError, ValueError: it cannot be read.
     """
-    path = path.expanduser().resolve()
-    if OF_LM_EVAL in path.parents or path in including:
-        return
-    including.append(path)
-    if len(including) > json_files.MAX_DEPTH:
-        raise ValueError(f"it includes more than {json_files.MAX_DEPTH} files")
-    content = json_files.read_bytes(path, MOST_BYTES)
-    depth = 0
-    for event in yaml.parse(content, Loader=lm_eval.tasks._yaml_loader._Base):
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > json_files.MAX_DEPTH:
-            raise ValueError("it is nested too deeply")
-        if getattr(event, "tag", None) == _FUNCTION and not trusted:
-            raise UserError(
-                f"the task file {path} runs Python code of its own ({_FUNCTION}); if you trust "
-                f"it, {_TRUST}"
-            )
-    fields = load(path, resolve_func=False, recursive=False)
-    if _values(fields, {}, 0) > MOST_VALUES:
-        raise ValueError(f"it has more than {MOST_VALUES:,} values")
+    if not any(path.resolve().is_relative_to(each) for each in (root.resolve(), OF_LM_EVAL)):
+        raise UserError(f"{path} is outside of its folder {root}; {_TRUST}")
+    if path.resolve() in including or len(including) > json_files.MAX_DEPTH:
+        raise UserError("it includes itself or too many files")
+    value = template_sandbox.yaml_value(json_files.read_bytes(path, MOST_BYTES))
+    if not isinstance(value, dict):
+        raise UserError("it has no fields")
+    included = value.pop("include", [])
+    merged: dict[str, Any] = {}
+    for name in included if isinstance(included, list) else [included]:
+        if not isinstance(name, str):
+            raise UserError("its include is no name of a file")
+        merged |= fields(path.parent / name, root, (*including, path.resolve()))
+        merged.pop("task_list", None)
+    return merged | value
+
+
+def _checked(given: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Returns the fields of a task, or those that say why it is not loaded.
+
+    Raises:
+      UserError: it has no name.
+    """
     for name, kinds in (("task", str | list), ("group", str)):
-        if not isinstance(fields.get(name, ""), kinds):
-            raise ValueError(f"its {name} is no name")
-    if not trusted and ".yaml" in str(fields.get("use_prompt")):
-        raise UserError("use_prompt names a file; put its templates into the task's own file")
-    included = fields.get("include", [])
-    for each in included if isinstance(included, list) else [included]:
-        _check(path.parent / each, trusted, including, load)
+        if not isinstance(given.get(name, ""), kinds):
+            raise UserError(f"its {name} is no name")
+    if not {"task", "group"} & given.keys():
+        raise UserError("it names no task or group")
+    name = given.get("group") or given["task"]
+    try:
+        _refuse_code(given, path)
+    except UserError as error:
+        if not isinstance(name, str):
+            raise
+        # lm-eval quotes an output type that it does not know, before it fetches any data.
+        return {"task": name, "output_type": str(error)}
+    return given
 
 
-def _values(value, counts, depth):
-    """Returns the number of values inside a value, with each alias written out."""
-    if not isinstance(value, dict | list | tuple | set):
-        return 1
-    if depth > json_files.MAX_DEPTH:
-        raise ValueError("it is nested too deeply")
-    if id(value) not in counts:
-        children = [*value, *value.values()] if isinstance(value, dict) else value
-        counts[id(value)] = 1 + sum(_values(child, counts, depth + 1) for child in children)
-    return counts[id(value)]
+def _refuse_code(value, path):
+    """Refuses a value in which lm-eval would find code or another file."""
+    if isinstance(value, list):
+        for each in value:
+            _refuse_code(each, path)
+    elif isinstance(value, dict):
+        if CODE in value:
+            raise UserError(f"the task file {path} runs Python code of its own ({CODE}); {_TRUST}")
+        word = value.get("metric")
+        is_name = isinstance(word, str) and _PLAIN_NAME.fullmatch(word) and not Path(word).exists()
+        if word is not None and not is_name:
+            raise UserError(f"the metric {word} is code of its own; {_TRUST}")
+        if ".yaml" in str(value.get("use_prompt")):
+            raise UserError("use_prompt names a file; put its templates into the task's own file")
+        for each in value.values():
+            _refuse_code(each, path)
+
+
+class _Template:
+    """A template of a task."""
+
+    def __init__(self, text: str):
+        self._text = text
+
+    def render(self, **values: Any) -> str:
+        """Returns its text, made in a process with limits."""
+        return template_sandbox.render(self._text, values, chat=False)
+
+
+class _Environment:
+    """What lm-eval renders templates with."""
+
+    from_string = staticmethod(_Template)
 
 
 def bound_templates() -> None:
-    """Makes lm-eval render the templates of tasks in a sandbox, where they run no code and end."""
-    before = lm_eval.utils.env
-    if not isinstance(before, jinja2.sandbox.SandboxedEnvironment):
-        sandbox = TemplateSandbox(
-            undefined=before.undefined, keep_trailing_newline=before.keep_trailing_newline
-        )
-        for name in before.filters.keys() - sandbox.filters.keys():
-            sandbox.add_filter(name, before.filters[name])
-        lm_eval.utils.env = sandbox
+    """Makes lm-eval render the templates of tasks where they run no code and end."""
+    lm_eval.utils.env = _Environment()
 
 
 @contextlib.contextmanager

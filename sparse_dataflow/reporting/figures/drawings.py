@@ -96,8 +96,16 @@ def loss_curves(
       key: prefix of the figure's ids, unique on the page.
 
     Returns:
-      (SVG, whether the steep start of training is outside the axes); None without points.
+      (SVG or why it cannot be drawn, whether the steep start of training is outside the axes); None
+      without points.
     """
+    figure = svg.drawn(_loss_curves)(histories, x, key)
+    return (figure, False) if isinstance(figure, Markup) else figure
+
+
+def _loss_curves(
+    histories: Mapping[str, Sequence[Row]], x: str, key: str
+) -> tuple[Markup, bool] | None:
     lines = {name: series(rows, "train", x, "loss") for name, rows in histories.items()}
     marks = {name: held_out(rows, x) for name, rows in histories.items()}
     for line in lines.values():
@@ -152,6 +160,7 @@ def loss_curves(
         return svg.inline(figure, key, title, _describe_curves(lines, marks, x)), clipped
 
 
+@svg.drawn
 def number_curves(
     histories: Mapping[str, Sequence[Row]], field: str, title: str, key: str
 ) -> Markup | None:
@@ -186,6 +195,7 @@ def number_curves(
         return svg.inline(figure, key, title, "; ".join(ends) + ".")
 
 
+@svg.drawn
 def stacked_bars(
     bars: Mapping[str, Mapping[str, float]],
     categories: Sequence[str],
@@ -224,6 +234,7 @@ def stacked_bars(
         return svg.inline(figure, key, title, f"{description}. See the table for all values.")
 
 
+@svg.drawn
 def block_picture(
     in_blocks: int,
     out_blocks: int,
@@ -261,6 +272,7 @@ def block_picture(
         return svg.inline(figure, key, title, description)
 
 
+@svg.drawn
 def load_picture(loads: Sequence[Sequence[float]], key: str, title: str) -> Markup:
     """Draws the load of experts as a grid of layers (rows) by experts (columns).
 

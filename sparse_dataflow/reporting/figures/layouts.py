@@ -32,6 +32,7 @@ def cell_side(layout: BlockLayout) -> int:
 
 
 @functools.lru_cache(maxsize=256)
+@svg.drawn
 def layout_picture(layout: BlockLayout, before: BlockLayout | None, key: str, title: str) -> Markup:
     """Draws the stored blocks of a layout.
 
@@ -69,6 +70,7 @@ def _cell_means(mask, side):
     return sums / np.multiply.outer(*sizes)
 
 
+@svg.drawn
 def exchange_curves(history: Sequence[Mapping[str, Any]], key: str) -> Markup | None:
     """Plots the share of blocks that each layout update exchanged, by projection.
 

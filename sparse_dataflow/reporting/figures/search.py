@@ -29,6 +29,7 @@ def _axes(height: float, left: float = 64, right: float = 16) -> Iterator[tuple[
         yield figure, figure.add_axes(box)
 
 
+@svg.drawn
 def roofline(chip: Chip, dtype: str, models: Mapping[str, Mapping[str, Section]]) -> Markup:
     """Draws the sections of several models on a chip's roofline.
 
@@ -59,6 +60,7 @@ def roofline(chip: Chip, dtype: str, models: Mapping[str, Mapping[str, Section]]
         return svg.inline(figure, "roofline", "Roofline", words)
 
 
+@svg.drawn
 def times(rows: Sequence[Mapping[str, float]], recommended: int) -> Markup:
     """Draws where the time of each plan goes, as stacked bars of milliseconds.
 
@@ -91,6 +93,7 @@ def times(rows: Sequence[Mapping[str, float]], recommended: int) -> Markup:
         return svg.inline(figure, "times", "Where the time goes", "Seconds by group of terms")
 
 
+@svg.drawn
 def sensitivity(effects: Mapping[str, float], levels: Mapping[str, Mapping]) -> Markup:
     """Draws the effect of each level of each choice on throughput, largest Shapley effect first.
 
@@ -122,6 +125,7 @@ def sensitivity(effects: Mapping[str, float], levels: Mapping[str, Mapping]) -> 
         return svg.inline(figure, "sensitivity", "What decides the throughput", words)
 
 
+@svg.drawn
 def scaling(points: Sequence[tuple[int, float]], chips: int) -> Markup:
     """Draws tokens per second of the best plan over the number of chips, for one batch.
 

@@ -5,10 +5,12 @@ pages. Text stays text. Ids have the figure's key as prefix, so several figures 
 """
 
 import contextlib
+import functools
 import io
+import logging
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 from xml.etree import ElementTree
 
 import matplotlib
@@ -16,6 +18,13 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+
+from sparse_dataflow.files.errors import escaped, first_line, redact
+from sparse_dataflow.reporting.quantities import visible
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
 
 CATEGORIES = 9
 """Number of category colours: --category0 to --category8, with --on-category0 ... for text."""
@@ -66,6 +75,24 @@ def new_figure(width: float, height: float) -> Figure:
     figure.patch.set_visible(False)
     FigureCanvasSVG(figure)
     return figure
+
+
+def drawn(figure: Callable[P, T]) -> Callable[P, T | Markup]:
+    """Returns a function of a figure with words in the place of a figure that fails.
+
+    A page has numbers of files, which may be damaged or of somebody else.
+    """
+
+    @functools.wraps(figure)
+    def draw(*arguments: P.args, **keywords: P.kwargs) -> T | Markup:
+        try:
+            return figure(*arguments, **keywords)
+        except (ArithmeticError, IndexError, ValueError) as error:
+            _LOG.warning("a figure cannot be drawn: %s", first_line(error))
+            words = visible(escaped(redact(first_line(error))))
+            return Markup("<p>This figure cannot be drawn: {}.</p>").format(words.rstrip("."))
+
+    return draw
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ Span = tuple[str, str, float, float]
 """(kind, one of LANES; section; start in seconds; stop in seconds)."""
 
 
+@svg.drawn
 def timeline(spans: Sequence[Span], key: str, description: str) -> Markup:
     """Draws one lane per kind of work with one bar per span, labelled where there is room.
 

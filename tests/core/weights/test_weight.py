@@ -16,7 +16,6 @@ from sparse_dataflow.core.model.projection import arrays
 from sparse_dataflow.core.weights.weight import (
     BlockSparse,
     Dense,
-    Guided,
     Hadamard,
     Linear,
     LowRank,
@@ -64,14 +63,11 @@ def stored(rng, kind):
 
 
 STORED = ("dense", "int8", "low rank", "groups", "layout", "tables")
-WRAPPED = ("plain", "hadamard", "low-rank term", "guide", "all")
+WRAPPED = ("plain", "hadamard", "low-rank term", "all")
 
 
 def wrapped(rng, weight, matrix, how):
     """Returns (a weight with wrappers, its matrix in numpy)."""
-    if how in ("guide", "all"):
-        guide, share = normal(rng, IN, OUT), np.float64(0.3)
-        weight, matrix = Guided(weight, guide, share), 0.7 * matrix + 0.3 * guide
     if how in ("hadamard", "all"):
         mix = np.kron(np.eye(IN // 8), scipy.linalg.hadamard(8) / 8**0.5)
         weight, matrix = Hadamard(weight, 8), mix @ matrix
@@ -167,7 +163,7 @@ def test_arrays_have_the_names_of_checkpoints():
     rng = np.random.default_rng(3)
     weight, _ = wrapped(rng, *stored(rng, "layout"), "all")
     linear = Linear(weight, normal(rng, OUT))
-    names = ["values", "guide", "guide_share", "a_kernel", "b_kernel", "gate", "bias"]
+    names = ["values", "a_kernel", "b_kernel", "gate", "bias"]
     assert list(arrays(linear)) == names
     tables, _ = stored(rng, "tables")
     assert list(arrays(Linear(tables))) == ["values"]

@@ -23,7 +23,14 @@ from sparse_dataflow.core.training.monitoring.trackers import (
 )
 from sparse_dataflow.files import json_files, output, storage
 from sparse_dataflow.files.appended import AppendedFile
-from sparse_dataflow.files.errors import UserError, advice, first_line, redact
+from sparse_dataflow.files.errors import (
+    UserError,
+    advice,
+    first_line,
+    printable,
+    redact,
+    redact_json,
+)
 
 _REQUIRED = {
     "train": ("tokens", "seconds", "loss", "learning_rate", "gradient_norm", "tokens_per_second"),
@@ -177,7 +184,9 @@ class MetricsWriter:
         self._retried(storage.replace, self._path, "".join(lines).encode())
         if self._tensorboard:
             self._retried(self._open_events, step + 1)
-        run = TrackedRun(folder, f"{folder.parent.name}/{folder.name}", step, config or {})
+        run = TrackedRun(
+            folder, f"{folder.parent.name}/{folder.name}", step, redact_json(config or {})
+        )
         for name in tracker_names:
             if name != TENSORBOARD:
                 self._trackers[name] = opened(name, run)
@@ -327,5 +336,5 @@ def say_result(text: str) -> None:
     if not processes.is_first():
         return
     with contextlib.suppress(OSError, RuntimeError, ValueError):
-        tqdm.write(redact(text), file=sys.stderr)
+        tqdm.write(printable(redact(text)), file=sys.stderr)
         sys.stderr.flush()

@@ -88,6 +88,20 @@ def test_a_tracker_of_the_user_gets_rows_and_alerts(tmp_path, recorder):
     assert (alert["kind"], alert["step"], alert["text"]) == ("spike", 5, "loss 99")
 
 
+def test_a_tracker_gets_no_secrets(tmp_path, recorder, monkeypatch):
+    monkeypatch.setenv("MY_PAT", "a-made-up-secret")
+    config = {
+        "run": {"out": "/x/a-made-up-secret", "scale": "pico"},
+        "data": {"corpus": ["https://u:p@ss@h/x", {"a": "https://h/?token=abc"}], "seed": 1},
+    }
+    MetricsWriter(folder_of(tmp_path), 0, ["my_trackers:Recorder"], config).close()
+    (tracker,) = recorder.runs
+    assert tracker.run.config == {
+        "run": {"out": "/x/***", "scale": "pico"},
+        "data": {"corpus": ["https://***@h/x", {"a": "https://h/?token=***"}], "seed": 1},
+    }
+
+
 def test_a_tracker_that_fails_gets_no_more_rows_and_ends_no_training(tmp_path, recorder, capsys):
     writer = MetricsWriter(folder_of(tmp_path), 0, ["my_trackers:Recorder"])
     for step in (12, 13, 14):
