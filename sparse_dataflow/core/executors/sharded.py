@@ -386,10 +386,11 @@ def put_global(leaf, target):
 
 @functools.cache
 def _resize(target, rows):
-    """Returns a jitted function that truncates or pads a table [V, D] to `rows` rows."""
+    """Returns a jitted function that truncates or pads a table [V, ...] to `rows` rows."""
 
     def resize(table):
-        return jnp.pad(table[:rows], ((0, max(0, rows - len(table))), (0, 0)))
+        more = max(0, rows - len(table))
+        return jnp.pad(table[:rows], ((0, more), *[(0, 0)] * (table.ndim - 1)))
 
     return jax.jit(resize, out_shardings=target)
 
