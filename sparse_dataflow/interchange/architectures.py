@@ -427,6 +427,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         kv_heads=4,
         rotary=Rotary(2e6),
         tied=True,
+        extra={"pad_token_id": None},  # Its default is 128,004, whatever the vocabulary is.
     ),
     "starcoder2": _llama_row(
         "Starcoder2ForCausalLM",

@@ -183,10 +183,11 @@ class AttentionMultiplier(Rule):
         number = isinstance(factor, int | float) and not isinstance(factor, bool)
         if not number or not 1e-6 < factor < 1e6:
             raise unsupported(self.theirs, factor, "numbers between 1e-6 and 1e6")
-        return {"attention_scalar": _rounded(factor**-2)}
+        # Without the rounding of the inverse that `write` computes.
+        return {"attention_scalar": float(f"{factor**-2:.12g}")}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        return {self.theirs: _rounded(model.attention_width**-0.5)}
+        return {self.theirs: model.attention_width**-0.5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,11 +210,6 @@ class QueryNorms(Rule):
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         return {self.theirs: model.qk_norm}
-
-
-def _rounded(number):
-    """Returns a number without the rounding of a square root and its inverse."""
-    return float(f"{number:.12g}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -173,6 +173,7 @@ OWN = {
             DENSE,
             positions="rotary",
             fused_qkv=False,
+            residual="parallel",
             biases=("v", "mlp_out"),
             parametrization="supar",
         ).with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8)),
@@ -647,14 +648,14 @@ def test_absent_fields_have_the_defaults_of_the_config_class():
     ("changes", "problems"),
     [
         (
-            {"norm": "layernorm", "num_kv_heads": 2},
+            {"norm": "layernorm", "gated_mlp": True},
             [
-                "GPT2LMHeadModel has no positions=rotary (legal: learned)",
-                "GPTNeoXForCausalLM has no num_kv_heads=2 (legal: 0)",
+                "GPT2LMHeadModel has no positions=rotary (legal: learned); gated_mlp=True",
+                "StableLmForCausalLM has no biases of attn_out",
             ],
         ),
         ({"qk_norm": True}, ["Qwen3ForCausalLM has no biases of mlp_gate, mlp_in, mlp_out"]),
-        ({"window": 5}, ["LlamaForCausalLM has no window=5 (legal: 0)", "Legal: the sparse form"]),
+        ({"window": 5, "logit_cap": 2.0}, ["LlamaForCausalLM has no window=5 (legal: 0)", "Legal: the sparse form"]),
     ],
 )
 def test_a_model_that_no_architecture_represents_is_refused(tmp_path, changes, problems):

@@ -330,7 +330,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "qk_norm_scope": ALL_HEADS,
         },
         "stablelm": {**_LLAMA, "norm": "layernorm", "rotary_share": 0.25},
-        "stablelm2": {
+        "stablelm2_12b": {
             **_LLAMA,
             "norm": "layernorm",
             "rotary_share": 0.25,
