@@ -151,7 +151,9 @@ _PHI = {
 
 
 _ROTARY = Rotary()
-_WHOLE_HEADS = Only("head_dim", lambda fields: fields["hidden_size"] // fields["num_attention_heads"])
+_WHOLE_HEADS = Only(
+    "head_dim", lambda fields: fields["hidden_size"] // fields["num_attention_heads"]
+)
 
 
 def _llama_row(
@@ -175,8 +177,9 @@ def _llama_row(
 
     `kv_heads`, `head_dim`, `epsilon`, `tied` and the second of `activation` are the defaults of its
     config class; heads of 0 follow the other sizes. `width` is the name of d_ff, and the first of
-    `activation` that of the activation, whose values are `activations`; see `Named`. `base` are fields that the architecture fixes, and `mlp`
-    names of tensors that Llama does not have. `more` are fields of `Architecture`.
+    `activation` that of the activation, whose values are `activations`; see `Named`. `base` are
+    fields that the architecture fixes, and `mlp` names of tensors that Llama does not have. `more`
+    are fields of `Architecture`.
     """
     return Architecture(
         class_name,
@@ -555,6 +558,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 _OTHERS = {
     "gpt_oss": "Its attention has sinks, which no model here has.",
+    "deepseek_v2": "Its attention is latent, which that of no model here is.",
+    "deepseek_v3": "Its attention is latent, which that of no model here is.",
     "gemma3": "It reads images; its text model alone has the type gemma3_text.",
 }
 """model_type -> why it is not supported."""

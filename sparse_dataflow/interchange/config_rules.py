@@ -259,7 +259,10 @@ class UnrotatedLayers(Rule):
 
 def _rotated(fields):
     """Returns whether each layer has rotary positions, by the fields of `UnrotatedLayers`."""
-    layers, period = fields.get("num_hidden_layers") or 0, _value(fields, "no_rope_layer_interval", 4)
+    layers, period = (
+        fields.get("num_hidden_layers") or 0,
+        _value(fields, "no_rope_layer_interval", 4),
+    )
     if not isinstance(period, int) or period < 1:
         raise unsupported("no_rope_layer_interval", period, "a whole number of 1 or more")
     listed = fields.get("no_rope_layers")

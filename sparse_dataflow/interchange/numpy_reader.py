@@ -155,7 +155,10 @@ def attention(config, tensors, x, at):
     """Causal attention, over the last `window` tokens if it is not 0."""
     query, key, value = heads(config, tensors, x, at)
     if config["qk_norm"]:
-        query, key = normed(config, tensors, query, f"{at}.q"), normed(config, tensors, key, f"{at}.k")
+        query, key = (
+            normed(config, tensors, query, f"{at}.q"),
+            normed(config, tensors, key, f"{at}.k"),
+        )
     if config["positions"] == "rotary":
         query, key = rotate(config, query), rotate(config, key)
     tokens, _, width = query.shape

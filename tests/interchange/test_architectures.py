@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -278,18 +279,22 @@ def drawn_shape(name, rng):
             "tie_word_embeddings": pick(True, False),
         }
     if name == "gpt_neox":
-        return SHAPES[name] | {
-            "hidden_size": 32,
-            "num_attention_heads": pick(1, 2, 4),
-            "intermediate_size": pick(24, 56),
-            "hidden_act": pick("gelu", "gelu_new", "relu"),
-            "layer_norm_eps": pick(1e-5, 1e-2),
-            "use_parallel_residual": pick(True, False),
-            "attention_bias": pick(True, False),
-            "tie_word_embeddings": pick(True, False),
-            "rotary_pct": pick(0.25, 0.5, 1.0),
-            "rotary_emb_base": pick(50, 10_000),
-        } | pick({}, {"rope_scaling": {"rope_type": "linear", "factor": 2.7}})
+        return (
+            SHAPES[name]
+            | {
+                "hidden_size": 32,
+                "num_attention_heads": pick(1, 2, 4),
+                "intermediate_size": pick(24, 56),
+                "hidden_act": pick("gelu", "gelu_new", "relu"),
+                "layer_norm_eps": pick(1e-5, 1e-2),
+                "use_parallel_residual": pick(True, False),
+                "attention_bias": pick(True, False),
+                "tie_word_embeddings": pick(True, False),
+                "rotary_pct": pick(0.25, 0.5, 1.0),
+                "rotary_emb_base": pick(50, 10_000),
+            }
+            | pick({}, {"rope_scaling": {"rope_type": "linear", "factor": 2.7}})
+        )
     heads, kv_heads = pick((4, 4), (4, 2), (4, 1), (2, 2))
     shape = make_fixture._LLAMA | {
         "num_attention_heads": heads,
@@ -597,7 +602,7 @@ def config_of(name, **changes):
         (
             "smollm3",
             {"use_sliding_window": False},
-            ["layer_types=['full_attention', 'sliding_attention', 'full_attention'] (legal: one th"],
+            ["layer_types=['full_attention', 'sliding_attention', 'full_attention'] (legal: "],
         ),
         (
             "gpt_neo",
@@ -655,7 +660,10 @@ def test_absent_fields_have_the_defaults_of_the_config_class():
             ],
         ),
         ({"qk_norm": True}, ["Qwen3ForCausalLM has no biases of mlp_gate, mlp_in, mlp_out"]),
-        ({"window": 5, "logit_cap": 2.0}, ["LlamaForCausalLM has no window=5 (legal: 0)", "Legal: the sparse form"]),
+        (
+            {"window": 5, "logit_cap": 2.0},
+            ["LlamaForCausalLM has no window=5 (legal: 0)", "Legal: the sparse form"],
+        ),
     ],
 )
 def test_a_model_that_no_architecture_represents_is_refused(tmp_path, changes, problems):
@@ -713,6 +721,13 @@ def test_tensors_that_the_config_does_not_explain_are_refused(tmp_path):
     change_tensors(folder, lambda t: t.update({name: np.ones(24, np.float32)}))
     with pytest.raises(UserError, match=f"that a Qwen2ForCausalLM .* does not have: {name}"):
         huggingface.read(folder)
+
+
+def test_the_page_lists_every_row():
+    page = (Path(__file__).parents[2] / "docs" / "exchange.md").read_text()
+    for name, row in ARCHITECTURES.items():
+        assert re.search(rf"^\| `{name}`[^|]*\| `{row.class_name}` \|", page, re.MULTILINE), name
+        assert f"\n| `{name}` | yes |" in page
 
 
 def test_every_row_names_every_parameter_of_its_models():

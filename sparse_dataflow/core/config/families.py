@@ -221,7 +221,7 @@ def _repeated(names: str, layer: int) -> str:
 
 
 def shortest_layer_types(kinds: Sequence[str]) -> str:
-    """Returns the shortest `layer_types` or `rotary_layers` that gives the kinds of all layers, in order."""
+    """Returns the shortest `layer_types` or `rotary_layers` that gives the kinds of all layers."""
     for period in range(1, len(kinds)):
         if all(kind == kinds[i % period] for i, kind in enumerate(kinds)):
             return "+".join(kinds[:period])
@@ -306,7 +306,12 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "rotary_base": 1e6,
             "rotary_local_base": 1e4,
         },
-        "gemma": {**_LLAMA, "activation": "gelu", "tied_embeddings": True, "scaled_embeddings": True},
+        "gemma": {
+            **_LLAMA,
+            "activation": "gelu",
+            "tied_embeddings": True,
+            "scaled_embeddings": True,
+        },
         "pythia": {
             **_LAYERNORM,
             "fused_qkv": True,
@@ -398,8 +403,8 @@ def check_norms(model: Any) -> None:
         )
     if not model.pre_norms and model.residual == ONE_NORM:
         raise UserError(
-            f"model.residual={ONE_NORM} with model.pre_norms=no, which has no norm to share; legal: "
-            f"{SEQUENTIAL}, {PARALLEL}."
+            f"model.residual={ONE_NORM} with model.pre_norms=no, which has no norm to share; "
+            f"legal: {SEQUENTIAL}, {PARALLEL}."
         )
     if not model.qk_norm and model.qk_norm_scope != QK_NORM_SCOPES[0]:
         raise UserError(

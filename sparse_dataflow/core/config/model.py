@@ -203,9 +203,7 @@ class ModelConfig(AttentionSettings, RotarySettings):
     logit_cap: float = setting(
         0.0, "Soft cap of the logits; 0 is none.", legal=between(0, MOST_SIZE)
     )
-    logit_divisor: float = setting(
-        1.0, "The logits are divided by it.", legal=positive(MOST_SIZE)
-    )
+    logit_divisor: float = setting(1.0, "The logits are divided by it.", legal=positive(MOST_SIZE))
     output_bias: bool = setting(False, "Give the output layer a bias for each token.")
     experts: int = setting(
         0, "Experts of each MLP; 0 is one MLP for all tokens.", legal=between(0, MOST_EXPERTS)

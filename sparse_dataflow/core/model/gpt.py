@@ -17,9 +17,9 @@ Parameters are float32.  [V] vocab_size, [D] d_model, [K] head_width:
 | embed | positions | [max_len, D] | positions="learned" |
 | block | NORM.scale | [D] | each name in `norms` |
 | block | NORM.bias | [D] | norm="layernorm" |
-| block | q_norm.scale, k_norm.scale | [K] | qk_norm |
-| block | q_norm.bias, k_norm.bias | [K] | qk_norm and norm="layernorm" |
-| block | q_norms.scale, k_norms.scale | `qk_norm_shape` | for q_norm, k_norm with another qk_norm_scope |
+| block | q_norm.scale, k_norm.scale | [K] | qk_norm with qk_norm_scope="head" |
+| block | q_norm.bias, k_norm.bias | [K] | as q_norm.scale, and norm="layernorm" |
+| block | q_norms.scale, k_norms.scale | `qk_norm_shape` | qk_norm with another scope than head |
 | block | q_norms.bias, k_norms.bias | as scale | all_heads and norm="layernorm" |
 | block | PROJECTION.kernel | projection_shape: [in, out] | each dense name in `projections` |
 | block | PROJECTION.values | [nnz, block, block] | each block-sparse name in `projections` |
@@ -116,6 +116,7 @@ class HeadNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(config.qk_norm_shape(heads)))
 
     def __call__(self, x_BxTxHxK):
+        """Normalises [B, T, H, K] over K."""
         return self.norm(x_BxTxHxK) * self.scale[...].astype(x_BxTxHxK.dtype)
 
 

@@ -60,8 +60,8 @@ class Shard:
     Attributes:
       axis: mesh axis of the enclosing `shard_map`; None for a model that "tensor" leaves whole.
       vocabulary: whether the rows of the embedding are sharded; otherwise it is replicated.
-      kv_copies: devices that compute the same key/value head.  Above 1, the parameters of `k` and
-        `v`, and `k_norms`, are replicated, and each device computes with the columns of its own head.
+      kv_copies: devices that compute the same key/value head.  Above 1, the parameters of `k`, `v`
+        and `k_norms` are replicated, and each device computes with the columns of its own head.
       row_axes: mesh axes that shard the rows of the batch.
       expert_axis: mesh axis whose devices have different experts, which tokens travel to; None if
         every device has the weights of all experts.

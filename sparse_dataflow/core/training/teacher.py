@@ -40,11 +40,11 @@ class Teacher:
     def program(
         self, student: ModelConfig, executor: Executor, tokens: jax.Array, micro_batches: int
     ) -> Callable:
-        """Returns the compiled (int32 [B, T + 1] tokens) -> (hidden states [B, T, D], output layer).
+        """Returns the compiled (int32 [B, T + 1] tokens) -> (hidden states [B, T, D], output).
 
-        Hidden states are normalised and lie where the rows of the tokens do; the output layer is
-        the teacher's, [V, D].  Both are those of `gpt.output_layer`, and have the student's compute dtype.  Every device holds
-        all of the teacher.
+        Hidden states are normalised and lie where the rows of the tokens do; the output is the
+        teacher's output layer [V, D].  Both are those of `gpt.output_layer`, in the student's
+        compute dtype.  Every device holds all of the teacher.
 
         Args:
           student: gives the compute dtype, and whether attention stays within a document.

@@ -20,7 +20,6 @@ from sparse_dataflow.core.config.families import (
 from sparse_dataflow.core.config.families import WHOLE_PAIRS as WHOLE
 from sparse_dataflow.core.config.projections import LinearSpec
 
-
 SCALES = ("embedding_scale", "residual_scale", "logit_divisor")
 
 
