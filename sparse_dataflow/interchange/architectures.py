@@ -16,10 +16,10 @@ from sparse_dataflow.core.config.families import (
     ALL_HEADS,
     EACH_HEAD,
     EXPERT_TRAINING,
-    ONE_NORM,
     PARALLEL,
     ROTATED,
     SEQUENTIAL,
+    SHARED_NORM,
     SLIDING,
     UNROTATED,
 )
@@ -383,7 +383,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         epsilon=1e-5,
         rotary=Rotary(
             share=1.0,
-            own_length=True,
+            config_length=True,
             kinds=("longrope",),
             names={"su": "longrope", "yarn": "longrope"},
         ),
@@ -448,7 +448,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "stablelm": _llama_row(
         "StableLmForCausalLM",
         Biases(switches={"use_qkv_bias": QKV}),
-        Named("use_parallel_residual", "residual", {False: SEQUENTIAL, True: ONE_NORM}, False),
+        Named("use_parallel_residual", "residual", {False: SEQUENTIAL, True: SHARED_NORM}, False),
         QueryNorms("qk_layernorm", EACH_HEAD),
         _WHOLE_HEADS,
         kv_heads=32,
@@ -468,7 +468,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         Biases((*_ATTENTION, *_MLP)),
         QueryNorms("qk_layernorm", "head"),
         _WHOLE_HEADS,
-        base=_UNGATED | {"residual": ONE_NORM, "output_bias": True},
+        base=_UNGATED | {"residual": SHARED_NORM, "output_bias": True},
         epsilon=1e-5,
         epsilon_name="layer_norm_eps",
         rotary=Rotary(share=0.5),

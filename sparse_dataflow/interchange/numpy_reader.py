@@ -32,7 +32,7 @@ def logits(config, tensors, ids):
         at, of_layer = f"blocks.{layer}", layer_config(config, layer)
         attended = x + half(attention, of_layer, tensors, x, at, "norm1", "norm1_out")
         read = attended if config["residual"] == "sequential" else x
-        name = "norm1" if config["residual"] == "parallel_one_norm" else "norm2"
+        name = "norm1" if config["residual"] == "parallel_shared_norm" else "norm2"
         x = attended + half(mlp, of_layer, tensors, read, at, name, "norm2_out")
     x = norm(config, tensors, x, "head.norm") / np.float32(config["logit_divisor"])
     if config["parametrization"] == "supar":

@@ -57,7 +57,7 @@ class Rotary(Rule):
       base: base where config.json lacks it.
       share: share of a head that is rotated where config.json lacks `partial_rotary_factor`; 0
         where the architecture rotates whole heads.
-      own_length: whether longrope's length is in config.json itself, as in Phi 3.
+      config_length: whether longrope's length is in config.json itself, as in Phi 3.
       aliases: other name of `rope_theta` or `partial_rotary_factor` -> that name; both are written.
       kinds: legal types of scaling, besides "default".
       names: other name of a type -> its name.
@@ -67,7 +67,7 @@ class Rotary(Rule):
 
     base: float = 10_000.0
     share: float = 0.0
-    own_length: bool = False
+    config_length: bool = False
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     kinds: tuple[str, ...] = tuple(SCALED)
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -151,7 +151,7 @@ class Rotary(Rule):
         if scaling and kind == "longrope":
             factors = list(model.rotary_factors)
             scaling |= {"short_factor": factors, "long_factor": factors}
-            if self.own_length:
+            if self.config_length:
                 fields[_LENGTH["rotary_length"]] = model.rotary_length
                 scaling = {"type": kind, "short_factor": factors, "long_factor": factors}
         fields["rope_scaling"] = scaling

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sparse_dataflow.core.config.families import DENSE_TOKENS, EACH_HEAD, ONE_NORM, SEQUENTIAL
+from sparse_dataflow.core.config.families import DENSE_TOKENS, EACH_HEAD, SEQUENTIAL, SHARED_NORM
 from sparse_dataflow.core.config.layer_groups import with_densest_layers
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PROJECTIONS
@@ -321,7 +321,7 @@ def activation_bytes(
         scores += 4 * config.num_heads * sequence
     before_norms = 2 * d if config.post_norms else 0
     # Norm outputs, and the sum after attention, that a sequential pre-norm block saves.
-    absent = d * (2 if not config.pre_norms else config.residual == ONE_NORM)
+    absent = d * (2 if not config.pre_norms else config.residual == SHARED_NORM)
     absent += d * (config.residual != SEQUENTIAL)
     # Of each expert of a token, its input and its output.
     rows = 2 * active * d if config.experts else 0

@@ -126,8 +126,8 @@ ROTARY_LAYERS = (ROTATED, UNROTATED)
 EACH_HEAD, ALL_HEADS = "each_head", "all_heads"
 QK_NORM_SCOPES = ("head", EACH_HEAD, ALL_HEADS)
 
-SEQUENTIAL, PARALLEL, ONE_NORM = "sequential", "parallel", "parallel_one_norm"
-RESIDUALS = (SEQUENTIAL, PARALLEL, ONE_NORM)
+SEQUENTIAL, PARALLEL, SHARED_NORM = "sequential", "parallel", "parallel_shared_norm"
+RESIDUALS = (SEQUENTIAL, PARALLEL, SHARED_NORM)
 """How the residual stream connects attention and the MLP of a block."""
 
 DENSE_TOKENS = 1024
@@ -216,8 +216,8 @@ class AttentionSettings(Readable):
 
 
 def _repeated(names: str, layer: int) -> str:
-    parts = names.split("+")
-    return parts[layer % len(parts)]
+    kinds = names.split("+")
+    return kinds[layer % len(kinds)]
 
 
 def shortest_layer_types(kinds: Sequence[str]) -> str:
@@ -326,7 +326,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "window": 256,
             "layer_types": "full+sliding",
         },
-        "phi": {**_LAYERNORM, "rotary_share": 0.5, "residual": ONE_NORM, "output_bias": True},
+        "phi": {**_LAYERNORM, "rotary_share": 0.5, "residual": SHARED_NORM, "output_bias": True},
         "olmo2": {
             **_LLAMA,
             "pre_norms": False,
@@ -339,7 +339,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             **_LLAMA,
             "norm": "layernorm",
             "rotary_share": 0.25,
-            "residual": ONE_NORM,
+            "residual": SHARED_NORM,
             "qk_norm": True,
             "qk_norm_scope": EACH_HEAD,
         },
@@ -401,9 +401,9 @@ def check_norms(model: Any) -> None:
             "model.pre_norms=no and model.post_norms=no leave a block without norms; legal: one of "
             "them yes."
         )
-    if not model.pre_norms and model.residual == ONE_NORM:
+    if not model.pre_norms and model.residual == SHARED_NORM:
         raise UserError(
-            f"model.residual={ONE_NORM} with model.pre_norms=no, which has no norm to share; "
+            f"model.residual={SHARED_NORM} with model.pre_norms=no, which has no norm to share; "
             f"legal: {SEQUENTIAL}, {PARALLEL}."
         )
     if not model.qk_norm and model.qk_norm_scope != QK_NORM_SCOPES[0]:

@@ -76,7 +76,7 @@ class ModelConfig(AttentionSettings, RotarySettings):
     Attributes:
       norm: normalisation before each half of a block, and of queries and keys with qk_norm.  A
         layernorm has biases, an rmsnorm has none.
-      residual: "parallel" (arXiv 2204.06745) and "parallel_one_norm" (Phi 2) add the outputs of
+      residual: "parallel" (arXiv 2204.06745) and "parallel_shared_norm" (Phi 2) add the outputs of
         attention and of the MLP to the residual stream that both read.
       activation: "gelu" is its tanh form, as in GPT-2, "gelu_exact" uses erf, "relu" is OPT's,
         "silu" Llama's.
@@ -186,7 +186,7 @@ class ModelConfig(AttentionSettings, RotarySettings):
     residual: str = setting(
         families.SEQUENTIAL,
         "The MLP reads the residual stream after attention (sequential), or before it (parallel), "
-        "also with the same norm as attention (parallel_one_norm).",
+        "also with the same norm as attention (parallel_shared_norm).",
         choices=families.RESIDUALS,
     )
     residual_scale: float = setting(
@@ -435,7 +435,7 @@ class ModelConfig(AttentionSettings, RotarySettings):
     @property
     def norms(self) -> tuple[str, ...]:
         """Names of the norms of a block over the residual stream, by what reads or writes it."""
-        before = ("norm1",) if self.residual == families.ONE_NORM else ("norm1", "norm2")
+        before = ("norm1",) if self.residual == families.SHARED_NORM else ("norm1", "norm2")
         after = ("norm1_out", "norm2_out") if self.post_norms else ()
         return (before if self.pre_norms else ()) + after
 

@@ -52,7 +52,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sparse_dataflow.core.config.families import ALL_HEADS, EACH_HEAD, ONE_NORM, PARALLEL
+from sparse_dataflow.core.config.families import ALL_HEADS, EACH_HEAD, PARALLEL, SHARED_NORM
 from sparse_dataflow.core.config.layer_groups import join_groups, layer_groups
 from sparse_dataflow.core.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.config.projections import MLP
@@ -191,13 +191,15 @@ class Block(Mlp):
         attended = attend(q, k, v, window=config.window, cap=config.attention_cap)
         attended = shard.gather_features(attended.reshape(*attended.shape[:2], -1))
         y_BxTxD = self._add("norm1_out", x_BxTxD, self.attn_out(attended, shard.reduce), shard)
-        if config.residual == ONE_NORM:
+        if config.residual == SHARED_NORM:
             return y_BxTxD, normed
         return y_BxTxD, self.mlp_input(x_BxTxD if config.residual == PARALLEL else y_BxTxD, shard)
 
     def mlp_input(self, x_BxTxD, shard=WHOLE):
         """Returns the input of the MLP or of the experts from the residual stream that it reads."""
-        return self._read("norm1" if self.config.residual == ONE_NORM else "norm2", x_BxTxD, shard)
+        return self._read(
+            "norm1" if self.config.residual == SHARED_NORM else "norm2", x_BxTxD, shard
+        )
 
     def add_mlp(self, x_BxTxD, y_BxTxD, shard):
         """Adds the output of the MLP or of the experts to the residual stream after attention."""

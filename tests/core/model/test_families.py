@@ -27,7 +27,7 @@ SCALES = ("embedding_scale", "residual_scale", "logit_divisor")
 def arrangements(draw):
     """Draws the norms of a block, and how it joins attention and the MLP."""
     residual, norms = draw(st.sampled_from(RESIDUALS)), [(True, False), (True, True)]
-    if residual != "parallel_one_norm":
+    if residual != "parallel_shared_norm":
         norms.append((False, True))
     pre_norms, post_norms = draw(st.sampled_from(norms))
     scope = draw(st.sampled_from(["", *QK_NORM_SCOPES]))
@@ -148,7 +148,7 @@ def exact_logits(config, params, tokens):
         y = attention(config, layer, normed("norm1", x, before), i)
         attended = scale * normed("norm1_out", y, after)
         read = x + attended if config.residual == "sequential" else x
-        shared = config.residual == "parallel_one_norm"
+        shared = config.residual == "parallel_shared_norm"
         y = mlp(config, layer, normed("norm1" if shared else "norm2", read, before))
         x = x + attended + scale * normed("norm2_out", y, after)
     x = norm(config, head["norm"], x) * (256 / config.d_model if config.supar else 1)
