@@ -143,6 +143,8 @@ def _silent(tree, spread, rng):
     for name, module in tree.items():
         if name in ROW_PARALLEL:
             result[name] = {n: a if n in kept else np.zeros_like(a) for n, a in module.items()}
+        elif name in ("norm1_out", "norm2_out"):
+            result[name] = {n: np.zeros_like(a) if n == "bias" else a for n, a in module.items()}
         elif name in PROJECTIONS and spread:
             result[name] = {
                 n: a * rng.uniform(1 - spread, 1 + spread, a.shape).astype(np.float32)

@@ -71,6 +71,7 @@ TRAINED = [
 ]
 AT_NIGHT = [
     ("stablelm2_12b", "fsdp:2,tensor:4/3/2", "fsdp:4,feature:2/3/2"),
+    ("phi+new_rows", "on:2,tensor:2/0/1"),
     ("pythia", "data:2,tensor:4/0/1", "stage:2,data:2,tensor:2/1/2/zero_bubble/1"),
     ("granite", "data:2,fsdp:2,tensor:2/3/2", "stage:2,fsdp:4/2/2/1f1b/1"),
     ("smollm3", "fsdp:2,context:2,tensor:2/3/2"),
