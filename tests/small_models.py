@@ -47,7 +47,21 @@ GEMMA3 = FAMILIES["gemma3"] | {
     "num_kv_heads": 1,
     "head_dim": 12,
 }
-"""Fields of small models of two families."""
+NEWER = {
+    "gemma": FAMILIES["gemma"],
+    "pythia": FAMILIES["pythia"] | {"rotary_share": 0.5},
+    "gpt_neo": FAMILIES["gpt_neo"] | {"window": 3},
+    # Without biases of keys: those of features that are not rotated have no gradient.
+    "phi": FAMILIES["phi"]
+    | {"num_kv_heads": 2, "vocab_size": 45, "biases": ("q", "v", "attn_out", "mlp_in", "mlp_out")},
+    "olmo2": FAMILIES["olmo2"] | {"num_kv_heads": 2},
+    "stablelm2_12b": FAMILIES["stablelm2_12b"] | {"num_kv_heads": 2, "rotary_share": 0.5},
+    "granite": FAMILIES["granite"]
+    | {"num_kv_heads": 2, "attention_scalar": 20.0, "logit_divisor": 0.5},
+    "smollm3": FAMILIES["smollm3"] | {"num_kv_heads": 2, "rotary_layers": "unrotated+rotated"},
+    "starcoder2": FAMILIES["starcoder2"] | {"num_kv_heads": 2, "window": 3},
+}
+"""Fields of small models of families."""
 
 
 @functools.cache

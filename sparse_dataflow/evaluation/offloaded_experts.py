@@ -315,7 +315,7 @@ def _bytes(tree):
 def _predict(config, weights, x_BxTxD):
     """Returns the experts [N, K] that a layer's router would choose for a residual stream."""
     block = gpt.bind_block(config, weights)
-    normed = block.norm2(x_BxTxD)
+    normed = block.mlp_input(x_BxTxD)
     return block.experts.route(normed.reshape(-1, normed.shape[-1]))[1]
 
 
@@ -345,8 +345,7 @@ def _attention(config, weights, following_weights, x_BxTxD, cache, positions_B, 
         positions_BxT = positions_B[:, None]
         attend = functools.partial(kv_cache.cached_attention, caches, cache, positions_BxT)
     block = gpt.bind_block(config, weights)
-    x_BxTxD = block.attention(x_BxTxD, WHOLE, attend, positions_BxT)
-    normed_BxTxD = block.norm2(x_BxTxD)
+    x_BxTxD, normed_BxTxD = block.attention(x_BxTxD, WHOLE, attend, positions_BxT)
     gates, experts, _ = block.experts.route(normed_BxTxD.reshape(-1, normed_BxTxD.shape[-1]))
     predicted = _predict(config, following_weights, x_BxTxD)
     return x_BxTxD, (normed_BxTxD, gates, experts, predicted), caches[0]

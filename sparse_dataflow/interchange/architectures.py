@@ -12,20 +12,34 @@ import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sparse_dataflow.core.config.families import EXPERT_TRAINING, SLIDING
+from sparse_dataflow.core.config.families import (
+    ALL_HEADS,
+    EACH_HEAD,
+    EXPERT_TRAINING,
+    PARALLEL,
+    ROTATED,
+    SEQUENTIAL,
+    SHARED_NORM,
+    SLIDING,
+    UNROTATED,
+)
 from sparse_dataflow.core.config.families import shortest_layer_types as pattern
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PROJECTIONS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.config_rules import (
     Always,
+    AttentionMultiplier,
     Biases,
+    LocalLayers,
     Mixture,
     Named,
     Only,
+    QueryNorms,
     Rule,
     Same,
     SharedExpert,
+    UnrotatedLayers,
     Window,
     unsupported,
 )
@@ -50,6 +64,7 @@ class Architecture:
       ignored: ends of the names of tensors that a checkpoint may have and that hold no weights.
       aliases: other names of fields of config.json that transformers reads.
       norm_offset: what the scale of a norm is above the tensor that stores it.
+      outputs: names of the output layer, which have no prefix; the first is written.
     """
 
     class_name: str
@@ -62,14 +77,15 @@ class Architecture:
     ignored: tuple[str, ...] = ()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     norm_offset: float = 0.0
+    outputs: tuple[str, ...] = ("lm_head",)
 
-
-OUTPUT = "lm_head.weight"
-"""Name of an untied output layer; it has no prefix."""
 
 _GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu"}
 _ACTIVATIONS = {**_GELUS, "gelu": "gelu_exact", "relu": "relu", "silu": "silu", "swish": "silu"}
 _GATED_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", **_ACTIVATIONS}
+
+# Releases before 5 say gelu for the tanh form.
+_GEMMA_ACTIVATIONS = {**_GATED_ACTIVATIONS, "gelu_pytorch_tanh": "gelu", "gelu": "gelu"}
 
 _ATTENTION, _MLP = (*QKV, "attn_out"), ("mlp_in", "mlp_out")
 _GATED_MLP = ("mlp_gate", *_MLP)
@@ -79,6 +95,8 @@ UNSUPPORTED = (Only("quantization_config", None), Only("add_cross_attention", Fa
 
 
 _LLAMA = {"norm": "rmsnorm", "positions": "rotary", "gated_mlp": True, "fused_qkv": False}
+_LAYERNORM = _LLAMA | {"norm": "layernorm"}
+_UNGATED = _LAYERNORM | {"gated_mlp": False}
 
 
 _LLAMA_ATTENTION = {
@@ -89,6 +107,8 @@ _LLAMA_ATTENTION = {
     "blocks.v": "layers.{}.self_attn.v_proj",
     "blocks.q_norm": "layers.{}.self_attn.q_norm",
     "blocks.k_norm": "layers.{}.self_attn.k_norm",
+    "blocks.q_norms": "layers.{}.self_attn.q_norm",
+    "blocks.k_norms": "layers.{}.self_attn.k_norm",
     "blocks.attn_out": "layers.{}.self_attn.o_proj",
     "blocks.norm2": "layers.{}.post_attention_layernorm",
     "head.norm": "norm",
@@ -98,6 +118,12 @@ _LLAMA_MLP = {
     "blocks.mlp_gate": "layers.{}.mlp.gate_proj",
     "blocks.mlp_in": "layers.{}.mlp.up_proj",
     "blocks.mlp_out": "layers.{}.mlp.down_proj",
+}
+
+
+_CONVOLUTION_MLP = {
+    "blocks.mlp_in": "layers.{}.mlp.c_fc",
+    "blocks.mlp_out": "layers.{}.mlp.c_proj",
 }
 
 
@@ -125,6 +151,9 @@ _PHI = {
 
 
 _ROTARY = Rotary()
+_WHOLE_HEADS = Only(
+    "head_dim", lambda fields: fields["hidden_size"] // fields["num_attention_heads"]
+)
 
 
 def _llama_row(
@@ -133,11 +162,14 @@ def _llama_row(
     kv_heads=0,
     head_dim=0,
     width="intermediate_size",
+    base=_LLAMA,
     epsilon=1e-6,
+    epsilon_name="rms_norm_eps",
     rotary=_ROTARY,
     mlp=_LLAMA_MLP,
     tied=False,
     activation=("hidden_act", "silu"),
+    activations=_GATED_ACTIVATIONS,
     extra=types.MappingProxyType({}),
     **more,
 ):
@@ -145,12 +177,14 @@ def _llama_row(
 
     `kv_heads`, `head_dim`, `epsilon`, `tied` and the second of `activation` are the defaults of its
     config class; heads of 0 follow the other sizes. `width` is the name of d_ff, and the first of
-    `activation` that of the activation. `more` are fields of `Architecture`.
+    `activation` that of the activation, whose values are `activations`; see `Named`. `base` are
+    fields that the architecture fixes, and `mlp` names of tensors that Llama does not have. `more`
+    are fields of `Architecture`.
     """
     return Architecture(
         class_name,
         (
-            Always(_LLAMA),
+            Always(base),
             Same("num_hidden_layers", "num_layers"),
             Same("hidden_size", "d_model"),
             Same("num_attention_heads", "num_heads"),
@@ -159,9 +193,9 @@ def _llama_row(
             Same("max_position_embeddings", "max_len"),
             Same("num_key_value_heads", "num_kv_heads", kv_heads, "kv_heads", null=0),
             Same("head_dim", "head_dim", head_dim, "head_width"),
-            Same("rms_norm_eps", "norm_epsilon", epsilon),
+            Same(epsilon_name, "norm_epsilon", epsilon),
             Same("tie_word_embeddings", "tied_embeddings", tied),
-            Named(activation[0], "activation", _GATED_ACTIVATIONS, activation[1]),
+            Named(activation[0], "activation", activations, *activation[1:]),
             rotary,
             *rules,
         ),
@@ -348,16 +382,184 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         Window(),
         epsilon=1e-5,
         rotary=Rotary(
-            share=True, kinds=("longrope",), names={"su": "longrope", "yarn": "longrope"}
+            share=1.0,
+            config_length=True,
+            kinds=("longrope",),
+            names={"su": "longrope", "yarn": "longrope"},
         ),
         mlp=_PHI,
         extra={"pad_token_id": None},  # Its default is 32,000, whatever the vocabulary is.
+    ),
+    "gemma": _llama_row(
+        "GemmaForCausalLM",
+        Always({"scaled_embeddings": True}),
+        Biases(switches={"attention_bias": _ATTENTION}),
+        Only("use_bidirectional_attention", False),
+        kv_heads=16,
+        head_dim=256,
+        tied=True,
+        activation=("hidden_act", "gelu_pytorch_tanh", "hidden_activation"),
+        activations=_GEMMA_ACTIVATIONS,
+        norm_offset=1.0,
+    ),
+    "olmo2": _llama_row(
+        "Olmo2ForCausalLM",
+        Biases(switches={"attention_bias": _ATTENTION}),
+        base=_LLAMA
+        | {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_scope": ALL_HEADS},
+        epsilon=1e-5,
+        mlp=_LLAMA_MLP
+        | {
+            "blocks.norm1_out": "layers.{}.post_attention_layernorm",
+            "blocks.norm2_out": "layers.{}.post_feedforward_layernorm",
+        },
+    ),
+    "granite": _llama_row(
+        "GraniteForCausalLM",
+        Biases(switches={"attention_bias": _ATTENTION, "mlp_bias": _GATED_MLP}),
+        Same("embedding_multiplier", "embedding_scale", 1.0),
+        Same("residual_multiplier", "residual_scale", 1.0),
+        Same("logits_scaling", "logit_divisor", 1.0),
+        AttentionMultiplier("attention_multiplier"),
+    ),
+    "smollm3": _llama_row(
+        "SmolLM3ForCausalLM",
+        Biases(switches={"attention_bias": _ATTENTION, "mlp_bias": _GATED_MLP}),
+        UnrotatedLayers(),
+        Window(switched=True, unrotated=True),
+        kv_heads=4,
+        rotary=Rotary(2e6),
+        tied=True,
+        extra={"pad_token_id": None},  # Its default is 128,004, whatever the vocabulary is.
+    ),
+    "starcoder2": _llama_row(
+        "Starcoder2ForCausalLM",
+        Biases(switches={"use_bias": (*_ATTENTION, *_MLP)}, default=True),
+        Window(),
+        kv_heads=2,
+        base=_UNGATED,
+        epsilon=1e-5,
+        epsilon_name="norm_epsilon",
+        mlp=_CONVOLUTION_MLP,
+        tied=True,
+        activation=("hidden_act", "gelu_pytorch_tanh"),
+        extra={"residual_dropout": 0.0, "embedding_dropout": 0.0},
+    ),
+    "stablelm": _llama_row(
+        "StableLmForCausalLM",
+        Biases(switches={"use_qkv_bias": QKV}),
+        Named("use_parallel_residual", "residual", {False: SEQUENTIAL, True: SHARED_NORM}, False),
+        QueryNorms("qk_layernorm", EACH_HEAD),
+        _WHOLE_HEADS,
+        kv_heads=32,
+        base=_LAYERNORM,
+        epsilon=1e-5,
+        epsilon_name="layer_norm_eps",
+        rotary=Rotary(share=0.25),
+        mlp=_LLAMA_MLP
+        | {
+            "blocks.q_norms": "layers.{}.self_attn.q_layernorm.norms.{}",
+            "blocks.k_norms": "layers.{}.self_attn.k_layernorm.norms.{}",
+        },
+        extra={"hidden_dropout": 0.0},
+    ),
+    "phi": _llama_row(
+        "PhiForCausalLM",
+        Biases((*_ATTENTION, *_MLP)),
+        QueryNorms("qk_layernorm", "head"),
+        _WHOLE_HEADS,
+        base=_UNGATED | {"residual": SHARED_NORM, "output_bias": True},
+        epsilon=1e-5,
+        epsilon_name="layer_norm_eps",
+        rotary=Rotary(share=0.5),
+        mlp={
+            "blocks.attn_out": "layers.{}.self_attn.dense",
+            "blocks.q_norm": "layers.{}.self_attn.q_layernorm",
+            "blocks.k_norm": "layers.{}.self_attn.k_layernorm",
+            "blocks.mlp_in": "layers.{}.mlp.fc1",
+            "blocks.mlp_out": "layers.{}.mlp.fc2",
+            "head.norm": "final_layernorm",
+        },
+        activation=("hidden_act", "gelu_new"),
+        extra={"resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    ),
+    "gpt_neox": Architecture(
+        "GPTNeoXForCausalLM",
+        (
+            Always({"positions": "rotary"}),
+            Same("num_hidden_layers", "num_layers"),
+            Same("hidden_size", "d_model"),
+            Same("num_attention_heads", "num_heads"),
+            Same("intermediate_size", "d_ff"),
+            Same("vocab_size", "vocab_size"),
+            Same("max_position_embeddings", "max_len", 2048),
+            Same("layer_norm_eps", "norm_epsilon", 1e-5),
+            Same("tie_word_embeddings", "tied_embeddings", False),
+            Named("hidden_act", "activation", {"gelu": "gelu_exact", **_ACTIVATIONS}, "gelu"),
+            Named("use_parallel_residual", "residual", {True: PARALLEL, False: SEQUENTIAL}, True),
+            Biases(_MLP, switches={"attention_bias": _ATTENTION}, default=True),
+            _WHOLE_HEADS,
+            Rotary(
+                share=0.25,
+                aliases={"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
+            ),
+        ),
+        {
+            "embed.tokens": "embed_in.weight",
+            "blocks.norm1": "layers.{}.input_layernorm",
+            "blocks.qkv": "layers.{}.attention.query_key_value",
+            "blocks.attn_out": "layers.{}.attention.dense",
+            "blocks.norm2": "layers.{}.post_attention_layernorm",
+            "blocks.mlp_in": "layers.{}.mlp.dense_h_to_4h",
+            "blocks.mlp_out": "layers.{}.mlp.dense_4h_to_h",
+            "head.norm": "final_layer_norm",
+        },
+        ("gpt_neox.", ""),
+        extra={"attention_dropout": 0.0, "hidden_dropout": 0.0},
+        ignored=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
+        outputs=("embed_out", "lm_head"),
+    ),
+    "gpt_neo": Architecture(
+        "GPTNeoForCausalLM",
+        (
+            Always({"fused_qkv": False, "attention_scalar": 1.0}),
+            Same("num_layers", "num_layers"),
+            Same("hidden_size", "d_model"),
+            Same("num_heads", "num_heads"),
+            Same("intermediate_size", "d_ff", lambda fields: 4 * fields["hidden_size"]),
+            Same("vocab_size", "vocab_size"),
+            Same("max_position_embeddings", "max_len", 2048),
+            Same("layer_norm_epsilon", "norm_epsilon", 1e-5),
+            Same("tie_word_embeddings", "tied_embeddings", True),
+            Named("activation_function", "activation", _ACTIVATIONS, "gelu_new"),
+            Biases(("attn_out", *_MLP)),
+            LocalLayers(),
+        ),
+        {
+            "embed.tokens": "wte.weight",
+            "embed.positions": "wpe.weight",
+            "blocks.norm1": "h.{}.ln_1",
+            "blocks.q": "h.{}.attn.attention.q_proj",
+            "blocks.k": "h.{}.attn.attention.k_proj",
+            "blocks.v": "h.{}.attn.attention.v_proj",
+            "blocks.attn_out": "h.{}.attn.attention.out_proj",
+            "blocks.norm2": "h.{}.ln_2",
+            "blocks.mlp_in": "h.{}.mlp.c_fc",
+            "blocks.mlp_out": "h.{}.mlp.c_proj",
+            "head.norm": "ln_f",
+        },
+        ("transformer.", ""),
+        extra=dict.fromkeys(("attention_dropout", "embed_dropout", "resid_dropout"), 0.0),
+        ignored=("attn.attention.bias", "attn.attention.masked_bias"),
+        aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
     ),
 }
 """model_type -> its row. An export takes the first row that represents the model."""
 
 _OTHERS = {
     "gpt_oss": "Its attention has sinks, which no model here has.",
+    "deepseek_v2": "Its attention is latent, which that of no model here is.",
+    "deepseek_v3": "Its attention is latent, which that of no model here is.",
     "gemma3": "It reads images; its text model alone has the type gemma3_text.",
 }
 """model_type -> why it is not supported."""
@@ -512,6 +714,8 @@ def _comparable(model):
         changes["raw_gates"] = False
     kinds = [model.layer_type(layer) for layer in range(model.num_layers)]
     changes["layer_types"] = pattern(kinds) if SLIDING in kinds else SLIDING
+    rotated = [ROTATED if model.rotates(i) else UNROTATED for i in range(model.num_layers)]
+    changes["rotary_layers"] = pattern(rotated)
     if SLIDING not in kinds:
         changes |= {"window": 0, "rotary_local_base": 0.0}
     changes |= comparable(dataclasses.replace(model, **changes))

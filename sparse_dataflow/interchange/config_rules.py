@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from sparse_dataflow.core.config.families import FULL, SLIDING
+from sparse_dataflow.core.config.families import FULL, ROTATED, SLIDING, UNROTATED
 from sparse_dataflow.core.config.families import shortest_layer_types as pattern
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.files.errors import UserError
@@ -79,24 +79,31 @@ class Named(Rule):
     Attributes:
       theirs: name in config.json.
       ours: field of `ModelConfig`.
-      names: their name -> our name; the first of several is written.
-      default: their name where config.json lacks the field.
+      names: their value -> our value; the first of several is written.
+      default: their value where config.json lacks the field.
+      also: another field of the same meaning, which other releases of transformers read.
     """
 
     theirs: str
     ours: str
-    names: Mapping[str, str]
-    default: str
+    names: Mapping[Any, Any]
+    default: Any
+    also: str = ""
 
     def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         value = _value(fields, self.theirs, self.default)
-        if not isinstance(value, str) or value not in self.names:
-            raise unsupported(self.theirs, value, ", ".join(self.names))
+        if not isinstance(value, str | bool) or value not in self.names:
+            raise unsupported(self.theirs, value, ", ".join(map(str, self.names)))
+        other = fields.get(self.also) if self.also else None
+        if other is not None and self.names.get(str(other)) != self.names[value]:
+            raise unsupported(self.also, other, f"{value!r}, as {self.theirs}")
         return {self.ours: self.names[value]}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        value = getattr(model, self.ours)
-        return {self.theirs: next(t for t, o in self.names.items() if o == value)}
+        # Reading the default back shows what differs.
+        ours = getattr(model, self.ours)
+        value = next((t for t, o in self.names.items() if o == ours), self.default)
+        return {name: value for name in (self.theirs, self.also) if name}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +172,107 @@ class Biases(Rule):
         return {name: bool(biases & set(p)) for name, p in self.switches.items()}
 
 
+@dataclasses.dataclass(frozen=True)
+class AttentionMultiplier(Rule):
+    """The factor of attention scores, the inverse square root of `attention_scalar`."""
+
+    theirs: str
+
+    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        factor = _value(fields, self.theirs, 1.0)
+        number = isinstance(factor, int | float) and not isinstance(factor, bool)
+        if not number or not 1e-6 < factor < 1e6:
+            raise unsupported(self.theirs, factor, "numbers between 1e-6 and 1e6")
+        # Without the rounding of the inverse that `write` computes.
+        return {"attention_scalar": float(f"{factor**-2:.12g}")}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {self.theirs: model.attention_width**-0.5}
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryNorms(Rule):
+    """Norms of queries and keys, if a switch of config.json is true.
+
+    Attributes:
+      theirs: name of the switch, which is false by default.
+      scope: `qk_norm_scope` of the norms.
+    """
+
+    theirs: str
+    scope: str
+
+    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        value = _value(fields, self.theirs, False)
+        if not isinstance(value, bool):
+            raise unsupported(self.theirs, value, "true, false")
+        return {"qk_norm": True, "qk_norm_scope": self.scope} if value else {"qk_norm": False}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {self.theirs: model.qk_norm}
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalLayers(Rule):
+    """Layers with a window ("local") and without ("global"), as GPT-Neo lists them."""
+
+    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        layers, legal = fields.get("num_layers") or 0, '[[["global", "local"], 12]]'
+        types = _value(fields, "attention_types", [[["global", "local"], 12]])
+        try:
+            kinds = [kind for names, times in types for kind in list(names) * times]
+        except (TypeError, ValueError):
+            raise unsupported("attention_types", types, f"lists as {legal}") from None
+        if len(kinds) != layers or not set(kinds) <= {"global", "local"}:
+            raise unsupported("attention_types", types, f"{layers} of global, local, as {legal}")
+        listed = fields.get("attention_layers")
+        if listed is not None and listed != kinds:
+            raise unsupported("attention_layers", listed, "those of attention_types")
+        window = _value(fields, "window_size", 256)
+        if "local" not in kinds:
+            return {"window": 0}
+        ours = [SLIDING if kind == "local" else FULL for kind in kinds]
+        return {"window": window, "layer_types": pattern(ours)}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        kinds = [model.layer_type(i) if model.window else FULL for i in range(model.num_layers)]
+        names = ["local" if kind == SLIDING else "global" for kind in kinds]
+        return {
+            "attention_types": [[[name], 1] for name in names],
+            "attention_layers": names,
+            "window_size": model.window or 256,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class UnrotatedLayers(Rule):
+    """Layers without rotary positions: 0 in a list with a number for each layer, or else every
+    fourth."""
+
+    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        rotated = _rotated(fields)
+        return {"rotary_layers": pattern([ROTATED if r else UNROTATED for r in rotated])}
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {"no_rope_layers": [int(model.rotates(i)) for i in range(model.num_layers)]}
+
+
+def _rotated(fields):
+    """Returns whether each layer has rotary positions, by the fields of `UnrotatedLayers`."""
+    layers, period = (
+        fields.get("num_hidden_layers") or 0,
+        _value(fields, "no_rope_layer_interval", 4),
+    )
+    if not isinstance(period, int) or period < 1:
+        raise unsupported("no_rope_layer_interval", period, "a whole number of 1 or more")
+    listed = fields.get("no_rope_layers")
+    if listed is None:
+        return [(i + 1) % period != 0 for i in range(layers)]
+    if not isinstance(listed, list) or len(listed) != layers or not set(listed) <= {0, 1}:
+        raise unsupported("no_rope_layers", listed, f"{layers} of 0, 1")
+    return [bool(each) for each in listed]
+
+
 _LAYER_TYPES = {SLIDING: "sliding_attention", FULL: "full_attention"}
 
 
@@ -178,6 +286,8 @@ class Window(Rule):
       counted: whether `max_window_layers` counts the first layers without a window.
       period: every layer of this number has no window, as in Gemma; 0 where all layers are alike.
       named: whether `sliding_window_pattern` has the period.
+      unrotated: whether the window is that of the layers without rotary positions, where
+        `layer_types` is absent.
     """
 
     default: int | None = None
@@ -185,6 +295,7 @@ class Window(Rule):
     counted: bool = False
     period: int = 0
     named: bool = False
+    unrotated: bool = False
 
     def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         window = fields.get("sliding_window", self.default) or 0
@@ -198,6 +309,8 @@ class Window(Rule):
         elif self.counted and window:
             full = min(max(fields.get("max_window_layers", 28), 0), layers)
             kinds = [FULL] * full + [SLIDING] * (layers - full)
+        elif self.unrotated and window:
+            kinds = [FULL if rotated else SLIDING for rotated in _rotated(fields)]
         elif period and window:
             kinds = [SLIDING if (i + 1) % period else FULL for i in range(layers)]
         if not kinds or not window:
@@ -220,7 +333,7 @@ class Window(Rule):
             raise unsupported("layer_types", kinds, legal)
         kinds = [ours[kind] for kind in kinds]
         mixed = len(set(kinds)) > 1
-        if mixed and not (self.counted or self.period):
+        if mixed and not (self.counted or self.period or self.unrotated):
             raise unsupported("layer_types", fields["layer_types"], f"one of {', '.join(ours)}")
         # Where a switch may turn the window off, transformers obeys layer_types.
         sliding, obeyed = SLIDING in kinds, self.switched or self.period
@@ -239,7 +352,7 @@ class Window(Rule):
         if self.counted:
             first = kinds.index(SLIDING) if model.window else 0
             fields["max_window_layers"] = first
-        if self.period or (len(set(kinds)) > 1 and self.counted):
+        if self.period or self.unrotated or (len(set(kinds)) > 1 and self.counted):
             fields["layer_types"] = [_LAYER_TYPES[kind] for kind in kinds]
         if self.named and FULL in kinds[:-1]:
             fields["sliding_window_pattern"] = kinds.index(FULL) + 1

@@ -76,10 +76,9 @@ def dense_module(model: ModelConfig, name: str, module: dict, layout: BlockLayou
 def _with_scaled_queries(model, blocks):
     """Multiplies the queries by SuPar's factor, which `gpt.Block` applies to a SuPar model."""
     factor = np.float32(math.sqrt(SUPAR_HEAD / model.head_width))
-    if model.qk_norm:
-        return {**blocks, "q_norm": {n: factor * leaf for n, leaf in blocks["q_norm"].items()}}
-    if not model.fused_qkv:
-        return {**blocks, "q": {n: factor * leaf for n, leaf in blocks["q"].items()}}
+    if model.qk_norm or not model.fused_qkv:
+        name = model.qk_norms[0] if model.qk_norm else "q"
+        return {**blocks, name: {n: factor * leaf for n, leaf in blocks[name].items()}}
     queries = model.num_heads // model.kv_heads
     factors = np.ones((model.kv_heads, queries + 2, model.head_width), np.float32)
     factors[:, :queries] = factor
@@ -93,6 +92,15 @@ def split_config(model: ModelConfig) -> ModelConfig:
     names = model.selected(model.biases, "biases")
     biases = tuple(n for name in names for n in (QKV if name == "qkv" else (name,)))
     return dataclasses.replace(model, fused_qkv=False, biases=biases)
+
+
+def joined_config(model: ModelConfig) -> ModelConfig:
+    """Returns the dense config with `qkv` for `q`, `k` and `v`, whose biases are all or none."""
+    if model.fused_qkv:
+        return model
+    names = model.selected(model.biases, "biases")
+    biases = tuple(dict.fromkeys("qkv" if name in QKV else name for name in names))
+    return dataclasses.replace(model, fused_qkv=True, biases=biases)
 
 
 def split_qkv(model: ModelConfig, params: dict) -> dict:

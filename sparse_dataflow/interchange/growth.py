@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.core.config.families import MIXTURE
+from sparse_dataflow.core.config.families import ALL_HEADS, MIXTURE
 from sparse_dataflow.core.config.layer_groups import split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, PROJECTIONS, ROW_PARALLEL
@@ -84,11 +84,19 @@ def refuse_other_shapes(old: ModelConfig, new: ModelConfig) -> None:
             f"of some heads of the initial weights, {old.num_heads} with {old.kv_heads} (legal: "
             "more query heads for each key/value head)"
         )
-    if "+" in old.layer_types and old.num_layers != new.num_layers:
-        problems.append(
-            f"new layers would move model.layer_types={old.layer_types[:60]} (legal: "
+    if not problems and old.qk_norm_scope == ALL_HEADS:
+        counts = [np.bincount(heads.ravel()) for heads in head_sources(old, new)]
+        if any(len(set(count)) > 1 for count in counts):
+            problems.append(
+                f"model.qk_norm_scope={ALL_HEADS} averages over the heads (legal: model.num_heads "
+                "and model.num_kv_heads times one whole number)"
+            )
+    if old.num_layers != new.num_layers:
+        problems += [
+            f"new layers would move model.{name}={value[:60]} (legal: "
             f"model.num_layers={old.num_layers})"
-        )
+            for name, value in old.mixed_layers.items()
+        ]
     if old.scaled_embeddings and old.d_model != new.d_model:
         problems.append(
             f"model.scaled_embeddings scales by the width (legal: model.d_model={old.d_model})"

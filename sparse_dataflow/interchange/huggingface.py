@@ -21,6 +21,7 @@ import numpy as np
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.optim.by_weight import VOCABULARY
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.files import json_files
@@ -131,16 +132,17 @@ def read(folder: str | Path) -> Imported:
 
 def _with_own_output(folder, fields, model, files):
     """Returns the model with an output layer of its own, if a tied config has another one."""
-    if not model.tied_embeddings or architectures.OUTPUT not in files.names:
-        return model
     row, shape = architectures.row(fields), (model.vocab_size, model.d_model)
+    name = tensor_names.output_name(row, files)
+    if not model.tied_embeddings or name not in files.names:
+        return model
     embedding = tensor_names.embedding_name(row, files)
-    output = files.read(architectures.OUTPUT, shape)
+    output = files.read(name, shape)
     if np.array_equal(output, files.read(embedding, shape)):
         return model
     _LOG.warning(
         "%s: tie_word_embeddings is true, but %s is another matrix than %s; it is kept, as in "
-        "transformers 5, and the model is untied", folder, architectures.OUTPUT, embedding,
+        "transformers 5, and the model is untied", folder, name, embedding,
     )  # fmt: skip
     return dataclasses.replace(model, tied_embeddings=False)
 
@@ -231,9 +233,8 @@ def _reordered(params, order):
     """Returns the parameters with the rows of the vocabulary in another order."""
     embed, head = params["embed"], params["head"]
     embed = {**embed, "tokens": np.asarray(embed["tokens"])[order]}
-    if "output" in head:
-        head = {**head, "output": np.asarray(head["output"])[order]}
-    return {**params, "embed": embed, "head": head}
+    rows = {name: np.asarray(head[name])[order] for name in VOCABULARY if name in head}
+    return {**params, "embed": embed, "head": {**head, **rows}}
 
 
 def _read_config(folder):

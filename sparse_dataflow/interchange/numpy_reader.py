@@ -25,23 +25,37 @@ def logits(config, tensors, ids):
     x = tensors["embed.tokens"][ids]
     if config["scaled_embeddings"]:
         x = x * np.float32(config["d_model"] ** 0.5)
+    x = x * np.float32(config["embedding_scale"])
     if config["positions"] == "learned":
         x = x + tensors["embed.positions"][: len(ids)]
-    post_norms = config["post_norms"]
     for layer in range(config["num_layers"]):
         at, of_layer = f"blocks.{layer}", layer_config(config, layer)
-        for half, number in ((attention, 1), (mlp, 2)):
-            y = half(of_layer, tensors, norm(config, tensors, x, f"{at}.norm{number}"), at)
-            x = x + (norm(config, tensors, y, f"{at}.norm{number}_out") if post_norms else y)
-    x = norm(config, tensors, x, "head.norm")
+        attended = x + half(attention, of_layer, tensors, x, at, "norm1", "norm1_out")
+        read = attended if config["residual"] == "sequential" else x
+        name = "norm1" if config["residual"] == "parallel_shared_norm" else "norm2"
+        x = attended + half(mlp, of_layer, tensors, read, at, name, "norm2_out")
+    x = norm(config, tensors, x, "head.norm") / np.float32(config["logit_divisor"])
     if config["parametrization"] == "supar":
         x = x * np.float32(256 / config["d_model"])
     y = x @ tensors.get("head.output", tensors["embed.tokens"]).T
-    return capped(y, config["logit_cap"])
+    return capped(y + tensors.get("head.output_bias", np.float32(0)), config["logit_cap"])
+
+
+def half(function, config, tensors, x, at, before, after):
+    """What attention or the MLP of a layer adds to the residual stream x."""
+    if config["pre_norms"]:
+        x = norm(config, tensors, x, f"{at}.{before}")
+    y = function(config, tensors, x, at)
+    if config["post_norms"]:
+        y = norm(config, tensors, y, f"{at}.{after}")
+    return y * np.float32(config["residual_scale"])
 
 
 def layer_config(config, layer):
     """The config with the window and the rotary positions of one layer."""
+    rotary = config["rotary_layers"].split("+")
+    if config["positions"] == "rotary" and rotary[layer % len(rotary)] == "unrotated":
+        config = {**config, "positions": "none"}
     types = config["layer_types"].split("+")
     if types[layer % len(types)] == "full":
         return {**config, "window": 0}
@@ -95,6 +109,13 @@ def norm(config, tensors, x, at):
     return x * tensors[f"{at}.scale"] + tensors.get(f"{at}.bias", np.float32(0))
 
 
+def normed(config, tensors, x, at):
+    """Queries or keys [tokens, heads, width], normalised over a head or over all heads."""
+    if config["qk_norm_scope"] == "all_heads":
+        return norm(config, tensors, x.reshape(len(x), -1), f"{at}_norms").reshape(x.shape)
+    return norm(config, tensors, x, f"{at}_norm" + "s" * (config["qk_norm_scope"] != "head"))
+
+
 def mlp(config, tensors, x, at):
     """The activation of mlp_in, or mlp_in times the activation of mlp_gate; then mlp_out."""
     hidden = linear(config, tensors, x, f"{at}.mlp_in")
@@ -134,8 +155,10 @@ def attention(config, tensors, x, at):
     """Causal attention, over the last `window` tokens if it is not 0."""
     query, key, value = heads(config, tensors, x, at)
     if config["qk_norm"]:
-        query = norm(config, tensors, query, f"{at}.q_norm")
-        key = norm(config, tensors, key, f"{at}.k_norm")
+        query, key = (
+            normed(config, tensors, query, f"{at}.q"),
+            normed(config, tensors, key, f"{at}.k"),
+        )
     if config["positions"] == "rotary":
         query, key = rotate(config, query), rotate(config, key)
     tokens, _, width = query.shape

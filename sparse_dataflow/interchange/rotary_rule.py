@@ -55,8 +55,10 @@ class Rotary(Rule):
 
     Attributes:
       base: base where config.json lacks it.
-      share: whether the architecture rotates the share of a head in `partial_rotary_factor`, and
-        scalings have the three fields of Phi.
+      share: share of a head that is rotated where config.json lacks `partial_rotary_factor`; 0
+        where the architecture rotates whole heads.
+      config_length: whether longrope's length is in config.json itself, as in Phi 3.
+      aliases: other name of `rope_theta` or `partial_rotary_factor` -> that name; both are written.
       kinds: legal types of scaling, besides "default".
       names: other name of a type -> its name.
       local: base of layers with a window where config.json lacks `rope_local_base_freq`; 0 where
@@ -64,12 +66,19 @@ class Rotary(Rule):
     """
 
     base: float = 10_000.0
-    share: bool = False
+    share: float = 0.0
+    config_length: bool = False
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     kinds: tuple[str, ...] = tuple(SCALED)
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     local: float = 0.0
 
     def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        for alias, name in self.aliases.items():
+            value = fields.get(alias)
+            if None not in (value, fields.get(name)) and fields[name] != value:
+                raise unsupported(alias, value, f"{fields[name]!r}, as {name}")
+            fields = fields if value is None else {**fields, name: value}
         given = [name for name in ("rope_parameters", "rope_scaling") if fields.get(name)]
         settings = [self._read(fields, name) for name in given] or [self._read(fields, "")]
         if settings[0] != settings[-1]:
@@ -122,7 +131,7 @@ class Rotary(Rule):
 
     def _read_share(self, fields, scaling):
         name = "partial_rotary_factor"
-        share = scaling.get(name) or fields.get(name) or 1
+        share = scaling.get(name) or fields.get(name) or self.share or 1
         if share == 1:
             return {}
         if not self.share:
@@ -142,13 +151,15 @@ class Rotary(Rule):
         if scaling and kind == "longrope":
             factors = list(model.rotary_factors)
             scaling |= {"short_factor": factors, "long_factor": factors}
-            if self.share:
+            if self.config_length:
                 fields[_LENGTH["rotary_length"]] = model.rotary_length
                 scaling = {"type": kind, "short_factor": factors, "long_factor": factors}
         fields["rope_scaling"] = scaling
         if self.local:
             fields["rope_local_base_freq"] = model.rotary_local_base or model.rotary_base
-        return fields | ({"partial_rotary_factor": model.rotary_share} if self.share else {})
+        if self.share:
+            fields["partial_rotary_factor"] = model.rotary_share
+        return fields | {alias: fields[name] for alias, name in self.aliases.items()}
 
 
 def _scaled(name, kind, fields, scaling):
@@ -187,9 +198,9 @@ def _mscale(factor, scaling):
 def comparable(model: ModelConfig) -> dict[str, Any]:
     """Returns changes to a model: defaults for the rotary settings that change nothing."""
     defaults = {n: f.default for n, f in type(model).__dataclass_fields__.items() if "rotary" in n}
-    if model.positions == "learned":
+    if model.positions != "rotary":
         return defaults
-    kept = {"rotary_base", "rotary_share", "rotary_local_base"}
+    kept = {"rotary_base", "rotary_share", "rotary_local_base", "rotary_layers"}
     if model.rotary_factor != 1 or model.rotary_scaling == "longrope":
         kept |= {"rotary_scaling", *USED[model.rotary_scaling]}
     return {name: value for name, value in defaults.items() if name not in kept}

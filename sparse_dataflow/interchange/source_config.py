@@ -16,7 +16,8 @@ from sparse_dataflow.interchange.architectures import (
 _SILENT = {
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path",
     "use_cache", "initializer_range", "n_ctx", "reorder_and_upcast_attn", "pretraining_tp",
-    "task_specific_params", "context", "_sliding_window_pattern",
+    "task_specific_params", "classifier_dropout", "is_decoder", "context",
+    "_sliding_window_pattern",
 }  # fmt: skip
 """Fields of config.json that do not change what a model computes."""
 

@@ -38,6 +38,7 @@ from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.model import adapters, gpt, stacks
 from sparse_dataflow.core.model.experts import expert_layout
 from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.optim.by_weight import VOCABULARY
 from sparse_dataflow.core.optim.optimizers import TrainState, make_optimizer
 from sparse_dataflow.core.training.transitions import change_model
 from sparse_dataflow.data.tokenizer import Tokenizer
@@ -215,8 +216,7 @@ def with_vocabulary(start: StartingPoint, tokenizer: Tokenizer) -> StartingPoint
 
     embed, head = start.params["embed"], start.params["head"]
     embed = {**embed, "tokens": extended(embed["tokens"])}
-    if "output" in head:
-        head = {**head, "output": extended(head["output"])}
+    head = {**head, **{n: extended(head[n]) for n in VOCABULARY if n in head}}
     model = dataclasses.replace(start.model, vocab_size=tokenizer.vocab_size)
     params = {**start.params, "embed": embed, "head": head}
     return start._replace(model=model, params=params, tokenizer=tokenizer)

@@ -12,12 +12,20 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.experts import ROUTER
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.interchange.architectures import OUTPUT, Architecture
-from sparse_dataflow.interchange.equivalent_forms import fuse_qkv, split_config, split_qkv
+from sparse_dataflow.interchange.architectures import Architecture
+from sparse_dataflow.interchange.equivalent_forms import (
+    fuse_qkv,
+    joined_config,
+    split_config,
+    split_qkv,
+)
 from sparse_dataflow.interchange.tensors import Tensors
 
 _SHOWN = 5
 """Names of tensors in an error."""
+
+_OUTPUTS = {"head.output": "weight", "head.output_bias": "bias"}
+"""Parameter of the output layer -> end of its tensor's name."""
 
 
 class _Entry(NamedTuple):
@@ -63,12 +71,12 @@ def read(architecture: Architecture, model: ModelConfig, files: Tensors) -> dict
       UserError: a tensor is missing, damaged or of another shape, or the files have tensors that
         the architecture does not have.
     """
-    split = split_config(model)
-    shapes = _shapes(split)
+    stored = _stored_config(architecture, model)
+    shapes = _shapes(stored)
     prefix = _prefix(architecture, files)
     arrays: dict[str, np.ndarray] = {}
     names: set[str] = set()
-    for entry in _entries(architecture, split, shapes, prefix):
+    for entry in _entries(architecture, files.names, shapes, prefix):
         rows = []
         for name in entry.names:
             tensor = files.read(name, entry.shape)[entry.skip :]
@@ -81,7 +89,7 @@ def read(architecture: Architecture, model: ModelConfig, files: Tensors) -> dict
     _refuse_others(architecture, files, names, prefix)
     leaves = [np.ascontiguousarray(arrays[name]) for name in flatten(shapes)]
     params = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-    return fuse_qkv(model, params)
+    return fuse_qkv(model, split_qkv(stored, params))
 
 
 def write(architecture: Architecture, model: ModelConfig, params: dict) -> dict[str, np.ndarray]:
@@ -92,9 +100,10 @@ def write(architecture: Architecture, model: ModelConfig, params: dict) -> dict[
       model: dense config.
       params: its parameter tree.
     """
-    split, arrays = split_config(model), flatten(split_qkv(model, params))
+    stored = _stored_config(architecture, model)
+    arrays = flatten(fuse_qkv(stored, split_qkv(model, params)))
     tensors = {}
-    for entry in _entries(architecture, split, _shapes(split), architecture.prefixes[0]):
+    for entry in _entries(architecture, (), _shapes(stored), architecture.prefixes[0]):
         stacked = np.concatenate([np.asarray(arrays[leaf]) for leaf in entry.leaves], axis=-1)
         rows = stacked.reshape(-1, *stacked.shape[len(entry.counts) :])
         for name, tensor in zip(entry.names, rows, strict=True):
@@ -105,12 +114,27 @@ def write(architecture: Architecture, model: ModelConfig, params: dict) -> dict[
     return tensors
 
 
-def _entries(architecture, model, shapes, prefix) -> Iterator[_Entry]:
+def _stored_config(architecture, model):
+    """Returns the model with the projections of attention that an architecture has tensors of."""
+    joined = "blocks.qkv" in architecture.tensors
+    return joined_config(model) if joined else split_config(model)
+
+
+def _entries(architecture, names, shapes, prefix) -> Iterator[_Entry]:
+    """Yields the tensors of a model.
+
+    Args:
+      names: of the tensors of a checkpoint, which may have the output layer by another name.
+      shapes: of the parameters.
+      prefix: of the checkpoint's names.
+    """
     leaves_by_name: dict[str, list[str]] = {}
+    output = _output(architecture, names)
     leaves = flatten(shapes)
     order = list(architecture.tensors)
     for leaf in sorted(leaves, key=lambda leaf: _order(order, leaf)):
-        leaves_by_name.setdefault(_name(architecture, leaf, prefix), []).append(leaf)
+        name = _name(architecture, leaf, prefix, output)
+        leaves_by_name.setdefault(name, []).append(leaf)
     for name, group in leaves_by_name.items():
         axes = name.count("{}")
         yield _Entry(
@@ -126,12 +150,12 @@ def _entries(architecture, model, shapes, prefix) -> Iterator[_Entry]:
 
 def _order(order, leaf):
     parent = leaf.rpartition(".")[0]
-    return order.index(leaf if leaf in order else parent) if leaf != "head.output" else len(order)
+    return len(order) if leaf in _OUTPUTS else order.index(leaf if leaf in order else parent)
 
 
-def _name(architecture, leaf, prefix):
-    if leaf == "head.output":
-        return OUTPUT
+def _name(architecture, leaf, prefix, output):
+    if leaf in _OUTPUTS:
+        return f"{output}.{_OUTPUTS[leaf]}"
     if leaf in architecture.tensors:
         return prefix + architecture.tensors[leaf]
     parent, _, last = leaf.rpartition(".")
@@ -149,15 +173,27 @@ def _prefix(architecture, files):
     )
 
 
+def _output(architecture, names):
+    """Returns the name of the output layer in a checkpoint; it has no prefix."""
+    present = (name for name in architecture.outputs if f"{name}.weight" in names)
+    return next(present, architecture.outputs[0])
+
+
+def output_name(architecture: Architecture, files: Tensors) -> str:
+    """Returns the name of the weights of the output layer in the files, if they have them."""
+    return f"{_output(architecture, files.names)}.weight"
+
+
 def embedding_name(architecture: Architecture, files: Tensors) -> str:
     """Returns the name of the embedding in the files; raises UserError if it is missing."""
     return _prefix(architecture, files) + architecture.tensors["embed.tokens"]
 
 
 def _refuse_others(architecture, files, names, prefix):
+    output = output_name(architecture, files)
     others = sorted(
         name
-        for name in files.names - names - {OUTPUT, prefix + OUTPUT}
+        for name in files.names - names - {output, prefix + output}
         if not name.endswith(architecture.ignored)
     )
     if others:

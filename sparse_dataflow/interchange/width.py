@@ -16,7 +16,13 @@ import jax
 import numpy as np
 
 from sparse_dataflow.core.config.model import GROWN, ModelConfig
-from sparse_dataflow.core.config.projections import MLP, PROJECTIONS, ROW_PARALLEL
+from sparse_dataflow.core.config.projections import (
+    KEY_NORMS,
+    MLP,
+    PROJECTIONS,
+    QUERY_NORMS,
+    ROW_PARALLEL,
+)
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.experts import ROUTER
@@ -122,13 +128,13 @@ def wider(
     # The logits sum over all copies, which SuPar divides by the width.
     factor = np.float32(new.d_model / old.d_model if old.supar else 1)
     embed = {name: leaf[:, sources.stream] for name, leaf in params["embed"].items()}
-    norm = params["head"]["norm"]
+    norm, head = params["head"]["norm"], dict(params["head"])
     if old.tied_embeddings:
         shared = {n: _shared(leaf[:, None], sources.stream, rng) for n, leaf in norm.items()}
-        head = {"norm": {name: factor * leaf[:, 0] for name, leaf in shared.items()}}
+        head["norm"] = {name: factor * leaf[:, 0] for name, leaf in shared.items()}
     else:
-        output = factor * _shared(params["head"]["output"].T, sources.stream, rng).T
-        head = {"norm": {n: leaf[sources.stream] for n, leaf in norm.items()}, "output": output}
+        head["norm"] = {name: leaf[sources.stream] for name, leaf in norm.items()}
+        head["output"] = factor * _shared(head["output"].T, sources.stream, rng).T
     blocks = stacks.stacked_layers(config, layers)
     wide_params = {"embed": embed, "blocks": blocks, "head": head}
     return config, ModelWeights(wide_params, stacks.layout_tables(wide_layouts))
@@ -149,7 +155,8 @@ def reordered(
     stream, rng = sources[0].stream, np.random.default_rng()
     trees = stacks.layers(params["blocks"], {})
     layers = [_block(tree, of_layer, {}, rng) for (tree, _), of_layer in zip(trees, sources)]
-    head = {"norm": {name: leaf[stream] for name, leaf in params["head"]["norm"].items()}}
+    norm = {name: leaf[stream] for name, leaf in params["head"]["norm"].items()}
+    head = {**params["head"], "norm": norm}
     if not model.tied_embeddings:
         head["output"] = params["head"]["output"][:, stream]
     embed = {name: leaf[:, stream] for name, leaf in params["embed"].items()}
@@ -166,6 +173,9 @@ def _block(tree, sources, layouts, rng):
             result[name] = _shared(module, sources.stream, rng)
         elif name in ("norm1", "norm2", "norm1_out", "norm2_out"):
             result[name] = {leaf: array[sources.stream] for leaf, array in module.items()}
+        elif name in (QUERY_NORMS, KEY_NORMS):
+            index = sources.heads[name[0]]
+            result[name] = {leaf: _of_heads(array, index) for leaf, array in module.items()}
         elif name in ("experts", "shared"):
             result[name] = _block(module, sources, layouts, rng)
         else:  # Norms of queries and keys, over the width of a head.
@@ -188,6 +198,11 @@ def _projection(name, module, sources, layouts, rng):
         else:
             result[leaf] = array if leaf == "gate" else array[..., outputs]
     return result
+
+
+def _of_heads(array, index):
+    """Returns the features of an array of heads at an index into all of them, in its shape."""
+    return array.reshape(-1)[index].reshape(-1, *array.shape[1:])
 
 
 def _copies(source):

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sparse_dataflow.core.config.families import DENSE_TOKENS
+from sparse_dataflow.core.config.families import DENSE_TOKENS, EACH_HEAD, SEQUENTIAL, SHARED_NORM
 from sparse_dataflow.core.config.layer_groups import with_densest_layers
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PROJECTIONS
@@ -35,10 +35,10 @@ def parameter_count(config: ModelConfig) -> int:
     """Counts the stored parameters.
 
     The sum of: embeddings (vocab_size d_model, again for an output layer of its own, and max_len
-    d_model for learned positions); per block two norms, or four with post_norms (scale, and bias
-    for layernorm), those of queries and keys, and for each projection its stored weights (blocks or
-    factors), bias and low-rank term (rank (in + out), and a gate), for every expert; a router
-    (d_model experts) and the gate of a shared expert (d_model); and the final
+    d_model for learned positions; vocab_size for a bias of the output layer); per block its norms
+    (scale, and bias for layernorm), those of queries and keys, and for each projection its stored
+    weights (blocks or factors), bias and low-rank term (rank (in + out), and a gate), for every
+    expert; a router (d_model experts) and the gate of a shared expert (d_model); and the final
     norm.  A block that all layers share counts once.
 
     Args:
@@ -51,11 +51,11 @@ def parameter_count(config: ModelConfig) -> int:
     fractions = stored_fractions(config)
     leaves = 2 if config.norm == "layernorm" else 1
     norm = leaves * config.d_model
-    block, stored = (
-        (4 if config.post_norms else 2) * norm
-        + (2 * leaves * config.head_width if config.qk_norm else 0),
-        0,
-    )
+    block, stored = len(config.norms) * norm, 0
+    if config.qk_norm:
+        heads = config.num_heads, config.kv_heads
+        scales = sum(math.prod(config.qk_norm_shape(count)) for count in heads)
+        block += scales * (1 if config.qk_norm_scope == EACH_HEAD else leaves)
     for name in config.projections:
         fan_in, fan_out = config.projection_shape(name)
         rank = config.linear(name).rank
@@ -68,10 +68,12 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def embeddings(config: ModelConfig) -> int:
-    """Counts the parameters of the embedding, learned positions and an untied output layer."""
+    """Counts the parameters of the embedding, learned positions, an untied output layer and its
+    bias."""
     positions = config.max_len if config.positions == "learned" else 0
     matrices = 1 if config.tied_embeddings else 2
-    return (matrices * config.vocab_size + positions) * config.d_model
+    bias = config.vocab_size if config.output_bias else 0
+    return (matrices * config.vocab_size + positions) * config.d_model + bias
 
 
 def matrix_count(config: ModelConfig, projections: Sequence[str] = PROJECTIONS) -> int:
@@ -316,10 +318,13 @@ def activation_bytes(
     if config.attention_cap and dense:
         scores += 4 * config.num_heads * sequence
     before_norms = 2 * d if config.post_norms else 0
+    # Norm outputs, and the sum after attention, that a sequential pre-norm block saves.
+    absent = d * (2 if not config.pre_norms else config.residual == SHARED_NORM)
+    absent += d * (config.residual != SEQUENTIAL)
     # Of each expert of a token, its input and its output.
     rows = 2 * active * d if config.experts else 0
     unfused = 4 * d + heads + 2 * widths.queries + widths.normed + widths.hidden + rows
-    unfused += before_norms
+    unfused += before_norms - absent
     unfused += sum(config.factor_rank(name) for name in config.projections)
     whole_block = (unfused + 3 * active * config.d_ff) * compute + scores
     products = 0 if has_one_op_mlp(config) else widths.products
@@ -329,7 +334,7 @@ def activation_bytes(
         "none": unfused * compute + scores,
     }[config.remat]
     # "full": input; "dots": also attn_out's output; "none": also both sums and both norm outputs.
-    boundary = {"full": 1, "dots": 2, "none": 5}[config.remat] * d * compute
+    boundary = {"full": d, "dots": 2 * d, "none": 5 * d - absent}[config.remat] * compute
     return ActivationBytes(saved, boundary, whole_block, 3 * d * compute)
 
 

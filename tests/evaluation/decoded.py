@@ -23,6 +23,7 @@ CONFIGS = {
         LinearSpec("block_sparse", "monarch", density=0.5, block=8)
     ),
     "gemma3": dataclasses.replace(DENSE, num_layers=4, **small_models.GEMMA3),
+    **{name: dataclasses.replace(DENSE, **small_models.NEWER[name]) for name in small_models.NEWER},
     "yarn": dataclasses.replace(
         DENSE,
         positions="rotary",

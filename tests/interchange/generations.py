@@ -34,7 +34,9 @@ GENERATIONS = {
     "4.46": Generation(
         ("transformers==4.46.3", "tokenizers==0.20.3", "huggingface_hub==0.36.2"),
         refused={
-            **dict.fromkeys(("qwen3", "qwen3_moe", "gemma3_text"), "does not recognize"),
+            **dict.fromkeys(
+                ("qwen3", "qwen3_moe", "gemma3_text", "olmo2", "smollm3"), "does not recognize"
+            ),
             # It reads no partial_rotary_factor, and so counts too few factors of longrope.
             "phi3": "short_factor field must have length",
         },

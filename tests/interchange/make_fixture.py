@@ -35,6 +35,7 @@ _LLAMA = {
     "bos_token_id": BYTES.eot_id,
     "eos_token_id": BYTES.eot_id,
 }
+_SINGLE_HEADS = {name: value for name, value in _LLAMA.items() if name != "num_key_value_heads"}
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -133,6 +134,48 @@ SHAPES = {
             "long_factor": [1.0, 4.0],
         },
         "partial_rotary_factor": 0.7,
+    },
+    "gemma": _LLAMA | {"head_dim": 10, "attention_bias": True},
+    "olmo2": _LLAMA | {"head_dim": 8, "rope_theta": 500.0, "attention_bias": True},
+    "granite": _LLAMA
+    | {
+        "tie_word_embeddings": True,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 0.7,
+        "mlp_bias": True,
+    },
+    "smollm3": _LLAMA
+    | {
+        "num_hidden_layers": 3,
+        "no_rope_layers": [1, 0, 1],
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "tie_word_embeddings": True,
+        "pad_token_id": None,
+    },
+    "starcoder2": _LLAMA | {"sliding_window": 7},
+    "stablelm": _LLAMA
+    | {
+        "hidden_size": 32,
+        "partial_rotary_factor": 0.5,
+        "use_qkv_bias": True,
+        "qk_layernorm": True,
+        "use_parallel_residual": True,
+    },
+    "phi": _LLAMA | {"partial_rotary_factor": 0.4, "qk_layernorm": True},
+    "gpt_neox": _SINGLE_HEADS | {"rotary_pct": 0.5, "rotary_emb_base": 500},
+    "gpt_neo": {
+        "vocab_size": 260,
+        "hidden_size": 24,
+        "num_layers": 3,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1], [["local"], 1]],
+        "window_size": 5,
+        "max_position_embeddings": 24,
+        "bos_token_id": BYTES.eot_id,
+        "eos_token_id": BYTES.eot_id,
     },
 }
 """Architecture -> fields of its fixture's config.json."""

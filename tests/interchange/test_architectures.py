@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from sparse_dataflow.evaluation.generate import generate
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import architectures, huggingface, tensors
 from sparse_dataflow.interchange.architectures import ARCHITECTURES
-from sparse_dataflow.interchange.equivalent_forms import split_config
+from sparse_dataflow.interchange.equivalent_forms import joined_config, split_config
 from sparse_dataflow.interchange.load import load
 
 IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (2, 16), np.int32)
@@ -34,6 +35,7 @@ ROTARY = dataclasses.replace(DENSE, positions="rotary", norm="rmsnorm")
 SPLIT = dataclasses.replace(ROTARY, **FAMILIES["llama"], num_kv_heads=2, head_dim=16)
 GEMMA = {"post_norms": True, "scaled_embeddings": True, "tied_embeddings": True,
          "activation": "gelu", "attention_scalar": 11}  # fmt: skip
+OLMO2 = {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_scope": "all_heads"}
 OWN = {
     "gpt": (DENSE, "gpt2"),
     "rotary and rmsnorm": (ROTARY, "llama"),
@@ -99,6 +101,91 @@ OWN = {
         "gemma3_text",
     ),
     "phi3": (dataclasses.replace(SPLIT, rotary_share=0.75, head_dim=0), "phi3"),
+    "gemma": (
+        dataclasses.replace(
+            SPLIT, activation="gelu", scaled_embeddings=True, tied_embeddings=True, biases=("k",)
+        ),
+        "gemma",
+    ),
+    "olmo2": (
+        dataclasses.replace(SPLIT, **OLMO2, head_dim=0, parametrization="supar"),
+        "olmo2",
+    ),
+    "granite": (
+        dataclasses.replace(
+            SPLIT,
+            embedding_scale=3.5,
+            residual_scale=0.4,
+            logit_divisor=1.3,
+            attention_scalar=7.3,
+            head_dim=0,
+            parametrization="supar",
+        ),
+        "granite",
+    ),
+    "smollm3": (
+        dataclasses.replace(
+            SPLIT, rotary_layers="unrotated+rotated", window=5, layer_types="sliding+full"
+        ),
+        "smollm3",
+    ),
+    "starcoder2": (
+        dataclasses.replace(SPLIT, norm="layernorm", gated_mlp=False, head_dim=0, window=5),
+        "starcoder2",
+    ),
+    "stablelm": (
+        dataclasses.replace(
+            SPLIT, norm="layernorm", rotary_share=0.5, head_dim=0, biases=("q", "v")
+        ),
+        "stablelm",
+    ),
+    "stablelm with norms of each head": (
+        dataclasses.replace(
+            SPLIT,
+            norm="layernorm",
+            head_dim=0,
+            residual="parallel_shared_norm",
+            qk_norm=True,
+            qk_norm_scope="each_head",
+            parametrization="supar",
+        ),
+        "stablelm",
+    ),
+    "phi": (
+        dataclasses.replace(
+            SPLIT,
+            norm="layernorm",
+            gated_mlp=False,
+            head_dim=0,
+            qk_norm=True,
+            residual="parallel_shared_norm",
+            output_bias=True,
+            activation="gelu",
+            biases=("q", "mlp_in"),
+        ),
+        "phi",
+    ),
+    "neox": (
+        dataclasses.replace(DENSE, positions="rotary", residual="parallel", rotary_share=0.5),
+        "gpt_neox",
+    ),
+    "neox of separate projections": (
+        dataclasses.replace(
+            DENSE,
+            positions="rotary",
+            fused_qkv=False,
+            residual="parallel",
+            biases=("v", "mlp_out"),
+            parametrization="supar",
+        ).with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8)),
+        "gpt_neox",
+    ),
+    "gpt_neo": (
+        dataclasses.replace(
+            DENSE, window=5, layer_types="sliding+full", attention_scalar=1.0, biases=("attn_out",)
+        ),
+        "gpt_neo",
+    ),
     "yarn": (
         dataclasses.replace(
             SPLIT, rotary_scaling="yarn", rotary_factor=2.0, rotary_length=8, rotary_high=32.0
@@ -178,6 +265,36 @@ def drawn_shape(name, rng):
             "enable_bias": pick(True, False),
             "activation_function": pick("relu", "gelu"),
         }
+    if name == "gpt_neo":
+        kinds = pick([["global", "local"]], [["local"], ["local", "global"]], [["global"]])
+        types = [[each, pick(1, 2)] for each in kinds]
+        return SHAPES[name] | {
+            "attention_types": types,
+            "num_layers": sum(len(each) * times for each, times in types),
+            "num_heads": pick(2, 4),
+            "window_size": pick(1, 3, 16),
+            "intermediate_size": pick(None, 40),
+            "layer_norm_epsilon": pick(1e-5, 1e-2),
+            "activation_function": pick("gelu_new", "gelu", "relu", "silu"),
+            "tie_word_embeddings": pick(True, False),
+        }
+    if name == "gpt_neox":
+        return (
+            SHAPES[name]
+            | {
+                "hidden_size": 32,
+                "num_attention_heads": pick(1, 2, 4),
+                "intermediate_size": pick(24, 56),
+                "hidden_act": pick("gelu", "gelu_new", "relu"),
+                "layer_norm_eps": pick(1e-5, 1e-2),
+                "use_parallel_residual": pick(True, False),
+                "attention_bias": pick(True, False),
+                "tie_word_embeddings": pick(True, False),
+                "rotary_pct": pick(0.25, 0.5, 1.0),
+                "rotary_emb_base": pick(50, 10_000),
+            }
+            | pick({}, {"rope_scaling": {"rope_type": "linear", "factor": 2.7}})
+        )
     heads, kv_heads = pick((4, 4), (4, 2), (4, 1), (2, 2))
     shape = make_fixture._LLAMA | {
         "num_attention_heads": heads,
@@ -221,6 +338,50 @@ def drawn_shape(name, rng):
         },
         "phi3": {"sliding_window": pick(None, 5), "partial_rotary_factor": pick(1.0, 0.7)}
         | {"hidden_size": pick(24, 40), "pad_token_id": None},
+        "gemma": {
+            "head_dim": pick(6, 10),
+            "attention_bias": pick(True, False),
+            "hidden_act": pick("gelu_pytorch_tanh", "gelu", "silu"),
+        },
+        "olmo2": {"attention_bias": pick(True, False)} | pick({}, {"head_dim": 10}),
+        "granite": {
+            "embedding_multiplier": pick(1.0, 12),
+            "residual_multiplier": pick(1.0, 0.22),
+            "attention_multiplier": pick(1.0, 0.015625, 0.3),
+            "logits_scaling": pick(1.0, 0.13),
+            "attention_bias": pick(True, False),
+            "mlp_bias": pick(True, False),
+        },
+        "smollm3": {
+            "num_hidden_layers": 3,
+            "attention_bias": pick(True, False),
+            "mlp_bias": pick(True, False),
+            "use_sliding_window": pick(True, False),
+            "sliding_window": pick(None, 3, 7),
+            "pad_token_id": None,
+        }
+        | pick({"no_rope_layers": [0, 1, 0]}, {"no_rope_layer_interval": pick(1, 2, 4)}),
+        "starcoder2": {
+            "norm_epsilon": pick(1e-5, 1e-2),
+            "use_bias": pick(True, False),
+            "sliding_window": pick(None, 4),
+            "hidden_act": pick("gelu_pytorch_tanh", "gelu"),
+        },
+        "stablelm": {
+            "hidden_size": 32,
+            "layer_norm_eps": pick(1e-5, 1e-2),
+            "partial_rotary_factor": pick(0.25, 0.5, 1.0),
+            "use_qkv_bias": pick(True, False),
+            "qk_layernorm": pick(True, False),
+            "use_parallel_residual": pick(True, False),
+        },
+        "phi": {
+            "hidden_size": 40,
+            "layer_norm_eps": pick(1e-5, 1e-2),
+            "partial_rotary_factor": pick(0.4, 1.0),
+            "qk_layernorm": pick(True, False),
+            "hidden_act": pick("gelu_new", "gelu", "relu"),
+        },
         "gemma2": drawn_gemma(pick)
         | {"attn_logit_softcapping": pick(None, 2.5)}
         | {"final_logit_softcapping": pick(None, 5.0)},
@@ -430,6 +591,27 @@ def config_of(name, **changes):
             ],
         ),
         ("llama", {"model_type": "gpt_oss"}, ["type 'gpt_oss'; legal: gpt2,", "has sinks"]),
+        ("gemma", {"hidden_activation": "silu"}, ["hidden_activation='silu' (legal: 'gelu_pytor"]),
+        ("gemma", {"use_bidirectional_attention": True}, ["use_bidirectional_attention=True"]),
+        ("phi", {"head_dim": 9, "qk_layernorm": 2}, ["head_dim=9 (legal: 6)", "qk_layernorm=2"]),
+        ("stablelm", {"use_parallel_residual": 1}, ["use_parallel_residual=1 (legal: False, Tr"]),
+        ("granite", {"attention_multiplier": 0}, ["attention_multiplier=0 (legal: numbers bet"]),
+        ("granite", {"residual_multiplier": 0.0}, ["model.residual_scale=0.0 is not legal"]),
+        ("smollm3", {"no_rope_layers": [1, 2, 0]}, ["no_rope_layers=[1, 2, 0] (legal: 3 of 0"]),
+        ("smollm3", {"no_rope_layers": "absent", "no_rope_layer_interval": 0}, ["interval=0 (leg"]),
+        (
+            "smollm3",
+            {"use_sliding_window": False},
+            ["layer_types=['full_attention', 'sliding_attention', 'full_attention'] (legal: "],
+        ),
+        (
+            "gpt_neo",
+            {"attention_types": [[["global", "sparse"], 1]], "num_layers": 2},
+            ["attention_types=[[['global', 'sparse'], 1]] (legal: 2 of global, local"],
+        ),
+        ("gpt_neo", {"attention_layers": ["local"] * 3}, ["attention_layers=['local', 'local', "]),
+        ("gpt_neox", {"rotary_pct": 0.1, "partial_rotary_factor": 0.5}, ["rotary_pct=0.1 (legal"]),
+        ("gpt_neox", {"head_dim": 9}, ["head_dim=9 (legal: 6)"]),
         ("qwen3_moe", {"num_experts": 0}, ["num_experts=0 (legal: 1 or more)"]),
         ("qwen3_moe", {"num_experts": 2}, ["model.top_k=3 is above the 2 experts"]),
     ],
@@ -470,9 +652,18 @@ def test_absent_fields_have_the_defaults_of_the_config_class():
 @pytest.mark.parametrize(
     ("changes", "problems"),
     [
-        ({"norm": "layernorm"}, ["GPT2LMHeadModel has no positions=rotary (legal: learned)"]),
+        (
+            {"norm": "layernorm", "gated_mlp": True},
+            [
+                "GPT2LMHeadModel has no positions=rotary (legal: learned); gated_mlp=True",
+                "StableLmForCausalLM has no biases of attn_out",
+            ],
+        ),
         ({"qk_norm": True}, ["Qwen3ForCausalLM has no biases of mlp_gate, mlp_in, mlp_out"]),
-        ({"window": 5}, ["LlamaForCausalLM has no window=5 (legal: 0)", "Legal: the sparse form"]),
+        (
+            {"window": 5, "logit_cap": 2.0},
+            ["LlamaForCausalLM has no window=5 (legal: 0)", "Legal: the sparse form"],
+        ),
     ],
 )
 def test_a_model_that_no_architecture_represents_is_refused(tmp_path, changes, problems):
@@ -518,8 +709,8 @@ def test_a_named_architecture_is_used_or_refused(tmp_path):
     )
     with pytest.raises(UserError, match=r"OPTForCausalLM has no .*norm=rmsnorm \(legal: layernorm"):
         write("opt")
-    with pytest.raises(UserError, match="'gemma' is unknown; legal: auto, gpt2, opt, llama"):
-        write("gemma")
+    with pytest.raises(UserError, match="'gemma9' is unknown; legal: auto, gpt2, opt, llama"):
+        write("gemma9")
     write("mistral")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "mistral"
 
@@ -532,14 +723,20 @@ def test_tensors_that_the_config_does_not_explain_are_refused(tmp_path):
         huggingface.read(folder)
 
 
+def test_the_page_lists_every_row():
+    page = (Path(__file__).parents[2] / "docs" / "exchange.md").read_text()
+    for name, row in ARCHITECTURES.items():
+        assert re.search(rf"^\| `{name}`[^|]*\| `{row.class_name}` \|", page, re.MULTILINE), name
+        assert f"\n| `{name}` | yes |" in page
+
+
 def test_every_row_names_every_parameter_of_its_models():
     """A row is complete: no module of the forward pass lacks a name."""
     for name, folder in FOLDERS.items():
         model = architectures.read_config(config_of(name))
         assert isinstance(model, ModelConfig) and folder.exists()
-        shapes = jax.eval_shape(
-            lambda key, model=model: gpt.init(split_config(model), key), jax.random.key(0)
-        )
         named = ARCHITECTURES[name].tensors
+        stored = joined_config(model) if "blocks.qkv" in named else split_config(model)
+        shapes = jax.eval_shape(lambda key, m=stored: gpt.init(m, key), jax.random.key(0))
         for leaf in flatten(shapes["blocks"]):
             assert {f"blocks.{leaf}", f"blocks.{leaf.rpartition('.')[0]}"} & set(named)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from make_fixture import BYTES
 from models import DENSE, DEPTH, SPARSE, TRAINING, begun, begun_with_equal_logits, export
+from small_models import NEWER
 
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config.families import FAMILIES
@@ -26,6 +27,7 @@ LLAMA = dataclasses.replace(SMALL, **FAMILIES["llama"])
 WIDE = {"d_model": 32, "num_heads": 4, "d_ff": 48}
 
 
+VOCABULARY = {"vocab_size": BYTES.vocab_size}
 GROUPED = dataclasses.replace(LLAMA, num_heads=4, num_kv_heads=2, head_dim=4)
 
 
@@ -41,8 +43,27 @@ GROUPED = dataclasses.replace(LLAMA, num_heads=4, num_kv_heads=2, head_dim=4)
             dataclasses.replace(GROUPED, qk_norm=True, tied_embeddings=True, biases=("q", "k")),
             {"num_layers": 5, "d_model": 32, "num_heads": 6},
         ),
+        (
+            dataclasses.replace(GROUPED, **NEWER["olmo2"], parametrization="supar"),
+            {"num_layers": 3, "d_model": 32, "num_heads": 8, "num_kv_heads": 4},
+        ),
+        (
+            dataclasses.replace(GROUPED, **NEWER["stablelm2_12b"]),
+            {"num_layers": 3, "d_model": 48, "num_heads": 9, "num_kv_heads": 3},
+        ),
+        (
+            dataclasses.replace(SMALL, **NEWER["phi"] | VOCABULARY, post_norms=True),
+            {"num_layers": 3, "d_model": 32, "num_heads": 4, "num_kv_heads": 4},
+        ),
     ],
-    ids=["gpt", "fused, supar, more groups", "tied, norms of heads, more queries"],
+    ids=[
+        "gpt",
+        "fused, supar, more groups",
+        "tied, norms of heads, more queries",
+        "norms of all heads",
+        "norms of each head, parallel",
+        "biases of the output and of norms",
+    ],
 )
 def test_logits_are_those_of_the_smaller_model(old, fields):
     begun_with_equal_logits(old, dataclasses.replace(old, **fields), IDS)
@@ -140,6 +161,16 @@ def test_the_first_loss_is_equal_and_three_steps_part_the_copies():
             dataclasses.replace(SMALL, window=4, layer_types="sliding+full"),
             {"num_layers": 3},
             r"new layers would move model.layer_types=sliding\+full \(legal: model.num_layers=2",
+        ),
+        (
+            dataclasses.replace(SMALL, positions="rotary", rotary_layers="unrotated+rotated"),
+            {"num_layers": 3},
+            r"new layers would move model.rotary_layers=unrotated\+rotated",
+        ),
+        (
+            dataclasses.replace(GROUPED, **NEWER["olmo2"]),
+            {"d_model": 32, "num_heads": 6},
+            "model.qk_norm_scope=all_heads averages over the heads",
         ),
         (
             dataclasses.replace(SMALL, scaled_embeddings=True),

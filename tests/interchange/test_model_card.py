@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from make_fixture import BYTES
 from models import DENSE, DEPTH, LOW_RANK, SPARSE, SUPAR, export, random_model
+from small_models import NEWER
 
 from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.projections import LinearSpec
@@ -153,6 +154,20 @@ READABLE = {
         rotary_factor=4.0,
         qk_norm=True,
         post_norms=True,
+    ),
+    **{
+        name: dataclasses.replace(DENSE, **fields | {"vocab_size": DENSE.vocab_size})
+        for name, fields in NEWER.items()
+    },
+    "norms of all heads": dataclasses.replace(
+        SPARSE,
+        num_kv_heads=2,
+        qk_norm=True,
+        qk_norm_scope="all_heads",
+        residual="parallel",
+        pre_norms=False,
+        post_norms=True,
+        parametrization="supar",
     ),
     "grouped qkv": dataclasses.replace(SPARSE, num_kv_heads=2, activation="gelu_exact", window=3),
     "all": dataclasses.replace(

@@ -119,6 +119,17 @@ SLIDING, FULL = "sliding", "full"
 LAYER_TYPES = (SLIDING, FULL)
 """Kinds of layers: those with the window, and those that see all tokens."""
 
+ROTATED, UNROTATED = "rotated", "unrotated"
+ROTARY_LAYERS = (ROTATED, UNROTATED)
+"""Kinds of layers of a model with rotary positions: those that have them, and those without."""
+
+EACH_HEAD, ALL_HEADS = "each_head", "all_heads"
+QK_NORM_SCOPES = ("head", EACH_HEAD, ALL_HEADS)
+
+SEQUENTIAL, PARALLEL, SHARED_NORM = "sequential", "parallel", "parallel_shared_norm"
+RESIDUALS = (SEQUENTIAL, PARALLEL, SHARED_NORM)
+"""How the residual stream connects attention and the MLP of a block."""
+
 DENSE_TOKENS = 1024
 """Most keys whose scores XLA computes at once, where no kernel of attention runs; the scores of
 more are computed in chunks."""
@@ -133,10 +144,18 @@ class AttentionSettings(Readable):
         2408.00118).
       layer_types: "sliding+full" alternates, beginning with a layer with the window.  A list that
         is longer than the model counts from its start.
+      rotary_layers: as layer_types; other positions ignore it (arXiv 2501.18795, SmolLM3).
+      qk_norm_scope: "head" normalises over the width of a head, with one scale for all heads;
+        "each_head" with a scale for each and no bias (StableLM 2); "all_heads" normalises over the
+        features of all heads together (OLMo 2, arXiv 2501.00656).
     """
 
-    qk_norm: bool = setting(
-        False, "Normalise queries and keys over the width of a head, before rotation."
+    qk_norm: bool = setting(False, "Normalise queries and keys before rotation.")
+    qk_norm_scope: str = setting(
+        "head",
+        "Norms of queries and keys: over a head with a scale for all heads (head) or for each "
+        "(each_head), or over all heads (all_heads).",
+        choices=QK_NORM_SCOPES,
     )
     window: int = setting(
         0,
@@ -148,37 +167,61 @@ class AttentionSettings(Readable):
         "Layers with model.window (sliding) and without (full): names joined by +, repeated over "
         "the depth.",
     )
+    rotary_layers: str = setting(
+        ROTATED,
+        "Layers with rotary positions (rotated) and without (unrotated): names joined by +, "
+        "repeated over the depth.",
+    )
     attention_cap: float = setting(
         0.0, "Soft cap of attention scores; 0 is none.", legal=between(0, MOST_SIZE)
     )
-    attention_scalar: int = setting(
-        0,
+    attention_scalar: float = setting(
+        0.0,
         "Attention scores are divided by its square root; 0 is the width of a head.",
         legal=between(0, MOST_SIZE),
     )
 
     def layer_type(self, layer: int) -> str:
         """Returns the kind of a layer, one of LAYER_TYPES."""
-        names = self.layer_types.split("+")
-        return names[layer % len(names)]
+        return _repeated(self.layer_types, layer)
+
+    def rotates(self, layer: int) -> bool:
+        """Returns whether a layer of a model with rotary positions has them."""
+        return _repeated(self.rotary_layers, layer) == ROTATED
+
+    @property
+    def mixed_layers(self) -> dict[str, str]:
+        """Settings that give layers several kinds: name -> value."""
+        return {
+            name: value
+            for name in ("layer_types", "rotary_layers")
+            if "+" in (value := getattr(self, name))
+        }
 
     def check_layer_types(self) -> None:
-        """Raises UserError if `layer_types` is unknown, or differs without a window."""
-        names = self.layer_types.split("+")
-        if not set(names) <= set(LAYER_TYPES):
-            raise UserError(
-                f"model.layer_types={self.layer_types[:60]} is unknown. Legal: "
-                f"{', '.join(LAYER_TYPES)}, or several of them as in sliding+full."
-            )
-        if FULL in names and not self.window:
+        """Raises UserError if a kind of layer is unknown, or `layer_types` differs without a
+        window."""
+        for field, legal in (("layer_types", LAYER_TYPES), ("rotary_layers", ROTARY_LAYERS)):
+            value = getattr(self, field)
+            if not set(value.split("+")) <= set(legal):
+                raise UserError(
+                    f"model.{field}={value[:60]} is unknown. Legal: {', '.join(legal)}, or several "
+                    f"of them as in {'+'.join(legal)}."
+                )
+        if FULL in self.layer_types.split("+") and not self.window:
             raise UserError(
                 f"model.layer_types={self.layer_types[:60]} needs a window; legal with "
                 f"model.window=0: {SLIDING}."
             )
 
 
+def _repeated(names: str, layer: int) -> str:
+    kinds = names.split("+")
+    return kinds[layer % len(kinds)]
+
+
 def shortest_layer_types(kinds: Sequence[str]) -> str:
-    """Returns the shortest `layer_types` that gives the kinds of all layers, in order."""
+    """Returns the shortest `layer_types` or `rotary_layers` that gives the kinds of all layers."""
     for period in range(1, len(kinds)):
         if all(kind == kinds[i % period] for i, kind in enumerate(kinds)):
             return "+".join(kinds[:period])
@@ -198,9 +241,15 @@ FAMILY_FIELDS = (
     "fused_qkv",
     "gated_mlp",
     *(field.name for field in dataclasses.fields(AttentionSettings)),
+    "pre_norms",
     "post_norms",
+    "residual",
+    "residual_scale",
     "scaled_embeddings",
+    "embedding_scale",
     "logit_cap",
+    "logit_divisor",
+    "output_bias",
     "tied_embeddings",
     "biases",
     "norm_epsilon",
@@ -228,6 +277,12 @@ _GEMMA: dict[str, Any] = {
     "window": 4096,
 }
 
+_LAYERNORM: dict[str, Any] = {
+    "positions": "rotary",
+    "fused_qkv": False,
+    "tied_embeddings": False,
+}
+
 FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "gpt2": {},
@@ -251,9 +306,60 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "rotary_base": 1e6,
             "rotary_local_base": 1e4,
         },
+        "gemma": {
+            **_LLAMA,
+            "activation": "gelu",
+            "tied_embeddings": True,
+            "scaled_embeddings": True,
+        },
+        "pythia": {
+            **_LAYERNORM,
+            "fused_qkv": True,
+            "activation": "gelu_exact",
+            "rotary_share": 0.25,
+            "residual": PARALLEL,
+        },
+        "gpt_neo": {
+            "fused_qkv": False,
+            "biases": ("attn_out", "mlp_in", "mlp_out"),
+            "attention_scalar": 1.0,
+            "window": 256,
+            "layer_types": "full+sliding",
+        },
+        "phi": {**_LAYERNORM, "rotary_share": 0.5, "residual": SHARED_NORM, "output_bias": True},
+        "olmo2": {
+            **_LLAMA,
+            "pre_norms": False,
+            "post_norms": True,
+            "qk_norm": True,
+            "qk_norm_scope": ALL_HEADS,
+        },
+        "stablelm": {**_LLAMA, "norm": "layernorm", "rotary_share": 0.25},
+        "stablelm2_12b": {
+            **_LLAMA,
+            "norm": "layernorm",
+            "rotary_share": 0.25,
+            "residual": SHARED_NORM,
+            "qk_norm": True,
+            "qk_norm_scope": EACH_HEAD,
+        },
+        "granite": {
+            **_LLAMA,
+            "tied_embeddings": True,
+            "embedding_scale": 12.0,
+            "residual_scale": 0.22,
+            "attention_scalar": 4096.0,
+            "logit_divisor": 8.0,
+        },
+        "smollm3": {
+            **_LLAMA,
+            "tied_embeddings": True,
+            "rotary_layers": "rotated+rotated+rotated+unrotated",
+        },
+        "starcoder2": {**_LAYERNORM, "tied_embeddings": True, "window": 4096},
     }
 )
-"""Family -> fields of `ModelConfig`.  Sizes, `norm_epsilon`, `rotary_*`, `window` and
+"""Family -> fields of `ModelConfig`.  Sizes, `norm_epsilon`, `rotary_*`, `window`, scales and
 `tied_embeddings` differ between the models of a family; see `config.model.SIZES`."""
 
 
@@ -285,6 +391,25 @@ def check_attention(model: Any) -> None:
         raise UserError(
             f"rotary_low {model.rotary_low:g} is not below rotary_high {model.rotary_high:g}; "
             f"legal: above 0, below {model.rotary_high:g}."
+        )
+
+
+def check_norms(model: Any) -> None:
+    """Checks that a block has a norm for each of its inputs or outputs."""
+    if not model.pre_norms and not model.post_norms:
+        raise UserError(
+            "model.pre_norms=no and model.post_norms=no leave a block without norms; legal: one of "
+            "them yes."
+        )
+    if not model.pre_norms and model.residual == SHARED_NORM:
+        raise UserError(
+            f"model.residual={SHARED_NORM} with model.pre_norms=no, which has no norm to share; "
+            f"legal: {SEQUENTIAL}, {PARALLEL}."
+        )
+    if not model.qk_norm and model.qk_norm_scope != QK_NORM_SCOPES[0]:
+        raise UserError(
+            f"model.qk_norm_scope={model.qk_norm_scope} needs model.qk_norm=yes; legal without: "
+            f"{QK_NORM_SCOPES[0]}."
         )
 
 

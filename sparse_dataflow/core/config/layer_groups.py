@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sparse_dataflow.core.config.families import FULL, SLIDING
+from sparse_dataflow.core.config.families import FULL, ROTATED, SLIDING
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 
@@ -54,17 +54,22 @@ def group_index(model: ModelConfig, layer: int) -> int:
 def layer_model(model: ModelConfig, layer: int) -> ModelConfig:
     """Returns the model whose every layer is as one layer of `model`.
 
-    Blocks compute with it: it has the layer's density, window and rotary base.
+    Blocks compute with it: it has the layer's density, window and rotary positions.
     """
+    rotates = model.rotates(layer)
     model, kind = layer_groups(model)[group_index(model, layer)].model, model.layer_type(layer)
     changes: dict[str, Any] = {}
     if model.layer_types != SLIDING:
         changes["layer_types"] = SLIDING
+    if model.rotary_layers != ROTATED:
+        changes["rotary_layers"] = ROTATED
     if kind == FULL:
         changes |= {"window": 0, "rotary_local_base": 0.0}
     elif model.rotary_local_base:
         changes |= {"rotary_base": model.rotary_local_base, "rotary_local_base": 0.0}
         changes |= {"rotary_scaling": "llama3", "rotary_factor": 1.0, "rotary_factors": ()}
+    if model.positions == "rotary" and not rotates:
+        changes |= {"positions": "none", "rotary_local_base": 0.0}
     return dataclasses.replace(model, **changes) if changes else model
 
 

@@ -13,7 +13,15 @@ from sparse_dataflow.core.config.families import (
     AttentionSettings,
     RotarySettings,
 )
-from sparse_dataflow.core.config.projections import DENSE, LOW_RANK, MLP, PROJECTIONS, LinearSpec
+from sparse_dataflow.core.config.projections import (
+    DENSE,
+    KEY_NORMS,
+    LOW_RANK,
+    MLP,
+    PROJECTIONS,
+    QUERY_NORMS,
+    LinearSpec,
+)
 from sparse_dataflow.core.config.settings import (
     ADOPTED,
     MOST_EXPERTS,
@@ -33,7 +41,7 @@ weights then differ from the density's by 1/32 at most."""
 DTYPES = ("float32", "bfloat16")
 PRECISIONS = ("compute_dtype", "fp8", "int8")
 NORMS = ("layernorm", "rmsnorm")
-POSITIONS = ("learned", "rotary")
+POSITIONS = ("learned", "rotary", "none")
 ACTIVATIONS = ("gelu", "gelu_exact", "relu", "silu")
 GROWN = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff")
 """Fields of `ModelConfig` in which a model may be larger than the one whose weights it begins
@@ -59,7 +67,7 @@ MOST_LAYERS = 2**14
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ModelConfig(AttentionSettings, RotarySettings):
-    """A decoder-only transformer: pre-norm blocks of attention and an MLP.
+    """A decoder-only transformer: blocks of attention and an MLP.
 
     The defaults are GPT-3 (arXiv 2005.14165, section 2.1).  `families.FAMILIES` has the fields in
     which other families differ; `model.gpt` lists the parameters.  The help of each setting, which
@@ -68,6 +76,8 @@ class ModelConfig(AttentionSettings, RotarySettings):
     Attributes:
       norm: normalisation before each half of a block, and of queries and keys with qk_norm.  A
         layernorm has biases, an rmsnorm has none.
+      residual: "parallel" (arXiv 2204.06745) and "parallel_shared_norm" (Phi 2) add the outputs of
+        attention and of the MLP to the residual stream that both read.
       activation: "gelu" is its tanh form, as in GPT-2, "gelu_exact" uses erf, "relu" is OPT's,
         "silu" Llama's.
       remat: a kind for all blocks, or counts of blocks; see `config.remat`.
@@ -167,15 +177,32 @@ class ModelConfig(AttentionSettings, RotarySettings):
         choices=PROJECTIONS,
     )
     norm_epsilon: float = setting(1e-5, "Added to the variance in each norm.", legal=positive(1))
+    pre_norms: bool = setting(True, "Normalise the inputs of attention and of the MLP.")
     post_norms: bool = setting(
-        False, "Normalise the outputs of attention and of the MLP too, before they are added."
+        False, "Normalise the outputs of attention and of the MLP, before they are added."
+    )
+    residual: str = setting(
+        families.SEQUENTIAL,
+        "The MLP reads the residual stream after attention (sequential), or before it (parallel), "
+        "also with the same norm as attention (parallel_shared_norm).",
+        choices=families.RESIDUALS,
+    )
+    residual_scale: float = setting(
+        1.0,
+        "Factor of the outputs of attention and of the MLP, before they are added.",
+        legal=positive(MOST_SIZE),
     )
     scaled_embeddings: bool = setting(
         False, "Multiply the embedding of a token by the square root of model.d_model."
     )
+    embedding_scale: float = setting(
+        1.0, "Factor of the embedding of a token.", legal=positive(MOST_SIZE)
+    )
     logit_cap: float = setting(
         0.0, "Soft cap of the logits; 0 is none.", legal=between(0, MOST_SIZE)
     )
+    logit_divisor: float = setting(1.0, "The logits are divided by it.", legal=positive(MOST_SIZE))
+    output_bias: bool = setting(False, "Give the output layer a bias for each token.")
     experts: int = setting(
         0, "Experts of each MLP; 0 is one MLP for all tokens.", legal=between(0, MOST_EXPERTS)
     )
@@ -230,6 +257,7 @@ class ModelConfig(AttentionSettings, RotarySettings):
                 f"seed {self.seed} is not legal; legal: whole numbers from 0 to {MOST_INTEGER}."
             )
         families.check_attention(self)
+        families.check_norms(self)
         self.selected(self.biases, "model.biases")
         linears = tuple(sorted(dict(self.linears).items()))
         for name, _ in linears:
@@ -398,7 +426,24 @@ class ModelConfig(AttentionSettings, RotarySettings):
         return self.head_dim or self.d_model // self.num_heads
 
     @property
-    def attention_width(self) -> int:
+    def norms(self) -> tuple[str, ...]:
+        """Names of the norms of a block over the residual stream, by what reads or writes it."""
+        before = ("norm1",) if self.residual == families.SHARED_NORM else ("norm1", "norm2")
+        after = ("norm1_out", "norm2_out") if self.post_norms else ()
+        return (before if self.pre_norms else ()) + after
+
+    @property
+    def qk_norms(self) -> tuple[str, str]:
+        """Names of the norms of queries and of keys."""
+        return ("q_norm", "k_norm") if self.qk_norm_scope == "head" else (QUERY_NORMS, KEY_NORMS)
+
+    def qk_norm_shape(self, heads: int) -> tuple[int, ...]:
+        """Returns the shape of the scale of the norm of `heads` heads of queries or of keys."""
+        each = {"head": (self.head_width,), families.EACH_HEAD: (heads, self.head_width)}
+        return each.get(self.qk_norm_scope, (heads * self.head_width,))
+
+    @property
+    def attention_width(self) -> float:
         """Number whose square root divides the attention scores."""
         return self.attention_scalar or self.head_width
 

@@ -23,6 +23,10 @@ all others by output features."""
 KEY_VALUE = ("k", "v")
 """Projections whose output features are key/value heads alone."""
 
+QUERY_NORMS, KEY_NORMS = "q_norms", "k_norms"
+"""Norms whose parameters are those of all heads of queries, and of keys; see
+`AttentionSettings.qk_norm_scope`."""
+
 LOW_RANK = "low_rank"
 """Kind of a weight that is only the product of two factors, and the pattern that asks for it."""
 

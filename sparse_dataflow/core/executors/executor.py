@@ -168,10 +168,8 @@ RULES = (
         "--executor=whole or relay, or another sparsity.budget",
     ),
     Rule(
-        "`model.layer_types` of two kinds",
-        lambda job: (
-            "+" in job.model.layer_types and f"model.layer_types={job.model.layer_types[:60]}"
-        ),
+        "`model.layer_types` or `model.rotary_layers` of two kinds",
+        lambda job: next((f"model.{n}={v[:60]}" for n, v in job.model.mixed_layers.items()), ""),
         (STAGE,),
         "whose blocks all run one program",
         "a mesh without stages, or --executor=relay",

@@ -16,7 +16,13 @@ from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.parallel import key_value_copies
-from sparse_dataflow.core.config.projections import KEY_VALUE, PROJECTIONS, ROW_PARALLEL
+from sparse_dataflow.core.config.projections import (
+    KEY_NORMS,
+    KEY_VALUE,
+    PROJECTIONS,
+    QUERY_NORMS,
+    ROW_PARALLEL,
+)
 from sparse_dataflow.core.executors.mesh import (
     BATCH_AXES,
     MODEL_AXES,
@@ -29,7 +35,7 @@ from sparse_dataflow.core.executors.whole import GATHERED
 from sparse_dataflow.files.errors import UserError
 
 COLUMN_PARALLEL = tuple(name for name in PROJECTIONS if name not in ROW_PARALLEL)
-VOCABULARY_ROWS = ("embed.tokens", "head.output")
+VOCABULARY_ROWS = ("embed.tokens", "head.output", "head.output_bias")
 """Parameters whose rows are the vocabulary."""
 
 _COLUMN, _ROW = "|".join(COLUMN_PARALLEL), "|".join(ROW_PARALLEL)
@@ -45,6 +51,7 @@ _EXPERT_WEIGHT = rf"{_EXPERTS}({_COLUMN}|{_ROW})\.(kernel|values)$"
 RULES = (
     # The first row whose expression matches the full path gives the axes that shard each dimension.
     (r"embed\.tokens|head\.output", P(MODEL_AXES, "fsdp")),
+    (r"head\.output_bias", P(MODEL_AXES)),
     (r"embed\.positions", P(None, "fsdp")),
     (rf"{_EXPERTS}({_COLUMN})\.kernel", P("stage", "fsdp", None, "tensor")),
     (rf"{_EXPERTS}({_COLUMN})\.bias", P("stage", None, "tensor")),
@@ -67,6 +74,7 @@ RULES = (
     (rf"{_MODULES}({_ROW})\.b_factor", P("stage", None, "fsdp")),
     (rf"{_MODULES}({_ROW})\.bias", P("stage", "feature")),
     (rf"{_BLOCKS}norm[12](_out)?\..*", P("stage", "feature")),
+    (rf"{_BLOCKS}({QUERY_NORMS}|{KEY_NORMS})\..*", P("stage", MODEL_AXES)),
     (r"blocks\..*", P("stage")),
     (r"head\.norm\..*", P("feature")),
     (r"head\..*", P()),
@@ -94,7 +102,7 @@ def spec(
     row = _row(path)
     cuts = [list(entry_axes(entry)) for entry in [*row, *[None] * (len(shape) - len(row))]]
     odd = path in VOCABULARY_ROWS and shape[0] % model_shards(mesh)
-    if odd or (kv_copies > 1 and path.split(".")[-2] in KEY_VALUE):
+    if odd or (kv_copies > 1 and path.split(".")[-2] in (*KEY_VALUE, KEY_NORMS)):
         cuts = [[axis for axis in axes if axis not in MODEL_AXES] for axes in cuts]
     if cuts and "stage" in cuts[0] and shape[0] % mesh.shape["stage"]:
         cuts[0].remove("stage")

@@ -15,11 +15,12 @@ Parameters are float32.  [V] vocab_size, [D] d_model, [K] head_width:
 |---|---|---|---|
 | embed | tokens | [V, D] | all |
 | embed | positions | [max_len, D] | positions="learned" |
-| block | norm1.scale, norm2.scale | [D] | all |
-| block | norm1.bias, norm2.bias | [D] | norm="layernorm" |
-| block | norm1_out, norm2_out: as norm1 | [D] | post_norms |
-| block | q_norm.scale, k_norm.scale | [K] | qk_norm |
-| block | q_norm.bias, k_norm.bias | [K] | qk_norm and norm="layernorm" |
+| block | NORM.scale | [D] | each name in `norms` |
+| block | NORM.bias | [D] | norm="layernorm" |
+| block | q_norm.scale, k_norm.scale | [K] | qk_norm with qk_norm_scope="head" |
+| block | q_norm.bias, k_norm.bias | [K] | as q_norm.scale, and norm="layernorm" |
+| block | q_norms.scale, k_norms.scale | `qk_norm_shape` | qk_norm with another scope than head |
+| block | q_norms.bias, k_norms.bias | as scale | all_heads and norm="layernorm" |
 | block | PROJECTION.kernel | projection_shape: [in, out] | each dense name in `projections` |
 | block | PROJECTION.values | [nnz, block, block] | each block-sparse name in `projections` |
 | block | PROJECTION.a_factor, b_factor | [in, r], [r, out] | each low-rank name |
@@ -32,6 +33,7 @@ Parameters are float32.  [V] vocab_size, [D] d_model, [K] head_width:
 | head | norm.scale | [D] | all |
 | head | norm.bias | [D] | norm="layernorm" |
 | head | output | [V, D] | not tied_embeddings |
+| head | output_bias | [V] | output_bias |
 
 Output features of `q`, `k` and `v`, and input features of `attn_out`, are ordered [head, K], halves
 of K paired by rotation.  Those of `qkv` are ordered [kv head, (its queries..., key, value), K], so
@@ -49,6 +51,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from sparse_dataflow.core.config.families import ALL_HEADS, EACH_HEAD, PARALLEL, SHARED_NORM
 from sparse_dataflow.core.config.layer_groups import join_groups, layer_groups
 from sparse_dataflow.core.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.config.projections import MLP
@@ -76,6 +79,7 @@ class Embed(nnx.Module):
             self.positions = nnx.Param(0.01 * jax.random.normal(rngs.params(), shape))
         self.dtype = jnp.dtype(config.compute_dtype)
         self.scale = math.sqrt(config.d_model) if config.scaled_embeddings else 1.0
+        self.scale *= config.embedding_scale
 
     def __call__(self, tokens_BxT, shard=WHOLE, positions_BxT=None):
         """Embeds int32 [B, T] -> [B, T, D] in the compute dtype; T / devices tokens under a shard.
@@ -102,25 +106,37 @@ class Embed(nnx.Module):
         return x_BxTxD
 
 
+class HeadNorm(nnx.Module):
+    """A norm of the features of each head, with a scale for each head."""
+
+    def __init__(self, config: ModelConfig, heads: int, rngs: nnx.Rngs):
+        self.norm = _norm(config, rngs, config.head_width, scaled=False)
+        self.scale = nnx.Param(jnp.ones(config.qk_norm_shape(heads)))
+
+    def __call__(self, x_BxTxHxK):
+        """Normalises [B, T, H, K] over K."""
+        return self.norm(x_BxTxHxK) * self.scale[...].astype(x_BxTxHxK.dtype)
+
+
 class Block(Mlp):
-    """Pre-norm transformer block (arXiv 2005.14165, section 2.1); the config says its parts."""
+    """Transformer block (arXiv 2005.14165, section 2.1); the config says its parts."""
 
     qkv: nnx.Param[Linear]
     attn_out: nnx.Param[Linear]
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.norm1 = _norm(config, rngs)
+        # The order of the parts is that of the random numbers.
+        self._add_norms(config, ("norm1",), rngs)
         self.add(config, (name for name in config.projections if name not in MLP), rngs)
-        self.norm2 = _norm(config, rngs)
+        self._add_norms(config, ("norm2",), rngs)
         if config.experts:
             self.experts = Experts(config, rngs=rngs)
         else:
             super().__init__(config, rngs=rngs)
         if config.qk_norm:
-            self.q_norm = _norm(config, rngs, config.head_width)
-            self.k_norm = _norm(config, rngs, config.head_width)
-        if config.post_norms:
-            self.norm1_out, self.norm2_out = _norm(config, rngs), _norm(config, rngs)
+            for name, heads in zip(config.qk_norms, (config.num_heads, config.kv_heads)):
+                setattr(self, name, _head_norm(config, heads, rngs))
+        self._add_norms(config, ("norm1_out", "norm2_out"), rngs)
         self.config = config
         # Keys and queries align in training, so their product grows with head_dim instead of its
         # square root: scale by 1 / head_dim, not 1 / sqrt(head_dim) (arXiv 2203.03466, 4.1).
@@ -151,37 +167,66 @@ class Block(Mlp):
         """Returns the residual stream [B, T, D] after attention and after the MLP, and the
         `RoutingSums` of the experts, which is () without experts; tokens that are not `real_BxT`
         have no experts."""
-        x_BxTxD = self.attention(x_BxTxD, shard, attend, positions_BxT)
-        normed, routing = shard.gather(shard.normalise(self.norm2, x_BxTxD)), ()
+        x_BxTxD, normed = self.attention(x_BxTxD, shard, attend, positions_BxT)
         if self.config.experts:
             y_BxTxD, routing = self.experts(normed, shard, real_BxT)
         else:
-            y_BxTxD = self.mlp(normed, shard)
+            y_BxTxD, routing = self.mlp(normed, shard), ()
         return x_BxTxD, self.add_mlp(x_BxTxD, y_BxTxD, shard), routing
 
-    def add_mlp(self, x_BxTxD, y_BxTxD, shard):
-        """Adds the output of the MLP or of the experts to the residual stream."""
-        if self.config.post_norms:
-            y_BxTxD = shard.normalise(self.norm2_out, y_BxTxD)
-        return x_BxTxD + y_BxTxD
-
     def attention(self, x_BxTxD, shard, attend, positions_BxT):
-        """Returns the residual stream [B, T, D] after attention."""
+        """Returns the residual stream [B, T, D] after attention, and the input of the MLP, with
+        the tokens of all devices of the shard."""
         config = self.config
-        normed = shard.gather(shard.normalise(self.norm1, x_BxTxD))
+        normed = self._read("norm1", x_BxTxD, shard)
         q, k, v = self._heads(normed, shard)
         if config.qk_norm:
-            q, k = normalise(self.q_norm, q), normalise(self.k_norm, k)
+            q, k = map(self.normed_heads, config.qk_norms, (q, k), (shard, shard))
         if config.positions == "rotary":
             q, k = rotate(config, q, positions_BxT), rotate(config, k, positions_BxT)
         if self.query_scale != 1:
             q *= self.query_scale
         attended = attend(q, k, v, window=config.window, cap=config.attention_cap)
         attended = shard.gather_features(attended.reshape(*attended.shape[:2], -1))
-        y_BxTxD = self.attn_out(attended, shard.reduce)
-        if config.post_norms:
-            y_BxTxD = shard.normalise(self.norm1_out, y_BxTxD)
+        y_BxTxD = self._add("norm1_out", x_BxTxD, self.attn_out(attended, shard.reduce), shard)
+        if config.residual == SHARED_NORM:
+            return y_BxTxD, normed
+        return y_BxTxD, self.mlp_input(x_BxTxD if config.residual == PARALLEL else y_BxTxD, shard)
+
+    def mlp_input(self, x_BxTxD, shard=WHOLE):
+        """Returns the input of the MLP or of the experts from the residual stream that it reads."""
+        return self._read(
+            "norm1" if self.config.residual == SHARED_NORM else "norm2", x_BxTxD, shard
+        )
+
+    def add_mlp(self, x_BxTxD, y_BxTxD, shard):
+        """Adds the output of the MLP or of the experts to the residual stream after attention."""
+        return self._add("norm2_out", x_BxTxD, y_BxTxD, shard)
+
+    def _add_norms(self, config, names, rngs):
+        for name in names:
+            if name in config.norms:
+                setattr(self, name, _norm(config, rngs))
+
+    def _read(self, norm, x_BxTxD, shard):
+        if self.config.pre_norms:
+            x_BxTxD = shard.normalise(getattr(self, norm), x_BxTxD)
+        return shard.gather(x_BxTxD)
+
+    def _add(self, norm, x_BxTxD, y_BxTxD, shard):
+        if self.config.post_norms:
+            y_BxTxD = shard.normalise(getattr(self, norm), y_BxTxD)
+        if self.config.residual_scale != 1:
+            y_BxTxD *= self.config.residual_scale
         return x_BxTxD + y_BxTxD
+
+    def normed_heads(self, name, x_BxTxHxK, shard=WHOLE):
+        """Applies one of `qk_norms` to the heads of this device."""
+        norm = getattr(self, name)
+        if self.config.qk_norm_scope != ALL_HEADS:
+            return normalise(norm, x_BxTxHxK)
+        rows = x_BxTxHxK.reshape(*x_BxTxHxK.shape[:2], -1)
+        return shard.normalise_heads(norm, rows).reshape(x_BxTxHxK.shape)
 
     def _heads(self, x_BxTxD, shard):
         """Returns queries [B, T, heads, K], keys and values [B, T, kv heads, K] of the shard."""
@@ -208,6 +253,9 @@ class Head(nnx.Module):
         # The output layer sums over d_model features whose scale does not shrink with width, so its
         # multiplier is 1 / d_model (arXiv 2203.03466, table 8).
         self.scale = SUPAR_WIDTH / config.d_model if config.supar else 1.0
+        self.scale /= config.logit_divisor
+        if config.output_bias:
+            self.output_bias = nnx.Param(jnp.zeros(config.vocab_size))
 
     def __call__(self, x_BxTxD, shard=WHOLE):
         """Normalises [B, T, D] -> [B, T, D] and applies the output layer's multiplier."""
@@ -338,6 +386,26 @@ def head(config: ModelConfig, params: dict, x_BxTxD: jax.Array, shard: Shard = W
     return _bind(Head, config, params)(x_BxTxD, shard)
 
 
+def output_layer(
+    params: dict, embedding_VxD: jax.Array, x: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the inputs of the output layer and its weights, whose product are the logits.
+
+    A bias is the weight of one more input, which is 1.
+
+    Args:
+      params: of the section "head".
+      embedding_VxD: token embedding, the output layer if it is tied.
+      x: result of `head`.
+    """
+    weights = params.get("output", embedding_VxD).astype(x.dtype)
+    if "output_bias" not in params:
+        return x, weights
+    bias = params["output_bias"].astype(x.dtype)
+    x = jnp.concatenate([x, jnp.ones_like(x[..., :1])], axis=-1)
+    return x, jnp.concatenate([weights, bias[:, None]], axis=1)
+
+
 def head_loss(
     config: ModelConfig,
     params: dict,
@@ -365,12 +433,12 @@ def head_loss(
         targets_BxT, weights_BxT = (shard.slice(a, axis=1) for a in (targets_BxT, weights_BxT))
         weights_BxT = weights_BxT / shard.equal_rows
     x_NxD, targets, weights = _rows(x), targets_BxT.reshape(-1), weights_BxT.reshape(-1)
-    embedding = params.get("output", embedding_VxD).astype(x.dtype)
+    x_NxD, output = output_layer(params, embedding_VxD, x_NxD)
     if teacher is not None:
         teacher = teacher._replace(x=_rows(teacher.x))
-        return distillation_loss(x_NxD, embedding, targets, weights, teacher)
+        return distillation_loss(x_NxD, output, targets, weights, teacher)
     axes, size, cap = shard.vocabulary_axes, config.vocab_size, config.logit_cap
-    return cross_entropy.weighted_loss(x_NxD, embedding, targets, weights, axes, size, cap)
+    return cross_entropy.weighted_loss(x_NxD, output, targets, weights, axes, size, cap)
 
 
 def head_scores(
@@ -404,8 +472,7 @@ def head_scores(
     local = places_S if shard.vocabulary else shard.slice(places_S, axis=0)
     x_SxD = head(config, params, _rows(x)[local], shard)
     losses, largest = cross_entropy.token_scores(
-        x_SxD,
-        params.get("output", embedding_VxD).astype(x.dtype),
+        *output_layer(params, embedding_VxD, x_SxD),
         targets_BxT.reshape(-1)[local],
         shard.vocabulary_axes,
         config.vocab_size,
@@ -419,8 +486,8 @@ def head_scores(
 def logits(config: ModelConfig, params: dict, x_BxTxD: jax.Array) -> jax.Array:
     """Returns float32 [B, T, vocab_size] logits from the output of the last block."""
     x = head(config, params["head"], x_BxTxD)
-    embedding = params["head"].get("output", params["embed"]["tokens"]).astype(x.dtype)
-    logits = jnp.einsum("btd,vd->btv", x, embedding, preferred_element_type=jnp.float32)
+    x, output = output_layer(params["head"], params["embed"]["tokens"], x)
+    logits = jnp.einsum("btd,vd->btv", x, output, preferred_element_type=jnp.float32)
     return cross_entropy.capped(logits, config.logit_cap)
 
 
@@ -448,7 +515,16 @@ def _graph(section, config):
     return graphs[0]
 
 
-def _norm(config, rngs, width=None):
+def _norm(config, rngs, width=None, scaled=True):
     kind = {"layernorm": nnx.LayerNorm, "rmsnorm": nnx.RMSNorm}[config.norm]
-    dtype = jnp.dtype(config.compute_dtype)
-    return kind(width or config.d_model, epsilon=config.norm_epsilon, dtype=dtype, rngs=rngs)
+    options = {"epsilon": config.norm_epsilon, "dtype": jnp.dtype(config.compute_dtype)}
+    if not scaled:
+        options |= {"use_scale": False} | ({"use_bias": False} if kind is nnx.LayerNorm else {})
+    return kind(width or config.d_model, rngs=rngs, **options)
+
+
+def _head_norm(config, heads, rngs):
+    """Returns the norm of `heads` heads of queries or of keys."""
+    if config.qk_norm_scope == EACH_HEAD:
+        return HeadNorm(config, heads, rngs)
+    return _norm(config, rngs, *config.qk_norm_shape(heads))

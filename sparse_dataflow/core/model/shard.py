@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from sparse_dataflow.core.config.projections import KEY_VALUE
+from sparse_dataflow.core.config.projections import KEY_NORMS, KEY_VALUE
 from sparse_dataflow.core.ops import derivatives, dispatch
 
 OUTPUT_AXIS = {"values": 0, "kernel": 1, "b_kernel": 1, "b_factor": 1, "bias": 0}
@@ -60,8 +60,8 @@ class Shard:
     Attributes:
       axis: mesh axis of the enclosing `shard_map`; None for a model that "tensor" leaves whole.
       vocabulary: whether the rows of the embedding are sharded; otherwise it is replicated.
-      kv_copies: devices that compute the same key/value head.  Above 1, the parameters of `k` and
-        `v` are replicated, and each device computes with the columns of its own head.
+      kv_copies: devices that compute the same key/value head.  Above 1, the parameters of `k`, `v`
+        and `k_norms` are replicated, and each device computes with the columns of its own head.
       row_axes: mesh axes that shard the rows of the batch.
       expert_axis: mesh axis whose devices have different experts, which tokens travel to; None if
         every device has the weights of all experts.
@@ -164,6 +164,11 @@ class Shard:
         norm.axis_name = self.feature_axis
         return normalise(norm, x)
 
+    def normalise_heads(self, norm: nnx.LayerNorm | nnx.RMSNorm, x: jax.Array) -> jax.Array:
+        """Applies a norm to the features of this device's heads, with the statistics of all."""
+        norm.axis_name = self.axes or None
+        return normalise(norm, x)
+
     def own_experts(self, experts: jax.Array) -> jax.Array:
         """Slices a replicated array [experts, ...] to the experts of this device."""
         if self.expert_axis is None:
@@ -173,7 +178,7 @@ class Shard:
         return lax.dynamic_slice_in_dim(experts, start, length)
 
     def local(self, block: dict[str, Any]) -> dict[str, Any]:
-        """Returns the weights of a block with those of `k` and `v` sliced to this device's head.
+        """Returns the weights of a block with those of KEY_VALUE sliced to this device's head.
 
         The gradient of a replicated weight is zero outside of this device's columns, so its sum
         over the devices has the sum over the copies of each head.
@@ -184,15 +189,18 @@ class Shard:
         head = lax.axis_index(self.axis) // self.kv_copies
 
         def columns(path, leaf):
+            # A norm of all heads is a dict of arrays that begin with them.
             name = getattr(path[-1], "name", "")
-            if name not in OUTPUT_AXIS:
+            if name not in OUTPUT_AXIS and not hasattr(path[-1], "key"):
                 return leaf
-            axis = OUTPUT_AXIS[name]
+            axis = OUTPUT_AXIS.get(name, 0)
             length = leaf.shape[axis] // heads
             return lax.dynamic_slice_in_dim(leaf, head * length, length, axis)
 
         sliced = {
-            module: jax.tree_util.tree_map_with_path(columns, block[module]) for module in KEY_VALUE
+            module: jax.tree_util.tree_map_with_path(columns, block[module])
+            for module in (*KEY_VALUE, KEY_NORMS)
+            if module in block
         }
         return {**block, **sliced}
 

@@ -24,10 +24,10 @@ from sparse_dataflow.core.optim.weight_state import WeightState, axis_names
 LINEAR_MATRICES = ("kernel", "values", "a_kernel", "b_kernel", *muon.FACTORS, "router")
 """Leaves that multiply activations; each but the router belongs to a projection."""
 
-VOCABULARY = ("tokens", "output")
+VOCABULARY = ("tokens", "output", "output_bias")
 """Leaves with a row for each token."""
 
-MATRICES = (*LINEAR_MATRICES, *VOCABULARY, "positions")
+MATRICES = (*LINEAR_MATRICES, "tokens", "output", "positions")
 """All leaves of which a weight has two axes."""
 
 

@@ -135,7 +135,7 @@ def _new_rows_alone(updates, rows, alone):
     def masked(path, update):
         updated = jnp.zeros((), bool)
         if path[-1].key in by_weight.VOCABULARY:
-            row = jnp.arange(update.shape[0])[:, None]
+            row = jnp.arange(update.shape[0]).reshape(-1, *[1] * (update.ndim - 1))
             updated = (first <= row) & (row < first + count)
         return jnp.where(updated | ~alone, update, 0)
 

@@ -74,10 +74,9 @@ def section_seconds(
 
     def elementwise(params, x, normed, products):
         block = bound((params, first_layers[0][1]))
-        heads = [getattr(block, name)(leaf) for name, leaf in normed.items()]
+        heads = [block.normed_heads(name, leaf) for name, leaf in normed.items()]
         activated = () if model.experts else activate(model, *products)
-        after = (block.norm1_out(x), block.norm2_out(x)) if model.post_norms else ()
-        return block.norm1(x), block.norm2(x), after, heads, activated
+        return [getattr(block, name)(x) for name in model.norms], heads, activated
 
     q, k, v = (
         draw(B, T, heads, model.head_width)
@@ -100,7 +99,7 @@ def section_seconds(
     weights = jnp.full((B, T), 1 / (B * T), jnp.float32)
     embed_params, head_params = state.params["embed"], state.params["head"]
     layers = model.num_layers
-    normed = {"q_norm": q, "k_norm": k} if model.qk_norm else {}
+    normed = dict(zip(model.qk_norms, (q, k))) if model.qk_norm else {}
     products = [draw(B, T, model.d_ff) for _ in range(2 if model.gated_mlp else 1)]
     attn_out = model.projections.index("attn_out")
     of_attention, of_mlp = model.projections[:attn_out], model.projections[attn_out + 1 :]

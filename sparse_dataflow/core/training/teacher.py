@@ -5,12 +5,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.executor import Executor
 from sparse_dataflow.core.executors.sharded import put_global
+from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training import cost
 
@@ -38,11 +40,11 @@ class Teacher:
     def program(
         self, student: ModelConfig, executor: Executor, tokens: jax.Array, micro_batches: int
     ) -> Callable:
-        """Returns the compiled (int32 [B, T + 1] tokens) -> (hidden states [B, T, D], embedding).
+        """Returns the compiled (int32 [B, T + 1] tokens) -> (hidden states [B, T, D], output).
 
-        Hidden states are normalised and lie where the rows of the tokens do; the embedding is the
-        teacher's output layer [V, D].  Both have the student's compute dtype.  Every device holds
-        all of the teacher.
+        Hidden states are normalised and lie where the rows of the tokens do; the output is the
+        teacher's output layer [V, D].  Both are those of `gpt.output_layer`, in the student's
+        compute dtype.  Every device holds all of the teacher.
 
         Args:
           student: gives the compute dtype, and whether attention stays within a document.
@@ -60,7 +62,8 @@ class Teacher:
             weights = weights_of(params, self.tables)
             parts = tokens.reshape(micro_batches, -1, tokens.shape[1])
             states = lax.map(lambda rows: whole.hidden_states(config, weights, rows), parts)
-            return states.reshape(len(tokens), *states.shape[2:])
+            states = states.reshape(len(tokens), *states.shape[2:])
+            return gpt.output_layer(params["head"], params["embed"]["tokens"], states)[0]
 
         if executor not in self._placed:  # All phases of a training share one copy.
             target = executor.replicated()
@@ -70,7 +73,7 @@ class Teacher:
                 else jax.tree.map(lambda leaf: put_global(leaf, target), self.params)
             )
         params = self._placed[executor]
-        output = params["head"].get("output", params["embed"]["tokens"])
-        embedding = output.astype(student.compute_dtype)
+        no_states = jnp.zeros((0, self.model.d_model), student.compute_dtype)
+        _, output = gpt.output_layer(params["head"], params["embed"]["tokens"], no_states)
         program = jax.jit(executor.over_rows(hidden)).lower(params, tokens).compile()
-        return lambda tokens: (program(params, tokens), embedding)
+        return lambda tokens: (program(params, tokens), output)

@@ -96,6 +96,7 @@ MODELS = {
     "gemma2": dataclasses.replace(DENSE, **small_models.GEMMA2).with_linears(
         LinearSpec("block_sparse", "monarch", 0.5, 8)
     ),
+    **{name: dataclasses.replace(DENSE, **fields) for name, fields in small_models.NEWER.items()},
     "gemma3": dataclasses.replace(DENSE, num_layers=3, **small_models.GEMMA3),
     "multi_query": dataclasses.replace(
         DENSE, **FAMILIES["llama"] | {"biases": ("q", "k", "v")}, num_kv_heads=1, remat="dots"

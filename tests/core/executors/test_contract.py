@@ -27,6 +27,9 @@ TRAINED = [
     ("shared", "data:2,fsdp:2,tensor:2/3/2"),
     ("multi_query", "data:2,tensor:4/0/1"),
     ("gemma2", "data:2,fsdp:2,tensor:2/3/2"),
+    # Norms over all heads with two copies of a key/value head; a bias of an odd vocabulary.
+    ("olmo2", "data:2,tensor:4/0/1", "fsdp:4,feature:2/3/2"),
+    ("phi", "fsdp:4,feature:2/3/2", "stage:2,fsdp:2,tensor:2/2/2/1f1b/1"),
     # Rows whose ends are padding, as data.loss=answers has them.
     ("experts_alone+answers", "data:2,fsdp:2,tensor:2/3/1"),
     ("experts+answers", "data:2,fsdp:2,tensor:2/2/2"),
@@ -64,10 +67,17 @@ TRAINED = [
     ("shared", "relay/device/2"),
     ("gemma2", "relay/device/2"),
     ("gemma3", "relay/device/2"),
+    *((name, "relay/device/2") for name in ("phi", "olmo2", "smollm3", "granite")),
     ("sparse_depth", "relay/device/2"),
     ("experts_sparse", "relay/device/2"),
 ]
 AT_NIGHT = [
+    ("stablelm2_12b", "fsdp:2,tensor:4/3/2", "fsdp:4,feature:2/3/2"),
+    ("phi+new_rows", "on:2,tensor:2/0/1"),
+    ("pythia", "data:2,tensor:4/0/1", "stage:2,data:2,tensor:2/1/2/zero_bubble/1"),
+    ("granite", "data:2,fsdp:2,tensor:2/3/2", "stage:2,fsdp:4/2/2/1f1b/1"),
+    ("smollm3", "fsdp:2,context:2,tensor:2/3/2"),
+    *((name, "fsdp:2,context:2,tensor:2/3/2") for name in ("phi", "olmo2")),
     ("experts", "data:2,tensor:4/0/2"),
     ("llama", "data:2,tensor:4/0/1"),
     ("dense", "data:2,tensor:4/0/2"),

@@ -32,7 +32,10 @@ OPTIONS = {
     "`training.teacher`": {"training__teacher": "DIR"},
     "`evolution.method=shared_to_own`": {"evolution__method": "shared_to_own"},
     "`sparsity.budget=depth`": {"sparsity__budget": "depth:2x,1x"},
-    "`model.layer_types` of two kinds": {"model__layer_types": "sliding+full", "model__window": 8},
+    "`model.layer_types` or `model.rotary_layers` of two kinds": {
+        "model__layer_types": "sliding+full",
+        "model__window": 8,
+    },
     "`model.remat` by layer": {"model__remat": "full:1,none:1"},
     "`training.skip_spikes`": {"training__skip_spikes": 4.0},
     "`training.new_rows_first`": {

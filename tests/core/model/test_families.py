@@ -11,9 +11,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import DENSE, MONARCH, arbitrary_params, as_dense, logits_of, tokens_of
 
-from sparse_dataflow.core.config.families import FAMILIES, SCALINGS
+from sparse_dataflow.core.config.families import (
+    FAMILIES,
+    QK_NORM_SCOPES,
+    RESIDUALS,
+    SCALINGS,
+)
 from sparse_dataflow.core.config.families import WHOLE_PAIRS as WHOLE
 from sparse_dataflow.core.config.projections import LinearSpec
+
+SCALES = ("embedding_scale", "residual_scale", "logit_divisor")
+
+
+@st.composite
+def arrangements(draw):
+    """Draws the norms of a block, and how it joins attention and the MLP."""
+    residual, norms = draw(st.sampled_from(RESIDUALS)), [(True, False), (True, True)]
+    if residual != "parallel_shared_norm":
+        norms.append((False, True))
+    pre_norms, post_norms = draw(st.sampled_from(norms))
+    scope = draw(st.sampled_from(["", *QK_NORM_SCOPES]))
+    fields = {"residual": residual, "pre_norms": pre_norms, "post_norms": post_norms}
+    return fields | {"qk_norm": bool(scope), "qk_norm_scope": scope or "head"}
 
 
 @st.composite
@@ -44,9 +63,11 @@ def configs(draw):
             "attention_cap": draw(st.sampled_from([0.0, 0.6])),
             "attention_scalar": draw(st.sampled_from([0, 5])),
             "logit_cap": draw(st.sampled_from([0.0, 3.0])),
-            "post_norms": draw(st.booleans()),
+            **draw(arrangements()),
             "scaled_embeddings": draw(st.booleans()),
-            "qk_norm": draw(st.booleans()),
+            "output_bias": draw(st.booleans()),
+            **{name: draw(st.sampled_from([1.0, 0.3])) for name in SCALES},
+            "rotary_layers": draw(st.sampled_from(["rotated", "unrotated+rotated", "unrotated"])),
             "tied_embeddings": draw(st.booleans()),
             "activation": draw(st.sampled_from(["gelu", "gelu_exact", "relu", "silu"])),
             "norm_epsilon": draw(st.sampled_from([1e-6, 1e-2])),
@@ -64,7 +85,7 @@ def configs(draw):
     )
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(configs(), st.integers(0, 9))
 def test_logits_are_those_of_plain_numpy(config, seed):
     params, tokens = arbitrary_params(config, seed), tokens_of(config, 1, 9, seed)
@@ -114,7 +135,7 @@ def exact_logits(config, params, tokens):
     """Logits [tokens, vocabulary] of one sequence, in float64."""
     embed, head = params["embed"], params["head"]
     x = embed["tokens"].astype(np.float64)[tokens]
-    x = x * (math.sqrt(config.d_model) if config.scaled_embeddings else 1)
+    x = x * (math.sqrt(config.d_model) if config.scaled_embeddings else 1) * config.embedding_scale
     if config.positions == "learned":
         x = x + embed["positions"][: len(tokens)]
     for i in range(config.num_layers):
@@ -122,12 +143,17 @@ def exact_logits(config, params, tokens):
             name: {leaf: np.float64(stacked[i]) for leaf, stacked in module.items()}
             for name, module in params["blocks"].items()
         }
-        y = attention(config, layer, norm(config, layer["norm1"], x), i)
-        x = x + (norm(config, layer["norm1_out"], y) if config.post_norms else y)
-        y = mlp(config, layer, norm(config, layer["norm2"], x))
-        x = x + (norm(config, layer["norm2_out"], y) if config.post_norms else y)
+        normed = lambda name, x, use, at=layer: norm(config, at[name], x) if use else x  # noqa: E731
+        before, after, scale = config.pre_norms, config.post_norms, config.residual_scale
+        y = attention(config, layer, normed("norm1", x, before), i)
+        attended = scale * normed("norm1_out", y, after)
+        read = x + attended if config.residual == "sequential" else x
+        shared = config.residual == "parallel_shared_norm"
+        y = mlp(config, layer, normed("norm1" if shared else "norm2", read, before))
+        x = x + attended + scale * normed("norm2_out", y, after)
     x = norm(config, head["norm"], x) * (256 / config.d_model if config.supar else 1)
-    return capped(config.logit_cap, x @ np.float64(head.get("output", embed["tokens"])).T)
+    logits = x @ np.float64(head.get("output", embed["tokens"])).T / config.logit_divisor
+    return capped(config.logit_cap, logits + head.get("output_bias", 0))
 
 
 def capped(cap, x):
@@ -166,19 +192,14 @@ def attention(config, layer, x, number):
     types = config.layer_types.split("+")
     sliding = types[number % len(types)] == "sliding"
     local = config.rotary_local_base if sliding else 0
+    rotated = config.rotary_layers.split("+")
+    rotates = config.positions == "rotary" and rotated[number % len(rotated)] == "rotated"
     group, width = config.num_heads // config.kv_heads, config.head_width
+    queries, keys, values = separated(config, layer, x)
     attended = []
     for head in range(config.num_heads):
-        shared, within = divmod(head, group)
-        if config.fused_qkv:
-            features = linear(layer["qkv"], x).reshape(len(x), config.kv_heads, group + 2, width)
-            q, k, v = (features[:, shared, i] for i in (within, group, group + 1))
-        else:
-            parts = [linear(layer[name], x).reshape(len(x), -1, width) for name in "qkv"]
-            q, k, v = parts[0][:, head], parts[1][:, shared], parts[2][:, shared]
-        if config.qk_norm:
-            q, k = norm(config, layer["q_norm"], q), norm(config, layer["k_norm"], k)
-        if config.positions == "rotary":
+        q, k, v = queries[:, head], keys[:, head // group], values[:, head // group]
+        if rotates:
             q, k = rotate(config, q, local), rotate(config, k, local)
         scores = q @ k.T * math.sqrt(64 / width if config.supar else 1)
         scores = capped(config.attention_cap, scores / math.sqrt(config.attention_scalar or width))
@@ -188,6 +209,30 @@ def attention(config, layer, x, number):
         weights = np.exp(np.where(seen, scores, -np.inf))
         attended.append(weights / weights.sum(-1, keepdims=True) @ v)
     return linear(layer["attn_out"], np.concatenate(attended, -1))
+
+
+def separated(config, layer, x):
+    """Normalised queries, keys, and values, [tokens, heads, width]."""
+    tokens, kv_heads, width = len(x), config.kv_heads, config.head_width
+    if config.fused_qkv:
+        features = linear(layer["qkv"], x).reshape(tokens, kv_heads, -1, width)
+        parts = [features[:, :, :-2].reshape(tokens, -1, width), features[:, :, -2]]
+        parts.append(features[:, :, -1])
+    else:
+        parts = [linear(layer[name], x).reshape(tokens, -1, width) for name in "qkv"]
+    for i, name in enumerate("qk" if config.qk_norm else ""):
+        if config.qk_norm_scope == "head":
+            parts[i] = norm(config, layer[f"{name}_norm"], parts[i])
+        elif config.qk_norm_scope == "all_heads":
+            whole = norm(config, layer[f"{name}_norms"], parts[i].reshape(tokens, -1))
+            parts[i] = whole.reshape(parts[i].shape)
+        else:
+            scales = layer[f"{name}_norms"]["scale"]
+            heads = [
+                norm(config, {"scale": scale}, parts[i][:, j]) for j, scale in enumerate(scales)
+            ]
+            parts[i] = np.stack(heads, 1)
+    return parts
 
 
 def rotate(config, x, local):
