@@ -2,13 +2,14 @@
 
 import importlib.metadata
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from sparse_dataflow.core.config import run
+from sparse_dataflow.core.config import arguments, run
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt, stacks
@@ -21,6 +22,7 @@ from sparse_dataflow.interchange import hub_models, huggingface, peft, starting_
 from sparse_dataflow.interchange.model_card import model_card
 
 
+@arguments.checked
 def preset(scale: str | Path, *, compute_dtype: str = "float32") -> RunConfig:
     """Returns the run of a named scale with its recipe, or the run that begins with other weights.
 
@@ -51,6 +53,7 @@ def preset(scale: str | Path, *, compute_dtype: str = "float32") -> RunConfig:
     return run.preset(str(scale), compute_dtype=compute_dtype)
 
 
+@arguments.checked
 def init(config: RunConfig, key: jax.Array, tokenizer: Tokenizer | None = None) -> Model:
     """Draws a model: the sparse one, or the dense one of a config without sparse projections.
 
@@ -79,6 +82,9 @@ def init(config: RunConfig, key: jax.Array, tokenizer: Tokenizer | None = None) 
             f"evolution.method={config.evolution.method} changes the model in sd.train; legal for "
             "sd.init: static."
         )
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if key.shape != (() if typed else (2,)):
+        raise UserError(f"key is {key.dtype} of shape {key.shape}; legal: jax.random.key(SEED).")
     tokenizer = tokenizer or byte_tokenizer(config.model.vocab_size)
     chosen = variant(config, config.variants[0], tokenizer.vocab_size)
     params = jax.jit(gpt.init, static_argnums=0)(chosen.model, key)
@@ -97,7 +103,8 @@ def init(config: RunConfig, key: jax.Array, tokenizer: Tokenizer | None = None) 
     )
 
 
-def logits(model: Model, tokens: ArrayLike) -> jax.Array:
+@arguments.checked
+def logits(model: Model, tokens: ArrayLike | Sequence) -> jax.Array:
     """Returns the scores of every next token.
 
     Args:
@@ -119,7 +126,8 @@ def logits(model: Model, tokens: ArrayLike) -> jax.Array:
     return whole.logits(model.model, weights, _checked(tokens, 1))
 
 
-def loss(model: Model, tokens: ArrayLike) -> jax.Array:
+@arguments.checked
+def loss(model: Model, tokens: ArrayLike | Sequence) -> jax.Array:
     """Returns the mean negative log-likelihood of the next tokens: float32 [], in nats.
 
     Args:
@@ -143,6 +151,7 @@ def loss(model: Model, tokens: ArrayLike) -> jax.Array:
     return whole.loss(model.model, weights, whole.Batch(ids, mean))
 
 
+@arguments.checked
 def save(
     model: Model, folder: str | Path, form: str = "sparse", architecture: str = huggingface.AUTO
 ) -> Path:
@@ -206,7 +215,10 @@ def save(
 
 def _checked(tokens, shortest):
     """Returns int32 tokens [batch, sequence] of at least `shortest` each."""
-    tokens = jnp.asarray(tokens)
+    try:
+        tokens = jnp.asarray(tokens)
+    except (OverflowError, TypeError, ValueError):
+        raise UserError("tokens are no array; legal: integers [batch, sequence].") from None
     if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.ndim != 2:
         raise UserError(
             f"tokens are {tokens.dtype} of shape {tokens.shape}; legal: integers [batch, sequence]."
