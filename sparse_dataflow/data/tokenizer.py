@@ -481,8 +481,7 @@ def to_byte_alphabet(text: str) -> str:
 
 def from_bytes(content: bytes) -> str:
     """Returns bytes in GPT-2's byte alphabet, one character per byte."""
-    character = {byte: character for character, byte in _byte_by_character().items()}
-    return "".join(character[byte] for byte in content)
+    return content.decode("latin-1").translate(_character_by_byte())
 
 
 @functools.cache
@@ -493,6 +492,11 @@ def _byte_by_character() -> dict[str, int]:
     others = [byte for byte in range(256) if byte not in printable]
     shifted = {chr(256 + number): byte for number, byte in enumerate(others)}
     return {chr(byte): byte for byte in printable} | shifted
+
+
+@functools.cache
+def _character_by_byte() -> dict[int, str]:
+    return {byte: character for character, byte in _byte_by_character().items()}
 
 
 def _load_or_none(path: Path) -> Tokenizer | None:
