@@ -88,6 +88,9 @@ class DataConfig(Readable):
 
 TWINS = ("no", "yes", "narrow")
 PRUNE_BY = ("weights", "activations")
+VARIANTS = ("sparse", "dense", "narrow")
+"""Names of the models that runs train."""
+
 PRUNE_TO = ("blocks", "pattern")
 
 
@@ -124,6 +127,12 @@ class RunSettings(Readable):
         "on the hub (OWNER/NAME@REVISION), whose weights, shape and tokenizer the run begins with.",
         path=True,
         address=True,
+    )
+    init_variant: str = setting(
+        "",
+        "Model of a run in run.init_from; empty is the one that this run's first model is named "
+        "after, else the first that the run has.",
+        choices=VARIANTS,
     )
     prune_by: str = setting(
         "weights",

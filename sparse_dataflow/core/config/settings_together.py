@@ -81,6 +81,10 @@ def _teacher(config):
     return config.training.teacher
 
 
+def _variant(config):
+    return bool(config.run.init_variant)
+
+
 def _narrow(config):
     return config.run.twin == "narrow"
 
@@ -130,6 +134,7 @@ RULES = (
     Rule(SHARED, _method("shared_to_own"), "run.init_from", NONE, "which begins with one block"),
     Rule(GUIDED, _method("self_guided"), "run.init_from", NONE, "which copies drawn blocks"),
     Rule("run.twin=narrow", _narrow, "run.init_from", NONE, "which has another width"),
+    Rule("run.init_variant", _variant, "run.init_from", GIVEN, "which has the model of that name"),
     Rule("run.prune_by=activations", _activations, "run.init_from", GIVEN, "which prunes weights"),
     Rule("run.prune_to=pattern", _to_pattern, "run.init_from", GIVEN, "which prunes weights"),
     Rule(
