@@ -55,7 +55,7 @@ from sparse_dataflow.data.tokenizer import KINDS, Tokenizer
 from sparse_dataflow.evaluation import run_files, trained
 from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.evaluation.trained import Model
-from sparse_dataflow.files import loopback
+from sparse_dataflow.files import console, loopback
 from sparse_dataflow.files.addresses import Address, is_address
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
@@ -501,6 +501,6 @@ def _versions():
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers")
     return {
         "python": platform.python_version(),
-        "sparse_dataflow": importlib.metadata.version("sparse_dataflow"),
+        "sparse_dataflow": console.version(),
         **{package: importlib.metadata.version(package) for package in packages},
     }

@@ -17,6 +17,7 @@ from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training.phases import variant
 from sparse_dataflow.data.tokenizer import Tokenizer, byte_tokenizer
 from sparse_dataflow.evaluation.trained import Model
+from sparse_dataflow.files import console
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import hub_models, huggingface, peft, starting_point
 from sparse_dataflow.interchange.model_card import model_card
@@ -166,7 +167,7 @@ def save(
       form: "sparse"; "dense", where blocks that are not stored are zeros; or "adapter", the
         adapters of a run alone, for PEFT.  The dense form has adapters merged into its weights, the
         sparse form has them as low-rank terms.
-      architecture: of the dense form: "gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", or
+      architecture: of the dense form: a name in `interchange.architectures`, such as "llama", or
         "auto" for that of the weights that a run began with, else the first that represents the
         model.
 
@@ -185,8 +186,8 @@ def save(
     """
     if form == "adapter":
         peft.refuse_other(model)
-    packages = ("sparse_dataflow", "jax", "safetensors")
-    versions = {package: importlib.metadata.version(package) for package in packages}
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "safetensors")}
+    versions = {"sparse_dataflow": console.version(), **versions}
     if model.record is not None:
         card = model_card(model, form, versions)
         architecture = huggingface.preferred(architecture, model.record, model.model)

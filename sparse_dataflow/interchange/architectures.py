@@ -64,6 +64,9 @@ class Architecture:
     norm_offset: float = 0.0
 
 
+AUTO = "auto"
+"""Name for the first architecture that represents a model."""
+
 OUTPUT = "lm_head.weight"
 """Name of an untied output layer; it has no prefix."""
 

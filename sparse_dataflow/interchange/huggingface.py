@@ -35,6 +35,7 @@ from sparse_dataflow.interchange import (
     tensors,
     tokenizer_files,
 )
+from sparse_dataflow.interchange.architectures import AUTO
 from sparse_dataflow.interchange.equivalent_forms import (
     dense_form,
     split_config,
@@ -50,9 +51,6 @@ _ENDS = ("bos_token_id", "eos_token_id")
 FORMS = ("dense", "sparse")
 SMALL = (".json", ".txt", ".jinja", ".model")
 """How the names of the files of a directory end that are not weights."""
-
-AUTO = "auto"
-"""Architecture of an export: the first that represents the model."""
 
 
 class Imported(NamedTuple):

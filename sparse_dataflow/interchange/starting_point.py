@@ -210,7 +210,7 @@ def _of_run(folder, variant, checkpoint):
     if run.model.low_rank_projections:
         raise UserError(
             f"{folder} has weights of two factors (sparsity.pattern=low_rank), which no run begins "
-            "with; legal: its dense export, by experiments.export --form=dense."
+            "with; legal: its dense export, by sparse-dataflow export --form=dense."
         )
     checkpoint_folder = run.folder / variant / "checkpoints" / str(run.step)
     provenance = {
@@ -413,7 +413,7 @@ def refuse_other_base(start: StartingPoint, model: ModelConfig) -> None:
                 raise UserError(
                     f"Adapters freeze the weights of run.init_from as they are, and {name} is "
                     f"{_stored_words(before)} there and {_stored_words(after)} in this run; legal: "
-                    "experiments.gpt13b_dense for dense weights, experiments.gpt13b_sparse with "
+                    "sparse-dataflow gpt13b_dense for dense weights, sparse-dataflow train with "
                     "its settings for block-sparse ones."
                 )
 

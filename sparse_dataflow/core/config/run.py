@@ -123,8 +123,8 @@ class RunSettings(Readable):
     )
     init_from: str = setting(
         "",
-        "Run folder, or Hugging Face directory of GPT-2, OPT, Llama, Mistral or Qwen, or its name "
-        "on the hub (OWNER/NAME@REVISION), whose weights, shape and tokenizer the run begins with.",
+        "Run folder, or Hugging Face directory or its name on the hub (OWNER/NAME@REVISION), whose "
+        "weights, shape and tokenizer the run begins with.",
         path=True,
         address=True,
     )
