@@ -29,12 +29,12 @@ def main() -> None:
 
 
 def _experiment(word):
-    known = commands.experiments()
+    sentences = commands.experiments()
     experiment = console.EVERYDAY.get(word, word.replace("-", "_"))
-    if experiment not in known:
+    if experiment not in sentences:
         from sparse_dataflow.core.config import settings
 
-        names = [*console.EVERYDAY, *known]
+        names = [*console.EVERYDAY, *sentences]
         near = settings.did_you_mean(settings.shown(word), names, "")
         legal = ", ".join(console.EVERYDAY)
         raise UserError(
