@@ -59,7 +59,7 @@ nightly: $(READY) ## run the tests that are too long for every day, and new draw
 optional: ## run what needs torch, transformers of four releases, wandb, mlflow and others (fetches 4 GB into .venv-optional)
 	@sh launch/make_env.sh .venv-optional dev,optional
 	@.venv-optional/bin/python tests/interchange/generations.py
-	@.venv-optional/bin/python tests/interchange/published_tokenizers.py || true
+	@.venv-optional/bin/python tests/interchange/published_tokenizers.py
 	.venv-optional/bin/python -m pytest -n $(WORKERS) --dist worksteal -m '' $(OPTIONAL_TESTS) $(TESTS)
 
 faults: $(READY) ## every fault test, measured for docs/surviving.md; ARGS="--kills=200"

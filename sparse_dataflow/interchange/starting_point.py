@@ -241,7 +241,9 @@ def with_vocabulary(start: StartingPoint, tokenizer: Tokenizer) -> StartingPoint
 
     def extended(rows):
         rows = np.asarray(rows)
+        # Rows of no token, in front of the new ones, begin as the mean of all.
         result = np.empty((tokenizer.vocab_size, *rows.shape[1:]), rows.dtype)
+        result[:] = rows.mean(0)
         result[moved] = rows
         for number, joined in enumerate(parts, len(old.tokens)):
             result[number] = rows[joined].mean(0)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 
 import pytest
 
@@ -65,23 +64,24 @@ def test_a_model_that_there_is_not_is_refused(place, named, tmp_path):
     request = request_of(place, run__init_variant=named, run__init_from=str(folder))
     with pytest.raises(sd.UserError, match=r"legal: sparse, dense|which has one; leave it out"):
         request.config()
-    with pytest.raises(sd.UserError, match=r"run\.init_variant=sparse .*run\.init_from"):
+    with pytest.raises(
+        sd.UserError, match=r"init_variant names a model of a run; legal with run\.init_from"
+    ):
         sd.preset("pico").change(run__init_variant="sparse")
 
 
 @pytest.mark.slow
-def test_what_a_run_begins_with_is_said_with_its_loss(place, caplog):
-    caplog.set_level(logging.INFO)
+def test_what_a_run_begins_with_is_said_with_its_loss(place, capfd):
     config = request_of(place, run__init_variant="dense", run__out=str(place / "pruned")).config()
-    run = sd.train(config, texts=TEXTS)
-    assert f"begins with the dense model of {place / 'run'} after step 1, pruned to" in caplog.text
+    run, said = sd.train(config, texts=TEXTS), capfd.readouterr().err
+    words = f"begins with the dense model of {place / 'run'} after step 1, pruned to 12.5% of its"
+    assert words in said
     rows = read_metrics(run.folder / "sparse" / "metrics.jsonl")
     [before] = [row for row in rows if row["kind"] == "eval" and row["step"] == 0]
-    assert f"held-out loss before the first step {before['loss']:.4f}" in caplog.text
-    caplog.clear()
+    assert f"held-out loss before the first step {before['loss']:.4f}" in said
     adapted = request_of(place, training__adapter_rank=2, run__out=str(place / "adapted"))
     assert sd.train(adapted.config(), texts=TEXTS).finished
-    assert f"adapters on the sparse model of {place / 'run'}" in caplog.text
+    assert f"adapters on the sparse model of {place / 'run'}" in capfd.readouterr().err
 
 
 def test_a_resumed_run_begins_with_the_model_of_its_record(place, monkeypatch):

