@@ -28,7 +28,7 @@ GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_
 FAULT_TESTS := $(addprefix tests/,borders experiments/test_faults.py experiments/test_mirror_runs.py experiments/test_power_cut.py experiments/test_random_kills.py experiments/test_storm.py experiments/test_three_processes.py experiments/test_tools_killed.py experiments/test_exhausted_runs.py)
 
 # Tests of code that runs only where an optional package is installed.
-OPTIONAL_TESTS := $(addprefix tests/,experiments/test_optional_packages.py experiments/benchmarks/test_step_peers.py core/training/monitoring/test_tracker_packages.py interchange/test_architectures.py interchange/test_generations.py)
+OPTIONAL_TESTS := $(addprefix tests/,experiments/test_optional_packages.py experiments/benchmarks/test_step_peers.py core/training/monitoring/test_tracker_packages.py interchange/test_architectures.py interchange/test_generations.py interchange/test_published_tokenizers.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test quick nightly optional faults aot-tpu aot-gpu bench bench-schedule bench-schedule-gpu chip-report package lint format docs lock clean FORCE
@@ -59,6 +59,7 @@ nightly: $(READY) ## run the tests that are too long for every day, and new draw
 optional: ## run what needs torch, transformers of four releases, wandb, mlflow and others (fetches 4 GB into .venv-optional)
 	@sh launch/make_env.sh .venv-optional dev,optional
 	@.venv-optional/bin/python tests/interchange/generations.py
+	@.venv-optional/bin/python tests/interchange/published_tokenizers.py
 	.venv-optional/bin/python -m pytest -n $(WORKERS) --dist worksteal -m '' $(OPTIONAL_TESTS) $(TESTS)
 
 faults: $(READY) ## every fault test, measured for docs/surviving.md; ARGS="--kills=200"

@@ -4,8 +4,8 @@
     python -m experiments.export --run=runs/NAME --to=exported --form=sparse
     python -m experiments.export --run=runs/NAME --to=exported --form=adapter
 
-transformers loads the dense form, as GPT-2, OPT, Llama, Mistral, Qwen 2 or Qwen 3: the architecture
-of the weights that the run began with, or the first that represents the model. Blocks that are not
+transformers loads the dense form. Its architecture is that of the weights that the run began with,
+or the first of --architecture that represents the model. Blocks that are not
 stored are zeros in it. The sparse form holds the stored blocks and the layout tables; the card says
 how they are read. The adapter form holds trained adapters alone, for PEFT; the dense form has them
 merged into the weights, and the sparse form as low-rank terms.
@@ -17,6 +17,7 @@ from sparse_dataflow.commands import command_line
 from sparse_dataflow.commands.models.load_model import ModelOptions
 from sparse_dataflow.core.config.settings import setting
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.interchange.architectures import ARCHITECTURES, AUTO
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Options(ModelOptions):
     to: str = setting("", "Folder to make.", path=True)
     form: str = setting("dense", "Contents of the folder.", choices=("dense", "sparse", "adapter"))
     architecture: str = setting(
-        "auto", "Architecture of the dense form: auto, gpt2, opt, llama, mistral, qwen2 or qwen3."
+        AUTO, "Architecture of the dense form.", choices=(AUTO, *ARCHITECTURES)
     )
 
 

@@ -37,12 +37,13 @@ import dataclasses
 
 from sparse_dataflow.commands import command_line
 from sparse_dataflow.commands.models.load_model import ActivationOptions, ModelOptions
-from sparse_dataflow.core.config.settings import A_FRACTION, AT_LEAST_ONE, AT_LEAST_ZERO, setting
+from sparse_dataflow.core.config.sampling import SEEDS, SamplingSettings
+from sparse_dataflow.core.config.settings import AT_LEAST_ONE, AT_LEAST_ZERO, setting
 from sparse_dataflow.files.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(ActivationOptions, ModelOptions):
+class Options(SamplingSettings, ActivationOptions, ModelOptions):
     """The flags."""
 
     runs: str = setting(
@@ -66,18 +67,9 @@ class Options(ActivationOptions, ModelOptions):
     samples: int = setting(1, "Continuations of each prompt.", legal=AT_LEAST_ONE)
     batch: int = setting(8, "Texts of --prompts that are written at once.", legal=AT_LEAST_ONE)
     max_new_tokens: int = setting(64, "Most tokens to write.", legal=AT_LEAST_ONE)
-    temperature: float = setting(
-        0.0, "Divisor of the logits; 0 takes the most likely token.", legal=AT_LEAST_ZERO
-    )
-    top_k: int = setting(
-        0, "Number of most likely tokens to draw among; 0 is all.", legal=AT_LEAST_ZERO
-    )
-    top_p: float = setting(
-        1.0, "Draws among the fewest tokens of this total probability.", legal=A_FRACTION
-    )
     stop: str = setting("", "Text that ends the continuation; \\n is a line break.")
     chat: bool = setting(False, "Prompts are messages, which the chat template renders.")
-    seed: int = setting(0, "Seed of the first text; each further one adds 1.", legal=AT_LEAST_ZERO)
+    seed: int = setting(0, "Seed of the first text; each further one adds 1.", legal=SEEDS)
 
 
 def main(options):

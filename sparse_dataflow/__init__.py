@@ -20,15 +20,17 @@ A language model of this project:
 | use a model | `load`, `save`, `generate` |
 | count | `flops_per_token`, `parameter_count` |
 
+`sd.__version__` is the installed version.
+
 Wrong input raises a `UserError`, which names the legal values.  Names are imported when
 they are first used, so that importing the package takes no time.  Every other module may change
 from version to version.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import importlib as _importlib
+import typing as _typing
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from sparse_dataflow.commands.library import init, logits, loss, preset, save
     from sparse_dataflow.commands.train import train
     from sparse_dataflow.core.config.model import ModelConfig
@@ -109,13 +111,15 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
+    if name == "__version__":
+        return _importlib.import_module(f"{__name__}.files.console").version()
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(_importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, "__version__", *(n for n in globals() if n.startswith("__"))})

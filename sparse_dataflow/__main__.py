@@ -4,6 +4,7 @@ import runpy
 import sys
 
 from sparse_dataflow.commands import command_line as commands
+from sparse_dataflow.files import console
 from sparse_dataflow.files.errors import UserError
 
 
@@ -28,29 +29,29 @@ def main() -> None:
 
 
 def _experiment(word):
-    known = commands.experiments()
-    experiment = commands.EVERYDAY.get(word, word.replace("-", "_"))
-    if experiment not in known:
+    sentences = commands.experiments()
+    experiment = console.EVERYDAY.get(word, word.replace("-", "_"))
+    if experiment not in sentences:
         from sparse_dataflow.core.config import settings
 
-        names = [*commands.EVERYDAY, *known]
+        names = [*console.EVERYDAY, *sentences]
         near = settings.did_you_mean(settings.shown(word), names, "")
-        legal = ", ".join(commands.EVERYDAY)
+        legal = ", ".join(console.EVERYDAY)
         raise UserError(
             f"unknown command {settings.shown(word)!r}; {near or f'legal: {legal}.'} "
-            f"{commands.SCRIPT} alone lists all."
+            f"{console.SCRIPT} alone lists all."
         )
     return experiment
 
 
 def _page():
     sentences = commands.experiments()
-    lines = [f"usage: {commands.SCRIPT} COMMAND [--flag=value ...]", ""]
-    lines += [f"  {name:<12}  {sentences[module]}" for name, module in commands.EVERYDAY.items()]
-    others = sorted(set(sentences) - set(commands.EVERYDAY.values()))
+    lines = [f"usage: {console.SCRIPT} COMMAND [--flag=value ...]", ""]
+    lines += [f"  {name:<12}  {sentences[module]}" for name, module in console.EVERYDAY.items()]
+    others = sorted(set(sentences) - set(console.EVERYDAY.values()))
     lines += ["", "Benchmarks and studies:", ""]
     lines += [f"  {name:<18}  {sentences[name]}" for name in others]
-    lines += ["", f"{commands.SCRIPT} COMMAND --help lists its flags."]
+    lines += ["", f"{console.SCRIPT} COMMAND --help lists its flags."]
     return "\n".join(lines) + "\n"
 
 

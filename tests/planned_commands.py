@@ -15,11 +15,11 @@ from unittest import mock
 from documented_commands import split_commands
 
 from sparse_dataflow.commands import command_line, run_list
-from sparse_dataflow.commands.command_line import EVERYDAY
 from sparse_dataflow.commands.planning import compile_report, launching, search_table
 from sparse_dataflow.commands.preflight import settling
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config.run import LAPTOP_SCALES, SIZES, RunConfig
+from sparse_dataflow.files.console import EVERYDAY
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips, machines
 from sparse_dataflow.hardware.chips import GIB, Chip

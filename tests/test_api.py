@@ -2,6 +2,7 @@
 
 import dataclasses
 import doctest
+import importlib.metadata
 import inspect
 import os
 import random
@@ -141,3 +142,75 @@ def test_what_cannot_be_trained_is_refused_in_words(texts, config):
         config.change(training__sequence=128)
     with pytest.raises(sd.UserError, match="too small for byte-level BPE"):
         sd.train(config.change(model__vocab_size=100), texts=texts)
+
+
+ODD = (None, "5", b"x", 2.5, -1, 0, [5], ["a"], {}, object(), float("nan"), "\ud83d", 10**30)
+"""Values that Python programs pass by mistake."""
+
+
+def legal_calls(tmp_path):
+    """Returns a legal call of each public function: name -> (function, arguments)."""
+    config = sd.preset("pico").change(sparsity__block=16, model__num_layers=1)
+    model, linear = sd.init(config, jax.random.key(0)), nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    size = {"in_features": 64, "out_features": 128}
+    layer = sd.BlockSparseLinear(**size, density=0.25, block=16, rngs=nnx.Rngs(0), evolving=True)
+    layout = sd.make_layout("random", **size, block=16, density=0.25)
+    arrays = {"x": jnp.ones((2, 64)), "values": jnp.ones((layout.nnz, 16, 16)), "layout": layout}
+    tokens = {"model": model, "tokens": np.zeros((1, 8), np.int32)}
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("d",))
+    shape = {"num_layers": 2, "d_model": 128, "num_heads": 2, "d_ff": 512, "vocab_size": 512}
+    calls = {
+        "sparsify": {"model": linear, "density": 0.25, "block": 16},
+        "densify": {"model": layer},
+        "partition_specs": {"model": layer, "mesh": mesh, "axis": "d"},
+        "erk_densities": {"model": linear, "density": 0.5, "block": 16},
+        "cubic_density": {"step": 1, "first": 0, "last": 10, "end": 0.5},
+        "make_layout": {"pattern": "random", **size, "block": 16, "density": 0.25},
+        "legal_densities": {**size, "block": 16},
+        "block_sparse_matmul": arrays,
+        "flops_per_token": {"config": model.model, "sequence": 16},
+        "parameter_count": {"config": model.model},
+        "preset": {"scale": "pico"},
+        "init": {"config": config, "key": jax.random.key(0)},
+        "logits": tokens,
+        "loss": tokens,
+        "load": {"folder": tmp_path / "none"},
+        "generate": {"model": model, "prompts": ["a"], "max_new_tokens": 2},
+        "LinearSpec": {},
+        "ModelConfig": {**shape, "max_len": 64},
+        "BlockLayout": dict.fromkeys(("block", "in_blocks", "out_blocks"), 1)
+        | {"rows": np.array([0]), "cols": np.array([0])},
+    }
+    methods = {
+        "from_texts": (sd.Tokenizer.from_texts, {"texts": ["abc " * 9], "vocab_size": 260}),
+        "encode": (model.tokenizer.encode, {"text": "a"}),
+        "encode_batch": (model.tokenizer.encode_batch, {"texts": ["a"]}),
+        "decode": (model.tokenizer.decode, {"ids": [3]}),
+    }
+    return {name: (getattr(sd, name), arguments) for name, arguments in calls.items()} | methods
+
+
+@pytest.mark.parametrize("name", sd.__all__)
+def test_every_public_function_checks_its_arguments_by_their_annotations(name):
+    thing = getattr(sd, name)
+    if inspect.isfunction(thing):
+        assert hasattr(thing, "__wrapped__")
+
+
+def test_odd_values_act_or_are_refused_by_every_public_function(tmp_path):
+    crashes = []
+    for name, (function, arguments) in legal_calls(tmp_path).items():
+        for argument in arguments:
+            for value in ODD:
+                try:
+                    function(**{**arguments, argument: value})
+                except sd.UserError:
+                    pass
+                except Exception as error:
+                    crashes.append(f"{name}({argument}={value!r}): {type(error).__name__}: {error}")
+    assert not crashes, "\n".join(crashes)
+
+
+def test_the_version_is_that_of_the_package_and_dir_has_public_names_alone():
+    assert sd.__version__ == importlib.metadata.version("sparse_dataflow")
+    assert {name for name in dir(sd) if not name.startswith("__")} == set(sd.__all__)

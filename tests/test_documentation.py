@@ -27,10 +27,10 @@ from planned_commands import spelled_out
 
 import sparse_dataflow
 from sparse_dataflow.commands import command_line
-from sparse_dataflow.commands import command_line as commands
 from sparse_dataflow.commands.request import NAMED, Request
 from sparse_dataflow.core.config import settings
 from sparse_dataflow.core.config.run import RunConfig, preset
+from sparse_dataflow.files import console
 from sparse_dataflow.files.errors import UserError
 
 TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
@@ -75,10 +75,10 @@ def command_problem(command, comment):
         return ""
     if words[:2] == ["pip", "install"]:
         return "" if set(re.findall(r"\[([a-z,]+)\]", command)) <= EXTRAS else "no such extra"
-    if words[0] == commands.SCRIPT:
-        if words[1] not in commands.EVERYDAY:
+    if words[0] == console.SCRIPT:
+        if words[1] not in console.EVERYDAY:
             return f"no such command: {words[1]}"
-        return experiment_problem(f"experiments.{commands.EVERYDAY[words[1]]}", words[2:])
+        return experiment_problem(f"experiments.{console.EVERYDAY[words[1]]}", words[2:])
     if words[:2] == ["python", "-m"] and words[2].startswith("experiments."):
         return experiment_problem(words[2], words[3:])
     if words[0] in ("python", "sh"):

@@ -1,11 +1,17 @@
 """The wheel has every file of package and experiments; `make package` installs and runs it."""
 
+import ast
+import os
 import pathlib
+import re
 import subprocess
 import sys
 import zipfile
 
 import pytest
+
+from sparse_dataflow.files import console
+from sparse_dataflow.interchange import model_card
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = ("sparse_dataflow", "experiments")
@@ -43,3 +49,57 @@ def test_the_wheel_has_exactly_the_files_of_the_packages(wheel):
     expected = {str(path.relative_to(ROOT)) for path in sources()}
     inside = {f"sparse_dataflow/{name}" for name in expected if name.startswith("experiments/")}
     assert files == {name for name in expected if not name.startswith("experiments/")} | inside
+
+
+WITHOUT_CLONE = """import sys
+sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in repr(f).lower()]
+sys.path[:] = [place for place in sys.path if place not in {places!r}]
+"""
+
+
+@pytest.fixture
+def outside(wheel, tmp_path):
+    """outside(*arguments) -> the end of Python with the wheel's packages alone, in a folder of its
+    own."""
+    alone, work = tmp_path / "alone", tmp_path / "work"
+    zipfile.ZipFile(wheel).extractall(alone)
+    work.mkdir()
+    (alone / "sitecustomize.py").write_text(WITHOUT_CLONE.replace("{places!r}", repr({str(ROOT)})))
+
+    def outside(*arguments):
+        environment = os.environ | {"PYTHONPATH": str(alone), "XDG_CACHE_HOME": str(tmp_path)}
+        command = [sys.executable, *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, cwd=work, env=environment)
+
+    return outside
+
+
+@pytest.mark.slow
+def test_a_pattern_of_your_own_and_printed_commands_run_from_the_wheel_alone(outside, tmp_path):
+    [example] = re.findall(r"```python\n(.*?)```", (ROOT / "BUILD.md").read_text(), re.S)
+    (tmp_path / "work" / "mine.py").write_text(example)
+    refused = outside("mine.py", "--pattern=every_fourth")
+    assert refused.returncode == 2 and "every_third" in refused.stderr, refused.stderr
+    printed = [model_card._NO_TASK, console.command("gpt13b_dense"), console.command("export")]
+    names = re.findall(rf"{console.SCRIPT} ([a-z0-9_-]+)", " ".join(printed))
+    assert names == ["evaluate", "gpt13b_dense", "export"]
+    for name in names:
+        done = outside("-m", "sparse_dataflow", name, "--help")
+        assert done.returncode == 0 and f"usage: {console.SCRIPT} " in done.stdout, done.stderr
+    where = outside("-c", "import sparse_dataflow; print(sparse_dataflow.__file__)")
+    assert str(ROOT) not in where.stdout
+
+
+def texts_of(path):
+    """Returns the strings of a module that are no docstrings."""
+    tree = ast.parse(path.read_text())
+    alone = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+    constants = [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in alone]
+    return [n.value for n in constants if isinstance(n.value, str)]
+
+
+def test_no_sentence_of_the_package_names_a_module_that_a_wheel_lacks():
+    homes = {"console.py", "command_line.py"}  # Those that know how a command is written.
+    paths = [p for p in (ROOT / "sparse_dataflow").rglob("*.py") if p.name not in homes]
+    found = {p.name: t for p in paths for t in texts_of(p) if re.search(r"\bexperiments\.[a-z]", t)}
+    assert not found

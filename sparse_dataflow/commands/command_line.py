@@ -17,7 +17,7 @@ of `sparse_dataflow.experiments`: a package `experiments` on the path of others 
 
 import ast
 import dataclasses
-import importlib.metadata
+import importlib
 import importlib.util
 import os
 import select
@@ -35,24 +35,13 @@ from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config import settings
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.config.settings import Setting
-from sparse_dataflow.files import json_files, output, storage
+from sparse_dataflow.files import console, json_files, output, storage
+from sparse_dataflow.files.console import SCRIPT
 from sparse_dataflow.files.errors import TEMPORARY, UserError, in_words, is_exhausted
 from sparse_dataflow.files.output import best_effort_errors, flush_or_exit
 from sparse_dataflow.hardware import detect
 
-EVERYDAY = {
-    "train": "gpt13b_sparse",
-    "generate": "generate",
-    "evaluate": "evaluate",
-    "export": "export",
-    "watch": "watch",
-    "plan": "layout_search",
-    "chip-report": "chip_report",
-}
-"""Short name -> experiment, in the order in which they are listed."""
-
 PACKAGE = "sparse_dataflow.experiments"
-SCRIPT = "sparse-dataflow"
 
 
 def experiments_folder() -> Path:
@@ -75,6 +64,12 @@ def _in_wheel() -> bool:
     return (Path(__file__).parents[1] / "experiments").is_dir()
 
 
+def experiment(name: str) -> Any:
+    """Returns the module of an experiment, in a clone or an installed wheel."""
+    experiments_folder()
+    return importlib.import_module(f"{PACKAGE}.{name}")
+
+
 def experiments() -> dict[str, str]:
     """Returns the first sentence of the docstring of each experiment, by name."""
     files = sorted(experiments_folder().glob("[a-z]*.py"))
@@ -91,8 +86,7 @@ def command_of(experiment: str) -> str:
     in_clone = name.startswith("experiments.") or not _in_wheel()
     if in_clone and not name.startswith(f"{PACKAGE}."):
         return f"python -m experiments.{experiment}"
-    short = {module: name for name, module in EVERYDAY.items()}
-    return f"{SCRIPT} {short.get(experiment, experiment)}"
+    return console.command(experiment)
 
 
 def started_by(experiment: str) -> str:
@@ -108,12 +102,7 @@ def started_by(experiment: str) -> str:
 
 def with_commands(text: str) -> str:
     """Returns a text with every `python -m experiments.NAME` as this process would be started."""
-    head = "python -m experiments."
-    first, *rest = text.split(head)
-    for part in rest:
-        name = part[: len(part) - len(part.lstrip("abcdefghijklmnopqrstuvwxyz0123456789_"))]
-        first += command_of(name) + part[len(name) :]
-    return first
+    return console.with_commands(text, command_of)
 
 
 WIDTH = 100
@@ -411,7 +400,7 @@ def show(text: str) -> NoReturn:
 
 def version() -> str:
     """The line of --version."""
-    return f"{SCRIPT} {importlib.metadata.version('sparse_dataflow')}\n"
+    return f"{SCRIPT} {console.version()}\n"
 
 
 def _reader_left() -> bool:

@@ -25,7 +25,7 @@ def teacher_of(
     """
     path, sequence = config.training.teacher, config.training.sequence
     if record is None:
-        start = starting_point.read(path)
+        start = starting_point.read(path, preferred=starting_point.DENSE)
     else:
         start = starting_point.read_again(record.teacher or {}, folder, "learn from")
     same = start.tokenizer.content_hash == tokenizer.content_hash
@@ -44,5 +44,5 @@ def teacher_of(
     start.model.check_context(sequence, name)
     teacher = Teacher(start.model, start.params, start.tables, start.provenance)
     flops = teacher.flops_per_token(sequence)
-    say(f"teacher: {path}, {flops:.3g} FLOPs a token, which count in each step")
+    say(f"teacher: {start.words}, {flops:.3g} FLOPs a token, which count in each step")
     return teacher

@@ -10,6 +10,7 @@ import shlex
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -57,12 +58,13 @@ from sparse_dataflow.data.tokenizer import KINDS, Tokenizer
 from sparse_dataflow.evaluation import run_files, trained
 from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.evaluation.trained import Model
-from sparse_dataflow.files import loopback
+from sparse_dataflow.files import console, loopback
 from sparse_dataflow.files.addresses import Address, is_address
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.interchange import growth, pattern_pruning, starting_point
 from sparse_dataflow.interchange.starting_point import StartingPoint
+from sparse_dataflow.planner import memory
 from sparse_dataflow.reporting.report import PAGE
 
 EVALUATIONS_A_RUN = 8
@@ -144,6 +146,7 @@ class Job:
         self.config = settling.settled(config, self.chip, free)
         self.executor = devices.executor(self.config)
         self.mirror: Path | Address | None = None
+        self._began: Mapping[str, Any] | None = None
 
     def run(self, texts: Sequence[str] | None) -> Run:
         """Trains every model of the config and writes the report; see `train.train`."""
@@ -152,6 +155,7 @@ class Job:
         config, folder = self.config, self.folder
         trackers.tracker_names(config.run.trackers)  # Refuses illegal ones before any work.
         record = self._saved_record() if resume else None
+        self._began = record.init_from if record else None
         self._refuse_unfit_machine()
         corpus = self._corpus(texts, record)
         tokenizer = self.tokenizer = self._tokenizer(corpus, resume)
@@ -192,6 +196,9 @@ class Job:
                 trainer = self._trainer(v, data, programs[v.name], progress, record)
                 stack.push(functools.partial(_close, trainer))
                 trainers.append(trainer)
+                if config.run.init_from and not trainer.step:
+                    row = trainer.evaluate()
+                    say(f"{v.name:>6}: held-out loss before the first step {row['loss']:.4f}")
                 if resume:
                     say(f"{v.name:>6}: resumes after step {trainer.step} of {v.training.steps}")
             progress.time_left.begin()
@@ -267,10 +274,12 @@ class Job:
             if config.training.adapter_rank:
                 base = self._base(record)
                 starting_point.refuse_other_base(base, v.model)
+                say(f"{v.name:>6}: adapters on {base.words}")
                 if config.run.prune_to == "pattern":
                     pattern_pruning.refuse_other_layouts(base.model, base.tables, v.model)
             elif config.run.init_from and not record:
                 weights = self._weights()
+                say(_beginning_words(v.name, weights, v.phase_specs[0].model))
                 model = v.phase_specs[0].model
                 growth.refuse_other_shapes(weights.model, model)
                 if config.run.prune_to == "pattern":
@@ -293,7 +302,7 @@ class Job:
             return Tokenizer.load(self.folder / run_files.TOKENIZER)
         if not self.config.run.init_from:
             return tokenizer_of(self.config, corpus)
-        base = starting_point.read(self.config.run.init_from).tokenizer
+        base = starting_point.read_for(self._beginning).tokenizer
         if not self.config.data.extend_vocabulary:
             return base
         tokenizer = vocabularies.learned(base, corpus, self.config.data, cache.FOLDER)
@@ -301,9 +310,15 @@ class Job:
         self.config = self.config.change(training__new_rows=rows)
         return tokenizer
 
+    @property
+    def _beginning(self) -> RunConfig:
+        """The config, with the model of `run.init_from` that a resumed run began with."""
+        variant = (self._began or {}).get("variant")
+        return self.config.change(run__init_variant=variant) if variant else self.config
+
     def _weights(self) -> StartingPoint:
         """The weights to begin with, with rows for the tokens that the run adds."""
-        start = starting_point.read(self.config.run.init_from)
+        start = starting_point.read_for(self._beginning)
         if not self.config.data.extend_vocabulary:
             return start
         return starting_point.with_vocabulary(start, self.tokenizer)
@@ -331,7 +346,7 @@ class Job:
     def _new_record(self, models, corpus, tokenizer, data) -> RunRecord:
         start = dict(self._weights().provenance) if self.config.run.init_from else None
         if start and self.config.data.extend_vocabulary:
-            base = starting_point.read(self.config.run.init_from).tokenizer
+            base = starting_point.read_for(self._beginning).tokenizer
             start["vocabulary"] = vocabularies.measured(base, tokenizer, corpus)
         record = RunRecord(
             experiment=self.experiment,
@@ -469,6 +484,13 @@ def _close(trainer, kind, error, trace) -> None:
         trainer.close()
 
 
+def _beginning_words(name, start, model) -> str:
+    """What a model begins with, and the share of its projections' weights that it keeps."""
+    before, after = memory.matrix_count(start.model), memory.matrix_count(model)
+    pruned = f", pruned to {after / before:.1%} of its projections' weights"
+    return f"{name:>6}: begins with {start.words}{pruned * (after < before)}"
+
+
 def _say_all(sentences):
     for sentence in sentences:
         say(f"note: {sentence}")
@@ -506,6 +528,6 @@ def _versions():
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers")
     return {
         "python": platform.python_version(),
-        "sparse_dataflow": importlib.metadata.version("sparse_dataflow"),
+        "sparse_dataflow": console.version(),
         **{package: importlib.metadata.version(package) for package in packages},
     }

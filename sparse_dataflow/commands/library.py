@@ -2,13 +2,14 @@
 
 import importlib.metadata
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from sparse_dataflow.core.config import run
+from sparse_dataflow.core.config import arguments, run
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt, stacks
@@ -16,11 +17,13 @@ from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training.phases import variant
 from sparse_dataflow.data.tokenizer import Tokenizer, byte_tokenizer
 from sparse_dataflow.evaluation.trained import Model
+from sparse_dataflow.files import console
 from sparse_dataflow.files.errors import UserError, redact
 from sparse_dataflow.interchange import hub_models, huggingface, peft, starting_point
 from sparse_dataflow.interchange.model_card import model_card
 
 
+@arguments.checked
 def preset(scale: str | Path, *, compute_dtype: str = "float32") -> RunConfig:
     """Returns the run of a named scale with its recipe, or the run that begins with other weights.
 
@@ -51,6 +54,7 @@ def preset(scale: str | Path, *, compute_dtype: str = "float32") -> RunConfig:
     return run.preset(str(scale), compute_dtype=compute_dtype)
 
 
+@arguments.checked
 def init(config: RunConfig, key: jax.Array, tokenizer: Tokenizer | None = None) -> Model:
     """Draws a model: the sparse one, or the dense one of a config without sparse projections.
 
@@ -79,6 +83,9 @@ def init(config: RunConfig, key: jax.Array, tokenizer: Tokenizer | None = None) 
             f"evolution.method={config.evolution.method} changes the model in sd.train; legal for "
             "sd.init: static."
         )
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if key.shape != (() if typed else (2,)):
+        raise UserError(f"key is {key.dtype} of shape {key.shape}; legal: jax.random.key(SEED).")
     tokenizer = tokenizer or byte_tokenizer(config.model.vocab_size)
     chosen = variant(config, config.variants[0], tokenizer.vocab_size)
     params = jax.jit(gpt.init, static_argnums=0)(chosen.model, key)
@@ -97,7 +104,8 @@ def init(config: RunConfig, key: jax.Array, tokenizer: Tokenizer | None = None) 
     )
 
 
-def logits(model: Model, tokens: ArrayLike) -> jax.Array:
+@arguments.checked
+def logits(model: Model, tokens: ArrayLike | Sequence) -> jax.Array:
     """Returns the scores of every next token.
 
     Args:
@@ -119,7 +127,8 @@ def logits(model: Model, tokens: ArrayLike) -> jax.Array:
     return whole.logits(model.model, weights, _checked(tokens, 1))
 
 
-def loss(model: Model, tokens: ArrayLike) -> jax.Array:
+@arguments.checked
+def loss(model: Model, tokens: ArrayLike | Sequence) -> jax.Array:
     """Returns the mean negative log-likelihood of the next tokens: float32 [], in nats.
 
     Args:
@@ -143,6 +152,7 @@ def loss(model: Model, tokens: ArrayLike) -> jax.Array:
     return whole.loss(model.model, weights, whole.Batch(ids, mean))
 
 
+@arguments.checked
 def save(
     model: Model, folder: str | Path, form: str = "sparse", architecture: str = huggingface.AUTO
 ) -> Path:
@@ -157,7 +167,7 @@ def save(
       form: "sparse"; "dense", where blocks that are not stored are zeros; or "adapter", the
         adapters of a run alone, for PEFT.  The dense form has adapters merged into its weights, the
         sparse form has them as low-rank terms.
-      architecture: of the dense form: "gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", or
+      architecture: of the dense form: a name in `interchange.architectures`, such as "llama", or
         "auto" for that of the weights that a run began with, else the first that represents the
         model.
 
@@ -176,8 +186,8 @@ def save(
     """
     if form == "adapter":
         peft.refuse_other(model)
-    packages = ("sparse_dataflow", "jax", "safetensors")
-    versions = {package: importlib.metadata.version(package) for package in packages}
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "safetensors")}
+    versions = {"sparse_dataflow": console.version(), **versions}
     if model.record is not None:
         card = redact(model_card(model, form, versions))
         architecture = huggingface.preferred(architecture, model.record, model.model)
@@ -206,7 +216,10 @@ def save(
 
 def _checked(tokens, shortest):
     """Returns int32 tokens [batch, sequence] of at least `shortest` each."""
-    tokens = jnp.asarray(tokens)
+    try:
+        tokens = jnp.asarray(tokens)
+    except (OverflowError, TypeError, ValueError):
+        raise UserError("tokens are no array; legal: integers [batch, sequence].") from None
     if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.ndim != 2:
         raise UserError(
             f"tokens are {tokens.dtype} of shape {tokens.shape}; legal: integers [batch, sequence]."

@@ -197,7 +197,13 @@ class Request:
 
             folder, paths = self.changes["run.init_from"], {f"model.{name}": name for name in GROWN}
             larger = {paths[path]: n for path, n in self.changes.items() if path in paths}
-            base = starting_point.run_config(folder, compute_dtype(backend), larger)
+            base = starting_point.run_config(
+                folder,
+                compute_dtype(backend),
+                larger,
+                self.changes.get("run.init_variant", ""),
+                starting_point.SPARSE if sparse else starting_point.DENSE,
+            )
             if "sparsity.density" in self.changes:
                 base = base.change(sparsity__budget="uniform")
         else:

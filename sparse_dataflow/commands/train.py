@@ -14,6 +14,7 @@ from sparse_dataflow.commands import command_line as commands
 from sparse_dataflow.commands.job import Job, Run
 from sparse_dataflow.commands.planning import described
 from sparse_dataflow.commands.request import Request
+from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.training.monitoring.metrics import say
 from sparse_dataflow.files import addresses
@@ -26,6 +27,7 @@ from sparse_dataflow.planner import scales
 _DTYPE = "model.compute_dtype"
 
 
+@arguments.checked
 def train(
     config: RunConfig,
     *,

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from sparse_dataflow.core.config import arguments
 from sparse_dataflow.data import hub, tfds_copies, token_files
 from sparse_dataflow.data.cache import atomic_write, exclusive, resolved
 from sparse_dataflow.data.documents import (
@@ -282,14 +283,13 @@ def _load_examples(name: str, cache_dir: Path, options: _Options) -> Corpus:
     return _load_local("LocalText", name, source, cache_dir, options)
 
 
+@arguments.checked
 def corpus_of_texts(texts: Sequence[str], name: str = "texts") -> Corpus:
     """A corpus of documents in memory, one a text.
 
     Raises:
       UserError: there is no text, or a single one too short to be split.
     """
-    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-        raise UserError("texts must be a list of strings, one a document.")
     rows = enumerate(texts)
     documents = [Document(f"{name}/{number}", text) for number, text in rows if text.strip()]
     if len(documents) < len(texts):

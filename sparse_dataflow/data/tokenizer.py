@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sparse_dataflow.core.config import arguments
 from sparse_dataflow.data import tokenizer_library
 from sparse_dataflow.data.cache import exclusive, resolved
 from sparse_dataflow.data.chat import ChatTemplate
@@ -38,8 +39,8 @@ TRAINING_CHARACTERS = 64 * 2**20
 LONGEST_WORD = 128
 """Characters. Training is quadratic in an unbroken run, such as base64, minified code or DNA."""
 
-_FIRST_UNKNOWN = 0x10000
-"""Character of the first token of an `id_tokenizer`; those of bytes are below U+0200."""
+_FIRST_STAND_IN = 0x10000
+"""Character that stands for the first token of an `id_tokenizer`; those of bytes are below."""
 
 _FORMAT = "byte-level-bpe-1"
 _ORIGINAL_FORMAT = "byte-level-bpe-2"  # Has the original tokenizer.json and its ids.
@@ -71,6 +72,7 @@ class Tokenizer:
       original_ids: id in `original` of each id, [vocab_size]; empty without `original`.
       chat_template: of an imported tokenizer that has one.
       identity: special ids and files of an imported tokenizer.
+      has_text: whether the tokens are text; False for the stand-ins of `id_tokenizer`.
 
     Examples:
         >>> tokenizer = sd.Tokenizer.from_texts(["to be or not to be"] * 9, vocab_size=260)
@@ -86,6 +88,7 @@ class Tokenizer:
     original_ids: tuple[int, ...] = ()
     chat_template: ChatTemplate | None = None
     identity: Identity = NO_IDENTITY
+    has_text: bool = True
 
     def __post_init__(self):
         if not SMALLEST_VOCAB <= len(self.tokens) + 1 <= self.vocab_size:
@@ -104,6 +107,7 @@ class Tokenizer:
         return f"Tokenizer({len(self.tokens) + 1} tokens, vocab_size={self.vocab_size})"
 
     @classmethod
+    @arguments.checked
     def from_texts(cls, texts: Sequence[str], vocab_size: int) -> "Tokenizer":
         """Trains a tokenizer on strings.
 
@@ -113,8 +117,6 @@ class Tokenizer:
         Raises:
           UserError: `texts` is no list of strings, or `vocab_size` is under 257.
         """
-        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-            raise UserError("texts must be a list of strings, one a document.")
         _refuse_small(vocab_size)
         pieces = (piece for text in texts for piece in split_text(text))
         return _train(short_words(pieces), vocab_size)
@@ -123,11 +125,6 @@ class Tokenizer:
     def eot_id(self) -> int:
         """Id of the end-of-text token, which ends a document; no text encodes to it."""
         return self.vocab_size - 1
-
-    @property
-    def has_text(self) -> bool:
-        """Whether the tokens are known; see `id_tokenizer`."""
-        return ord(self.tokens[0]) < _FIRST_UNKNOWN
 
     @functools.cached_property
     def ends(self) -> frozenset[int]:
@@ -152,7 +149,8 @@ class Tokenizer:
         """Id of each token of `original` that no text encodes to, by its text."""
         if not self.original:
             return {}
-        vocab = {t: int(self.ids_from_original[n]) for t, n in self._engine.get_vocab().items()}
+        rows = {t: n for t, n in self._engine.get_vocab().items() if n < self.vocab_size}
+        vocab = {token: int(self.ids_from_original[number]) for token, number in rows.items()}
         return {token: number for token, number in vocab.items() if number >= len(self.tokens)}
 
     @functools.cached_property
@@ -165,6 +163,7 @@ class Tokenizer:
         lengths[: len(self.tokens)] = [len(token) for token in self.tokens]
         return lengths
 
+    @arguments.checked
     def token_to_bytes(self, token: int) -> bytes:
         """Returns the bytes of a token; b"" for end of text and unused ids."""
         if not 0 <= token < len(self.tokens) or not self.has_text:
@@ -173,9 +172,10 @@ class Tokenizer:
 
     @functools.cached_property
     def content_hash(self) -> str:
-        """Sha256 (hex) of what `save` writes, without the files of the identity."""
+        """Sha256 (hex) of what `save` writes, without the files of the identity and `has_text`."""
         bare = dataclasses.replace(self.identity, files=())
-        return hashlib.sha256(dataclasses.replace(self, identity=bare)._canonical()).hexdigest()
+        bare = dataclasses.replace(self, identity=bare, has_text=True)
+        return hashlib.sha256(bare._canonical()).hexdigest()
 
     @functools.cached_property
     def _engine(self):
@@ -220,10 +220,12 @@ class Tokenizer:
         elif text:
             yield text
 
+    @arguments.checked
     def encode(self, text: str) -> np.ndarray:
         """Returns the token ids of `text`, int32 [tokens], without end of text."""
         return self.encode_batch([text])[0]
 
+    @arguments.checked
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns `encode` of each text; uses all cores."""
         pieces = [list(self.pieces(text)) for text in texts]
@@ -235,14 +237,27 @@ class Tokenizer:
             np.concatenate([empty, *(np.asarray(next(encoded).ids, np.int32) for _ in text_pieces)])
             for text_pieces in pieces
         ]
-        return [self.ids_from_original[row] for row in ids] if self.original else ids
+        return [self._rows_of(row) for row in ids] if self.original else ids
 
+    def _rows_of(self, original):
+        """Returns the ids of ids in `original`, which may name special tokens without a row."""
+        beyond = original[original >= self.vocab_size]
+        if len(beyond):
+            raise UserError(
+                f"A text has the special token {self._engine.id_to_token(int(beyond[0]))!r}, id "
+                f"{beyond[0]}, for which the model has no row; legal: texts without it, or a model "
+                f"with more than {self.vocab_size:,} rows."
+            )
+        return self.ids_from_original[original]
+
+    @arguments.checked
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the ids of each text with those that the library puts in front of it. Those of
         an empty text are never empty."""
         prefix = list(self.identity.prefix)
         return [prefix + ids.tolist() or [self.start_id] for ids in self.encode_batch(texts)]
 
+    @arguments.checked
     def encode_chat(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the token ids of texts that the chat template rendered, whose special tokens are
         one token each."""
@@ -250,10 +265,11 @@ class Tokenizer:
             encoded = self._chat_engine.encode_batch_fast(list(texts), add_special_tokens=False)
         rows = [np.asarray(one.ids, np.int32) for one in encoded]
         if self.original:
-            return [self.ids_from_original[row] for row in rows]
+            return [self._rows_of(row) for row in rows]
         # Without an original the end of text is the only special token.
         return [np.where(row < len(self.tokens), row, self.eot_id).astype(np.int32) for row in rows]
 
+    @arguments.checked
     def encode_with_places(self, text: str, chat: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ids of a text, int32 [tokens], and the characters that each is of, int64
         [tokens, 2]: the first one and the one after the last.
@@ -267,18 +283,28 @@ class Tokenizer:
         ids = np.asarray(encoded.ids, np.int32)
         places = np.asarray(encoded.offsets, np.int64).reshape(-1, 2)
         if self.original:
-            return self.ids_from_original[ids], places
+            return self._rows_of(ids), places
         return np.where(ids < len(self.tokens), ids, self.eot_id).astype(np.int32), places
 
+    @arguments.checked
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text of the ids; incomplete UTF-8 becomes U+FFFD, unused ids vanish."""
-        ids = [int(i) for i in ids]
+        """Returns the text of the ids; incomplete UTF-8 becomes U+FFFD, unused ids vanish.
+
+        Raises:
+          UserError: an id is not in the vocabulary.
+        """
+        ids = np.asarray(ids, np.int64).reshape(-1).tolist()
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            raise UserError(
+                f"The token ids go from {min(ids)} to {max(ids)}; legal: 0 to {self.eot_id}."
+            )
         if self.original:
             ids = [self.original_ids[i] for i in ids if self.token_bytes[i]]
         with tokenizer_library.failures("decode tokens"):
             return self._engine.decode(ids, skip_special_tokens=False)
 
-    def save(self, path: Path) -> None:
+    @arguments.checked
+    def save(self, path: str | Path) -> None:
         """Writes canonical JSON; replaces the file atomically."""
         path = Path(path)
         make = functools.partial(path.parent.mkdir, parents=True, exist_ok=True)
@@ -286,7 +312,8 @@ class Tokenizer:
         storage.replace(path, self._canonical())
 
     @classmethod
-    def load(cls, path: Path) -> "Tokenizer":
+    @arguments.checked
+    def load(cls, path: str | Path) -> "Tokenizer":
         """Reads what `save` wrote.
 
         Raises:
@@ -311,7 +338,9 @@ class Tokenizer:
             identity = NO_IDENTITY
             if "identity" in fields:
                 identity = Identity.from_json(fields["identity"])
-            tokenizer = cls(tokens, merges, size, *original, template, identity)
+            # Files of earlier versions have stand-ins alone.
+            has_text = fields.get("has_text", tokens != _stand_ins(len(tokens)))
+            tokenizer = cls(tokens, merges, size, *original, template, identity, bool(has_text))
             if tokenizer.original:
                 tokenizer.validate_original()
             vocabulary = set(tokenizer.tokens)
@@ -342,6 +371,8 @@ class Tokenizer:
             fields["chat_template"] = asdict(self.chat_template)
         if self.identity != NO_IDENTITY or self.identity.files:
             fields["identity"] = self.identity.to_json()
+        if not self.has_text:
+            fields["has_text"] = False
         return json.dumps(fields, separators=(",", ":"), sort_keys=True).encode("ascii")
 
 
@@ -402,7 +433,11 @@ def id_tokenizer(vocab_size: int) -> Tokenizer:
       UserError: `vocab_size` is under 257.
     """
     _refuse_small(vocab_size)
-    return Tokenizer(tuple(chr(_FIRST_UNKNOWN + n) for n in range(vocab_size - 1)), (), vocab_size)
+    return Tokenizer(_stand_ins(vocab_size - 1), (), vocab_size, has_text=False)
+
+
+def _stand_ins(count):
+    return tuple(chr(_FIRST_STAND_IN + number) for number in range(count))
 
 
 def _refuse_small(vocab_size):
@@ -446,8 +481,7 @@ def to_byte_alphabet(text: str) -> str:
 
 def from_bytes(content: bytes) -> str:
     """Returns bytes in GPT-2's byte alphabet, one character per byte."""
-    character = {byte: character for character, byte in _byte_by_character().items()}
-    return "".join(character[byte] for byte in content)
+    return content.decode("latin-1").translate(_character_by_byte())
 
 
 @functools.cache
@@ -458,6 +492,11 @@ def _byte_by_character() -> dict[str, int]:
     others = [byte for byte in range(256) if byte not in printable]
     shifted = {chr(256 + number): byte for number, byte in enumerate(others)}
     return {chr(byte): byte for byte in printable} | shifted
+
+
+@functools.cache
+def _character_by_byte() -> dict[int, str]:
+    return {byte: character for character, byte in _byte_by_character().items()}
 
 
 def _load_or_none(path: Path) -> Tokenizer | None:
@@ -498,8 +537,9 @@ def _original_engine(original, vocab_size):
         engine = tokenizer_library.from_text(original)
     except ValueError as error:
         raise ValueError(f"its original cannot be read ({error})") from None
-    if max(engine.get_vocab().values(), default=0) >= vocab_size:
-        raise ValueError(f"its original has ids over {vocab_size - 1}")
+    tokenizer_library.refuse_beyond(
+        engine.get_vocab(), tokenizer_library.special_tokens(original), vocab_size
+    )
     engine.encode_special_tokens = True  # As plain text: no text encodes to end of text.
     engine.model.dropout = None  # BPE dropout would make encoding random.
     if engine.decoder is None:

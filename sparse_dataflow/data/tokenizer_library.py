@@ -8,7 +8,7 @@ tokenizer.json.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from sparse_dataflow.files import json_files
@@ -56,6 +56,26 @@ def from_text(text: str) -> Any:
         engine.no_truncation()
         engine.no_padding()
         return engine
+
+
+def special_tokens(text: str) -> set[str]:
+    """Returns the special tokens of a tokenizer.json, which no text encodes to."""
+    added = json_files.parse(text).get("added_tokens") or ()
+    return {token["content"] for token in added if token.get("special")}
+
+
+def refuse_beyond(vocab: Mapping[str, int], special: Collection[str], rows: int) -> None:
+    """Raises ValueError if a model with so many rows has no row for a token that texts have.
+
+    A special token without a row is legal, as Gemma 3's `<image_soft_token>`: no text encodes to
+    it, and the model cannot write it.
+    """
+    beyond = {n: token for token, n in vocab.items() if n >= rows and token not in special}
+    if beyond:
+        raise ValueError(
+            f"its token {beyond[max(beyond)]!r} has the id {max(beyond)}; legal for a model of "
+            f"{rows} tokens: at most {rows - 1}, but for special tokens"
+        )
 
 
 def _growth(step) -> float:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.evaluation import drafts, kv_cache
 from sparse_dataflow.evaluation.drafts import Draft
@@ -44,32 +45,35 @@ class Continuation:
     stopped_by: str
 
 
+@arguments.checked
 def generate(
     model: Model,
     prompts: Sequence[str | Sequence[int]],
     *,
     max_new_tokens: int,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    stop: Sequence[str] = (),
-    seed: int | Sequence[int] = 0,
+    temperature: float | None = 0.0,
+    top_k: int | None = 0,
+    top_p: float | None = 1.0,
+    stop: Sequence[str] | None = (),
+    seed: int | Sequence[int] | None = 0,
     on_token: Callable[[int, str], None] | None = None,
     weights: kv_cache.Weights | OffloadedExperts | None = None,
     draft: Draft | None = None,
 ) -> list[Continuation]:
     """Continues all prompts in one batch.
 
+    None is the default of `temperature`, `top_k`, `top_p`, `stop` and `seed`.
+
     Args:
       prompts: strings, in front of which an imported tokenizer may put a begin of text, or lists of
         token ids; an empty prompt starts a new document.
       max_new_tokens: maximum tokens of each continuation, at least 1.
-      temperature: see `Sampling`.
-      top_k: see `Sampling`.
-      top_p: see `Sampling`.
+      temperature: divisor of the logits; 0 takes the most likely token.
+      top_k: number of most likely tokens to draw among; 0 is all.
+      top_p: total probability of the fewest most likely tokens to draw among, in (0, 1].
       stop: strings that end a continuation; one may be or have the text of a special token.
-      seed: sampling seed; the same prompts and seed give the same text. With a seed for each
-        prompt, a text does not depend on the other prompts of the batch.
+      seed: sampling seed from 0 to 4,294,967,295; the same prompts and seed give the same text.
+        With a seed for each prompt, a text does not depend on the other prompts of the batch.
       on_token: callback (prompt index, text) with newly generated text. Text is withheld until its
         characters are complete and it cannot become a stop string.
       weights: the model's parameters from `kv_cache.prepare`, or with experts in host memory; None
@@ -85,14 +89,16 @@ def generate(
         >>> len(continuation.tokens), continuation.stopped_by
         (5, 'length')
     """
+    stop = stop or ()
     if not all(stop):
         raise UserError("A stop string is empty; legal: strings of at least one character.")
-    tokens = [_prompt_tokens(model.tokenizer, prompt) for prompt in _listed(prompts)]
+    tokens = [_prompt_tokens(model.tokenizer, prompt) for prompt in prompts]
     decoders = [StreamDecoder(model.tokenizer, stop) for _ in tokens]
-    seed = seed if isinstance(seed, int) else tuple(seed)
+    seed = tuple(seed) if isinstance(seed, Sequence) else seed or 0
     if isinstance(seed, tuple) and len(seed) != len(tokens):
         raise UserError(f"{len(seed)} seeds do not fit {len(tokens)} prompts; legal: one each.")
-    sampling = Sampling(temperature, top_k, top_p, seed)
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    sampling = Sampling(**{n: v for n, v in given.items() if v is not None}, seed=seed)
     if weights is None:
         weights = kv_cache.prepare(model.model, model.weights)
     stream = generate_tokens(
@@ -119,12 +125,6 @@ def generate(
     for index, decoder in enumerate(decoders):
         report(index, decoder.end("length"))
     return [Continuation(d.text, d.tokens, d.stopped_by) for d in decoders]
-
-
-def _listed(prompts):
-    if isinstance(prompts, str):
-        raise UserError("prompts is one string; legal: a list of strings or of token ids.")
-    return prompts
 
 
 def _prompt_tokens(tokenizer, prompt):

@@ -1,7 +1,6 @@
 """Next-token selection from logits: greedy, temperature, top-k and top-p sampling."""
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,36 +9,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.core.config.sampling import SEEDS, SamplingSettings
 from sparse_dataflow.files.errors import UserError
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(SamplingSettings):
     """Sampling parameters.
 
     Attributes:
-      temperature: divisor of the logits; 0 selects greedy decoding.
-      top_k: number of most likely tokens to sample from; 0 for all.
-      top_p: samples from the smallest set of most likely tokens with at least this probability
-        (arXiv 1904.09751, section 3.1); 1 for all.
       seed: random seed of a batch, whose rows then differ, or one of each row.
 
     Raises:
-      UserError: a value is out of range.
+      UserError: a value is not legal.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
     seed: int | tuple[int, ...] = 0
 
     def __post_init__(self):
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise UserError(f"temperature {self.temperature} is out of range; legal: 0 or more.")
-        if self.top_k < 0:
-            raise UserError(f"top_k {self.top_k} is out of range; legal: 0 or more.")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p {self.top_p} is out of range; legal: above 0, up to 1.")
+        super().__post_init__()
+        words, legal = SEEDS
+        for seed in self.seed if isinstance(self.seed, tuple) else (self.seed,):
+            if not legal(seed):
+                raise UserError(f"seed={seed} is not legal: it must be {words}.")
 
     @property
     def stochastic(self) -> bool:
@@ -123,9 +115,9 @@ def row_keys(seed: int | Sequence[int], rows: int) -> jax.Array:
     """
     words = np.zeros((rows, 2), np.uint32)
     if isinstance(seed, int):
-        words[:, 0], words[:, 1] = np.arange(rows), seed % 2**32
+        words[:, 0], words[:, 1] = np.arange(rows), seed
     else:
-        words[: len(seed), 1] = [value % 2**32 for value in seed]
+        words[: len(seed), 1] = seed
     return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
 
 

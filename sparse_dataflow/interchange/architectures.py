@@ -80,6 +80,9 @@ class Architecture:
     outputs: tuple[str, ...] = ("lm_head",)
 
 
+AUTO = "auto"
+"""Name for the first architecture that represents a model."""
+
 _GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu"}
 _ACTIVATIONS = {**_GELUS, "gelu": "gelu_exact", "relu": "relu", "silu": "silu", "swish": "silu"}
 _GATED_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", **_ACTIVATIONS}

@@ -109,7 +109,8 @@ def extended(base: Tokenizer, texts: Iterable[str], count: int) -> Tokenizer:
     if len(new.tokens) < count:
         _LOG.warning("the corpus gives %d of %d more tokens", len(new.tokens), count)
     ids = base.original_ids or tuple(range(base.vocab_size))
-    first = 1 + max(_used(base, fields, ids))
+    # A special token may have an id beyond the rows.
+    first = 1 + max(*_used(base, fields, ids), *_vocabulary(fields).values())
     numbers = list(range(first, first + len(new.tokens)))
     text = json.dumps(_with_tokens(fields, new, numbers), ensure_ascii=False)
     size = max(base.vocab_size, first + len(numbers))

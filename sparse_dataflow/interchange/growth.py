@@ -208,7 +208,7 @@ def _refuse_other_layouts(old, new, name, layouts):
         raise UserError(
             f"{name} of the experts is block-sparse at density {after.density:g} in this run, and "
             "the MLP of the initial weights does not have these blocks; legal: dense experts, by "
-            "sparsity.projections of attention alone or experiments.gpt13b_dense, or initial "
+            "sparsity.projections of attention alone or sparse-dataflow gpt13b_dense, or initial "
             "weights with the layouts of this run."
         )
 

@@ -33,7 +33,6 @@ _LOG = logging.getLogger(__name__)
 _WORD = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _NAME = re.compile(rf"((?:{_WORD}/)?{_WORD})(?:@([A-Za-z0-9._][A-Za-z0-9._/-]*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SMALL = (".json", ".txt", ".jinja", "tokenizer.model")
 _WEIGHTS = ".safetensors"
 _GIB = 2**30
 
@@ -80,7 +79,7 @@ def hub_name(place: str | Path) -> HubName | None:
 def fetched(name: HubName, files: Collection[str] = ()) -> Path:
     """Returns the folder of a model's files, which are fetched unless the cache has them.
 
-    A download that was killed goes on. The config.json is fetched and checked before any weights,
+    A download that was killed goes on. The small files are fetched and checked before any weights,
     of which one copy is fetched.
 
     Args:
@@ -88,7 +87,7 @@ def fetched(name: HubName, files: Collection[str] = ()) -> Path:
 
     Raises:
       UserError: the hub does not have the model, keeps it from this user, or cannot be reached and
-        the cache has not all of its files; or its config.json is of no model that is read here.
+        the cache has not all of its files; or its small files are of no model that is read here.
     """
     hub = needed_module("huggingface_hub", str(name))
     for module in ("errors", "constants"):  # Those that the library does not import itself.
@@ -109,16 +108,17 @@ def fetched(name: HubName, files: Collection[str] = ()) -> Path:
     siblings = list(facts.siblings or ())
     sizes = {file.rfilename: getattr(file, "size", None) or 0 for file in siblings}
     digests = {file.rfilename: _digest(file) for file in siblings}
-    small = [file for file in sizes if "/" not in file and file.endswith(_SMALL)]
+    small = [file for file in sizes if "/" not in file and file.endswith(huggingface.SMALL)]
     chosen = [file for file in sizes if file in files] if files else small
     if (not files and huggingface.CONFIG not in chosen) or not chosen:
         needed = ", ".join(files) or huggingface.CONFIG
-        raise UserError(f"{name} has no {needed}; legal: a model of transformers.")
+        words = tensors.other_format(sizes) or "legal: a model of transformers."
+        raise UserError(f"{name} has no {needed}; {words}")
     folder = _download(hub, name, facts.sha, {file: sizes[file] for file in chosen}, digests)
     if not files:
-        huggingface.refuse_unknown(folder)
         weights = _weights(folder)
         _refuse_missing(name, sizes, weights)
+        huggingface.describe(folder)
         folder = _download(hub, name, facts.sha, {file: sizes[file] for file in weights}, digests)
     return folder
 
@@ -135,7 +135,13 @@ def local_folder(place: str | Path, files: Collection[str] = ()) -> Path:
       UserError: the folder has links that lead out of it, or see `fetched`.
     """
     name = hub_name(place)
-    folder = Path(place).expanduser() if name is None else fetched(name, files)
+    if name is not None:
+        folder = fetched(name, files)
+    else:
+        folder = Path(place).expanduser()
+        if folder.is_file():
+            words = tensors.other_format([folder.name]) or "legal: the folder that it is in."
+            raise UserError(f"{place} is a file; {words}")
     if folder.is_dir():
         folders.refuse_outside_links(folder)
     return folder
@@ -266,12 +272,9 @@ def _weights(folder) -> list[str]:
 def _refuse_missing(name, sizes, weights):
     missing = [file for file in weights if file not in sizes]
     if missing:
-        others = [f for f in sizes if f.endswith((".bin", ".gguf", ".pth", ".pt", ".h5", ".ckpt"))]
-        has = f", only {others[0]}" if others else ""
-        raise UserError(
-            f"{name} has no {missing[0]}{has}; legal: a model with {tensors.FILE}, or "
-            f"{tensors.INDEX} with its files."
-        )
+        legal = f"legal: a model with {tensors.FILE}, or {tensors.INDEX} with its files."
+        words = tensors.other_format(sizes) or legal
+        raise UserError(f"{name} has no {missing[0]}; {words}")
 
 
 _NO_REVISION = "it has no such revision"

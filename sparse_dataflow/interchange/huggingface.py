@@ -8,6 +8,7 @@ An export is written to a temporary folder, which is renamed when it is complete
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,6 +36,7 @@ from sparse_dataflow.interchange import (
     tensors,
     tokenizer_files,
 )
+from sparse_dataflow.interchange.architectures import AUTO
 from sparse_dataflow.interchange.equivalent_forms import (
     dense_form,
     split_config,
@@ -48,8 +50,8 @@ CARD = "README.md"
 _LOG = logging.getLogger(__name__)
 _ENDS = ("bos_token_id", "eos_token_id")
 FORMS = ("dense", "sparse")
-AUTO = "auto"
-"""Architecture of an export: the first that represents the model."""
+SMALL = (".json", ".txt", ".jinja", ".model")
+"""How the names of the files of a directory end that are not weights."""
 
 
 class Imported(NamedTuple):
@@ -93,11 +95,48 @@ def is_sparse_form(folder: str | Path) -> bool:
     return bool(sparse_form.read_config(folder).sparse_projections)
 
 
-def refuse_unknown(folder: Path) -> None:
-    """Raises UserError unless `read` reads models with the folder's config.json."""
+class Described(NamedTuple):
+    """What the small files of a Hugging Face directory say.
+
+    Attributes:
+      fields: those of config.json.
+      model: the model; its output layer may still turn out to be its own.
+      tokenizer: see `Imported`.
+      order: the id in the directory of each id of `tokenizer`, int [vocab_size].
+    """
+
+    fields: dict[str, Any]
+    model: ModelConfig
+    tokenizer: Tokenizer
+    order: np.ndarray
+
+
+def describe(folder: Path) -> Described:
+    """Reads everything but the weights of a Hugging Face directory.
+
+    All that can be refused without weights is refused here, so that none are fetched in vain.
+
+    Raises:
+      UserError: see `read`.
+    """
+    files = (path for path in sorted(folder.glob("*")) if path.suffix in SMALL and path.is_file())
+    facts = ((path.name, path.stat()) for path in files)
+    state = tuple((name, status.st_size, status.st_mtime_ns) for name, status in facts)
+    return _described(folder, state)
+
+
+@functools.lru_cache(maxsize=1)
+def _described(folder, state):
+    """Returns `describe` of a folder whose files are in a state. A model on the hub is described
+    before its weights are fetched, and again when they are read."""
     fields = _read_config(folder)
-    if fields["model_type"] != MODEL_TYPE:
-        _read_model(folder, fields)
+    if fields["model_type"] == MODEL_TYPE:
+        model = sparse_form.read_config(folder)
+        of_tokenizer = fields.get(SOURCE) or {"eos_token_id": fields.get("end_of_text")}
+        of_tokenizer = {**of_tokenizer, "vocab_size": model.vocab_size}
+    else:
+        model, of_tokenizer = _read_model(folder, fields), fields
+    return Described(fields, model, *tokenizer_files.read(folder, of_tokenizer))
 
 
 def read(folder: str | Path) -> Imported:
@@ -108,22 +147,20 @@ def read(folder: str | Path) -> Imported:
         tokenizer is missing, damaged or of another shape.
     """
     folder = Path(folder).expanduser()
-    fields = _read_config(folder)
+    fields, model, tokenizer, order = describe(folder)
+    _described.cache_clear()
     architecture = fields["model_type"]
     if architecture == MODEL_TYPE:
         architecture = ""
         model, params, tables = sparse_form.read(folder)
         source = fields.get(SOURCE)
-        fields = source or {"eos_token_id": fields.get("end_of_text")}
-        fields = {**fields, "vocab_size": model.vocab_size}
     else:
-        model, tables = _read_model(folder, fields), {}
+        tables: dict = {}
         files = tensors.Tensors(folder)
         model = _with_own_output(folder, fields, model, files)
         params = tensor_names.read(architectures.row(fields), model, files)
         source = None if fields == _fields_without_source(architecture, model) else fields
         _say_unread(folder, fields, model)
-    tokenizer, order = tokenizer_files.read(folder, fields)
     if source:
         tokenizer = _with_source(tokenizer, source)
     params = _reordered(params, order)

@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.run import LONGEST_SEQUENCE
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.evaluation.run_files import read_config
@@ -27,6 +28,7 @@ def variants(folder: str | Path) -> tuple[str, ...]:
     return read_config(folder).variants
 
 
+@arguments.checked
 def load(folder: str | Path, variant: str = "", checkpoint: str = NEWEST) -> Model:
     """Loads a model from a run folder or from a Hugging Face directory, such as `sd.save` writes.
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.monitoring.metrics import read_metrics
 from sparse_dataflow.evaluation.trained import Model
-from sparse_dataflow.files import json_files
+from sparse_dataflow.files import console, json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.output import markdown
 from sparse_dataflow.interchange import numpy_reader
 from sparse_dataflow.planner import memory
 
 EVALUATION = "evaluation.json"
-_NO_TASK = "None was evaluated; `python -m experiments.evaluate` does."
+_NO_TASK = f"None was evaluated; `{console.command('evaluate')} --run=RUN` does."
 
 _READERS = {
     "dense": """```python
@@ -173,7 +173,7 @@ def _scores(trained, result):
         cells = ("" if number is None else f"{number:.4g}" for number in numbers)
         rows.append((row["task"], shots, row["metric"], f"{row['items']:,}", *cells))
     head = "task, shots, metric, items, value, standard error, chance, unigram, bigram"
-    return f"{markdown(head.split(', '), rows)}\n\n`{result['command']}`"
+    return f"{markdown(head.split(', '), rows)}\n\n`{console.with_commands(result['command'])}`"
 
 
 def _provenance(record, versions):
@@ -182,6 +182,7 @@ def _provenance(record, versions):
     trained_with = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     exported = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
-        f"## How it was made\n`{record.replay}`\n\nTrained {record.date} on {record.machine} with "
-        f"{trained_with}. Exported with {exported}.{code}{seed}\n"
+        f"## How it was made\n`{console.with_commands(record.replay)}`\n\n"
+        f"Trained {record.date} on {record.machine} with {trained_with}. "
+        f"Exported with {exported}.{code}{seed}\n"
     )

@@ -27,6 +27,12 @@ def refuse_other(trained: Model) -> None:
     legal = "legal: a run of training.adapter_rank that began with a Hugging Face directory."
     if not trained.training.adapter_rank:
         raise UserError(f"{trained.folder} trained no adapters; {legal}")
+    if trained.training.frozen_dtype != "compute":
+        raise UserError(
+            f"The adapters of {trained.folder} are for weights that training.frozen_dtype="
+            f"{trained.training.frozen_dtype} rounded, and PEFT would add them to those before "
+            "rounding; legal: form=dense, which has the rounded weights and the adapters."
+        )
     architecture = (trained.saved_record.init_from or {}).get("architecture")
     if architecture not in ARCHITECTURES:
         raise UserError(

@@ -57,6 +57,8 @@ from sparse_dataflow.interchange.calibration import input_norms
 from sparse_dataflow.interchange.fetched_model import on_this_machine, origin
 from sparse_dataflow.planner import memory
 
+SPARSE, DENSE = "sparse", "dense"
+
 
 class StartingPoint(NamedTuple):
     """A model that provides initial weights.
@@ -79,11 +81,21 @@ class StartingPoint(NamedTuple):
         """The weights with their layouts."""
         return ModelWeights(self.params, self.tables)
 
+    @property
+    def words(self) -> str:
+        """Which model it is, such as "the sparse model of runs/A after step 100"."""
+        source = self.provenance
+        if "variant" not in source:
+            return f"the model of {source['path']}"
+        return f"the {source['variant']} model of {source['path']} after step {source['step']:,}"
+
 
 def run_config(
     folder: str | Path,
     compute_dtype: str = "float32",
     larger: Mapping[str, Any] = types.MappingProxyType({}),
+    variant: str = "",
+    preferred: str = SPARSE,
 ) -> RunConfig:
     """Returns the config of a run that begins with the weights of a folder.
 
@@ -95,11 +107,13 @@ def run_config(
       folder: run folder or Hugging Face directory, or the address of one.
       compute_dtype: dtype of activations.
       larger: fields of GROWN in which the model is larger than the weights.
+      variant: see `read`.
+      preferred: see `read`.
 
     Raises:
       UserError: the folder has no model, or no `SparsityConfig` describes its weights.
     """
-    start = read(str(folder))
+    start = read(str(folder), variant, preferred)
     model = start.model
     grouped = pattern_pruning.is_grouped(model, start.tables)
     dense = dataclasses.replace(model, linears={}, density_by_depth=(), **larger)
@@ -118,6 +132,7 @@ def run_config(
         run=dataclasses.replace(
             base.run,
             init_from=str(folder),
+            init_variant=variant,
             prune_to="pattern" if grouped else base.run.prune_to,
         ),
     )
@@ -151,24 +166,43 @@ def _sparsity(model: ModelConfig, num_layers: int) -> SparsityConfig:
     return SparsityConfig(projections=names, density=first.density, budget=budget, **common)
 
 
+def read_for(config: RunConfig) -> StartingPoint:
+    """Reads the weights that a run begins with; see `read`."""
+    return read(config.run.init_from, config.run.init_variant, config.variants[0])
+
+
 @functools.lru_cache(maxsize=1)
-def read(folder: str) -> StartingPoint:
+def read(folder: str, variant: str = "", preferred: str = SPARSE) -> StartingPoint:
     """Reads a Hugging Face directory, or the newest checkpoint of a run.
 
-    A run with a dense variant provides the dense model, else its first variant.
+    Args:
+      folder: folder, address, or name on the hub.
+      variant: model of a run; "" for the preferred one if the run has it, else its first.
+      preferred: "sparse" or "dense".
 
     Raises:
-      UserError: the folder has no model or is damaged.
+      UserError: the folder has no model or is damaged, or has no such variant.
     """
     local = on_this_machine(folder)
     _refuse_missing(local, folder)
     provenance: dict[str, Any] = {"path": origin(folder, local)}
     if huggingface.is_directory(local):
+        if variant:
+            raise UserError(
+                f"run.init_variant={variant} names a model of a run, and {folder} is a Hugging "
+                "Face directory, which has one; leave it out."
+            )
         model, params, tables, tokenizer, digest, architecture = huggingface.read(local)
         provenance |= {"model": model.to_json(), "weights": digest, "architecture": architecture}
         return StartingPoint(model, params, tables, tokenizer, provenance)
     names = read_config(local).variants
-    return _of_run(folder, "dense" if "dense" in names else names[0], trained.NEWEST)
+    if variant and variant not in names:
+        raise UserError(
+            f"run.init_variant={variant}: the run {folder} has no such model; legal: "
+            f"{', '.join(names)}."
+        )
+    chosen = variant or (preferred if preferred in names else names[0])
+    return _of_run(folder, chosen, trained.NEWEST)
 
 
 def _of_run(folder, variant, checkpoint):
@@ -177,7 +211,7 @@ def _of_run(folder, variant, checkpoint):
     if run.model.low_rank_projections:
         raise UserError(
             f"{folder} has weights of two factors (sparsity.pattern=low_rank), which no run begins "
-            "with; legal: its dense export, by experiments.export --form=dense."
+            "with; legal: its dense export, by sparse-dataflow export --form=dense."
         )
     checkpoint_folder = run.folder / variant / "checkpoints" / str(run.step)
     provenance = {
@@ -208,7 +242,9 @@ def with_vocabulary(start: StartingPoint, tokenizer: Tokenizer) -> StartingPoint
 
     def extended(rows):
         rows = np.asarray(rows)
+        # Rows of no token, in front of the new ones, begin as the mean of all.
         result = np.empty((tokenizer.vocab_size, *rows.shape[1:]), rows.dtype)
+        result[:] = rows.mean(0)
         result[moved] = rows
         for number, joined in enumerate(parts, len(old.tokens)):
             result[number] = rows[joined].mean(0)
@@ -379,7 +415,7 @@ def refuse_other_base(start: StartingPoint, model: ModelConfig) -> None:
                 raise UserError(
                     f"Adapters freeze the weights of run.init_from as they are, and {name} is "
                     f"{_stored_words(before)} there and {_stored_words(after)} in this run; legal: "
-                    "experiments.gpt13b_dense for dense weights, experiments.gpt13b_sparse with "
+                    "sparse-dataflow gpt13b_dense for dense weights, sparse-dataflow train with "
                     "its settings for block-sparse ones."
                 )
 

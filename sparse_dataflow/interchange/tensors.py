@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,24 @@ def digest(folder: Path) -> str:
     return combined.hexdigest()
 
 
+def other_format(names: Iterable[str]) -> str:
+    """Returns the way out for a model whose files have weights of another format; "" for none."""
+    names = list(names)
+    if gguf := next((name for name in names if name.endswith(".gguf")), ""):
+        return (
+            f"{gguf} is a file for llama.cpp, mostly of rounded weights; legal: the model of "
+            f"transformers that it was made from, with {FILE}."
+        )
+    pickled = (".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack")
+    if other := next((name for name in names if name.endswith(pickled)), ""):
+        return (
+            f"{other} is not read, because such files can run code; convert it with transformers "
+            "and torch: `AutoModelForCausalLM.from_pretrained(MODEL).save_pretrained(NEW)`, the "
+            "same with AutoTokenizer, and give NEW."
+        )
+    return ""
+
+
 def file_names(folder: Path) -> set[str]:
     """Returns the names of the files of the tensors, with their index."""
     return {path.name for path in _files(folder)} | {INDEX}
@@ -165,7 +183,9 @@ def _files(folder):
             raise UserError(f"{folder} lacks {', '.join(missing)}, which its index names.")
         return [folder / name for name in names]
     if not (folder / FILE).exists():
-        raise UserError(f"{folder} has no weights; legal: {FILE}, or {INDEX} with its files.")
+        legal = f"legal: {FILE}, or {INDEX} with its files."
+        names = sorted(path.name for path in folder.iterdir())
+        raise UserError(f"{folder} has no weights; {other_format(names) or legal}")
     return [folder / FILE]
 
 

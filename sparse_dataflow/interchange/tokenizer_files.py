@@ -245,11 +245,7 @@ def _reorder(parsed, size, config, end):
         for token, number in vocab.items()
         if token in text_tokens and token not in specials and number not in special_ids
     )
-    if text and max(vocab.values()) >= size:
-        raise ValueError(
-            f"its largest id is {max(vocab.values())}; legal for a model of {size} tokens: at most "
-            f"{size - 1}"
-        )
+    tokenizer_library.refuse_beyond(vocab, specials, size)
     text_ids = {number for number, _ in text}
     name = next((token for token, number in vocab.items() if number == end), None)
     if not 0 <= end < size or (name in made and name not in specials):

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.families import DENSE_TOKENS, EACH_HEAD, SEQUENTIAL, SHARED_NORM
 from sparse_dataflow.core.config.layer_groups import with_densest_layers
 from sparse_dataflow.core.config.model import ModelConfig
@@ -31,6 +32,7 @@ TABLE_BYTES_PER_BLOCK = 4 * 4
 USABLE = 0.9
 
 
+@arguments.checked
 def parameter_count(config: ModelConfig) -> int:
     """Counts the stored parameters.
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from sparse_dataflow.commands import command_line as commands
+from sparse_dataflow.files import console
 
 
 def run(*words):
@@ -24,8 +25,8 @@ def test_without_a_command_all_are_listed():
     done = run()
     assert done.returncode == 0 and done.stderr == ""
     listed = {line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")}
-    others = set(commands.experiments()) - set(commands.EVERYDAY.values())
-    assert listed == {*commands.EVERYDAY, *others}
+    others = set(commands.experiments()) - set(console.EVERYDAY.values())
+    assert listed == {*console.EVERYDAY, *others}
     assert all(sentence.strip() for sentence in commands.experiments().values())
 
 
@@ -42,8 +43,8 @@ def test_a_page_that_nobody_reads_to_its_end_is_no_fault(words):
 @pytest.mark.parametrize("word", ["train", "chip-report", "chip_report", "iso_flop", "plan"])
 def test_help_has_commands_of_the_same_kind(word):
     done = run(word, "--help")
-    experiment = commands.EVERYDAY.get(word, word)
-    short = {module: name for name, module in commands.EVERYDAY.items()}.get(experiment, experiment)
+    experiment = console.EVERYDAY.get(word, word)
+    short = {module: name for name, module in console.EVERYDAY.items()}.get(experiment, experiment)
     assert done.returncode == 0 and done.stdout.startswith(f"usage: sparse-dataflow {short} [")
     assert "python -m experiments" not in done.stdout
 

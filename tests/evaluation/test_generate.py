@@ -1,7 +1,7 @@
 """Generated tokens are the most likely or sampled next tokens of the model."""
 
 import dataclasses
-import types
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -9,12 +9,14 @@ import pytest
 from decoded import BYTES, CONFIGS, DENSE, SPARSE
 from small_models import shapes_of, tables_of
 
+from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model.stacks import ModelWeights, weights_of
 from sparse_dataflow.evaluation import generate as generate_module
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.generate import bucket, generate, generate_tokens
 from sparse_dataflow.evaluation.sampling import Sampling
+from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
 
 
@@ -106,12 +108,11 @@ def test_prompts_of_all_lengths_compile_few_programs():
 
 @pytest.fixture(scope="module")
 def trained():
-    """The attributes of `Model` that `generate` reads, with one token per byte."""
+    """A model with one token per byte."""
     config = dataclasses.replace(SPARSE, vocab_size=BYTES.vocab_size, max_len=32)
     params, tables = confident_model(config)
-    return types.SimpleNamespace(
-        model=config, weights=ModelWeights(params, tables), tokenizer=BYTES, context=32
-    )
+    training = TrainingConfig(sequence=32)
+    return Model(Path(), "sparse", config, params, tables, BYTES, 0, training, None, {})
 
 
 def test_streamed_text_is_the_decoded_tokens(trained):
@@ -171,7 +172,7 @@ def test_a_text_with_its_own_seed_does_not_depend_on_the_batch(trained):
         ([[300]], {}, "token ids from 300 to 300; legal: 0 to 299"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens 0 .* legal: 1 or more"),
         ([[1]], {"stop": ["a", ""]}, "stop string is empty"),
-        ([[1]], {"top_p": 2.0}, "top_p 2.0"),
+        ([[1]], {"top_p": 2.0}, "top_p=2.0 is not legal"),
         ([[1]], {"seed": [1, 2]}, "2 seeds do not fit 1 prompts"),
     ],
 )

@@ -81,5 +81,5 @@ def test_ties_keep_exactly_top_k(logits, top_k):
     ],
 )
 def test_invalid_values_raise(values, name):
-    with pytest.raises(UserError, match=f"{name} .* legal"):
+    with pytest.raises(UserError, match=f"{name}=.* not legal: it must be"):
         Sampling(**values)

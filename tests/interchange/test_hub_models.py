@@ -171,7 +171,7 @@ def test_a_name_that_the_hub_does_not_have_is_refused(hub):
     "change, words",
     [
         (lambda f: f.joinpath("model.safetensors").rename(f / "pytorch_model.bin"),
-         "no model.safetensors, only pytorch_model.bin"),
+         "no model.safetensors; pytorch_model.bin is not read, .* convert it"),
         (lambda f: f.joinpath("config.json").unlink(), "has no config.json"),
         (lambda f: f.joinpath("config.json").write_text('{"model_type": "t5"}'),
          "model of type 't5'"),

@@ -74,7 +74,14 @@ def test_it_has_data_sizes_density_losses_tasks_command_and_versions(trained, fo
     text = card(trained, form)
     for fact in (
         *("448 tokens of the corpus `letters`", "2, 32, 4", "density 0.5, blocks of 8", "7 of 7"),
-        *("1.2345", "2.5000", "--steps=7", "jax 1.2.3", "safetensors 9.8", "experiments.evaluate"),
+        *(
+            "1.2345",
+            "2.5000",
+            "--steps=7",
+            "jax 1.2.3",
+            "safetensors 9.8",
+            "sparse-dataflow evaluate",
+        ),
         "| cloze | 5 | acc | 1,200 | 0.375 | 0.0125 | 0.25 | 0.26 | 0.3 |",
     ):
         assert fact in text, fact

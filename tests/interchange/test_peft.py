@@ -1,6 +1,8 @@
 """Adapters in PEFT's format: its names and its logits, and a model with them merged."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -9,7 +11,7 @@ import pytest
 from make_fixture import BYTES, FOLDERS, MIXTURES
 from make_peft_fixture import ALPHA, MODULES, PEFT_FOLDERS, RANK, library_logits
 from models import logits
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from test_architectures import order_of
 
 from sparse_dataflow.commands.library import save
@@ -31,11 +33,11 @@ each_architecture = pytest.mark.parametrize(
 )
 
 
-def trained_model(name, folder, factors=None):
+def trained_model(name, folder, factors=None, training=TRAINING):
     """A model as a run of adapters on a fixture gives it, with random factors if None."""
     start = starting_point.read(str(FOLDERS[name]))
-    model = adapters.with_adapters(start.model, RANK)
-    state = starting_point.adapter_state_from(start, model, TRAINING)
+    model = adapters.with_adapters(start.model, training.adapter_rank, training.frozen_dtype)
+    state = starting_point.adapter_state_from(start, model, training)
     rng = np.random.default_rng(2)
     draw = lambda leaf: rng.normal(size=leaf.shape, scale=0.3).astype("f4")  # noqa: E731
     state = state._replace(params=factors or jax.tree.map(draw, state.params))
@@ -45,8 +47,8 @@ def trained_model(name, folder, factors=None):
     )  # fmt: skip
     (folder / "dense").mkdir(parents=True)
     (folder / "dense" / "metrics.jsonl").touch()
-    weights = jax.device_get(state.weights.merged)
-    return Model(folder, "dense", model, weights, {}, start.tokenizer, 1, TRAINING, record, {})
+    model, weights = adapters.dequantised(model, jax.device_get(state.weights.merged))
+    return Model(folder, "dense", model, weights, {}, start.tokenizer, 1, training, record, {})
 
 
 def factors_of_fixture(name):
@@ -119,6 +121,45 @@ def test_peft_adds_an_export_to_the_base_and_has_the_same_logits(name, tmp_path)
     actual = library_logits(model, order[IDS])[..., order]
     expected = logits(trained.model, trained.params, {}, IDS)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+
+
+def logits_of_export(folder, form):
+    """The logits of an export; adapters are added to the weights of the base that it names."""
+    if form != "adapter":
+        read = huggingface.read(folder)
+        return logits(read.model, read.params, read.tables, IDS)
+    fields = json.loads((folder / peft.CONFIG).read_text())
+    base = Path(fields["base_model_name_or_path"])
+    weights, factors = load_file(base / "model.safetensors"), load_file(folder / peft.WEIGHTS)
+    for a in [name for name in factors if name.endswith("lora_A.weight")]:
+        target = a.removeprefix("base_model.model.").replace(".lora_A.weight", ".weight")
+        module = target.split(".")[-2]
+        rank = fields["rank_pattern"].get(module, fields["r"])
+        scale = fields["alpha_pattern"].get(module, fields["lora_alpha"]) / rank
+        weights[target] = weights[target] + scale * factors[a.replace("_A.", "_B.")] @ factors[a]
+    added = folder.parent / f"added-{folder.name}"
+    shutil.copytree(base, added)
+    save_file(weights, added / "model.safetensors", metadata={"format": "pt"})
+    return logits_of_export(added, "dense")
+
+
+@pytest.mark.parametrize("form", ["dense", "sparse", "adapter"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"adapter_alpha": 3.0}, {"adapter_rank": 5}, {"frozen_dtype": "int8"},
+     {"frozen_dtype": "int8", "adapter_alpha": 40.0}],
+    ids=str,
+)  # fmt: skip
+def test_each_option_of_adapters_is_in_each_export_or_refuses_it(form, options, tmp_path):
+    trained = trained_model("llama", tmp_path / "run", None, replace(TRAINING, **options))
+    expected = logits(trained.model, trained.params, {}, IDS)
+    if form == "adapter" and "frozen_dtype" in options:
+        with pytest.raises(UserError, match=r"int8 rounded, .* legal: form=dense"):
+            save(trained, tmp_path / form, form)
+        assert not (tmp_path / form).exists()
+        return
+    actual = logits_of_export(save(trained, tmp_path / form, form), form)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 def test_a_run_without_adapters_or_of_other_weights_has_none_for_peft(tmp_path):

@@ -1,12 +1,10 @@
 """The shape of a decoder-only transformer, the storage of its projections, and shapes by scale."""
 
 import dataclasses
-import math
-import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparse_dataflow.core.config import families, remat
+from sparse_dataflow.core.config import arguments, families, remat
 from sparse_dataflow.core.config.families import (
     FAMILIES,
     FAMILY_FIELDS,
@@ -25,7 +23,6 @@ from sparse_dataflow.core.config.projections import (
 from sparse_dataflow.core.config.settings import (
     ADOPTED,
     MOST_EXPERTS,
-    MOST_INTEGER,
     MOST_SIZE,
     between,
     positive,
@@ -251,15 +248,18 @@ class ModelConfig(AttentionSettings, RotarySettings):
         validate(self, "model")
         if self.remat != remat.AUTO:
             remat.terms(self.remat)  # Refuses an illegal text.
-        whole = isinstance(self.seed, numbers.Integral) and not isinstance(self.seed, bool)
-        if not whole or not 0 <= self.seed <= MOST_INTEGER:
-            raise UserError(
-                f"seed {self.seed} is not legal; legal: whole numbers from 0 to {MOST_INTEGER}."
-            )
+        object.__setattr__(self, "seed", arguments.argument("seed", int, self.seed))
+        if self.seed < 0:
+            raise UserError(f"seed={self.seed} is not legal: it must be 0 or more.")
         families.check_attention(self)
         families.check_norms(self)
         self.selected(self.biases, "model.biases")
-        linears = tuple(sorted(dict(self.linears).items()))
+        try:
+            given = dict(self.linears)
+        except (TypeError, ValueError):
+            given = self.linears
+        linears = arguments.argument("linears", Mapping[str, LinearSpec], given)
+        linears = tuple(sorted(linears.items()))
         for name, _ in linears:
             if name not in self.projections:
                 raise UserError(
@@ -295,15 +295,15 @@ class ModelConfig(AttentionSettings, RotarySettings):
 
     def _settle_depth(self):
         """Checks `density_by_depth`, and folds equal multipliers into `linears`."""
-        multipliers = tuple(self.density_by_depth)
+        given = arguments.argument("density_by_depth", Sequence[float], self.density_by_depth)
+        multipliers = tuple(given)
         if multipliers and len(multipliers) != self.num_layers:
             raise UserError(
                 f"density_by_depth has {len(multipliers)} numbers for {self.num_layers} layers; "
                 "legal: one for each layer, or none."
             )
         for number in multipliers:
-            real = isinstance(number, numbers.Real) and not isinstance(number, bool)
-            if not real or not 0 < number < math.inf:
+            if number <= 0:
                 raise UserError(f"density_by_depth has {str(number)[:40]}; legal: numbers above 0.")
         specs = {name: self.linear(name) for name in self.sparse_projections}
         scaled = {

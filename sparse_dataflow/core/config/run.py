@@ -89,6 +89,9 @@ class DataConfig(Readable):
 
 TWINS = ("no", "yes", "narrow")
 PRUNE_BY = ("weights", "activations")
+VARIANTS = ("sparse", "dense", "narrow")
+"""Names of the models that runs train."""
+
 PRUNE_TO = ("blocks", "pattern")
 
 
@@ -121,10 +124,16 @@ class RunSettings(Readable):
     )
     init_from: str = setting(
         "",
-        "Run folder, or Hugging Face directory of GPT-2, OPT, Llama, Mistral or Qwen, or its name "
-        "on the hub (OWNER/NAME@REVISION), whose weights, shape and tokenizer the run begins with.",
+        "Run folder, or Hugging Face directory or its name on the hub (OWNER/NAME@REVISION), whose "
+        "weights, shape and tokenizer the run begins with.",
         path=True,
         address=True,
+    )
+    init_variant: str = setting(
+        "",
+        "Model of a run in run.init_from; empty is the one that this run's first model is named "
+        "after, else the first that the run has.",
+        choices=VARIANTS,
     )
     prune_by: str = setting(
         "weights",

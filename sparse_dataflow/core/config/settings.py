@@ -8,7 +8,6 @@ through this module and knows nothing else about them.  A setting is explained o
 import dataclasses
 import difflib
 import math
-import numbers
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,8 @@ from typing import Any, TypeVar, get_args, get_origin
 
 import numpy as np
 
+from sparse_dataflow.core.config import arguments
+from sparse_dataflow.core.config.arguments import MOST_INTEGER
 from sparse_dataflow.files import addresses
 from sparse_dataflow.files.errors import UserError
 
@@ -42,7 +43,6 @@ def positive(most: float) -> Legal:
     return f"above 0, up to {bound}", lambda n: 0 < n <= most
 
 
-MOST_INTEGER = 2**63
 MOST_STEPS = 10**9
 MOST_SEQUENCES = 2**22
 MOST_SIZE = 2**22
@@ -142,7 +142,9 @@ class Setting:
         elif self.choices:
             value = nearest_choice(self._spelled(text), self.choices)
         else:
-            value = expanded(addresses.normal(_utf8(text))) if self.path else _utf8(text)
+            if reason := _not_utf8(text):
+                raise ValueError(reason)
+            value = expanded(addresses.normal(text)) if self.path else text
         if reason := self.refusal(value) or self._missing_library(value):
             raise ValueError(reason)
         return value
@@ -187,13 +189,11 @@ class Setting:
             legal = isinstance(value, tuple) and not any(map(element.refusal, value))
             return "" if legal and (value or self.default == ()) else self._no_numbers()
         if self.type in (int, float):
-            kinds = numbers.Integral if self.type is int else numbers.Real
-            number = isinstance(value, kinds) and not isinstance(value, bool)
-            if number and isinstance(value, numbers.Integral) and abs(int(value)) > MOST_INTEGER:
+            if arguments.is_whole(value) and abs(int(value)) > MOST_INTEGER:
                 return f"is not legal: it must be {self.legal[0] if self.legal else 'smaller'}."
-            if not number or not math.isfinite(value):
-                kind = "a whole number" if self.type is int else "a finite number"
-                return f"is not legal: it must be {kind}."
+            legal = arguments.is_whole if self.type is int else arguments.is_finite
+            if not legal(value):
+                return f"is not legal: it must be {arguments.words(self.type)}."
             if self.legal and not self.legal[1](value):
                 return f"is not legal: it must be {self.legal[0]}."
             narrow = _in_float32(value) if self.type is float else value
@@ -201,7 +201,9 @@ class Setting:
                 return f"is not legal: in float32 it is {narrow:g}, and must be {self.legal[0]}."
             return ""
         if not isinstance(value, self.type):
-            return f"is not legal: it must be {'yes or no' if self.type is bool else 'a text'}."
+            return f"is not legal: it must be {arguments.words(self.type)}."
+        if self.type is str and (reason := _not_utf8(value)):
+            return reason
         if self.choices and value not in (*self.choices, self.default):
             return f"is unknown. Legal: {', '.join(self.choices)}."
         if self.path:
@@ -272,12 +274,14 @@ def validate(config: Any, member: str = "") -> None:
       UserError: naming the setting and its legal values.
     """
     for s in settings(config):
-        value = getattr(config, s.name)
+        given = getattr(config, s.name)
+        value = arguments.plain_number(given)
         if reason := s.refusal(value):
             name = f"{member}.{s.name}" if member else s.name
             raise UserError(f"{name}={shown(value)} {reason}")
-        if s.type in (int, float) and type(value) not in (int, float, type(None)):
-            object.__setattr__(config, s.name, s.type(value))
+        if value is not given:
+            number = s.type if s.type in (int, float) and value is not None else None
+            object.__setattr__(config, s.name, number(value) if number else value)
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -383,20 +387,18 @@ def shown(value: Any) -> str:
     return whole if len(whole) <= _SHOWN else f"{whole[: _SHOWN - 3]}..."
 
 
-def _utf8(text: str) -> str:
+def _not_utf8(text: str) -> str:
+    """Why UTF-8 cannot encode a text; empty where it can."""
+    if arguments.surrogate(text) is None:
+        return ""
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        encoding = sys.getfilesystemencoding()
-        try:
-            os.fsencode(text).decode()
-        except UnicodeError:
-            raise ValueError("is not UTF-8.") from None
-        raise ValueError(
-            f"is UTF-8, which Python reads as {encoding} in this locale (LC_ALL, LANG); set "
-            "PYTHONUTF8=1, or a locale such as LC_ALL=C.UTF-8."
-        ) from None
-    return text
+        os.fsencode(text).decode()
+    except UnicodeError:
+        return "is not UTF-8."
+    return (
+        f"is UTF-8, which Python reads as {sys.getfilesystemencoding()} in this locale (LC_ALL, "
+        "LANG); set PYTHONUTF8=1, or a locale such as LC_ALL=C.UTF-8."
+    )
 
 
 def expanded(text: str) -> str:

@@ -81,6 +81,10 @@ def _teacher(config):
     return config.training.teacher
 
 
+def _variant(config):
+    return bool(config.run.init_variant)
+
+
 def _narrow(config):
     return config.run.twin == "narrow"
 
@@ -129,6 +133,7 @@ RULES = (
     Rule(TAIL, _method("low_rank_tail"), "sparsity.rank", GIVEN, "which adds a term of that rank"),
     Rule(SHARED, _method("shared_to_own"), "run.init_from", NONE, "which begins with one block"),
     Rule("run.twin=narrow", _narrow, "run.init_from", NONE, "which has another width"),
+    Rule("run.init_variant", _variant, "run.init_from", GIVEN, "which names a model of a run"),
     Rule("run.prune_by=activations", _activations, "run.init_from", GIVEN, "which prunes weights"),
     Rule("run.prune_to=pattern", _to_pattern, "run.init_from", GIVEN, "which prunes weights"),
     Rule(

@@ -15,6 +15,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 from jax import lax
 
+from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.layers.layer_products import by_dot_general, in_precision, precision_name
@@ -107,6 +108,7 @@ class BlockSparseLinear(nnx.Module):
         ((8, 16, 16), 0.25)
     """
 
+    @arguments.checked
     def __init__(
         self,
         in_features: int,
@@ -331,6 +333,8 @@ def filled_up(shape: tuple[int, int], block: int, density: float) -> tuple[int, 
     Raises:
       UserError: a side is shorter than the block, so most of it would be filling.
     """
+    if block < 1:
+        raise UserError(f"block={block} is not legal: it must be 1 or more.")
     if min(shape) < block:
         raise UserError(
             f"A block of {block} is larger than a side of a {shape[0]} x {shape[1]} weight; legal: "

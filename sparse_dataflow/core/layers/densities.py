@@ -4,6 +4,7 @@ import math
 
 from flax import nnx
 
+from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.layers.block_sparse_linear import filled_up
 from sparse_dataflow.core.layers.general import Contraction
 from sparse_dataflow.core.layers.replace import LINEARS, Where, dotted
@@ -11,6 +12,7 @@ from sparse_dataflow.core.layouts.patterns import legal_densities
 from sparse_dataflow.files.errors import UserError
 
 
+@arguments.checked
 def erk_densities(
     model: nnx.Module, density: float, *, block: int = 64, where: Where | None = None
 ) -> dict[str, float]:
@@ -94,6 +96,7 @@ def _rounded(wanted, legal, weights, budget):
     return {name: below[name] for name in weights}
 
 
+@arguments.checked
 def cubic_density(
     step: int, *, first: int, last: int, end: float, start: float = 1.0, parts: int = 0
 ) -> float:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.sparsity import EXCHANGED_BLOCKS
 from sparse_dataflow.core.layers.block_sparse_linear import BlockSparseLinear, DenseGradient
 from sparse_dataflow.core.layers.layout_state import (
@@ -48,6 +49,7 @@ class Change(NamedTuple):
     sources: np.ndarray
 
 
+@arguments.checked
 def evolve(
     model: nnx.Module,
     optimizer: Any = None,
@@ -104,6 +106,8 @@ def evolve(
         >>> model.layout == before, model.layout.density
         (False, 0.5)
     """
+    if seed < 0:
+        raise UserError(f"seed={seed} is not legal: it must be 0 or more.")
     layers = block_sparse_layers(model, where)
     choose = _chooser(method, model, layers, share, density, loss, batch, seed)
     changes = {path: _change(path, layer, choose) for path, layer in layers.items()}

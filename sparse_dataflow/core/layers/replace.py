@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.layers.block_sparse_linear import BlockSparseLinear, fill_up, filled_up
 from sparse_dataflow.core.layers.general import (
     BlockSparseGeneral,
@@ -39,6 +40,7 @@ LINEARS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 _KINDS = "nnx.Linear, nnx.LinearGeneral and nnx.Einsum"
 
 
+@arguments.checked
 def sparsify(
     model: Model,
     pattern: str = "random",
@@ -118,6 +120,7 @@ def sparsify(
     return _unshared(sparse, model)
 
 
+@arguments.checked
 def densify(model: Model) -> Model:
     """Returns the model with its block-sparse linears replaced by the dense ones of flax.
 
@@ -146,6 +149,7 @@ def densify(model: Model) -> Model:
     return _unshared(nnx.recursive_map(replace, model), model)
 
 
+@arguments.checked
 def partition_specs(model: nnx.Module, mesh: Mesh, axis: str) -> nnx.State:
     """Returns how the state of a model is sharded over a mesh: a `PartitionSpec` for each array.
 
@@ -174,6 +178,8 @@ def partition_specs(model: nnx.Module, mesh: Mesh, axis: str) -> nnx.State:
         >>> layer.values.sharding.spec[0]
         'fsdp'
     """
+    if not isinstance(mesh.shape, Mapping):
+        raise UserError(f"mesh has the shape {mesh.shape}; legal: a jax.sharding.Mesh.")
     if axis not in mesh.shape:
         raise UserError(f"The mesh has no axis {axis!r}; legal: {', '.join(mesh.shape)}.")
     size = mesh.shape[axis]

@@ -165,9 +165,10 @@ class BlockLayout:
 
     def __post_init__(self):
         sides = (self.block, self.in_blocks, self.out_blocks)
-        if not all(isinstance(side, int | np.integer) for side in sides) or min(sides) < 1:
+        whole = all(isinstance(side, int | np.integer) for side in sides)
+        if not whole or not 1 <= min(sides) <= max(sides) < 2**31:
             raise UserError(
-                f"block, in_blocks and out_blocks are {sides}; legal: integers of at least 1."
+                f"block, in_blocks and out_blocks are {sides}; legal: integers from 1 to 2**31 - 1."
             )
         for name, bound in (("rows", self.in_blocks), ("cols", self.out_blocks)):
             index = np.asarray(getattr(self, name))
@@ -190,6 +191,8 @@ class BlockLayout:
             raise UserError(
                 "Stored blocks must be sorted by output, then input block, without duplicates."
             )
+        if self.max_fan_out is not None and not isinstance(self.max_fan_out, int | np.integer):
+            raise UserError(f"max_fan_out is {self.max_fan_out!r}; legal: None, or an integer.")
         if self.max_fan_out is not None and self.max_fan_out < self.fan_out.max():
             raise UserError(
                 f"Fan-out {self.fan_out.max()} is above the layout's {self.max_fan_out}; legal: "

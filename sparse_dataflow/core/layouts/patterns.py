@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.sparsity import PATTERN_NAMES
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.files.errors import UserError
@@ -59,6 +60,7 @@ def register(name: str, by_role: bool = False) -> Callable[[Any], Any]:
     return add
 
 
+@arguments.checked
 def make_layout(
     pattern: str,
     in_features: int,
@@ -91,6 +93,8 @@ def make_layout(
     """
     if pattern not in PATTERNS:
         raise UserError(f"Pattern {pattern!r} is unknown; legal: {', '.join(sorted(PATTERNS))}.")
+    if offset < 0:
+        raise UserError(f"offset={offset} is not legal: it must be 0 or more.")
     in_blocks, out_blocks = _grid(in_features, out_features, block)
     ring = math.gcd(in_blocks, out_blocks)
     degree = _degree(density, ring)
@@ -113,6 +117,7 @@ def make_layout(
     return BlockLayout.from_mask(mask, block)
 
 
+@arguments.checked
 def legal_densities(in_features: int, out_features: int, block: int) -> list[float]:
     """Returns the densities that `make_layout` accepts, ascending: the multiples of 1/ring.
 

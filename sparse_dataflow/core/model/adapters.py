@@ -59,7 +59,7 @@ def with_adapters(model: ModelConfig, rank: int, frozen_dtype: str = "compute") 
         raise UserError(
             f"training.adapter_rank={rank} on weights whose {', '.join(with_term)} have a low-rank "
             "term already; legal: weights without one, such as the dense form that "
-            "experiments.export writes."
+            "sparse-dataflow export writes."
         )
     changes: dict[str, Any] = {"rank": rank, "frozen_dtype": frozen_dtype}
     specs = {n: dataclasses.replace(model.linear(n), **changes) for n in model.projections}

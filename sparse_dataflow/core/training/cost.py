@@ -23,6 +23,7 @@ import functools
 import math
 from collections.abc import Iterable, Mapping
 
+from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.families import SLIDING
 from sparse_dataflow.core.config.layer_groups import mean_multiplier
 from sparse_dataflow.core.config.model import ModelConfig
@@ -88,6 +89,7 @@ def stored_fractions(config: ModelConfig) -> dict[str, float]:
     return fractions
 
 
+@arguments.checked
 def flops_per_token(
     config: ModelConfig,
     sequence: int,

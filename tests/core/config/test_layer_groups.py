@@ -195,8 +195,8 @@ def test_loss_and_gradients_equal_those_layer_by_layer(
         ((1.0, 2.0), "2 numbers for 3 layers"),
         ((1.0, 2.0, 5.0), "times 5 is above 1; legal: multiples up to 4"),
         ((1.0, 2.0, 0.0), "0.0; legal: numbers above 0"),
-        ((1.0, 2.0, float("nan")), "nan; legal: numbers above 0"),
-        ((1.0, 2.0, "4"), "legal: numbers above 0"),
+        ((1.0, 2.0, float("nan")), r"density_by_depth\[2\]=nan is not legal"),
+        ((1.0, 2.0, "4"), "must be a finite number"),
     ],
 )
 def test_illegal_multipliers_are_refused(depth, words):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.model import PRECISIONS
 from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables, check_shapes
 from sparse_dataflow.core.ops import dispatch
@@ -42,6 +43,7 @@ MAX_STATIC_GROUPS = 128
 0.05 s of compile time on a laptop."""
 
 
+@arguments.checked
 def block_sparse_matmul(
     x: jax.Array,
     values: jax.Array,
