@@ -14,6 +14,7 @@ A language model of this project:
 | task | names |
 |---|---|
 | layers of your own | `BlockSparseLinear`, `sparsify`, `densify`, `evolve`, `partition_specs` |
+| linear classes of your own | `register_linear` |
 | a product alone | `make_layout`, `legal_densities`, `BlockLayout`, `block_sparse_matmul` |
 | train a language model | `preset`, `RunConfig`, `ModelConfig`, `LinearSpec`, `train` |
 | the same in your own loop | `init`, `loss`, `logits`, `Model`, `Tokenizer` |
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from sparse_dataflow.core.config.run import RunConfig
     from sparse_dataflow.core.layers.block_sparse_linear import BlockSparseLinear
     from sparse_dataflow.core.layers.evolve import evolve
+    from sparse_dataflow.core.layers.registered import register_linear
     from sparse_dataflow.core.layers.replace import densify, partition_specs, sparsify
     from sparse_dataflow.core.layouts.layout import BlockLayout
     from sparse_dataflow.core.layouts.patterns import legal_densities, make_layout
@@ -73,6 +75,7 @@ __all__ = [
     "parameter_count",
     "partition_specs",
     "preset",
+    "register_linear",
     "save",
     "sparsify",
     "train",
@@ -103,6 +106,7 @@ _HOMES = {
     "parameter_count": "planner.memory",
     "partition_specs": "core.layers.replace",
     "preset": "commands.library",
+    "register_linear": "core.layers.registered",
     "save": "commands.library",
     "sparsify": "core.layers.replace",
     "train": "commands.train",

@@ -177,5 +177,3 @@ def test_inputs_of_another_shape_are_refused_in_words():
     out = sd.sparsify(module, density=1, block=8)
     with pytest.raises(sd.UserError, match=r"shape \(8, 4\); legal: \(4, 8\) along .* \(-2, -1\)"):
         out(jnp.ones((8, 4)))
-    with pytest.raises(sd.UserError, match="takes no out_sharding; legal: None"):
-        out(jnp.ones((4, 8)), out_sharding=jax.sharding.PartitionSpec("data"))
