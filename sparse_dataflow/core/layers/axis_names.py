@@ -32,7 +32,8 @@ def folded(variable: Any, value: jax.Array, groups: Sequence[Sequence[int]]) -> 
         return nnx.Param(value)
     metadata = dict(variable.get_metadata())
     mesh = _mesh_of(variable, metadata)
-    return variable_of(type(variable), value, joined_names(metadata, groups, value.shape, mesh), mesh)
+    metadata = joined_names(metadata, groups, value.shape, mesh)
+    return variable_of(type(variable), value, metadata, mesh)
 
 
 def unfolded(variable: Any, value: jax.Array) -> nnx.Variable:
@@ -107,7 +108,9 @@ def _say_replicated(length, missing, sizes):
     if (length, missing) not in _said:
         _said.add((length, missing))
         over = ", ".join(f"{axis} ({sizes[axis]})" for axis in missing)
-        _LOG.warning("%d stored blocks are not sharded over %s, which do not divide.", length, over)
+        _LOG.warning(
+            "%d stored blocks are not sharded over %s, which do not divide them.", length, over
+        )
 
 
 def _mesh_of(variable, metadata):
@@ -153,7 +156,9 @@ def placed(array: jax.Array, like: Any) -> jax.Array:
 
 
 def over_auto_axes(array: jax.Array) -> jax.Array:
-    """Returns an array whose mesh has no Explicit axes, over which it could not be indexed."""
+    """Returns an array that is not sharded over Explicit axes, over which it cannot be indexed."""
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        return jax.sharding.reshard(array, jax.P(*(None,) * array.ndim))
     if not isinstance(getattr(array, "sharding", None), NamedSharding):
         return array
     mesh = jax.sharding.Mesh(array.sharding.mesh.devices, array.sharding.mesh.axis_names)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from sparse_dataflow.core.layers.axis_names import constrained, folded, unfolded
+from sparse_dataflow.core.layers.axis_names import constrained, folded, over_auto_axes, unfolded
 from sparse_dataflow.files.errors import UserError
 
 
@@ -116,7 +116,7 @@ class Contraction:
         """
         if module is not None:
             kernel, bias = module.kernel, module.bias
-        array, rank = kernel[...], len(self.shape)
+        array, rank = over_auto_axes(kernel[...]), len(self.shape)
         stack = array.shape[: array.ndim - rank]
         lead = [(axis,) for axis in range(len(stack))]
         axes = [len(stack) + axis for axis in self.order]
@@ -126,19 +126,20 @@ class Contraction:
         linear.kernel = folded(kernel, matrix, [*lead, axes[: self.count], axes[self.count :]])
         if bias is not None:
             new = range(len(stack), bias.ndim)
-            linear.bias = folded(bias, bias[...].reshape(*stack, -1), [*lead, new])
+            flat = over_auto_axes(bias[...]).reshape(*stack, -1)
+            linear.bias = folded(bias, flat, [*lead, new])
             linear.use_bias = True
         return linear
 
     def kernel_and_bias(self, linear: nnx.Linear) -> tuple[nnx.Variable, nnx.Variable | None]:
         """Returns the variables of the module that has a linear as its matrix."""
-        kernel = linear.kernel[...]
+        kernel = over_auto_axes(linear.kernel[...])
         stack = kernel.shape[:-2]
         back = [len(stack) + self.order.index(axis) for axis in range(len(self.order))]
         kernel = kernel.reshape(*stack, *self.shape).transpose(*range(len(stack)), *back)
         if linear.bias is None:
             return unfolded(linear.kernel, kernel), None
-        bias = linear.bias[...].reshape(*stack, *self.shape[self.count :])
+        bias = over_auto_axes(linear.bias[...]).reshape(*stack, *self.shape[self.count :])
         return unfolded(linear.kernel, kernel), unfolded(linear.bias, bias)
 
     def module(self, linear: nnx.Linear) -> nnx.LinearGeneral | nnx.Einsum:

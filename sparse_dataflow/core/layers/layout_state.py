@@ -10,6 +10,8 @@ them.  Neither entry depends on its numbers staying as they are:
   clipping from below and thresholds replace them, and a mark that is not tiny is not compared.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,6 +92,12 @@ def table_mark(in_index: jax.Array | np.ndarray, in_slot: jax.Array | np.ndarray
     return (1 + digits.astype(np.float32) / 8) * np.float32(_UNIT)
 
 
+def is_mark(mark: jax.Array | np.ndarray) -> Any:
+    """Returns which marks [..., 8] scaling and averaging alone have changed, bool [...]."""
+    size = abs(mark)
+    return (size < _LARGEST).all(axis=-1) & (size > 0).all(axis=-1)  # False for NaN.
+
+
 def contradicts(mark: jax.Array | np.ndarray, in_index, in_slot) -> jax.Array | np.ndarray:
     """Returns whether a mark is of other tables, bool []; traced for traced arrays.
 
@@ -100,8 +108,6 @@ def contradicts(mark: jax.Array | np.ndarray, in_index, in_slot) -> jax.Array | 
         mark, in_index, in_slot = map(np.asarray, arrays)
     numpy = np if isinstance(mark, np.ndarray) else jnp
     expected, mark = table_mark(in_index, in_slot), mark.astype(np.float32)
-    size = abs(mark)
-    is_mark = (size < _LARGEST).all(axis=-1) & (size > 0).all(axis=-1)  # False for NaN.
     scale = mark.mean(axis=-1, keepdims=True) / expected.mean(axis=-1, keepdims=True)
     differs = (abs(mark - expected * scale) > _TOLERANCE * abs(scale) * _UNIT).any(axis=-1)
-    return numpy.any(is_mark & differs)
+    return numpy.any(is_mark(mark) & differs)

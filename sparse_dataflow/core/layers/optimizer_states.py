@@ -9,7 +9,7 @@ from flax import nnx
 from jax.tree_util import SequenceKey, tree_leaves_with_path, tree_map_with_path
 
 from sparse_dataflow.core.layers.axis_names import over_auto_axes, placed
-from sparse_dataflow.core.layers.layout_state import MARK, contradicts, table_mark
+from sparse_dataflow.core.layers.layout_state import MARK, contradicts, is_mark, table_mark
 from sparse_dataflow.core.layers.paths import keys_of, names_of
 from sparse_dataflow.core.model.blocks import gather_blocks
 from sparse_dataflow.files.errors import UserError
@@ -192,15 +192,12 @@ def _new_mark(mark, change):
 
     An average of the parameters has a mark; moments have zeros, or what moved all parameters.
     """
-    layer = change.layer
-    old = np.asarray(layer.table_mark[...])
-    copy = np.asarray(mark)
-    if copy.shape != old.shape or not copy.any() or contradicts(copy, *layer.tables()[:2]):
+    copy, tables = np.asarray(mark), change.layer.tables()[:2]
+    old = np.asarray(table_mark(*tables))
+    if copy.shape != old.shape or not is_mark(copy).all() or contradicts(copy, *tables):
         return mark
-    if np.abs(copy).max() > 2.0**10 * np.abs(old).max():
-        return mark
-    tables = [layout.tables() for layout in change.layouts]
-    marks = np.stack([table_mark(each.in_index, each.in_slot) for each in tables])
+    new_tables = [layout.tables() for layout in change.layouts]
+    marks = np.stack([table_mark(each.in_index, each.in_slot) for each in new_tables])
     new = np.broadcast_to(marks, (old.size // old.shape[-1], old.shape[-1])).reshape(old.shape)
     scale = np.mean(copy, -1, keepdims=True) / np.mean(old, -1, keepdims=True)
     return placed(jnp.asarray(new * scale, copy.dtype), mark)

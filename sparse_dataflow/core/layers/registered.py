@@ -32,7 +32,10 @@ class _Registered:
 
 _registered: dict[type, _Registered] = {}
 
-_KNOWN: dict[str, Reader] = {}
+_KNOWN: dict[str, Reader] = {
+    f"tunix.models.{family}.model.Einsum": lambda module: (module.einsum_str, module.w, None)
+    for family in ("gemma", "gemma3", "gemma4", "llama3", "qwen2", "qwen3")
+}
 """Name of a class of a library that was run with it -> its reader; imports nothing."""
 
 
@@ -172,7 +175,7 @@ def read_linear(module: Any) -> tuple[Contraction, nnx.Linear, tuple[str, str]]:
             f"{new} with a kernel of {kernel.shape}; legal: a bias of the new axes."
         )
     linear = contraction.linear(None, kernel, bias)
-    _check_equation(module, names, contraction, linear, len(stack))
+    linear.dtype = _checked_dtype(module, contraction, linear, len(stack))
     return contraction, linear, names
 
 
@@ -197,8 +200,12 @@ def _attribute(module, variable, what):
     return names[0]
 
 
-def _check_equation(module, names, contraction, linear, stack_axes):
-    """Raises UserError if a module and its contraction compute different results."""
+def _checked_dtype(module, contraction, linear, stack_axes):
+    """Returns the dtype of a linear that computes what a module computes.
+
+    Raises:
+      UserError: the two compute different results.
+    """
     letters, kernel, _ = _terms(contraction.equation)
     sizes = dict(zip(kernel, contraction.kernel_shape))
     shape = [sizes.get(letter, 2) for letter in letters if letter != "."]
@@ -214,15 +221,17 @@ def _check_equation(module, names, contraction, linear, stack_axes):
         raise UserError(
             f"{said} takes inputs {x.shape}, and the module does not: {str(error)[:200]}"
         ) from error
-    linear.dtype = expected.dtype
     result = run(lambda: contraction.apply(linear, x))
+    if result.dtype != expected.dtype:
+        linear.dtype = expected.dtype
+        result = run(lambda: contraction.apply(linear, x))
     if result.shape != expected.shape:
         raise UserError(
             f"{said} gives {result.shape} of inputs {x.shape}, and the module gives "
             f"{expected.shape}; legal: the equation of its call."
         )
     if abstract:
-        return
+        return linear.dtype
     first, second = (np.asarray(each, np.float32) for each in (result, expected))
     wide = jnp.finfo(jnp.result_type(expected.dtype, jnp.bfloat16)).eps
     tolerance = 4 * max(float(jnp.finfo(expected.dtype).eps), float(wide)) ** 0.5
@@ -231,6 +240,7 @@ def _check_equation(module, names, contraction, linear, stack_axes):
             f"{said} gives other numbers than the module, of inputs {x.shape}; legal: the equation "
             "of its call, and no more in it than a product and a bias."
         )
+    return linear.dtype
 
 
 def _first(module, stack_axes):
