@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.tree_util import SequenceKey, tree_leaves_with_path, tree_map_with_path
+from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
 from sparse_dataflow.core.layers.axis_names import over_auto_axes, placed
 from sparse_dataflow.core.layers.layout_state import MARK, contradicts, is_mark, table_mark
@@ -144,11 +144,6 @@ class _Probe:
         state = jax.eval_shape(self._optimizer.tx.init, params)
         return {names_of(key): leaf.shape for key, leaf in tree_leaves_with_path(state)}
 
-    @property
-    def name(self) -> str:
-        """The optimizer as an error names it."""
-        return type(self._optimizer).__name__
-
 
 def _block_axis(path, rest, leaf, change, probe):
     """Returns the axis of stored blocks of an optimizer's array, or None if it has none.
@@ -164,9 +159,9 @@ def _block_axis(path, rest, leaf, change, probe):
             return axis
         if all(size in (1, full) for size, full in zip(shape, stored)):
             return None
-    if len(rest) == 1 and isinstance(rest[0], SequenceKey) and rest[0].idx < len(stored):
-        if shape == (stored[rest[0].idx],):
-            return 0 if rest[0].idx == axis else None
+    place = getattr(rest[0], "idx", getattr(rest[0], "key", None)) if len(rest) == 1 else None
+    if isinstance(place, int) and place < len(stored) and shape == (stored[place],):
+        return 0 if place == axis else None
     name, blocks = ".".join(names_of(path)), stored[axis]
     if probe is not None and len(shape) != len(stored):
         layer = tuple(map(str, change.path))
