@@ -14,6 +14,7 @@ A language model of this project:
 | task | names |
 |---|---|
 | layers of your own | `BlockSparseLinear`, `sparsify`, `densify`, `evolve`, `partition_specs` |
+| linear classes of your own, layouts to save | `register_linear`, `layouts`, `set_layouts` |
 | a product alone | `make_layout`, `legal_densities`, `BlockLayout`, `block_sparse_matmul` |
 | train a language model | `preset`, `RunConfig`, `ModelConfig`, `LinearSpec`, `train` |
 | the same in your own loop | `init`, `loss`, `logits`, `Model`, `Tokenizer` |
@@ -38,7 +39,9 @@ if _typing.TYPE_CHECKING:
     from sparse_dataflow.core.config.run import RunConfig
     from sparse_dataflow.core.layers.block_sparse_linear import BlockSparseLinear
     from sparse_dataflow.core.layers.evolve import evolve
+    from sparse_dataflow.core.layers.registered import register_linear
     from sparse_dataflow.core.layers.replace import densify, partition_specs, sparsify
+    from sparse_dataflow.core.layers.saved_layouts import layouts, set_layouts
     from sparse_dataflow.core.layouts.layout import BlockLayout
     from sparse_dataflow.core.layouts.patterns import legal_densities, make_layout
     from sparse_dataflow.core.ops.block_sparse_matmul.matmul_op import block_sparse_matmul
@@ -67,6 +70,7 @@ __all__ = [
     "flops_per_token",
     "generate",
     "init",
+    "layouts",
     "legal_densities",
     "load",
     "logits",
@@ -75,7 +79,9 @@ __all__ = [
     "parameter_count",
     "partition_specs",
     "preset",
+    "register_linear",
     "save",
+    "set_layouts",
     "sparsify",
     "train",
 ]
@@ -97,6 +103,7 @@ _HOMES = {
     "flops_per_token": "core.training.cost",
     "generate": "evaluation.generate",
     "init": "commands.library",
+    "layouts": "core.layers.saved_layouts",
     "legal_densities": "core.layouts.patterns",
     "load": "interchange.load",
     "logits": "commands.library",
@@ -105,7 +112,9 @@ _HOMES = {
     "parameter_count": "planner.memory",
     "partition_specs": "core.layers.replace",
     "preset": "commands.library",
+    "register_linear": "core.layers.registered",
     "save": "commands.library",
+    "set_layouts": "core.layers.saved_layouts",
     "sparsify": "core.layers.replace",
     "train": "commands.train",
 }

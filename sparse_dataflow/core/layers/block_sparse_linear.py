@@ -18,16 +18,16 @@ from jax import lax
 from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
+from sparse_dataflow.core.layers.axis_names import constrained, joined_names, variable_of
 from sparse_dataflow.core.layers.layer_products import by_dot_general, in_precision, precision_name
 from sparse_dataflow.core.layers.layout_state import (
-    LAYOUT_PREFIX,
-    MARK_SIZE,
+    MARK,
     TABLES,
-    LayoutMark,
-    LayoutName,
     LayoutTable,
-    is_marked,
+    contradicts,
     layout_name,
+    layout_names,
+    named_entry,
     table_mark,
 )
 from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables, stack_tables
@@ -52,13 +52,15 @@ class DenseGradient(nnx.Variable):
 class BlockSparseLinear(nnx.Module):
     """Drop-in for `nnx.Linear` that stores some blocks of its kernel: y = x W + b.
 
-    Gradients, optimizer state and checkpoints have the stored blocks, and a mark of eight numbers
-    that identifies the layout.
+    Gradients, optimizer state and checkpoints have the stored blocks, and an entry of eight numbers
+    that identifies the layout.  Rules that move every parameter may move those numbers.
 
     The layout is static by default: it is hashable, compares by content, and programs are
     specialised to it.  With `evolving=True` it is a variable of four index tables, which
     `sd.evolve` changes without recompiling; products are then slower.  Values of another layout
     raise an error; inside `jit` an evolving layer returns NaN.
+
+    It has the public attributes of `nnx.Linear`.  Of `kernel` there are the shape and the dtype.
 
     Attributes:
       values: nnx.Param, param_dtype [nnz, block, block], the stored blocks as `BlockLayout` orders
@@ -67,9 +69,8 @@ class BlockSparseLinear(nnx.Module):
       evolving: whether the layout is a variable.
 
     Args:
-      in_features: features of the input.  If the block does not divide a side of the weight, the
-        side is padded with zeros to whole blocks, or by up to a quarter if the density needs it.
-        Padding stays 0.
+      in_features: features of the input.  Each side of the weight is padded with zeros to whole
+        blocks, or by up to a quarter if the density needs it.  Padding stays 0.
       out_features: features of the output.
       layout: the stored blocks; None for those of `pattern`, `density` and `block`.
       pattern: rule that chooses the blocks, as in `sd.make_layout`.
@@ -86,14 +87,16 @@ class BlockSparseLinear(nnx.Module):
       precision: of products, as in `jax.default_matmul_precision`; one for both operands.
       kernel_init: initializer of the kernel.  It draws the dense kernel; stored blocks are scaled
         by 1 / sqrt(share of the inputs that the output reads), so the variance of the outputs does
-        not depend on the density.  A constant stays that constant.  Sharding metadata is dropped.
+        not depend on the density.  A constant stays that constant.
       bias_init: initializer of the bias.
       dot_general: product to use in place of the kernels.  It gets the gathered input blocks
         [tokens, out_blocks, inputs] and the stored blocks [out_blocks, inputs, block]; or, if all
         blocks are stored, what nnx.Linear gives it.
       promote_dtype: casts (inputs, values, bias), as that of `nnx.Linear` does.
       preferred_element_type: dtype of the product; None for that of its operands.
-      kernel_metadata: metadata of `values`.
+      kernel_metadata: metadata of `values`.  Names of the two axes of a kernel, here or in the
+        metadata of `kernel_init`, become names of the axis of stored blocks: it is sharded over
+        both, as far as they divide the number of blocks.  Three names are those of `values`.
       bias_metadata: metadata of `bias`.
       rngs: random keys; `params` is used.
 
@@ -145,8 +148,11 @@ class BlockSparseLinear(nnx.Module):
                 f"layer has {in_features} x {out_features} features; legal: equal, or with "
                 "as many blocks and up to a quarter more."
             )
-        values = draw_blocks(layout, kernel_init, key, param_dtype, shape)
-        self.values = nnx.Param(values, **kernel_metadata)
+        kernel: Any = kernel_init(key, shape, param_dtype)
+        values = blocks_of(layout, getattr(kernel, "raw_value", kernel))
+        metadata = {**kernel_metadata, **getattr(kernel, "metadata", {})}
+        metadata = _metadata_of_values(metadata, values.shape)
+        self.values = variable_of(nnx.Param, values, metadata)
         self.bias: nnx.Param | None = nnx.data(None)
         if use_bias:
             bias = bias_init(rngs.params(), (out_features,), param_dtype)
@@ -156,6 +162,7 @@ class BlockSparseLinear(nnx.Module):
         self.precision, self.dot_general = precision, dot_general
         self.promote_dtype = promote_dtype
         self.preferred_element_type = preferred_element_type
+        self.kernel_init, self.bias_init = kernel_init, bias_init
         precision_name(precision)
         self.dense_gradient: DenseGradient | None = nnx.data(None)
         self.set_layouts([layout], evolving)
@@ -171,19 +178,18 @@ class BlockSparseLinear(nnx.Module):
         """Returns pictures of the layouts for notebooks, each once."""
         return "".join(layout._repr_html_() for layout in dict.fromkeys(self.layouts()))
 
-    def __call__(self, inputs: jax.Array, out_sharding: None = None) -> jax.Array:
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Applies the layer: [..., in_features] -> [..., out_features].
 
+        Args:
+          inputs: the input.
+          out_sharding: sharding of the result, as `nnx.Linear` takes it; over Auto axes it is a
+            constraint.
+
         Raises:
-          UserError: the input has other features, `out_sharding` is not None, or the state is of
-            another layout.
+          UserError: the input has other features, or the state is of another layout.
         """
         self._check_layout()
-        if out_sharding is not None:
-            raise UserError(
-                "A BlockSparseLinear takes no out_sharding; legal: None, and "
-                "jax.lax.with_sharding_constraint of its result."
-            )
         bias = None if self.bias is None else self.bias[...]
         inputs, values, bias = self.promote_dtype(
             (inputs, self.values[...], bias), dtype=self.dtype
@@ -192,10 +198,10 @@ class BlockSparseLinear(nnx.Module):
         if bias is not None:
             y = y.astype(jnp.result_type(y, bias))  # A user's promotion may leave it wider.
             y += broadcast_like(bias, y)
-        if not self.evolving:
-            return y
-        # A state under `jit` has no values to compare: what it computes is no number.
-        return jnp.where(self._is_marked(), y, jnp.nan)
+        if self.evolving:
+            # A state under `jit` has no values to compare: what it computes is no number.
+            y = jnp.where(self._is_foreign(), jnp.nan, y)
+        return constrained(y, out_sharding)
 
     def weight(self, values: jax.Array | None = None) -> Weight:
         """Returns the weight; `x @ layer.weight()` is the product without the bias.
@@ -204,7 +210,7 @@ class BlockSparseLinear(nnx.Module):
           values: stored blocks to use in place of the layer's.
         """
         values = self.values[...] if values is None else values
-        stored = BlockSparse(values, self.static_layout or self._tables())
+        stored = BlockSparse(values, self.static_layout or self.tables())
         if self.dense_gradient is None:
             return stored
         return WithDenseGradient(stored, self.dense_gradient[...])
@@ -212,7 +218,7 @@ class BlockSparseLinear(nnx.Module):
     def _filled_up(self, inputs):
         """Returns inputs with the features that fill up the last block; they are 0."""
         features, static = self.in_features, self.static_layout
-        blocks = static.in_blocks if static else self._tables().out_index.shape[-2]
+        blocks = static.in_blocks if static else self.tables().out_index.shape[-2]
         missing = blocks * self.values.shape[-1] - features
         if not missing:
             return inputs
@@ -230,6 +236,12 @@ class BlockSparseLinear(nnx.Module):
         wide = jnp.promote_types(inputs.dtype, dtype)
         weight = self.weight(values.astype(wide))
         return in_precision(self.precision, inputs.astype(wide), weight).astype(dtype)
+
+    @property
+    def kernel(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the kernel if it were dense; `sd.densify` makes it."""
+        shape = *self.values.shape[:-3], self.in_features, self.out_features
+        return jax.ShapeDtypeStruct(shape, self.values.dtype)
 
     @property
     def evolving(self) -> bool:
@@ -261,7 +273,7 @@ class BlockSparseLinear(nnx.Module):
         self._check_layout()
         if self.static_layout is not None:
             return [self.static_layout]
-        return self._tables().layouts(self.values.shape[-1])
+        return self.tables().layouts(self.values.shape[-1])
 
     def set_layouts(self, layouts: Sequence[BlockLayout], evolving: bool) -> None:
         """Replaces the layout, but not the values: see `sd.evolve`.
@@ -272,63 +284,56 @@ class BlockSparseLinear(nnx.Module):
         """
         self.static_layout = None if evolving else layouts[0]
         stack = self.values.shape[:-3]
-        for name in TABLES:
+        for name in (*TABLES, MARK):
             setattr(self, name, nnx.data(None))
-        self.table_mark = nnx.data(None)
-        for name in [name for name in vars(self) if name.startswith(LAYOUT_PREFIX)]:
+        for name in layout_names(vars(self)) & set(vars(self)):
             delattr(self, name)
         if not evolving:
-            name = layout_name(layouts[0])
-            setattr(self, name, LayoutName(jnp.zeros((*stack, MARK_SIZE)), layout=name))
+            setattr(self, *named_entry(layouts[0], stack))
         else:
             stacked = stack_tables([with_room(each, _ROOM).tables() for each in layouts])
             for name, table in zip(TABLES, stacked.arrays):
                 layers = (math.prod(stack), *table.shape[1:])
                 value = jnp.broadcast_to(table, layers).reshape(*stack, *table.shape[1:])
                 setattr(self, name, LayoutTable(value))
-            mark = table_mark(*self._tables()[:2])
-            self.table_mark = LayoutMark(jnp.asarray(mark))
+            setattr(self, MARK, nnx.Param(jnp.asarray(table_mark(*self.tables()[:2]))))
 
     def _check_layout(self):
         """Raises UserError if the state is of another layout."""
-        attributes = vars(self)
-        held = {name for name in attributes if name.startswith(LAYOUT_PREFIX)}
-        for variable in [attributes[name] for name in held]:
-            if isinstance(variable, LayoutName):
-                held.add(variable.get_metadata("layout"))
-        static = self.static_layout
+        held, static = layout_names(vars(self)), self.static_layout
         expected = set() if static is None else {layout_name(static)}
         if held != expected:
             mine = "an evolving layout" if static is None else layout_name(static)
             raise UserError(
                 f"The state of this {self.in_features} x {self.out_features} layer is of "
-                f"{' and '.join(sorted(held - expected))}, and the layer has {mine}; legal: a "
-                "state of the same layout."
+                f"{' and '.join(sorted(held - expected)) or 'no layout'}, and the layer has "
+                f"{mine}; legal: a state of the same layout."
             )
         if self.evolving:
-            matches = self._is_marked()
-            if not isinstance(matches, jax.core.Tracer) and not matches:
+            foreign = self._is_foreign()
+            if not isinstance(foreign, jax.core.Tracer) and foreign:
                 raise UserError(
                     f"The index tables of this {self.in_features} x {self.out_features} layer are "
                     "of another layout than its values; legal: both from one state, or an average "
                     "of states of one layout."
                 )
 
-    def _is_marked(self):
-        """Returns whether the values are of the layout of the tables, bool []."""
-        if self.table_mark is None:  # A state without it replaced the attribute.
-            return np.bool_(False)
-        return is_marked(self.table_mark[...], *self._tables()[:2])
+    def _is_foreign(self):
+        """Returns whether the values are of another layout than the tables, bool []."""
+        mark = getattr(self, MARK)
+        if mark is None:  # A state without it replaced the attribute.
+            return np.bool_(True)
+        return contradicts(mark[...], *self.tables()[:2])
 
-    def _tables(self):
+    def tables(self) -> LayoutTables:
+        """Returns the index tables of an evolving layer."""
         return LayoutTables(*(getattr(self, name)[...] for name in TABLES))
 
 
 def filled_up(shape: tuple[int, int], block: int, density: float) -> tuple[int, int]:
-    """Returns the shape of the layout of a weight: its own where the block divides both sides.
+    """Returns the shape of the layout of a weight, the smallest that has a layout of the density.
 
-    Else the smallest with whole blocks that has a layout of the density, with up to a quarter more
-    blocks on each side; without one, that with the fewest blocks.
+    Sides are whole blocks, with up to a quarter more; without such a layout, the fewest blocks.
 
     Raises:
       UserError: a side is shorter than the block, so most of it would be filling.
@@ -340,8 +345,6 @@ def filled_up(shape: tuple[int, int], block: int, density: float) -> tuple[int, 
             f"A block of {block} is larger than a side of a {shape[0]} x {shape[1]} weight; legal: "
             f"blocks of at most {min(shape)}."
         )
-    if not any(side % block for side in shape):
-        return shape
     counts = [_counts(side, block) for side in shape]
     fits = [(i, o) for i, o in itertools.product(*counts) if has_layout(i, o, density)]
     rows, columns = min(fits, key=math.prod, default=[each[0] for each in counts])
@@ -360,28 +363,29 @@ def fill_up(kernels: jax.Array, shape: tuple[int, int]) -> jax.Array:
     return jnp.pad(kernels, [(0, 0), *missing])
 
 
-def draw_blocks(
-    layout: BlockLayout, kernel_init: Initializer, key: Any, dtype: Any, shape: tuple[int, int]
-) -> jax.Array:
-    """Returns values [nnz, block, block] of a kernel that an initializer of dense kernels draws.
-
-    The kernel has `shape`, and zeros up to the layout's.
+def blocks_of(layout: BlockLayout, kernel: jax.Array) -> jax.Array:
+    """Returns values [nnz, block, block] of a drawn kernel, which zeros fill up to the layout.
 
     They are scaled by 1 / sqrt(share of the inputs that their output reads), unless the kernel is
     constant.  So outputs have the variance of those of the dense kernel, whatever the initializer.
-    Sharding metadata of the initializer is dropped.
     """
-    block = layout.block
-    kernel: Any = kernel_init(key, shape, dtype)
-    kernel = getattr(kernel, "raw_value", kernel)
+    block, inputs = layout.block, kernel.shape[0]
     is_constant = jnp.all(kernel == kernel[0, 0])
     kernel = fill_up(kernel[None], (layout.in_features, layout.out_features))
     grid = kernel.reshape(layout.in_blocks, block, layout.out_blocks, block).swapaxes(1, 2)
     stored = grid[layout.rows, layout.cols]
-    features = np.clip(shape[0] - block * np.arange(layout.in_blocks), 0, block)
+    features = np.clip(inputs - block * np.arange(layout.in_blocks), 0, block)
     read = np.bincount(layout.cols, features[layout.rows], layout.out_blocks)
-    scale = np.sqrt(shape[0] / np.maximum(1, read[layout.cols]))[:, None, None]
+    scale = np.sqrt(inputs / np.maximum(1, read[layout.cols]))[:, None, None]
     return jnp.where(is_constant, stored, (stored * scale).astype(stored.dtype))
+
+
+def _metadata_of_values(metadata, shape):
+    """Returns metadata of stored blocks, from that of a kernel or of themselves."""
+    names = metadata.get("out_sharding")
+    if isinstance(names, tuple | jax.P) and len(tuple(names)) == len(shape):
+        return metadata
+    return joined_names(metadata, [(0, 1), (), ()], shape)
 
 
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

@@ -7,7 +7,9 @@ from flax import nnx
 from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.layers.block_sparse_linear import filled_up
 from sparse_dataflow.core.layers.general import Contraction
-from sparse_dataflow.core.layers.replace import LINEARS, Where, dotted
+from sparse_dataflow.core.layers.paths import dotted
+from sparse_dataflow.core.layers.registered import is_linear, is_registered, read_linear
+from sparse_dataflow.core.layers.replace import Where
 from sparse_dataflow.core.layouts.patterns import legal_densities
 from sparse_dataflow.files.errors import UserError
 
@@ -31,7 +33,7 @@ def erk_densities(
       where: (path, linear) -> whether it is one of them; None for all.
 
     Raises:
-      UserError: the density is not legal, no linear is selected, or the block does not divide one.
+      UserError: the density is not legal, no linear is selected, or the block is too large for one.
 
     Examples:
         >>> model = nnx.Sequential(nnx.Linear(64, 256, rngs=nnx.Rngs(0)),
@@ -46,10 +48,12 @@ def erk_densities(
     sizes, legal = {}, {}
     for path, node in nnx.iter_modules(model):
         name = dotted(path)
-        if not isinstance(node, LINEARS) or (where is not None and not where(name, node)):
+        if not is_linear(node) or (where is not None and not where(name, node)):
             continue
         try:
-            linear = node if isinstance(node, nnx.Linear) else Contraction.of(node).linear(node)
+            linear = read_linear(node)[1] if is_registered(node) else node
+            if not isinstance(linear, nnx.Linear):
+                linear = Contraction.of(node).linear(node)
             layers = math.prod(linear.kernel.shape[:-2])
             sides = filled_up((linear.in_features, linear.out_features), block, density)
             sizes[name] = layers, *sides

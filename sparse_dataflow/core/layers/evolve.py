@@ -1,7 +1,6 @@
 """Changes the stored blocks of any nnx model while it trains, with its optimizer state."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,24 +11,19 @@ from flax import nnx
 
 from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.sparsity import EXCHANGED_BLOCKS
+from sparse_dataflow.core.layers.axis_names import placed
 from sparse_dataflow.core.layers.block_sparse_linear import BlockSparseLinear, DenseGradient
-from sparse_dataflow.core.layers.layout_state import (
-    LayoutMark,
-    LayoutName,
-    LayoutTable,
-    layout_name,
-    table_mark,
-)
+from sparse_dataflow.core.layers.layout_state import MARK, TABLES, layout_name, layout_names
+from sparse_dataflow.core.layers.optimizer_states import CarriedState, gathered
+from sparse_dataflow.core.layers.paths import dotted
 from sparse_dataflow.core.layers.replace import (
     Where,
     balanced_degree,
     block_sparse_layers,
-    dotted,
-    key_names,
 )
 from sparse_dataflow.core.layouts.evolution import METHODS, block_sources, largest_blocks
 from sparse_dataflow.core.layouts.layout import BlockLayout
-from sparse_dataflow.core.model.blocks import gather_blocks, stored_norms
+from sparse_dataflow.core.model.blocks import stored_norms
 from sparse_dataflow.core.weights.gradient_norms import zeros_of_norms
 from sparse_dataflow.files.errors import UserError
 
@@ -40,10 +34,12 @@ class Change(NamedTuple):
     """New layouts of a layer.
 
     Attributes:
+      path: the path of the layer in its model.
       layouts: its new layouts.
       sources: int32 [layers, new nnz], the slot of each new block in the old values; -1 if new.
     """
 
+    path: tuple
     layer: BlockSparseLinear
     layouts: list[BlockLayout]
     sources: np.ndarray
@@ -80,7 +76,7 @@ def evolve(
     Args:
       model: an nnx model with block-sparse linears.
       optimizer: `nnx.Optimizer`, which is changed in place too, or the optax state of
-        `nnx.state(model, nnx.Param)`; None if there is none.
+        `nnx.state(model, nnx.Param)`; a list or dict of several; None if there is none.
       method: "set", "rigl", "gradual", "static" or a registered method that exchanges blocks.
       share: fraction of the stored blocks of a layer to exchange, at least one of them.
       density: fraction of the blocks that "gradual" leaves stored.
@@ -111,23 +107,24 @@ def evolve(
     layers = block_sparse_layers(model, where)
     choose = _chooser(method, model, layers, share, density, loss, batch, seed)
     changes = {path: _change(path, layer, choose) for path, layer in layers.items()}
-    is_nnx = isinstance(optimizer, nnx.Optimizer)
-    state = _carried(optimizer.opt_state if is_nnx else optimizer, changes)
+    for path, change in changes.items():
+        if method == STATIC and len(set(change.layouts)) > 1:
+            raise UserError(
+                f"{dotted(path)}: the layers of the stack have different layouts; legal for "
+                "'static': one layout for all."
+            )
     names = {
-        path: ("table_mark" if layer.evolving else layout_name(layer.layout), new)
-        for path, (layer, layouts, _) in changes.items()
-        if (new := layout_name(layouts[0])) and (method == STATIC or not layer.evolving)
+        path: (MARK if layer.evolving else layout_name(layer.layout), layout_name(layouts[0]))
+        for path, (_, layer, layouts, _) in changes.items()
+        if method == STATIC or not layer.evolving
     }
-    state = _renamed(state, names)
-    for change in changes.values():
-        layer, values = change.layer, change.layer.values[...]
+    state = CarriedState(model, optimizer, changes, names)
+    for _, layer, layouts, sources in changes.values():
+        values = layer.values[...]
         if method != STATIC:
-            layer.values.set_value(_gather(values, change.sources, values.ndim - 3))
-        _set_layouts(layer, change.layouts, layer.evolving and method != STATIC)
-    if not is_nnx:
-        return state
-    optimizer.opt_state = nnx.data(state)
-    return optimizer
+            layer.values.set_value(gathered(values, sources, values.ndim - 3))
+        _set_layouts(layer, layouts, layer.evolving and method != STATIC)
+    return state.apply()
 
 
 def _chooser(method, model, layers, share, density, loss, batch, seed):
@@ -185,82 +182,7 @@ def _change(path, layer, choose):
     new = [choose(path, index, *pair) for index, pair in enumerate(zip(old, norms, strict=True))]
     if len({each.nnz for each in new}) > 1:
         raise UserError(f"{dotted(path)}: the layers of a stack would store unequal blocks.")
-    return Change(layer, new, np.stack([block_sources(a, b) for a, b in zip(old, new)]))
-
-
-def _carried(state, changes):
-    """Returns an optimizer state with the moments of the new blocks."""
-    suffixes = {
-        (*map(str, path), name): change
-        for path, change in changes.items()
-        for name in ("values", "table_mark")
-    }
-
-    def carry(path, leaf):
-        names = tuple(map(str, key_names(path)))
-        matches = [suffix for suffix in suffixes if names[-len(suffix) :] == suffix]
-        if not matches or np.size(leaf) <= 1:  # A count, or a place holder.
-            return leaf
-        suffix = max(matches, key=len)
-        change = suffixes[suffix]
-        if suffix[-1] == "table_mark":
-            return _new_mark(leaf, change)
-        stored = change.layer.values.shape[:-2]
-        if leaf.shape[: len(stored)] != stored:
-            raise UserError(
-                f"The optimizer state {dotted(names)} has shape {leaf.shape} and the layer stores "
-                f"{stored[-1]} blocks; legal: the state of this layout."
-            )
-        return _gather(leaf, change.sources, len(stored) - 1)
-
-    return jax.tree_util.tree_map_with_path(carry, state)
-
-
-def _new_mark(mark, change):
-    """Returns an optimizer's copy of a mark for the new tables: an average of the parameters has
-    one, moments have zeros."""
-    tables = [layout.tables() for layout in change.layouts]
-    marks = np.stack([table_mark(each.in_index, each.in_slot) for each in tables])
-    old = np.asarray(change.layer.table_mark[...])
-    scale = np.mean(np.asarray(mark), -1, keepdims=True) / np.mean(old, -1, keepdims=True)
-    new = marks if mark.ndim > 1 else marks[0]
-    return _placed(
-        jnp.asarray(new.reshape(-1, *new.shape[-1:]) * scale.reshape(-1, 1), mark.dtype).reshape(
-            mark.shape
-        ),
-        mark,
-    )
-
-
-def _renamed(state, names):
-    """Returns an optimizer state with the keys of new static layouts.
-
-    Args:
-      state: the state, whose trees of parameters are `nnx.State`s.
-      names: {path of a layer: (old key, new key)}.
-    """
-
-    def renamed(path, leaf):
-        for layer, (old, new) in names.items():
-            if path == (*layer, old):
-                return (*path[:-1], new), _named(leaf, new)
-        return path, leaf
-
-    def rename(node):
-        if not isinstance(node, nnx.State):
-            return node
-        flat = [renamed(tuple(path), leaf) for path, leaf in nnx.to_flat_state(node)]
-        return nnx.from_flat_state(flat)
-
-    return jax.tree.map(rename, state, is_leaf=lambda node: isinstance(node, nnx.State))
-
-
-def _named(leaf, name):
-    """Returns an optimizer's variable of a layout's name, under another name."""
-    if not isinstance(leaf, nnx.Variable):
-        return leaf
-    kind = LayoutName if isinstance(leaf, LayoutMark) else type(leaf)
-    return kind(leaf[...], **leaf.get_metadata() | {"layout": name})
+    return Change(path, layer, new, np.stack([block_sources(a, b) for a, b in zip(old, new)]))
 
 
 def _set_layouts(layer, layouts, evolving):
@@ -269,42 +191,13 @@ def _set_layouts(layer, layouts, evolving):
     layer.set_layouts(layouts, evolving)
     for name, variable in _layout_variables(layer).items():
         like = before.get(name) or next(iter(before.values()))
-        variable.set_value(_placed(variable[...], like[...]))
+        variable.set_value(placed(variable[...], like[...]))
 
 
 def _layout_variables(layer):
-    kinds = LayoutName, LayoutMark, LayoutTable
-    return {name: value for name, value in vars(layer).items() if isinstance(value, kinds)}
-
-
-def _gather(array, sources, stack_axes):
-    """Returns [*stack, nnz, ...] at new layouts, given sources [1 or layers, new nnz]."""
-    stack, rest = array.shape[:stack_axes], array.shape[stack_axes:]
-    layers = _auto(array).reshape(-1, *rest)
-    wide = np.broadcast_to(sources, (len(layers), sources.shape[1]))
-    new = gather_blocks(layers, wide).reshape(*stack, sources.shape[1], *rest[1:])
-    return _placed(new, array)
-
-
-def _auto(array):
-    """Returns an array whose mesh has no Explicit axes, over which it could not be indexed."""
-    if not isinstance(getattr(array, "sharding", None), jax.NamedSharding):
-        return array
-    mesh = jax.sharding.Mesh(array.sharding.mesh.devices, array.sharding.mesh.axis_names)
-    return jax.device_put(array, jax.NamedSharding(mesh, array.sharding.spec))
-
-
-def _placed(array, like):
-    """Returns an array sharded as another, over axes of the mesh that divide it."""
-    sharding = getattr(like, "sharding", None)
-    if isinstance(array, jax.core.Tracer) or not isinstance(sharding, jax.NamedSharding):
-        return array
-    spec = []
-    for size, axes in zip(array.shape, (*sharding.spec, *(None,) * array.ndim)):
-        names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
-        shards = math.prod(sharding.mesh.shape[name] for name in names)
-        spec.append(axes if size % shards == 0 else None)
-    return jax.device_put(array, jax.NamedSharding(sharding.mesh, jax.P(*spec)))
+    names = {MARK, *TABLES, *layout_names(vars(layer))}
+    found = {name: getattr(layer, name, None) for name in names}
+    return {name: each for name, each in found.items() if isinstance(each, nnx.Variable)}
 
 
 def gradient_norms(

@@ -1,4 +1,4 @@
-"""nnx.LinearGeneral and nnx.Einsum as products with a matrix, which can be block-sparse."""
+"""Linears whose kernel has any rank as products with a matrix, which can be block-sparse."""
 
 import dataclasses
 import math
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from sparse_dataflow.core.layers.axis_names import constrained, folded, over_auto_axes, unfolded
 from sparse_dataflow.files.errors import UserError
 
 
@@ -21,7 +22,7 @@ class Contraction:
       order: axes of the kernel: those of the matrix's inputs, then those of its outputs.
       count: number of axes of the matrix's inputs.
       axis: axes of the input that an nnx.LinearGeneral sums over.
-      equation: of an nnx.Einsum; empty for an nnx.LinearGeneral.
+      equation: of inputs and kernel, as of an nnx.Einsum; empty for an nnx.LinearGeneral.
     """
 
     kernel_shape: tuple[int, ...]
@@ -50,7 +51,18 @@ class Contraction:
             return cls(shape, order, count, axis=tuple(module.axis))
         if module.einsum_op is not jnp.einsum:
             raise UserError("It has an einsum_op of its own; legal: jnp.einsum.")
-        inputs, kernel, outputs = _terms(module.einsum_str)
+        return cls.of_equation(module.einsum_str, tuple(module.kernel_shape))
+
+    @classmethod
+    def of_equation(cls, equation: str, kernel_shape: tuple[int, ...]) -> "Contraction":
+        """Returns the contraction of an equation of inputs and a kernel.
+
+        Raises:
+          UserError: it is no product with one matrix.
+        """
+        if equation.count(",") != 1 or equation.count("->") != 1:
+            raise UserError(f"{equation!r} is no equation; legal: such as 'btd,dhk->bthk'.")
+        inputs, kernel, outputs = _terms(equation)
         summed = [letter for letter in kernel if letter in inputs]
         new = [letter for letter in outputs if letter in kernel]
         others = [letter for letter in inputs if letter not in kernel]
@@ -62,29 +74,73 @@ class Contraction:
             or not (summed and new)
         ):
             raise UserError(
-                f"Its equation {module.einsum_str} is no product with one matrix; legal: an index "
+                f"Its equation {equation} is no product with one matrix; legal: an index "
                 "of the kernel is either summed with the input or new in the output."
             )
+        if len(kernel) != len(kernel_shape):
+            raise UserError(
+                f"Its equation {equation} has a kernel of {len(kernel)} axes and the kernel has "
+                f"shape {kernel_shape}; legal: an index for each axis."
+            )
         order = tuple(kernel.index(letter) for letter in summed + new)
-        return cls(tuple(module.kernel_shape), order, len(summed), equation=module.einsum_str)
+        return cls(kernel_shape, order, len(summed), equation=equation)
+
+    def with_equation(self, equation: str | None) -> "Contraction":
+        """Returns the contraction by the equation of a call, which has the same matrix.
+
+        Raises:
+          UserError: it sums over other axes of the kernel.
+        """
+        if equation is None or equation == self.equation:
+            return self
+        other = Contraction.of_equation(equation, self.kernel_shape)
+        if set(other.order[: other.count]) != set(self.order[: self.count]):
+            raise UserError(
+                f"The equation {equation} sums over other axes of the kernel than {self.equation}; "
+                "legal: the same axes, as the stored blocks are of that matrix."
+            )
+        return dataclasses.replace(self, equation=equation)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The kernel's shape in the order of the matrix."""
         return tuple(self.kernel_shape[axis] for axis in self.order)
 
-    def linear(self, module: Any) -> nnx.Linear:
-        """Returns the nnx.Linear of a module with this contraction; leading axes stay."""
-        kernel, rank = module.kernel[...], len(self.shape)
-        stack = kernel.shape[: kernel.ndim - rank]
-        axes = [*range(len(stack)), *(len(stack) + axis for axis in self.order)]
+    def linear(self, module: Any, kernel: Any = None, bias: Any = None) -> nnx.Linear:
+        """Returns the nnx.Linear of a module with this contraction; leading axes stay.
+
+        Args:
+          module: an nnx.LinearGeneral or nnx.Einsum, whose settings the linear has; or None.
+          kernel: variable of the kernel; None for the module's.
+          bias: variable of the bias; None for the module's.
+        """
+        if module is not None:
+            kernel, bias = module.kernel, module.bias
+        array, rank = over_auto_axes(kernel[...]), len(self.shape)
+        stack = array.shape[: array.ndim - rank]
+        lead = [(axis,) for axis in range(len(stack))]
+        axes = [len(stack) + axis for axis in self.order]
         sides = math.prod(self.shape[: self.count]), math.prod(self.shape[self.count :])
         linear = module_like(nnx.Linear, *sides, like=module)
-        linear.kernel = variable_like(module.kernel, kernel.transpose(axes).reshape(*stack, *sides))
-        if module.bias is not None:
-            linear.bias = variable_like(module.bias, module.bias[...].reshape(*stack, -1))
+        matrix = array.transpose(*range(len(stack)), *axes).reshape(*stack, *sides)
+        linear.kernel = folded(kernel, matrix, [*lead, axes[: self.count], axes[self.count :]])
+        if bias is not None:
+            new = range(len(stack), bias.ndim)
+            flat = over_auto_axes(bias[...]).reshape(*stack, -1)
+            linear.bias = folded(bias, flat, [*lead, new])
             linear.use_bias = True
         return linear
+
+    def kernel_and_bias(self, linear: nnx.Linear) -> tuple[nnx.Variable, nnx.Variable | None]:
+        """Returns the variables of the module that has a linear as its matrix."""
+        kernel = over_auto_axes(linear.kernel[...])
+        stack = kernel.shape[:-2]
+        back = [len(stack) + self.order.index(axis) for axis in range(len(self.order))]
+        kernel = kernel.reshape(*stack, *self.shape).transpose(*range(len(stack)), *back)
+        if linear.bias is None:
+            return unfolded(linear.kernel, kernel), None
+        bias = over_auto_axes(linear.bias[...]).reshape(*stack, *self.shape[self.count :])
+        return unfolded(linear.kernel, kernel), unfolded(linear.bias, bias)
 
     def module(self, linear: nnx.Linear) -> nnx.LinearGeneral | nnx.Einsum:
         """Returns the module of a matrix: inverse of `linear`."""
@@ -96,13 +152,9 @@ class Contraction:
             features = self.shape[: self.count], new
             general = module_like(nnx.LinearGeneral, *features, axis=self.axis, like=linear)
             general.use_bias = linear.use_bias
-        kernel = linear.kernel[...]
-        stack = kernel.shape[:-2]
-        back = [len(stack) + self.order.index(axis) for axis in range(len(self.order))]
-        kernel = kernel.reshape(*stack, *self.shape).transpose(*range(len(stack)), *back)
-        general.kernel = variable_like(linear.kernel, kernel)
-        if linear.bias is not None:
-            general.bias = variable_like(linear.bias, linear.bias[...].reshape(*stack, *new))
+        general.kernel, bias = self.kernel_and_bias(linear)
+        if bias is not None:
+            general.bias = bias
         return general
 
     def apply(self, linear: nnx.Module, inputs: jax.Array) -> jax.Array:
@@ -137,28 +189,70 @@ class Contraction:
 
 
 class BlockSparseGeneral(nnx.Module):
-    """Drop-in for an nnx.LinearGeneral or nnx.Einsum whose kernel is block-sparse as a matrix.
+    """Drop-in for a module that is a product with a kernel, which is block-sparse as a matrix.
+
+    It has the module's public attributes.  Of its kernel and bias there are shape and dtype.
 
     Attributes:
       linear: `sd.BlockSparseLinear` of the matrix.
       contraction: how the kernel is a matrix.
+      names: attributes of the module that are its kernel and its bias.
+
+    Args:
+      linear: `sd.BlockSparseLinear` of the matrix.
+      contraction: how the kernel is a matrix.
+      like: the module that it replaces.
+      names: attributes of the module that are its kernel and its bias.
     """
 
-    def __init__(self, linear: nnx.Module, contraction: Contraction):
-        self.linear, self.contraction = linear, contraction
+    def __init__(
+        self,
+        linear: nnx.Module,
+        contraction: Contraction,
+        like: nnx.Module,
+        names: tuple[str, str] = ("kernel", "bias"),
+    ):
+        for name, value in vars(like).items():
+            if not (name.startswith("_") or isinstance(value, nnx.Variable) or name in names):
+                setattr(self, name, value)
+        self.linear, self.contraction, self.names = linear, contraction, names
 
-    def __call__(self, inputs: jax.Array, out_sharding: None = None) -> jax.Array:
+    def __getattr__(self, name):
+        names = vars(self).get("names", ())
+        if name not in names:
+            kind = type(self).__name__
+            raise AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=self)
+        linear, contraction = self.linear, self.contraction
+        if name == names[0]:
+            shape, array = contraction.kernel_shape, linear.values
+            return jax.ShapeDtypeStruct((*array.shape[:-3], *shape), array.dtype)
+        if linear.bias is None:
+            return None
+        shape = contraction.shape[contraction.count :]
+        return jax.ShapeDtypeStruct((*linear.bias.shape[:-1], *shape), linear.bias.dtype)
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Applies the layer.
 
         Raises:
-          UserError: the input has another shape, or `out_sharding` is not None.
+          UserError: the input has another shape.
         """
-        if out_sharding is not None:
-            raise UserError(
-                "A block-sparse layer takes no out_sharding; legal: None, and "
-                "jax.lax.with_sharding_constraint of its result."
-            )
-        return self.contraction.apply(self.linear, inputs)
+        return constrained(self.contraction.apply(self.linear, inputs), out_sharding)
+
+
+class BlockSparseEinsum(BlockSparseGeneral):
+    """Drop-in for an nnx.Einsum, whose call takes an equation too."""
+
+    def __call__(
+        self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None
+    ) -> jax.Array:
+        """Applies the layer.
+
+        Raises:
+          UserError: the input has another shape, or the equation has another matrix.
+        """
+        contraction = self.contraction.with_equation(einsum_str)
+        return constrained(contraction.apply(self.linear, inputs), out_sharding)
 
 
 def _terms(equation, rank=None):
@@ -184,33 +278,10 @@ def module_like(kind: type, *sizes: Any, like: Any, **options: Any) -> Any:
     elif getattr(like, "dot_general", lax.dot_general) is not lax.dot_general:
         raise UserError("An nnx.Einsum takes no dot_general; legal: lax.dot_general.")
     names = ("dtype", "param_dtype", "precision", "promote_dtype", "preferred_element_type")
-    return kind(
-        *sizes,
-        kernel_init=nnx.initializers.zeros_init(),
-        rngs=nnx.Rngs(0),
-        **{name: getattr(like, name) for name in names},
-        **options,
-    )
-
-
-def variable_like(variable: Any, value: jax.Array) -> nnx.Variable:
-    """Returns a variable of the type and metadata of another.
-
-    Raises:
-      UserError: the metadata name axes and the value has others.
-    """
-    if not isinstance(variable, nnx.Variable):
-        return nnx.Param(value)
-    metadata = variable.get_metadata()
-    axes = next((metadata[name] for name in _AXES if metadata.get(name) is not None), None)
-    if axes is not None and value.ndim != variable.ndim and any(axis for axis in axes):
-        raise UserError(
-            f"A parameter of it is sharded over {tuple(axes)} by its metadata, and a block-sparse "
-            "one has other axes; legal: no such metadata, and sd.partition_specs of the result."
-        )
-    named = {} if axes is None or value.ndim == variable.ndim else dict.fromkeys(_AXES)
-    return type(variable)(value, **{k: v for k, v in metadata.items() if k not in named})
-
-
-_AXES = ("out_sharding", "sharding_names", "sharding")
-"""Metadata of a variable that name its axes, in this and earlier versions of flax."""
+    settings = {} if like is None else {name: getattr(like, name) for name in names}
+    zeros = nnx.initializers.zeros_init()
+    module = kind(*sizes, kernel_init=zeros, rngs=nnx.Rngs(0), **settings, **options)
+    for name in ("kernel_init", "bias_init"):
+        if hasattr(like, name) and hasattr(module, name):
+            setattr(module, name, getattr(like, name))
+    return module

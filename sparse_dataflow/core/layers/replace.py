@@ -13,12 +13,23 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.core.config import arguments
+from sparse_dataflow.core.layers.axis_names import folded, over_auto_axes, unfolded
 from sparse_dataflow.core.layers.block_sparse_linear import BlockSparseLinear, fill_up, filled_up
+from sparse_dataflow.core.layers.dense_parameters import dense_classes, say_replaced
 from sparse_dataflow.core.layers.general import (
+    BlockSparseEinsum,
     BlockSparseGeneral,
     Contraction,
     module_like,
-    variable_like,
+)
+from sparse_dataflow.core.layers.paths import dotted, names_of
+from sparse_dataflow.core.layers.registered import (
+    FLAX_LINEARS,
+    BlockSparseRegistered,
+    is_linear,
+    is_registered,
+    read_linear,
+    registration,
 )
 from sparse_dataflow.core.layouts.evolution import largest_blocks
 from sparse_dataflow.core.layouts.layout import BlockLayout
@@ -34,10 +45,7 @@ Where = Callable[[str, Any], bool]
 MAGNITUDE = "magnitude"
 """The pattern of the largest blocks of the weights."""
 
-LINEARS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
-"""Modules that `sparsify` replaces."""
-
-_KINDS = "nnx.Linear, nnx.LinearGeneral and nnx.Einsum"
+_KINDS = "nnx.Linear, nnx.LinearGeneral, nnx.Einsum and classes of sd.register_linear"
 
 
 @arguments.checked
@@ -53,10 +61,13 @@ def sparsify(
     """Returns the model with its `nnx.Linear`s replaced by `sd.BlockSparseLinear`s.
 
     The model itself does not change, and shares no array with the result.  Types, metadata and
-    settings of the linears are kept.  `nnx.LinearGeneral`, as in `nnx.MultiHeadAttention`, and an
-    `nnx.Einsum` that is a product with one matrix are replaced too, and keep their axes.  A linear
-    whose kernel has leading axes, as `nnx.vmap` makes for a scan over layers, becomes a stack of
-    layers with one layout, or with one layout each if `evolving`.
+    settings of the linears are kept.  `nnx.LinearGeneral`, as in `nnx.MultiHeadAttention`, an
+    `nnx.Einsum` that is a product with one matrix, and classes of `sd.register_linear` are replaced
+    too, and keep their axes.  A linear whose kernel has leading axes, as `nnx.vmap` makes for a
+    scan over layers, becomes a stack of layers with one layout, or with one layout each if
+    `evolving`.  Mesh axes of a kernel become those of its stored blocks.
+
+    A line of the log names what became sparse and what stayed dense.
 
     Args:
       model: any nnx model.
@@ -66,8 +77,7 @@ def sparsify(
       density: fraction of the blocks stored, of all layers or by path; with 1 the model computes
         the same function.
       block: side of a square block, in features.
-      where: (path, linear) -> whether to replace it; None for every `nnx.Linear`,
-        `nnx.LinearGeneral` and `nnx.Einsum`.
+      where: (path, linear) -> whether to replace it; None for every linear.
       evolving: whether `sd.evolve` may change the layouts without recompiling.
 
     Raises:
@@ -92,7 +102,7 @@ def sparsify(
     homes = _homes(model)
 
     def replace(path, node):
-        if not isinstance(node, LINEARS):
+        if not is_linear(node):
             return node
         names.append(dotted(path))
         if where is not None and not where(names[-1], node):
@@ -100,24 +110,33 @@ def sparsify(
         selected.append(names[-1])
         try:
             _check_replaceable(node, homes)
-            contraction = None if isinstance(node, nnx.Linear) else Contraction.of(node)
-            linear = node if contraction is None else contraction.linear(node)
             number = first + len(selected) - 1
-            layer = _sparse(
-                linear, pattern, _density_of(density, names[-1]), block, evolving, number
-            )
-            return layer if contraction is None else BlockSparseGeneral(layer, contraction)
+            settings = pattern, _density_of(density, names[-1]), block, evolving, number
+            if is_registered(node):
+                contraction, linear, attributes = read_linear(node)
+                layer = _sparse(linear, *settings)
+                return BlockSparseRegistered(layer, contraction, node, attributes)
+            if isinstance(node, nnx.Linear):
+                return _sparse(node, *settings)
+            contraction = Contraction.of(node)
+            kind = BlockSparseEinsum if isinstance(node, nnx.Einsum) else BlockSparseGeneral
+            return kind(_sparse(contraction.linear(node), *settings), contraction, node)
         except UserError as error:
             raise UserError(f"{names[-1]}: {error} Or leave it out with `where`.") from None
 
     sparse = nnx.recursive_map(replace, model)
     if not selected:
-        raise UserError(
-            f"`where` selects no linear of the model; legal: {', '.join(names)}."
-            if names
-            else f"The model has no linear; legal: {_KINDS}. Other modules are not replaced."
-        )
-    return _unshared(sparse, model)
+        if names:
+            words = f"`where` selects no linear of the model; legal: {', '.join(names)}."
+        else:
+            words = f"The model has no linear; legal: {_KINDS}."
+        if classes := dense_classes(model):
+            kind, path = classes[0]
+            words += f" {path} is a {kind.__name__}; if that is a linear: {registration(kind)}."
+        raise UserError(words)
+    sparse = _unshared(sparse, model)
+    say_replaced(sparse, selected)
+    return sparse
 
 
 @arguments.checked
@@ -142,7 +161,9 @@ def densify(model: Model) -> Model:
     def replace(path, node):  # A node follows its children.
         if isinstance(node, BlockSparseLinear):
             return _dense(node)
-        if isinstance(node, BlockSparseGeneral) and isinstance(node.linear, nnx.Linear):
+        if isinstance(node, BlockSparseRegistered):
+            return node.dense()
+        if isinstance(node, BlockSparseGeneral):
             return node.contraction.module(node.linear)
         return node
 
@@ -198,24 +219,11 @@ def partition_specs(model: nnx.Module, mesh: Mesh, axis: str) -> nnx.State:
     }
 
     def param_spec(path, leaf):
-        return spec(stacks.get(dotted(key_names(path)), 0), leaf.shape)
+        return spec(stacks.get(dotted(names_of(path)), 0), leaf.shape)
 
     return nnx.merge_state(
         jax.tree_util.tree_map_with_path(param_spec, params), jax.tree.map(lambda _: P(), others)
     )
-
-
-def dotted(path: tuple) -> str:
-    """Returns a path of nnx as one string, "layers.0.mlp"."""
-    return ".".join(map(str, path))
-
-
-def key_names(path: tuple) -> tuple:
-    """Returns the names in a key path of jax, without those inside an nnx variable."""
-    names = tuple(
-        getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))) for key in path
-    )
-    return names[:-1] if names and names[-1] in ("value", "raw_value") else names
 
 
 def block_sparse_layers(model: nnx.Module, where: Where | None) -> dict[tuple, BlockSparseLinear]:
@@ -271,14 +279,18 @@ def _homes(model):
 
 def _check_replaceable(node, homes):
     """Raises UserError if a linear has something that its block-sparse layer would not have."""
-    if type(node) not in LINEARS:
-        raise UserError(f"{type(node).__name__} is a class of its own; legal: {_KINDS}.")
-    sizes: Any = ("ab,bc->ac", (1, 1)) if type(node) is nnx.Einsum else (1, 1)
-    plain = nnx.eval_shape(lambda: type(node)(*sizes, rngs=nnx.Rngs(0)))
-    if own := sorted(set(vars(node)) - set(vars(plain))):
-        raise UserError(f"It has attributes of its own: {', '.join(own)}; legal: none.")
-    for name in ("kernel", "bias"):
-        others = homes.get(id(getattr(node, name)), [])
+    if not is_registered(node):
+        if type(node) not in FLAX_LINEARS:
+            raise UserError(
+                f"{type(node).__name__} is a class of its own; legal: {_KINDS}, by "
+                f"{registration(type(node))}."
+            )
+        sizes: Any = ("ab,bc->ac", (1, 1)) if type(node) is nnx.Einsum else (1, 1)
+        plain = nnx.eval_shape(lambda: type(node)(*sizes, rngs=nnx.Rngs(0)))
+        if own := sorted(set(vars(node)) - set(vars(plain))):
+            raise UserError(f"It has attributes of its own: {', '.join(own)}; legal: none.")
+    for name, value in vars(node).items():
+        others = homes.get(id(value), [])
         if len(others) > 1:
             raise UserError(
                 f"Its {name} is a parameter of {' and '.join(sorted(others))} too; legal: of it "
@@ -297,7 +309,8 @@ def _density_of(density, path):
 
 def _sparse(linear, pattern, density, block, evolving, number):
     """Returns the block-sparse layer of an nnx.Linear, the `number`-th of its model."""
-    kernel, sides = linear.kernel[...], (linear.in_features, linear.out_features)
+    kernel = over_auto_axes(linear.kernel[...])
+    sides = linear.in_features, linear.out_features
     stack, full = kernel.shape[:-2], filled_up(sides, block, density)
     dense = fill_up(kernel.reshape(-1, *sides), full)
     if pattern == MAGNITUDE:
@@ -313,7 +326,9 @@ def _sparse(linear, pattern, density, block, evolving, number):
     values = collect(*positions(layouts, len(dense)), dense, block) * scale
     layer = module_like(BlockSparseLinear, *sides, like=linear, layout=layouts[0])
     values = values.astype(kernel.dtype).reshape(*stack, *values.shape[1:])
-    layer.values = variable_like(linear.kernel, values)
+    lead = len(stack)
+    axes = [*[(axis,) for axis in range(lead)], (lead, lead + 1), (), ()]
+    layer.values = folded(linear.kernel, values, axes)
     layer.bias, layer.use_bias = linear.bias, linear.use_bias
     layer.set_layouts(layouts, evolving)
     return layer
@@ -328,12 +343,12 @@ def positions(layouts: list[BlockLayout], layers: int) -> tuple[np.ndarray, np.n
 
 def _dense(layer):
     """Returns the nnx.Linear of a block-sparse layer."""
-    values, layouts = layer.values[...], layer.layouts()
+    values, layouts = over_auto_axes(layer.values[...]), layer.layouts()
     stack, stored = values.shape[:-3], values.reshape(-1, *values.shape[-3:])
     grid = layouts[0].in_blocks, layouts[0].out_blocks
     kernel = expand(*positions(layouts, len(stored)), stored, grid)
     kernel = kernel[..., : layer.in_features, : layer.out_features]
     linear = module_like(nnx.Linear, layer.in_features, layer.out_features, like=layer)
-    linear.kernel = variable_like(layer.values, kernel.reshape(*stack, *kernel.shape[1:]))
+    linear.kernel = unfolded(layer.values, kernel.reshape(*stack, *kernel.shape[1:]))
     linear.bias, linear.use_bias = layer.bias, layer.use_bias
     return linear

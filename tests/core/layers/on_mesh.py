@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import sparse_dataflow as sd
@@ -95,6 +95,74 @@ def explicit_difference(x):
     return max(differences)
 
 
+def translated_shardings(x):
+    """Shards of stored blocks whose kernel is sharded by its metadata, by how that is written."""
+    names, init = ("data", "fsdp"), nnx.initializers.lecun_normal()
+    report = {}
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(kind,) * 2)
+        rules = [("embed", "data"), ("mlp", "fsdp"), ("head", None)]
+        with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
+            metadata = {"out_sharding": ("embed", "mlp", "head")}
+            partitioned = nnx.with_partitioning(init, names)
+            models = {
+                "partitioned": nnx.Linear(64, 128, kernel_init=partitioned, rngs=nnx.Rngs(0)),
+                "logical": nnx.Einsum(
+                    "bd,dhk->bhk", (64, 8, 16), kernel_metadata=metadata, rngs=nnx.Rngs(0)
+                ),
+                "one axis": nnx.Linear(
+                    64, 128, kernel_metadata={"out_sharding": (None, "fsdp")}, rngs=nnx.Rngs(0)
+                ),
+            }
+            for name, dense in models.items():
+                sparse = sd.sparsify(dense, density=1.0, block=16)
+                values = getattr(sparse, "linear", sparse).values
+                spec = nnx.get_partition_spec(nnx.state(sparse))
+                spec = spec.get("linear", spec)["values"].get_value()
+                again = sd.densify(sparse).kernel
+                same = again.get_metadata("out_sharding") == dense.kernel.get_metadata(
+                    "out_sharding"
+                ) and np.array_equal(again[...], dense.kernel[...])
+                placed = jax.device_put(np.asarray(values[...]), NamedSharding(mesh, spec))
+                shards = values[...].sharding.shard_shape(values.shape)[0]
+                assert shards == placed.sharding.shard_shape(values.shape)[0]
+                report[f"{name}, {kind.name}"] = [values.shape[0] // shards, bool(same)]
+            few = nnx.Linear(48, 32, kernel_init=init, rngs=nnx.Rngs(0))
+            few.kernel.set_metadata(out_sharding=names)
+            values = sd.sparsify(few, density=1.0, block=16).values
+            shards = values[...].sharding.shard_shape(values.shape)[0]
+            report[f"6 blocks, {kind.name}"] = [values.shape[0] // shards, True]
+            direct = sd.BlockSparseLinear(
+                64, 64, density=0.5, block=8, kernel_init=partitioned, rngs=nnx.Rngs(0)
+            )
+            shards = direct.values[...].sharding.shard_shape(direct.values.shape)[0]
+            report[f"direct, {kind.name}"] = [direct.values.shape[0] // shards, True]
+    return report
+
+
+def asked_shardings(x):
+    """Errors, and spec as asked for, of `out_sharding=` at the call, over both kinds of axes."""
+    results = []
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(kind,) * 2)
+        for dense, spec in (
+            (nnx.Linear(64, 128, rngs=nnx.Rngs(0)), P("data", None)),
+            (nnx.Linear(64, 128, rngs=nnx.Rngs(0)), P(None, "fsdp")),
+            (nnx.LinearGeneral(64, (8, 16), rngs=nnx.Rngs(0)), P("data", "fsdp", None)),
+        ):
+            expected = dense(x)
+            for evolving in (False, True):
+                sparse = sd.sparsify(dense, density=1.0, block=16, evolving=evolving)
+                everywhere = NamedSharding(mesh, P())
+                nnx.update(sparse, jax.device_put(nnx.state(sparse), everywhere))
+                rows = jax.device_put(x, everywhere)
+                with jax.set_mesh(mesh):
+                    y = nnx.jit(lambda m, x, spec=spec: m(x, out_sharding=spec))(sparse, rows)
+                is_asked = y.sharding.is_equivalent_to(NamedSharding(mesh, spec), y.ndim)
+                results.append([largest_difference(y, expected), bool(is_asked)])
+    return results
+
+
 def evolved_shardings(x):
     """Sharding specs of values, a table and a moment before and after each method."""
 
@@ -165,5 +233,7 @@ if __name__ == "__main__":
         "checked_shard_map": checked_shard_map_difference(x),
         "explicit": explicit_difference(x),
         "evolved": evolved_shardings(x),
+        "translated": translated_shardings(x),
+        "asked": asked_shardings(x),
     }
     print(json.dumps({**report, **sharded_training(x)}))

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import sparse_dataflow as sd
-from sparse_dataflow.core.layers.layout_state import MARK_SIZE, LayoutName, layout_name
+from sparse_dataflow.core.layers.layout_state import MARK_SIZE, layout_name
 
 IN, OUT, BLOCK = 64, 32, 8
 each_kind = pytest.mark.parametrize("evolving", [False, True])
@@ -100,7 +100,7 @@ def test_a_static_layout_is_no_array_and_its_program_is_specialised():
     layer, x = make(), inputs(64)
     state = nnx.state(layer)
     kinds = {type(leaf) for leaf in jax.tree.leaves(state, is_leaf=_is_variable)}
-    assert kinds == {nnx.Param, LayoutName}
+    assert kinds == {nnx.Param}
     graph, params, names = nnx.split(layer, nnx.Param, ...)
 
     def apply(params, x):
@@ -337,9 +337,6 @@ def test_what_does_not_fit_is_refused_in_words():
         make(block=48)
     with pytest.raises(sd.UserError, match="64 x 64 weight and the layer has 64 x 32"):
         make(layout=sd.make_layout("random", 64, 64, 8, 0.5))
-    assert make()(inputs(2), out_sharding=None).shape == (2, OUT)
-    with pytest.raises(sd.UserError, match="takes no out_sharding; legal: None"):
-        make()(inputs(2), out_sharding=jax.sharding.PartitionSpec("data"))
     with pytest.raises(sd.UserError, match=r"reads \[..., 64\]"):
         make()(jnp.ones((2, 32)))
 

@@ -1,5 +1,7 @@
 """Layers whose features the block does not divide compute what the dense kernel computes."""
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,8 @@ import pytest
 from flax import nnx
 
 import sparse_dataflow as sd
+from sparse_dataflow.core.layers.block_sparse_linear import filled_up
+from sparse_dataflow.core.layouts.patterns import has_layout
 
 SHAPES = [(37, 60, 8), (64, 30, 16), (19, 48, 12)]
 each_shape = pytest.mark.parametrize(("inputs", "outputs", "block"), SHAPES)
@@ -43,6 +47,30 @@ def test_any_features_can_have_blocks_that_divide_none():
     layer = sd.BlockSparseLinear(100, 50, block=32, pattern="cyclic", density=0.5, rngs=nnx.Rngs(0))
     with pytest.raises(sd.UserError, match=r"reads \[..., 100\]"):
         layer(jnp.ones((2, 128)))
+
+
+@hypothesis.given(
+    st.integers(8, 40), st.integers(16, 700), st.sampled_from([8, 16]), st.sampled_from([4, 8, 3])
+)
+@hypothesis.settings(max_examples=40, deadline=None)
+def test_the_padded_width_grows_with_the_width_whether_the_block_divides_it_or_not(
+    inputs, outputs, block, parts
+):
+    widths = [filled_up((8 * inputs, outputs + n), block, 1 / parts)[1] for n in range(3 * block)]
+    assert widths == sorted(widths)
+    assert all(0 <= w - (outputs + n) for n, w in enumerate(widths))
+    side = 8 * inputs // block * block
+    if has_layout(side // block, outputs // block, 1 / parts) and side and outputs >= block:
+        exact = side, outputs // block * block
+        assert filled_up(exact, block, 1 / parts) == exact
+
+
+@pytest.mark.parametrize("shape, density", [((64, 296), 0.5), ((96, 88), 0.25), ((56, 40), 0.5)])
+def test_a_width_that_the_block_divides_is_filled_up_where_the_density_needs_it(shape, density):
+    layer = sd.BlockSparseLinear(*shape, block=8, density=density, rngs=nnx.Rngs(0))
+    assert layer.layout.density == density and layer.layout.mask.size > shape[0] * shape[1] / 64
+    x = jax.random.normal(jax.random.key(0), (3, shape[0]))
+    np.testing.assert_allclose(layer(x), sd.densify(layer)(x), atol=1e-5)
 
 
 @each_shape

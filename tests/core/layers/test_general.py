@@ -177,5 +177,45 @@ def test_inputs_of_another_shape_are_refused_in_words():
     out = sd.sparsify(module, density=1, block=8)
     with pytest.raises(sd.UserError, match=r"shape \(8, 4\); legal: \(4, 8\) along .* \(-2, -1\)"):
         out(jnp.ones((8, 4)))
-    with pytest.raises(sd.UserError, match="takes no out_sharding; legal: None"):
-        out(jnp.ones((4, 8)), out_sharding=jax.sharding.PartitionSpec("data"))
+
+
+PUBLIC = {
+    "nnx.Linear": lambda: nnx.Linear(32, 64, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)),
+    "nnx.Linear without a bias": lambda: nnx.Linear(32, 64, use_bias=False, rngs=nnx.Rngs(0)),
+    "nnx.LinearGeneral": lambda: nnx.LinearGeneral(
+        (4, 8), (2, 16), axis=(-2, -1), rngs=nnx.Rngs(0)
+    ),
+    "nnx.LinearGeneral of one axis": lambda: nnx.LinearGeneral(32, 64, rngs=nnx.Rngs(0)),
+    "nnx.Einsum": lambda: nnx.Einsum("BTD,NDH->BTNH", (4, 32, 8), (4, 8), rngs=nnx.Rngs(0)),
+    "nnx.Einsum without a bias": lambda: nnx.Einsum("bi,ij->bj", (32, 64), rngs=nnx.Rngs(0)),
+}
+
+
+@pytest.mark.parametrize("evolving", [False, True])
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_attributes_are_those_of_the_dense_module(name, evolving):
+    dense = PUBLIC[name]()
+    sparse = sd.sparsify(dense, density=0.5, block=8, evolving=evolving)
+    for attribute, value in vars(dense).items():
+        if attribute.startswith("_"):
+            continue
+        mine = getattr(sparse, attribute)
+        if isinstance(value, nnx.Variable):
+            assert (mine.shape, mine.dtype, mine.ndim) == (value.shape, value.dtype, value.ndim)
+        else:
+            assert mine == value, attribute
+
+
+EQUATIONS_OF_CALLS = ["BTD,NDH->BTNH", "BD,NDH->BNH", "...D,NDH->N...H", "TBD, NDH -> BNTH"]
+
+
+@pytest.mark.parametrize("equation", EQUATIONS_OF_CALLS)
+def test_an_equation_at_the_call_has_the_same_matrix(equation):
+    dense = nnx.Einsum("BTD,NDH->BTNH", (4, 32, 8), rngs=nnx.Rngs(0))
+    sparse = sd.sparsify(dense, density=1, block=8)
+    x = drawn_inputs(*{"BD,NDH->BNH": (5, 32)}.get(equation, (5, 3, 32)))
+    for args, options in (((equation,), {}), ((), {"einsum_str": equation})):
+        np.testing.assert_allclose(sparse(x, *args, **options), dense(x, equation), atol=1e-5)
+    for wrong, words in (("BTH,NDH->BTND", "sums over other axes"), ("BTD->BT", "is no equation")):
+        with pytest.raises(sd.UserError, match=words):
+            sparse(x, wrong)

@@ -38,6 +38,19 @@ def test_a_model_sharded_by_its_partition_specs_trains_as_on_one_device(report):
     assert report["sharded"] == [True, True, False, True, False]
 
 
+def test_metadata_of_a_kernel_shard_its_stored_blocks_over_the_axes_that_divide(report):
+    for name, (shards, is_same) in report["translated"].items():
+        divided = {"one axis": 4, "6 blocks": 2}.get(name.partition(",")[0], 8)
+        assert (shards, is_same) == (divided, True), name
+    assert len(report["translated"]) == 10
+
+
+def test_a_sharding_that_a_call_asks_for_is_that_of_the_result(report):
+    assert len(report["asked"]) == 12
+    for difference, is_asked in report["asked"]:
+        assert difference < 1e-5 and is_asked
+
+
 def test_a_mesh_without_the_axis_is_refused_in_words():
     layer = sd.BlockSparseLinear(16, 16, density=0.5, block=8, rngs=nnx.Rngs(0))
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))

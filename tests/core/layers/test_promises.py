@@ -253,17 +253,12 @@ def test_what_sparsify_cannot_keep_is_refused():
     own.scale = 3
     tied = nnx.Sequential(*[nnx.Linear(32, 32, rngs=nnx.Rngs(0)) for _ in range(2)])
     tied.layers[1].kernel = tied.layers[0].kernel
-    named = nnx.Linear(32, 64, rngs=nnx.Rngs(0))
-    named.kernel = nnx.Param(
-        named.kernel[...], sharding_names=(None, "model"), eager_sharding=False
-    )
     einsum = nnx.Einsum(
         "ab,bc->ac", (32, 64), einsum_op=lambda *a, **k: jnp.einsum(*a, **k), rngs=nnx.Rngs(0)
     )
     for model, words in (
         (own, "attributes of its own: scale"),
         (tied, "kernel is a parameter of layers.0 and layers.1"),
-        (named, "sharded over"),
         (einsum, "einsum_op of its own"),
         (nnx.Linear(32, 64, precision=("high", "highest"), rngs=nnx.Rngs(0)), "same for both"),
     ):

@@ -1,0 +1,178 @@
+"""Which mesh axes an array has when its kernel becomes stored blocks: metadata and placement."""
+
+import contextlib
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.core import spmd
+from jax.sharding import AxisType, NamedSharding
+
+_LOG = logging.getLogger(__name__)
+
+_NAMES = ("out_sharding", "sharding_names", "sharding")
+"""Metadata of a variable that name its axes, in this and earlier versions of flax."""
+
+_KERNEL = "kernel_out_sharding"
+"""Metadata of stored blocks: the names of the kernel's axes, which `sd.densify` gives back."""
+
+
+def folded(variable: Any, value: jax.Array, groups: Sequence[Sequence[int]]) -> nnx.Variable:
+    """Returns a variable of the type and metadata of another, whose axes are joined.
+
+    Args:
+      variable: the parameter; metadata may name the mesh axis of each of its axes.
+      value: the array, with an axis for each group.
+      groups: axes of `variable` that each axis of `value` has the features of.
+    """
+    if not isinstance(variable, nnx.Variable):
+        return nnx.Param(value)
+    metadata = dict(variable.get_metadata())
+    mesh = _mesh_of(variable, metadata)
+    metadata = joined_names(metadata, groups, value.shape, mesh)
+    return variable_of(type(variable), value, metadata, mesh)
+
+
+def unfolded(variable: Any, value: jax.Array) -> nnx.Variable:
+    """Returns the kernel or bias of stored blocks: inverse of `folded`."""
+    if not isinstance(variable, nnx.Variable):
+        return nnx.Param(value)
+    metadata = dict(variable.get_metadata())
+    mesh = _mesh_of(variable, metadata)
+    names = metadata.get(_KERNEL)
+    if names is not None and len(names) == value.ndim:
+        metadata |= {"out_sharding": metadata.pop(_KERNEL)}
+    elif value.ndim != variable.ndim:
+        metadata.pop("out_sharding", None)
+    return variable_of(type(variable), value, metadata, mesh)
+
+
+def joined_names(
+    metadata: Mapping[str, Any],
+    groups: Sequence[Sequence[int]],
+    shape: Sequence[int],
+    mesh: Any = None,
+) -> dict[str, Any]:
+    """Returns metadata for joined axes: the mesh axes of all that an axis joins and they divide.
+
+    Logical names are translated by the rules of the metadata and of `nnx.logical_axis_rules`, as
+    far as there are any.  Names of a mesh whose size does not divide an axis are left out, which
+    is logged.
+    """
+    metadata = dict(metadata)
+    found = {name: metadata.pop(name) for name in _NAMES if name in metadata}
+    names = next((each for each in found.values() if each is not None), None)
+    if names is None:
+        return metadata
+    if isinstance(names, NamedSharding):
+        metadata["mesh"], names = names.mesh, names.spec
+    names = tuple(names) + (None,) * (max(map(max, filter(None, groups))) + 1 - len(names))
+    mesh = metadata.get("mesh") or mesh or jax.sharding.get_abstract_mesh()
+    sizes = {} if mesh.empty else dict(mesh.shape)
+    new: list[Any] = []
+    for group, length in zip(groups, shape, strict=True):
+        wanted = [a for axis in group for a in _mesh_axes(names[axis], metadata, sizes)]
+        legal: list[str] = []
+        for axis in dict.fromkeys(wanted):
+            parts = math.prod(sizes.get(each, 1) for each in (*legal, axis))
+            if length % parts == 0 and not any(axis in _flat(each) for each in new):
+                legal.append(axis)
+        if missing := [axis for axis in dict.fromkeys(wanted) if axis not in legal]:
+            _say_replicated(length, tuple(missing), {axis: sizes.get(axis) for axis in wanted})
+        new.append(tuple(legal) if len(legal) > 1 else legal[0] if legal else None)
+    metadata.setdefault(_KERNEL, names)
+    return {**metadata, "out_sharding": tuple(new)}
+
+
+def _mesh_axes(entry, metadata, sizes):
+    """Returns the mesh axes of a name, which may be a logical one."""
+    rules: Any = spmd.composite_rules(
+        spmd.get_logical_axis_rules(), metadata.get("sharding_rules") or ()
+    )
+    axes = [a for name in _flat(entry) for a in _flat(dict(rules).get(name, name))]
+    return [axis for axis in axes if not sizes or axis in sizes]
+
+
+def _flat(entry):
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+_said: set[tuple] = set()
+
+
+def _say_replicated(length, missing, sizes):
+    """Logs once that an axis is not sharded over mesh axes."""
+    if (length, missing) not in _said:
+        _said.add((length, missing))
+        over = ", ".join(f"{axis} ({sizes[axis]})" for axis in missing)
+        _LOG.warning(
+            "%d stored blocks are not sharded over %s, which do not divide them.", length, over
+        )
+
+
+def _mesh_of(variable, metadata):
+    """Returns the mesh that a variable is on, or None."""
+    sharding = getattr(variable.get_value(), "sharding", None)
+    if metadata.get("mesh") is not None:
+        return metadata["mesh"]
+    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+
+
+def variable_of(kind: type, value: Any, metadata: Mapping[str, Any], mesh: Any = None) -> Any:
+    """Returns a variable, placed now if its metadata ask for that and a mesh is known.
+
+    Args:
+      kind: class of the variable.
+      value: its array.
+      metadata: its metadata.
+      mesh: the mesh where neither the metadata nor the context have one.
+    """
+    metadata = dict(metadata)
+    scope: Any = contextlib.nullcontext()
+    eager = metadata.get("eager_sharding", nnx.using_eager_sharding())
+    if metadata.get("out_sharding") and eager and metadata.get("mesh") is None:
+        if jax.sharding.get_abstract_mesh().empty:
+            if isinstance(mesh, jax.sharding.Mesh):
+                scope = jax.set_mesh(mesh)
+            else:
+                metadata["eager_sharding"] = False
+    with scope:
+        return kind(value, **metadata)
+
+
+def placed(array: jax.Array, like: Any) -> jax.Array:
+    """Returns an array sharded as another, over axes of the mesh that divide it."""
+    sharding = getattr(like, "sharding", None)
+    if isinstance(array, jax.core.Tracer) or not isinstance(sharding, NamedSharding):
+        return array
+    spec = []
+    for size, axes in zip(array.shape, (*sharding.spec, *(None,) * array.ndim)):
+        shards = math.prod(sharding.mesh.shape[name] for name in _flat(axes))
+        spec.append(axes if size % shards == 0 else None)
+    return jax.device_put(array, NamedSharding(sharding.mesh, jax.P(*spec)))
+
+
+def over_auto_axes(array: jax.Array) -> jax.Array:
+    """Returns an array that is not sharded over Explicit axes, over which it cannot be indexed."""
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        return jax.sharding.reshard(array, jax.P(*(None,) * array.ndim))
+    if not isinstance(getattr(array, "sharding", None), NamedSharding):
+        return array
+    mesh = jax.sharding.Mesh(array.sharding.mesh.devices, array.sharding.mesh.axis_names)
+    return jax.device_put(array, NamedSharding(mesh, array.sharding.spec))
+
+
+def constrained(y: jax.Array, out_sharding: Any) -> jax.Array:
+    """Returns a result with the sharding that a caller asked for, as `jax.lax.dot_general` does.
+
+    Over Auto axes, where `dot_general` refuses the argument, it is a constraint.
+    """
+    if out_sharding is None:
+        return y
+    mesh = getattr(out_sharding, "mesh", None) or jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in mesh.axis_types:
+        return jax.sharding.reshard(y, out_sharding)
+    return jax.lax.with_sharding_constraint(y, out_sharding)

@@ -1,0 +1,60 @@
+"""Sentences of docs/layers.md on what works with other libraries, and its examples in order."""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import sparse_dataflow as sd
+
+PAGE = pathlib.Path(__file__).parents[3] / "docs" / "layers.md"
+
+
+def section(title):
+    text = PAGE.read_text(encoding="utf-8")
+    return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.M | re.S)[1]
+
+
+def test_the_examples_on_ones_own_linears_and_on_changing_layouts_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"jax": jax, "jnp": jnp, "nnx": nnx, "sd": sd}
+    for title in ("Your model", "Linear classes of your own", "Layouts that change"):
+        for block in re.findall(r"```python\n(.*?)```", section(title), re.S):
+            if title == "Layouts that change" and "saved" not in block:
+                names["model"] = nnx.Sequential(nnx.Linear(256, 256, rngs=nnx.Rngs(0)))
+            exec(block, names)
+    assert names["sparse"].layers[0].linear.layout.density == 0.25
+
+
+@pytest.mark.parametrize("evolving", [False, True])
+def test_qwix_passes_over_the_layers_and_nnx_lora_does_not(evolving):
+    qwix = pytest.importorskip("qwix")
+    model = nnx.Sequential(
+        nnx.Linear(32, 32, rngs=nnx.Rngs(0)), nnx.Linear(32, 16, rngs=nnx.Rngs(1))
+    )
+    sparse = sd.sparsify(model, density=0.5, block=8, evolving=evolving)
+    x = jnp.ones((2, 32))
+    provider = qwix.LoraProvider(module_path=".*", rank=4, alpha=8.0)
+    adapted = qwix.apply_lora_to_model(sparse, provider, x, rngs=nnx.Rngs(3))
+    adapters = lambda m: [  # noqa: E731
+        v for _, v in nnx.iter_graph(m) if isinstance(v, nnx.LoRAParam)
+    ]
+    assert not adapters(adapted)
+    layer = sd.sparsify(model, density=0.5, block=8, evolving=evolving).layers[0]
+    lora = nnx.LoRA(32, 4, 32, base_module=layer, rngs=nnx.Rngs(0))
+    assert len(adapters(lora)) == 2 and lora(x).shape == (2, 32)
+
+
+@pytest.mark.parametrize("evolving", [False, True])
+def test_every_mode_of_differentiation_has_the_values_of_the_dense_layer(evolving):
+    layer = sd.BlockSparseLinear(24, 40, density=1.0, block=8, evolving=evolving, rngs=nnx.Rngs(0))
+    dense, x, t = sd.densify(layer), jnp.linspace(-1, 1, 24), jnp.linspace(0, 2, 24)
+    function = lambda m: lambda x: jnp.sum(jnp.tanh(m(x[None])) ** 2)  # noqa: E731
+    for transform in (jax.jacfwd, jax.jacrev, jax.hessian):
+        a, b = (transform(function(m))(x) for m in (layer, dense))
+        assert jnp.allclose(a, b, atol=1e-5)
+    (_, a), (_, b) = (jax.jvp(function(m), (x,), (t,)) for m in (layer, dense))
+    assert jnp.allclose(a, b, atol=1e-5)
