@@ -32,6 +32,7 @@ class Machine:
 
     Attributes:
       host: whether the chips are the CPU of this host.
+      cores: cores of a process's host; None where they are not known.
       price: dollars of a chip hour; None where it is not given.
     """
 
@@ -39,6 +40,7 @@ class Machine:
     count: int
     host: bool = False
     price: float | None = None
+    cores: int | None = None
 
     @property
     def name(self) -> str:

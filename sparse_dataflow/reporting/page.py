@@ -269,8 +269,9 @@ def facts(data: ReportData) -> list[str]:
         )
     if (ceiling := finite(data.flop_ceiling)) is not None:
         sentences.append(
-            f"A dense step has {quantities.significant(ceiling)}× the FLOPs of a sparse step. This "
-            "FLOP ceiling is the speed-up if all operations ran at the same FLOP rate."
+            f"A dense step has {quantities.significant(ceiling)}× the FLOPs of a sparse step, on "
+            "average over the steps, with the causal half of attention. This FLOP ceiling is the "
+            "speed-up if all operations ran at the same FLOP rate."
         )
     return sentences
 

@@ -25,7 +25,7 @@ class VariantData:
       loss: held-out loss, nats per token.
       bits_per_byte: held-out loss in bits per byte of text, comparable between tokenizers.
       stored_parameters: number of stored parameters (only the stored blocks of sparse weights).
-      training_bytes: memory of a training step, bytes.
+      training_bytes: planned memory of a training step on the fullest device, bytes.
       tokens_per_second: training throughput.
       step_seconds: median wall-clock of an optimizer step, seconds.
       flops_per_token: floating-point operations of a training step, per token.
@@ -162,7 +162,8 @@ class ReportData:
       notes: sentences under the headline.
       variants: one to three variants with different names.
       layouts: layouts of the sparse weights; empty for a dense run.
-      flop_ceiling: dense FLOPs over sparse FLOPs of a step, the upper bound of the speed-up.
+      flop_ceiling: dense FLOPs over sparse FLOPs of a step, the means over the steps of the run,
+        the upper bound of the speed-up.
       projection_share: share of a dense step's FLOPs in the projections, a fraction of one.
       continuations: generated texts.
       evaluation: evaluation on tasks, if `experiments.evaluate` has run.
