@@ -260,10 +260,15 @@ def _device_bytes(model, training, plan, stash):
     chunk = min(rows, int(chunk_tokens(model.vocab_size)))
     chunked = chunk < rows
     logits = chunk * model.vocab_size
-    temporaries = [MASTER_BYTES * output] * (several + chunked) + [MASTER_BYTES * logits]
-    temporaries += [compute * logits] * (compute < MASTER_BYTES)
+    narrow = compute < MASTER_BYTES
+    # Of all micro-batches, and of the chunks of one; a product in float32 has a result of its own.
+    gradients = several + (chunked or (several and not narrow))
+    temporaries = [MASTER_BYTES * output] * gradients + [MASTER_BYTES * logits]
+    temporaries += [compute * logits] * narrow
     placed = max((size for size in temporaries if size <= compute * output), default=0)
     residual = rows * model.d_model * compute
+    # In float32 the result is the sum.
+    sums = MASTER_BYTES * output * narrow
     programs = (
         {
             "embedding and head": rest * compute,
@@ -281,7 +286,7 @@ def _device_bytes(model, training, plan, stash):
         },
         {
             "gradients": (2 * output + IN_FLIGHT * block) * compute,
-            "sums of gradients": MASTER_BYTES * output * (1 + several),
+            "sums of gradients": sums * (1 + several),
             "boundaries": boundary + residual,
         },
     )
