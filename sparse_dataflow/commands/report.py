@@ -227,7 +227,7 @@ def _notes(trainers, variants, timed):
         *_narrow_notes(variants),
         *_teacher_notes(trainers),
         "Held-out documents are whole files, chosen by a hash of their name: about one in twenty.",
-        _about_sections(trainers[0].executor, timed),
+        _about_sections(trainers[0].executor, variants, timed),
     ]
 
 
@@ -264,20 +264,29 @@ def _narrow_notes(variants):
         sparse = by_name["sparse"]
         yield (
             f"The sparse model read {sparse.tokens / sparse.stored_parameters:.2g} tokens for each "
-            "stored parameter. Pruned models lead a narrower dense one of equal FLOPs only at "
+            "stored parameter. Pruned models lead a narrower one of equal FLOPs without "
+            "sparse weights only at "
             "several hundred (docs/serving_cost.md), so a short run shows speed and memory."
         )
 
 
-def _about_sections(executor, timed):
-    if executor == SINGLE_DEVICE and not timed:
-        return f"Sections of a step are timed if training took {TIMED_FROM:g} seconds or more."
-    if executor == SINGLE_DEVICE:
+def _about_sections(executor, variants, timed):
+    """Returns what the report's table of sections has, or why there is none."""
+    if any(v.timeline for v in variants):
+        return (
+            f"The model was trained by {executor.describe()}: sections are those of the timeline "
+            "of its last step, and it generated no continuations."
+        )
+    if executor != SINGLE_DEVICE:
+        return (
+            f"The model was sharded by {executor.describe()}: its sections were not timed, and it "
+            "generated no continuations."
+        )
+    if any(v.section_seconds for v in variants):
         return "Sections of a step are timed separately, forward and backward, at the run's shapes."
-    return (
-        f"The model was sharded by {executor.describe()}: its sections were not timed, and it "
-        "generated no continuations."
-    )
+    if timed:
+        return "Sections of a step with frozen weights are not timed."
+    return f"Sections of a step are timed if training took {TIMED_FROM:g} seconds or more."
 
 
 def _layouts(trainers, model):
