@@ -299,15 +299,25 @@ def priced_plans(
 
 
 def allowed(config: RunConfig, priced: search.Priced) -> np.ndarray:
-    """Returns bool [levels, ...], the plans with the micro-batches that the config gives."""
+    """Returns bool [levels, ...], the plans with the micro-batches and the schedule of a config."""
     wanted, shape = config.training.micro_batches, priced.seconds.shape
-    if not wanted:
-        return np.ones(shape, bool)
-    inner = shape[: len(search.COUNTS)]
-    names = {name: priced.levels[name][0] for name in search.NAMES}
-    plan = priced.request.plan(search.grid(priced.levels) | names)
-    counts = np.broadcast_to(np.asarray(plan.accumulation) == wanted, inner)
-    return np.broadcast_to(counts.reshape(*inner, *[1] * len(search.NAMES)), shape)
+    axes = [*priced.levels]
+    schedule, stage = (
+        np.expand_dims(values, [n for n in range(len(axes)) if n != axes.index(name)])
+        for name, values in (
+            ("schedule", np.array(priced.levels["schedule"])),
+            ("stage", np.array(priced.levels["stage"])),
+        )
+    )
+    # One stage has no schedule.
+    result = (stage == 1) | (schedule == config.parallel.schedule.partition(":")[0])
+    if wanted:
+        inner = shape[: len(search.COUNTS)]
+        names = {name: priced.levels[name][0] for name in search.NAMES}
+        plan = priced.request.plan(search.grid(priced.levels) | names)
+        counts = np.broadcast_to(np.asarray(plan.accumulation) == wanted, inner)
+        result = result & counts.reshape(*inner, *[1] * len(search.NAMES))
+    return np.broadcast_to(result, shape)
 
 
 def _with_plan(config, machine, request, plan) -> Settled:

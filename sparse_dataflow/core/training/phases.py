@@ -244,9 +244,9 @@ def variants(
 def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Variant:
     """Returns a model of a run; see `variants`.
 
-    "narrow" is the model without sparse weights whose width gives it the training FLOPs per token of
-    the sparse model, on average over its phases.  Settings that the planner has not settled are those of
-    `RunConfig.without_auto`.
+    "narrow" is the model without sparse weights whose width gives it the training FLOPs per token
+    of the sparse model, on average over its phases.  Settings that the planner has not settled are
+    those of `RunConfig.without_auto`.
     """
     config = config.without_auto()
     dense = dataclasses.replace(
