@@ -110,8 +110,8 @@ def band(models: Sequence[ModelConfig], sequence: int, chip: Chip) -> Band | Non
       sequence: tokens per sequence.
     """
     match = BANDS.get(_domain(models, sequence, chip))
-    known = match is not None and chip.name in match.runs and not _unpublished(models)
-    return match if known else None
+    has_runs = match is not None and chip.name in match.runs
+    return match if has_runs and not _unpublished(models) else None
 
 
 def _domain(models, sequence, chip):
@@ -163,8 +163,8 @@ def words(models: Sequence[ModelConfig], sequence: int, chip: Chip) -> str:
         return f"extrapolated: prior constants, because no published run is on {chip.name}"
     if not _has_runs(chip):
         others = {name for (k, _), each in BANDS.items() if k == key for name in each.runs}
-        named = " and ".join(sorted(others))
-        return f"extrapolated: the constants of {named}, because no published run is on {chip.name}"
+        names = " and ".join(sorted(others))
+        return f"extrapolated: the constants of {names}, because no published run is on {chip.name}"
     if kinds := _unpublished(models):
         return f"extrapolated: no published run of this kind ({', '.join(kinds)})"
     match = band(models, sequence, chip)

@@ -254,7 +254,7 @@ def _device_bytes(model, training, plan, stash):
     block, rest = _largest_block(model)
     weights = block * compute + _tables(model)
     output = model.vocab_size * model.d_model
-    kept = boundary * model.num_layers if stash == "device" else 0
+    inputs = boundary * model.num_layers if stash == "device" else 0
     batch = 3 * MASTER_BYTES * tokens  # Inputs, targets and their weights.
     micro = plan_bytes(_largest_layer(model), sequence, plan)
     chunk = min(rows, int(chunk_tokens(model.vocab_size)))
@@ -265,7 +265,7 @@ def _device_bytes(model, training, plan, stash):
     gradients = several + (chunked or (several and not narrow))
     temporaries = [MASTER_BYTES * output] * gradients + [MASTER_BYTES * logits]
     temporaries += [compute * logits] * narrow
-    placed = max((size for size in temporaries if size <= compute * output), default=0)
+    reused = max((size for size in temporaries if size <= compute * output), default=0)
     residual = rows * model.d_model * compute
     # In float32 the result is the sum.
     sums = MASTER_BYTES * output * narrow
@@ -274,14 +274,14 @@ def _device_bytes(model, training, plan, stash):
             "embedding and head": rest * compute,
             "blocks": weights,  # The last one stays.
             "gradients": output * compute,
-            "boundaries": 2 * boundary + kept,
-            "inside the head": sum(temporaries) - placed + 5 * residual // 2,
+            "boundaries": 2 * boundary + inputs,
+            "inside the head": sum(temporaries) - reused + 5 * residual // 2,
         },
         {
             "blocks": 2 * weights,
             # Of the block, of the one before, and of the head, which the embedding's is added to.
             "gradients": (IN_FLIGHT * block + output) * compute + MASTER_BYTES * block * several,
-            "boundaries": (4 + several) * boundary + kept,
+            "boundaries": (4 + several) * boundary + inputs,
             "inside a block": round(micro.activations + micro.working_set),
         },
         {

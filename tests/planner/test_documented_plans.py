@@ -40,8 +40,8 @@ def test_memory_of_adapters(scale, kind):
 
 
 def test_losses_above_the_law():
-    kept = ROOT / "experiments" / "results" / "serving_cost" / "serving_cost.json"
-    [fit] = json.loads(kept.read_text())["laws"]
+    path = ROOT / "experiments" / "results" / "serving_cost" / "serving_cost.json"
+    [fit] = json.loads(path.read_text())["laws"]
     percents = fit["mean_weights"]["percent"]
     arms = {
         "single weights": ["pruned_2_narrow_heads_block_1", "pruned_4_narrow_heads_block_1"],
@@ -53,13 +53,13 @@ def test_losses_above_the_law():
     rows = table("serving_cost.md", "recipe | loss above the law")
     assert len(rows) == len(arms)
     for begin, names in arms.items():
-        [(said,)] = (cells for first, cells in rows.items() if first.startswith(begin))
+        [(cell_text,)] = (cells for first, cells in rows.items() if first.startswith(begin))
         cells = {cell: -v for cell, v in percents.items() if cell.split()[0] in names}
-        assert sorted(re.findall(r"([\d.]+)%", said)) == sorted(
+        assert sorted(re.findall(r"([\d.]+)%", cell_text)) == sorted(
             {f"{abs(value):.1f}" for value in cells.values()} if begin != "single weights" else
             [f"{abs(value):.1f}" for value in cells.values()]
         )  # fmt: skip
-        assert set(re.findall(r"\b(40|160|640|2,560)\b(?!%)", said)) == {
+        assert set(re.findall(r"\b(40|160|640|2,560)\b(?!%)", cell_text)) == {
             f"{int(cell.split()[1]):,}" for cell in cells
         }
     assert f"all {['eight', 'nine', 'ten'][fit['mean_weights']['dense_cells'] - 8]} dense" in (

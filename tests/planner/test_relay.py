@@ -96,7 +96,7 @@ def test_the_device_computes_as_fast_as_in_the_whole_executor():
 
 
 def test_time_and_memory_are_those_that_an_h200_measured():
-    kept = json.loads((RESULTS / "relay_depth_h200.json").read_text())["rows"][0]
+    row = json.loads((RESULTS / "relay_depth_h200.json").read_text())["rows"][0]
     model = dataclasses.replace(SIZES["1.3b"], num_layers=4, compute_dtype="bfloat16")
     plan = estimate(
         model.with_linears(EIGHTH),
@@ -106,22 +106,22 @@ def test_time_and_memory_are_those_that_an_h200_measured():
         clipping="eager",
         fused_attention=True,
     )
-    assert plan.updated == kept["stored_parameters"]
-    assert plan.device_total == pytest.approx(kept["device_bytes"], rel=0.15)
-    assert plan.step_seconds == pytest.approx(kept["step_seconds"], rel=0.15)
-    assert plan.compute_seconds == pytest.approx(kept["compute_seconds"], rel=0.15)
-    assert plan.update_seconds == pytest.approx(kept["update_seconds"], rel=0.15)
+    assert plan.updated == row["stored_parameters"]
+    assert plan.device_total == pytest.approx(row["device_bytes"], rel=0.15)
+    assert plan.step_seconds == pytest.approx(row["step_seconds"], rel=0.15)
+    assert plan.compute_seconds == pytest.approx(row["compute_seconds"], rel=0.15)
+    assert plan.update_seconds == pytest.approx(row["update_seconds"], rel=0.15)
     # Rates that are measured there.
-    link = plan.fetched / kept["fetch_seconds"] / CHIPS["h200"].host_bandwidth
+    link = plan.fetched / row["fetch_seconds"] / CHIPS["h200"].host_bandwidth
     assert relay_time.LINK_SHARE == pytest.approx(link, rel=0.01)
-    returned = 2 * plan.updated / kept["return_seconds"]
+    returned = 2 * plan.updated / row["return_seconds"]
     assert relay_time.RETURN_RATE == pytest.approx(returned, rel=0.01)
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_memory_is_that_of_bert_large_measured_on_a_cpu(number):
-    kept = json.loads((RESULTS / "relay_bert_large_amd-epyc-2-cores.json").read_text())
-    row = kept["rows"][number]
+    result = json.loads((RESULTS / "relay_bert_large_amd-epyc-2-cores.json").read_text())
+    row = result["rows"][number]
     model = dataclasses.replace(SIZES["350m"], d_ff=4096, max_len=512, vocab_size=30522)
     plan = estimate(model, 2, 512, 2, stash=row["stash"], pinned=False)
     assert plan.updated == row["stored_parameters"]
@@ -163,14 +163,14 @@ def test_gradients_in_flight_are_those_of_the_server():
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.9])
 def test_blocks_that_are_left_out_cost_no_time_and_the_same_memory(share):
-    whole, part = (
+    whole, fewer = (
         estimate(LARGE, 8, 2048, 4, chip=CHIPS["h200"], depth=depth) for depth in (1.0, share)
     )
-    assert part.device == whole.device and part.host == whole.host
-    assert part.step_seconds < whole.step_seconds
+    assert fewer.device == whole.device and fewer.host == whole.host
+    assert fewer.step_seconds < whole.step_seconds
     block, rest = memory.block_and_rest(LARGE)
-    assert part.updated == pytest.approx(rest + share * 40 * block, abs=1)
-    assert part.returned == pytest.approx(2 * part.updated, rel=1e-6)
+    assert fewer.updated == pytest.approx(rest + share * 40 * block, abs=1)
+    assert fewer.returned == pytest.approx(2 * fewer.updated, rel=1e-6)
 
 
 def test_the_device_has_room_for_the_layers_that_store_most():

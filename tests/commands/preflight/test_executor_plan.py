@@ -70,10 +70,10 @@ def test_a_depth_schedule_makes_the_planned_step_shorter(schedule):
     )
     machine = machines.parse("h200:1")
     whole = settling.settle(config, machine)
-    part = settling.settle(config.change(parallel__depth_schedule=schedule), machine)
-    assert part.chip_bytes == whole.chip_bytes
-    assert (part.seconds < 0.9 * whole.seconds) == (schedule != "constant")
-    assert (part.seconds == whole.seconds) == (schedule == "constant")
+    shorter = settling.settle(config.change(parallel__depth_schedule=schedule), machine)
+    assert shorter.chip_bytes == whole.chip_bytes
+    assert (shorter.seconds < 0.9 * whole.seconds) == (schedule != "constant")
+    assert (shorter.seconds == whole.seconds) == (schedule == "constant")
 
 
 @pytest.mark.parametrize("limit", [28, 40, 90])

@@ -22,7 +22,7 @@ from sparse_dataflow.core.model import stacks as layer_stacks
 from sparse_dataflow.core.model.stacks import ModelWeights, weights_of
 from sparse_dataflow.core.optim import muon
 from sparse_dataflow.core.training import cost
-from sparse_dataflow.core.training.phases import Phase, phases_flops
+from sparse_dataflow.core.training.phases import Phase, phases_flops, token_flops
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import CHIPS, Chip
 from sparse_dataflow.planner.parallel_plan import RECOMPUTED
@@ -149,9 +149,9 @@ def _square(config, sequence):
 
 @given(configs(), st.integers(1, 4096), st.floats(0.05, 1))
 def test_a_depth_schedule_leaves_out_its_share_of_the_blocks(config, sequence, depth):
-    whole, part = (cost.flops_per_token(config, sequence, depth=d) for d in (1.0, depth))
-    assert part.head == whole.head
-    assert part.total - part.head == pytest.approx(depth * (whole.total - whole.head))
+    whole, fewer = (cost.flops_per_token(config, sequence, depth=d) for d in (1.0, depth))
+    assert fewer.head == whole.head
+    assert fewer.total - fewer.head == pytest.approx(depth * (whole.total - whole.head))
 
 
 @pytest.mark.parametrize("text", ["constant", "drop:0.3", "grow:0.25", "grow:0.7"])
@@ -160,9 +160,9 @@ def test_a_depth_schedule_leaves_out_its_share_of_the_blocks(config, sequence, d
 def test_the_mean_share_is_that_of_the_blocks_of_every_step(text, layers, steps):
     schedule = DepthSchedule.parse(text)
     start, stop = steps // 5, steps
-    taken = [len(schedule.active(layers, step, steps, 3)) for step in range(start, stop)]
-    share = np.mean(taken) / layers
-    tolerance = 5 * 0.5 / np.sqrt(len(taken) * layers) if "drop" in text else 1e-9
+    counts = [len(schedule.active(layers, step, steps, 3)) for step in range(start, stop)]
+    share = np.mean(counts) / layers
+    tolerance = 5 * 0.5 / np.sqrt(len(counts) * layers) if "drop" in text else 1e-9
     assert schedule.mean_share(layers, start, stop, steps) == pytest.approx(share, abs=tolerance)
 
 
@@ -280,6 +280,26 @@ def test_training_flops_sum_over_phases(first, second, sequence, tokens, more):
     each = [cost.flops_per_token(model, sequence).total for model in (first, second)]
     expected = 3 * sequence * (tokens * each[0] + more * each[1])
     assert phases_flops(run, EvolutionConfig(), training) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("text", ["drop:0.4", "grow:0.25", "constant"])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_flops_of_a_run_are_those_of_its_steps(text, rank):
+    """The report adds up what the log says of each step, whatever the depth of its steps."""
+    model = dataclasses.replace(SIZES["pico"], num_layers=12)
+    low_rank = {"mlp_in": LinearSpec(rank=rank)} if rank else {}
+    model = dataclasses.replace(model, linears=low_rank)
+    training = TrainingConfig(600, 2, 64, adapter_rank=rank)
+    schedule = DepthSchedule.parse(text)
+    spent = sum(
+        2 * 64 * token_flops(model, training, depth=len(schedule.active(12, n, 600, 7)) / 12)
+        for n in range(600)
+    )
+    run = Phase(0, 200, model, False), Phase(200, 600, model, False)
+    planned = phases_flops(run, EvolutionConfig(), training, depth=schedule)
+    assert planned == pytest.approx(spent, rel=0.02 if "drop" in text else 1e-9)
+    if text != "constant":
+        assert planned < 0.9 * phases_flops(run, EvolutionConfig(), training)
 
 
 @given(configs(), st.integers(1, 4096))
