@@ -167,7 +167,7 @@ EFFICIENCIES = {
 """Key -> constants; see `key`."""
 
 
-def own(family: str) -> Efficiency:
+def for_family(family: str) -> Efficiency:
     """Returns the constants that predict this project; the prior for an unknown family."""
     return EFFICIENCIES.get(own_key(family), PRIOR)
 

@@ -178,10 +178,10 @@ def estimate(
     # The embedding is fetched twice: for the first section, and for the tied output layer. The last
     # block stays for the backward pass.
     last = dataclasses.replace(layer_groups(model)[-1].model, num_layers=1, shared_layers=False)
-    kept = memory.block_and_rest(last)[0] * compute + memory.table_bytes(last)
+    last_bytes = memory.block_and_rest(last)[0] * compute + memory.table_bytes(last)
     blocks = depth * (parameters - rest) * compute + depth * memory.table_bytes(model)
     ends = rest * compute
-    fetched = 2 * (blocks + ends) - kept + depth * stashed
+    fetched = 2 * (blocks + ends) - last_bytes + depth * stashed
     returned = parameters * compute - (1 - depth) * (parameters - rest) * compute + depth * stashed
     plan = ParallelPlan(
         data=devices,
@@ -196,7 +196,7 @@ def estimate(
         state / parameters, compute, state_dtype, cores, copies, pinned
     )
     traffic = relay_time.Traffic(
-        blocks, ends, kept, depth * stashed, returned - depth * stashed, updated - rest, rest
+        blocks, ends, last_bytes, depth * stashed, returned - depth * stashed, updated - rest, rest
     )
     times = relay_time.times(
         relay_time.device_seconds(model, sequence, plan, chip, depth),

@@ -100,7 +100,7 @@ def device_seconds(
     """Returns the seconds of the head, and of the blocks' forward and backward passes; None where a
     rate is unknown."""
     try:
-        time = step_time(model, sequence, plan, chip, efficiency.own(chip.family))
+        time = step_time(model, sequence, plan, chip, efficiency.for_family(chip.family))
     except UserError:
         return None
     head = float(time.terms["head"])
@@ -115,7 +115,7 @@ class Traffic(NamedTuple):
     Attributes:
       blocks: bytes of all blocks of a step on the device.
       ends: bytes of embedding and head there.
-      kept: bytes of the last block, which stays for the backward pass.
+      last: bytes of the last block, which stays for the backward pass.
       stashed: bytes of block inputs in host memory.
       returned: bytes of gradients.
       block_parameters: parameters of the blocks that are updated.
@@ -124,7 +124,7 @@ class Traffic(NamedTuple):
 
     blocks: float
     ends: float
-    kept: float
+    last: float
     stashed: float
     returned: float
     block_parameters: float
@@ -167,14 +167,14 @@ def times(
     forward = device[1] if device else None
     if link is None:
         return Times(None, None, compute, forward, None)
-    fetched = 2 * (traffic.blocks + traffic.ends) - traffic.kept + traffic.stashed
+    fetched = 2 * (traffic.blocks + traffic.ends) - traffic.last + traffic.stashed
     transfer = max(fetched / link, traffic.returned / RETURN_RATE)
     if device is None:
         return Times(link, transfer, None, None, None)
     head, forward, backward = device
     fetching = 1 / link + host.narrowing / host.compute  # Of a byte.
     behind = [backward, host.returning(traffic.block_parameters)]
-    behind.append((traffic.blocks - traffic.kept) * fetching + traffic.stashed / link)
+    behind.append((traffic.blocks - traffic.last) * fetching + traffic.stashed / link)
     exposed = host.returning(traffic.end_parameters)
     if overlaps:
         behind.append(host.updating(traffic.block_parameters))
@@ -182,6 +182,6 @@ def times(
     else:
         exposed += host.updating(traffic.block_parameters + traffic.end_parameters)
     # Nothing hides the fetch of the first block, of the embedding, and of the head.
-    exposed += (traffic.kept + 2 * traffic.ends) * fetching
+    exposed += (traffic.last + 2 * traffic.ends) * fetching
     step = max(forward, traffic.blocks * fetching) + head + max(behind) + exposed
     return Times(link, transfer, compute, forward, step)

@@ -22,7 +22,7 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.planner import relay
-from sparse_dataflow.planner.efficiency import Efficiency, own, own_key
+from sparse_dataflow.planner.efficiency import Efficiency, for_family, own_key
 from sparse_dataflow.planner.memory import USABLE, MemoryEstimate
 from sparse_dataflow.planner.parallel_plan import BUBBLES, ParallelPlan
 from sparse_dataflow.planner.plan_memory import alternating_bytes, run_bytes
@@ -105,7 +105,7 @@ class Request:
     @property
     def efficiency(self) -> Efficiency:
         """Constants of XLA on the chip family, or the prior for an unknown family."""
-        return own(self.chip.family)
+        return for_family(self.chip.family)
 
     @property
     def constants(self) -> str:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -303,7 +304,7 @@ def allowed(config: RunConfig, priced: search.Priced) -> np.ndarray:
     wanted, shape = config.training.micro_batches, priced.seconds.shape
     axes = [*priced.levels]
     schedule, stage = (
-        np.expand_dims(values, [n for n in range(len(axes)) if n != axes.index(name)])
+        np.expand_dims(values, tuple(n for n in range(len(axes)) if n != axes.index(name)))
         for name, values in (
             ("schedule", np.array(priced.levels["schedule"])),
             ("stage", np.array(priced.levels["stage"])),
@@ -376,7 +377,7 @@ def relay_that_fits(
       (micro-batches, the largest estimate, seconds of a step of the first model).
     """
     training, parallel = config.training, config.parallel
-    how = {
+    how: dict[str, Any] = {
         "depth": DepthSchedule.parse(parallel.depth_schedule),
         "stash": parallel.stash,
         "clipping": parallel.clipping,

@@ -77,8 +77,8 @@ def test_the_host_updates_with_its_cores_until_its_memory_bounds_it():
 def test_a_step_takes_at_least_the_time_of_each_part_and_at_most_of_all(layers, clipping):
     model = dataclasses.replace(LARGE, num_layers=layers)
     plan = estimate(model, 8, 2048, 4, chip=CHIPS["h200"], clipping=clipping, stash="host")
-    parts = plan.compute_seconds, plan.transfer_seconds, plan.update_seconds
-    assert max(parts) <= plan.step_seconds
+    times = plan.compute_seconds, plan.transfer_seconds, plan.update_seconds
+    assert max(times) <= plan.step_seconds
     if clipping == "exact":
         assert plan.step_seconds > plan.update_seconds + plan.compute_seconds
         eager = estimate(model, 8, 2048, 4, chip=CHIPS["h200"], clipping="eager", stash="host")
@@ -90,7 +90,7 @@ def test_the_device_computes_as_fast_as_in_the_whole_executor():
     low_rank = LARGE.with_linears(LinearSpec("low_rank", density=0.125))
     for model in (LARGE, LARGE.with_linears(EIGHTH), low_rank):
         plan = ParallelPlan(micro_batch=2, accumulation=4, remat="full", fused_attention=True)
-        whole = step_time(model, 2048, plan, CHIPS["h200"], efficiency.own("hopper"))
+        whole = step_time(model, 2048, plan, CHIPS["h200"], efficiency.for_family("hopper"))
         relayed = estimate(model, 8, 2048, 4, chip=CHIPS["h200"], fused_attention=True)
         assert relayed.compute_seconds == pytest.approx(whole.total - whole.terms["optimizer"])
 

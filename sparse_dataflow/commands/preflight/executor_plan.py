@@ -1,6 +1,7 @@
 """The plan of an executor, and the memory of a model that it trains."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -28,21 +29,24 @@ def plan_of(
       executor: any but the relay, which `relay_plan.of_executor` plans.
       kind: remat of the blocks.
     """
-    sharded = isinstance(executor, Sharded)
-    sizes = executor.mesh.shape if sharded else dict.fromkeys(meshes.AXES, 1)
-    stages = {}
+    axes: dict[str, Any] = dict.fromkeys(meshes.AXES, 1)
+    settings: dict[str, Any] = {"sequence_parallel": False}
+    if isinstance(executor, Sharded):
+        axes = dict(executor.mesh.shape)
+        settings = {
+            "sequence_parallel": True,
+            "zero": executor.zero,
+            "experts": "exchange" if executor.exchange else "gather",
+        }
     if isinstance(executor, Pipelined):
-        stages = {"schedule": executor.schedule, "chunks": executor.division.chunks}
-    rows = training.micro_batches * sizes["data"] * sizes["fsdp"]
+        settings |= {"schedule": executor.schedule, "chunks": executor.division.chunks}
+    rows = training.micro_batches * axes["data"] * axes["fsdp"]
     return ParallelPlan(
-        **sizes,
-        **stages,
-        zero=executor.zero if sharded else 0,
-        experts="exchange" if sharded and executor.exchange else "gather",
+        **axes,
+        **settings,
         micro_batch=training.batch // rows,
         accumulation=training.micro_batches,
         remat=kind,
-        sequence_parallel=sharded,
         fused_attention=runs_fused(model, chip, jax.default_backend() == "cpu"),
         tpu=chip.is_tpu,
         state_dtype=training.state_dtype,

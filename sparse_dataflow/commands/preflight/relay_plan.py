@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import psutil
@@ -72,7 +73,7 @@ def of_executor(
       phases: the model in each of its phases.
       copies: whether the device's copies are kept.
     """
-    options = {
+    options: dict[str, Any] = {
         "files": bool(executor.server_dir),
         "devices": executor.devices,
         "copies": copies and executor.config.copies,

@@ -37,7 +37,7 @@ from sparse_dataflow.hardware.detect import cpu_count, host_memory_bytes
 from sparse_dataflow.hardware.machines import Machine
 from sparse_dataflow.planner import memory, plan_memory, remat, settle_advice
 from sparse_dataflow.planner import settle as planning
-from sparse_dataflow.planner.efficiency import own
+from sparse_dataflow.planner.efficiency import for_family
 from sparse_dataflow.planner.search import PhaseShare
 from sparse_dataflow.planner.settle import Settled
 from sparse_dataflow.planner.step_time import step_time
@@ -273,7 +273,7 @@ def model_costs(
     }
     if chip.network is None:  # The differences between kinds of remat are then without links.
         chip = dataclasses.replace(chip, network=Network(2**20, math.inf, math.inf))
-    efficiency = own(chip.family)
+    efficiency = for_family(chip.family)
     times = {
         # The optimizer is no part of a block, and Muon's needs rates that a CPU's chip lacks.
         kind: step_time(

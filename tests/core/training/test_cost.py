@@ -80,15 +80,15 @@ def configs(draw, ranks=(0, 32)):
 
 
 @pytest.mark.parametrize("sparsity", [0.5, 0.75, 0.875, 0.9375])
-@pytest.mark.parametrize("parts", [PROJECTIONS, MLP])
-def test_ceiling_of_13b_by_hand(sparsity, parts):
+@pytest.mark.parametrize("projections", [PROJECTIONS, MLP])
+def test_ceiling_of_13b_by_hand(sparsity, projections):
     """Width 5,120, 40 layers, 2,048 tokens, 50,257 words: 12 squares of weights, 8 in the MLP."""
-    config = sparse(SIZES["13b"], 1 - sparsity, parts)
+    config = sparse(SIZES["13b"], 1 - sparsity, projections)
     square, attention, head = 2 * 5120**2, 2 * 2048 * 5120, 2 * 5120 * 50257
     dense = 40 * (12 * square + attention) + head
-    removed = 40 * sparsity * (12 if parts == PROJECTIONS else 8) * square
+    removed = 40 * sparsity * (12 if projections == PROJECTIONS else 8) * square
     assert cost.flop_ceiling(config, 2048) == pytest.approx(dense / (dense - removed))
-    if (sparsity, parts) == (0.875, PROJECTIONS):
+    if (sparsity, projections) == (0.875, PROJECTIONS):
         assert round(cost.flop_ceiling(config, 2048), 2) == 5.89
 
 
