@@ -34,7 +34,7 @@ def run(request: Request, options: BenchOptions) -> None:
         rows[name] = {
             "block_ms": 1e3 * medians[name],
             "tflops": block_flops * speed / 1e12,
-            "mfu": cost.mfu(block_flops, speed, chip, model.compute_dtype),
+            "mfu": cost.mfu(block_flops, speed, chip, model.compute_dtype, devices=1),
             "flops_per_token": block_flops,
             "compile_seconds": programs[name].compile_seconds,
         }

@@ -243,7 +243,7 @@ def _measured(model, training, chip: Chip, step: Callable, count: int) -> dict:
         "step_seconds": float(np.median(seconds)),
         "tokens_per_second": speed,
         "model_tflops": flops * speed / 1e12,
-        "mfu": cost.mfu(flops, speed, chip, model.compute_dtype),
+        "mfu": cost.mfu(flops, speed, chip, model.compute_dtype, devices=1),
         "losses": losses,
     }
 

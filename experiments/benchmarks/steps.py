@@ -55,7 +55,7 @@ def run(request: Request, options) -> None:
             "remat": model.remat,
             "step_ms": 1e3 * median,
             "tokens_per_second": models.tokens / median,
-            "mfu": cost.mfu(flops, models.tokens / median, chip, model.compute_dtype),
+            "mfu": cost.mfu(flops, models.tokens / median, chip, model.compute_dtype, devices=1),
         }
     ceiling = cost.flop_ceiling(by_name["sparse"], training.sequence)
     result = benchmark.compared(rows, _line, seconds, "FLOP ceiling", ceiling)

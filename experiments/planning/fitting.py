@@ -1,5 +1,6 @@
 """Fits the constants of chip families to published step times, and reports prediction errors."""
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -217,11 +218,18 @@ def fit_bands(
     Fewer do not show a tail, so they get at least that of all domains together.
     """
     residuals: dict[tuple[str, str], list[float]] = {}
+    runs: dict[tuple[str, str], collections.Counter[str]] = collections.defaultdict(
+        collections.Counter
+    )
     for row, error in _cross_validated(rows, constants, _model_folds):
         domain = (row.key, bands.regime(row.config, row.sequence))
         residuals.setdefault(domain, []).append(error)
+        runs[domain][row.chip.name] += 1
     pooled = _quantile([error for errors in residuals.values() for error in errors])
-    return {domain: _band(errors, pooled) for domain, errors in residuals.items()}
+    return {
+        domain: Band(_band_error(errors, pooled), dict(runs[domain]))
+        for domain, errors in residuals.items()
+    }
 
 
 def fit_other_software(rows: Sequence[Row], constants: Mapping[str, Efficiency]) -> float:
@@ -264,10 +272,10 @@ def _model_folds(rows):
     return [fold[r.config.num_layers, r.config.d_model] for r in rows]
 
 
-def _band(residuals, pooled):
+def _band_error(residuals, pooled):
     few = len(residuals) < ENOUGH
     size = max(1.5 * max(residuals), pooled) if few else _quantile(residuals)
-    return Band(float(np.ceil(100 * max(size, LEAST)) / 100), len(residuals))
+    return float(np.ceil(100 * max(size, LEAST)) / 100)
 
 
 def _quantile(residuals):

@@ -265,7 +265,7 @@ class Job:
             say(self.chip.product_words(model.precision, model.compute_dtype))
         devices.check(self.executor, self.config, planned)
         if isinstance(self.executor, RelayExecutor):
-            self.executor = relay_plan.settled(self.config, planned, self.chip, self.executor)
+            self.executor = relay_plan.settled(planned, self.chip, self.executor)
 
     def _refuse_unfit_weights(self, models: list[Variant], record: RunRecord | None):
         """Refuses weights to begin with whose shapes the models do not have."""
@@ -379,14 +379,9 @@ class Job:
         config, executor = self.config, self.executor
         eval_every = config.run.eval_every or max(1, v.training.steps // EVALUATIONS_A_RUN)
 
-        def mfu(model, speed):
-            if config.parallel.depth_schedule != "constant":
-                return None  # The FLOPs of a step change with its depth.
-            adapters = bool(v.training.adapter_rank)
-            flops = cost.flops_per_token(model, v.training.sequence, adapters=adapters).total
-            if v.training.teacher and data.teacher:
-                flops += data.teacher.flops_per_token(v.training.sequence)
-            return cost.mfu(flops, speed / executor.devices, self.chip, model.compute_dtype)
+        def mfu(trainer, speed):
+            dtype = trainer.model.compute_dtype
+            return cost.mfu(trainer.token_flops, speed, self.chip, dtype, devices=executor.devices)
 
         every = eval_every, config.run.checkpoint_every or 2 * eval_every
         names = trackers.tracker_names(config.run.trackers)

@@ -10,6 +10,7 @@ import numpy as np
 
 from sparse_dataflow.commands import vocabularies
 from sparse_dataflow.commands.models import evaluation_report
+from sparse_dataflow.commands.preflight import executor_plan
 from sparse_dataflow.core.config.model import PRECISIONS
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.executors.relay import timeline
@@ -25,7 +26,7 @@ from sparse_dataflow.evaluation.generate import generate_tokens
 from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.planner import memory, plan_memory
+from sparse_dataflow.planner import memory
 from sparse_dataflow.reporting.report import PAGE, write_report
 from sparse_dataflow.reporting.report_data import (
     Continuation,
@@ -73,6 +74,11 @@ def write(
     model = (sparse or [trainers[0].model])[-1]
     sequence = trainers[0].training.sequence
     dense_flops = cost.flops_per_token(dataclasses.replace(model, linears=()), sequence)
+    by_name = {v.name: v.flops_per_token for v in variants}
+    # Of a model that changes, the mean over its steps.
+    ceiling = None
+    if sparse and "sparse" in by_name:
+        ceiling = by_name.get("dense", dense_flops.total) / by_name["sparse"]
     data = ReportData(
         title=record.experiment,
         command=record.replay,
@@ -87,7 +93,7 @@ def write(
         notes=_notes(trainers, variants, timed) + vocabularies.notes(record),
         variants=variants,
         layouts=_layouts(trainers, model),
-        flop_ceiling=cost.flop_ceiling(model, sequence) if sparse else None,
+        flop_ceiling=ceiling,
         projection_share=dense_flops.projection_share,
         continuations=continuations,
         evaluation=evaluation_report.read(folder),
@@ -115,29 +121,33 @@ def _variant(folder, trainer, chip, timed, token_seconds):
     of_phase = _step_seconds(trainer, train, tokens_a_step)
     step_seconds = float(np.dot(of_phase, [p.steps for p in trainer.phases]) / training.steps)
     flops = trainer.flops / trainer.tokens
-    plan = max(
-        (plan_memory.training_bytes(phase.model, training) for phase in trainer.phases),
-        key=lambda plan: plan.total,
-    )
+    phases = [phase.model for phase in trainer.phases]
+    sizes = executor_plan.memory_of(phases, training, trainer.executor, chip)
     spans = trainer.timeline
     return VariantData(
         name=trainer.name,
         loss=evaluation["loss"],
         bits_per_byte=evaluation["bits_per_byte"],
         stored_parameters=memory.parameter_count(model),
-        training_bytes=plan.total,
+        training_bytes=sum(sizes.values()),
         tokens_per_second=tokens_a_step / step_seconds,
         step_seconds=step_seconds,
         flops_per_token=flops,
         steps=trainer.step,
         tokens=trainer.tokens,
         train_seconds=trainer.seconds,
-        mfu=cost.mfu(flops, tokens_a_step / step_seconds, chip, model.compute_dtype),
+        mfu=cost.mfu(
+            flops,
+            tokens_a_step / step_seconds,
+            chip,
+            model.compute_dtype,
+            devices=trainer.executor.devices,
+        ),
         weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state.weights)),
         token_seconds=token_seconds,
         history=history,
         section_seconds=_section_seconds(trainer, of_phase[-1], timed),
-        memory=plan.categories,
+        memory=sizes,
         timeline=[list(span) for span in spans],
         hidden=timeline.hidden_share(spans) if spans else None,
     )
@@ -217,7 +227,7 @@ def _notes(trainers, variants, timed):
         *_narrow_notes(variants),
         *_teacher_notes(trainers),
         "Held-out documents are whole files, chosen by a hash of their name: about one in twenty.",
-        _about_sections(trainers[0].executor, timed),
+        _about_sections(trainers[0].executor, variants, timed),
     ]
 
 
@@ -254,20 +264,29 @@ def _narrow_notes(variants):
         sparse = by_name["sparse"]
         yield (
             f"The sparse model read {sparse.tokens / sparse.stored_parameters:.2g} tokens for each "
-            "stored parameter. Pruned models lead a narrower dense one of equal FLOPs only at "
+            "stored parameter. Pruned models lead a narrower one of equal FLOPs without "
+            "sparse weights only at "
             "several hundred (docs/serving_cost.md), so a short run shows speed and memory."
         )
 
 
-def _about_sections(executor, timed):
-    if executor == SINGLE_DEVICE and not timed:
-        return f"Sections of a step are timed if training took {TIMED_FROM:g} seconds or more."
-    if executor == SINGLE_DEVICE:
+def _about_sections(executor, variants, timed):
+    """Returns what the report's table of sections has, or why there is none."""
+    if any(v.timeline for v in variants):
+        return (
+            f"The model was trained by {executor.describe()}: sections are those of the timeline "
+            "of its last step, and it generated no continuations."
+        )
+    if executor != SINGLE_DEVICE:
+        return (
+            f"The model was sharded by {executor.describe()}: its sections were not timed, and it "
+            "generated no continuations."
+        )
+    if any(v.section_seconds for v in variants):
         return "Sections of a step are timed separately, forward and backward, at the run's shapes."
-    return (
-        f"The model was sharded by {executor.describe()}: its sections were not timed, and it "
-        "generated no continuations."
-    )
+    if timed:
+        return "Sections of a step with frozen weights are not timed."
+    return f"Sections of a step are timed if training took {TIMED_FROM:g} seconds or more."
 
 
 def _layouts(trainers, model):

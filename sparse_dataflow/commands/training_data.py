@@ -119,7 +119,7 @@ def thin_data(corpus: Corpus, train: TrainBatches, variants: Sequence[Variant]) 
 
     Args:
       train: its batches; the tokens of a stream are at most about the bytes of its files.
-      variants: the models; one without steps is judged by its size alone.
+      variants: the models, with the steps, batch and sequence by which they read the corpus.
     """
     if isinstance(train, AnswerBatches):
         return []
@@ -141,7 +141,8 @@ def thin_data(corpus: Corpus, train: TrainBatches, variants: Sequence[Variant]) 
                     f"{most}{count:,} training tokens; {advice}"
                 )
         size = parameter_count(v.phases[-1].model)
-        if size > sum(counts):
+        # Text that is read once cannot be memorised.
+        if size > sum(counts) and drawn > sum(counts):
             sentences.append(
                 f"{v.name} has {size:,} parameters and {corpus.name} {most}{sum(counts):,} "
                 f"training tokens, which it can memorise; {advice}"

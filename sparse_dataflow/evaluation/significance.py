@@ -16,7 +16,8 @@ from numpy.typing import ArrayLike
 CONFIDENCE = 0.95
 METHOD = (
     "Paired differences over items, standard errors clustered by document (arXiv 2411.00640), "
-    "two-sided t-test with one degree of freedom fewer than documents."
+    "two-sided t-test with one degree of freedom fewer than documents. Where no item differs, the "
+    "interval of a score between 0 and 1 is the rule of three: 3 over the number of documents."
 )
 
 
@@ -43,7 +44,7 @@ class PairedDifference:
       difference: mean of the first model minus mean of the second.
       low: lower end of the 95% interval; None for fewer than two documents.
       high: upper end of the 95% interval; None for fewer than two documents.
-      p: two-sided p-value; None where the t statistic is undefined.
+      p: two-sided p-value; None where the t statistic is undefined, as where no item differs.
     """
 
     difference: float
@@ -72,22 +73,33 @@ def clustered_mean(values: np.ndarray, documents: Sequence) -> ClusteredMean:
     return ClusteredMean(float(values.mean()), error, len(values), count)
 
 
-def paired_difference(first: ArrayLike, second: ArrayLike, documents: Sequence) -> PairedDifference:
+def paired_difference(
+    first: ArrayLike, second: ArrayLike, documents: Sequence, bounded: bool = False
+) -> PairedDifference:
     """Returns the paired difference of two models.
+
+    Where no item differs, the observed variance is 0 and says nothing.  Of n independent documents
+    without a difference, one more may differ with a probability of up to 3/n (95%: Hanley and
+    Lippman-Hand 1983, "If nothing goes wrong, is everything all right?").
 
     Args:
       first: float [items], values of the first model.
       second: float [items], values of the second model on the same items.
       documents: document of each item.
+      bounded: whether values lie between 0 and 1, so that a document that differs changes the mean
+        by at most its share.
     """
     result = clustered_mean(np.asarray(first) - np.asarray(second), documents)
     if result.error is None:
         return PairedDifference(result.mean, None, None, None)
+    if not np.any(np.asarray(first) != np.asarray(second)):
+        most = min(1.0, 3 / result.documents) if bounded else None
+        return PairedDifference(0.0, most and -most, most, None)
     from scipy import stats  # slow to import, and training does not need it
 
     degrees = result.documents - 1
     margin = float(stats.t.ppf((1 + CONFIDENCE) / 2, degrees)) * result.error
-    p = None if result.mean else 1.0
+    p = None
     if result.error:
         p = float(2 * stats.t.sf(abs(result.mean) / result.error, degrees))
     return PairedDifference(result.mean, result.mean - margin, result.mean + margin, p)

@@ -209,6 +209,14 @@ UNFITTED: dict[str, Chip] = {
 
 KNOWN = CHIPS | UNFITTED
 
+ALIASES = {
+    "a100": "a100-80gb",
+    "v5litepod": "tpu-v5e",
+    "rtx4090": "rtx-4090",
+    **{kind: f"tpu-{kind}" for kind in ("v4", "v5e", "v5p", "v6e")},
+}
+"""Another name of a chip -> its key in KNOWN; as vendors and clouds say it."""
+
 _MOST_BYTES = 2**20
 _REQUIRED = ("name", "bfloat16_tflops", "memory_gb", "bandwidth_gb_s")
 _OPTIONAL = ("float32_tflops", "fp8_tflops", "int8_tflops", "host_gb_s", "family")
@@ -216,7 +224,7 @@ _NETWORK = ("island", "fast_gb_s", "slow_gb_s", "axes")
 
 
 def lookup(name: str, flag: str = "--hardware") -> Chip:
-    """Returns the chip of a name in KNOWN, of a unique prefix ("mi250x"), or of a TOML file.
+    """Returns the chip of a name in KNOWN or ALIASES, of a unique prefix, or of a TOML file.
 
     Args:
       flag: that errors name.
@@ -224,8 +232,8 @@ def lookup(name: str, flag: str = "--hardware") -> Chip:
     Raises:
       UserError: no chip or several chips match; lists the legal names.
     """
-    if name in KNOWN:
-        return KNOWN[name]
+    if chip := KNOWN.get(ALIASES.get(name, name)):
+        return chip
     if name.endswith(".toml"):
         return read(Path(os.path.expanduser(name)), flag)
     matches = [chip for key, chip in KNOWN.items() if name and key.startswith(name)]

@@ -14,12 +14,6 @@ LEGAL = (
 )
 MOST_CHIPS = 2**17
 
-_ALIASES = {
-    "a100": "a100-80gb",
-    "v5litepod": "tpu-v5e",
-    "rtx4090": "rtx-4090",
-    **{kind: f"tpu-{kind}" for kind in ("v4", "v5e", "v5p", "v6e")},
-}
 _TPU = re.compile(r"(v4|v5e|v5p|v5litepod|v6e)-(\d{1,6})")
 _CORES = {"v4": 2, "v5p": 2}
 """Cores of a chip where Google's name of a slice counts cores; its other names count chips."""
@@ -32,6 +26,7 @@ class Machine:
 
     Attributes:
       host: whether the chips are the CPU of this host.
+      cores: cores of a process's host; None where they are not known.
       price: dollars of a chip hour; None where it is not given.
     """
 
@@ -39,6 +34,7 @@ class Machine:
     count: int
     host: bool = False
     price: float | None = None
+    cores: int | None = None
 
     @property
     def name(self) -> str:
@@ -73,7 +69,7 @@ def parse(text: str) -> Machine:
         raise UserError(f"--chips={text} has {count:,} chips; legal: 1 to {MOST_CHIPS:,}.")
     if price is not None and not float(price):
         raise UserError(f"--chips={text} has a price of 0; legal: more, or none.")
-    chip = chips.lookup(_ALIASES.get(kind, kind), "--chips")
+    chip = chips.lookup(kind, "--chips")
     return Machine(chip, count, price=float(price) if price else None)
 
 

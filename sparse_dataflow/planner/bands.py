@@ -4,8 +4,9 @@ A domain is a key of `efficiency.EFFICIENCIES` (chip family and software stack) 
 band is the 90% quantile of the relative errors of runs whose model had no part in the fit;
 `fitting.fit_bands` computes BANDS, and a test compares them with the runs that no fit has seen.
 
-A band holds for software whose runs are in the fit.  The runs of other software share errors that
-are larger: OTHER_SOFTWARE, by leaving out one source at a time.
+A band holds for chips and software whose runs are in the fit, and counts the runs of each chip.
+The runs of other software share errors that are larger: OTHER_SOFTWARE, by leaving out one source
+at a time.
 
 The sensitivity of the throughput to each choice is its Shapley effect over the whole grid of plans.
 The value of a set of choices S is v(S) = Var(E[f | x_S]) / Var(f).  All levels are equally likely,
@@ -48,48 +49,48 @@ class Band:
 
     Attributes:
       error: in log seconds; 0.06 is about 6%.
-      runs: published runs behind it.
+      runs: chip -> published runs behind it.
     """
 
     error: float
-    runs: int
+    runs: Mapping[str, int]
 
 
 _BANDS = {
-    ("ampere", "small"): (0.18, 1),
-    ("ampere", "large"): (0.08, 10),
-    ("hopper", "small"): (0.39, 1),
-    ("hopper", "large"): (0.17, 35),
-    ("blackwell", "large"): (0.18, 5),
-    ("cdna2", "large"): (0.67, 1),
-    ("tpu-v4", "large"): (0.26, 3),
-    ("tpu-v5e", "large"): (0.23, 12),
-    ("tpu-v5p", "large"): (0.28, 8),
-    ("tpu-v6e", "large"): (0.18, 7),
-    ("hopper-500w", "large"): (0.28, 4),
-    ("ampere/eager", "large"): (0.16, 28),
-    ("ampere/eager", "long"): (0.12, 13),
-    ("ampere/eager", "small"): (0.07, 38),
-    ("ampere/pytorch", "large"): (0.18, 2),
-    ("hopper/eager", "large"): (0.11, 16),
-    ("hopper/eager", "small"): (0.13, 15),
-    ("hopper/eager", "long"): (0.18, 5),
-    ("hopper/pytorch", "large"): (0.47, 8),
-    ("ampere/xla", "small"): (0.23, 2),
-    ("ampere/xla", "large"): (0.18, 1),
-    ("hopper/xla", "large"): (0.24, 10),
-    ("hopper/xla", "small"): (0.18, 2),
-    ("hopper/pipelining", "large"): (0.3, 2),
-    ("ampere/sail", "small"): (0.12, 11),
-    ("ampere/sail", "large"): (0.18, 7),
-    ("hopper-500w/eager", "large"): (0.18, 1),
-    ("ampere/deepspeed", "large"): (0.16, 30),
-    ("ampere/internevo", "large"): (0.32, 23),
-    ("ampere/aleph", "large"): (0.13, 69),
-    ("ampere/aleph-norm", "large"): (0.17, 120),
-    ("ampere/paddle", "large"): (0.08, 10),
+    ("ampere", "small"): (0.18, {"a100-80gb": 1}),
+    ("ampere", "large"): (0.08, {"a100-80gb": 10}),
+    ("hopper", "small"): (0.39, {"h100": 1}),
+    ("hopper", "large"): (0.17, {"h100": 35}),
+    ("blackwell", "large"): (0.18, {"gb200": 5}),
+    ("cdna2", "large"): (0.67, {"mi250x-gcd": 1}),
+    ("tpu-v4", "large"): (0.26, {"tpu-v4": 3}),
+    ("tpu-v5e", "large"): (0.23, {"tpu-v5e": 12}),
+    ("tpu-v5p", "large"): (0.28, {"tpu-v5p": 8}),
+    ("tpu-v6e", "large"): (0.18, {"tpu-v6e": 7}),
+    ("hopper-500w", "large"): (0.28, {"h100-96gb": 4}),
+    ("ampere/eager", "large"): (0.16, {"a100-80gb": 16, "a100-40gb": 12}),
+    ("ampere/eager", "long"): (0.12, {"a100-80gb": 8, "a100-40gb": 5}),
+    ("ampere/eager", "small"): (0.07, {"a100-80gb": 16, "a100-40gb": 22}),
+    ("ampere/pytorch", "large"): (0.18, {"a100-80gb": 2}),
+    ("hopper/eager", "large"): (0.11, {"h100": 15, "h200": 1}),
+    ("hopper/eager", "small"): (0.13, {"h100": 15}),
+    ("hopper/eager", "long"): (0.18, {"h100": 5}),
+    ("hopper/pytorch", "large"): (0.47, {"h100": 1, "h200": 7}),
+    ("ampere/xla", "small"): (0.23, {"a100-80gb": 2}),
+    ("ampere/xla", "large"): (0.18, {"a100-80gb": 1}),
+    ("hopper/xla", "large"): (0.24, {"h100": 10}),
+    ("hopper/xla", "small"): (0.18, {"h100": 2}),
+    ("hopper/pipelining", "large"): (0.3, {"h200": 2}),
+    ("ampere/sail", "small"): (0.12, {"a100-80gb": 11}),
+    ("ampere/sail", "large"): (0.18, {"a100-80gb": 7}),
+    ("hopper-500w/eager", "large"): (0.18, {"h100-96gb": 1}),
+    ("ampere/deepspeed", "large"): (0.16, {"a100-80gb": 30}),
+    ("ampere/internevo", "large"): (0.32, {"a100-80gb": 23}),
+    ("ampere/aleph", "large"): (0.13, {"a100-80gb": 69}),
+    ("ampere/aleph-norm", "large"): (0.17, {"a100-80gb": 120}),
+    ("ampere/paddle", "large"): (0.08, {"a100-80gb": 9, "a100-40gb": 1}),
 }
-BANDS = {domain: Band(*band) for domain, band in _BANDS.items()}
+BANDS = {domain: Band(error, runs) for domain, (error, runs) in _BANDS.items()}
 """(key of EFFICIENCIES, regime) -> band."""
 
 
@@ -100,63 +101,84 @@ def regime(config: ModelConfig, sequence: int) -> str:
     return "large" if memory.parameter_count(config) >= _LARGE else "small"
 
 
-def band(config: ModelConfig, sequence: int, chip: Chip, key: str) -> Band | None:
-    """Returns the band of a prediction, or None where no published run is of its kind.
+def band(models: Sequence[ModelConfig], sequence: int, chip: Chip) -> Band | None:
+    """Returns the band of a prediction, or None where no published run of its kind is on its chip.
 
     Args:
-      config: the model; no published run with block-sparse weights names its plan, and the fits
-        have no run with low-rank weights, experts or quantised products.
+      models: the model in each of its phases; no published run with block-sparse weights names its
+        plan, and the fits have no run with low-rank weights, experts or quantised products.
       sequence: tokens per sequence.
-      key: constants that predict it.
     """
-    if _unpublished(config) or not chip.family:
-        return None
-    return BANDS.get((key, regime(config, sequence)))
+    match = BANDS.get(_domain(models, sequence, chip))
+    has_runs = match is not None and chip.name in match.runs
+    return match if has_runs and not _unpublished(models) else None
 
 
-def _unpublished(config):
-    """Returns what the model has and no published run of the fits has."""
-    kinds = ["block-sparse weights"] if config.sparse_projections else []
-    kinds += ["low-rank weights"] if config.low_rank_projections else []
-    kinds += ["experts"] if config.experts else []
-    return kinds + ([f"{config.precision} products"] if config.quantized else [])
+def _domain(models, sequence, chip):
+    largest = max(models, key=memory.parameter_count)
+    return efficiency.own_key(chip.family), regime(largest, sequence)
 
 
-def log_error(config: ModelConfig, key: str) -> float:
+def _unpublished(models):
+    """Returns what the models have and no published run of the fits has."""
+    config_has = {
+        "block-sparse weights": lambda config: config.sparse_projections,
+        "low-rank weights": lambda config: config.low_rank_projections,
+        "experts": lambda config: config.experts,
+    }
+    kinds = [kind for kind, has in config_has.items() if any(map(has, models))]
+    return kinds + [f"{p} products" for p in sorted({m.precision for m in models if m.quantized})]
+
+
+def _has_runs(chip):
+    """Returns whether any published run of the fits is on a chip."""
+    return any(chip.name in each.runs for each in BANDS.values())
+
+
+def log_error(models: Sequence[ModelConfig], chip: Chip) -> float:
     """Returns the relative error of a predicted step time, in log seconds.
 
     It is OTHER_SOFTWARE, which this project is, wider by UNKNOWN where no published run has such
     weights, and again where none is on such chips.
     """
-    unknown = bool(_unpublished(config)) + (key not in efficiency.EFFICIENCIES)
+    unknown = bool(_unpublished(models)) + (not _has_runs(chip))
     return math.hypot(OTHER_SOFTWARE, *[UNKNOWN] * unknown)
 
 
-def tie_width(config: ModelConfig, sequence: int, key: str) -> float:
+def tie_width(models: Sequence[ModelConfig], sequence: int, chip: Chip) -> float:
     """Returns the relative difference below which two predictions are a tie.
 
-    It is the band of a dense model of this kind, or UNKNOWN where no published run is of its kind.
-    Plans that the same software runs share its errors, so OTHER_SOFTWARE is no part of it.
+    It is the band of a dense model of this kind, or UNKNOWN where no published run of its kind is
+    on its chip.  Plans that the same software runs share its errors, so OTHER_SOFTWARE is no part
+    of it.
     """
-    match = BANDS.get((key, regime(config, sequence)))
-    return match.error if match else UNKNOWN
+    match = BANDS.get(_domain(models, sequence, chip))
+    return match.error if match and chip.name in match.runs else UNKNOWN
 
 
-def words(config: ModelConfig, sequence: int, chip: Chip, key: str) -> str:
-    """Returns the band of a prediction as a sentence."""
+def words(models: Sequence[ModelConfig], sequence: int, chip: Chip) -> str:
+    """Returns the band of a prediction as a sentence; arguments as in `band`."""
+    key, kind = _domain(models, sequence, chip)
     if key not in efficiency.EFFICIENCIES:
         return f"extrapolated: prior constants, because no published run is on {chip.name}"
-    if kinds := _unpublished(config):
+    if not _has_runs(chip):
+        others = {name for (k, _), each in BANDS.items() if k == key for name in each.runs}
+        names = " and ".join(sorted(others))
+        return f"extrapolated: the constants of {names}, because no published run is on {chip.name}"
+    if kinds := _unpublished(models):
         return f"extrapolated: no published run of this kind ({', '.join(kinds)})"
-    match = band(config, sequence, chip, key)
+    match = band(models, sequence, chip)
     if match is None:
-        kind = REGIMES[regime(config, sequence)]
-        return f"extrapolated: no published run of this kind ({key}, {kind})"
-    runs = f"{match.runs} published run{'s' if match.runs > 1 else ''}"
+        return (
+            f"extrapolated: no published run of this kind ({key}, {REGIMES[kind]}) is on "
+            f"{chip.name}"
+        )
+    count = match.runs[chip.name]
+    runs = f"{count} published run{'s' if count > 1 else ''}"
     factor = math.exp(OTHER_SOFTWARE)
     return (
-        f"±{match.error:.0%}, like {runs} of this kind ({key}), in their software; within a factor "
-        f"of {factor:.2f} in other software"
+        f"±{match.error:.0%}, like {runs} of this kind on {chip.name} ({key}), in their software; "
+        f"within a factor of {factor:.2f} in other software"
     )
 
 

@@ -166,6 +166,12 @@ EFFICIENCIES = {
 }
 """Key -> constants; see `key`."""
 
+
+def for_family(family: str) -> Efficiency:
+    """Returns the constants that predict this project; the prior for an unknown family."""
+    return EFFICIENCIES.get(own_key(family), PRIOR)
+
+
 _BLOCK_RATES = {
     # family: (rates of equal groups, rates of index tables) at blocks of 64, 128 and 256
     "tpu-v5e": ((0.557, 1.022, 1.02), (0.254, 0.925, 0.944)),

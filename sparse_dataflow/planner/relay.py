@@ -1,10 +1,12 @@
 """Estimate of a relay step: device, host and disk bytes, traffic, and how much of it overlaps.
 
-The device holds two blocks, the activations of one micro-batch in a block, and those at block
-boundaries, the stash (L2L, arXiv 2002.05645, section 3.4: `layers x batch` activations on the
-device, or none if they go to the host).  Host memory holds masters and moments (12 bytes per stored
-parameter, 8 for those of Muon; 8 and 6 with bfloat16 moments), copies of the weights for the
-device, and gradients.
+The device runs a program for each kind of section and direction (`relay_programs.Programs`).  Its
+memory is that of the fullest program: of the blocks' backward pass where blocks are large, of the
+head or of the embedding's gradient where the vocabulary is.  Activations at block boundaries are
+the stash (L2L, arXiv 2002.05645, section 3.4: `layers x batch` activations on the device, or none
+if they go to the host).  Host memory holds masters and moments (12 bytes per stored parameter, 8
+for those of Muon; 8 and 6 with bfloat16 moments), copies of the weights for the device, and
+gradients.
 
 Pure Python: importing this module loads no jax.
 """
@@ -16,41 +18,20 @@ from collections.abc import Sequence
 from sparse_dataflow.core.config.layer_groups import layer_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.parallel import PINNED_SETTING
+from sparse_dataflow.core.config.remat import chunk_tokens
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
-from sparse_dataflow.planner import memory
+from sparse_dataflow.planner import memory, relay_time
 from sparse_dataflow.planner.memory import DTYPE_BYTES, MASTER_BYTES
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.planner.plan_memory import plan_bytes
 
+IN_FLIGHT = 2
+"""Sections with gradients on the device at once; that of `parameter_server`, which loads jax."""
+
 FILE_SLOTS = 2
 """Copies of masters and moments in the server's files: last step and current step."""
-
-EFFICIENCY = 0.5
-"""Assumed fraction of the peak rate: published dense training reaches from 41% (Megatron README,
-H100) to 68% (MaxText README, v5p)."""
-
-BACKWARD_PER_FORWARD = 3
-"""Backward / forward FLOPs, including the recomputed forward pass of each block."""
-
-UPDATE_RATES = {
-    ("float32", "float32"): 430e6,
-    ("float32", "bfloat16"): 310e6,
-    ("bfloat16", "float32"): 240e6,
-    ("bfloat16", "bfloat16"): 195e6,
-}
-"""(dtype of the moments, of the gradients) -> parameters per second that one core updates with
-AdamW, by processor time of an AMD EPYC core (`host_optimizer.update`, 2**22 parameters).  Muon's
-matrices take longer by their products, which are not counted."""
-
-COPY_RATE = 1.8e9
-"""Parameters per second that one such core rounds to bfloat16 (`host_optimizer.narrow`)."""
-
-HOST_MEMORY_RATE = 100e9
-"""Assumed bytes/s of host memory, which bounds the update however many cores there are: a third of
-what eight channels of DDR5-4800 carry."""
 
 _UNKNOWN = Chip("unknown")
 
@@ -60,7 +41,7 @@ class RelayEstimate:
     """Estimate of one relay training step on one device.
 
     Attributes:
-      device: category -> bytes on the device.
+      device: category -> bytes on the device in the fullest program.
       host: category -> bytes in host memory.
       disk: bytes in the server's files.
       fetched: bytes per step from host to device.
@@ -68,8 +49,9 @@ class RelayEstimate:
       updated: parameters per step that the host updates.
       transfer_seconds: of the slower direction, because both run concurrently; None if the rate is
         unknown.
-      compute_seconds: at EFFICIENCY of the peak rate; None if the peak is unknown.
+      compute_seconds: by `step_time`, as of other executors; None if a rate is unknown.
       update_seconds: of AdamW on the host's cores, with the copies that are not kept.
+      step_seconds: of a step without the flush of files; None if a rate is unknown.
       overlaps: whether updates overlap with compute, as with eager clipping.
       micro_batches: smallest number of micro-batches of this size at which the forward pass of a
         block takes as long as fetching the next block; None if a rate is unknown.
@@ -84,18 +66,9 @@ class RelayEstimate:
     transfer_seconds: float | None
     compute_seconds: float | None
     update_seconds: float
+    step_seconds: float | None
     overlaps: bool
     micro_batches: int | None
-
-    @property
-    def step_seconds(self) -> float | None:
-        """Seconds of a step without the flush of files; None if a rate is unknown."""
-        if not self.transfer_seconds or not self.compute_seconds:
-            return None
-        device = max(self.transfer_seconds, self.compute_seconds)
-        if self.overlaps:
-            return max(device, self.update_seconds)
-        return device + self.update_seconds
 
     @property
     def device_total(self) -> int:
@@ -127,7 +100,7 @@ class RelayEstimate:
         if self.disk:
             lines.insert(2, f"{self.disk / GIB:,.3g} GiB on disk")
         update = f"updates {self.update_seconds:,.3g} s on the host"
-        update += " while it computes" if self.overlaps else " after it has computed"
+        update += ", blocks while it computes" if self.overlaps else " after it has computed"
         if self.step_seconds:
             lines.append(
                 f"a step of {self.step_seconds:,.3g} s computes {self.compute_seconds:,.3g} s, "
@@ -151,8 +124,9 @@ def estimate(
     fused_attention: bool = False,
     devices: int = 1,
     local_devices: int = 1,
-    cores: int = 1,
+    cores: int | None = None,
     copies: bool = True,
+    depth: float = 1.0,
 ) -> RelayEstimate:
     """Estimates bytes, traffic and seconds of one step.
 
@@ -167,8 +141,9 @@ def estimate(
       fused_attention: see `ParallelPlan`.
       devices: data-parallel devices; each holds all parameters of a section.
       local_devices: devices of one process; each has its own page-locked copies and stash.
-      cores: cores of the host that update.
+      cores: cores of the host that update; None for an unknown host, whose memory is the bound.
       copies: whether the device's copies are kept; else each is made when it is fetched.
+      depth: mean share of the blocks that take part in a step; see `DepthSchedule`.
 
     Raises:
       UserError: the batch is not divisible by micro_batches x devices.
@@ -181,29 +156,12 @@ def estimate(
             f"{devices} devices."
         )
     compute = DTYPE_BYTES[model.compute_dtype]
-    # The device has room for the largest blocks.
-    largest = max(layer_groups(model), key=lambda group: memory.parameter_count(group.model)).model
-    single = dataclasses.replace(largest, num_layers=1, shared_layers=False)
-    block, rest = memory.block_and_rest(single)
+    boundary = batch * sequence // devices * model.d_model * compute
     parameters = memory.parameter_count(model)
-    tables = memory.table_bytes(single)
-    tokens = batch * sequence // devices
-    boundary = tokens * model.d_model * compute
-    micro_batch = ParallelPlan(
-        micro_batch=batch // micro_batches // devices, remat="full", fused_attention=fused_attention
-    )
-    micro = plan_bytes(single, sequence, micro_batch)
-    accumulated = MASTER_BYTES if micro_batches > 1 else 0
-    device = {
-        "embedding and head": 2 * rest * compute,
-        "two blocks": 2 * (block * compute + tables),
-        "their gradients": block * (2 * compute + accumulated),
-        "boundaries": boundary * ((model.num_layers + 3) if stash == "device" else 5),
-        "inside a block": round(max(micro.activations + micro.working_set, micro.logits)),
-    }
     state = parameters * MASTER_BYTES
     matrices = memory.matrix_count(model)
     state += memory.moment_bytes(model, parameters, matrices, state_dtype, training.optimizer)
+    block, rest = _largest_block(model)
     # Eager clipping frees the gradients of a block after its update.
     gradients = parameters if clipping == "exact" else rest + 3 * block
     # Without kept copies, those of the blocks that are fetched and of the head exist at once.
@@ -220,53 +178,120 @@ def estimate(
     # The embedding is fetched twice: for the first section, and for the tied output layer. The last
     # block stays for the backward pass.
     last = dataclasses.replace(layer_groups(model)[-1].model, num_layers=1, shared_layers=False)
-    kept = memory.block_and_rest(last)[0] * compute + memory.table_bytes(last)
-    fetched = 2 * (parameters * compute + memory.table_bytes(model)) - kept + stashed
-    returned = parameters * compute + stashed
-    transfer = max(fetched, returned) / chip.host_bandwidth if chip.host_bandwidth else None
-    compute_seconds, block_seconds = _seconds(model, sequence, tokens, micro_batches, chip)
+    last_bytes = memory.block_and_rest(last)[0] * compute + memory.table_bytes(last)
+    blocks = depth * (parameters - rest) * compute + depth * memory.table_bytes(model)
+    ends = rest * compute
+    fetched = 2 * (blocks + ends) - last_bytes + depth * stashed
+    returned = parameters * compute - (1 - depth) * (parameters - rest) * compute + depth * stashed
+    plan = ParallelPlan(
+        data=devices,
+        micro_batch=batch // micro_batches // devices,
+        accumulation=micro_batches,
+        remat="full",
+        fused_attention=fused_attention,
+        tpu=chip.is_tpu,
+    )
+    updated = round(rest + depth * (parameters - rest))
+    host_rates = relay_time.HostRates(
+        state / parameters, compute, state_dtype, cores, copies, pinned
+    )
+    traffic = relay_time.Traffic(
+        blocks, ends, last_bytes, depth * stashed, returned - depth * stashed, updated - rest, rest
+    )
+    times = relay_time.times(
+        relay_time.device_seconds(model, sequence, plan, chip, depth),
+        traffic,
+        host_rates,
+        chip,
+        overlaps=clipping == "eager",
+    )
     fewest = None
-    if chip.host_bandwidth and block_seconds:
-        fewest = math.ceil((block * compute + tables) / chip.host_bandwidth / block_seconds)
+    if times.fetch_rate and times.forward:
+        block_forward = times.forward / (depth * model.num_layers * micro_batches)
+        fewest = math.ceil((block * compute + _tables(model)) / times.fetch_rate / block_forward)
     return RelayEstimate(
-        device=device,
+        device=_device_bytes(model, training, plan, stash),
         host=host,
         disk=FILE_SLOTS * (state + memory.table_bytes(model)) if files else 0,
-        fetched=fetched,
-        returned=returned,
-        updated=parameters,
-        transfer_seconds=transfer,
-        compute_seconds=compute_seconds,
-        update_seconds=_update_seconds(
-            parameters, state, model.compute_dtype, state_dtype, cores, copies
-        ),
+        fetched=round(fetched),
+        returned=round(returned),
+        updated=updated,
+        transfer_seconds=times.transfer,
+        compute_seconds=times.compute,
+        update_seconds=host_rates.updating(updated) + 2 * updated * host_rates.narrowing,
+        step_seconds=times.step,
         overlaps=clipping == "eager",
         micro_batches=fewest,
     )
 
 
-def _update_seconds(parameters, state, compute_dtype, state_dtype, cores, copies):
-    """Returns the seconds of an update: by the cores, or by what the host's memory carries."""
-    narrow = DTYPE_BYTES[compute_dtype] < MASTER_BYTES
-    rate = cores * UPDATE_RATES[state_dtype, "bfloat16" if narrow else "float32"]
-    # Masters and moments are read and written, gradients read, copies written.
-    moved = 2 * state + 2 * parameters * DTYPE_BYTES[compute_dtype]
-    seconds = max(parameters / rate, moved / HOST_MEMORY_RATE)
-    if narrow and not copies:  # Both passes fetch.
-        moved = 2 * parameters * (MASTER_BYTES + DTYPE_BYTES[compute_dtype])
-        seconds += max(2 * parameters / (cores * COPY_RATE), moved / HOST_MEMORY_RATE)
-    return seconds
+def _largest_block(model):
+    """Returns the parameters of the largest block, and of all else."""
+    return memory.block_and_rest(_largest_layer(model))
 
 
-def _seconds(model, sequence, tokens, micro_batches, chip):
-    """Returns the seconds of a step, and of a block's forward pass over a micro-batch, or Nones."""
-    peak = chip.peak(model.compute_dtype)
-    if not peak:
-        return None, None
-    forward = cost.flops_per_token(model, sequence, training=False, causal_half=False)
-    blocks, rate = forward.total - forward.head, peak * EFFICIENCY
-    total = blocks * (1 + BACKWARD_PER_FORWARD) + 3 * forward.head
-    return tokens * total / rate, tokens / micro_batches * blocks / model.num_layers / rate
+def _largest_layer(model):
+    largest = max(layer_groups(model), key=lambda group: memory.parameter_count(group.model)).model
+    return dataclasses.replace(largest, num_layers=1, shared_layers=False)
+
+
+def _tables(model):
+    return memory.table_bytes(_largest_layer(model))
+
+
+def _device_bytes(model, training, plan, stash):
+    """Returns category -> bytes of the fullest program.
+
+    XLA keeps a program's arguments, results and temporaries.  A loop over micro-batches sums
+    gradients in float32, and one over chunks of the loss those of the output layer once more; a
+    temporary that fits has the place of a result until that is written.
+    """
+    sequence, compute = training.sequence, DTYPE_BYTES[model.compute_dtype]
+    several = plan.accumulation > 1
+    rows = plan.micro_batch * sequence
+    tokens = rows * plan.accumulation
+    boundary = tokens * model.d_model * compute
+    block, rest = _largest_block(model)
+    weights = block * compute + _tables(model)
+    output = model.vocab_size * model.d_model
+    inputs = boundary * model.num_layers if stash == "device" else 0
+    batch = 3 * MASTER_BYTES * tokens  # Inputs, targets and their weights.
+    micro = plan_bytes(_largest_layer(model), sequence, plan)
+    chunk = min(rows, int(chunk_tokens(model.vocab_size)))
+    chunked = chunk < rows
+    logits = chunk * model.vocab_size
+    narrow = compute < MASTER_BYTES
+    # Of all micro-batches, and of the chunks of one; a product in float32 has a result of its own.
+    gradients = several + (chunked or (several and not narrow))
+    temporaries = [MASTER_BYTES * output] * gradients + [MASTER_BYTES * logits]
+    temporaries += [compute * logits] * narrow
+    reused = max((size for size in temporaries if size <= compute * output), default=0)
+    residual = rows * model.d_model * compute
+    # In float32 the result is the sum.
+    sums = MASTER_BYTES * output * narrow
+    programs = (
+        {
+            "embedding and head": rest * compute,
+            "blocks": weights,  # The last one stays.
+            "gradients": output * compute,
+            "boundaries": 2 * boundary + inputs,
+            "inside the head": sum(temporaries) - reused + 5 * residual // 2,
+        },
+        {
+            "blocks": 2 * weights,
+            # Of the block, of the one before, and of the head, which the embedding's is added to.
+            "gradients": (IN_FLIGHT * block + output) * compute + MASTER_BYTES * block * several,
+            "boundaries": (4 + several) * boundary + inputs,
+            "inside a block": round(micro.activations + micro.working_set),
+        },
+        {
+            "gradients": (2 * output + IN_FLIGHT * block) * compute,
+            "sums of gradients": sums * (1 + several),
+            "boundaries": boundary + residual,
+        },
+    )
+    fullest = max(programs, key=lambda sizes: sum(sizes.values()))
+    return {**fullest, "batch": batch}
 
 
 def check_host_memory(step: RelayEstimate, available: int, processes: int = 1) -> None:

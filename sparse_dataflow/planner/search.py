@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.planner import relay
-from sparse_dataflow.planner.efficiency import EFFICIENCIES, PRIOR, Efficiency, own_key
+from sparse_dataflow.planner.efficiency import Efficiency, for_family, own_key
 from sparse_dataflow.planner.memory import USABLE, MemoryEstimate
 from sparse_dataflow.planner.parallel_plan import BUBBLES, ParallelPlan
 from sparse_dataflow.planner.plan_memory import alternating_bytes, run_bytes
@@ -51,6 +51,17 @@ CONTEXT_TOKENS = 8192
 _LARGEST = {"tensor": 16, "stage": 128, "micro_batch": 32, "data": 64}
 
 
+class PhaseShare(NamedTuple):
+    """A model that a run trains in a share of its steps.
+
+    Attributes:
+      share: of the steps, in (0, 1].
+    """
+
+    model: ModelConfig
+    share: float = 1.0
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """A model, a batch and the chips to train it on.
@@ -77,19 +88,24 @@ class Request:
     optimizer: str = "adamw"
     largest_feature: int = 1
     fused_attention: bool = True
-    trained: tuple[tuple[ModelConfig, ...], ...] = ()
+    trained: tuple[tuple[PhaseShare, ...], ...] = ()
     adapters: bool = False
     kinds: tuple[str, ...] = ()
 
     @property
-    def models(self) -> tuple[tuple[ModelConfig, ...], ...]:
+    def models(self) -> tuple[tuple[PhaseShare, ...], ...]:
         """Phases of each model that is trained."""
-        return self.trained or ((self.config,),)
+        return self.trained or ((PhaseShare(self.config),),)
+
+    @property
+    def first(self) -> tuple[ModelConfig, ...]:
+        """The first model in each of its phases."""
+        return tuple(phase.model for phase in self.models[0])
 
     @property
     def efficiency(self) -> Efficiency:
         """Constants of XLA on the chip family, or the prior for an unknown family."""
-        return EFFICIENCIES.get(self.constants, PRIOR)
+        return for_family(self.chip.family)
 
     @property
     def constants(self) -> str:
@@ -132,18 +148,18 @@ class Request:
         """Returns the seconds of a step of every model, each the mean of its phases."""
         return np.asarray(sum(self.model_seconds(plan, phases) for phases in self.models))
 
-    def model_seconds(self, plan: ParallelPlan, phases: Sequence[ModelConfig]) -> np.ndarray:
-        """Returns the seconds of a step of one model, the mean of its phases."""
+    def model_seconds(self, plan: ParallelPlan, phases: Sequence[PhaseShare]) -> np.ndarray:
+        """Returns the seconds of a step of one model, the mean over its steps."""
         times = (
-            step_time(model, self.sequence, plan, self.chip, self.efficiency).total
-            for model in phases
+            share * step_time(model, self.sequence, plan, self.chip, self.efficiency).total
+            for model, share in phases
         )
-        return np.asarray(sum(times)) / len(phases)
+        return np.asarray(sum(times))
 
     def chip_bytes(self, plan: ParallelPlan) -> np.ndarray:
         """Returns the bytes of a plan on the fullest chip, of all models."""
         return alternating_bytes(
-            [[self.memory(plan, model) for model in phases] for phases in self.models]
+            [[self.memory(plan, model) for model, _ in phases] for phases in self.models]
         )
 
     def memory(self, plan: ParallelPlan, model: ModelConfig | None = None) -> MemoryEstimate:
@@ -305,7 +321,7 @@ def violations(request: Request, plan: ParallelPlan, memory) -> dict[str, np.nda
     return {
         "heads": functools.reduce(
             np.logical_or,
-            (_uneven(m, request.sequence, tensor) for phases in request.models for m in phases),
+            (_uneven(m, request.sequence, tensor) for phases in request.models for m, _ in phases),
         ),
         "feature": (np.asarray(plan.feature) > 1)
         & ((stage > 1) | _uncut(config, tensor, plan.feature)),

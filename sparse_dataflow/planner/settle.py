@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,9 @@ from sparse_dataflow.core.config import parallel as meshes
 from sparse_dataflow.core.config import remat as kinds_of_remat
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
 from sparse_dataflow.core.config.parallel import AUTO_MESH as AUTO
+from sparse_dataflow.core.config.parallel import DepthSchedule
 from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.hardware.machines import Machine
@@ -26,9 +29,9 @@ from sparse_dataflow.planner import bands, memory, search
 from sparse_dataflow.planner import relay as relays
 from sparse_dataflow.planner.memory import USABLE, runs_fused
 from sparse_dataflow.planner.parallel_plan import BUBBLES, ParallelPlan
-from sparse_dataflow.planner.search import ROOMY, Request
+from sparse_dataflow.planner.search import ROOMY, PhaseShare, Request
 
-ModelsOf = Callable[[RunConfig], Mapping[str, Sequence[ModelConfig]]]
+ModelsOf = Callable[[RunConfig], Mapping[str, Sequence[PhaseShare]]]
 """Returns name -> phases of each model that a run trains."""
 Check = Callable[[RunConfig], None]
 """Raises a UserError where no executor trains a settled config."""
@@ -61,6 +64,8 @@ class Settled:
       request: prices the plan; None for the relay.
       plan: the parallel plan; None for the relay.
       relay: the largest estimate of the relay; None for other executors.
+      relay_seconds: of a step of the first model by the relay, the mean over its steps; None for
+        other executors, and where no rates are known.
       chosen: path -> value of each setting that the planner chose.
     """
 
@@ -69,6 +74,7 @@ class Settled:
     request: Request | None
     plan: ParallelPlan | None
     relay: relays.RelayEstimate | None = None
+    relay_seconds: float | None = None
     chosen: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     @property
@@ -78,6 +84,22 @@ class Settled:
             return float(self.relay.device_total)
         assert self.request and self.plan
         return float(self.request.chip_bytes(self.plan))
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of a step of the first model, the mean over its steps; None without rates."""
+        if self.relay:
+            return self.relay_seconds
+        assert self.request and self.plan
+        try:
+            return float(self.request.model_seconds(self.plan, self.request.models[0]))
+        except UserError:
+            return None
+
+    @property
+    def first(self) -> tuple[ModelConfig, ...]:
+        """The first model in each of its phases; none for the relay."""
+        return self.request.first if self.request else ()
 
     @property
     def share(self) -> float:
@@ -153,7 +175,7 @@ def _clearly_faster(plan, other):
     """Returns whether a plan is faster than another by more than the error of its kind."""
     seconds = [float(each.request.seconds(each.plan)) for each in (plan, other)]
     request = plan.request
-    width = bands.tie_width(request.config, request.sequence, request.constants)
+    width = bands.tie_width(request.first, request.sequence, request.chip)
     return math.log(seconds[1] / seconds[0]) > width
 
 
@@ -186,7 +208,7 @@ def _is_open(config, machine):
 def request_of(config: RunConfig, models_of: ModelsOf, machine: Machine) -> Request:
     """Returns the search that prices plans of a config on a machine."""
     trained = tuple(tuple(phases) for phases in models_of(config).values())
-    first = max(trained[0], key=memory.parameter_count)
+    first = max((phase.model for phase in trained[0]), key=memory.parameter_count)
     text = config.model.remat
     mixed = text not in (*REMATS, kinds_of_remat.AUTO)
     return Request(
@@ -278,15 +300,25 @@ def priced_plans(
 
 
 def allowed(config: RunConfig, priced: search.Priced) -> np.ndarray:
-    """Returns bool [levels, ...], the plans with the micro-batches that the config gives."""
+    """Returns bool [levels, ...], the plans with the micro-batches and the schedule of a config."""
     wanted, shape = config.training.micro_batches, priced.seconds.shape
-    if not wanted:
-        return np.ones(shape, bool)
-    inner = shape[: len(search.COUNTS)]
-    names = {name: priced.levels[name][0] for name in search.NAMES}
-    plan = priced.request.plan(search.grid(priced.levels) | names)
-    counts = np.broadcast_to(np.asarray(plan.accumulation) == wanted, inner)
-    return np.broadcast_to(counts.reshape(*inner, *[1] * len(search.NAMES)), shape)
+    axes = [*priced.levels]
+    schedule, stage = (
+        np.expand_dims(values, tuple(n for n in range(len(axes)) if n != axes.index(name)))
+        for name, values in (
+            ("schedule", np.array(priced.levels["schedule"])),
+            ("stage", np.array(priced.levels["stage"])),
+        )
+    )
+    # One stage has no schedule.
+    result = (stage == 1) | (schedule == config.parallel.schedule.partition(":")[0])
+    if wanted:
+        inner = shape[: len(search.COUNTS)]
+        names = {name: priced.levels[name][0] for name in search.NAMES}
+        plan = priced.request.plan(search.grid(priced.levels) | names)
+        counts = np.broadcast_to(np.asarray(plan.accumulation) == wanted, inner)
+        result = result & counts.reshape(*inner, *[1] * len(search.NAMES))
+    return np.broadcast_to(result, shape)
 
 
 def _with_plan(config, machine, request, plan) -> Settled:
@@ -317,7 +349,7 @@ def relayed(config: RunConfig, models_of: ModelsOf, machine: Machine) -> Settled
             f"A batch of {training.batch} sequences does not divide over {machine.count} devices "
             f"of the relay; legal: --batch={near}."
         )
-    count, estimate = largest
+    count, estimate, seconds = largest
     # On a CPU the device's memory is the host's, which `relay_plan` checks as a whole.
     if not machine.host and estimate.device_total > usable(machine):
         raise NothingFits(
@@ -333,36 +365,70 @@ def relayed(config: RunConfig, models_of: ModelsOf, machine: Machine) -> Settled
     if config.parallel.mesh == AUTO and machine.count > 1:
         chosen["parallel.mesh"] = f"data:{machine.count}"
     changes = {path.replace(".", "__", 1): value for path, value in chosen.items()}
-    return Settled(config.change(**changes), machine, None, None, estimate, chosen)
+    return Settled(config.change(**changes), machine, None, None, estimate, seconds, chosen)
 
 
 def relay_that_fits(
     config: RunConfig, models_of: ModelsOf, machine: Machine
-) -> tuple[int, relays.RelayEstimate] | None:
-    """Returns (micro-batches, estimate) of the fewest that fit, else of the most; None for none."""
+) -> tuple[int, relays.RelayEstimate, float | None] | None:
+    """Returns the fewest micro-batches that fit, else the most; None for none.
+
+    Returns:
+      (micro-batches, the largest estimate, seconds of a step of the first model).
+    """
     training, parallel = config.training, config.parallel
-    models = [model for phases in models_of(config).values() for model in phases]
+    how: dict[str, Any] = {
+        "depth": DepthSchedule.parse(parallel.depth_schedule),
+        "stash": parallel.stash,
+        "clipping": parallel.clipping,
+        "files": bool(parallel.server_dir),
+    }
+    models = list(models_of(config).values())
     counts = [training.micro_batches] if training.micro_batches else _divisors(training.batch)
     result = None
     for count in (n for n in counts if training.batch % (n * machine.count) == 0):
+        divided = dataclasses.replace(training, micro_batches=count)
         estimates = [
-            relays.estimate(
-                model,
-                dataclasses.replace(training, micro_batches=count),
-                stash=parallel.stash,
-                clipping=parallel.clipping,
-                files=bool(parallel.server_dir),
-                pinned=not machine.host,
-                chip=machine.chip,
-                fused_attention=runs_fused(model, machine.chip, machine.host),
-                devices=machine.count,
-            )
-            for model in models
+            [relay_estimate(phase.model, divided, machine, **how) for phase in phases]
+            for phases in models
         ]
-        result = count, max(estimates, key=lambda each: each.device_total)
-        if result[1].device_total <= ROOMY * usable(machine):
+        times = [each.step_seconds for each in estimates[0]]
+        seconds = None
+        if all(times):
+            seconds = sum(p.share * (t or 0) for p, t in zip(models[0], times, strict=True))
+        largest = max((e for each in estimates for e in each), key=lambda each: each.device_total)
+        result = count, largest, seconds
+        if largest.device_total <= ROOMY * usable(machine):
             break
     return result
+
+
+def relay_estimate(
+    model: ModelConfig,
+    training: TrainingConfig,
+    machine: Machine,
+    *,
+    depth: DepthSchedule,
+    **how,
+) -> relays.RelayEstimate:
+    """Returns the estimate of a model's steps by the relay on a machine.
+
+    Args:
+      depth: blocks that take part in each step.
+      how: other arguments of `relay.estimate`.
+    """
+    # The steps of `run.minutes` are not known yet; 1000 show the shape of a schedule.
+    steps = training.steps or 1000
+    return relays.estimate(
+        model,
+        training,
+        pinned=not machine.host,
+        chip=machine.chip,
+        fused_attention=runs_fused(model, machine.chip, machine.host),
+        devices=machine.count,
+        depth=depth.mean_share(model.num_layers, 0, steps, steps),
+        **{"cores": machine.cores, **how},
+    )
 
 
 def _divisors(number):

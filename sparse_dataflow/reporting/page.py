@@ -161,8 +161,8 @@ def headline(variants: Sequence[VariantData]) -> str:
         values = [float(score[name]) for name in ("sparse", "narrow")]
         noise = ", within the noise of one seed" if _is_noise(*values) else ""
         return (
-            f"{first} A narrower dense model of equal FLOPs per token reaches {score['narrow']} "
-            f"after {clock['narrow']}{noise}."
+            f"{first} A narrower model without sparse weights, of equal FLOPs per token, reaches "
+            f"{score['narrow']} after {clock['narrow']}{noise}."
         )
     times = [v.train_seconds for v in variants]
     if max(times) - min(times) > _EQUAL_TIME_TOLERANCE * max(times):
@@ -269,8 +269,9 @@ def facts(data: ReportData) -> list[str]:
         )
     if (ceiling := finite(data.flop_ceiling)) is not None:
         sentences.append(
-            f"A dense step has {quantities.significant(ceiling)}× the FLOPs of a sparse step. This "
-            "FLOP ceiling is the speed-up if all operations ran at the same FLOP rate."
+            f"A dense step has {quantities.significant(ceiling)}× the FLOPs of a sparse step, on "
+            "average over the steps, with the causal half of attention. This FLOP ceiling is the "
+            "speed-up if all operations ran at the same FLOP rate."
         )
     return sentences
 

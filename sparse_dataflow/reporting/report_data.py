@@ -11,7 +11,8 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.reporting.quantities import MISSING
 
 VARIANTS = ("dense", "narrow", "sparse")
-"""Names of the models; "narrow" is a dense one of the sparse model's FLOPs per token."""
+"""Names of the models; "narrow" has no sparse weights and the sparse model's FLOPs per token, and
+as many experts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,7 @@ class VariantData:
       loss: held-out loss, nats per token.
       bits_per_byte: held-out loss in bits per byte of text, comparable between tokenizers.
       stored_parameters: number of stored parameters (only the stored blocks of sparse weights).
-      training_bytes: memory of a training step, bytes.
+      training_bytes: planned memory of a training step on the fullest device, bytes.
       tokens_per_second: training throughput.
       step_seconds: median wall-clock of an optimizer step, seconds.
       flops_per_token: floating-point operations of a training step, per token.
@@ -162,7 +163,8 @@ class ReportData:
       notes: sentences under the headline.
       variants: one to three variants with different names.
       layouts: layouts of the sparse weights; empty for a dense run.
-      flop_ceiling: dense FLOPs over sparse FLOPs of a step, the upper bound of the speed-up.
+      flop_ceiling: dense FLOPs over sparse FLOPs of a step, the means over the steps of the run,
+        the upper bound of the speed-up.
       projection_share: share of a dense step's FLOPs in the projections, a fraction of one.
       continuations: generated texts.
       evaluation: evaluation on tasks, if `experiments.evaluate` has run.
@@ -240,6 +242,12 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def is_share(metric: str) -> bool:
+    """Returns whether a metric is a share of right answers, whose items are 0 or 1."""
+    # A filter of the outputs may follow the name.
+    return metric.partition(",")[0] in ("acc", "acc_norm", "exact_match")
+
+
 def evaluation_table(evaluation: EvaluationData) -> list[dict[str, Any]]:
     """Returns the rows of the evaluation table.
 
@@ -247,8 +255,7 @@ def evaluation_table(evaluation: EvaluationData) -> list[dict[str, Any]]:
     """
     rows = []
     for row in evaluation.rows:
-        metric = row["metric"].partition(",")[0]  # A filter of the outputs may follow.
-        unit = ".1%" if metric in ("acc", "acc_norm", "exact_match") else ".3f"
+        unit = ".1%" if is_share(row["metric"]) else ".3f"
         text = lambda value, unit=unit: MISSING if value is None else f"{value:{unit}}"  # noqa: E731
         compared = row["paired"] or dict.fromkeys(("difference", "low", "high", "p"))
         low, high, p = (compared[name] for name in ("low", "high", "p"))

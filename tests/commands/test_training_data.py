@@ -186,6 +186,9 @@ def test_a_mesh_with_stages_trains_neither_adapters_nor_answers(change, words):
         (20, 10**7, ""),
         (10**6, 10**7, r"^sparse reads books 51 times over, as it has 10,000,000 training tokens"),
         (20, 10**4, r"^sparse has .* parameters and books 10,000 training tokens, which it can"),
+        (19, 10**4, ""),  # It reads 9,728 of them, once.
+        (1, 600, ""),
+        (1, 500, r"^sparse has .* parameters and books 500 training tokens, which it can"),
     ],
 )
 def test_a_corpus_that_is_too_small_for_a_run_is_said(steps, count, message):

@@ -50,5 +50,25 @@ def test_the_false_positive_rate_is_controlled_under_clustering():
 def test_undefined_statistics_are_none():
     result = paired_difference([1.0, 0.0], [0.0, 0.0], ["same", "same"])
     assert (result.difference, result.low, result.p) == (0.5, None, None)
-    assert paired_difference([1.0, 1.0], [1.0, 1.0], ["a", "b"]).p == 1.0
+    assert paired_difference([1.0, 1.0], [1.0, 1.0], ["a", "b"]).p is None
     assert paired_difference([1.0, 1.0], [0.0, 0.0], ["a", "b"]).p is None
+
+
+@pytest.mark.parametrize("documents", [2, 10, 40, 1000])
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_where_no_item_differs_the_interval_is_the_rule_of_three(documents, value):
+    """The largest rate that shows no difference in n documents with a probability of 5%."""
+    same = np.full(2 * documents, value)
+    result = paired_difference(same, same, np.arange(2 * documents) // 2, bounded=True)
+    assert (result.difference, result.p) == (0.0, None)
+    assert result.high == -result.low == min(1.0, 3 / documents)
+    if documents >= 10:
+        assert (1 - result.high) ** documents == pytest.approx(0.05, abs=0.025)
+    unbounded = paired_difference(same, same, np.arange(2 * documents) // 2)
+    assert (unbounded.low, unbounded.high, unbounded.p) == (None, None, None)
+
+
+def test_items_that_differ_and_cancel_have_students_interval():
+    a, b = np.array([1.0, 0.0] * 8), np.array([0.0, 1.0] * 8)
+    result = paired_difference(a, b, range(16), bounded=True)
+    assert result.difference == 0 and result.high > 3 / 16 and result.p == pytest.approx(1.0)

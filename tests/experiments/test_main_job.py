@@ -124,8 +124,7 @@ def test_the_report_says_what_the_metrics_say(undisturbed):
         assert bool(variant.section_seconds) == (longest >= report_module.TIMED_FROM)
     sparse, dense = report.variants
     assert sparse.stored_parameters < dense.stored_parameters
-    # The ceiling counts the whole attention square, the FLOPs a token its causal half.
-    assert 1 < report.flop_ceiling <= dense.flops_per_token / sparse.flops_per_token
+    assert 1 < report.flop_ceiling == dense.flops_per_token / sparse.flops_per_token
     assert 0 < report.projection_share < 1
     drawn = {layout.projection for layout in report.layouts if layout.balanced}
     assert drawn == set(PROJECTIONS)

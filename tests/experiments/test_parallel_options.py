@@ -1,6 +1,7 @@
 """Every option of every executor trains the default pattern, as a user starts it."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -97,3 +98,13 @@ def test_options_train_the_default_pattern(job, whole, tmp_path, options):
         assert losses[-1] < losses[0]
     else:
         np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    check_report(tmp_path / "run", constant="depth_schedule" not in options)
+
+
+def check_report(folder, constant):
+    """Its MFU is between those that the log has of each step."""
+    [variant] = json.loads((folder / "report.json").read_text())["variants"]
+    logged = [row["mfu"] for row in rows(folder, "sparse") if row["kind"] == "train"]
+    assert 0 < min(logged) and sum(variant["memory"].values()) == variant["training_bytes"]
+    if constant:  # Else the FLOPs of a step change with its depth.
+        assert 0.999 * min(logged) <= variant["mfu"] <= 1.001 * max(logged)

@@ -3,7 +3,7 @@
 import pytest
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.hardware import chips
+from sparse_dataflow.hardware import chips, machines
 from sparse_dataflow.hardware.chips import CHIPS
 from sparse_dataflow.planner.efficiency import EFFICIENCIES
 
@@ -38,7 +38,7 @@ def test_a_unique_prefix_names_a_chip(prefix, name):
     assert chips.lookup(prefix) is CHIPS[name]
 
 
-@pytest.mark.parametrize("name", ["", "a100", "tpu", "gtx"])
+@pytest.mark.parametrize("name", ["", "a100-", "tpu", "gtx"])
 def test_unknown_and_ambiguous_names_are_refused(name):
     with pytest.raises(UserError, match=r"tpu-v5p.*TOML"):
         chips.lookup(name)
@@ -121,3 +121,9 @@ def test_a_network_must_be_a_table(tmp_path):
     path.write_text(TOML.split("host_gb_s")[0] + "network = 3")
     with pytest.raises(UserError, match="network is not a table"):
         chips.read(path)
+
+
+@pytest.mark.parametrize("name", [*chips.ALIASES, *chips.KNOWN, "mi250x", "rtx", "tpu-v6"])
+def test_every_flag_takes_the_same_names_of_a_chip(name):
+    for flag in ("--hardware", "--chips"):
+        assert chips.lookup(name, flag) == machines.parse(f"{name}:4").chip

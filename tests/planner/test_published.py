@@ -10,8 +10,8 @@ import pytest
 from experiments.planning import fitting, run_memory
 from sparse_dataflow.commands.planning.options import named_model
 from sparse_dataflow.core.config.run import SIZES
-from sparse_dataflow.hardware.chips import CHIPS, Chip
-from sparse_dataflow.planner import bands, memory, published
+from sparse_dataflow.hardware.chips import CHIPS, KNOWN, Chip
+from sparse_dataflow.planner import bands, efficiency, memory, published
 from sparse_dataflow.planner.efficiency import EFFICIENCIES, PRIOR, STACKS
 from sparse_dataflow.planner.step_time import stage_parameters, step_time
 
@@ -408,14 +408,37 @@ def test_bands_equal_a_new_cross_validation():
 
 def test_a_band_in_words():
     model, sparse = named_model("13b"), named_model("13b", 1 / 8)
-    words = bands.words(model, 2048, CHIPS["h100"], "hopper")
-    assert words.startswith("±17%, like 35 published runs") and "1.48 in other software" in words
-    words = bands.words(sparse, 2048, CHIPS["h100"], "hopper")
-    assert words == "extrapolated: no published run of this kind (block-sparse weights)"
-    unseen = bands.words(model, 65536, CHIPS["tpu-v5p"], "tpu-v5p")
+    words = bands.words([model], 2048, CHIPS["h100"])
+    assert words.startswith("±24%, like 10 published runs of this kind on h100")
+    assert "1.48 in other software" in words
+    for phases in ([sparse], [model, sparse], [sparse, model]):
+        words = bands.words(phases, 2048, CHIPS["h100"])
+        assert words == "extrapolated: no published run of this kind (block-sparse weights)"
+    unseen = bands.words([model], 65536, CHIPS["tpu-v5p"])
     assert unseen.startswith("extrapolated: no published run of this kind (tpu-v5p, more than")
     own = Chip("mine", {"bfloat16": 1e14}, 2**36, 1e12)
-    assert "prior constants" in bands.words(model, 2048, own, own.family)
+    assert "prior constants" in bands.words([model], 2048, own)
+
+
+@pytest.mark.parametrize("name", [*KNOWN, "mine"])
+@pytest.mark.parametrize("scale", ["1.3b", "13b", "175b"])
+def test_a_band_counts_the_runs_of_its_own_chip(name, scale):
+    model = named_model(scale)
+    mine = dataclasses.replace(CHIPS["h100"], name="mine")
+    chip = KNOWN.get(name, mine)
+    runs = sum(
+        row.chip.name == name and row.key == efficiency.own_key(chip.family)
+        and bands.regime(row.config, row.sequence) == bands.regime(model, 2048)
+        for row in EVERY
+        if row.split == "fit"
+    )  # fmt: skip
+    words = bands.words([model], 2048, chip)
+    assert (f"like {runs} published run" in words) == (runs > 0)
+    assert words.startswith("extrapolated") == (runs == 0)
+    if name in ("b200", "mine", "mi300x", "rtx-4090"):
+        assert f"no published run is on {name}" in words
+        assert bands.log_error([model], chip) > bands.log_error([model], CHIPS["h100"])
+        assert bands.tie_width([model], 2048, chip) == bands.UNKNOWN
 
 
 def test_a_fit_reproduces_synthetic_rows():

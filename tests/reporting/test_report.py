@@ -187,7 +187,10 @@ def test_a_narrow_model_has_a_curve_a_verdict_and_a_sentence(tmp_path_factory):
     parsed = Page(rendered(tmp_path_factory, data))
     assert all(len(cells) == 5 for cells in parsed.rows.values())
     words = "".join(parsed.text)
-    assert "sparse vs. narrow" in words and "A narrower dense model of equal FLOPs" in words
+    assert (
+        "sparse vs. narrow" in words
+        and "A narrower model without sparse weights, of equal FLOPs" in words
+    )
     assert {"dense", "narrow", "sparse"} <= set(parsed.figure_text)
     pair = Page(rendered(tmp_path_factory, report_sample.report(layouts=[])))
     for field, cells in pair.rows.items():

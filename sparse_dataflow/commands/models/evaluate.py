@@ -43,6 +43,7 @@ from sparse_dataflow.hardware.detect import keep_freed_memory
 from sparse_dataflow.interchange.hub_models import hub_name, local_folder
 from sparse_dataflow.interchange.huggingface import is_directory
 from sparse_dataflow.interchange.load import load, variants
+from sparse_dataflow.reporting.report_data import is_share
 
 BASELINES = ("unigram", "bigram")
 _PLACES = ("run", "against")
@@ -296,16 +297,16 @@ def _row(name, task, shots, metric, scores, models):
         "chance": task.chance(first.items),
         "baselines": {name: scores[name].value for name in BASELINES if name in scores},
         "models": of_models,
-        "paired": None if any(v is None for v in both) else _paired(both, documents),
+        "paired": None if any(v is None for v in both) else _paired(both, documents, metric),
     }
 
 
-def _paired(values, documents):
+def _paired(values, documents, metric):
     """The comparison of the first with the second model, as JSON; None where there is only one."""
     if len(values) != 2:
         return None
     first, second = values
-    return dataclasses.asdict(paired_difference(first, second, documents))
+    return dataclasses.asdict(paired_difference(first, second, documents, is_share(metric)))
 
 
 def _truncation(name, words, before, after, context) -> list[str]:

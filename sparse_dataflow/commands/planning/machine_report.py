@@ -6,7 +6,11 @@ from collections.abc import Callable, Sequence
 
 from sparse_dataflow.commands.planning import plan_rows
 from sparse_dataflow.commands.planning.options import TOKENS
-from sparse_dataflow.commands.preflight.settling import memory_table, models_of, settle
+from sparse_dataflow.commands.preflight.settling import (
+    memory_table,
+    models_of,
+    settled_within_limit,
+)
 from sparse_dataflow.core.config import parallel as meshes
 from sparse_dataflow.core.config import remat as kinds_of_remat
 from sparse_dataflow.core.config.run import RunConfig
@@ -57,7 +61,7 @@ class MachinePlan:
     @property
     def over_dense(self) -> float | None:
         """Seconds of a step of the dense twin, relative to the model's."""
-        dense = model_seconds(self.dense) if self.dense else None
+        dense = self.dense.seconds if self.dense else None
         return dense / self.seconds if dense and self.seconds else None
 
     @property
@@ -78,7 +82,7 @@ class MachinePlan:
         """Relative error of `over_dense`, in log: plans of the same software share its errors."""
         request = self.settled.request
         assert request
-        return bands.tie_width(request.config, request.sequence, request.constants)
+        return bands.tie_width(request.first, request.sequence, request.chip)
 
 
 def plan(config: RunConfig, machine: Machine) -> MachinePlan:
@@ -87,19 +91,21 @@ def plan(config: RunConfig, machine: Machine) -> MachinePlan:
     Raises:
       UserError: no plan fits.
     """
-    settled = settle(config, machine)
+    settled = settled_within_limit(config, machine)
     training = settled.config.training
     tokens = training.steps * training.batch * training.sequence or TOKENS
     twin = _dense(config, machine)
     losses = _losses(settled.config, tokens)
-    return MachinePlan(settled, tokens, model_seconds(settled), twin, *losses)
+    return MachinePlan(settled, tokens, settled.seconds, twin, *losses)
 
 
 def _losses(config, tokens):
     """Returns the expected loss of the model and of its dense twin."""
     if config.run.init_from or config.training.teacher or config.evolution.method != "static":
         return None, None
-    [model], [dense] = (next(iter(models_of(c).values())) for c in (config, config.dense()))
+    [(model, _)], [(dense, _)] = (
+        next(iter(models_of(c).values())) for c in (config, config.dense())
+    )
     return tuple(expected_loss.expected(each, dense, tokens) for each in (model, dense))
 
 
@@ -111,7 +117,7 @@ def _dense(config, machine):
         training__micro_batches=0, model__remat=kinds_of_remat.AUTO, parallel__mesh=meshes.AUTO_MESH
     )
     try:
-        return settle(twin, machine)
+        return settled_within_limit(twin, machine)
     except UserError:
         return None
 
@@ -121,21 +127,7 @@ def _error(settled):
     request = settled.request
     if request is None:
         return bands.OTHER_SOFTWARE
-    return bands.log_error(request.config, request.constants)
-
-
-def model_seconds(settled: Settled) -> float | None:
-    """Returns the seconds of a step of the first model; None where no rates are known."""
-    if step := settled.relay:
-        times = (step.compute_seconds, step.transfer_seconds)
-        return max(times) if all(times) else None  # type: ignore[type-var]
-    request, plan = settled.request, settled.plan
-    if request is None or plan is None:
-        return None
-    try:
-        return float(request.model_seconds(plan, request.models[0]))
-    except UserError:
-        return None
+    return bands.log_error(request.first, request.chip)
 
 
 def text(result: MachinePlan) -> str:
@@ -153,6 +145,10 @@ def text(result: MachinePlan) -> str:
     else:
         lines += _times(result)
     lines += ["", memory_table(settled)]
+    if limit := config.parallel.memory_limit:
+        lines.append(
+            f"  within parallel.memory_limit={limit}; the run chooses the remat of each block"
+        )
     return "\n".join(lines)
 
 
@@ -192,7 +188,7 @@ def _times(result):
     lines = [f"  {line}" for line in output.aligned(rows).splitlines()]
     request = settled.request
     if request is not None:
-        words = bands.words(request.config, request.sequence, request.chip, request.constants)
+        words = bands.words(request.first, request.sequence, request.chip)
         lines.append(f"  times are {words}")
         if slow := plan_rows.slow_products(request.config, request.chip):
             lines.append(f"  {slow}")

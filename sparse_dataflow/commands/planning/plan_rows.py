@@ -25,7 +25,7 @@ def row(request: search.Request, plan: ParallelPlan, speed: float) -> dict[str, 
     return {
         "tokens_per_second_per_chip": speed,
         "tokens_per_second": speed * request.chips,
-        "mfu": cost.mfu(flops, speed, request.chip, request.config.compute_dtype),
+        "mfu": cost.mfu(flops, speed, request.chip, request.config.compute_dtype, devices=1),
         "gib": float(request.chip_bytes(plan)) / chips.GIB,
         "memory_share": float(request.chip_bytes(plan)) / (USABLE * request.chip.capacity),
         **{name: getattr(plan, name) for name in MESH},

@@ -45,7 +45,7 @@ def table(options, priced: Priced, ranked: Sequence[tuple[ParallelPlan, float]])
       ranked: the fastest legal plans and their tokens per second and chip, fastest first.
     """
     request = priced.request
-    width = bands.tie_width(request.config, request.sequence, request.constants)
+    width = bands.tie_width(request.first, request.sequence, request.chip)
     dense = _dense_best(options, request)
     rows = []
     for plan, speed in ranked:
@@ -58,7 +58,7 @@ def table(options, priced: Priced, ranked: Sequence[tuple[ParallelPlan, float]])
     chosen = priced.recommended(ranked)
     for number, row in enumerate(rows):
         row["recommended"] = number == chosen
-    band = bands.words(request.config, request.sequence, request.chip, request.constants)
+    band = bands.words(request.first, request.sequence, request.chip)
     headline = _headline(options, request, rows[chosen])
     return Table(rows, band, chosen, headline, _frontier(options, request, ranked[chosen]))
 

@@ -2,14 +2,15 @@
 
 import dataclasses
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import psutil
 
 from sparse_dataflow.cluster import processes
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.parallel import PINNED_GIB, PINNED_SETTING, ParallelConfig
-from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.config.parallel import PINNED_GIB, PINNED_SETTING
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.relay import timeline
 from sparse_dataflow.core.executors.relay.relay import RelayConfig
@@ -18,51 +19,70 @@ from sparse_dataflow.core.training.monitoring.metrics import say
 from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
-from sparse_dataflow.hardware.chips import CHIPS, GIB, Chip
-from sparse_dataflow.planner import memory, relay
-from sparse_dataflow.planner.memory import runs_fused
+from sparse_dataflow.hardware.chips import GIB, KNOWN, Chip
+from sparse_dataflow.hardware.machines import Machine
+from sparse_dataflow.planner import memory, relay, settle
 
 
 def estimate(
     model: ModelConfig,
     training: TrainingConfig,
-    how: RelayConfig | ParallelConfig,
+    how: RelayConfig,
     chip: Chip,
     files: bool = False,
     devices: int = 1,
     cores: int | None = None,
     copies: bool = True,
 ) -> relay.RelayEstimate:
-    """Returns the estimate of a model; see `planner.relay.estimate`.
+    """Returns the estimate of a model; see `planner.settle.relay_estimate`.
 
     Args:
       training: batch, sequence and micro-batches.
-      how: stash and clipping.
-      chip: the chip; one of CHIPS has page-locked host memory and fused attention.
+      how: stash, clipping and depth.
+      chip: the chip; a known one has page-locked host memory and fused attention.
       files: whether masters and moments are in files.
       devices: data-parallel devices.
       cores: cores of the host; those of this process if None.
       copies: whether the device's copies are kept.
     """
-    return relay.estimate(
+    host = chip.name not in KNOWN
+    machine = Machine(chip, devices, host, cores=cores or hardware.cpu_count())
+    return settle.relay_estimate(
         model,
         training,
+        machine,
+        depth=how.depth,
         stash=how.stash,
         clipping=how.clipping,
         files=files,
-        pinned=chip.name in CHIPS,
-        fused_attention=runs_fused(model, chip, chip.name not in CHIPS),
-        chip=chip,
-        devices=devices,
         local_devices=jax.local_device_count() if devices > 1 else 1,
-        cores=cores or hardware.cpu_count(),
         copies=copies,
     )
 
 
-def settled(
-    config: RunConfig, variants: list[Variant], chip: Chip, executor: RelayExecutor
-) -> RelayExecutor:
+def of_executor(
+    phases: Sequence[ModelConfig],
+    training: TrainingConfig,
+    executor: RelayExecutor,
+    chip: Chip,
+    copies: bool = True,
+) -> relay.RelayEstimate:
+    """Returns the estimate of the phase of a model that takes the most memory of the device.
+
+    Args:
+      phases: the model in each of its phases.
+      copies: whether the device's copies are kept.
+    """
+    options: dict[str, Any] = {
+        "files": bool(executor.server_dir),
+        "devices": executor.devices,
+        "copies": copies and executor.config.copies,
+    }
+    each = [estimate(model, training, executor.config, chip, **options) for model in phases]
+    return max(each, key=lambda estimate: estimate.device_total)
+
+
+def settled(variants: list[Variant], chip: Chip, executor: RelayExecutor) -> RelayExecutor:
     """Prints the estimate of each variant and checks that it fits; all processes call it.
 
     Returns:
@@ -73,11 +93,12 @@ def settled(
       UserError: the device, the host or the disk is too small, or `parallel.server_dir` cannot be
         used; names the bytes needed.
     """
-    plan = config.parallel
 
     def planned(copies):
-        options = {"files": bool(plan.server_dir), "devices": executor.devices, "copies": copies}
-        each = [estimate(v.model, v.training, plan, chip, **options) for v in variants]
+        each = [
+            of_executor([p.model for p in v.phase_specs], v.training, executor, chip, copies)
+            for v in variants
+        ]
         return each, each[0].with_host_memory_of(each[1:])
 
     estimates, together = planned(True)

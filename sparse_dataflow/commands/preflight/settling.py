@@ -13,12 +13,12 @@ import numpy as np
 
 from sparse_dataflow.cluster import processes
 from sparse_dataflow.commands import devices
+from sparse_dataflow.commands.preflight.executor_plan import plan_of
 from sparse_dataflow.core.config import remat as kinds_of_remat
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
 from sparse_dataflow.core.config.parallel import PINNED_GIB, PINNED_SETTING
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.core.training.monitoring.metrics import say
@@ -34,20 +34,25 @@ from sparse_dataflow.core.training.step import initial_state
 from sparse_dataflow.files import output
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip, Network
-from sparse_dataflow.hardware.detect import host_memory_bytes
+from sparse_dataflow.hardware.detect import cpu_count, host_memory_bytes
 from sparse_dataflow.hardware.machines import Machine
 from sparse_dataflow.planner import memory, plan_memory, remat, settle_advice
 from sparse_dataflow.planner import settle as planning
-from sparse_dataflow.planner.efficiency import EFFICIENCIES, PRIOR, own_key
-from sparse_dataflow.planner.memory import runs_fused
-from sparse_dataflow.planner.parallel_plan import ParallelPlan
+from sparse_dataflow.planner.efficiency import for_family
+from sparse_dataflow.planner.search import PhaseShare
 from sparse_dataflow.planner.settle import Settled
 from sparse_dataflow.planner.step_time import step_time
 
 
-def models_of(config: RunConfig) -> dict[str, tuple[ModelConfig, ...]]:
+def models_of(config: RunConfig) -> dict[str, tuple[PhaseShare, ...]]:
     """Returns name -> phases of each model that a run trains, for the planner."""
-    return {v.name: tuple(p.priced_model for p in v.phase_specs) for v in variants(config)}
+    return {
+        v.name: tuple(
+            PhaseShare(phase.priced_model, float(share))
+            for phase, share in zip(v.phase_specs, _shares(v), strict=True)
+        )
+        for v in variants(config)
+    }
 
 
 def settle(config: RunConfig, machine: Machine) -> Settled:
@@ -70,7 +75,7 @@ def settle(config: RunConfig, machine: Machine) -> Settled:
 def this_machine(chip: Chip) -> Machine:
     """Returns the devices of all processes; `chip` is one of them."""
     host, count = jax.default_backend() == "cpu", jax.device_count()
-    machine = Machine(chip, count, host)
+    machine = Machine(chip, count, host, cores=cpu_count())
     if host and chip.memory_bytes:  # Devices of a process share its host's memory.
         return planning.with_memory(machine, chip.memory_bytes // jax.local_device_count())
     return machine
@@ -88,21 +93,17 @@ def settled(config: RunConfig, chip: Chip, free_micro_batches: bool = False) -> 
     Raises:
       UserError: no plan fits these devices.
     """
-    machine = this_machine(chip)
-    limit = config.parallel.memory_limit_bytes
+    machine, limit = this_machine(chip), config.parallel.memory_limit_bytes
     open_remat = config.model.remat == kinds_of_remat.AUTO
-    if limit is not None:  # `settled_remat` then chooses the kind of each block, and checks.
-        capacity = int(limit / planning.USABLE)
-        machine = planning.with_memory(machine, capacity)
 
     def fitting():
         try:
-            return settle(config, machine)
+            return settled_within_limit(config, machine)
         except UserError:
             if not free_micro_batches:
                 raise
             with contextlib.suppress(UserError):
-                return settle(config.change(training__micro_batches=0), machine)
+                return settled_within_limit(config.change(training__micro_batches=0), machine)
             raise
 
     def chosen():
@@ -120,6 +121,36 @@ def settled(config: RunConfig, chip: Chip, free_micro_batches: bool = False) -> 
     if limit is not None and open_remat:
         changes.pop("model__remat", None)
     return config.change(**changes)
+
+
+def settled_within_limit(config: RunConfig, machine: Machine) -> Settled:
+    """Returns `settle` of a run whose plan keeps to `parallel.memory_limit`, where it has one.
+
+    All blocks have one kind of remat.  A run chooses that of each block; see `settled_remat`.
+
+    Raises:
+      UserError: no plan fits the machine or the limit, or the executor has no limit.
+    """
+    limit = config.parallel.memory_limit_bytes
+    if limit is None:
+        return settled_within_limit(config, machine)
+    narrow = planning.with_memory(machine, int(limit / planning.USABLE))
+    try:
+        result = settle(config, narrow)
+    except UserError as error:
+        limit_text = config.parallel.memory_limit
+        raise UserError(f"parallel.memory_limit={limit_text}: {error}") from None
+    _refuse_limit(result.config, devices.executor(result.config, machine.count))
+    return dataclasses.replace(result, machine=machine)
+
+
+def _refuse_limit(config, executor):
+    """Raises UserError where the executor treats all blocks alike."""
+    if executor != SINGLE_DEVICE and type(executor) is not Sharded:
+        raise UserError(
+            f"parallel.memory_limit={config.parallel.memory_limit} with {executor.describe()}, "
+            "whose blocks are all treated alike; legal with it: a mesh without stages."
+        )
 
 
 def words(result: Settled) -> str:
@@ -140,7 +171,7 @@ def memory_table(settled: Settled) -> str:
     request, usable = settled.request, settled.machine.chip.memory_bytes
     sizes = dict.fromkeys(request.memory(settled.plan).categories, 0.0)
     largest = max(
-        (request.memory(settled.plan, model) for phases in request.models for model in phases),
+        (request.memory(settled.plan, model) for phases in request.models for model, _ in phases),
         key=lambda each: float(each.total),
     )
     sizes = {name: float(size) for name, size in largest.categories.items()}
@@ -175,12 +206,7 @@ def settled_remat(config: RunConfig, chip: Chip, executor: Executor) -> RunConfi
     limit = config.parallel.memory_limit_bytes
     if limit is None:
         return config
-    if executor != SINGLE_DEVICE and type(executor) is not Sharded:
-        raise UserError(
-            f"parallel.memory_limit={config.parallel.memory_limit} with {executor.describe()}, "
-            "whose blocks are all treated alike; legal with it: a mesh without stages."
-        )
-
+    _refuse_limit(config, executor)
     models = variants(config)
     for each in models:
         for phase in each.phase_specs:
@@ -254,12 +280,15 @@ def model_costs(
     """Returns the costs of one model; `other_bytes` of a device belong to others."""
     layers, plans = (
         model.num_layers,
-        {kind: _plan(model, training, executor, kind, chip) for kind in REMATS},
+        {kind: plan_of(model, training, executor, kind, chip) for kind in REMATS},
     )
-    estimates = {kind: _estimate(model, training, plan) for kind, plan in plans.items()}
+    estimates = {
+        kind: plan_memory.run_bytes(model, training.sequence, plan, bool(training.adapter_rank))
+        for kind, plan in plans.items()
+    }
     if chip.network is None:  # The differences between kinds of remat are then without links.
         chip = dataclasses.replace(chip, network=Network(2**20, math.inf, math.inf))
-    efficiency = EFFICIENCIES.get(own_key(chip.family), PRIOR)
+    efficiency = for_family(chip.family)
     times = {
         # The optimizer is no part of a block, and Muon's needs rates that a CPU's chip lacks.
         kind: step_time(
@@ -311,31 +340,9 @@ def _rest(estimate):
     return float(estimate.total - estimate.activations - estimate.working_copy)
 
 
-def _plan(model, training, executor, kind, chip):
-    sharded = isinstance(executor, Sharded)
-    sizes = executor.mesh.shape if sharded else dict.fromkeys(meshes.AXES, 1)
-    rows = training.micro_batches * sizes["data"] * sizes["fsdp"]
-    return ParallelPlan(
-        **sizes,
-        zero=executor.zero if sharded else 0,
-        experts="exchange" if sharded and executor.exchange else "gather",
-        micro_batch=training.batch // rows,
-        accumulation=training.micro_batches,
-        remat=kind,
-        sequence_parallel=sharded,
-        fused_attention=runs_fused(model, chip, jax.default_backend() == "cpu"),
-        state_dtype=training.state_dtype,
-        optimizer=training.optimizer,
-    )
-
-
-def _estimate(model, training, plan):
-    return plan_memory.run_bytes(model, training.sequence, plan, bool(training.adapter_rank))
-
-
 def _resident(model, training, executor, chip):
-    plan = _plan(model, training, executor, "none", chip)
-    each = _estimate(model, training, plan)
+    plan = plan_of(model, training, executor, "none", chip)
+    each = plan_memory.run_bytes(model, training.sequence, plan, bool(training.adapter_rank))
     return float(each.parameters + each.moments + each.layout_tables)
 
 

@@ -409,6 +409,22 @@ class DepthSchedule:
             draws = np.random.default_rng([seed, step]).random(num_layers)
             blocks = np.flatnonzero(draws >= self.value)
             return tuple(map(int, blocks)) or (int(np.argmax(draws)),)
+        return tuple(range(int(self._grown(num_layers, np.asarray(step), steps))))
+
+    def mean_share(self, num_layers: int, start: int, stop: int, steps: int) -> float:
+        """Returns the mean share of the blocks in the steps from `start` to `stop` of `steps`.
+
+        It is the expected share where the blocks are drawn.
+        """
+        if self.kind == "drop":  # Where all blocks are dropped, one of them stays.
+            return 1 - self.value + self.value**num_layers / num_layers
+        if self.kind == "constant" or stop <= start:
+            return 1.0
+        blocks = self._grown(num_layers, np.arange(start, stop), steps)
+        return float(np.mean(blocks)) / num_layers
+
+    def _grown(self, num_layers, step, steps):
+        """Returns int [...], the number of blocks in each step of a schedule that draws none."""
         start = self.starting_blocks(num_layers)
-        grown = min(1.0, step / max(1, GROWN_AT * steps))
-        return tuple(range(start + int((num_layers - start) * grown)))
+        grown = np.minimum(1.0, step / max(1, GROWN_AT * steps))
+        return start + ((num_layers - start) * grown).astype(int)

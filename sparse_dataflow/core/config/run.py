@@ -118,8 +118,8 @@ class RunSettings(Readable):
     )
     twin: str = setting(
         "no",
-        "Train the dense twin as well, for the same time; narrow adds a narrower dense model of "
-        "the sparse model's FLOPs per token.",
+        "Train the dense twin as well, for the same time; narrow adds a narrower model without "
+        "sparse weights, of the sparse model's FLOPs per token.",
         choices=TWINS,
     )
     init_from: str = setting(

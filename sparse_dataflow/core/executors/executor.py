@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
+from sparse_dataflow.core.config.parallel import DepthSchedule
 from sparse_dataflow.core.config.training import BUILT_IN, TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.block_gradients import block_gradient_norms
@@ -319,6 +320,11 @@ class Executor:
     def tensor_shards(self) -> int:
         """Number of shards of a tensor-parallel weight."""
         return 1
+
+    @property
+    def depth(self) -> DepthSchedule:
+        """Blocks that take part in each step."""
+        return DepthSchedule()
 
     def describe(self) -> str:
         """Returns a few words for reports."""

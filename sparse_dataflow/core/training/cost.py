@@ -9,8 +9,9 @@ Counting rules of the project:
   router is a section.
 - Embedding lookups, norms, biases, GELU, softmax and AdamW count as 0, because they are
   memory-bound and MFU measures the matrix units.  Muon's products are `orthogonalization_flops`.
-- Attention is Q Kᵀ and A V.  *Model* FLOPs count its causal half (PaLM, arXiv 2204.02311, appendix
-  B, counts the whole square).
+- Attention is Q Kᵀ and A V.  Its causal half counts everywhere, which is what kernels compute, and
+  of it the sliding window.  (PaLM, arXiv 2204.02311, appendix B, counts the whole square.)
+- A depth schedule leaves blocks out of a step: FLOPs count the share of the blocks that take part.
 - With adapters, the backward pass has no gradient of the frozen weights: half of its FLOPs there.
 - Rematerialised FLOPs are *hardware* FLOPs, not *model* FLOPs, and do not count (arXiv 2205.05198,
   section 6.2).
@@ -21,7 +22,7 @@ Pure Python: importing this module loads no jax.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.families import SLIDING
@@ -94,17 +95,16 @@ def flops_per_token(
     config: ModelConfig,
     sequence: int,
     *,
-    causal_half: bool = True,
     training: bool = True,
     adapters: bool = False,
+    depth: float = 1.0,
 ) -> SectionFlops:
     """Returns the FLOPs per token of a training step or forward pass.
 
     Args:
-      causal_half: whether to count the causal half of attention, and of it the sliding window.
-        False counts the whole square, which masked attention executes.
       training: whether to count forward and backward pass; False counts the forward pass.
       adapters: whether training freezes everything but the low-rank terms.
+      depth: mean share of the blocks that take part in a step; see `DepthSchedule`.
 
     Raises:
       UserError: `sequence` is below 1.
@@ -115,17 +115,16 @@ def flops_per_token(
         >>> spec = sd.LinearSpec("block_sparse", density=0.125, block=16)
         >>> sparse = sd.flops_per_token(config.with_linears(spec), sequence=64)
         >>> round(dense.total / sparse.total, 1)
-        3.6
+        3.8
     """
     if sequence < 1:
         raise UserError(f"sequence is {sequence} tokens; legal: 1 or more.")
-    fractions, layers = stored_fractions(config), config.num_layers
+    fractions, layers = stored_fractions(config), depth * config.num_layers
     forward, trained = {"embed": 0.0}, {}
     for name in config.projections:
         if name == "attn_out":
-            keys = visible_keys(config, sequence) if causal_half else sequence
             width = config.num_heads * config.head_width
-            forward["attention"] = 2 * 2.0 * layers * keys * width
+            forward["attention"] = 2 * 2.0 * layers * visible_keys(config, sequence) * width
         fan_in, fan_out = config.projection_shape(name)
         spec = config.linear(name)
         weights = fan_in * fan_out * fractions[name]
@@ -156,22 +155,6 @@ def visible_keys(config: ModelConfig, sequence: int) -> float:
     window = min(config.window or sequence, sequence)
     within = window - window**2 / (2 * sequence)
     return within + (1 - sliding / config.num_layers) * (sequence / 2 - within)
-
-
-def training_flops(
-    phases: Iterable[tuple[ModelConfig, int]], sequence: int, adapters: bool = False
-) -> float:
-    """Returns the model FLOPs of a training run with several phases.
-
-    Args:
-      phases: (model, training tokens) of each phase.
-      sequence: tokens per sequence.
-      adapters: see `flops_per_token`.
-    """
-    return sum(
-        tokens * flops_per_token(model, sequence, adapters=adapters).total
-        for model, tokens in phases
-    )
 
 
 def gradient_norms_flops(config: ModelConfig, tokens: int, sequence: int) -> float:
@@ -223,19 +206,14 @@ def _muon_matrix(spec, in_features, out_features):
 
 
 def flop_ceiling(config: ModelConfig, sequence: int) -> float:
-    """Returns the FLOP ceiling: model FLOPs of the dense twin over those of `config`.
-
-    The whole square of attention counts, because the ceiling is compared with measured speed-ups,
-    and masked attention executes the whole square: the 13B at 87.5% sparsity has 5.13x.
+    """Returns the FLOP ceiling of a model that does not change: FLOPs of its dense twin over its
+    own.
 
     Returns:
       Ratio from 1 (dense) to 1 / the lowest stored density.
     """
     dense = dataclasses.replace(config, linears={})
-    of_dense, of_sparse = (
-        flops_per_token(model, sequence, causal_half=False).total for model in (dense, config)
-    )
-    return of_dense / of_sparse
+    return flops_per_token(dense, sequence).total / flops_per_token(config, sequence).total
 
 
 def decoding_bytes(
@@ -272,20 +250,23 @@ def decoding_bytes(
     return (weights + caches) * DTYPE_BYTES[config.compute_dtype]
 
 
-def mfu(flops_per_token: float, tokens_per_second: float, chip: Chip, dtype: str) -> float | None:
-    """Returns the model FLOPs utilisation: model FLOP/s as a fraction of the chip's peak rate.
+def mfu(
+    flops_per_token: float, tokens_per_second: float, chip: Chip, dtype: str, *, devices: int
+) -> float | None:
+    """Returns the model FLOPs utilisation: model FLOP/s as a fraction of the chips' peak rate.
 
     Pass the stored FLOPs of a sparse model, so that MFU measures the use of the chip.  The peak of
     a CPU is measured with large products, so MFU can slightly exceed 1 there.
 
     Args:
       flops_per_token: `flops_per_token(...).total`.
-      tokens_per_second: of one chip.
+      tokens_per_second: of all devices together.
       chip: from `hardware.detect.detect` or `hardware.chips.CHIPS`.
       dtype: dtype of the operands, "bfloat16" or "float32".
+      devices: chips that compute together.
 
     Returns:
       A fraction, or None if the peak for this dtype is unknown.
     """
     peak = chip.peak(dtype)
-    return None if peak is None else flops_per_token * tokens_per_second / peak
+    return None if peak is None else flops_per_token * tokens_per_second / (devices * peak)

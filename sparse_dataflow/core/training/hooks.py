@@ -18,7 +18,6 @@ import numpy as np
 
 from sparse_dataflow.cluster import processes
 from sparse_dataflow.core.checkpoint import named_arrays
-from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.layouts.evolution import exchanged_share, new_shares
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.model import stacks
@@ -151,12 +150,12 @@ class Record(Hook):
 
     def __init__(
         self,
-        mfu: Callable[[ModelConfig, float], float | None] = lambda model, tokens_per_second: None,
+        mfu: Callable[[Trainer, float], float | None] = lambda trainer, tokens_per_second: None,
         note: Callable[[str, int, int, str], None] = lambda name, step, steps, text: None,
     ):
         """Args:
-        mfu: (model, tokens per second) -> model FLOPs utilisation, or None if the chip's peak is
-          unknown.
+        mfu: (trainer, tokens per second of its last step) -> model FLOPs utilisation, or None if
+          the chip's peak is unknown.
         note: (name, step, steps, text) -> None; see `Progress.note`.
         """
         self._mfu, self._note = mfu, note
@@ -171,7 +170,7 @@ class Record(Hook):
             "learning_rate": step.rate,
             "gradient_norm": math.hypot(*step.gradient_norms.values()),
             "tokens_per_second": speed,
-            "mfu": self._mfu(trainer.model, speed),
+            "mfu": self._mfu(trainer, speed),
         }
         trainer.write("train", row | routing_numbers(step.routing))
         text = f"loss {step.loss:.3f} {speed:,.0f} tokens/s"
@@ -276,7 +275,7 @@ def usual(
     checkpoint_every: int,
     skip_spikes: float = 0.0,
     *,
-    mfu: Callable[[ModelConfig, float], float | None] = lambda model, tokens_per_second: None,
+    mfu: Callable[[Trainer, float], float | None] = lambda trainer, tokens_per_second: None,
     progress: Progress | None = None,
 ) -> list[Hook]:
     """Returns the hooks of a training of this project, in their order.

@@ -29,6 +29,7 @@ from sparse_dataflow.core.training.phases import (
     phase_before,
     phases_flops,
     refuse_unfit,
+    token_flops,
 )
 from sparse_dataflow.core.training.programs import Compiled, TrainingData, run_step
 from sparse_dataflow.core.training.saved_state import (
@@ -249,14 +250,26 @@ class Trainer:
 
     @property
     def flops(self) -> float:
-        """Model FLOPs of the whole training, with the phases as planned or changed so far, and the
-        forward passes of a teacher."""
-        return phases_flops(self.phases, self.evolution, self.training, self._data.teacher)
+        """Model FLOPs of the whole training, with the phases as planned or changed so far, the
+        blocks that take part and the forward passes of a teacher."""
+        return self._flops(self._data.teacher)
+
+    def _flops(self, teacher):
+        depth = self.executor.depth
+        return phases_flops(self.phases, self.evolution, self.training, teacher, depth)
+
+    @property
+    def token_flops(self) -> float:
+        """Model FLOPs of a token of the last step."""
+        layers, training = self.model.num_layers, self.training
+        last = max(0, self.step - 1)
+        active = self.executor.depth.active(layers, last, training.steps, training.seed)
+        return token_flops(self.model, training, self._data.teacher, len(active) / layers)
 
     @property
     def teacher_flops(self) -> float:
         """The part of `flops` in the forward passes of a teacher; 0 without one."""
-        return self.flops - phases_flops(self.phases, self.evolution, self.training)
+        return self.flops - self._flops(None)
 
     @property
     def finished(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from sparse_dataflow.core.config.layer_groups import layer_groups
 from sparse_dataflow.core.config.model import PRECISIONS, ModelConfig
+from sparse_dataflow.core.config.parallel import DepthSchedule
 from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS, EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
@@ -24,6 +25,8 @@ from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.equal_cost import equal_cost_model
 from sparse_dataflow.core.training.teacher import Teacher
 from sparse_dataflow.files.errors import UserError
+
+FULL_DEPTH = DepthSchedule()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,27 +111,46 @@ def run_flops(
     return phases_flops(phases(model, evolution, training.steps), evolution, training, teacher)
 
 
+def token_flops(
+    model: ModelConfig,
+    training: TrainingConfig,
+    teacher: Teacher | None = None,
+    depth: float = 1.0,
+) -> float:
+    """Returns the model FLOPs of a training token, with those of a teacher's forward pass.
+
+    Args:
+      depth: see `cost.flops_per_token`.
+    """
+    adapters = bool(training.adapter_rank)
+    flops = cost.flops_per_token(model, training.sequence, adapters=adapters, depth=depth).total
+    if training.teacher and teacher is not None:
+        flops += teacher.flops_per_token(training.sequence)
+    return flops
+
+
 def phases_flops(
     run_phases: tuple[Phase, ...],
     evolution: EvolutionConfig,
     training: TrainingConfig,
     teacher: Teacher | None = None,
+    depth: DepthSchedule = FULL_DEPTH,
 ) -> float:
     """Returns the model FLOPs of a training in these phases, with its layout updates.
 
     The forward pass of a teacher counts; the training of the teacher does not.
     """
     tokens = training.batch * training.sequence
-    tokens_by_model = [(phase.model, phase.steps * tokens) for phase in run_phases]
-    adapters = bool(training.adapter_rank)
-    total = cost.training_flops(tokens_by_model, training.sequence, adapters)
+    total = 0.0
+    for phase in run_phases:
+        span = phase.start, phase.stop, training.steps
+        share = depth.mean_share(phase.model.num_layers, *span)
+        total += phase.steps * tokens * token_flops(phase.model, training, teacher, share)
     if METHODS[evolution.method].reads_gradients:
         rows, calls, _ = portions(training, evolution.sequences)
         measured = rows * calls * training.sequence
         norms = cost.gradient_norms_flops(run_phases[0].model, measured, training.sequence)
         total += len(update_steps(evolution, training.steps)) * norms
-    if training.teacher and teacher is not None:
-        total += training.steps * tokens * teacher.flops_per_token(training.sequence)
     return total
 
 
@@ -230,9 +252,9 @@ def variants(
 def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Variant:
     """Returns a model of a run; see `variants`.
 
-    "narrow" is the dense model whose width gives it the training FLOPs per token of the sparse
-    model, on average over its phases.  Settings that the planner has not settled are those of
-    `RunConfig.without_auto`.
+    "narrow" is the model without sparse weights whose width gives it the training FLOPs per token
+    of the sparse model, on average over its phases.  Settings that the planner has not settled are
+    those of `RunConfig.without_auto`.
     """
     config = config.without_auto()
     dense = dataclasses.replace(

@@ -76,12 +76,12 @@ priced.
 
 import csv
 import dataclasses
-import math
 from importlib import resources
 from typing import Any
 
 from sparse_dataflow.core.config import families
 from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.training.cost import flops_per_token
 from sparse_dataflow.hardware.chips import CHIPS, GIGA, TERA, Chip
 from sparse_dataflow.planner import efficiency
 from sparse_dataflow.planner.efficiency import Efficiency
@@ -119,6 +119,17 @@ FAMILIES = {
     "neox": {"positions": "rotary", "tied_embeddings": False},
 }
 """Family -> fields of `ModelConfig`: those that this project trains, and those of other rows."""
+
+
+COUNTED = {
+    "tflops_model": (2, 3),
+    "mfu": (2, 3),
+    "tflops_executed": (2, 4),
+    "tflops_causal": (1, 3),
+    "tflops_6n": (0, 3),
+}
+"""Unit of a row -> the convention of its source: causal halves of attention, and forward passes in
+a step, of which a backward pass counts two."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,17 +178,12 @@ class Row:
     @property
     def counted_flops(self) -> float:
         """FLOPs per step by the counting rule of the unit: 3 forward passes, or 4 if recomputed."""
-        c, tokens = self.config, self.plan.batch * self.sequence
-        block = c.num_layers * sum(math.prod(c.projection_shape(name)) for name in c.projections)
-        head = c.vocab_size * c.d_model
-        attention: float = 2 * c.num_layers * self.sequence * c.num_heads * c.head_width
-        passes = 8 if self.unit == "tflops_executed" else 6
-        if self.unit == "tflops_6n":
-            attention = 0
-        elif self.unit == "tflops_causal":
-            attention /= 2
+        tokens = self.plan.batch * self.sequence
+        flops = flops_per_token(self.config, self.sequence)
+        halves, passes = COUNTED.get(self.unit, COUNTED["tflops_model"])
         # Logits are not recomputed (arXiv 2104.04473, appendix).
-        return float(tokens * (passes * (block + attention) + 6 * head))
+        blocks = flops.projections + halves * flops.attention
+        return float(tokens * (passes / 3 * blocks + flops.head))
 
     @property
     def seconds(self) -> float:

@@ -43,12 +43,16 @@ class RelayExecutor(MultiProgramExecutor):
     def devices(self) -> int:
         return 1 if self.mesh is None else self.mesh.size
 
+    @property
+    def depth(self) -> DepthSchedule:
+        return self.config.depth
+
     def describe(self) -> str:
         return f"the relay on {self.devices} device{'s' if self.devices > 1 else ''}"
 
     @property
     def ways(self) -> tuple[str, ...]:
-        depth = (executor.RELAY_DEPTH,) if self.config.depth != DepthSchedule() else ()
+        depth = (executor.RELAY_DEPTH,) if self.depth != DepthSchedule() else ()
         devices = (executor.RELAY_DEVICES,) if self.devices > 1 else ()
         return executor.RELAY, *depth, *devices
 
