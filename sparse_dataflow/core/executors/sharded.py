@@ -26,7 +26,7 @@ from sparse_dataflow.core.executors.context import Context
 from sparse_dataflow.core.executors.executor import Executor
 from sparse_dataflow.core.executors.mesh import BATCH_AXES, MODEL_AXES
 from sparse_dataflow.core.executors.sharding import COLUMN_PARALLEL
-from sparse_dataflow.core.executors.state_roles import parameter_shapes, roles
+from sparse_dataflow.core.executors.state_roles import Role, parameter_shapes, roles
 from sparse_dataflow.core.model import adapters, stacks
 from sparse_dataflow.core.model.shard import Shard
 from sparse_dataflow.core.model.stacks import ModelWeights
@@ -288,7 +288,7 @@ class Sharded(Executor):
 
         parameters = parameter_shapes(arrays)
 
-        def place(path, leaf, target, role):
+        def place(path, leaf, target, role: Role):
             *_, module, name = ["", "", *role.parameter.split(".")]
             key = group_index_of_path(path), module
             if key in orders and name == "values":

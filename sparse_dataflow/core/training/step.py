@@ -121,7 +121,9 @@ def make_train_step(
                 weights=model_weights.with_groups(),
             )
             params = optax.apply_updates(state.params, updates)
-        loss, routing = loss if model.experts else (loss, ())
+        routing: Any = ()
+        if model.experts:
+            loss, routing = loss
         means = routing.means() if routing else ()  # Pipelines have none.
         report = StepReport(loss, group_norms(gradients), means)
         if training.skip_spikes:

@@ -128,7 +128,6 @@ MODELS = {
     "wide": dataclasses.replace(DENSE, d_model=128, d_ff=256, vocab_size=257).with_linears(
         LinearSpec("block_sparse", "monarch", 0.5, 32), ["mlp_in", "mlp_out"]
     ),
-    "blocks_of_one": DENSE.with_linears(LinearSpec("block_sparse", "random", 0.25, 1)),
     "block_a_projection": DENSE.with_linears(LinearSpec("block_sparse", "random", 1.0, 32)),
     "sparse_deep_full": sparse("random", rank=4, hadamard=4, num_layers=5, remat="full"),
 }

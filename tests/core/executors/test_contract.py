@@ -103,7 +103,6 @@ AT_NIGHT = [
     ),
     ("dense_odd+new_rows", "on:4,fsdp:4/3/2"),
     ("wide+schedule_free", "on:4,feature:2,tensor:2/3/1"),
-    ("blocks_of_one+adafactor", "on:4,fsdp:2,tensor:2/3/1"),
     ("block_a_projection+adafactor", "on:4,fsdp:4/3/1", "on:4,stage:2,fsdp:2/2/2/1f1b/1"),
     ("sparse+new_rows", "on:4,fsdp:2,tensor:2/3/1"),
     ("sparse_depth", "fsdp:2,feature:2,tensor:2/3/2"),
