@@ -141,7 +141,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             sizes = self.hub.sizes(dataset)
             siblings = [
                 {"rfilename": path, "size": size}
-                | ({"lfs": self.hub.lfs[path] | {"size": size, "pointerSize": 1}} if path in self.hub.lfs else {})
+                | (
+                    {"lfs": self.hub.lfs[path] | {"size": size, "pointerSize": 1}}
+                    if path in self.hub.lfs
+                    else {}
+                )
                 for path, size in sizes.items()
             ]
             answer = {"id": match[1], "sha": self.hub.revision(dataset), "siblings": siblings}
