@@ -33,7 +33,7 @@ import jinja2.sandbox
 try:
     import yaml
 except ImportError:  # Only task files of lm-eval need it, which requires it.
-    yaml = None  # type: ignore[assignment]
+    yaml = None
 
 CPU_SECONDS = 2
 """Seconds of processor time for one request; up to one more, as the limit has whole seconds."""
