@@ -56,7 +56,7 @@ class _State:
 
     Attributes:
       raised: number of the signal for which `Ended` was raised; 0 for none.
-      swallowed: whether Python has told that a callback swallowed it.
+      swallowed: whether a callback swallowed it, as Python reports.
       stopped: whether SIGTERM or SIGHUP has stopped a training, which ends the process.
       training: number of the training that signals stop after saving; 0 outside of training.
       trainings: number of trainings begun.
@@ -101,11 +101,11 @@ def ended_by_signals() -> Iterator[None]:
     thread.start()
     hook = sys.unraisablehook
 
-    def unraisable(told):
-        if isinstance(told.exc_value, Ended):
+    def unraisable(ignored):
+        if isinstance(ignored.exc_value, Ended):
             _state.swallowed = True
         else:
-            hook(told)
+            hook(ignored)
 
     sys.unraisablehook = unraisable
     try:
@@ -217,11 +217,11 @@ def stop_on_signals(say: Callable[[str], None]) -> Iterator[Callable[[], int]]:
     if _state.raised:
         raise Ended(_state.raised)
 
-    told: dict[str, object] = {}
+    callers: dict[str, object] = {}
 
     def announce():
         # Without a lock: a handler may interrupt its holder.
-        if told.setdefault("by", caller := object()) is caller:
+        if callers.setdefault("by", caller := object()) is caller:
             say("stopping: finishing this step and saving (Ctrl-C again to stop at once)")
 
     def note(number, frame):

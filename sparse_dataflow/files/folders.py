@@ -212,7 +212,7 @@ class FolderLock:
           UserError: another process owns the folder, or it cannot be written.
         """
         self._folder, self._path = folder, folder / NAME
-        self._owner, self._taken = this_process(), False
+        self._owner, self._lost = this_process(), False
         try:
             self._file = storage.retry(f"Locking {folder}", self._acquire)
         except OSError as error:
@@ -236,7 +236,7 @@ class FolderLock:
           UserError: it was deleted or moved, or another process took it over.
         """
         try:
-            mine = _same_file(self._file, self._path) and not self._taken
+            mine = _same_file(self._file, self._path) and not self._lost
         except OSError as error:
             if storage.is_transient(error):
                 return
@@ -254,7 +254,7 @@ class FolderLock:
                 return
             self._released.set()
             with contextlib.suppress(OSError):
-                if _same_file(self._file, self._path) and not self._taken:
+                if _same_file(self._file, self._path) and not self._lost:
                     self._path.unlink()
             os.close(self._file)
 
@@ -269,12 +269,12 @@ class FolderLock:
                     if owner and owner.get("machine") != self._owner["machine"]:
                         await_another_machine(self._folder, owner, lambda: _read(self._path))
                     # Another process may have released, and so removed, the file meanwhile.
-                    taken = _same_file(file, self._path)
+                    owned = _same_file(file, self._path)
                 else:
-                    taken = created
+                    owned = created
                     if not created:
                         self._remove_dead(self._path)
-                if taken:
+                if owned:
                     self._write(file)
                     return file
             except BaseException:
@@ -357,7 +357,7 @@ class FolderLock:
                     return
                 if (owner := _read(self._path)) and owner.get("id") != self._owner["id"]:
                     # Where machines do not see each other's locks, the one that wrote last stays.
-                    self._taken = True
+                    self._lost = True
                     return
                 self._write(self._file)
 

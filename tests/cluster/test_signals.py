@@ -116,16 +116,16 @@ def test_a_training_does_not_begin_after_a_swallowed_signal(call):
 
 
 @pytest.mark.parametrize("pauses", [(0.1, 0.1), (0.3, 0.5, 0.1)])
-@pytest.mark.parametrize("begin", ["with stop_on_signals(say):", "if True:"])
-def test_a_second_ctrl_c_ends_a_long_call_at_once(begin, pauses):
+@pytest.mark.parametrize("block", ["with stop_on_signals(say):", "if True:"])
+def test_a_second_ctrl_c_ends_a_long_call_at_once(block, pauses):
     code = f"""
     with ended_by_signals(), cleaned_up(lambda: say("cleaned")):
-        {begin}
+        {block}
             long_call()
     """
     status, lines = ended(code, *((pause, INT) for pause in pauses), seconds=20)
     assert status == 130 and "cleaned" in lines and "stopped at once" in lines
-    assert any("stopping: finishing" in line for line in lines) == ("stop_on" in begin)
+    assert any("stopping: finishing" in line for line in lines) == ("stop_on" in block)
 
 
 def test_a_second_ctrl_c_ends_a_save_at_once():

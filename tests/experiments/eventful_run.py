@@ -123,8 +123,8 @@ def note_flushes(path):
     def noted(file):
         number = file if isinstance(file, int) else file.fileno()
         fsync(number)
-        there = os.fstat(number)
-        print(os.readlink(f"/proc/self/fd/{number}"), there.st_ino, there.st_size, file=log)
+        status = os.fstat(number)
+        print(os.readlink(f"/proc/self/fd/{number}"), status.st_ino, status.st_size, file=log)
 
     os.fsync = noted
 

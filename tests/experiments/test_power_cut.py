@@ -19,8 +19,8 @@ def cut(folder, flushed, last):
         raise AssertionError(f"{last} was never flushed")
     for path in folder.rglob("*"):
         if path.is_file() and "checkpoints" not in path.relative_to(folder).parts:
-            there = path.stat()
-            os.truncate(path, min(there.st_size, sizes.get(there.st_ino, 0)))
+            status = path.stat()
+            os.truncate(path, min(status.st_size, sizes.get(status.st_ino, 0)))
 
 
 @pytest.mark.slow

@@ -117,8 +117,8 @@ def test_without_flock_one_of_several_processes_becomes_the_owner(
         )
         for _ in range(5)
     ]  # fmt: skip
-    said = sorted(racer.stdout.readline().strip() for racer in racers)
-    assert said == ["owner", *["refused"] * 4]
+    answers = sorted(racer.stdout.readline().strip() for racer in racers)
+    assert answers == ["owner", *["refused"] * 4]
     for racer in racers:
         assert racer.communicate("")[0] == ""
     assert not list(folder.iterdir())

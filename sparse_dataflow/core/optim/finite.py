@@ -26,15 +26,15 @@ def non_finite(state: TrainState) -> list[str]:
     all must call it, and get the same answer.
     """
     kinds = {"parameters": state.params, "moments": state.moments}
-    found = [
+    arrays = [
         (kind, group_of(path) or "the optimizer", leaf)
         for kind, tree in kinds.items()
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size
     ]
-    flags = _flags([leaf for *_, leaf in found], [kind == "parameters" for kind, *_ in found])
+    flags = _flags([leaf for *_, leaf in arrays], [kind == "parameters" for kind, *_ in arrays])
     broken: dict[str, dict[str, None]] = {}
-    for (kind, group, _), is_finite in zip(found, flags, strict=True):
+    for (kind, group, _), is_finite in zip(arrays, flags, strict=True):
         if not is_finite:
             broken.setdefault(kind, {})[group] = None
     return [f"{kind} of {', '.join(groups)}" for kind, groups in broken.items()]
@@ -78,8 +78,8 @@ def _replicated(arrays: Sequence[jax.Array]) -> NamedSharding | None:
 
 def _is_finite_on_host(array: np.ndarray, by_norm: bool) -> bool:
     values = np.asarray(array).reshape(-1)
-    parts = (values[i : i + _HOST_VALUES] for i in range(0, values.size, _HOST_VALUES))
+    chunks = (values[i : i + _HOST_VALUES] for i in range(0, values.size, _HOST_VALUES))
     with np.errstate(over="ignore", invalid="ignore"):
         if by_norm:
-            return bool(np.isfinite(sum(np.sum(np.square(part)) for part in parts)))
-        return all(bool(np.isfinite(part).all()) for part in parts)
+            return bool(np.isfinite(sum(np.sum(np.square(chunk)) for chunk in chunks)))
+        return all(bool(np.isfinite(chunk).all()) for chunk in chunks)

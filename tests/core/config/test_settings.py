@@ -221,9 +221,14 @@ ONLY_READ = {
 
 def test_a_run_folder_alone_names_no_place_that_is_written_or_sent_to():
     texts = {path for path, s in PATHS.items() if s.type is str and not s.choices}
-    asked_again = {p for p in texts if PATHS[p].resumed in (settings.FRESH, settings.ASKED)}
-    assert texts - asked_again - NO_PLACES == ONLY_READ
-    assert {"run.mirror", "run.out", "parallel.server_dir", "parallel.coordinator"} <= asked_again
+    on_the_command_line = {p for p in texts if PATHS[p].resumed in (settings.FRESH, settings.ASKED)}
+    assert texts - on_the_command_line - NO_PLACES == ONLY_READ
+    assert {
+        "run.mirror",
+        "run.out",
+        "parallel.server_dir",
+        "parallel.coordinator",
+    } <= on_the_command_line
     assert {path for path in ONLY_READ if PATHS[path].path} == ONLY_READ
 
 

@@ -281,7 +281,7 @@ class SideFile:
 
     def __init__(self, path: Path):
         """Opens nothing yet."""
-        self._file, self._told, self._ended = AppendedFile(path), False, False
+        self._file, self._warned, self._ended = AppendedFile(path), False, False
 
     def append(self, line: bytes) -> None:
         """Appends a line, if that is possible."""
@@ -297,8 +297,8 @@ class SideFile:
             operation()
         except OSError as error:
             self._ended = not storage.is_transient(error)
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 say(
                     f"{self._file.path} cannot be written ({error.strerror or error}); training "
                     "goes on, and that file misses lines"

@@ -169,7 +169,7 @@ def test_opening_the_files_survives_transient_errors(tmp_path_factory, first, ti
 
 
 @pytest.mark.parametrize(
-    ("kinds", "said"),
+    ("kinds", "words"),
     [
         ({1: "train", 2: "train", 3: "skipped", 4: "train"}, ""),
         ({1: "train", 4: "train"}, "the rows of 2 of the 4 steps until the checkpoint are missing"),
@@ -177,13 +177,13 @@ def test_opening_the_files_survives_transient_errors(tmp_path_factory, first, ti
         ({2: "train", 3: "eval", 4: "eval"}, "3 of the 4 steps"),
     ],
 )
-def test_rows_that_a_checkpoint_promised_and_are_missing_are_told(tmp_path, capsys, kinds, said):
+def test_rows_that_a_checkpoint_promised_and_are_missing_are_told(tmp_path, capsys, kinds, words):
     makers = {"train": train_row, "eval": eval_row}
     rows = [makers.get(kind, train_row)(step) | {"kind": kind} for step, kind in kinds.items()]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     MetricsWriter(tmp_path, 4).close()
-    words = capsys.readouterr().err
-    assert said in words if said else "missing" not in words
+    log = capsys.readouterr().err
+    assert words in log if words else "missing" not in log
 
 
 @pytest.mark.parametrize("name", ["alerts.jsonl", "goodput.jsonl", "times.jsonl"])
