@@ -297,16 +297,18 @@ def _row(name, task, shots, metric, scores, models):
         "chance": task.chance(first.items),
         "baselines": {name: scores[name].value for name in BASELINES if name in scores},
         "models": of_models,
-        "paired": None if any(v is None for v in both) else _paired(both, documents, metric),
+        "paired": None
+        if any(v is None for v in both)
+        else _paired(both, documents, is_share(metric)),
     }
 
 
-def _paired(values, documents, metric):
+def _paired(values, documents, bounded=False):
     """The comparison of the first with the second model, as JSON; None where there is only one."""
     if len(values) != 2:
         return None
     first, second = values
-    return dataclasses.asdict(paired_difference(first, second, documents, is_share(metric)))
+    return dataclasses.asdict(paired_difference(first, second, documents, bounded))
 
 
 def _truncation(name, words, before, after, context) -> list[str]:
