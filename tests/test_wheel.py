@@ -101,5 +101,7 @@ def texts_of(path):
 def test_no_sentence_of_the_package_names_a_module_that_a_wheel_lacks():
     homes = {"console.py", "command_line.py"}  # Those that know how a command is written.
     paths = [p for p in (ROOT / "sparse_dataflow").rglob("*.py") if p.name not in homes]
-    found = {p.name: t for p in paths for t in texts_of(p) if re.search(r"\bexperiments\.[a-z]", t)}
-    assert not found
+    sentences = {
+        p.name: t for p in paths for t in texts_of(p) if re.search(r"\bexperiments\.[a-z]", t)
+    }
+    assert not sentences

@@ -173,8 +173,8 @@ class Tokenizer:
     @functools.cached_property
     def content_hash(self) -> str:
         """Sha256 (hex) of what `save` writes, without the files of the identity and `has_text`."""
-        bare = dataclasses.replace(self.identity, files=())
-        bare = dataclasses.replace(self, identity=bare, has_text=True)
+        identity = dataclasses.replace(self.identity, files=())
+        bare = dataclasses.replace(self, identity=identity, has_text=True)
         return hashlib.sha256(bare._canonical()).hexdigest()
 
     @functools.cached_property

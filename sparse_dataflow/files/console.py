@@ -2,6 +2,7 @@
 
 import configparser
 import importlib.metadata
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,8 +20,7 @@ EVERYDAY = {
 }
 """Short name -> experiment, in the order in which they are listed."""
 
-_AS_MODULE = "python -m experiments."
-_NAME = "abcdefghijklmnopqrstuvwxyz0123456789_"
+_AS_MODULE = re.compile(r"python -m experiments\.([a-z0-9_]*)")
 
 
 def command(experiment: str) -> str:
@@ -31,11 +31,7 @@ def command(experiment: str) -> str:
 
 def with_commands(text: str, command: Callable[[str], str] = command) -> str:
     """Returns a text with every `python -m experiments.NAME` as `command` writes it."""
-    first, *rest = text.split(_AS_MODULE)
-    for part in rest:
-        name = part[: len(part) - len(part.lstrip(_NAME))]
-        first += command(name) + part[len(name) :]
-    return first
+    return _AS_MODULE.sub(lambda match: command(match[1]), text)
 
 
 def version() -> str:

@@ -73,12 +73,12 @@ def test_a_model_that_there_is_not_is_refused(place, named, tmp_path):
 @pytest.mark.slow
 def test_what_a_run_begins_with_is_said_with_its_loss(place, capfd):
     config = request_of(place, run__init_variant="dense", run__out=str(place / "pruned")).config()
-    run, said = sd.train(config, texts=TEXTS), capfd.readouterr().err
+    run, log = sd.train(config, texts=TEXTS), capfd.readouterr().err
     words = f"begins with the dense model of {place / 'run'} after step 1, pruned to 12.5% of its"
-    assert words in said
+    assert words in log
     rows = read_metrics(run.folder / "sparse" / "metrics.jsonl")
     [before] = [row for row in rows if row["kind"] == "eval" and row["step"] == 0]
-    assert f"held-out loss before the first step {before['loss']:.4f}" in said
+    assert f"held-out loss before the first step {before['loss']:.4f}" in log
     adapted = request_of(place, training__adapter_rank=2, run__out=str(place / "adapted"))
     assert sd.train(adapted.config(), texts=TEXTS).finished
     assert f"adapters on the sparse model of {place / 'run'}" in capfd.readouterr().err

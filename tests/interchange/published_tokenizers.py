@@ -25,14 +25,14 @@ class Published:
       family: fixture of the same architecture.
       rows: vocab_size of the model's config.json.
       ends: its eos_token_id.
-      begin: its bos_token_id.
+      start: its bos_token_id.
     """
 
     package: str
     family: str
     rows: int
     ends: int | list[int]
-    begin: int
+    start: int
 
 
 PUBLISHED = {

@@ -172,6 +172,12 @@ def test_a_name_that_the_hub_does_not_have_is_refused(hub):
     [
         (lambda f: f.joinpath("model.safetensors").rename(f / "pytorch_model.bin"),
          "no model.safetensors; pytorch_model.bin is not read, .* convert it"),
+        (lambda f: f.joinpath("model.safetensors").rename(f / "q4.gguf"),
+         r"q4\.gguf is a file for llama\.cpp, .* legal: the model of transformers"),
+        (lambda f: f.joinpath("tokenizer.json").unlink(), "has no tokenizer"),
+        (lambda f: f.joinpath("tokenizer.json").write_text('{"model": {"type": "Unigram"}}'),
+         r"tokenizer\.json cannot be read"),
+        (lambda f: f.joinpath("tokenizer.json").write_text("{"), r"tokenizer\.json cannot be read"),
         (lambda f: f.joinpath("config.json").unlink(), "has no config.json"),
         (lambda f: f.joinpath("config.json").write_text('{"model_type": "t5"}'),
          "model of type 't5'"),

@@ -31,7 +31,7 @@ def published(request, tmp_path):
     for path in files.iterdir():
         shutil.copy(path, place / path.name)
     config = json.loads((place / "config.json").read_text())
-    ids = {"vocab_size": row.rows, "eos_token_id": row.ends, "bos_token_id": row.begin}
+    ids = {"vocab_size": row.rows, "eos_token_id": row.ends, "bos_token_id": row.start}
     (place / "config.json").write_text(json.dumps({**config, **ids, "pad_token_id": None}))
     weights = load_file(place / "model.safetensors")
     for name, tensor in weights.items():
@@ -48,8 +48,8 @@ def test_a_published_tokenizer_imports_encodes_generates_and_exports(published, 
     library.no_padding()
     library.no_truncation()
     tokenizer, order = model.tokenizer, np.asarray(model.tokenizer.original_ids)
-    begun = library.encode("Hello", add_special_tokens=True).ids
-    assert order[tokenizer.encode_prompts(["Hello"])[0]].tolist() == begun
+    prompt_ids = library.encode("Hello", add_special_tokens=True).ids
+    assert order[tokenizer.encode_prompts(["Hello"])[0]].tolist() == prompt_ids
     library.encode_special_tokens = True  # Texts are text: no text encodes to a special token.
     for text in TEXTS:
         expected = library.encode(text, add_special_tokens=False).ids

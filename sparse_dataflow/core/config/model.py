@@ -1,5 +1,6 @@
 """The shape of a decoder-only transformer, the storage of its projections, and shapes by scale."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -254,12 +255,11 @@ class ModelConfig(AttentionSettings, RotarySettings):
         families.check_attention(self)
         families.check_norms(self)
         self.selected(self.biases, "model.biases")
-        try:
-            given = dict(self.linears)
-        except (TypeError, ValueError):
-            given = self.linears
-        linears = arguments.argument("linears", Mapping[str, LinearSpec], given)
-        linears = tuple(sorted(linears.items()))
+        specs: Any = self.linears
+        with contextlib.suppress(TypeError, ValueError):
+            specs = dict(specs)
+        specs = arguments.argument("linears", Mapping[str, LinearSpec], specs)
+        linears = tuple(sorted(specs.items()))
         for name, _ in linears:
             if name not in self.projections:
                 raise UserError(
@@ -295,8 +295,9 @@ class ModelConfig(AttentionSettings, RotarySettings):
 
     def _settle_depth(self):
         """Checks `density_by_depth`, and folds equal multipliers into `linears`."""
-        given = arguments.argument("density_by_depth", Sequence[float], self.density_by_depth)
-        multipliers = tuple(given)
+        multipliers = tuple(
+            arguments.argument("density_by_depth", Sequence[float], self.density_by_depth)
+        )
         if multipliers and len(multipliers) != self.num_layers:
             raise UserError(
                 f"density_by_depth has {len(multipliers)} numbers for {self.num_layers} layers; "

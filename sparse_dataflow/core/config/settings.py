@@ -191,8 +191,8 @@ class Setting:
         if self.type in (int, float):
             if arguments.is_whole(value) and abs(int(value)) > MOST_INTEGER:
                 return f"is not legal: it must be {self.legal[0] if self.legal else 'smaller'}."
-            legal = arguments.is_whole if self.type is int else arguments.is_finite
-            if not legal(value):
+            is_number = arguments.is_whole if self.type is int else arguments.is_finite
+            if not is_number(value):
                 return f"is not legal: it must be {arguments.words(self.type)}."
             if self.legal and not self.legal[1](value):
                 return f"is not legal: it must be {self.legal[0]}."
@@ -274,12 +274,12 @@ def validate(config: Any, member: str = "") -> None:
       UserError: naming the setting and its legal values.
     """
     for s in settings(config):
-        given = getattr(config, s.name)
-        value = arguments.plain_number(given)
+        original = getattr(config, s.name)
+        value = arguments.plain_number(original)
         if reason := s.refusal(value):
             name = f"{member}.{s.name}" if member else s.name
             raise UserError(f"{name}={shown(value)} {reason}")
-        if value is not given:
+        if value is not original:
             number = s.type if s.type in (int, float) and value is not None else None
             object.__setattr__(config, s.name, number(value) if number else value)
 
