@@ -37,6 +37,8 @@ GENERATIONS = {
             **dict.fromkeys(
                 ("qwen3", "qwen3_moe", "gemma3_text", "olmo2", "smollm3"), "does not recognize"
             ),
+            # It applies the norm of a head's queries to all heads together.
+            "phi": "Given normalized_shape",
             # It reads no partial_rotary_factor, and so counts too few factors of longrope.
             "phi3": "short_factor field must have length",
         },

@@ -165,7 +165,7 @@ SHAPES = {
         "use_parallel_residual": True,
     },
     "phi": _LLAMA | {"partial_rotary_factor": 0.4, "qk_layernorm": True},
-    "gpt_neox": _SINGLE_HEADS | {"rotary_pct": 0.5, "rotary_emb_base": 500},
+    "gpt_neox": _SINGLE_HEADS | {"rotary_pct": 0.7, "rotary_emb_base": 500},
     "gpt_neo": {
         "vocab_size": 260,
         "hidden_size": 24,

@@ -123,6 +123,8 @@ class Block(Mlp):
 
     qkv: nnx.Param[Linear]
     attn_out: nnx.Param[Linear]
+    norm1: nnx.LayerNorm | nnx.RMSNorm
+    norm2: nnx.LayerNorm | nnx.RMSNorm
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         # The order of the parts is that of the random numbers.

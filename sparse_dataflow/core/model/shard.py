@@ -166,7 +166,8 @@ class Shard:
 
     def normalise_heads(self, norm: nnx.LayerNorm | nnx.RMSNorm, x: jax.Array) -> jax.Array:
         """Applies a norm to the features of this device's heads, with the statistics of all."""
-        norm.axis_name = self.axes or None
+        # flax passes the name to `lax.pmean`, which takes several.
+        norm.axis_name = self.axes or None  # type: ignore[assignment]
         return normalise(norm, x)
 
     def own_experts(self, experts: jax.Array) -> jax.Array:
