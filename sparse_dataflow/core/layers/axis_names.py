@@ -63,8 +63,8 @@ def joined_names(
     is logged.
     """
     metadata = dict(metadata)
-    found = {name: metadata.pop(name) for name in _NAMES if name in metadata}
-    names = next((each for each in found.values() if each is not None), None)
+    entries = {name: metadata.pop(name) for name in _NAMES if name in metadata}
+    names = next((each for each in entries.values() if each is not None), None)
     if names is None:
         return metadata
     if isinstance(names, NamedSharding):
@@ -74,14 +74,16 @@ def joined_names(
     sizes = {} if mesh.empty else dict(mesh.shape)
     new: list[Any] = []
     for group, length in zip(groups, shape, strict=True):
-        wanted = [a for axis in group for a in _mesh_axes(names[axis], metadata, sizes)]
+        axes_of_group = [a for axis in group for a in _mesh_axes(names[axis], metadata, sizes)]
         legal: list[str] = []
-        for axis in dict.fromkeys(wanted):
-            parts = math.prod(sizes.get(each, 1) for each in (*legal, axis))
-            if length % parts == 0 and not any(axis in _flat(each) for each in new):
+        for axis in dict.fromkeys(axes_of_group):
+            shards = math.prod(sizes.get(each, 1) for each in (*legal, axis))
+            if length % shards == 0 and not any(axis in _flat(each) for each in new):
                 legal.append(axis)
-        if missing := [axis for axis in dict.fromkeys(wanted) if axis not in legal]:
-            _say_replicated(length, tuple(missing), {axis: sizes.get(axis) for axis in wanted})
+        if missing := [axis for axis in dict.fromkeys(axes_of_group) if axis not in legal]:
+            _say_replicated(
+                length, tuple(missing), {axis: sizes.get(axis) for axis in axes_of_group}
+            )
         new.append(tuple(legal) if len(legal) > 1 else legal[0] if legal else None)
     metadata.setdefault(_KERNEL, names)
     return {**metadata, "out_sharding": tuple(new)}
@@ -100,13 +102,13 @@ def _flat(entry):
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-_said: set[tuple] = set()
+_warned: set[tuple] = set()
 
 
 def _say_replicated(length, missing, sizes):
     """Logs once that an axis is not sharded over mesh axes."""
-    if (length, missing) not in _said:
-        _said.add((length, missing))
+    if (length, missing) not in _warned:
+        _warned.add((length, missing))
         over = ", ".join(f"{axis} ({sizes[axis]})" for axis in missing)
         _LOG.warning(
             "%d stored blocks are not sharded over %s, which do not divide them.", length, over
@@ -159,10 +161,11 @@ def over_auto_axes(array: jax.Array) -> jax.Array:
     """Returns an array that is not sharded over Explicit axes, over which it cannot be indexed."""
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
         return jax.sharding.reshard(array, jax.P(*(None,) * array.ndim))
-    if not isinstance(getattr(array, "sharding", None), NamedSharding):
+    sharding = getattr(array, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
         return array
-    mesh = jax.sharding.Mesh(array.sharding.mesh.devices, array.sharding.mesh.axis_names)
-    return jax.device_put(array, NamedSharding(mesh, array.sharding.spec))
+    mesh = jax.sharding.Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    return jax.device_put(array, NamedSharding(mesh, sharding.spec))
 
 
 def constrained(y: jax.Array, out_sharding: Any) -> jax.Array:

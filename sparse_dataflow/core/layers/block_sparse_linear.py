@@ -300,13 +300,13 @@ class BlockSparseLinear(nnx.Module):
 
     def _check_layout(self):
         """Raises UserError if the state is of another layout."""
-        held, static = layout_names(vars(self)), self.static_layout
+        names, static = layout_names(vars(self)), self.static_layout
         expected = set() if static is None else {layout_name(static)}
-        if held != expected:
+        if names != expected:
             mine = "an evolving layout" if static is None else layout_name(static)
             raise UserError(
                 f"The state of this {self.in_features} x {self.out_features} layer is of "
-                f"{' and '.join(sorted(held - expected)) or 'no layout'}, and the layer has "
+                f"{' and '.join(sorted(names - expected)) or 'no layout'}, and the layer has "
                 f"{mine}; legal: a state of the same layout."
             )
         if self.evolving:

@@ -196,8 +196,8 @@ def _set_layouts(layer, layouts, evolving):
 
 def _layout_variables(layer):
     names = {MARK, *TABLES, *layout_names(vars(layer))}
-    found = {name: getattr(layer, name, None) for name in names}
-    return {name: each for name, each in found.items() if isinstance(each, nnx.Variable)}
+    variables = {name: getattr(layer, name, None) for name in names}
+    return {name: each for name, each in variables.items() if isinstance(each, nnx.Variable)}
 
 
 def gradient_norms(

@@ -205,9 +205,11 @@ class BlockSparseGeneral(nnx.Module):
       names: attributes of the module that are its kernel and its bias.
     """
 
+    linear: Any
+
     def __init__(
         self,
-        linear: nnx.Module,
+        linear: Any,
         contraction: Contraction,
         like: nnx.Module,
         names: tuple[str, str] = ("kernel", "bias"),
@@ -243,7 +245,7 @@ class BlockSparseGeneral(nnx.Module):
 class BlockSparseEinsum(BlockSparseGeneral):
     """Drop-in for an nnx.Einsum, whose call takes an equation too."""
 
-    def __call__(
+    def __call__(  # type: ignore[override]
         self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None
     ) -> jax.Array:
         """Applies the layer.

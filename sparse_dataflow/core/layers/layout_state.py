@@ -92,7 +92,7 @@ def table_mark(in_index: jax.Array | np.ndarray, in_slot: jax.Array | np.ndarray
     return (1 + digits.astype(np.float32) / 8) * np.float32(_UNIT)
 
 
-def is_mark(mark: jax.Array | np.ndarray) -> Any:
+def is_mark(mark: Any) -> Any:
     """Returns which marks [..., 8] scaling and averaging alone have changed, bool [...]."""
     size = abs(mark)
     return (size < _LARGEST).all(axis=-1) & (size > 0).all(axis=-1)  # False for NaN.

@@ -69,11 +69,11 @@ class CarriedState:
 
     def _carried(self, state, probe):
         def carry(path, leaf):
-            found = self._layer_of(path)
-            if found is None or np.size(leaf) <= 1:  # A count, or a place holder.
+            match = self._layer_of(path)
+            if match is None or np.size(leaf) <= 1:  # A count, or a place holder.
                 return leaf
             self._matched = True
-            change, kind, rest = found
+            change, kind, rest = match
             if kind == MARK:
                 return _new_mark(leaf, change)
             axis = _block_axis(path, rest, leaf, change, probe)
@@ -165,16 +165,16 @@ def _block_axis(path, rest, leaf, change, probe):
     name, blocks = ".".join(names_of(path)), stored[axis]
     if probe is not None and len(shape) != len(stored):
         layer = tuple(map(str, change.path))
-        found = set()
+        candidates = set()
         for other in {max(1, blocks - 1), blocks + 1} - {blocks}:
             new = probe.shapes(layer, other).get(names_of(path), ())
             differ = [a for a, (m, n) in enumerate(zip(shape, new)) if m != n]
             fits = len(new) == len(shape) and all(
                 shape[a] == blocks and new[a] == other for a in differ
             )
-            found.add((differ[0] if differ else None) if fits and len(differ) < 2 else "")
-        if len(found) == 1 and "" not in found:
-            return found.pop()
+            candidates.add((differ[0] if differ else None) if fits and len(differ) < 2 else "")
+        if len(candidates) == 1 and "" not in candidates:
+            return candidates.pop()
     raise UserError(
         f"The optimizer state {name} has shape {tuple(shape)} and the layer stores {blocks} blocks "
         f"of {stored[-1]}, so its axis of blocks is not known; legal: the state of this layout in "

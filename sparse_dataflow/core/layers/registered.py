@@ -32,7 +32,7 @@ class _Registered:
 
 _registered: dict[type, _Registered] = {}
 
-_KNOWN: dict[str, Reader] = {
+_LIBRARY_READERS: dict[str, Reader] = {
     f"tunix.models.{family}.model.Einsum": lambda module: (module.einsum_str, module.w, None)
     for family in ("gemma", "gemma3", "gemma4", "llama3", "qwen2", "qwen3")
 }
@@ -87,8 +87,8 @@ def is_registered(module: Any) -> bool:
 
 
 def _registration(cls):
-    known = _KNOWN.get(f"{cls.__module__}.{cls.__qualname__}")
-    return _registered.get(cls) or (known and _Registered(known, None))
+    reader = _LIBRARY_READERS.get(f"{cls.__module__}.{cls.__qualname__}")
+    return _registered.get(cls) or (reader and _Registered(reader, None))
 
 
 def registration(cls: type) -> str:
@@ -190,13 +190,13 @@ def _read(module):
     return result
 
 
-def _attribute(module, variable, what):
+def _attribute(module, variable, role):
     """Returns the attribute of a module that is a variable."""
     if variable is None:
         return ""
     names = [name for name, value in vars(module).items() if value is variable]
     if not names:
-        raise UserError(f"Its registered reader returns a {what} that is none of its attributes.")
+        raise UserError(f"Its registered reader returns a {role} that is none of its attributes.")
     return names[0]
 
 
@@ -214,12 +214,12 @@ def _checked_dtype(module, contraction, linear, stack_axes):
     leaves = jax.tree.leaves(nnx.state(module))
     abstract = any(isinstance(a, jax.core.Tracer | jax.ShapeDtypeStruct) for a in leaves)
     run: Any = nnx.eval_shape if abstract else lambda function: function()
-    said = f"Its registered equation {contraction.equation} of a kernel {contraction.kernel_shape}"
+    words = f"Its registered equation {contraction.equation} of a kernel {contraction.kernel_shape}"
     try:
         expected = run(lambda: module(x))
     except Exception as error:
         raise UserError(
-            f"{said} takes inputs {x.shape}, and the module does not: {str(error)[:200]}"
+            f"{words} takes inputs {x.shape}, and the module does not: {str(error)[:200]}"
         ) from error
     result = run(lambda: contraction.apply(linear, x))
     if result.dtype != expected.dtype:
@@ -227,7 +227,7 @@ def _checked_dtype(module, contraction, linear, stack_axes):
         result = run(lambda: contraction.apply(linear, x))
     if result.shape != expected.shape:
         raise UserError(
-            f"{said} gives {result.shape} of inputs {x.shape}, and the module gives "
+            f"{words} gives {result.shape} of inputs {x.shape}, and the module gives "
             f"{expected.shape}; legal: the equation of its call."
         )
     if abstract:
@@ -237,8 +237,8 @@ def _checked_dtype(module, contraction, linear, stack_axes):
     tolerance = 4 * max(float(jnp.finfo(expected.dtype).eps), float(wide)) ** 0.5
     if np.abs(first - second).max() > tolerance * np.abs(second).max():
         raise UserError(
-            f"{said} gives other numbers than the module, of inputs {x.shape}; legal: the equation "
-            "of its call, and no more in it than a product and a bias."
+            f"{words} gives other numbers than the module, of inputs {x.shape}; legal: the "
+            "equation of its call, and no more in it than a product and a bias."
         )
     return linear.dtype
 

@@ -90,7 +90,7 @@ def _read(path, layer, masks):
         raise UserError(
             f"{path}: the layouts have shape {masks.shape}; legal: {(len(before), *grid)}."
         )
-    found = [BlockLayout.from_mask(mask.astype(bool), before[0].block) for mask in masks]
-    if len({layout.nnz for layout in found}) > 1:
+    read = [BlockLayout.from_mask(mask.astype(bool), before[0].block) for mask in masks]
+    if len({layout.nnz for layout in read}) > 1:
         raise UserError(f"{path}: the layers of a stack would store unequal blocks.")
-    return found * (len(before) // len(found))
+    return read * (len(before) // len(read))

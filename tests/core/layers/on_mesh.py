@@ -140,7 +140,7 @@ def translated_shardings(x):
     return report
 
 
-def asked_shardings(x):
+def call_shardings(x):
     """Errors, and spec as asked for, of `out_sharding=` at the call, over both kinds of axes."""
     results = []
     for kind in (AxisType.Auto, AxisType.Explicit):
@@ -158,8 +158,8 @@ def asked_shardings(x):
                 rows = jax.device_put(x, everywhere)
                 with jax.set_mesh(mesh):
                     y = nnx.jit(lambda m, x, spec=spec: m(x, out_sharding=spec))(sparse, rows)
-                is_asked = y.sharding.is_equivalent_to(NamedSharding(mesh, spec), y.ndim)
-                results.append([largest_difference(y, expected), bool(is_asked)])
+                is_equal = y.sharding.is_equivalent_to(NamedSharding(mesh, spec), y.ndim)
+                results.append([largest_difference(y, expected), bool(is_equal)])
     return results
 
 
@@ -234,6 +234,6 @@ if __name__ == "__main__":
         "explicit": explicit_difference(x),
         "evolved": evolved_shardings(x),
         "translated": translated_shardings(x),
-        "asked": asked_shardings(x),
+        "called": call_shardings(x),
     }
     print(json.dumps({**report, **sharded_training(x)}))

@@ -54,15 +54,15 @@ def test_any_features_can_have_blocks_that_divide_none():
 )
 @hypothesis.settings(max_examples=40, deadline=None)
 def test_the_padded_width_grows_with_the_width_whether_the_block_divides_it_or_not(
-    inputs, outputs, block, parts
+    inputs, outputs, block, ring
 ):
-    widths = [filled_up((8 * inputs, outputs + n), block, 1 / parts)[1] for n in range(3 * block)]
+    widths = [filled_up((8 * inputs, outputs + n), block, 1 / ring)[1] for n in range(3 * block)]
     assert widths == sorted(widths)
     assert all(0 <= w - (outputs + n) for n, w in enumerate(widths))
     side = 8 * inputs // block * block
-    if has_layout(side // block, outputs // block, 1 / parts) and side and outputs >= block:
+    if has_layout(side // block, outputs // block, 1 / ring) and side and outputs >= block:
         exact = side, outputs // block * block
-        assert filled_up(exact, block, 1 / parts) == exact
+        assert filled_up(exact, block, 1 / ring) == exact
 
 
 @pytest.mark.parametrize("shape, density", [((64, 296), 0.5), ((96, 88), 0.25), ((56, 40), 0.5)])

@@ -46,9 +46,9 @@ def test_metadata_of_a_kernel_shard_its_stored_blocks_over_the_axes_that_divide(
 
 
 def test_a_sharding_that_a_call_asks_for_is_that_of_the_result(report):
-    assert len(report["asked"]) == 12
-    for difference, is_asked in report["asked"]:
-        assert difference < 1e-5 and is_asked
+    assert len(report["called"]) == 12
+    for difference, is_equal in report["called"]:
+        assert difference < 1e-5 and is_equal
 
 
 def test_a_mesh_without_the_axis_is_refused_in_words():

@@ -98,8 +98,8 @@ def test_each_axis_of_stored_blocks_follows_and_no_other(evolving, block):
     for name, (old, new) in zip(("v_row", "v_col"), zip(factors, new_factors)):
         # optax: v_row has no largest axis, v_col no second largest; ties go by position.
         order = np.argsort(full)
-        gone = order[-1] if name == "v_row" else order[-2]
-        if gone == 0:
+        missing = order[-1] if name == "v_row" else order[-2]
+        if missing == 0:
             np.testing.assert_array_equal(old, new)
         else:
             assert follows(old, new, sources, 0)
