@@ -150,12 +150,12 @@ def read(folder: str | Path) -> Imported:
     fields, model, tokenizer, order = describe(folder)
     _described.cache_clear()
     architecture = fields["model_type"]
+    tables: dict = {}
     if architecture == MODEL_TYPE:
         architecture = ""
         model, params, tables = sparse_form.read(folder)
         source = fields.get(SOURCE)
     else:
-        tables: dict = {}
         files = tensors.Tensors(folder)
         model = _with_own_output(folder, fields, model, files)
         params = tensor_names.read(architectures.row(fields), model, files)
