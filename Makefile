@@ -28,7 +28,7 @@ GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_
 FAULT_TESTS := $(addprefix tests/,borders experiments/test_faults.py experiments/test_mirror_runs.py experiments/test_power_cut.py experiments/test_random_kills.py experiments/test_storm.py experiments/test_three_processes.py experiments/test_tools_killed.py experiments/test_exhausted_runs.py)
 
 # Tests of code that runs only where an optional package is installed.
-OPTIONAL_TESTS := $(addprefix tests/,experiments/test_optional_packages.py experiments/benchmarks/test_step_peers.py core/training/monitoring/test_tracker_packages.py interchange/test_architectures.py interchange/test_generations.py interchange/test_published_tokenizers.py)
+OPTIONAL_TESTS := $(addprefix tests/,experiments/test_optional_packages.py experiments/benchmarks/test_step_peers.py monitoring/test_tracker_packages.py interchange/test_architectures.py interchange/test_generations.py interchange/test_published_tokenizers.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test quick nightly optional faults aot-tpu aot-gpu bench bench-schedule bench-schedule-gpu chip-report package lint format docs lock clean FORCE
@@ -68,11 +68,11 @@ faults: $(READY) ## every fault test, measured for docs/surviving.md; ARGS="--ki
 
 aot-tpu: ## compile the TPU kernels and plans for v4 to v6e, without one (fetches libtpu: 200 MB in .venv-tpu)
 	@sh launch/make_env.sh .venv-tpu dev,aot
-	.venv-tpu/bin/python -m pytest -n $(WORKERS) --dist worksteal $(addprefix tests/core/ops/,$(TPU_COMPILES)) tests/core/executors/relay/test_compiles.py tests/planner/aot/test_plans_compile.py tests/planner/aot/test_overlaps.py tests/experiments/benchmarks/schedules/test_compiles.py $(TESTS)
+	.venv-tpu/bin/python -m pytest -n $(WORKERS) --dist worksteal $(addprefix tests/core/ops/,$(TPU_COMPILES)) tests/relay/test_compiles.py tests/compile/test_plans_compile.py tests/compile/test_overlaps.py tests/experiments/benchmarks/schedules/test_compiles.py $(TESTS)
 
 aot-gpu: ## compile the GPU programs for a T4 to a B200, without one (fetches CUDA: 4 GB in .venv-gpu)
 	@sh launch/make_env.sh .venv-gpu dev,cuda
-	.venv-gpu/bin/python -m pytest $(addprefix tests/core/ops/,$(GPU_COMPILES)) tests/experiments/benchmarks/schedules/test_ptx.py tests/planner/aot/test_overlaps.py tests/experiments/benchmarks/schedules/test_gpu_compiles.py $(TESTS)
+	.venv-gpu/bin/python -m pytest $(addprefix tests/core/ops/,$(GPU_COMPILES)) tests/experiments/benchmarks/schedules/test_ptx.py tests/compile/test_overlaps.py tests/experiments/benchmarks/schedules/test_gpu_compiles.py $(TESTS)
 
 bench: $(READY) ## time the kernels and the training step, sparse beside dense
 	@$(BIN)/python -m experiments.kernel_bench $(ARGS)

@@ -20,10 +20,11 @@ from mkdocs.structure.pages import Page
 
 import sparse_dataflow
 from sparse_dataflow.commands.request import shown_default
-from sparse_dataflow.core.config import settings, settings_together
-from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.config import settings
 from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs import settings_together
+from sparse_dataflow.runs.run_config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = sparse_dataflow.__name__

@@ -19,8 +19,8 @@ not measured.
 import dataclasses
 
 from sparse_dataflow.commands import command_line
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.settings import ABOVE_ZERO, setting
+from sparse_dataflow.runs.run_config import SIZES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,8 +19,8 @@ measurements as JSON.
 import dataclasses
 
 from sparse_dataflow.commands import command_line
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.settings import AT_LEAST_ONE, setting
+from sparse_dataflow.runs.run_config import SIZES
 
 from .benchmarks.options import KEEP_HELP, RESULTS
 

@@ -13,8 +13,8 @@ Writes the result as JSON.
 import dataclasses
 
 from sparse_dataflow.commands import command_line
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.settings import A_FRACTION, AT_LEAST_ONE, AT_LEAST_ZERO, setting
+from sparse_dataflow.runs.run_config import SIZES
 
 from .benchmarks.options import KEEP_HELP, RESULTS
 

@@ -31,8 +31,8 @@ Results of a compiled weight are cached by content (sources, shapes, versions). 
 import dataclasses
 
 from sparse_dataflow.commands import command_line
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.settings import A_FRACTION, AT_LEAST_ONE, setting
+from sparse_dataflow.runs.run_config import SIZES
 
 from .benchmarks.options import KEEP_HELP, RESULTS
 

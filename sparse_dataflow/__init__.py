@@ -36,22 +36,21 @@ if _typing.TYPE_CHECKING:
     from sparse_dataflow.commands.train import train
     from sparse_dataflow.core.config.model import ModelConfig
     from sparse_dataflow.core.config.projections import LinearSpec
-    from sparse_dataflow.core.config.run import RunConfig
-    from sparse_dataflow.core.layers.block_sparse_linear import BlockSparseLinear
-    from sparse_dataflow.core.layers.evolve import evolve
-    from sparse_dataflow.core.layers.registered import register_linear
-    from sparse_dataflow.core.layers.replace import densify, partition_specs, sparsify
-    from sparse_dataflow.core.layers.saved_layouts import layouts, set_layouts
     from sparse_dataflow.core.layouts.layout import BlockLayout
     from sparse_dataflow.core.layouts.patterns import legal_densities, make_layout
     from sparse_dataflow.core.ops.block_sparse_matmul.matmul_op import block_sparse_matmul
-    from sparse_dataflow.core.training.cost import flops_per_token
+    from sparse_dataflow.core.training.cost import flops_per_token, parameter_count
     from sparse_dataflow.data.tokenizer import Tokenizer
     from sparse_dataflow.evaluation.generate import generate
     from sparse_dataflow.evaluation.trained import Model
     from sparse_dataflow.files.errors import UserError
     from sparse_dataflow.interchange.load import load
-    from sparse_dataflow.planner.memory import parameter_count
+    from sparse_dataflow.layers.block_sparse_linear import BlockSparseLinear
+    from sparse_dataflow.layers.evolve import evolve
+    from sparse_dataflow.layers.registered import register_linear
+    from sparse_dataflow.layers.replace import densify, partition_specs, sparsify
+    from sparse_dataflow.layers.saved_layouts import layouts, set_layouts
+    from sparse_dataflow.runs.run_config import RunConfig
 
 __all__ = [
     "BlockLayout",
@@ -88,34 +87,34 @@ __all__ = [
 
 _HOMES = {
     "BlockLayout": "core.layouts.layout",
-    "BlockSparseLinear": "core.layers.block_sparse_linear",
+    "BlockSparseLinear": "layers.block_sparse_linear",
     "LinearSpec": "core.config.projections",
     "Model": "evaluation.trained",
     "ModelConfig": "core.config.model",
-    "RunConfig": "core.config.run",
+    "RunConfig": "runs.run_config",
     "Tokenizer": "data.tokenizer",
     "UserError": "files.errors",
     "block_sparse_matmul": "core.ops.block_sparse_matmul.matmul_op",
-    "cubic_density": "core.layers.densities",
-    "densify": "core.layers.replace",
-    "erk_densities": "core.layers.densities",
-    "evolve": "core.layers.evolve",
+    "cubic_density": "layers.densities",
+    "densify": "layers.replace",
+    "erk_densities": "layers.densities",
+    "evolve": "layers.evolve",
     "flops_per_token": "core.training.cost",
     "generate": "evaluation.generate",
     "init": "commands.library",
-    "layouts": "core.layers.saved_layouts",
+    "layouts": "layers.saved_layouts",
     "legal_densities": "core.layouts.patterns",
     "load": "interchange.load",
     "logits": "commands.library",
     "loss": "commands.library",
     "make_layout": "core.layouts.patterns",
     "parameter_count": "planner.memory",
-    "partition_specs": "core.layers.replace",
+    "partition_specs": "layers.replace",
     "preset": "commands.library",
-    "register_linear": "core.layers.registered",
+    "register_linear": "layers.registered",
     "save": "commands.library",
-    "set_layouts": "core.layers.saved_layouts",
-    "sparsify": "core.layers.replace",
+    "set_layouts": "layers.saved_layouts",
+    "sparsify": "layers.replace",
     "train": "commands.train",
 }
 

@@ -12,7 +12,7 @@ S = E + "benchmarks/schedules/"
 RUN = {
     "experiments.block_bench": E + "test_benches.py::test_block_bench",
     "experiments.chip_report": E + "test_benches.py::test_this_cpu_is_measured",
-    "experiments.compile_plan": "tests/planner/aot/test_plans_compile.py::test_a_shipped_plan",
+    "experiments.compile_plan": "tests/compile/test_plans_compile.py::test_a_shipped_plan",
     "experiments.coordinate_check": E + "test_small_studies.py::test_coordinate_check",
     "experiments.decode_bench": E + "test_benches.py::test_decode_bench",
     "experiments.evaluate": E + "test_evaluate.py::test_a_run_and_its_twin",

@@ -11,7 +11,7 @@ from forks import Forks
 
 ROOT = pathlib.Path(__file__).parents[1]
 IMPORTED = (
-    "sparse_dataflow.core.training.batches", "sparse_dataflow.core.executors.pipeline.pipelined",
+    "sparse_dataflow.data.batches", "sparse_dataflow.pipeline.pipelined",
     "sparse_dataflow.core.checkpoint.checkpoint", "sparse_dataflow.core.training.loop",
 )  # fmt: skip
 """Modules that most scripts import."""

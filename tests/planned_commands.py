@@ -18,13 +18,14 @@ from sparse_dataflow.commands import command_line, run_list
 from sparse_dataflow.commands.planning import compile_report, launching, search_table
 from sparse_dataflow.commands.preflight import settling
 from sparse_dataflow.commands.request import Request
-from sparse_dataflow.core.config.run import LAPTOP_SCALES, SIZES, RunConfig
+from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.console import EVERYDAY
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips, machines
 from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.hardware.machines import Machine
 from sparse_dataflow.planner import memory, plan_memory, search, settle
+from sparse_dataflow.runs.run_config import LAPTOP_SCALES, SIZES, RunConfig
 
 LAPTOP = Machine(Chip("laptop", memory_bytes=16 * GIB), 1, host=True)
 MACHINE = re.compile(r"(?<![\w.-])(?:[a-z][\w-]*:\d+|v\d\w+-\d+)(?![\w-])")
@@ -195,7 +196,7 @@ def _check_room(result):
 
 
 def _check_weights(config, machine):
-    weights = 4 * memory.parameter_count(config.dense().model)
+    weights = 4 * cost.parameter_count(config.dense().model)
     if weights > settle.usable(machine):
         raise UserError(f"its weights need {weights / GIB:,.0f} GiB.")
 

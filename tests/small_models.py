@@ -6,12 +6,12 @@ import functools
 import jax
 import numpy as np
 
-from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.stacks import ModelWeights, weights_of
+from sparse_dataflow.runs.families import FAMILIES
 
 DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=16)
 MONARCH = LinearSpec("block_sparse", "monarch", density=0.5, block=8)

@@ -29,9 +29,9 @@ import sparse_dataflow
 from sparse_dataflow.commands import command_line
 from sparse_dataflow.commands.request import NAMED, Request
 from sparse_dataflow.core.config import settings
-from sparse_dataflow.core.config.run import RunConfig, preset
 from sparse_dataflow.files import console
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.run_config import RunConfig, preset
 
 TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
 # Commands of clusters and clouds must have a comment "# needs ...".

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import preset
-from sparse_dataflow.core.executors.relay.server_files import _refuse_another_folder
 from sparse_dataflow.evaluation.run_files import RunRecord, read_record
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.folders import refuse_outside_links
+from sparse_dataflow.relay.server_files import _refuse_another_folder
+from sparse_dataflow.runs.run_config import preset
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = [

@@ -11,13 +11,13 @@ from sparse_dataflow.commands import train
 from sparse_dataflow.commands.planning import options
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.training.phases import variant
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.detect import keep_freed_memory
+from sparse_dataflow.runs.run_config import RunConfig
+from sparse_dataflow.runs.variants import variant
 
 from . import paired
 

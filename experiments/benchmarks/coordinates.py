@@ -11,9 +11,10 @@ import numpy as np
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.commands.training_data import corpus_of, tokenizer_of, training_data
-from sparse_dataflow.core.training.monitoring.metrics import say
-from sparse_dataflow.core.training.phases import Variant, variant
+from sparse_dataflow.core.messages import say
+from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.files import folders, output
+from sparse_dataflow.runs.variants import variant
 
 from ..studies.activation_changes import ACTIVATIONS, activation_changes, fit_exponents, with_width
 from ..studies.panels import Curve, Panel, save_panels

@@ -111,9 +111,9 @@ def _step(model, batch=8, cpus=0) -> dict[str, float]:
 
 def _layouts(blocks: int, folder: Path) -> dict[str, float]:
     """Layouts of the shape of 13B, whose tables have about so many blocks."""
-    from sparse_dataflow.core.config.run import preset
     from sparse_dataflow.core.model import stacks
-    from sparse_dataflow.core.training.phases import variant
+    from sparse_dataflow.runs.run_config import preset
+    from sparse_dataflow.runs.variants import variant
 
     model = variant(preset("13b"), "sparse").model
     model = dataclasses.replace(model, num_layers=max(1, blocks // 2400))
@@ -188,10 +188,10 @@ def _leaves_saved(size: int, folder: Path) -> dict[str, float]:
 
 
 def _planned(chips: int, folder: Path) -> dict[str, float]:
-    from sparse_dataflow.core.config.run import preset
-    from sparse_dataflow.core.training.phases import variant
     from sparse_dataflow.hardware.chips import CHIPS
     from sparse_dataflow.planner import search
+    from sparse_dataflow.runs.run_config import preset
+    from sparse_dataflow.runs.variants import variant
 
     model = variant(preset("175b"), "sparse").model
     request = search.Request(model, model.max_len, 1536, CHIPS["tpu-v5p"], chips)
@@ -262,7 +262,7 @@ def _files(size: int, folder: Path) -> dict[str, float]:
 def _metrics(size: int, folder: Path) -> dict[str, float]:
     import json
 
-    from sparse_dataflow.core.training.monitoring.metrics import MetricsWriter, read_metrics
+    from sparse_dataflow.monitoring.metrics import MetricsWriter, read_metrics
     from sparse_dataflow.reporting import watch_page
 
     names = ("tokens", "seconds", "learning_rate", "gradient_norm", "tokens_per_second")

@@ -14,9 +14,9 @@ from sparse_dataflow.cluster.cluster import Membership
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
-from sparse_dataflow.core.executors.pipeline.pipelined import executor_over
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.detect import keep_freed_memory
+from sparse_dataflow.pipeline.pipelined import executor_over
 
 from . import prediction
 from .benchmark import named_model

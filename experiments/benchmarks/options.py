@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from sparse_dataflow.core.config.parallel import CLIPPINGS
 from sparse_dataflow.core.config.settings import AT_LEAST_ONE, setting
+from sparse_dataflow.runs.parallel import CLIPPINGS
 
 PRODUCTS = ("forward", "input_gradient", "weight_gradient", "forward_backward")
 """y = xW, dx = dy Wᵀ, dW = xᵀ dy (at stored blocks), and the three in one program."""

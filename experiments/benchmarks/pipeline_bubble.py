@@ -12,11 +12,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.commands import measurement
-from sparse_dataflow.core.executors.pipeline import pipeline, schedules
-from sparse_dataflow.core.executors.pipeline.schedules import Schedule
-from sparse_dataflow.core.executors.pipeline.stages import divide
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.pipeline import pipeline, schedules
+from sparse_dataflow.pipeline.schedules import Schedule
+from sparse_dataflow.pipeline.stages import divide
 
 from .schedules_page import schedules_page
 

@@ -6,17 +6,17 @@ import numpy as np
 
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
-from sparse_dataflow.core.training.sections import section_seconds
 from sparse_dataflow.core.training.step import initial_state
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.detect import keep_freed_memory
+from sparse_dataflow.monitoring.sections import section_seconds
 from sparse_dataflow.planner.efficiency import PRIOR
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.planner.step_time import optimizer_bytes, step_time
+from sparse_dataflow.runs.run_config import SIZES
 
 from . import paired
 from .benchmark import named_model

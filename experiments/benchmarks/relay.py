@@ -13,19 +13,19 @@ from sparse_dataflow.commands.preflight import relay_plan
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors.relay import timeline
-from sparse_dataflow.core.executors.relay.host_state import fresh_state
-from sparse_dataflow.core.executors.relay.relay import Relay, RelayConfig
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.training import cost
-from sparse_dataflow.core.training.phases import variant
 from sparse_dataflow.files import output
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.planner import memory, plan_memory
+from sparse_dataflow.relay import timeline
+from sparse_dataflow.relay.host_state import fresh_state
+from sparse_dataflow.relay.relay import Relay, RelayConfig
+from sparse_dataflow.runs.run_config import SIZES
+from sparse_dataflow.runs.variants import variant
 
 from . import benchmark, steps
 
@@ -122,7 +122,7 @@ def fifty_billion(options) -> None:
         }
         on_device, on_host = ("fits" if each else "does not fit" for each in fits.values())
         print(
-            f"{name}: {memory.parameter_count(model):,} stored parameters, {placement}\n  "
+            f"{name}: {cost.parameter_count(model):,} stored parameters, {placement}\n  "
             f"{plan.text()}\n  {on_device} a device of {options.device_gb:g} GB, "
             f"{on_host} a host of {options.host_gb:g} GB"
         )
@@ -239,7 +239,7 @@ def _measured(model, training, chip: Chip, step: Callable, count: int) -> dict:
     return {
         "layers": model.num_layers,
         "batch": training.batch,
-        "stored_parameters": memory.parameter_count(model),
+        "stored_parameters": cost.parameter_count(model),
         "step_seconds": float(np.median(seconds)),
         "tokens_per_second": speed,
         "model_tflops": flops * speed / 1e12,

@@ -6,13 +6,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.patches import Rectangle
 
-from sparse_dataflow.core.executors.pipeline.schedules import (
-    BACKWARD,
-    FORWARD,
-    RECOMPUTE,
-    WEIGHTS,
-    Schedule,
-)
+from sparse_dataflow.pipeline.schedules import BACKWARD, FORWARD, RECOMPUTE, WEIGHTS, Schedule
 from sparse_dataflow.reporting.figures import svg
 from sparse_dataflow.reporting.figures.svg import COLOUR, TEXT
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from sparse_dataflow.core.executors.pipeline.schedules import Schedule
+from sparse_dataflow.pipeline.schedules import Schedule
 from sparse_dataflow.reporting import templates
 
 from .schedule_pictures import describe, schedule_picture

@@ -22,9 +22,9 @@ import numpy as np
 
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors.relay.host_state import fresh_state, view
 from sparse_dataflow.core.optim.optimizers import learning_rate_multipliers, weight_decays
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.relay.host_state import fresh_state, view
 
 from . import paired
 from .benchmark import Program

@@ -139,6 +139,6 @@ def compiled_step(
         state, report = compiled(state, layouts, tokens, np.float32(LEARNING_RATE))
         return report
 
-    parameters = memory.parameter_count(model)
+    parameters = cost.parameter_count(model)
     state_bytes = plan_memory.training_bytes(model, training).state
     return Step(run, seconds, paired.program_bytes(compiled), parameters, state_bytes)

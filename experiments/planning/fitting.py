@@ -9,7 +9,6 @@ import numpy as np
 from scipy import optimize
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.planner import bands, published
 from sparse_dataflow.planner.bands import Band
@@ -17,6 +16,7 @@ from sparse_dataflow.planner.efficiency import PRIOR, Efficiency
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.planner.published import Row, Scaling
 from sparse_dataflow.planner.step_time import step_time
+from sparse_dataflow.runs.run_config import SIZES
 
 from . import run_memory
 

@@ -16,6 +16,7 @@ XLA's buffers have several copies of an activation.  Megatron and FSDP keep less
   together.
 """
 
+from sparse_dataflow.core.training import cost
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.planner import memory
 from sparse_dataflow.planner.plan_memory import in_flight
@@ -61,7 +62,7 @@ def retry_seconds(row: Row) -> float:
     """
     if row.stack != "eager" or row.plan.zero != 3:
         return 0.0
-    layer = 2 * (memory.parameter_count(memory.single_layer(row.config)) - _embeddings(row))
+    layer = 2 * (cost.parameter_count(memory.single_layer(row.config)) - _embeddings(row))
     if row.chip.capacity - _RESERVED - run_bytes(row) > ROOM * layer:
         return 0.0
     return row.config.num_layers * layer * int(row.plan.accumulation) / RETRY_RATE
@@ -87,7 +88,7 @@ def _state_bytes(row: Row) -> float:
 
 
 def _embeddings(row: Row) -> float:
-    return memory.embeddings(row.config) / int(row.plan.tensor)
+    return cost.embeddings(row.config) / int(row.plan.tensor)
 
 
 def _activation_bytes(row: Row) -> float:

@@ -8,12 +8,12 @@ import jax
 from sparse_dataflow.cluster.processes import stopped_status
 from sparse_dataflow.cluster.signals import stop_on_signals
 from sparse_dataflow.commands.request import Request
-from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.training.loop import DivergedError
-from sparse_dataflow.core.training.monitoring.metrics import say
 from sparse_dataflow.files import folders, json_files, storage
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.folders import FolderLock
+from sparse_dataflow.runs.run_config import RunConfig
 
 from . import iso_flop_report, memory_check, study
 from .iso_flop_plan import (

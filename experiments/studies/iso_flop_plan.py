@@ -8,15 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.run import RunConfig
-from sparse_dataflow.core.training.equal_cost import (
+from sparse_dataflow.core.training.phases import Variant, mean_flops_per_token
+from sparse_dataflow.runs.equal_cost import (
     Cost,
     equal_cost_model,
     equal_shape_model,
     stored_parameters,
     whole_blocks,
 )
-from sparse_dataflow.core.training.phases import Variant, mean_flops_per_token, variant
+from sparse_dataflow.runs.run_config import RunConfig
+from sparse_dataflow.runs.variants import variant
 
 from . import rate_search, time_to_quality
 from .study import Study

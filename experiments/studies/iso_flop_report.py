@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from sparse_dataflow.commands import measurement
-from sparse_dataflow.core.config.run import RunConfig
-from sparse_dataflow.core.training.equal_cost import stored_parameters
-from sparse_dataflow.core.training.monitoring.metrics import say
+from sparse_dataflow.core.messages import say
+from sparse_dataflow.core.training import cost
 from sparse_dataflow.evaluation.significance import paired_difference
 from sparse_dataflow.files import output
-from sparse_dataflow.planner import memory
+from sparse_dataflow.runs.equal_cost import stored_parameters
+from sparse_dataflow.runs.run_config import RunConfig
 
 from . import iso_flop_plan, panels, rate_search
 from .iso_flop_plan import TUNE, Arm, Curve, Plan, Run
@@ -102,7 +102,7 @@ def _shape(arm: Arm, config: RunConfig) -> dict[str, Any]:
         "fan_in": round(arm.stored_density * model.d_model / blocks[0]) if blocks else None,
         "flops_per_token": iso_flop_plan.flops_per_token(config, model),
         "stored_in_projections": stored_parameters(model),
-        "parameters": memory.parameter_count(model),
+        "parameters": cost.parameter_count(model),
         "mismatch": arm.mismatch,
     }
 

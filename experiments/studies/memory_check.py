@@ -5,12 +5,12 @@ import math
 
 import jax
 
-from sparse_dataflow.core.config.run import SIZES, RunConfig, rescaled
 from sparse_dataflow.core.training.phases import Variant
-from sparse_dataflow.core.training.phases import variants as variants_of
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.planner import memory, plan_memory
+from sparse_dataflow.runs.run_config import SIZES, RunConfig, rescaled
+from sparse_dataflow.runs.variants import variants as variants_of
 
 
 def needed_bytes(variants: list[Variant]) -> int:

@@ -14,7 +14,7 @@ from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.preflight import settling
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
-from sparse_dataflow.core.training.monitoring.metrics import say
+from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.training.phases import Variant, refuse_unfit, run_flops
 from sparse_dataflow.core.training.step import initial_state
 from sparse_dataflow.core.training.teacher import Teacher
@@ -22,6 +22,7 @@ from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.folders import FolderLock
 from sparse_dataflow.files.output import markdown
+from sparse_dataflow.runs.variants import at_flops_of
 
 from . import memory_check, study
 from .panels import save_strips
@@ -150,7 +151,7 @@ def _variant(base: Study, changes: Changes, seed: int = 0) -> Variant:
         changes[D_FF] = max(1, round(changes[D_FF] * base.config.model.d_ff))
     rival = changes.pop(FLOPS_A_TOKEN, None)
     variant = base.variant("sparse" if changes.get(PROJECTIONS, True) else "dense", **changes)
-    return variant if rival is None else variant.at_flops_of(base.variant("sparse", **rival))
+    return variant if rival is None else at_flops_of(variant, base.variant("sparse", **rival))
 
 
 def switch_at(dense: Variant, sparse: Variant, share: float) -> float:

@@ -13,11 +13,11 @@ from sparse_dataflow.cluster.processes import stopped_status
 from sparse_dataflow.cluster.signals import stop_on_signals
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.request import Request
-from sparse_dataflow.core.training.equal_cost import stored_parameters
-from sparse_dataflow.core.training.monitoring.metrics import say
+from sparse_dataflow.core.messages import say
 from sparse_dataflow.files import folders, json_files, output
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.folders import FolderLock
+from sparse_dataflow.runs.equal_cost import stored_parameters
 
 from . import study
 from .activation_changes import with_width

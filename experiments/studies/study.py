@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparse_dataflow.cluster.watch import Clock
 from sparse_dataflow.commands.job import EVALUATIONS_A_RUN
 from sparse_dataflow.commands.preflight import settling
 from sparse_dataflow.commands.request import Request, spelling
@@ -27,16 +26,15 @@ from sparse_dataflow.commands.training_data import (
     training_data,
 )
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
-from sparse_dataflow.core.config.run import RunConfig
-from sparse_dataflow.core.training import hooks, phases
-from sparse_dataflow.core.training.batches import EvalBatches
+from sparse_dataflow.core.messages import say
+from sparse_dataflow.core.training import hooks
+from sparse_dataflow.core.training.clock import Clock
 from sparse_dataflow.core.training.loop import Trainer, advance_side_by_side
-from sparse_dataflow.core.training.monitoring.metrics import read_metrics, say
-from sparse_dataflow.core.training.monitoring.time_left import Progress, TimeLeft
 from sparse_dataflow.core.training.phases import Variant, refuse_unfit
 from sparse_dataflow.core.training.programs import TrainingData, compile_programs
 from sparse_dataflow.core.training.saved_state import abstract_saved_state, completed, identity
 from sparse_dataflow.core.training.teacher import Teacher
+from sparse_dataflow.data.batches import EvalBatches
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import folders, json_files, storage
@@ -45,6 +43,10 @@ from sparse_dataflow.files.json_files import differences
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.detect import keep_freed_memory
 from sparse_dataflow.hardware.machines import Machine
+from sparse_dataflow.monitoring.metrics import MetricsWriter, read_metrics
+from sparse_dataflow.monitoring.time_left import Progress, Show, TimeLeft
+from sparse_dataflow.runs import variants
+from sparse_dataflow.runs.run_config import RunConfig
 
 from .holdout import three_splits
 
@@ -81,7 +83,7 @@ class Study:
     def variant(self, name: str, **changes: Any) -> Variant:
         """The "sparse" or "dense" model of `config.change(**changes)`."""
         config = self.config.change(**changes)
-        return phases.variant(config, name, self.tokenizer.vocab_size)
+        return variants.variant(config, name, self.tokenizer.vocab_size)
 
     def data(self, variant: Variant) -> TrainingData:
         """The batches of a variant's shape, drawn by its seed, and the held-out windows."""
@@ -97,6 +99,7 @@ class Study:
           windows: windows of the periodic evaluations; the last one reads more.
         """
         data = self.data(variant)
+        assert isinstance(data.final, EvalBatches)
         tokens = data.final.tokens[: len(data.final.tokens)]
         ends = np.flatnonzero(tokens == self.tokenizer.eot_id)
         first = int(ends[self.tuning_documents - 1]) + 1
@@ -206,8 +209,15 @@ def train(
         where,
         data,
         programs,
-        hooks.usual(every, 2 * every, variant.training.skip_spikes, progress=progress),
+        hooks.usual(
+            every,
+            2 * every,
+            variant.training.skip_spikes,
+            record=hooks.Record(note=progress.note),
+            last=[Show(progress, every, 2 * every)],
+        ),
         clock=clock,
+        metrics=MetricsWriter,
         checkpoints=functools.partial(Checkpoints, keep=1),
     )
     say(f"{label}, {variant.training.steps} steps into {where}")

@@ -11,11 +11,9 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from sparse_dataflow.cluster import processes
+from sparse_dataflow.core import collectives
 from sparse_dataflow.core.checkpoint import named_arrays
-from sparse_dataflow.core.checkpoint.mirror import AddressCopies
-from sparse_dataflow.core.config.run import RunConfig
-from sparse_dataflow.core.training.monitoring.metrics import say
+from sparse_dataflow.core.messages import say
 from sparse_dataflow.data import cache
 from sparse_dataflow.evaluation.run_files import (
     CONFIG,
@@ -29,6 +27,8 @@ from sparse_dataflow.files import addresses, folders, json_files, manifest
 from sparse_dataflow.files.address_lock import AddressLock
 from sparse_dataflow.files.addresses import Address
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.mirror import AddressCopies
+from sparse_dataflow.runs.run_config import RunConfig
 
 _WHOLE = (TOKENIZER, RECORD, CONFIG)
 """What a run is; config.json last, so that where it is there, all are."""
@@ -199,7 +199,7 @@ def refuse_unshared(folder: Path, address: str) -> None:
             "checkpoint into one folder. Mount the bucket on all hosts and name the mount, or let "
             "XDG_CACHE_HOME be a folder that they share."
         )
-    processes.raise_on_all(error)
+    collectives.raise_on_all(error)
 
 
 def copy_run_files(folder: Path, address: Address) -> None:
@@ -242,7 +242,7 @@ def finished(folder: Path, mirror: Path | Address | None, names: Iterable[str]) 
         say(f"copied to {mirror}")
         return ""
 
-    return processes.on_first(copy)
+    return collectives.on_first(copy)
 
 
 def _copy_rest(folder, address, names):

@@ -14,13 +14,13 @@ import tempfile
 from pathlib import Path
 
 from sparse_dataflow.core.checkpoint import named_arrays
-from sparse_dataflow.core.config.run import RunConfig
-from sparse_dataflow.core.training.monitoring.metrics import read_metrics
 from sparse_dataflow.core.training.saved_state import identity
 from sparse_dataflow.evaluation import run_files
 from sparse_dataflow.files import json_files, manifest, storage
 from sparse_dataflow.files.addresses import is_address
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.monitoring.metrics import read_metrics
+from sparse_dataflow.runs.run_config import RunConfig
 
 
 def with_same_warmup(folder: str | Path, config: RunConfig) -> RunConfig:

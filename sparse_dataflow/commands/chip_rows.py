@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sparse_dataflow.core.config.run import LAPTOP_SCALES, RECIPES, SIZES, preset
+from sparse_dataflow.core.training import cost
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.planner import memory, plan_memory
 from sparse_dataflow.reporting.chip_data import ANSWER, ChipFacts, Measure
+from sparse_dataflow.runs.run_config import LAPTOP_SCALES, RECIPES, SIZES, preset
 
 DENSITY = 0.125
 ROUNDS = 5
@@ -79,7 +80,7 @@ def rows(chip: ChipFacts, scale: str) -> list[Row]:
     batch = RECIPES[scale].batch if scale in LAPTOP_SCALES else 2 if few else 8
     tokens = 1024 if cpu else 4096 if few else 8192
     step_scale, step_batch = step_size(chip, scale)
-    small = scale if memory.parameter_count(SIZES[scale]) < 1e9 else "1.3b"
+    small = scale if cost.parameter_count(SIZES[scale]) < 1e9 else "1.3b"
 
     def row(name: str, title: str, command: list[str], measures: Measures, **variables: str) -> Row:
         argv = (sys.executable, "-m", "sparse_dataflow", *command)

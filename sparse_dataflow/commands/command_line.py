@@ -33,13 +33,13 @@ from sparse_dataflow.cluster import signals
 from sparse_dataflow.commands import peer_flags, request, run_list
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config import settings
-from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.config.settings import Setting
 from sparse_dataflow.files import console, json_files, output, storage
 from sparse_dataflow.files.console import SCRIPT
 from sparse_dataflow.files.errors import TEMPORARY, UserError, in_words, is_exhausted
 from sparse_dataflow.files.output import best_effort_errors, flush_or_exit
 from sparse_dataflow.hardware import detect
+from sparse_dataflow.runs.run_config import RunConfig
 
 PACKAGE = "sparse_dataflow.experiments"
 

@@ -8,20 +8,23 @@ import jax
 from jax.sharding import AbstractMesh
 
 from sparse_dataflow.cluster import cluster, processes, watch
-from sparse_dataflow.cluster.watch import Clock
 from sparse_dataflow.commands.request import Request
-from sparse_dataflow.core.config.parallel import DepthSchedule, ParallelConfig
-from sparse_dataflow.core.config.run import RunConfig
-from sparse_dataflow.core.executors import describe as tables
+from sparse_dataflow.compile import array_table as tables
+from sparse_dataflow.core import collectives
+from sparse_dataflow.core.config.depth import DepthSchedule
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor, Job, refuse_unsupported
-from sparse_dataflow.core.executors.pipeline.pipelined import executor_over
-from sparse_dataflow.core.executors.relay.relay import RelayConfig
-from sparse_dataflow.core.executors.relay.relay_executor import RelayExecutor
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.training.phases import Variant, variants
+from sparse_dataflow.core.training.clock import Clock
+from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.core.training.step import abstract_state
 from sparse_dataflow.files.errors import UserError, redact
+from sparse_dataflow.pipeline.pipelined import executor_over
+from sparse_dataflow.relay.relay import RelayConfig
+from sparse_dataflow.relay.relay_executor import RelayExecutor
+from sparse_dataflow.runs.parallel import ParallelConfig
+from sparse_dataflow.runs.run_config import RunConfig
+from sparse_dataflow.runs.variants import variants
 
 
 @contextlib.contextmanager
@@ -170,7 +173,7 @@ def describe(config: RunConfig, described: int = 0) -> None:
     """
     chosen, models = executor(config, described), variants(config)
     check(chosen, config, models)
-    if processes.is_first():
+    if collectives.is_first():
         print(printed(chosen, models))
 
 

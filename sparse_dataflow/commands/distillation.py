@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from sparse_dataflow.core.config.run import RunConfig
-from sparse_dataflow.core.training.monitoring.metrics import say
+from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.training.teacher import Teacher
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import starting_point
+from sparse_dataflow.runs.run_config import RunConfig
 
 
 def teacher_of(

@@ -17,7 +17,6 @@ import numpy as np
 
 from sparse_dataflow.cluster import processes
 from sparse_dataflow.cluster.signals import stop_on_signals
-from sparse_dataflow.cluster.watch import Clock
 from sparse_dataflow.commands import (
     address_runs,
     devices,
@@ -29,25 +28,15 @@ from sparse_dataflow.commands import (
 )
 from sparse_dataflow.commands.preflight import relay_plan, settling
 from sparse_dataflow.commands.training_data import corpus_of, thin_data, tokenizer_of, training_data
+from sparse_dataflow.core import collectives
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
-from sparse_dataflow.core.config.run import RunConfig
-from sparse_dataflow.core.executors.relay.relay_executor import RelayExecutor
-from sparse_dataflow.core.layouts.allocation import allocation_table
-from sparse_dataflow.core.model.mixing import isolated_components
+from sparse_dataflow.core.messages import say, say_result
 from sparse_dataflow.core.ops import quantized
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.training import cost, hooks
+from sparse_dataflow.core.training.clock import Clock
 from sparse_dataflow.core.training.loop import Trainer, advance_side_by_side
-from sparse_dataflow.core.training.monitoring import goodput, trackers
-from sparse_dataflow.core.training.monitoring.goodput import stall_alerts
-from sparse_dataflow.core.training.monitoring.metrics import (
-    MetricsWriter,
-    read_metrics,
-    say,
-    say_result,
-)
-from sparse_dataflow.core.training.monitoring.time_left import Progress, TimeLeft
-from sparse_dataflow.core.training.phases import Variant, refuse_unfit, variants
+from sparse_dataflow.core.training.phases import Variant, refuse_unfit
 from sparse_dataflow.core.training.programs import Compiled, TrainingData, compile_programs
 from sparse_dataflow.core.training.saved_state import FrozenBase
 from sparse_dataflow.data import cache, hub
@@ -64,8 +53,18 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.interchange import growth, pattern_pruning, starting_point
 from sparse_dataflow.interchange.starting_point import StartingPoint
+from sparse_dataflow.monitoring import goodput, trackers
+from sparse_dataflow.monitoring.goodput import stall_alerts
+from sparse_dataflow.monitoring.metrics import MetricsWriter, read_metrics
+from sparse_dataflow.monitoring.time_left import Progress, Show, TimeLeft
 from sparse_dataflow.planner import memory
+from sparse_dataflow.relay.relay_executor import RelayExecutor
 from sparse_dataflow.reporting.report import PAGE
+from sparse_dataflow.runs.allocation import allocation_table
+from sparse_dataflow.runs.mirror import copied_to
+from sparse_dataflow.runs.mixing import isolated_components
+from sparse_dataflow.runs.run_config import RunConfig
+from sparse_dataflow.runs.variants import variants
 
 EVALUATIONS_A_RUN = 8
 
@@ -205,7 +204,7 @@ class Job:
             with stop_on_signals(say) as stop:
                 self._advance(trainers, stop, goodput_log)
             # Also where a signal came after the last step.
-            stopped = processes.any_process(bool(stop()))
+            stopped = collectives.any_process(bool(stop()))
             finished = all(trainer.finished for trainer in trainers) and not stopped
             if words := data.train.skipped_words:
                 say(f"left out of {corpus.name}: {words}")
@@ -226,7 +225,7 @@ class Job:
             say(f"stopped; resume with: {again}")
             return Run(folder, config, False, status=processes.stopped_status(stop()))
         headline = ""
-        if processes.is_first():
+        if collectives.is_first():
             for v in models:
                 if spans := programs[v.name][-1].timeline():
                     say(f"{v.name:>6}: {relay_plan.measured(spans)}")
@@ -338,7 +337,7 @@ class Job:
         """The models with the steps that the config says, or that fit into its minutes."""
         with self.clock.during("compile"):
             steps = settling.planned_steps(self.config, models, programs, data, self.executor)
-        steps = processes.broadcast(steps)
+        steps = collectives.broadcast(steps)
         models = [v.with_steps(steps[v.name]) for v in models]
         _refuse_unfit_steps(models)
         return models
@@ -391,12 +390,19 @@ class Job:
             self.folder / v.name,
             data,
             programs,
-            hooks.usual(*every, v.training.skip_spikes, mfu=mfu, progress=progress),
+            hooks.usual(
+                *every,
+                v.training.skip_spikes,
+                record=hooks.Record(mfu, progress.note),
+                last=[Show(progress, *every)],
+            ),
             executor=executor,
             start=self._start(v, data),
             base=self._frozen(v, record),
             clock=self.clock,
-            checkpoints=functools.partial(Checkpoints, mirror=mirror),
+            checkpoints=functools.partial(
+                Checkpoints, mirror=copied_to(mirror) if mirror else None
+            ),
             metrics=functools.partial(MetricsWriter, tracker_names=names, config=config.to_json()),
         )
 
@@ -413,7 +419,7 @@ class Job:
         with contextlib.ExitStack() as stack:
             stack.callback(profile.close)
             stack.enter_context(stall_alerts(self.clock, alert, settings.stall_alert))
-            if settings.profile_server and processes.is_first():
+            if settings.profile_server and collectives.is_first():
                 post = {"POST": self._trace_on_request}
                 stack.enter_context(loopback.served(settings.profile_server, post))
             profile.update(trainers[0].step)

@@ -9,18 +9,19 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from sparse_dataflow.core.config import arguments, run
-from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.stacks import weights_of
-from sparse_dataflow.core.training.phases import variant
 from sparse_dataflow.data.tokenizer import Tokenizer, byte_tokenizer
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files import console
 from sparse_dataflow.files.errors import UserError, redact
 from sparse_dataflow.interchange import hub_models, huggingface, peft, starting_point
 from sparse_dataflow.interchange.model_card import model_card
+from sparse_dataflow.runs import run_config as run
+from sparse_dataflow.runs.run_config import RunConfig
+from sparse_dataflow.runs.variants import variant
 
 
 @arguments.checked

@@ -13,20 +13,20 @@ from sparse_dataflow.commands.models import evaluation_report
 from sparse_dataflow.commands.preflight import executor_plan
 from sparse_dataflow.core.config.model import PRECISIONS
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
-from sparse_dataflow.core.executors.relay import timeline
+from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.loop import Trainer
-from sparse_dataflow.core.training.monitoring import goodput
-from sparse_dataflow.core.training.monitoring.metrics import read_metrics, say
-from sparse_dataflow.core.training.sections import section_seconds
 from sparse_dataflow.data.prompts import held_out_prompts
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.generate import generate_tokens
 from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.planner import memory
+from sparse_dataflow.monitoring import goodput
+from sparse_dataflow.monitoring.metrics import read_metrics
+from sparse_dataflow.monitoring.sections import section_seconds
+from sparse_dataflow.relay import timeline
 from sparse_dataflow.reporting.report import PAGE, write_report
 from sparse_dataflow.reporting.report_data import (
     Continuation,
@@ -128,7 +128,7 @@ def _variant(folder, trainer, chip, timed, token_seconds):
         name=trainer.name,
         loss=evaluation["loss"],
         bits_per_byte=evaluation["bits_per_byte"],
-        stored_parameters=memory.parameter_count(model),
+        stored_parameters=cost.parameter_count(model),
         training_bytes=sum(sizes.values()),
         tokens_per_second=tokens_a_step / step_seconds,
         step_seconds=step_seconds,
@@ -194,7 +194,7 @@ def _evolution_notes(trainers, variants):
         changes = [row for row in variant.history if row["kind"] == "evolution"]
         seconds = sum(row["update_seconds"] for row in changes)
         starts = ", ".join(
-            f"{memory.parameter_count(phase.model):,} parameters from step {phase.start + 1}"
+            f"{cost.parameter_count(phase.model):,} parameters from step {phase.start + 1}"
             for phase in t.phases
         )
         yield (

@@ -10,17 +10,18 @@ from typing import Any
 # Importing them registers the names of patterns and methods, which the configs check.
 import sparse_dataflow.core.layouts.evolution
 import sparse_dataflow.core.layouts.patterns  # noqa: F401
-from sparse_dataflow.core.config import run, settings
-from sparse_dataflow.core.config.families import FAMILY_FIELDS, MIXTURE
+from sparse_dataflow.core.config import settings
+from sparse_dataflow.core.config.attention_settings import FAMILY_FIELDS, MIXTURE
 from sparse_dataflow.core.config.model import GROWN
-from sparse_dataflow.core.config.parallel import ONLY_RELAY, ParallelConfig
 from sparse_dataflow.core.config.projections import PROJECTIONS
-from sparse_dataflow.core.config.run import GPT2_VOCABULARY, SIZES, RunConfig
 from sparse_dataflow.core.config.settings import ASKED, FRESH, Setting
 from sparse_dataflow.core.config.training import is_factory
 from sparse_dataflow.files import addresses
 from sparse_dataflow.files.addresses import is_address
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs import run_config as run
+from sparse_dataflow.runs.parallel import ONLY_RELAY, ParallelConfig
+from sparse_dataflow.runs.run_config import GPT2_VOCABULARY, SIZES, RunConfig
 
 EVOLUTION = "evolution.method"
 _SCALE = "run.scale"

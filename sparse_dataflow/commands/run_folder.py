@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sparse_dataflow.cluster import processes, signals
+from sparse_dataflow.cluster import signals
 from sparse_dataflow.commands import address_runs
 from sparse_dataflow.commands.command_line import command_of
-from sparse_dataflow.core.config import run, settings
-from sparse_dataflow.core.config.run import RunConfig
-from sparse_dataflow.core.training.monitoring.metrics import say
+from sparse_dataflow.core import collectives
+from sparse_dataflow.core.config import settings
+from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.training.saved_state import micro_batches_matter
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
@@ -35,6 +35,8 @@ from sparse_dataflow.files.addresses import Address, is_address
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.folders import FolderLock
 from sparse_dataflow.files.json_files import differences
+from sparse_dataflow.runs import run_config as run
+from sparse_dataflow.runs.run_config import RunConfig
 
 MICRO_BATCHES = "training.micro_batches"
 _DIFFERENCES_SHOWN = 3
@@ -66,7 +68,7 @@ def opened(
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     at_address = is_address(out)
     local = str(address_runs.work_folder(out)) if at_address else out
-    folder = Path(processes.broadcast(local or f"runs/{experiment}-{stamp}"))
+    folder = Path(collectives.broadcast(local or f"runs/{experiment}-{stamp}"))
     locks: list[FolderLock | AddressLock] = []
     with contextlib.ExitStack() as stack:
 
@@ -108,7 +110,7 @@ def opened(
             for lock in locks if at_address else locks[:1]:
                 lock.check()
 
-        processes.on_first(prepare)
+        collectives.on_first(prepare)
         if at_address:
             address_runs.refuse_unshared(folder, out)
         try:
@@ -182,7 +184,7 @@ def mirrored(folder: Path, mirror: str) -> Path | Address | None:
         except OSError as error:
             raise UserError(f"run.mirror={second} cannot be written: {error.strerror}.") from error
 
-    processes.on_first(copy)
+    collectives.on_first(copy)
     return second
 
 
@@ -192,7 +194,7 @@ def start(folder: Path, config: RunConfig, record: RunRecord, tokenizer: Tokeniz
     Raises:
       UserError: files came into the folder meanwhile, or it cannot be written.
     """
-    if not processes.is_first():
+    if not collectives.is_first():
         return
     folders.refuse_foreign(folder, record.experiment, names=_UNFINISHED)
     try:

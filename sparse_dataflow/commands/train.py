@@ -7,22 +7,22 @@ from pathlib import Path
 
 import jax
 
-from sparse_dataflow.cluster import processes
-from sparse_dataflow.cluster.watch import Clock
 from sparse_dataflow.commands import branch, devices, run_folder
 from sparse_dataflow.commands import command_line as commands
 from sparse_dataflow.commands.job import Job, Run
 from sparse_dataflow.commands.planning import described
 from sparse_dataflow.commands.request import Request
+from sparse_dataflow.core import collectives
 from sparse_dataflow.core.config import arguments
-from sparse_dataflow.core.config.run import RunConfig
-from sparse_dataflow.core.training.monitoring.metrics import say
+from sparse_dataflow.core.messages import say
+from sparse_dataflow.core.training.clock import Clock
 from sparse_dataflow.files import addresses
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.detect import keep_freed_memory
 from sparse_dataflow.planner import scales
+from sparse_dataflow.runs.run_config import RunConfig
 
 _DTYPE = "model.compute_dtype"
 
@@ -133,7 +133,7 @@ def run(request: Request, experiment: str, *, sparse: bool = True) -> int:
         resume = bool(request.resume)
         command = commands.started_by(experiment), *sys.argv[1:]
         if request.branches:
-            processes.on_first(lambda: branch.make(request.resume, config, command))
+            collectives.on_first(lambda: branch.make(request.resume, config, command))
         return train(
             config, resume=resume, experiment=experiment, command=command, clock=clock
         ).status

@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 
-from sparse_dataflow.core.config.run import DataConfig, RunConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
-from sparse_dataflow.core.training.batches import EvalBatches, TokenMixture, TrainBatches
-from sparse_dataflow.core.training.monitoring.metrics import say
+from sparse_dataflow.core.messages import say
+from sparse_dataflow.core.training import programs
+from sparse_dataflow.core.training.cost import parameter_count
 from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.core.training.programs import HeldOut, TrainingData
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.answers import AnswerBatches, AnswerEvalBatches, AnswerRows
+from sparse_dataflow.data.batches import EvalBatches, TokenMixture, TrainBatches
 from sparse_dataflow.data.cache import TokenArray
 from sparse_dataflow.data.corpora import Corpus, load_corpus
 from sparse_dataflow.data.examples import encode
@@ -20,7 +21,7 @@ from sparse_dataflow.data.tokens import prepare_tokens, split_tokens
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.named_tokenizers import named_tokenizer
-from sparse_dataflow.planner.memory import parameter_count
+from sparse_dataflow.runs.run_config import DataConfig, RunConfig
 
 EVALUATION_WINDOWS = 64
 """Windows of each corpus in a periodic evaluation, at most, at equal distances over the split."""
@@ -114,7 +115,9 @@ MOST_EPOCHS = 10
 """Passes over a corpus above which a run says so; more than 4 add little (arXiv 2305.16264)."""
 
 
-def thin_data(corpus: Corpus, train: TrainBatches, variants: Sequence[Variant]) -> list[str]:
+def thin_data(
+    corpus: Corpus, train: programs.TrainBatches, variants: Sequence[Variant]
+) -> list[str]:
     """Returns a sentence for each model that the corpus is too small for.
 
     Args:
@@ -123,6 +126,7 @@ def thin_data(corpus: Corpus, train: TrainBatches, variants: Sequence[Variant]) 
     """
     if isinstance(train, AnswerBatches):
         return []
+    assert isinstance(train, TrainBatches)
     named = [(name or source.name, weight) for name, source, weight in corpus.mixture]
     named = named or [(corpus.name, 1.0)]
     tokens = train.tokens

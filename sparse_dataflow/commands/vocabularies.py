@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sparse_dataflow.core.config.run import DataConfig
-from sparse_dataflow.core.training.monitoring.metrics import say
+from sparse_dataflow.core.messages import say
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.interchange import extended_vocabulary
 from sparse_dataflow.interchange.extended_vocabulary import fertility
+from sparse_dataflow.runs.run_config import DataConfig
 
 MEASURED_CHARACTERS = 2**20
 """Most characters of the held-out text of a corpus by which tokenizers are compared."""

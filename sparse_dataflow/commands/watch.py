@@ -14,13 +14,14 @@ import jax
 
 from sparse_dataflow.commands import run_list
 from sparse_dataflow.core.config import settings
-from sparse_dataflow.core.training.hooks import LayoutReader, SavedLayouts
-from sparse_dataflow.core.training.monitoring import goodput
-from sparse_dataflow.core.training.monitoring.metrics import MetricsReader, say
+from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.evaluation import run_files
 from sparse_dataflow.files import json_files, loopback, storage
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.monitoring import goodput
+from sparse_dataflow.monitoring.metrics import MetricsReader
+from sparse_dataflow.monitoring.saved_layouts import LayoutReader, SavedLayouts
 from sparse_dataflow.reporting import watch_page
 from sparse_dataflow.reporting.quantities import finite
 from sparse_dataflow.reporting.watch_page import WatchedRun

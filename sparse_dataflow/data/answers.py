@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from sparse_dataflow.core.training.batches import Batch, EvalBatches, TrainBatches, local_rows
+from sparse_dataflow.data.batches import Batch, EvalBatches, TrainBatches, local_rows
 from sparse_dataflow.data.examples import EncodedExamples
 from sparse_dataflow.files.errors import UserError
 

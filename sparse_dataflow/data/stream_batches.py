@@ -11,14 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sparse_dataflow.cluster import processes
-from sparse_dataflow.core.training.batches import (
-    Batch,
-    TrainBatches,
-    drawn,
-    drawn_before,
-    local_rows,
-)
+from sparse_dataflow.core import collectives
+from sparse_dataflow.data.batches import Batch, TrainBatches, drawn, drawn_before, local_rows
 from sparse_dataflow.data.cache import TokenArray
 from sparse_dataflow.data.lanes import (
     Ahead,
@@ -172,7 +166,7 @@ class StreamBatches(TrainBatches):
                 block = counts[source] // self._windows_a_block
                 newest, start = self._starts.latest((source, lane), block)
                 table[source, lane] = (newest, *start)
-        return processes.newest(table).tolist()
+        return collectives.newest(table).tolist()
 
     def resume(self, positions: Any) -> None:
         """Takes the positions of a checkpoint, which are not trusted.

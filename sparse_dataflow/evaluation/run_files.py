@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparse_dataflow.core.config.run import RunConfig
-from sparse_dataflow.core.training.phases import Variant, variants
+from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError, redact_json
 from sparse_dataflow.files.folders import refuse_outside_links
+from sparse_dataflow.runs.run_config import RunConfig
+from sparse_dataflow.runs.variants import variants
 
 _MAX_BYTES = 4 * 2**20
 PYTHON_CALL = "sd."

@@ -12,7 +12,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sparse_dataflow.core.config.families import (
+from sparse_dataflow.core.config.attention_settings import (
     ALL_HEADS,
     EACH_HEAD,
     EXPERT_TRAINING,
@@ -23,7 +23,7 @@ from sparse_dataflow.core.config.families import (
     SLIDING,
     UNROTATED,
 )
-from sparse_dataflow.core.config.families import shortest_layer_types as pattern
+from sparse_dataflow.core.config.attention_settings import shortest_layer_types as pattern
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PROJECTIONS
 from sparse_dataflow.files.errors import UserError

@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from sparse_dataflow.core.config.families import FULL, ROTATED, SLIDING, UNROTATED
-from sparse_dataflow.core.config.families import shortest_layer_types as pattern
+from sparse_dataflow.core.config.attention_settings import FULL, ROTATED, SLIDING, UNROTATED
+from sparse_dataflow.core.config.attention_settings import shortest_layer_types as pattern
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.files.errors import UserError
 

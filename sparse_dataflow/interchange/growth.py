@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.core.config.families import ALL_HEADS, MIXTURE
+from sparse_dataflow.core.config.attention_settings import ALL_HEADS, MIXTURE
 from sparse_dataflow.core.config.layer_groups import split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, PROJECTIONS, ROW_PARALLEL

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from sparse_dataflow.core.config import arguments
-from sparse_dataflow.core.config.run import LONGEST_SEQUENCE
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.evaluation.run_files import read_config
 from sparse_dataflow.evaluation.trained import NEWEST, Model
@@ -14,6 +13,7 @@ from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import hub_models, huggingface
 from sparse_dataflow.interchange.starting_point import load_run
+from sparse_dataflow.runs.run_config import LONGEST_SEQUENCE
 
 
 def variants(folder: str | Path) -> tuple[str, ...]:

@@ -5,13 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sparse_dataflow.core.training import cost
-from sparse_dataflow.core.training.monitoring.metrics import read_metrics
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files import console, json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.output import markdown
 from sparse_dataflow.interchange import numpy_reader
-from sparse_dataflow.planner import memory
+from sparse_dataflow.monitoring.metrics import read_metrics
 
 EVALUATION = "evaluation.json"
 _NO_TASK = f"None was evaluated; `{console.command('evaluate')} --run=RUN` does."
@@ -101,7 +100,7 @@ def _sentence(trained, record):
 
 def _shape(trained):
     model = trained.model
-    dense = memory.parameter_count(dataclasses.replace(model, linears=()))
+    dense = cost.parameter_count(dataclasses.replace(model, linears=()))
     flops = cost.flops_per_token(model, trained.context, training=False)
     rows = [
         ("layers, width, heads", f"{model.num_layers}, {model.d_model}, {model.num_heads}"),
@@ -110,7 +109,7 @@ def _shape(trained):
         ("parametrization", model.parametrization),
         ("vocabulary", f"{model.vocab_size:,} tokens"),
         ("context it was trained with", f"{trained.context} tokens"),
-        ("parameters stored", f"{memory.parameter_count(model):,} (dense: {dense:,})"),
+        ("parameters stored", f"{cost.parameter_count(model):,} (dense: {dense:,})"),
         ("forward FLOPs a token", f"{flops.total:.3g}"),
         ("optimizer steps", f"{trained.step:,} of {trained.training.steps:,}"),
     ]

@@ -9,9 +9,9 @@ import numpy as np
 from sparse_dataflow.core.config.model import GROWN, ModelConfig
 from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS
 from sparse_dataflow.core.layouts.layout import BlockLayout
+from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.optim.optimizers import TrainState
-from sparse_dataflow.core.training.monitoring.metrics import say
 from sparse_dataflow.core.training.transitions import change_model
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import feature_order, width

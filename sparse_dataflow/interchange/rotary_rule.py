@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from sparse_dataflow.core.config.families import READ_BY_SCALING as USED
+from sparse_dataflow.core.config.attention_settings import READ_BY_SCALING as USED
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.config_rules import Rule, unsupported

@@ -18,20 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.cluster import processes
+from sparse_dataflow.core import collectives
 from sparse_dataflow.core.config import remat
-from sparse_dataflow.core.config.families import EXPERT_TRAINING
+from sparse_dataflow.core.config.attention_settings import EXPERT_TRAINING
 from sparse_dataflow.core.config.layer_groups import layer_linear
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, PROJECTIONS
-from sparse_dataflow.core.config.run import (
-    LONGEST_SEQUENCE,
-    PRUNE_TO,
-    SIZES,
-    RunConfig,
-    preset,
-    supar,
-)
 from sparse_dataflow.core.config.sparsity import SparsityConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
@@ -40,6 +32,7 @@ from sparse_dataflow.core.model.experts import expert_layout
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.by_weight import VOCABULARY
 from sparse_dataflow.core.optim.optimizers import TrainState, make_optimizer
+from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.transitions import change_model
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation import trained
@@ -55,7 +48,14 @@ from sparse_dataflow.interchange import (
 )
 from sparse_dataflow.interchange.calibration import input_norms
 from sparse_dataflow.interchange.fetched_model import on_this_machine, origin
-from sparse_dataflow.planner import memory
+from sparse_dataflow.runs.run_config import (
+    LONGEST_SEQUENCE,
+    PRUNE_TO,
+    SIZES,
+    RunConfig,
+    preset,
+    supar,
+)
 
 SPARSE, DENSE = "sparse", "dense"
 
@@ -117,8 +117,8 @@ def run_config(
     model = start.model
     grouped = pattern_pruning.is_grouped(model, start.tables)
     dense = dataclasses.replace(model, linears={}, density_by_depth=(), **larger)
-    count = memory.parameter_count(dense)
-    sizes = {name: memory.parameter_count(size) for name, size in SIZES.items()}
+    count = cost.parameter_count(dense)
+    sizes = {name: cost.parameter_count(size) for name, size in SIZES.items()}
     base = preset(min(sizes, key=lambda name: abs(math.log(sizes[name] / count))))
     base = supar(base) if model.supar else base
     shape = dataclasses.replace(dense, compute_dtype=compute_dtype, remat=remat.AUTO, seed=0)
@@ -359,7 +359,7 @@ def initial_state_from(
         mixed = {name: model.linear(name).hadamard for name in model.projections}
         shape = dataclasses.replace(start.model, compute_dtype=model.compute_dtype)
         norms = input_norms(shape, start.weights, calibration, mixed)
-        norms = processes.broadcast_arrays(norms)  # Each process has other rows of the batches.
+        norms = collectives.broadcast_arrays(norms)  # Each process has other rows of the batches.
     params = jax.tree.map(jnp.array, start.params)
     state = TrainState(step, params, (), start.tables, key)
     if prune_to == "pattern":

@@ -24,8 +24,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.training import cost
 from sparse_dataflow.hardware.chips import Chip
-from sparse_dataflow.planner import efficiency, memory
+from sparse_dataflow.planner import efficiency
 from sparse_dataflow.planner.search import Priced
 
 REGIMES = {
@@ -98,7 +99,7 @@ def regime(config: ModelConfig, sequence: int) -> str:
     """Returns the regime of a run."""
     if sequence > _LONG:
         return "long"
-    return "large" if memory.parameter_count(config) >= _LARGE else "small"
+    return "large" if cost.parameter_count(config) >= _LARGE else "small"
 
 
 def band(models: Sequence[ModelConfig], sequence: int, chip: Chip) -> Band | None:
@@ -115,7 +116,7 @@ def band(models: Sequence[ModelConfig], sequence: int, chip: Chip) -> Band | Non
 
 
 def _domain(models, sequence, chip):
-    largest = max(models, key=memory.parameter_count)
+    largest = max(models, key=cost.parameter_count)
     return efficiency.own_key(chip.family), regime(largest, sequence)
 
 

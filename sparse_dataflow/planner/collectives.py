@@ -11,8 +11,8 @@ import math
 
 import numpy as np
 
+from sparse_dataflow.core.config.expert_rows import exchanged_rows
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.parallel import exchanged_rows
 from sparse_dataflow.core.config.projections import ROW_PARALLEL
 from sparse_dataflow.hardware.chips import Network
 from sparse_dataflow.planner.efficiency import Efficiency

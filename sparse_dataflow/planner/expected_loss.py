@@ -9,7 +9,7 @@ import dataclasses
 import math
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.planner import memory
+from sparse_dataflow.core.training import cost
 
 LAWS = (
     {"e": 1.8172, "a": 482.01, "b": 2085.43, "alpha": 0.3478, "beta": 0.3658},
@@ -77,10 +77,10 @@ def _loss(law, parameters, tokens) -> float:
 
 def _dense_parameters(model, dense, number) -> float:
     """Returns the parameters of a dense model of equal loss, by an entry of GAIN_AT_EIGHTH."""
-    total = memory.parameter_count(model)
+    total = cost.parameter_count(model)
     shapes = [dense.projection_shape(name) for name in dense.projections]
     whole = dense.num_layers * sum(math.prod(shape) for shape in shapes)
-    stored = whole - (memory.parameter_count(dense) - total)
+    stored = whole - (cost.parameter_count(dense) - total)
     share = min(stored / whole, 1.0)
     capacity = GAIN["a_s"] * share ** GAIN["b_s"] + GAIN["c_s"]
     gain = (capacity / (GAIN["a_s"] + GAIN["c_s"])) ** (-1 / GAIN["b_n"])

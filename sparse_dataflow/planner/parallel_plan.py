@@ -11,9 +11,9 @@ from collections.abc import Collection
 import numpy as np
 
 from sparse_dataflow.core.config.model import DTYPES, ModelConfig
-from sparse_dataflow.core.config.parallel import EXPERTS
 from sparse_dataflow.core.config.training import OPTIMIZERS, is_factory
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.parallel import EXPERTS
 
 Counts = int | np.ndarray
 

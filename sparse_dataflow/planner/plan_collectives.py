@@ -6,8 +6,8 @@ All functions broadcast over the counts of a `ParallelPlan`.
 import numpy as np
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.parallel import key_value_copies
 from sparse_dataflow.core.config.projections import ROW_PARALLEL
+from sparse_dataflow.core.executors.mesh_axes import key_value_copies
 from sparse_dataflow.hardware.chips import Network
 from sparse_dataflow.planner import collectives
 from sparse_dataflow.planner.efficiency import Efficiency
@@ -16,7 +16,7 @@ from sparse_dataflow.planner.parallel_plan import RECOMPUTED, ParallelPlan
 FEATURE_OVERLAP = 1 / 8
 """Largest fraction of the collectives of a block that overlaps with products on the axes "feature"
 and "tensor": compiled programs for H100 and v5e schedule an eighth of the bytes while products run
-(`tests/planner/aot/overlaps.py`; docs/devices.md).  The fitted fraction comes from runs without
+(`tests/compile/overlaps.py`; docs/devices.md).  The fitted fraction comes from runs without
 that axis.
 """
 

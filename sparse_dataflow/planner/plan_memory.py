@@ -3,7 +3,7 @@
 "fsdp" and "context" shard what the ZeRO stage says (arXiv 1910.02054, section 5): moments from
 stage 1, gradients from 2, weights from 3.  Arrays that
 the axes do not divide stay replicated, and so do biases and norms.  The buffers of a pipeline are
-those of `executors/pipeline/pipeline.py` for every schedule; `experiments.compile_plan` compares
+those of `pipeline/pipeline.py` for every schedule; `experiments.compile_plan` compares
 them with the compiler's.
 """
 
@@ -18,10 +18,11 @@ import numpy as np
 from sparse_dataflow.core.config import remat
 from sparse_dataflow.core.config.layer_groups import layer_groups, with_densest_layers
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.parallel import key_value_copies
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP, ROW_PARALLEL
 from sparse_dataflow.core.config.remat import chunk_tokens
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors.mesh_axes import key_value_copies
+from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.cost import stored_fractions
 from sparse_dataflow.planner import memory, step_time
 from sparse_dataflow.planner.memory import MemoryEstimate
@@ -63,7 +64,7 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     gradient = memory.gradient_bytes(np.asarray(plan.accumulation), plan.state_dtype)
     staged_gradients = memory.MASTER_BYTES * (weights + np.where(sharded, held[2], 0))
     # ZeRO 3: gradients of the embedding and of one projection before they are reduce-scattered.
-    full = (memory.embeddings(config) + _largest_projection(config, plan)) / plan.layer_chips
+    full = (cost.embeddings(config) + _largest_projection(config, plan)) / plan.layer_chips
     full = np.where(sharded & ~staged & (plan.zero == 3), memory.MASTER_BYTES * full, 0)
     # Below ZeRO 3 every chip holds all weights: the updated ones are gathered before they replace
     # the old ones.  ZeRO 2 reduce-scatters the gradients of a whole micro-batch, not of a layer.
@@ -120,7 +121,7 @@ def run_bytes(
     gathers = (np.asarray(plan.state_shards) > 1) & (plan.zero == 3)
     # The frozen weights have the compute dtype already, but for those in int8.  A chip copies what
     # it gathers of them, and the adapters.
-    gathered = estimate.working_copy - memory.parameter_count(config) * share * compute
+    gathered = estimate.working_copy - cost.parameter_count(config) * share * compute
     copied = config
     if plan.remat != "none":
         copied = memory.single_layer(dataclasses.replace(config, remat=plan.remat))
@@ -186,8 +187,8 @@ def _stage_vectors(config, plan):
         for name in column
         if name in config.biases
     )
-    matrices = memory.embeddings(config) + memory.matrix_count(config) + _low_rank_weights(config)
-    vectors = (memory.parameter_count(config) - matrices) / config.num_layers
+    matrices = cost.embeddings(config) + memory.matrix_count(config) + _low_rank_weights(config)
+    vectors = (cost.parameter_count(config) - matrices) / config.num_layers
     layers = plan.stage_layers(config)
     one = layers * (vectors - wide + wide / np.asarray(plan.tensor))
     return layers * vectors / plan.layer_chips, one
@@ -239,7 +240,7 @@ def _gathered_weights(config, plan, weights):
     if config.remat != "none":
         return 0.0
     exchanged = step_time.stage_experts(config, plan) * plan.exchanges
-    blocks = weights - memory.embeddings(config) / plan.layer_chips - exchanged
+    blocks = weights - cost.embeddings(config) / plan.layer_chips - exchanged
     return np.where(gathers, blocks * memory.DTYPE_BYTES[config.compute_dtype], 0.0)
 
 
@@ -253,10 +254,10 @@ def _working_copy(config, plan, weights, share):
     gathers = (np.asarray(plan.state_shards) > 1) & (plan.zero == 3)
     single = stage_parameters(memory.single_layer(config), plan)
     own = (1 - 1 / np.asarray(plan.fsdp)) * step_time.stage_experts(config, plan) * plan.exchanges
-    block = single - memory.embeddings(config) / plan.layer_chips - own / plan.stage_layers(config)
+    block = single - cost.embeddings(config) / plan.layer_chips - own / plan.stage_layers(config)
     local = weights if config.remat == "none" else single
     # The head needs the whole embedding, at a time at which no block is gathered.
-    layer = np.maximum(block, memory.embeddings(config) / plan.layer_chips)
+    layer = np.maximum(block, cost.embeddings(config) / plan.layer_chips)
     copies = np.where(gathers, weights * share + layer, local)
     copies = np.where(staged, weights - own if plan.zero == 3 else single, copies)
     compute = memory.DTYPE_BYTES[config.compute_dtype]
@@ -284,7 +285,7 @@ def _shard_share(config, plan, stage):
         return 1.0
     fsdp, tensor, feature = (np.asarray(n) for n in (plan.state_shards, plan.tensor, plan.feature))
     # Number of weights, and whether "fsdp" with "context" divides them.
-    parts = [(memory.embeddings(config), config.d_model % fsdp == 0)]
+    parts = [(cost.embeddings(config), config.d_model % fsdp == 0)]
     for group, name in itertools.product(layer_groups(config), config.projections):
         spec, (inside, outside) = config.linear(name), config.projection_shape(name)
         copied = (name in KEY_VALUE) & (key_value_copies(config, tensor) > 1)

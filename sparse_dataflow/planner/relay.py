@@ -17,15 +17,16 @@ from collections.abc import Sequence
 
 from sparse_dataflow.core.config.layer_groups import layer_groups
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.parallel import PINNED_SETTING
 from sparse_dataflow.core.config.remat import chunk_tokens
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.planner import memory, relay_time
 from sparse_dataflow.planner.memory import DTYPE_BYTES, MASTER_BYTES
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.planner.plan_memory import plan_bytes
+from sparse_dataflow.relay.pinned_memory import PINNED_SETTING
 
 IN_FLIGHT = 2
 """Sections with gradients on the device at once; that of `parameter_server`, which loads jax."""
@@ -157,7 +158,7 @@ def estimate(
         )
     compute = DTYPE_BYTES[model.compute_dtype]
     boundary = batch * sequence // devices * model.d_model * compute
-    parameters = memory.parameter_count(model)
+    parameters = cost.parameter_count(model)
     state = parameters * MASTER_BYTES
     matrices = memory.matrix_count(model)
     state += memory.moment_bytes(model, parameters, matrices, state_dtype, training.optimizer)
@@ -231,7 +232,7 @@ def _largest_block(model):
 
 
 def _largest_layer(model):
-    largest = max(layer_groups(model), key=lambda group: memory.parameter_count(group.model)).model
+    largest = max(layer_groups(model), key=lambda group: cost.parameter_count(group.model)).model
     return dataclasses.replace(largest, num_layers=1, shared_layers=False)
 
 

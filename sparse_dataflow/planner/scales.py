@@ -5,10 +5,10 @@ import math
 from collections.abc import Mapping
 
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.planner import memory, plan_memory
+from sparse_dataflow.runs.run_config import SIZES
 
 LAPTOP_SCALE = "nano"
 TARGET_SCALE = "13b"

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparse_dataflow.core.config import parallel as residual
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
-from sparse_dataflow.core.config.parallel import EXPERTS, key_value_copies
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP, ROW_PARALLEL
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors import mesh_axes
+from sparse_dataflow.core.executors.mesh_axes import key_value_copies
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.planner import relay
@@ -27,6 +27,7 @@ from sparse_dataflow.planner.memory import USABLE, MemoryEstimate
 from sparse_dataflow.planner.parallel_plan import BUBBLES, ParallelPlan
 from sparse_dataflow.planner.plan_memory import alternating_bytes, run_bytes
 from sparse_dataflow.planner.step_time import StepTime, step_time
+from sparse_dataflow.runs.parallel import EXPERTS
 
 COUNTS = ("tensor", "feature", "context", "stage", "data", "micro_batch", "chunks")
 NAMES = ("schedule", "zero", "remat", "experts")
@@ -446,7 +447,7 @@ def _uneven_blocks(config, tensor):
 @functools.partial(np.vectorize, excluded=(0,), otypes=[bool])
 def _uncut(config, tensor, feature):
     """Returns whether the axis "feature" cannot cut the residual stream."""
-    return bool(residual.feature_obstacle(config, int(tensor), int(feature)))
+    return bool(mesh_axes.feature_obstacle(config, int(tensor), int(feature)))
 
 
 def _divisors(number: int) -> Sequence[int]:

@@ -15,21 +15,22 @@ from typing import Any
 
 import numpy as np
 
-from sparse_dataflow.core.config import parallel as meshes
 from sparse_dataflow.core.config import remat as kinds_of_remat
+from sparse_dataflow.core.config.depth import DepthSchedule
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
-from sparse_dataflow.core.config.parallel import AUTO_MESH as AUTO
-from sparse_dataflow.core.config.parallel import DepthSchedule
-from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors import mesh_axes
+from sparse_dataflow.core.executors.mesh_axes import AUTO_MESH as AUTO
+from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.hardware.machines import Machine
-from sparse_dataflow.planner import bands, memory, search
+from sparse_dataflow.planner import bands, search
 from sparse_dataflow.planner import relay as relays
 from sparse_dataflow.planner.memory import USABLE, runs_fused
 from sparse_dataflow.planner.parallel_plan import BUBBLES, ParallelPlan
 from sparse_dataflow.planner.search import ROOMY, PhaseShare, Request
+from sparse_dataflow.runs.run_config import RunConfig
 
 ModelsOf = Callable[[RunConfig], Mapping[str, Sequence[PhaseShare]]]
 """Returns name -> phases of each model that a run trains."""
@@ -208,7 +209,7 @@ def _is_open(config, machine):
 def request_of(config: RunConfig, models_of: ModelsOf, machine: Machine) -> Request:
     """Returns the search that prices plans of a config on a machine."""
     trained = tuple(tuple(phases) for phases in models_of(config).values())
-    first = max((phase.model for phase in trained[0]), key=memory.parameter_count)
+    first = max((phase.model for phase in trained[0]), key=cost.parameter_count)
     text = config.model.remat
     mixed = text not in (*REMATS, kinds_of_remat.AUTO)
     return Request(
@@ -242,7 +243,7 @@ def levels(config: RunConfig, request: Request, staged: bool = False) -> search.
     schedules: tuple[str, ...] = tuple(dict.fromkeys((next(iter(BUBBLES)), schedule)))
     result = dict(search.space(request))
     if parallel.mesh != AUTO:
-        sizes = meshes.parse_mesh(parallel.mesh, chips)
+        sizes = mesh_axes.parse_mesh(parallel.mesh, chips)
         result |= {
             axis: (sizes[axis],) for axis in ("tensor", "feature", "context", "stage", "data")
         }
@@ -328,8 +329,8 @@ def _with_plan(config, machine, request, plan) -> Settled:
     if config.model.remat == kinds_of_remat.AUTO:
         chosen["model.remat"] = plan.remat
     if config.parallel.mesh == AUTO and machine.count > 1:
-        chosen["parallel.mesh"] = meshes.mesh_text(
-            {axis: getattr(plan, axis) for axis in meshes.AXES}
+        chosen["parallel.mesh"] = mesh_axes.mesh_text(
+            {axis: getattr(plan, axis) for axis in mesh_axes.AXES}
         )
     changes = {path.replace(".", "__", 1): value for path, value in chosen.items()}
     return Settled(config.change(**changes), machine, request, plan, chosen=chosen)

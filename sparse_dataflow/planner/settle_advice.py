@@ -7,8 +7,7 @@ import math
 import numpy as np
 
 from sparse_dataflow.core.config import remat as kinds_of_remat
-from sparse_dataflow.core.config.parallel import AUTO_MESH as AUTO
-from sparse_dataflow.core.config.run import SIZES, rescaled
+from sparse_dataflow.core.executors.mesh_axes import AUTO_MESH as AUTO
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.hardware.machines import Machine
@@ -16,6 +15,7 @@ from sparse_dataflow.planner import search, settle
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.planner.search import ROOMY, Request
 from sparse_dataflow.planner.settle import ModelsOf
+from sparse_dataflow.runs.run_config import SIZES, rescaled
 
 _MORE_CHIPS = 2**12
 """Most chips of a machine that is advised."""

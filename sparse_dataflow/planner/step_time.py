@@ -13,10 +13,11 @@ import numpy as np
 
 from sparse_dataflow.core.config.layer_groups import with_densest_layers
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.parallel import key_value_copies
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP, PROJECTIONS, ROW_PARALLEL
+from sparse_dataflow.core.executors.mesh_axes import key_value_copies
 from sparse_dataflow.core.training.cost import (
     orthogonalization_flops,
+    parameter_count,
     stored_fractions,
     visible_keys,
 )
@@ -32,7 +33,6 @@ from sparse_dataflow.planner.memory import (
     bytes_of_states,
     has_one_op_mlp,
     matrix_count,
-    parameter_count,
 )
 from sparse_dataflow.planner.parallel_plan import (
     BUBBLES,

@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from sparse_dataflow.core.config.projections import PROJECTIONS
 from sparse_dataflow.core.layouts.evolution import new_shares
-from sparse_dataflow.core.training.hooks import SavedLayouts
+from sparse_dataflow.monitoring.saved_layouts import SavedLayouts
 from sparse_dataflow.reporting import quantities
 from sparse_dataflow.reporting.figures import drawings
 from sparse_dataflow.reporting.figures import layouts as layout_figures

@@ -6,11 +6,11 @@ import drawn
 import pytest
 from storms import Storm
 
-from sparse_dataflow.core.config.run import preset
-from sparse_dataflow.core.training.monitoring import goodput
-from sparse_dataflow.core.training.monitoring.metrics import read_metrics
 from sparse_dataflow.evaluation import run_files
 from sparse_dataflow.evaluation.run_files import RunRecord
+from sparse_dataflow.monitoring import goodput
+from sparse_dataflow.monitoring.metrics import read_metrics
+from sparse_dataflow.runs.run_config import preset
 
 
 @pytest.fixture(scope="module")

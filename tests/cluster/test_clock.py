@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.cluster.watch import START, Clock
+from sparse_dataflow.core.training.clock import START, Clock
 
 
 class Time:

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.cluster import processes
+from sparse_dataflow.core import collectives
 
 
 @pytest.mark.parametrize("others, count", [((), 1), ((0, 1, 1), 2), ((0, 0, 0), 4), ((7, 8, 9), 1)])
@@ -14,7 +15,7 @@ def test_processes_are_counted_by_their_host(monkeypatch, others, count):
     monkeypatch.setattr(processes.jax, "process_count", lambda: 1 + len(others))
     gather = lambda name: np.array([name, *(name + np.uint32(d) for d in others)])  # noqa: E731
     monkeypatch.setattr(processes.multihost_utils, "process_allgather", gather)
-    assert processes.count_on_host() == count
+    assert collectives.count_on_host() == count
 
 
 @given(
@@ -32,7 +33,7 @@ def test_a_record_comes_whole_from_the_process_that_is_furthest(tables):
         patch.setattr(
             processes.multihost_utils, "process_allgather", lambda _: np.asarray(tables, np.int32)
         )
-        merged = processes.newest(np.asarray(tables[-1], np.int32))
+        merged = collectives.newest(np.asarray(tables[-1], np.int32))
     for row, record in enumerate(merged.tolist()):
         offered = [list(table[row]) for table in tables]
         assert record in offered and record[0] == max(first for first, *_ in offered)

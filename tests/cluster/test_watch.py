@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from ports import free_port
 
 from sparse_dataflow.cluster import watch
-from sparse_dataflow.cluster.watch import Clock, Status, Watch
+from sparse_dataflow.cluster.watch import Status, Watch
+from sparse_dataflow.core.training.clock import Clock
 
 STEPPING = Status("a", "step", "step 7 of sparse", idle=100.0, longest_step=2.0)
 

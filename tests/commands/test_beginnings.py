@@ -7,10 +7,10 @@ import pytest
 
 import sparse_dataflow as sd
 from sparse_dataflow.commands.request import Request
-from sparse_dataflow.core.training.monitoring.metrics import read_metrics
 from sparse_dataflow.data import cache
 from sparse_dataflow.evaluation import run_files
 from sparse_dataflow.interchange import starting_point
+from sparse_dataflow.monitoring.metrics import read_metrics
 
 TEXTS = [
     f"Document {number} says that {number} follows {number - 1}. " * 30 for number in range(40)

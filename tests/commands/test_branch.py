@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from sparse_dataflow.commands import branch
-from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.core.optim.optimizers import learning_rate_schedule
-from sparse_dataflow.core.training.phases import variants
 from sparse_dataflow.evaluation import run_files
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.run_config import preset
+from sparse_dataflow.runs.variants import variants
 
 PEAK = 1e-3
 

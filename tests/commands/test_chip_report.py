@@ -13,11 +13,11 @@ import pytest
 
 from sparse_dataflow.commands import chip_report, chip_rows, command_line
 from sparse_dataflow.commands.chip_rows import Row
-from sparse_dataflow.core.config.run import SIZES, preset
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planner import plan_memory
 from sparse_dataflow.reporting import chip_data, chip_page
 from sparse_dataflow.reporting.chip_data import ChipFacts, ChipReport, Measure, RowResult
+from sparse_dataflow.runs.run_config import SIZES, preset
 
 ROOT = pathlib.Path(__file__).parents[2]
 EMPTY = ChipReport(ChipFacts("abacus", "gpu", 2**30), "13b", 0.125, "command", "date", {"jax": "1"})

@@ -9,10 +9,10 @@ import pytest
 from sparse_dataflow.commands import command_line, request
 from sparse_dataflow.commands.request import NAMED
 from sparse_dataflow.core.config import settings
-from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.config.settings import setting
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect
+from sparse_dataflow.runs.run_config import RunConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
 GOLDEN = pathlib.Path(__file__).with_name("help.txt")

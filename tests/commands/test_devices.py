@@ -6,12 +6,12 @@ import pytest
 
 from sparse_dataflow.commands import command_line, devices
 from sparse_dataflow.commands.request import NAMED
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors.pipeline.pipelined import Pipelined
 from sparse_dataflow.core.executors.sharded import Sharded
-from sparse_dataflow.core.training.phases import variants
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.pipeline.pipelined import Pipelined
+from sparse_dataflow.runs.run_config import SIZES
+from sparse_dataflow.runs.variants import variants
 
 
 def executor(*arguments):

@@ -10,7 +10,6 @@ import pytest
 
 from sparse_dataflow.commands.train import train
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors import whole
@@ -20,10 +19,12 @@ from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.core.training import cost
-from sparse_dataflow.core.training.phases import run_flops, variants
+from sparse_dataflow.core.training.phases import run_flops
 from sparse_dataflow.core.training.teacher import Teacher
 from sparse_dataflow.evaluation.run_files import read_record
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.run_config import preset
+from sparse_dataflow.runs.variants import variants
 
 pytestmark = pytest.mark.usefixtures("reports_without_continuations")
 

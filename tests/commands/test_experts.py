@@ -7,19 +7,19 @@ from jax.sharding import AbstractMesh
 
 from sparse_dataflow.commands import devices
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.parallel import ParallelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh as meshes
-from sparse_dataflow.core.executors.relay.relay_executor import RelayExecutor
 from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.core.layouts.evolution import phase_specs
 from sparse_dataflow.core.model.adapters import with_adapters
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface
+from sparse_dataflow.relay.relay_executor import RelayExecutor
+from sparse_dataflow.runs.parallel import ParallelConfig
+from sparse_dataflow.runs.run_config import RunConfig
 
 MODEL = ModelConfig(2, 32, 2, 64, vocab_size=64, max_len=16, experts=4, top_k=2)
 SPARSE = LinearSpec("block_sparse", "monarch", density=0.25, block=8)

@@ -15,14 +15,14 @@ from sparse_dataflow.commands import request
 from sparse_dataflow.commands.models.evaluate import evaluate
 from sparse_dataflow.commands.models.generate import encoded_prompts
 from sparse_dataflow.commands.run_folder import refuse_other_config
-from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.model import adapters
-from sparse_dataflow.core.training.monitoring.metrics import read_metrics
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.examples import encode
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import starting_point
+from sparse_dataflow.monitoring.metrics import read_metrics
+from sparse_dataflow.runs.run_config import RunConfig
 
 LLAMA = Path(__file__).parents[1] / "interchange" / "llama"
 TEMPLATE = (

@@ -12,7 +12,7 @@ import pytest
 import sparse_dataflow as sd
 from sparse_dataflow.commands import command_line as commands
 from sparse_dataflow.commands import run_folder
-from sparse_dataflow.core.training.monitoring.metrics import read_metrics
+from sparse_dataflow.monitoring.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
 TEXTS = [f"Document {number} has a few words of its own, number {number}. " * 40

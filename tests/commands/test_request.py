@@ -11,10 +11,10 @@ from sparse_dataflow.commands import command_line, train
 from sparse_dataflow.commands.job import Run
 from sparse_dataflow.commands.request import NAMED, resume_flags
 from sparse_dataflow.core.config import settings
-from sparse_dataflow.core.config.run import LAPTOP_SCALES, RunConfig, preset
 from sparse_dataflow.evaluation.run_files import RunRecord, to_bytes
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB
+from sparse_dataflow.runs.run_config import LAPTOP_SCALES, RunConfig, preset
 
 RECORD = RunRecord(
     "toy", ("python -m experiments.toy",), "today", {}, "a chip", "texts", "0", "0", 512,

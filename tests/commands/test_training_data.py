@@ -11,16 +11,13 @@ import pytest
 from sparse_dataflow.commands import devices, job, train
 from sparse_dataflow.commands.preflight import settling
 from sparse_dataflow.commands.training_data import corpus_of, thin_data, training_data
-from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.stacks import weights_of
-from sparse_dataflow.core.training.batches import TokenMixture, TrainBatches
-from sparse_dataflow.core.training.phases import variants
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.answers import AnswerEvalBatches, AnswerRows
+from sparse_dataflow.data.batches import TokenMixture, TrainBatches
 from sparse_dataflow.data.chat import checked_example
 from sparse_dataflow.data.corpora import Corpus, load_corpus
 from sparse_dataflow.data.documents import Document
@@ -30,6 +27,9 @@ from sparse_dataflow.evaluation import run_files
 from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect
+from sparse_dataflow.runs.families import FAMILIES
+from sparse_dataflow.runs.run_config import preset
+from sparse_dataflow.runs.variants import variants
 
 
 @pytest.fixture

@@ -19,11 +19,11 @@ import base_tokenizers
 import directories
 
 from sparse_dataflow.commands import request
-from sparse_dataflow.core.training.monitoring.metrics import read_metrics
-from sparse_dataflow.core.training.phases import variants
 from sparse_dataflow.data import cache
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface, starting_point
+from sparse_dataflow.monitoring.metrics import read_metrics
+from sparse_dataflow.runs.variants import variants
 
 pytestmark = pytest.mark.usefixtures("reports_without_continuations")
 TOKENS = 24

@@ -14,10 +14,10 @@ import pytest
 
 import sparse_dataflow as sd
 from sparse_dataflow.commands import watch
-from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.evaluation.run_files import RunRecord, to_bytes
 from sparse_dataflow.files import loopback
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.run_config import preset
 
 PROJECTIONS = ("qkv", "attn_out", "mlp_in", "mlp_out")
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.core.training.batches import TokenMixture, TrainBatches, drawn, drawn_before
+from sparse_dataflow.data.batches import TokenMixture, TrainBatches, drawn, drawn_before
 from sparse_dataflow.data.corpora import load_corpus, mixture_weights
 from sparse_dataflow.data.tokenizer import train_tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens

@@ -15,8 +15,8 @@ import pytest
 from fake_hub import FakeHub
 
 from sparse_dataflow.cluster import processes
-from sparse_dataflow.core.training.batches import TrainBatches
 from sparse_dataflow.data import lanes, shards, stream_batches, streamed
+from sparse_dataflow.data.batches import TrainBatches
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.lanes import BlockStarts, Position
 from sparse_dataflow.data.shards import Shard, Skipped

@@ -11,13 +11,13 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from tensorflow_datasets.proto import tf_example_pb2
 
 from sparse_dataflow.commands.training_data import corpus_of, tokenizer_of
-from sparse_dataflow.core.config.run import DataConfig, preset
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.token_ids import with_text
 from sparse_dataflow.data.tokenizer import Tokenizer, gpt2_tokenizer, id_tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.run_config import DataConfig, preset
 
 IDS = np.random.default_rng(0).integers(0, 50256, 3000)
 IDS[99::100] = 50256  # End of text.

@@ -5,10 +5,10 @@ import sys
 import numpy as np
 import pytest
 
-from sparse_dataflow.core.training.batches import TrainBatches
 from sparse_dataflow.data import fetched
 from sparse_dataflow.data import tokenizer as tokenizer_module
 from sparse_dataflow.data import tokens as tokens_module
+from sparse_dataflow.data.batches import TrainBatches
 from sparse_dataflow.data.tokenizer import gpt2_tokenizer, train_tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
 from sparse_dataflow.files.errors import UserError

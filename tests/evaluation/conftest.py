@@ -16,7 +16,6 @@ from sparse_dataflow.commands import run_folder
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import RunConfig, RunSettings
 from sparse_dataflow.core.config.sparsity import EvolutionConfig, SparsityConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.training.saved_state import identity
@@ -26,6 +25,7 @@ from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.tokenizer import train_tokenizer
 from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.evaluation.trained import Model
+from sparse_dataflow.runs.run_config import RunConfig, RunSettings
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 

@@ -6,9 +6,9 @@ import small_models
 import tokenizers
 from small_models import DENSE, LOW_RANK, SPARSE
 
-from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.data.tokenizer import Tokenizer
+from sparse_dataflow.runs.families import FAMILIES
 
 CONFIGS = {
     "dense": DENSE,

@@ -10,7 +10,6 @@ import pytest
 from decoded import BYTES, DENSE
 from small_models import shapes_of, tables_of
 
-from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.evaluation import kv_cache, offloaded_experts
@@ -18,6 +17,7 @@ from sparse_dataflow.evaluation.generate import generate_tokens
 from sparse_dataflow.evaluation.offloaded_experts import OffloadedExperts
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.families import FAMILIES
 
 MIXTURE = dataclasses.replace(DENSE, experts=6, top_k=2)
 MONARCH = LinearSpec("block_sparse", "monarch", density=0.5, block=8)

@@ -8,7 +8,7 @@ from forks import TIMEOUT_SECONDS
 from main_job import PICO, arrays, rows, untimed
 from ports import free_port
 
-from sparse_dataflow.core.training.monitoring.metrics import read_metrics
+from sparse_dataflow.monitoring.metrics import read_metrics
 
 STEPS = 16
 PLAN = ("--set=run.checkpoint_every=4", "--set=run.eval_every=8", "--notwin")

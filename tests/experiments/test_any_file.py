@@ -26,10 +26,7 @@ from sparse_dataflow.commands.models import evaluation_report
 from sparse_dataflow.commands.request import NAMED
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import SIZES, preset
 from sparse_dataflow.core.ops import tuned
-from sparse_dataflow.core.training.monitoring import goodput
-from sparse_dataflow.core.training.monitoring.metrics import MetricsWriter, read_metrics
 from sparse_dataflow.data import tokens
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.tokenizer import Tokenizer, gpt2_tokenizer
@@ -40,7 +37,10 @@ from sparse_dataflow.files import folders, manifest
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.interchange import huggingface, sparse_form
+from sparse_dataflow.monitoring import goodput
+from sparse_dataflow.monitoring.metrics import MetricsWriter, read_metrics
 from sparse_dataflow.reporting import chip_data
+from sparse_dataflow.runs.run_config import SIZES, preset
 
 ROOT = pathlib.Path(__file__).parents[2]
 MOST_MEMORY = 300 * 2**20

@@ -11,12 +11,11 @@ from exit_status import exit_status
 from experiments import chip_report as experiment
 from experiments.benchmarks.options import IMPLEMENTATIONS
 from sparse_dataflow.commands import chip_report
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.ops import tuned
 from sparse_dataflow.core.ops.block_sparse_matmul import xla_tuning as tuning_xla
 from sparse_dataflow.core.training import cost
-from sparse_dataflow.planner import memory
 from sparse_dataflow.reporting import chip_data
+from sparse_dataflow.runs.run_config import SIZES
 
 KERNEL = ("--blocks=16", "--densities=0.25", "--tokens=64", "--rounds=1")
 
@@ -143,7 +142,7 @@ def test_step_bench(cpu_report):
     of_medians = rows["dense"]["step_ms"] / rows["sparse"]["step_ms"]
     assert result["ratio"] == pytest.approx(of_medians, rel=0.5)  # The median over paired rounds.
     pico = SIZES["pico"]
-    assert rows["dense"]["stored_parameters"] == memory.parameter_count(pico)
+    assert rows["dense"]["stored_parameters"] == cost.parameter_count(pico)
     assert rows["sparse"]["stored_parameters"] < rows["dense"]["stored_parameters"]
     for row in rows.values():
         # Masters and moments are there, gradients while the step runs.
@@ -233,7 +232,7 @@ def test_decode_bench_times_switches_between_models(job, tmp_path):
     result = kept(done, folder)
     check_ratio(result)
     rows = result["rows"]
-    assert rows["dense"]["moved_bytes"] == 4 * memory.parameter_count(SIZES["pico"])
+    assert rows["dense"]["moved_bytes"] == 4 * cost.parameter_count(SIZES["pico"])
     assert 1 < result["byte_ratio"] == rows["dense"]["moved_bytes"] / rows["sparse"]["moved_bytes"]
     for row in rows.values():
         moved = row["gigabytes_per_second"] * row["switch_ms"] * 1e6

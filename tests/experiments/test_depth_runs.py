@@ -6,8 +6,8 @@ import json
 import pytest
 from main_job import PICO, arrays, assert_same_results
 
+from sparse_dataflow.core.training import cost
 from sparse_dataflow.evaluation.trained import load
-from sparse_dataflow.planner import memory
 from sparse_dataflow.reporting.report import ReportData
 
 DEPTH = "--set=sparsity.budget=depth:1.5x,0.5x"
@@ -38,7 +38,7 @@ def test_what_it_stores_is_what_it_tells_scores_and_others_begin_with(job, refus
     assert trained.model.density_by_depth == (1.5, 0.5)
     drawn = sum(a.size for name, a in arrays(whole, "sparse", 12).items() if "params" in name)
     report = ReportData.from_json(json.loads((whole / "report.json").read_text()))
-    assert drawn == report.variants[0].stored_parameters == memory.parameter_count(trained.model)
+    assert drawn == report.variants[0].stored_parameters == cost.parameter_count(trained.model)
     stored = {(a.layer, a.projection): len(a.mask) for a in report.layouts}
     assert stored[0, "qkv"] == 3 * stored[1, "qkv"]
     scored = job.run(f"--run={whole}", "--tasks=cloze", *FEW, experiment="evaluate")

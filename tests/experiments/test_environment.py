@@ -14,10 +14,10 @@ from main_job import PICO, ROOT
 
 from sparse_dataflow.commands import command_line, request
 from sparse_dataflow.core.config import settings
-from sparse_dataflow.core.config.run import RunConfig, RunSettings
 from sparse_dataflow.data.local_files import LocalSource
 from sparse_dataflow.files.errors import UserError, in_words
 from sparse_dataflow.hardware import chips
+from sparse_dataflow.runs.run_config import RunConfig, RunSettings
 
 OUT = next(s for s in settings.settings(RunSettings) if s.name == "out")
 

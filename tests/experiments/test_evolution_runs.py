@@ -10,7 +10,7 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.evaluation.run_files import read_config, read_record, read_variants
-from sparse_dataflow.planner import memory, plan_memory
+from sparse_dataflow.planner import plan_memory
 
 METHODS = {
     "rigl": ("--evolution=rigl", "--set=evolution.every=2", "--notwin"),
@@ -64,12 +64,12 @@ def check_report(folder, method):
     sparse_flops = cost.flops_per_token(sparse, 64).total
     if method == "sparse_to_dense":
         assert variant["flops_per_token"] == pytest.approx((dense_flops + sparse_flops) / 2)
-        assert variant["stored_parameters"] == memory.parameter_count(dense)
+        assert variant["stored_parameters"] == cost.parameter_count(dense)
         training = TrainingConfig(batch=8, sequence=64)
         assert variant["training_bytes"] == plan_memory.training_bytes(dense, training).total
     else:
         assert sparse_flops < variant["flops_per_token"] < dense_flops
-        assert variant["stored_parameters"] == memory.parameter_count(sparse)
+        assert variant["stored_parameters"] == cost.parameter_count(sparse)
     assert report["flop_ceiling"] == pytest.approx(dense_flops / variant["flops_per_token"])
     assert len(report["layouts"]) == 8 and all(lay["balanced"] for lay in report["layouts"])
     assert any(f"sparse: {method}" in note for note in report["notes"])

@@ -6,9 +6,9 @@ import pytest
 from main_job import assert_same_results, checkpoint_steps, complaint
 
 from sparse_dataflow.commands import run_folder
-from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.run_config import preset
 
 RECORD = RunRecord(
     "toy", ("python",), "today", {}, "a chip", "texts", "0", "0", 512, {"sparse": 1, "dense": 1}

@@ -13,9 +13,9 @@ import experiments
 from experiments import gpt13b_dense, gpt13b_sparse
 from sparse_dataflow.commands import command_line, devices
 from sparse_dataflow.core.config import settings
-from sparse_dataflow.core.config.run import RunConfig
-from sparse_dataflow.core.training.phases import variants
 from sparse_dataflow.hardware.chips import GIB
+from sparse_dataflow.runs.run_config import RunConfig
+from sparse_dataflow.runs.variants import variants
 
 GOLDEN = Path(__file__).with_name("golden")
 # File -> (experiment, is it sparse, its arguments, backend, device memory).

@@ -8,13 +8,13 @@ import pytest
 from main_job import arrays, assert_same_results, checkpoint_steps, rows
 
 from sparse_dataflow.commands import report as report_module
-from sparse_dataflow.core.config.run import SIZES, preset
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
+from sparse_dataflow.core.training import cost
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation.run_files import read_config, read_record, read_variants
-from sparse_dataflow.planner import memory
 from sparse_dataflow.reporting.report_data import ReportData
+from sparse_dataflow.runs.run_config import SIZES, preset
 
 PROJECTIONS = SIZES["nano"].projections
 
@@ -112,7 +112,7 @@ def test_the_report_says_what_the_metrics_say(undisturbed):
         assert min(speeds) <= variant.tokens_per_second <= max(speeds)
         assert variant.step_seconds == pytest.approx(8 * 64 / variant.tokens_per_second)
         model = models[variant.name].model
-        assert variant.stored_parameters == memory.parameter_count(model)
+        assert variant.stored_parameters == cost.parameter_count(model)
         assert sum(variant.memory.values()) == variant.training_bytes
         assert variant.history == found
         saved = arrays(undisturbed, variant.name, 12)

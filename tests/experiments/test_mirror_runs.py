@@ -19,6 +19,7 @@ from storage_faults import lost
 
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.mirror import copied_to
 
 SAVE_9 = r"first/sparse/checkpoints/9\.saving"
 COPY_9 = r"second/sparse/checkpoints/9\.saving"
@@ -30,7 +31,7 @@ def lose_disk_in_a_save(folder: Path, seed: int) -> bool:
     draw = random.Random(seed)
     first, second = folder / "first" / "checkpoints", folder / "second" / "checkpoints"
     steps = draw.randint(1, 3)
-    checkpoints = saved(first, range(1, steps + 1), keep=2, mirror=second)
+    checkpoints = saved(first, range(1, steps + 1), keep=2, mirror=copied_to(second))
     with lost(first, draw.randint(0, 45)) as away:
         with contextlib.suppress(UserError):
             checkpoints.save(steps + 1, small_state(steps + 1), {"position": steps + 1})
@@ -43,9 +44,9 @@ def lose_disk_in_a_save(folder: Path, seed: int) -> bool:
         if comes_back == "damaged":
             for path in [p for p in first.rglob("*") if p.is_file()]:
                 os.truncate(path, path.stat().st_size // 2)
-    step = restored_step(first, mirror=second)
+    step = restored_step(first, mirror=copied_to(second))
     assert steps <= step <= steps + 1, (step, steps, comes_back)
-    saved(first, [step + 1], keep=2, mirror=second)
+    saved(first, [step + 1], keep=2, mirror=copied_to(second))
     assert restored_step(first) == restored_step(second) == step + 1
     return in_the_middle
 

@@ -12,10 +12,10 @@ from main_job import PICO
 from experiments.benchmarks import pipeline_bubble
 from experiments.studies import study
 from sparse_dataflow.commands import measurement, run_folder
-from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.run_config import preset
 
 RECORD = RunRecord(
     "gpt13b_sparse", ("python",), "today", {}, "a chip", "texts", "0", "0", 512,

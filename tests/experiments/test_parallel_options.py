@@ -9,9 +9,9 @@ from main_job import rows
 from ports import free_port
 
 from sparse_dataflow.core.config import settings
-from sparse_dataflow.core.config.parallel import ONLY_RELAY, ParallelConfig
 from sparse_dataflow.core.config.sparsity import SparsityConfig
 from sparse_dataflow.core.layouts.patterns import make_layout
+from sparse_dataflow.runs.parallel import ONLY_RELAY, ParallelConfig
 
 FOLDER, PORT = "FOLDER", "PORT"  # Replaced by a new folder and a free port.
 OF_MODEL = ("model.experts", "model.num_layers")

@@ -14,9 +14,9 @@ from experiments.planning import scaling
 from sparse_dataflow.commands import command_line
 from sparse_dataflow.commands.planning import launching
 from sparse_dataflow.core.executors import mesh as meshes
-from sparse_dataflow.core.executors.pipeline import schedules
-from sparse_dataflow.core.training.phases import variants
+from sparse_dataflow.pipeline import schedules
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
+from sparse_dataflow.runs.variants import variants
 
 
 def trained_by(command):

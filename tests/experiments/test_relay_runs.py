@@ -8,10 +8,10 @@ from main_job import PICO, PLAN, assert_same_results, rows
 from ports import free_port
 
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import SIZES
-from sparse_dataflow.core.executors.relay import server_files
+from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import TEMPORARY
-from sparse_dataflow.planner import memory
+from sparse_dataflow.relay import server_files
+from sparse_dataflow.runs.run_config import SIZES
 
 SHORT = ("--twin=no", "--executor=relay")
 
@@ -183,7 +183,7 @@ def test_a_disk_too_small_for_all_models_is_told_before_anything_is_compiled(
     monkeypatch.setattr("sparse_dataflow.commands.job.compile_programs", None)
     model = SIZES["pico"]
     both = sum(
-        24 * memory.parameter_count(m)
+        24 * cost.parameter_count(m)
         for m in (model, model.with_linears(LinearSpec("block_sparse", density=0.25, block=16)))
     )
     disk = shutil._ntuple_diskusage(2**40, 2**40, both - 1)

@@ -14,7 +14,7 @@ from experiments.studies.serving_cost import arms, candidates, shape_law, shapes
 from experiments.studies.serving_cost.candidates import Budget
 from experiments.studies.serving_cost.options import SHARED, NarrowOptions
 from sparse_dataflow.core.training import cost
-from sparse_dataflow.core.training.equal_cost import stored_parameters
+from sparse_dataflow.runs.equal_cost import stored_parameters
 
 ARMS = ("narrow", "wide_2", "wide_4", "pruned_2", "pruned_4", "experts_8")
 SHAPES = ((1, 16, 64), (2, 16, 32), (2, 16, 64), (2, 16, 128), (2, 24, 96), (3, 16, 64))

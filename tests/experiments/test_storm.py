@@ -25,15 +25,15 @@ from sparse_dataflow.cluster import rendezvous
 from sparse_dataflow.commands import command_line, devices
 from sparse_dataflow.commands.request import NAMED
 from sparse_dataflow.core.config import settings
-from sparse_dataflow.core.config.run import RunConfig
-from sparse_dataflow.core.training.monitoring import goodput
-from sparse_dataflow.core.training.monitoring.metrics import MetricsWriter
 from sparse_dataflow.data import tokens
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.tokenizer import train_tokenizer
 from sparse_dataflow.evaluation import run_files, trained
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.model_card import model_card
+from sparse_dataflow.monitoring import goodput
+from sparse_dataflow.monitoring.metrics import MetricsWriter
+from sparse_dataflow.runs.run_config import RunConfig
 
 VALUES = (
     "", "-1", "0", "1", "2", "3", "7", "64", "0.5", "1e308", "-1e308", "1e-308", "nan", "inf",

@@ -15,7 +15,6 @@ from models import DENSE, change_tensors, export, logits, random_model
 from safetensors.numpy import load_file
 
 from sparse_dataflow.core.checkpoint.named_arrays import flatten
-from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.model import gpt
@@ -26,6 +25,7 @@ from sparse_dataflow.interchange import architectures, huggingface, tensors
 from sparse_dataflow.interchange.architectures import ARCHITECTURES
 from sparse_dataflow.interchange.equivalent_forms import joined_config, split_config
 from sparse_dataflow.interchange.load import load
+from sparse_dataflow.runs.families import FAMILIES
 
 IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (2, 16), np.int32)
 each_architecture = pytest.mark.parametrize("name", ARCHITECTURES)

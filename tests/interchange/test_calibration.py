@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 from models import DENSE, SPARSE, random_model
 
-from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.layouts.evolution import largest_blocks
@@ -19,6 +17,8 @@ from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.calibration import input_norms
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
+from sparse_dataflow.runs.families import FAMILIES
+from sparse_dataflow.runs.run_config import preset
 
 TRAINING = TrainingConfig(steps=2, batch=2, sequence=8, learning_rate=1e-3)
 NO_TOKENIZER = Tokenizer(tuple(chr(300 + n) for n in range(256)), (), 257)

@@ -9,11 +9,11 @@ from make_fixture import BYTES
 from models import DENSE, DEPTH, SPARSE, begun, begun_with_equal_logits
 
 from sparse_dataflow.commands.request import Request
-from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.families import FAMILIES
 
 IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (2, 16), np.int32)
 LLAMA = dataclasses.replace(DENSE, **FAMILIES["llama"], num_kv_heads=2)

@@ -13,13 +13,13 @@ from models import DENSE, DEPTH, SPARSE, TRAINING, begun, begun_with_equal_logit
 from small_models import NEWER
 
 from sparse_dataflow.commands.request import Request
-from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.optim.optimizers import adam_state, make_optimizer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.width import head_sources
+from sparse_dataflow.runs.families import FAMILIES
 
 IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (1, 8), np.int32)
 SMALL = dataclasses.replace(DENSE, d_model=16, num_heads=2, d_ff=24)

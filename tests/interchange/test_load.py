@@ -12,12 +12,12 @@ from safetensors.numpy import load_file
 import sparse_dataflow as sd
 from sparse_dataflow.commands.models import load_model
 from sparse_dataflow.commands.request import Request
-from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.training.phases import variant
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import starting_point
 from sparse_dataflow.interchange.architectures import ARCHITECTURES
+from sparse_dataflow.runs.families import FAMILIES
+from sparse_dataflow.runs.variants import variant
 
 LLAMA = dataclasses.replace(DENSE, **FAMILIES["llama"], num_kv_heads=2)
 SPECS = {

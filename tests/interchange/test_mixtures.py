@@ -14,11 +14,11 @@ from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.training.monitoring.metrics import read_metrics
 from sparse_dataflow.data import cache
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
+from sparse_dataflow.monitoring.metrics import read_metrics
 
 MIXTURE = ModelConfig(
     num_layers=2,

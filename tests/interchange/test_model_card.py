@@ -11,7 +11,6 @@ from make_fixture import BYTES
 from models import DENSE, DEPTH, LOW_RANK, SPARSE, SUPAR, export, random_model
 from small_models import NEWER
 
-from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
@@ -20,6 +19,7 @@ from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.model_card import model_card
+from sparse_dataflow.runs.families import FAMILIES
 
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 RECORD = RunRecord(

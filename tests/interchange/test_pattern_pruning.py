@@ -9,16 +9,16 @@ import pytest
 from models import BYTES, DENSE, logits, random_model
 
 import sparse_dataflow as sd
-from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.training.phases import variant
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import feature_order, pattern_pruning, width
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
+from sparse_dataflow.runs.families import FAMILIES
+from sparse_dataflow.runs.run_config import preset
+from sparse_dataflow.runs.variants import variant
 
 TRAINING = TrainingConfig(steps=2, batch=2, sequence=8, learning_rate=1e-3)
 TOKENS = np.arange(16, dtype=np.int32).reshape(2, 8)

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from sparse_dataflow.commands.planning.plan_rows import slow_products
 from sparse_dataflow.commands.preflight import settling
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import SIZES, preset
 from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS
-from sparse_dataflow.core.training.phases import variant
 from sparse_dataflow.hardware.chips import CHIPS
 from sparse_dataflow.hardware.machines import Machine
 from sparse_dataflow.planner.efficiency import BLOCK_RATES, PRIOR, block_rate, slower_than_dense
+from sparse_dataflow.runs.run_config import SIZES, preset
+from sparse_dataflow.runs.variants import variant
 
 KEPT = pathlib.Path(__file__).parents[2] / "experiments/results/schedule_bench.json"
 ROWS = json.loads(KEPT.read_text())["rows"]

@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.hardware.chips import CHIPS
 from sparse_dataflow.planner import memory, search
 from sparse_dataflow.planner.efficiency import EFFICIENCIES, own_key
@@ -13,6 +12,7 @@ from sparse_dataflow.planner.memory import runs_fused
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.planner.plan_memory import plan_bytes
 from sparse_dataflow.planner.step_time import step_time
+from sparse_dataflow.runs.run_config import SIZES
 
 MODEL = dataclasses.replace(SIZES["llama3-8b"], compute_dtype="bfloat16")
 LONG = 2**17

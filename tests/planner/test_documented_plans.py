@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from sparse_dataflow.commands.preflight.settling import settle
-from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.hardware import machines
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.planner import memory
+from sparse_dataflow.runs.run_config import preset
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,8 +3,9 @@
 import pytest
 
 from sparse_dataflow.commands.preflight import settling
-from sparse_dataflow.core.config.run import preset
-from sparse_dataflow.planner import expected_loss, memory
+from sparse_dataflow.core.training import cost
+from sparse_dataflow.planner import expected_loss
+from sparse_dataflow.runs.run_config import preset
 
 
 def models(scale, **changes):
@@ -16,7 +17,7 @@ def test_a_dense_model_has_the_loss_of_the_law():
     """By hand for 12.9e9 parameters and 300e9 tokens: 1.8172 + 0.1468 + 0.1321."""
     _, dense = models("13b")
     result = expected_loss.expected(dense, dense, 300e9)
-    assert memory.parameter_count(dense) == pytest.approx(12.85e9, rel=0.01)
+    assert cost.parameter_count(dense) == pytest.approx(12.85e9, rel=0.01)
     assert result.estimate == pytest.approx(2.0961, abs=5e-4)
     assert result.low < result.estimate < result.high
 
@@ -25,7 +26,7 @@ def test_at_one_eighth_a_stored_parameter_is_worth_2_8_dense_ones():
     """docs/quality.md gives 2.8 (2.4 to 3.9); the embeddings count once."""
     sparse, dense = models("13b")
     embeddings = (sparse.vocab_size + sparse.max_len) * sparse.d_model
-    stored = memory.parameter_count(sparse) - embeddings
+    stored = cost.parameter_count(sparse) - embeddings
     sizes = [expected_loss._dense_parameters(sparse, dense, number) for number in range(3)]
     gains = [(size - embeddings) / stored for size in sizes]
     assert gains == pytest.approx([2.4, 2.8, 3.9], rel=0.02)

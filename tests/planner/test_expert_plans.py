@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.parallel import EXPERTS
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh as meshes
@@ -20,6 +19,7 @@ from sparse_dataflow.core.training.step import abstract_state
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.planner import collectives, plan_memory, search
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
+from sparse_dataflow.runs.parallel import EXPERTS
 
 MODEL = ModelConfig(4, 1024, 16, 4096, 32768, 1024, experts=8, top_k=2, compute_dtype="bfloat16")
 DROPPING = dataclasses.replace(MODEL, expert_capacity=1.0)

@@ -10,8 +10,8 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.training import cost
-from sparse_dataflow.core.training.equal_cost import stored_parameters
 from sparse_dataflow.planner import memory
+from sparse_dataflow.runs.equal_cost import stored_parameters
 
 DENSE = ModelConfig(2, 32, 2, 64, vocab_size=64, max_len=16)
 MIXTURE = dataclasses.replace(DENSE, experts=4, top_k=2)
@@ -28,7 +28,7 @@ SPARSE = LinearSpec("block_sparse", "monarch", density=0.25, block=8)
 )
 def test_parameter_count_is_that_of_the_initial_parameters(model):
     shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
-    assert memory.parameter_count(model) == sum(
+    assert cost.parameter_count(model) == sum(
         math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)
     )
     matrices = [

@@ -9,16 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.sparsity import SparsityConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.stacks import weights_of
+from sparse_dataflow.core.training import cost
 from sparse_dataflow.planner import memory, plan_memory, scales
+from sparse_dataflow.runs.families import FAMILIES
+from sparse_dataflow.runs.run_config import SIZES
 
 PROJECTIONS = SIZES["nano"].projections
 
@@ -72,7 +73,7 @@ def configs(draw):
     ],
 )
 def test_parameters_of_gpt3s_and_frontiers_sizes(scale, published, tolerance):
-    assert memory.parameter_count(SIZES[scale]) == pytest.approx(published, rel=tolerance)
+    assert cost.parameter_count(SIZES[scale]) == pytest.approx(published, rel=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_parameters_of_gpt3s_and_frontiers_sizes(scale, published, tolerance):
     ],
 )
 def test_parameters_of_published_checkpoints_to_the_last_one(scale, published):
-    assert memory.parameter_count(SIZES[scale]) == published
+    assert cost.parameter_count(SIZES[scale]) == published
 
 
 @pytest.mark.parametrize("scale", ["llama3-1b", "llama3-8b", "qwen3-0.6b", "qwen3-8b"])
@@ -100,13 +101,13 @@ def test_parameters_of_a_small_model_counted_by_hand():
     )
     block = 4 * 128 + (128 * 384 + 384) + (128 * 128 + 128) + (128 * 512 + 512) + (512 * 128 + 128)
     dense = 1064 * 128 + 2 * block + 256
-    assert memory.parameter_count(config) == dense
+    assert cost.parameter_count(config) == dense
     rms = dataclasses.replace(config, norm="rmsnorm", positions="rotary")
-    assert memory.parameter_count(rms) == dense - 64 * 128 - 5 * 128
+    assert cost.parameter_count(rms) == dense - 64 * 128 - 5 * 128
     spec = LinearSpec("block_sparse", density=0.5, rank=8)
     low_rank = config.with_linears(spec, ("mlp_in",))
     added = 8 * (128 + 512) + 1 - 128 * 512 // 2
-    assert memory.parameter_count(low_rank) == dense + 2 * added
+    assert cost.parameter_count(low_rank) == dense + 2 * added
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_the_parameter_count_equals_the_models(norm, positions, rank, density):
     config = config.with_linears(spec, ("qkv", "mlp_in", "mlp_out"))
     drawn = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
     expected = sum(leaf.size for leaf in jax.tree.leaves(drawn))
-    assert memory.parameter_count(config) == expected
+    assert cost.parameter_count(config) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -131,13 +132,13 @@ def test_the_parameter_count_equals_the_models_in_every_family(family, fused_qkv
     config = config.with_linears(LinearSpec("block_sparse", density=1 / 2, block=16, rank=3))
     drawn = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
     expected = sum(leaf.size for leaf in jax.tree.leaves(drawn))
-    assert memory.parameter_count(config) == expected
+    assert cost.parameter_count(config) == expected
 
 
 @given(configs(), st.integers(2, 5))
 def test_parameters_scale_linearly_in_layers(config, times):
     def count(layers):
-        return memory.parameter_count(dataclasses.replace(config, num_layers=layers))
+        return cost.parameter_count(dataclasses.replace(config, num_layers=layers))
 
     n = config.num_layers
     assert count(times * n) - count(n) == (times - 1) * (count(2 * n) - count(n))
@@ -148,7 +149,7 @@ def test_parameters_scale_linearly_in_layers(config, times):
 def test_density_one_stores_what_dense_stores(config):
     full = config.with_linears(LinearSpec("block_sparse", density=1.0))
     dense = dataclasses.replace(config, linears={})
-    assert memory.parameter_count(full) == memory.parameter_count(dense)
+    assert cost.parameter_count(full) == cost.parameter_count(dense)
     of_full, of_dense = (training_bytes(c, 1, 64) for c in (full, dense))
     # A block-sparse MLP is one op, whose hidden features remat "dots" does not save.
     one_op = config.remat == "dots" and memory.has_one_op_mlp(full)
@@ -166,7 +167,7 @@ def test_totals_are_sums_of_categories(config, batch, sequence, accumulation):
     assert plan.total == sum(sizes)
     working = plan.activations + plan.working_set + plan.logits
     assert plan.state + plan.layout_tables + working == plan.total
-    count = memory.parameter_count(config)
+    count = cost.parameter_count(config)
     assert plan.state - plan.working_copy == count * 4 * (4 + (accumulation > 1))
 
 
@@ -179,7 +180,7 @@ def test_working_copy_is_whole_without_remat_and_of_one_block_with_it(config, la
     deep = dataclasses.replace(config, num_layers=layers)
     assert copy(compute_dtype="float32") == 0
     whole_copy = copy(compute_dtype="bfloat16", remat="none", num_layers=layers)
-    assert whole_copy == 2 * memory.parameter_count(deep)
+    assert whole_copy == 2 * cost.parameter_count(deep)
     for remat in ("dots", "full"):
         partial = copy(compute_dtype="bfloat16", remat=remat, num_layers=layers)
         assert partial == copy(compute_dtype="bfloat16", remat="none", num_layers=1) < whole_copy
@@ -247,7 +248,7 @@ def test_table_shows_every_category_and_the_total():
 
 def test_13b_needs_its_state_and_much_less_at_density_one_eighth():
     dense = scales.scale_estimate("13b", {})
-    assert dense.state - dense.working_copy == 16 * memory.parameter_count(SIZES["13b"])
+    assert dense.state - dense.working_copy == 16 * cost.parameter_count(SIZES["13b"])
     assert dense.state < dense.total < 1.05 * dense.state
     assert scales.scale_estimate("13b", EIGHTH).total < dense.total / 5
 
@@ -265,7 +266,7 @@ def test_the_largest_fitting_scale_fits_and_the_next_does_not(memory_bytes, spar
 
 
 def test_large_scales_are_sizes_in_growing_order():
-    counts = [memory.parameter_count(SIZES[scale]) for scale in scales.LARGE_SCALES]
+    counts = [cost.parameter_count(SIZES[scale]) for scale in scales.LARGE_SCALES]
     assert counts == sorted(counts)
     assert scales.LAPTOP_SCALE in SIZES
 

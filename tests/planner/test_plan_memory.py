@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import ROW_PARALLEL, LinearSpec
-from sparse_dataflow.core.config.run import SIZES
-from sparse_dataflow.core.executors.pipeline import schedules
 from sparse_dataflow.core.model import adapters
+from sparse_dataflow.core.training import cost
+from sparse_dataflow.pipeline import schedules
 from sparse_dataflow.planner import memory
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.planner.plan_memory import in_flight, plan_bytes, run_bytes
+from sparse_dataflow.runs.run_config import SIZES
 
 PROJECTIONS = SIZES["nano"].projections
 
@@ -37,7 +38,7 @@ def test_one_chip_copies_the_adapters_alone(dtype, remat):
 
 def test_zero_shards_moments_then_gradients_then_weights():
     sizes = [plan_bytes(MODEL, 2048, ParallelPlan(fsdp=8, zero=zero)) for zero in range(4)]
-    weights = 4 * memory.parameter_count(MODEL)
+    weights = 4 * cost.parameter_count(MODEL)
     near = lambda counts: pytest.approx(counts, rel=0.005)  # noqa: E731  Vectors are not cut.
     assert [s.moments for s in sizes] == near([2 * weights, *[weights / 4] * 3])
     assert [s.gradients for s in sizes] == near([weights] * 2 + [weights / 8] * 2)
@@ -53,7 +54,7 @@ def test_tensor_parallel_chips_share_one_factor_and_hold_the_other_whole():
         row = name in ROW_PARALLEL
         whole += rank * (fan_out if row else fan_in)
         cut += rank * (fan_in if row else fan_out)
-    weights = LOW_RANK.num_layers * (whole + cut / tensor) + memory.embeddings(LOW_RANK) / tensor
+    weights = LOW_RANK.num_layers * (whole + cut / tensor) + cost.embeddings(LOW_RANK) / tensor
     plan = ParallelPlan(fsdp=fsdp, tensor=tensor, zero=3)
     vectors = LOW_RANK.num_layers * LOW_RANK.d_model * (6 + 7 / tensor)
     parameters = plan_bytes(LOW_RANK, 2048, plan).parameters

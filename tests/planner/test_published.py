@@ -9,11 +9,12 @@ import pytest
 
 from experiments.planning import fitting, run_memory
 from sparse_dataflow.commands.planning.options import named_model
-from sparse_dataflow.core.config.run import SIZES
+from sparse_dataflow.core.training import cost
 from sparse_dataflow.hardware.chips import CHIPS, KNOWN, Chip
-from sparse_dataflow.planner import bands, efficiency, memory, published
+from sparse_dataflow.planner import bands, efficiency, published
 from sparse_dataflow.planner.efficiency import EFFICIENCIES, PRIOR, STACKS
 from sparse_dataflow.planner.step_time import stage_parameters, step_time
+from sparse_dataflow.runs.run_config import SIZES
 
 ROWS = {source: published.rows(source) for source in published.SOURCES}
 EVERY = [row for rows in ROWS.values() for row in rows]
@@ -116,7 +117,7 @@ def test_rows_of_a_later_source_are_consistent(source):
         # Llama "30B" has 32.5 B parameters.
         if billions := re.search(r"(?!30b)\b(\d[\d.]*)[bB]\b(?! of)", row.name):
             heads = np.array([0, -1, 1]) * row.config.vocab_size * row.config.d_model
-            parameters = memory.parameter_count(row.config) + heads
+            parameters = cost.parameter_count(row.config) + heads
             assert np.abs(parameters / (1e9 * float(billions[1])) - 1).min() < 0.07, row.name
 
 
@@ -138,7 +139,7 @@ def test_a_row_is_consistent(row):
     if billions := re.search(r"(\d[\d.]*)B\b(?! of)", row.name):
         # Some count an output layer of its own beside the embedding.
         untied_head = row.config.vocab_size * row.config.d_model
-        parameters = np.array([0, untied_head]) + memory.parameter_count(row.config)
+        parameters = np.array([0, untied_head]) + cost.parameter_count(row.config)
         assert np.abs(parameters / (1e9 * float(billions[1])) - 1).min() < 0.07
 
 
@@ -346,7 +347,7 @@ def test_a_row_is_the_model_of_its_preset(name):
     for row in rows:
         for field in (*fields, "tied_embeddings", "vocab_size"):
             assert getattr(row.config, field) == getattr(preset, field), (row.name, field)
-        assert memory.parameter_count(row.config) == memory.parameter_count(preset)
+        assert cost.parameter_count(row.config) == cost.parameter_count(preset)
     assert rows
 
 
@@ -356,7 +357,7 @@ def test_offloaded_activations_and_bfloat16_weights_need_less_memory():
     assert run_memory.run_bytes(row) < 0.7 * run_memory.run_bytes(on_chip)
     # Two moments, a master weight and its gradient: 14 bytes a parameter, or 8.
     float32 = dataclasses.replace(row, weights="float32")
-    saved = 6 * memory.parameter_count(row.config) / row.plan.chips
+    saved = 6 * cost.parameter_count(row.config) / row.plan.chips
     assert run_memory.run_bytes(float32) - run_memory.run_bytes(row) == pytest.approx(saved)
 
 

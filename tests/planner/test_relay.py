@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_dataflow.core.config.parallel import PINNED_SETTING
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.training import BUILT_IN, OPTIMIZERS, TrainingConfig
-from sparse_dataflow.core.executors.relay import parameter_server
-from sparse_dataflow.core.executors.relay.host_state import abstract_state
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import CHIPS, GIB
 from sparse_dataflow.planner import efficiency, memory, relay, relay_time
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.planner.step_time import step_time
+from sparse_dataflow.relay import parameter_server
+from sparse_dataflow.relay.host_state import abstract_state
+from sparse_dataflow.relay.pinned_memory import PINNED_SETTING
+from sparse_dataflow.runs.run_config import SIZES
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 

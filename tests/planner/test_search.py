@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.planner import bands, search
 from sparse_dataflow.planner.memory import USABLE
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.planner.search import Request
+from sparse_dataflow.runs.run_config import SIZES
 
 SMALL = ModelConfig(8, 1024, 16, 4096, 32768, 1024, compute_dtype="bfloat16")
 LARGE = dataclasses.replace(SIZES["175b"], compute_dtype="bfloat16")

@@ -7,15 +7,16 @@ import re
 import pytest
 
 from sparse_dataflow.commands.preflight.settling import settle
-from sparse_dataflow.core.config.parallel import parse_mesh
-from sparse_dataflow.core.config.run import preset
-from sparse_dataflow.core.training.phases import variants
+from sparse_dataflow.core.executors.mesh_axes import parse_mesh
+from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import machines
 from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.hardware.machines import Machine
 from sparse_dataflow.planner import memory, search
 from sparse_dataflow.planner.search import ROOMY
+from sparse_dataflow.runs.run_config import preset
+from sparse_dataflow.runs.variants import variants
 
 SPARSE = preset("13b", compute_dtype="bfloat16")
 DENSE = SPARSE.dense()
@@ -146,7 +147,7 @@ def test_twins_that_train_in_turn_need_the_states_of_both():
                       training__state_dtype="bfloat16", model__num_layers=10)
                    for t in ("no", "yes"))  # fmt: skip
     [dense] = [v.model for v in variants(both.config) if v.name == "dense"]
-    resident = memory.parameter_count(dense) * (4 + 2 * 2)
+    resident = cost.parameter_count(dense) * (4 + 2 * 2)
     assert both.chip_bytes > alone.chip_bytes + 0.99 * resident
 
 

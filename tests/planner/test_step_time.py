@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.training import BUILT_IN
-from sparse_dataflow.core.executors.pipeline import schedules
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import CHIPS, Chip, Network
+from sparse_dataflow.pipeline import schedules
 from sparse_dataflow.planner import bands, collectives, memory, plan_collectives
 from sparse_dataflow.planner.efficiency import EFFICIENCIES, PRIOR, Efficiency
 from sparse_dataflow.planner.parallel_plan import BUBBLES, RECOMPUTED, ParallelPlan
@@ -28,6 +27,7 @@ from sparse_dataflow.planner.step_time import (
     stage_parameters,
     step_time,
 )
+from sparse_dataflow.runs.run_config import SIZES
 
 PROJECTIONS = SIZES["nano"].projections
 
@@ -52,7 +52,7 @@ def test_one_chip_by_hand():
     assert time.terms["attention"] == pytest.approx(3.5 * 4 * 2 * tokens * 2048 * d / 100e12)
     # Ten passes of d_model and two of d_ff at two bytes, three times.
     assert time.terms["element-wise"] == pytest.approx(3 * 4 * tokens * 2 * (10 + 8) * d / 2e12)
-    assert time.terms["optimizer"] == pytest.approx(memory.parameter_count(MODEL) * 30 / 2e12)
+    assert time.terms["optimizer"] == pytest.approx(cost.parameter_count(MODEL) * 30 / 2e12)
     logits = tokens * 32768 * 16 / 2e12
     assert time.terms["head"] == pytest.approx(3 * 2 * tokens * d * 32768 / 100e12 + logits)
     for name in ("tensor", "bubble", "sends", "state", "waits", "passes", "recompute"):
@@ -196,7 +196,7 @@ def test_bubbles_equal_those_of_the_schedule_tables(name, stages, rounds, chunks
 
 
 def test_state_by_hand_for_each_zero_stage():
-    weights = memory.parameter_count(MODEL)
+    weights = cost.parameter_count(MODEL)
     quarter = 3 / 4
     plan = ParallelPlan(fsdp=32, zero=0, accumulation=2)
     across = weights * (7 / 8 / 300e9 + quarter / 8 / 25e9)
@@ -211,7 +211,7 @@ def test_a_pipeline_gathers_its_weights_once_a_step():
     stage = stage_parameters(MODEL, plan)
     assert pipelined == pytest.approx((4 + 2) * stage * 7 / 8 / 300e9)
     whole = seconds(dataclasses.replace(plan, stage=1)).terms["state"]
-    alone = memory.parameter_count(MODEL)
+    alone = cost.parameter_count(MODEL)
     assert whole == pytest.approx(4 * (4 + 2 * 2) * alone * 7 / 8 / 300e9)
 
 
@@ -239,7 +239,7 @@ def test_measured_rates_take_the_place_of_the_roofline():
     # Attention without a kernel computes the masked half as well.
     assert time.terms["attention"] == pytest.approx(2048 * 2 * flops.attention / 1e12)
     assert time.terms["head"] == pytest.approx(2048 * flops.head / 1e12)
-    assert time.terms["optimizer"] == pytest.approx(memory.parameter_count(MODEL) * 30 / 1e9)
+    assert time.terms["optimizer"] == pytest.approx(cost.parameter_count(MODEL) * 30 / 1e9)
 
 
 plans = st.builds(
@@ -394,7 +394,7 @@ def test_parts_that_their_owners_send_cost_time_with_each_island_that_nothing_hi
     extra = {chips: state(chips, 0.1) - state(chips, 0.0) for chips in (8, 16, 24, 80)}
     assert extra[8] == 0
     # Gradients and weights of two bytes, an eighth of them over each link between islands.
-    share = memory.parameter_count(MODEL) * 4 / 8 / 25e9
+    share = cost.parameter_count(MODEL) * 4 / 8 / 25e9
     for chips in (16, 24, 80):
         assert extra[chips] == pytest.approx(0.1 * (chips / 8 - 1) * share)
     for zero in (0, 3):
@@ -439,6 +439,6 @@ def test_sums_over_data_overlap_less_than_those_over_fsdp_where_software_combine
 
     assert state(1.0, data=4, fsdp=8) == state(1.0, fsdp=8) == state(0.0, fsdp=8) == 0
     # Two bytes a parameter, an eighth of them over each link between islands, twice 3 / 4.
-    crossing = memory.parameter_count(MODEL) * 2 / 8 * 2 * 3 / 4 / 25e9
+    crossing = cost.parameter_count(MODEL) * 2 / 8 * 2 * 3 / 4 / 25e9
     assert state(0.0, data=4, fsdp=8) == pytest.approx(crossing)
     assert state(0.25, data=4, fsdp=8) == pytest.approx(0.75 * crossing)

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 
 from sparse_dataflow.commands import measurement
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.files.errors import UserError, first_line
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.detect import keep_freed_memory
+from sparse_dataflow.runs.run_config import SIZES
 
 from .. import paired
 from ..benchmark import ENOUGH_SECONDS, Program

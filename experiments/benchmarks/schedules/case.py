@@ -90,7 +90,7 @@ def count_products(
     import jax
     import numpy as np
 
-    from sparse_dataflow.planner.aot import topologies
+    from sparse_dataflow.compile import topologies
 
     (device, *_) = topologies.devices(topologies.parse(f"{case.chip}:{SLICES[case.chip]}"))
     where = jax.sharding.SingleDeviceSharding(device)

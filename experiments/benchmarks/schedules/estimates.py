@@ -19,13 +19,13 @@ from typing import Any
 
 import sparse_dataflow
 from sparse_dataflow.commands import measurement
-from sparse_dataflow.core.config.run import SIZES
+from sparse_dataflow.compile import topologies
+from sparse_dataflow.compile.gpu_targets import TARGETS
 from sparse_dataflow.core.layouts.patterns import legal_densities
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip
-from sparse_dataflow.planner.aot import topologies
-from sparse_dataflow.planner.aot.gpu_targets import TARGETS
+from sparse_dataflow.runs.run_config import SIZES
 
 from . import case as schedule_case
 from . import gpu_case as gpu_schedule_case
@@ -194,7 +194,7 @@ def _sources():
 
 @functools.cache
 def _gpu_sources():
-    reader = ("planner/aot/hlo.py", "planner/aot/gpu_targets.py")
+    reader = ("compile/hlo.py", "compile/gpu_targets.py")
     products = ("core/ops/*.py", "core/ops/block_sparse_matmul/**/*", "core/layouts/*.py")
     chips = ("chips/hopper/*.py", "chips/triton/*.py")
     return _files("ptx", *reader, *products, *chips)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sparse_dataflow.planner.aot import hlo
+from sparse_dataflow.compile import hlo
 
 from . import case as schedule_case
 from . import ptx
@@ -44,7 +44,7 @@ def measure(case: Case, folder: Path) -> dict[str, dict[str, Any]]:
     """
     import jax
 
-    from sparse_dataflow.planner.aot import topologies
+    from sparse_dataflow.compile import topologies
 
     (device,) = topologies.gpu_devices(case.chip)
     function, weight, tables = _BUILDERS[case.implementation](case)

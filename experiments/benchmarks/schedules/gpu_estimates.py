@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sparse_dataflow.commands import measurement
-from sparse_dataflow.planner.aot.gpu_targets import TARGETS
+from sparse_dataflow.compile.gpu_targets import TARGETS
 
 from . import estimates, ptx
 from .case import DENSE, Case

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.training import cost
-from sparse_dataflow.core.training.equal_cost import stored_parameters
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.equal_cost import stored_parameters
 
 KEEP = ("norm", "activation", "saliency", "random", "reconstruction")
 """Scores of a block: its norm; the norm with each weight times the root mean square of its input

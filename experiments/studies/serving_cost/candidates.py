@@ -8,8 +8,8 @@ import numpy as np
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.training import cost
-from sparse_dataflow.core.training.equal_cost import stored_parameters
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.equal_cost import stored_parameters
 
 from . import arms, study, training
 from .arms import Arm, Course

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.planner.memory import parameter_count
+from sparse_dataflow.core.training.cost import parameter_count
 
 from ..panels import Curve, Panel, save_panels
 from . import arms

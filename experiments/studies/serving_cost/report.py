@@ -11,9 +11,9 @@ import numpy as np
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.training import cost
-from sparse_dataflow.core.training.equal_cost import stored_parameters
 from sparse_dataflow.evaluation.significance import paired_difference
 from sparse_dataflow.files import output
+from sparse_dataflow.runs.equal_cost import stored_parameters
 
 from .. import panels
 from . import arms, cost_picture, law, runs

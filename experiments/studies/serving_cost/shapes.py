@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from sparse_dataflow.core.training.equal_cost import stored_parameters
 from sparse_dataflow.files import folders, output
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.detect import cpu_name, detect
+from sparse_dataflow.runs.equal_cost import stored_parameters
 
 from . import arms, candidates, runs, shape_law, study, text, training
 from .candidates import Budget, Candidate

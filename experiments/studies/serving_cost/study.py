@@ -4,8 +4,8 @@ from pathlib import Path
 
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.training.equal_cost import stored_parameters
 from sparse_dataflow.hardware.detect import cpu_name
+from sparse_dataflow.runs.equal_cost import stored_parameters
 
 from . import arms, decoding, report, runs, text, training
 from .options import SHARED

@@ -24,7 +24,7 @@ from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.core.optim.optimizers import make_optimizer, map_moments
-from sparse_dataflow.core.training.equal_cost import stored_parameters
+from sparse_dataflow.runs.equal_cost import stored_parameters
 
 from . import arms, inputs, pruning, reconstruction
 from .arms import Arm

@@ -7,7 +7,7 @@ import jax
 
 from sparse_dataflow.commands.models.load_model import keep_programs
 from sparse_dataflow.commands.training_data import corpus_of
-from sparse_dataflow.core.training.monitoring.metrics import say
+from sparse_dataflow.core.messages import say
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.corpora import Corpus, load_corpus
 from sparse_dataflow.data.examples import as_text

@@ -20,12 +20,12 @@ from sparse_dataflow.commands.training_data import (
     refuse_changed,
 )
 from sparse_dataflow.core.config import settings
-from sparse_dataflow.core.config.run import DataConfig
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.sharded import Sharded
-from sparse_dataflow.core.training.batches import EvalBatches, bits_per_byte
-from sparse_dataflow.core.training.monitoring.metrics import say
+from sparse_dataflow.core.messages import say
+from sparse_dataflow.core.training.held_out import bits_per_byte
 from sparse_dataflow.data.answers import AnswerEvalBatches
+from sparse_dataflow.data.batches import EvalBatches
 from sparse_dataflow.data.examples import as_text
 from sparse_dataflow.data.token_ids import with_text
 from sparse_dataflow.evaluation import harness, scoring
@@ -44,6 +44,7 @@ from sparse_dataflow.interchange.hub_models import hub_name, local_folder
 from sparse_dataflow.interchange.huggingface import is_directory
 from sparse_dataflow.interchange.load import load, variants
 from sparse_dataflow.reporting.report_data import is_share
+from sparse_dataflow.runs.run_config import DataConfig
 
 BASELINES = ("unigram", "bigram")
 _PLACES = ("run", "against")

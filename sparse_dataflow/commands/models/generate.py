@@ -15,7 +15,7 @@ import jax
 
 from sparse_dataflow.commands.models import load_model
 from sparse_dataflow.commands.training_data import corpus_of, corpus_tokens, refuse_changed
-from sparse_dataflow.core.training.monitoring.metrics import say
+from sparse_dataflow.core.messages import say
 from sparse_dataflow.data.chat import USER
 from sparse_dataflow.evaluation import activation_sparsity, generate
 from sparse_dataflow.evaluation.composition import Experts, Prompt

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from lm_eval.api.group import Group
 
-from sparse_dataflow.core.training.monitoring.metrics import say
+from sparse_dataflow.core.messages import say
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation.tasks import builtin, lm_eval_tasks, task_border

@@ -7,19 +7,20 @@ from typing import Any
 
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.planning import plan_rows
+from sparse_dataflow.compile import programs as compile
+from sparse_dataflow.compile import topologies
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
-from sparse_dataflow.core.executors.pipeline import schedules
-from sparse_dataflow.core.executors.pipeline.pipelined import executor_over
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.files import output
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import GIB
-from sparse_dataflow.planner import memory, plan_memory, search, settle_advice
-from sparse_dataflow.planner.aot import compile, topologies
+from sparse_dataflow.pipeline import schedules
+from sparse_dataflow.pipeline.pipelined import executor_over
+from sparse_dataflow.planner import plan_memory, search, settle_advice
 from sparse_dataflow.planner.memory import USABLE
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 
@@ -270,7 +271,7 @@ def predicted_bytes(plan: CompilePlan) -> dict[str, float]:
     }
     if plan.parallel.chips == 1 and plan.parallel.remat == "none":
         # The compiler stacks the copy of the blocks' weights by layer, as it does activations.
-        of_blocks = 1 - memory.embeddings(plan.config) / memory.parameter_count(plan.config)
+        of_blocks = 1 - cost.embeddings(plan.config) / cost.parameter_count(plan.config)
         sizes["activations"] += sizes["working_copy"] * of_blocks
         sizes["working_copy"] *= 1 - of_blocks
     return {

@@ -2,17 +2,17 @@
 
 import jax
 
-from sparse_dataflow.cluster import processes
 from sparse_dataflow.commands import devices
 from sparse_dataflow.commands.planning import machine_report
 from sparse_dataflow.commands.preflight import settling
 from sparse_dataflow.commands.request import Request
-from sparse_dataflow.core.config import parallel as meshes
-from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core import collectives
+from sparse_dataflow.core.executors import mesh_axes
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import machines
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.machines import Machine
+from sparse_dataflow.runs.run_config import RunConfig
 
 
 def for_machines(request: Request, sparse: bool) -> None:
@@ -55,20 +55,20 @@ def for_this_machine(config: RunConfig, chip: Chip) -> None:
     Raises:
       UserError: the executor cannot train the models.
     """
-    sizes = meshes.parse_mesh(config.parallel.mesh, None)
+    sizes = mesh_axes.parse_mesh(config.parallel.mesh, None)
     count = 1
     for size in sizes.values():
         count *= max(size, 1)
-    if config.parallel.mesh != meshes.AUTO_MESH and count != jax.device_count():
+    if config.parallel.mesh != mesh_axes.AUTO_MESH and count != jax.device_count():
         devices.describe(config)
         return
     try:
         result = machine_report.plan(config, settling.this_machine(chip))
     except UserError as error:
         devices.describe(config)
-        if processes.is_first():
+        if collectives.is_first():
             print(f"\nno plan for this machine: {error}")
         return
     devices.describe(result.settled.config)
-    if processes.is_first():
+    if collectives.is_first():
         print(f"\n{machine_report.text(result)}")

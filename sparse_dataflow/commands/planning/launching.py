@@ -7,10 +7,10 @@ from sparse_dataflow.commands.command_line import command_of
 from sparse_dataflow.commands.planning.options import ModelOptions
 from sparse_dataflow.commands.request import spelling
 from sparse_dataflow.core.config import settings
-from sparse_dataflow.core.config.run import GPT2_VOCABULARY
-from sparse_dataflow.core.executors.pipeline import schedules
 from sparse_dataflow.hardware.chips import Chip
+from sparse_dataflow.pipeline import schedules
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
+from sparse_dataflow.runs.run_config import GPT2_VOCABULARY
 
 NODE = 8
 """GPUs of a node."""

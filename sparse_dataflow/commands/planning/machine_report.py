@@ -11,9 +11,8 @@ from sparse_dataflow.commands.preflight.settling import (
     models_of,
     settled_within_limit,
 )
-from sparse_dataflow.core.config import parallel as meshes
 from sparse_dataflow.core.config import remat as kinds_of_remat
-from sparse_dataflow.core.config.run import RunConfig
+from sparse_dataflow.core.executors import mesh_axes
 from sparse_dataflow.files import output
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB
@@ -21,6 +20,7 @@ from sparse_dataflow.hardware.machines import Machine
 from sparse_dataflow.planner import bands, expected_loss
 from sparse_dataflow.planner.expected_loss import ExpectedLoss
 from sparse_dataflow.planner.settle import Settled
+from sparse_dataflow.runs.run_config import RunConfig
 
 _DAY, _HOUR = 86400, 3600
 _LEAST_DAYS = 2
@@ -114,7 +114,9 @@ def _dense(config, machine):
     if not config.sparsity.projections or config.parallel.executor == "relay":
         return None
     twin = config.dense().change(
-        training__micro_batches=0, model__remat=kinds_of_remat.AUTO, parallel__mesh=meshes.AUTO_MESH
+        training__micro_batches=0,
+        model__remat=kinds_of_remat.AUTO,
+        parallel__mesh=mesh_axes.AUTO_MESH,
     )
     try:
         return settled_within_limit(twin, machine)

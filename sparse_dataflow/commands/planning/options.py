@@ -3,9 +3,9 @@
 import dataclasses
 
 from sparse_dataflow.core.config.model import PRECISIONS, ModelConfig
-from sparse_dataflow.core.config.run import RECIPES, SIZES, preset
 from sparse_dataflow.core.config.settings import A_FRACTION, AT_LEAST_ONE, AT_LEAST_ZERO, setting
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.run_config import RECIPES, SIZES, preset
 
 STUDIES = ("weak", "strong")
 """Kinds of scaling."""

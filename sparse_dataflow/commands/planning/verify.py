@@ -5,10 +5,10 @@ import time
 
 from sparse_dataflow.commands.planning import compile_report
 from sparse_dataflow.commands.planning.compile_report import FITS, CompilePlan
+from sparse_dataflow.compile import topologies
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.planner import search
-from sparse_dataflow.planner.aot import topologies
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 
 

@@ -11,13 +11,13 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.executor import Executor
-from sparse_dataflow.core.executors.pipeline.pipelined import Pipelined
-from sparse_dataflow.core.executors.relay.relay_executor import RelayExecutor
 from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.hardware.chips import Chip
+from sparse_dataflow.pipeline.pipelined import Pipelined
 from sparse_dataflow.planner import plan_memory
 from sparse_dataflow.planner.memory import runs_fused
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
+from sparse_dataflow.relay.relay_executor import RelayExecutor
 
 
 def plan_of(

@@ -8,20 +8,20 @@ from typing import Any
 import jax
 import psutil
 
-from sparse_dataflow.cluster import processes
+from sparse_dataflow.core import collectives
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.parallel import PINNED_GIB, PINNED_SETTING
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors.relay import timeline
-from sparse_dataflow.core.executors.relay.relay import RelayConfig
-from sparse_dataflow.core.executors.relay.relay_executor import RelayExecutor
-from sparse_dataflow.core.training.monitoring.metrics import say
+from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import GIB, KNOWN, Chip
 from sparse_dataflow.hardware.machines import Machine
 from sparse_dataflow.planner import memory, relay, settle
+from sparse_dataflow.relay import timeline
+from sparse_dataflow.relay.pinned_memory import PINNED_GIB, PINNED_SETTING
+from sparse_dataflow.relay.relay import RelayConfig
+from sparse_dataflow.relay.relay_executor import RelayExecutor
 
 
 def estimate(
@@ -134,7 +134,7 @@ def _fits_host(estimate):
         fits = False
     else:
         fits = True
-    return not processes.any_process(not fits)
+    return not collectives.any_process(not fits)
 
 
 def refuse_small_host(estimate: relay.RelayEstimate) -> None:
@@ -146,7 +146,7 @@ def refuse_small_host(estimate: relay.RelayEstimate) -> None:
       UserError: it cannot; names the bytes needed.
     """
     available = psutil.virtual_memory().available
-    relay.check_host_memory(estimate, available, processes.count_on_host())
+    relay.check_host_memory(estimate, available, collectives.count_on_host())
     if jax.default_backend() == "gpu":
         limit = float(os.environ.get(PINNED_SETTING) or PINNED_GIB)
         relay.check_pinned_memory(estimate, limit)

@@ -11,18 +11,17 @@ import time
 import jax
 import numpy as np
 
-from sparse_dataflow.cluster import processes
 from sparse_dataflow.commands import devices
 from sparse_dataflow.commands.preflight.executor_plan import plan_of
+from sparse_dataflow.core import collectives
 from sparse_dataflow.core.config import remat as kinds_of_remat
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
-from sparse_dataflow.core.config.parallel import PINNED_GIB, PINNED_SETTING
-from sparse_dataflow.core.config.run import RunConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.executors.sharded import Sharded
-from sparse_dataflow.core.training.monitoring.metrics import say
-from sparse_dataflow.core.training.phases import Variant, update_steps, variants
+from sparse_dataflow.core.messages import say
+from sparse_dataflow.core.training import cost
+from sparse_dataflow.core.training.phases import Variant, update_steps
 from sparse_dataflow.core.training.programs import (
     Compiled,
     TrainingData,
@@ -42,6 +41,9 @@ from sparse_dataflow.planner.efficiency import for_family
 from sparse_dataflow.planner.search import PhaseShare
 from sparse_dataflow.planner.settle import Settled
 from sparse_dataflow.planner.step_time import step_time
+from sparse_dataflow.relay.pinned_memory import PINNED_GIB, PINNED_SETTING
+from sparse_dataflow.runs.run_config import RunConfig
+from sparse_dataflow.runs.variants import variants
 
 
 def models_of(config: RunConfig) -> dict[str, tuple[PhaseShare, ...]]:
@@ -113,7 +115,7 @@ def settled(config: RunConfig, chip: Chip, free_micro_batches: bool = False) -> 
         return {path.replace(".", "__", 1): value for path, value in result.chosen.items()}
 
     try:
-        changes = processes.on_first(chosen)
+        changes = collectives.on_first(chosen)
     except UserError:
         if limit is None:
             raise
@@ -212,7 +214,7 @@ def settled_remat(config: RunConfig, chip: Chip, executor: Executor) -> RunConfi
         for phase in each.phase_specs:
             executor.check(phase.model, each.training)
 
-    text = processes.on_first(lambda: _decided(config, models, limit, chip, executor))
+    text = collectives.on_first(lambda: _decided(config, models, limit, chip, executor))
     return config.change(model__remat=text)
 
 
@@ -319,7 +321,7 @@ def model_costs(
     offloaded = saved["dots"]
     largest = max(estimates.values(), key=_rest)
     parameters = float(estimates["none"].parameters)
-    blocks = 1 - memory.embeddings(model) / memory.parameter_count(model)
+    blocks = 1 - cost.embeddings(model) / cost.parameter_count(model)
     seconds = None
     if chip.host_bandwidth:
         seconds = training.micro_batches * offloaded / chip.host_bandwidth

@@ -29,19 +29,38 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from absl import logging
 
-from sparse_dataflow.cluster import processes
+from sparse_dataflow.core import collectives
 from sparse_dataflow.core.checkpoint import named_arrays
-from sparse_dataflow.core.checkpoint.mirror import Mirror
 from sparse_dataflow.core.checkpoint.named_arrays import Keeping, SaveBarrier, SaveOutcome
 from sparse_dataflow.files import appended, manifest, storage
-from sparse_dataflow.files.addresses import Address
 from sparse_dataflow.files.errors import UserError, advice
 from sparse_dataflow.files.json_files import refuse_difference
+
+
+class Mirror(Protocol):
+    """A second place of checkpoints; `runs.mirror.Mirror` is one."""
+
+    def facts(self) -> dict[int, dict[str, Any]]:
+        """Returns {step: facts of its manifest} of the finished copies, without verifying them."""
+        ...
+
+    def set_aside(self, step: int, reason: str) -> None:
+        """Makes a damaged copy count no more, and keeps its bytes."""
+
+    def update(self) -> None:
+        """Starts to copy the newest checkpoint."""
+
+    def wait(self) -> None:
+        """Waits for the copy under way."""
+
+    def restore(self, step: int) -> bool:
+        """Copies a checkpoint back; returns False if the copy is missing or damaged."""
+        ...
 
 
 class Checkpoints:
@@ -62,7 +81,7 @@ class Checkpoints:
         config: Mapping[str, Any],
         completed: Callable[[dict[str, Any]], dict[str, Any]] = lambda saved: saved,
         read_only: bool = False,
-        mirror: Path | Address | None = None,
+        mirror: Callable[[Path, Keeping], Mirror] | None = None,
         is_regular: Callable[[int], bool] = lambda step: True,
     ):
         """Creates the folder, checks that it is writable and removes unfinished saves.
@@ -75,8 +94,8 @@ class Checkpoints:
             model and optimizer.  Stored in each checkpoint and compared on restore.
           completed: a checkpoint's config -> the same with the settings that are younger than it.
           read_only: change nothing in the folder, for a reader during or after the run.
-          mirror: a second folder or address, to which each checkpoint is copied in the background
-            and from which lost and damaged ones are restored; None for none.
+          mirror: (folder, `Keeping`) -> a second place, to which each checkpoint is copied in the
+            background and from which lost and damaged ones are restored; None for none.
           is_regular: see `Keeping`.
 
         Raises:
@@ -101,10 +120,10 @@ class Checkpoints:
         def prepare():
             named_arrays.prepare_folder(self._folder)
             if mirror is not None:
-                self._mirror = Mirror(self._folder, mirror, self._keeping)
+                self._mirror = mirror(self._folder, self._keeping)
 
         if not read_only:
-            processes.on_first(prepare)
+            collectives.on_first(prepare)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -171,7 +190,7 @@ class Checkpoints:
         about_text = json.dumps(about).encode()
         if len(about_text) > manifest.MAX_BYTES:
             raise ValueError(f"extra has {len(about_text)} bytes; limit: {manifest.MAX_BYTES}")
-        if not processes.on_first(lambda: self._make_saving_folder(step)):
+        if not collectives.on_first(lambda: self._make_saving_folder(step)):
             return False
         saving = self._folder / f"{step}.saving"
         self._barrier.start_save()
@@ -275,14 +294,14 @@ class Checkpoints:
         """
         self.wait()
         while True:
-            newest = processes.on_first(lambda: self._newest_verified(step))
+            newest = collectives.on_first(lambda: self._newest_verified(step))
             if newest is None:
                 return None
             state = self._read(abstract_state, without, *newest)
             if not (reason := unsound(state)):
                 return state, newest[1]
             refuse = functools.partial(self._refuse_unsound, newest[0], reason)
-            processes.on_first(refuse)
+            collectives.on_first(refuse)
 
     def _refuse_unsound(self, step: int, reason: str) -> None:
         """Sets a checkpoint aside whose bytes are whole and whose state cannot be used."""
@@ -379,7 +398,7 @@ class Checkpoints:
             except BaseException as error:
                 self._barrier.report_failure(error)
                 raise
-            if not processes.is_first():
+            if not collectives.is_first():
                 return
 
             def complete():

@@ -26,7 +26,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 
-from sparse_dataflow.cluster import processes
+from sparse_dataflow.core import collectives
 from sparse_dataflow.files import json_files, manifest, storage
 from sparse_dataflow.files.errors import UserError, first_line
 
@@ -140,8 +140,8 @@ class SaveOutcome:
         """
         permanent, self._permanent = self._permanent, None
         transient, self._transient = self._transient, None
-        processes.raise_on_all(permanent)
-        words = processes.first_message(transient)
+        collectives.raise_on_all(permanent)
+        words = collectives.first_message(transient)
         return None if words is None else UserError(words)
 
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sparse_dataflow.core.config.families import FULL, ROTATED, SLIDING
+from sparse_dataflow.core.config.attention_settings import FULL, ROTATED, SLIDING
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 

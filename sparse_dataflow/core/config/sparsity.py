@@ -35,7 +35,7 @@ class SparsityConfig(Readable):
       projections: PROJECTIONS (the default) means all of the model.
       pattern: a name in `layouts.patterns`, or LOW_RANK, whose factors' product is the weight.
       density: with LOW_RANK, stored weights of the factors over those of the dense weight.
-      budget: shares of the density, computed in `layouts.allocation`.
+      budget: shares of the density, computed in `runs.allocation`.
     """
 
     projections: tuple[str, ...] = setting(

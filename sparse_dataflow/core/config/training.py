@@ -57,7 +57,7 @@ class TrainingConfig(Readable):
         low-rank term of a weight has it too.
       micro_batches: 0 in a `RunConfig` that the planner has not settled, else 1 or more.
       warmup: of linear warm-up.
-      warmup_steps: one number in the settings of one model; see `phases.variants`.
+      warmup_steps: one number in the settings of one model; see `runs.variants.variants`.
       b1: its default and that of `b2` are GPT-3's (arXiv 2005.14165, appendix B).  They allow
         moments in bfloat16, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2), rounded to
         nearest: bfloat16 rounds by at most 2^-8 = 0.4%, while a step moves the second moment by

@@ -37,7 +37,7 @@ def cut(
       tables: canonical, concrete, stacked over the layers of a group; see `gpt`.
       changing: whether the layouts may change later; the tables then fit any layout.
       kv_copies: consecutive shards of `k` and `v` that are equal; see
-        `config.parallel.key_value_copies`.
+        `executors.mesh_axes.key_value_copies`.
 
     Raises:
       UserError: the shards of a layout would store different numbers of blocks.

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from sparse_dataflow.core.config.depth import DepthSchedule
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
-from sparse_dataflow.core.config.parallel import DepthSchedule
 from sparse_dataflow.core.config.training import BUILT_IN, TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.block_gradients import block_gradient_norms

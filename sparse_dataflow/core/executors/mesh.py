@@ -8,8 +8,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, Mesh
 
-from sparse_dataflow.core.config.parallel import AXES
-from sparse_dataflow.core.config.parallel import parse_mesh as parse
+from sparse_dataflow.core.executors.mesh_axes import AXES
+from sparse_dataflow.core.executors.mesh_axes import parse_mesh as parse
 from sparse_dataflow.files.errors import UserError
 
 __all__ = ["AXES", "parse"]  # Of `config.mesh`, for those who import this module.

@@ -6,9 +6,9 @@ See `model.shard.Shard` for the collectives, and `sharding.RULES` for the parame
 import numpy as np
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.parallel import cut_run_length as run_length
-from sparse_dataflow.core.config.parallel import feature_obstacle as obstacle
 from sparse_dataflow.core.executors.mesh import AnyMesh
+from sparse_dataflow.core.executors.mesh_axes import cut_run_length as run_length
+from sparse_dataflow.core.executors.mesh_axes import feature_obstacle as obstacle
 from sparse_dataflow.files.errors import UserError
 
 

@@ -13,8 +13,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.core.config.layer_groups import group_index_of_path, join_groups, split_groups
-from sparse_dataflow.core.config.parallel import MOST_SUB_BATCHES, key_value_copies
-from sparse_dataflow.core.config.parallel import cut_run_length as run_length
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP
 from sparse_dataflow.core.executors import cuts, executor, sharding, whole
 from sparse_dataflow.core.executors import mesh as meshes
@@ -25,6 +23,8 @@ from sparse_dataflow.core.executors.block_gradients import block_gradient_norms
 from sparse_dataflow.core.executors.context import Context
 from sparse_dataflow.core.executors.executor import Executor
 from sparse_dataflow.core.executors.mesh import BATCH_AXES, MODEL_AXES
+from sparse_dataflow.core.executors.mesh_axes import MOST_SUB_BATCHES, key_value_copies
+from sparse_dataflow.core.executors.mesh_axes import cut_run_length as run_length
 from sparse_dataflow.core.executors.sharding import COLUMN_PARALLEL
 from sparse_dataflow.core.executors.state_roles import Role, parameter_shapes, roles
 from sparse_dataflow.core.model import adapters, stacks

@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.parallel import key_value_copies
 from sparse_dataflow.core.config.projections import (
     KEY_NORMS,
     KEY_VALUE,
@@ -30,6 +29,7 @@ from sparse_dataflow.core.executors.mesh import (
     AnyMesh,
     batch_shards,
 )
+from sparse_dataflow.core.executors.mesh_axes import key_value_copies
 from sparse_dataflow.core.executors.state_roles import dotted_path, parameter_shapes, roles
 from sparse_dataflow.core.executors.whole import GATHERED
 from sparse_dataflow.files.errors import UserError
@@ -97,7 +97,7 @@ def spec(
       shape: global shape.
       mesh: the devices.
       fsdp: whether to shard over "fsdp".
-      kv_copies: see `config.parallel.key_value_copies`.
+      kv_copies: see `executors.mesh_axes.key_value_copies`.
     """
     row = _row(path)
     cuts = [list(entry_axes(entry)) for entry in [*row, *[None] * (len(shape) - len(row))]]

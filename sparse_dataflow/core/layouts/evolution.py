@@ -421,7 +421,7 @@ def _doubled(model, power):
 def _shared_to_own(model, config):
     """Pseudo-to-Real (M6-10T, arXiv 2110.03888): trains one block as every layer, then copies it.
 
-    The copies then learn apart.  `phases.variants` refuses layouts that differ between layers.
+    The copies then learn apart.  `runs.variants` refuses layouts that differ between layers.
     """
     if model.density_by_depth:
         raise UserError(

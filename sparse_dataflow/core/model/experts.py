@@ -18,9 +18,9 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from sparse_dataflow.core.config.expert_rows import exchanged_rows
+from sparse_dataflow.core.config.expert_rows import expert_rows as capacity
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.parallel import exchanged_rows
-from sparse_dataflow.core.config.parallel import expert_rows as capacity
 from sparse_dataflow.core.config.projections import MLP, ROW_PARALLEL
 from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS
 from sparse_dataflow.core.layouts.layout import BlockLayout, Groups

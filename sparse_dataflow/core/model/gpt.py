@@ -51,7 +51,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sparse_dataflow.core.config.families import ALL_HEADS, EACH_HEAD, PARALLEL, SHARED_NORM
+from sparse_dataflow.core.config.attention_settings import (
+    ALL_HEADS,
+    EACH_HEAD,
+    PARALLEL,
+    SHARED_NORM,
+)
 from sparse_dataflow.core.config.layer_groups import join_groups, layer_groups
 from sparse_dataflow.core.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.config.projections import MLP

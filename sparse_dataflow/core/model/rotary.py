@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from sparse_dataflow.core.config.families import READ_BY_SCALING as USED
+from sparse_dataflow.core.config.attention_settings import READ_BY_SCALING as USED
 from sparse_dataflow.core.config.model import ModelConfig
 
 

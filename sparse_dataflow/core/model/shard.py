@@ -67,7 +67,7 @@ class Shard:
         every device has the weights of all experts.
       feature_axis: mesh axis that cuts the features of the residual stream; None for none.
       residual_run: features of the residual stream in a run, of which each device of `feature_axis`
-        has an equal consecutive part; see `config.parallel.cut_run_length`.
+        has an equal consecutive part; see `executors.mesh_axes.cut_run_length`.
     """
 
     axis: str | None = None

@@ -25,7 +25,10 @@ import math
 from collections.abc import Mapping
 
 from sparse_dataflow.core.config import arguments
-from sparse_dataflow.core.config.families import SLIDING
+from sparse_dataflow.core.config.attention_settings import (
+    EACH_HEAD,
+    SLIDING,
+)
 from sparse_dataflow.core.config.layer_groups import mean_multiplier
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, PROJECTIONS
@@ -270,3 +273,49 @@ def mfu(
     """
     peak = chip.peak(dtype)
     return None if peak is None else flops_per_token * tokens_per_second / (devices * peak)
+
+
+@arguments.checked
+def parameter_count(config: ModelConfig) -> int:
+    """Counts the stored parameters.
+
+    The sum of: embeddings (vocab_size d_model, again for an output layer of its own, and max_len
+    d_model for learned positions; vocab_size for a bias of the output layer); per block its norms
+    (scale, and bias for layernorm), those of queries and keys, and for each projection its stored
+    weights (blocks or factors), bias and low-rank term (rank (in + out), and a gate), for every
+    expert; a router (d_model experts) and the gate of a shared expert (d_model); and the final
+    norm.  A block that all layers share counts once.
+
+    Args:
+      config: the model.
+
+    Examples:
+        >>> sd.parameter_count(sd.ModelConfig(2, 128, 2, 512, vocab_size=512, max_len=64))
+        470528
+    """
+    fractions = stored_fractions(config)
+    leaves = 2 if config.norm == "layernorm" else 1
+    norm = leaves * config.d_model
+    block, stored = len(config.norms) * norm, 0
+    if config.qk_norm:
+        heads = config.num_heads, config.kv_heads
+        scales = sum(math.prod(config.qk_norm_shape(count)) for count in heads)
+        block += scales * (1 if config.qk_norm_scope == EACH_HEAD else leaves)
+    for name in config.projections:
+        fan_in, fan_out = config.projection_shape(name)
+        rank = config.linear(name).rank
+        copies = config.stored_copies(name)
+        stored += round(config.stored_layers * fan_in * fan_out * fractions[name]) * copies
+        block += fan_out * copies if name in config.biases else 0
+        block += rank * (fan_in + fan_out) + 1 if rank else 0
+    block += config.d_model * (config.experts + config.shared_gate)
+    return embeddings(config) + stored + config.stored_layers * block + norm
+
+
+def embeddings(config: ModelConfig) -> int:
+    """Counts the parameters of the embedding, learned positions, an untied output layer and its
+    bias."""
+    positions = config.max_len if config.positions == "learned" else 0
+    matrices = 1 if config.tied_embeddings else 2
+    bias = config.vocab_size if config.output_bias else 0
+    return (matrices * config.vocab_size + positions) * config.d_model + bias

@@ -1,11 +1,11 @@
 """The losses of held-out windows, of one corpus or of each of a mixture."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from sparse_dataflow.core.model.stacks import ModelWeights
-from sparse_dataflow.core.training.batches import EvalBatches, bits_per_byte
-from sparse_dataflow.core.training.programs import Compiled, HeldOut, TrainingData
+from sparse_dataflow.core.training.programs import Compiled, EvalBatches, HeldOut, TrainingData
 
 
 def nats(programs: Compiled, weights: ModelWeights, batches: Iterable) -> float:
@@ -53,3 +53,12 @@ def losses(
         token_bytes += share
     values["bits_per_byte"] = bits_per_byte(values["loss"], token_bytes)
     return values
+
+
+def bits_per_byte(total_nll_nats: float, total_bytes: float) -> float:
+    """Returns the negative log-likelihood of a text in bits per UTF-8 byte: nll / (ln 2 * bytes).
+
+    Unlike the loss per token, it is comparable between tokenizers. The end-of-text tokens add to
+    the likelihood but have no bytes.
+    """
+    return total_nll_nats / (math.log(2) * total_bytes)

@@ -9,26 +9,19 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from sparse_dataflow.cluster import processes
-from sparse_dataflow.core.checkpoint import named_arrays
+from sparse_dataflow.core import collectives
 from sparse_dataflow.core.layouts.evolution import exchanged_share, new_shares
-from sparse_dataflow.core.layouts.layout import BlockLayout
+from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.optim.loss_spikes import SpikeHistory, refuse_more_rollbacks
-from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.loop import Hook, StepDone, Trainer
-from sparse_dataflow.core.training.monitoring.metrics import say
-from sparse_dataflow.core.training.monitoring.time_left import Progress, Remaining
-from sparse_dataflow.core.training.phases import Plateau, Variant, phase_before, with_next_start
+from sparse_dataflow.core.training.phases import Plateau, phase_before, with_next_start
 from sparse_dataflow.core.training.programs import convert_state, evolve_layouts
-from sparse_dataflow.core.training.saved_state import SavedProgress
 from sparse_dataflow.core.training.step import routing_numbers
 
 
@@ -123,7 +116,7 @@ class SkipSpikes(Hook):
         """Restores the parameters of a checkpoint from before the skipped steps."""
         refuse_more_rollbacks(trainer.name, trainer.step, self._history)
         trainer.checkpoints.wait()
-        saved_steps = processes.on_first(trainer.checkpoints.regular_steps)
+        saved_steps = collectives.on_first(trainer.checkpoints.regular_steps)
         target = self._history.rollback_step(saved_steps, trainer.step)
         self._history = self._history.with_rollback()
         if target is None or phase_before(trainer.phases, target) != trainer.phase_number:
@@ -156,7 +149,7 @@ class Record(Hook):
         """Args:
         mfu: (trainer, tokens per second of its last step) -> model FLOPs utilisation, or None if
           the chip's peak is unknown.
-        note: (name, step, steps, text) -> None; see `Progress.note`.
+        note: (name, step, steps, text) -> None, for those who show progress.
         """
         self._mfu, self._note = mfu, note
 
@@ -175,47 +168,6 @@ class Record(Hook):
         trainer.write("train", row | routing_numbers(step.routing))
         text = f"loss {step.loss:.3f} {speed:,.0f} tokens/s"
         self._note(trainer.name, trainer.step, training.steps, text)
-
-
-class Show(Hook):
-    """Shows the progress and the time left; the last hook, as it times the others."""
-
-    def __init__(self, progress: Progress, eval_every: int, checkpoint_every: int):
-        """Args:
-        progress: of all models of the run.
-        eval_every: steps between evaluations.
-        checkpoint_every: steps between checkpoints.
-        """
-        self._progress, self._every = progress, (eval_every, checkpoint_every)
-
-    def after_step(self, trainer: Trainer, step: StepDone) -> None:
-        self._progress.after_step(trainer.name, remaining(trainer, *self._every))
-
-
-def remaining(trainer: Trainer, eval_every: int, checkpoint_every: int) -> Remaining:
-    """Returns what a trainer still has to do."""
-    step, steps, number = trainer.step, trainer.training.steps, trainer.phase_number
-    sequence = trainer.training.sequence
-
-    def events(every):
-        """Counts the multiples of `every` after this step, and the last step."""
-        return 0 if step >= steps else steps // every - step // every + bool(steps % every)
-
-    flops = [cost.flops_per_token(phase.model, sequence).total for phase in trainer.phases]
-    later = [
-        (phase.steps, flops[number + 1 + i] / flops[number])
-        for i, phase in enumerate(trainer.phases[number + 1 :])
-    ]
-    periodic, final = trainer.evaluation_batches
-    return Remaining(
-        phase=number,
-        steps=trainer.phase.stop - step,
-        later=tuple(later),
-        evaluations=events(eval_every),
-        saves=events(checkpoint_every),
-        evaluation_batches=periodic,
-        final_batches=final,
-    )
 
 
 class Evaluate(Hook):
@@ -275,8 +227,8 @@ def usual(
     checkpoint_every: int,
     skip_spikes: float = 0.0,
     *,
-    mfu: Callable[[Trainer, float], float | None] = lambda trainer, tokens_per_second: None,
-    progress: Progress | None = None,
+    record: Hook | None = None,
+    last: Sequence[Hook] = (),
 ) -> list[Hook]:
     """Returns the hooks of a training of this project, in their order.
 
@@ -284,77 +236,9 @@ def usual(
       eval_every: steps between evaluations on the held-out windows.
       checkpoint_every: steps between checkpoints.
       skip_spikes: `TrainingConfig.skip_spikes`; 0 for none.
-      mfu: see `Record`.
-      progress: of the run; None for a training that is not shown.
+      record: writes the rows "train"; `Record()` if None.
+      last: hooks after all others, such as one that shows the time left.
     """
-    every = eval_every, checkpoint_every
     spikes = [SkipSpikes(skip_spikes)] if skip_spikes else []
-    record = Record(mfu, progress.note) if progress else Record(mfu)
-    shown = [Show(progress, *every)] if progress else []
-    return [Evolve(), *spikes, record, Evaluate(eval_every), Save(checkpoint_every), *shown]
-
-
-Layouts = Mapping[str, Sequence[BlockLayout]]
-"""Projection -> layout of each layer; a projection that stores every block has none."""
-
-
-@dataclass(frozen=True)
-class SavedLayouts:
-    """Layouts of a model at two times of its training.
-
-    Attributes:
-      step: steps done when the newest checkpoint was saved; 0 where there is none.
-      layouts: at that step.
-      first_step: steps done at the earliest time whose layouts are known.
-      first_layouts: at that step.
-    """
-
-    step: int
-    layouts: Layouts
-    first_step: int
-    first_layouts: Layouts
-
-
-class LayoutReader:
-    """Reads the layouts of one variant again and again, each checkpoint once."""
-
-    def __init__(self, folder: Path, variant: Variant):
-        """Reads nothing yet.
-
-        Args:
-          folder: of the variant in the run folder.
-          variant: with its planned steps.
-        """
-        self._folder, self._variant = folder / "checkpoints", variant
-        self._read = functools.lru_cache(maxsize=2)(self._layouts_at)
-        self._first: tuple[int, Layouts] | None = None
-
-    def read(self) -> SavedLayouts | None:
-        """Returns the layouts so far; None where only a checkpoint will have them.
-
-        Raises:
-          UserError: a checkpoint is damaged, or was deleted meanwhile.
-        """
-        evolution = self._variant.evolution
-        if self._first is None and not evolution.given_layouts:
-            self._first = 0, stacks.layouts(self._variant.phases[0].model)
-        steps = named_arrays.saved_steps(self._folder)
-        if self._first is None and steps:
-            self._first = steps[0], self._read(steps[0])
-        if self._first is None:
-            return None
-        if not steps or evolution.method == "static":
-            return SavedLayouts(*self._first, *self._first)
-        return SavedLayouts(steps[-1], self._read(steps[-1]), *self._first)
-
-    def _layouts_at(self, step):
-        planned = self._variant.phases
-        models = []
-
-        def tables(extra):
-            phases = SavedProgress.from_extra(extra, planned).phases
-            models.append(phases[phase_before(phases, step)].model)
-            return {"tables": stacks.layout_tables(stacks.layouts(models[0]))}
-
-        arrays = named_arrays.read_part(self._folder, step, tables)
-        return stacks.layouts_from_tables(models[0], arrays["tables"])
+    saves = [Evaluate(eval_every), Save(checkpoint_every)]
+    return [Evolve(), *spikes, record or Record(), *saves, *last]

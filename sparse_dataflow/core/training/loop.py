@@ -7,22 +7,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
-from sparse_dataflow.cluster import processes
-from sparse_dataflow.cluster.watch import Clock
+from sparse_dataflow.core import collectives
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
+from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.optim.by_weight import evaluated
 from sparse_dataflow.core.optim.finite import non_finite
 from sparse_dataflow.core.optim.loss_spikes import is_accepted
 from sparse_dataflow.core.optim.optimizers import TrainState, at_step, learning_rate_schedule
 from sparse_dataflow.core.training import held_out
-from sparse_dataflow.core.training.monitoring.metrics import MetricsWriter, say, seconds_at
+from sparse_dataflow.core.training.clock import Clock
 from sparse_dataflow.core.training.phases import (
     Phase,
     Variant,
@@ -74,6 +74,23 @@ class StepDone:
     def accepted(self) -> bool:
         """Whether the parameters changed."""
         return self.limit is None or is_accepted(self.loss, self.gradient_norms, self.limit)
+
+
+class Metrics(Protocol):
+    """Where a training writes; `monitoring.metrics.MetricsWriter` does so in files."""
+
+    def write(self, row: dict) -> None:
+        """Takes a row: {"kind", "step", ...numbers}."""
+
+    def alert(self, kind: str, text: str, step: int) -> None:
+        """Takes an alert; any thread may call."""
+
+    def seconds_at(self, step: int, otherwise: float) -> float:
+        """Returns the training seconds until `step` by earlier rows, or `otherwise`."""
+        ...
+
+    def close(self) -> None:
+        """Is called once, at the end."""
 
 
 class Hook:
@@ -140,8 +157,8 @@ class Trainer:
         start: Callable[[], TrainState] | None = None,
         base: FrozenBase | None = None,
         clock: Clock | None = None,
+        metrics: Callable[[Path, int], Metrics],
         checkpoints: Callable[..., Checkpoints] = Checkpoints,
-        metrics: Callable[[Path, int], MetricsWriter] = MetricsWriter,
     ):
         """Opens the folder and resumes from its newest verified checkpoint, if there is one.
 
@@ -157,8 +174,8 @@ class Trainer:
           base: frozen weights, which a checkpoint names instead of storing them; None if all
             weights are trained.
           clock: see the attribute; a new one if None.
+          metrics: (folder, step) -> where rows and alerts go.
           checkpoints: (folder, config=..., completed=..., is_regular=...) -> checkpoints.
-          metrics: (folder, step) -> the writer of metrics and alerts.
 
         Raises:
           UserError: the folder cannot be written or has checkpoints of another config, or the
@@ -170,7 +187,7 @@ class Trainer:
         self.clock, self.evolution = clock or Clock(), variant.evolution
         refuse_unfit(variant.model, self.evolution, self.training.steps)
         self._data, self._programs, self._hooks = data, programs, hooks
-        processes.on_first(lambda: _make_folder(folder))
+        collectives.on_first(lambda: _make_folder(folder))
         saved_config = identity(variant.model, self.training, self.evolution, data.tokenizer_hash)
         self.checkpoints = checkpoints(
             folder / "checkpoints",
@@ -200,13 +217,13 @@ class Trainer:
                 from_seed=start is None, completed=completed,
             )  # fmt: skip
         self.step = int(self.state.step)
-        if saved_step is not None and self.step != saved_step:
-            self.seconds = seconds_at(folder, self.step, self.seconds)
         self.phase_number = phase_before(self.phases, self.step)
         if progress.positions is not None:
             data.train.resume(progress.positions)
         self._batches = data.train.iterate(self.step)
         self._metrics = metrics(folder, self.step)
+        if saved_step is not None and self.step != saved_step:
+            self.seconds = self._metrics.seconds_at(self.step, self.seconds)
         self.last_evaluation: dict | None = None
         if saved_step is not None:
             self.alert("restart", f"resumed after step {self.step} of {self.training.steps}")
@@ -459,7 +476,7 @@ class Trainer:
 def _unsound(state: TrainState) -> str:
     """Returns why a restored state is not good, on all processes the same; "" if it is."""
     broken = non_finite(state)
-    if not processes.any_process(bool(broken)):
+    if not collectives.any_process(bool(broken)):
         return ""
     return f"it is not finite ({', '.join(broken) or 'on another process'})"
 
@@ -478,7 +495,7 @@ def advance_side_by_side(trainers: list[Trainer], stop: Callable[[], bool]) -> I
     the same drift of the machine's speed.  After `stop()`, every trainer is saved.
     """
     while running := [t for t in trainers if not t.finished]:
-        stopping, *retries = processes.any_process(
+        stopping, *retries = collectives.any_process(
             bool(stop()), *(t.save_retry_due for t in running)
         )
         if stopping:

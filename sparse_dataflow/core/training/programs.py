@@ -5,7 +5,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -18,7 +18,6 @@ from sparse_dataflow.core.layouts.evolution import METHODS, PhaseSpec
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import StepReport, TrainState
-from sparse_dataflow.core.training.batches import EvalBatches, TrainBatches
 from sparse_dataflow.core.training.step import (
     abstract_state,
     initial_state,
@@ -28,6 +27,58 @@ from sparse_dataflow.core.training.step import (
 from sparse_dataflow.core.training.teacher import Teacher
 from sparse_dataflow.core.training.transitions import change_model, update_layouts
 from sparse_dataflow.files.errors import UserError
+
+
+class TrainBatches(Protocol):
+    """Training batches by step; `data.batches` has them for stored corpora.
+
+    Attributes:
+      batch_size: rows of the global batch.
+      example: a batch for programs that need its shape alone.
+      skipped_words: how many rows of the corpus were left out, and why; "" for none.
+    """
+
+    @property
+    def batch_size(self) -> int: ...  # noqa: D102
+
+    @property
+    def example(self) -> dict[str, np.ndarray]: ...  # noqa: D102
+
+    def __getitem__(self, step: int, /) -> dict[str, np.ndarray]: ...
+
+    @property
+    def skipped_words(self) -> str: ...  # noqa: D102
+
+    def iterate(self, start_step: int) -> Iterator[dict[str, np.ndarray]]:
+        """Yields the batches from a step on, without end."""
+        ...
+
+    def positions(self, step: int) -> Any:
+        """Returns what a checkpoint stores besides the step; None for nothing."""
+
+    def resume(self, positions: Any) -> None:
+        """Takes the `positions` of a checkpoint."""
+
+
+class EvalBatches(Protocol):
+    """Held-out windows in order, the same at every evaluation.
+
+    Attributes:
+      batch_size: rows of the global batch.
+      total_tokens: targets that count, over all batches and processes.
+    """
+
+    @property
+    def batch_size(self) -> int: ...  # noqa: D102
+
+    @property
+    def total_tokens(self) -> int: ...  # noqa: D102
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> dict[str, np.ndarray]: ...
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]: ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.cluster.processes import to_host
+from sparse_dataflow.core.collectives import to_host
 from sparse_dataflow.core.config.layer_groups import (
     join_groups,
     layer_groups,

@@ -79,13 +79,13 @@ import dataclasses
 from importlib import resources
 from typing import Any
 
-from sparse_dataflow.core.config import families
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.training.cost import flops_per_token
 from sparse_dataflow.hardware.chips import CHIPS, GIGA, TERA, Chip
 from sparse_dataflow.planner import efficiency
 from sparse_dataflow.planner.efficiency import Efficiency
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
+from sparse_dataflow.runs import families
 
 
 def _table(name: str) -> csv.DictReader:
@@ -219,7 +219,7 @@ class Scaling:
 
     Attributes:
       name: name of the study.
-      scale: key of `config.model.SIZES`.
+      scale: key of `runs.families.SIZES`.
       before: plan on few chips.
       after: plan on many chips.
       value: throughput per chip of `after`, in percent of that of `before`.

@@ -19,13 +19,13 @@ from sparse_dataflow.commands import command_line
 from sparse_dataflow.commands.models import composition
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
-from sparse_dataflow.core.training.phases import variant
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.corpora import corpus_of_texts
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.composition import Composition
 from sparse_dataflow.evaluation.router import Router
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.variants import variant
 
 
 def text(alphabet, seed):

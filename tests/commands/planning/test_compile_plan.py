@@ -20,11 +20,12 @@ from experiments import compile_plan
 from sparse_dataflow.commands.planning import compile_report, verify
 from sparse_dataflow.commands.planning.options import named_model
 from sparse_dataflow.commands.preflight import settling
-from sparse_dataflow.core.config.run import preset
+from sparse_dataflow.compile import programs as compile
+from sparse_dataflow.compile import topologies
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.hardware.machines import Machine
 from sparse_dataflow.planner import plan_memory, search, settle_advice
-from sparse_dataflow.planner.aot import compile, topologies
+from sparse_dataflow.runs.run_config import preset
 
 GOLDEN = Path(__file__).with_name("compile_plan.txt")
 

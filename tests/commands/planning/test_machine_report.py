@@ -8,10 +8,11 @@ from exit_status import exit_status
 
 from experiments import gpt13b_dense, gpt13b_sparse
 from sparse_dataflow.commands.planning import machine_report
-from sparse_dataflow.core.config.run import preset
+from sparse_dataflow.core.training import cost
 from sparse_dataflow.hardware import machines
 from sparse_dataflow.hardware.chips import GIB
-from sparse_dataflow.planner import bands, memory, search
+from sparse_dataflow.planner import bands, search
+from sparse_dataflow.runs.run_config import preset
 
 CONFIG = preset("13b", compute_dtype="bfloat16")
 
@@ -67,7 +68,7 @@ def test_the_text_has_time_memory_and_gain_with_their_ranges():
     assert "times the dense twin" in text and "no published run" in text
     sizes = re.findall(r"^  (parameters|all) +([\d.]+)$", text, re.M)
     assert dict(sizes)["all"] == f"{result.settled.chip_bytes / GIB:.2f}"
-    weights = 4 * memory.parameter_count(result.settled.request.config) / GIB
+    weights = 4 * cost.parameter_count(result.settled.request.config) / GIB
     assert weights / 8 < float(dict(sizes)["parameters"]) < weights
 
 

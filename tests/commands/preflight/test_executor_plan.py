@@ -5,13 +5,13 @@ import pytest
 from sparse_dataflow.commands import devices
 from sparse_dataflow.commands.planning import machine_report
 from sparse_dataflow.commands.preflight import executor_plan, settling
-from sparse_dataflow.core.config.run import preset
-from sparse_dataflow.core.training.phases import variants
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import machines
 from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.hardware.machines import Machine
 from sparse_dataflow.planner import plan_memory
+from sparse_dataflow.runs.run_config import preset
+from sparse_dataflow.runs.variants import variants
 
 CPU = Chip("this CPU", memory_bytes=2**40)
 CONFIG = preset("mini").change(run__twin="no", training__batch=16)

@@ -7,14 +7,14 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from sparse_dataflow.commands.preflight import settling
-from sparse_dataflow.core.config.parallel import ParallelConfig
-from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.executors.sharded import Sharded
-from sparse_dataflow.core.training.phases import variants
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import CHIPS
 from sparse_dataflow.planner import plan_memory, remat
+from sparse_dataflow.runs.parallel import ParallelConfig
+from sparse_dataflow.runs.run_config import preset
+from sparse_dataflow.runs.variants import variants
 
 GIB = 2**30
 CHIP = CHIPS["gb200"]  # Its link to the host is fast, so that blocks are offloaded.

@@ -5,9 +5,9 @@ import pytest
 
 from sparse_dataflow.commands import run_folder
 from sparse_dataflow.commands.preflight import settling
-from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect
+from sparse_dataflow.runs.run_config import preset
 
 
 def config_of(batch, micro_batches, mesh, **changes):

@@ -5,10 +5,10 @@ import re
 import pytest
 
 from sparse_dataflow.commands.preflight import settling
-from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.hardware.machines import Machine
+from sparse_dataflow.runs.run_config import preset
 
 MINI = preset("mini").change(run__twin="no", training__batch=64)
 

@@ -8,9 +8,9 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.training.batches import EvalBatches, TrainBatches
 from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.core.training.programs import TrainingData
+from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 
 SPARSE = LinearSpec("block_sparse", "random", density=0.25, block=4)
 MODEL = ModelConfig(1, 16, 2, 32, vocab_size=40, max_len=8).with_linears(SPARSE)

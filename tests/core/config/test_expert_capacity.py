@@ -6,9 +6,9 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparse_dataflow.core.config.expert_rows import exchanged_rows
+from sparse_dataflow.core.config.expert_rows import expert_rows as capacity
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.parallel import exchanged_rows
-from sparse_dataflow.core.config.parallel import expert_rows as capacity
 
 MODEL = ModelConfig(2, 16, 2, 32, vocab_size=40, max_len=16, experts=1, top_k=1)
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import shapes_of, tables_of
 
+from sparse_dataflow.compile import traced
 from sparse_dataflow.core.config.layer_groups import layer_groups, layer_linear, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.projection import layer_weights
@@ -24,7 +24,7 @@ from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planner import memory
-from sparse_dataflow.planner.aot import traced
+from sparse_dataflow.runs.run_config import SIZES
 
 PROJECTIONS = SIZES["nano"].projections
 
@@ -73,7 +73,7 @@ def test_parameters_tables_and_flops_follow_the_layouts(model_and_depth):
     layouts = stacks.layouts(model)
     tables = stacks.layout_tables(layouts)
     count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))  # noqa: E731
-    assert count(shapes) == memory.parameter_count(model)
+    assert count(shapes) == cost.parameter_count(model)
     assert 4 * count(tables) == memory.table_bytes(model)
     flops = cost.flops_per_token(model, 8, training=False).sections
     for name, layers in layouts.items():

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_models import DENSE as TINY
 
-from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.families import FAMILIES
+from sparse_dataflow.runs.run_config import SIZES
 
 dense_or_sparse = st.builds(
     LinearSpec,

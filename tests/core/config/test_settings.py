@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.core.config import settings
-from sparse_dataflow.core.config.run import SIZES, RunConfig, preset
 from sparse_dataflow.core.config.settings import Setting
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.run_config import SIZES, RunConfig, preset
 
 NAMES = ("butterfly", "cyclic", "Banded")
 KINDS = {

@@ -24,8 +24,9 @@ import numpy as np
 import small_models
 from jax.sharding import Mesh
 
+from sparse_dataflow.compile import hlo
+from sparse_dataflow.compile.programs import abstract_arguments
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
-from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.layer_groups import split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
@@ -34,24 +35,24 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
-from sparse_dataflow.core.executors.pipeline.pipelined import Pipelined
-from sparse_dataflow.core.executors.pipeline.stages import Division, divide
-from sparse_dataflow.core.executors.relay import probe
-from sparse_dataflow.core.executors.relay.relay import Relay, RelayConfig
-from sparse_dataflow.core.executors.relay.relay_executor import RelayExecutor
 from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.core.layouts.evolution import PhaseSpec, phase_specs
 from sparse_dataflow.core.model import adapters, gpt, stacks
 from sparse_dataflow.core.optim.optimizers import map_moments
 from sparse_dataflow.core.training import hooks
-from sparse_dataflow.core.training.batches import EvalBatches, TrainBatches
 from sparse_dataflow.core.training.loop import Trainer
 from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.core.training.programs import TrainingData, compile_programs, run_step
 from sparse_dataflow.core.training.step import abstract_state, initial_state, jitted_train_step
 from sparse_dataflow.core.training.teacher import Teacher
-from sparse_dataflow.planner.aot import hlo
-from sparse_dataflow.planner.aot.compile import abstract_arguments
+from sparse_dataflow.data.batches import EvalBatches, TrainBatches
+from sparse_dataflow.monitoring.metrics import MetricsWriter
+from sparse_dataflow.pipeline.pipelined import Pipelined
+from sparse_dataflow.pipeline.stages import Division, divide
+from sparse_dataflow.relay import probe
+from sparse_dataflow.relay.relay import Relay, RelayConfig
+from sparse_dataflow.relay.relay_executor import RelayExecutor
+from sparse_dataflow.runs.families import FAMILIES
 
 STEPS, BATCH, SEQUENCE, CLIP = 3, 16, 8, 0.5
 DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=48, max_len=8)
@@ -431,7 +432,15 @@ def evolve(name, texts):
         with tempfile.TemporaryDirectory() as folder:
             variant = Variant("sparse", model, training, evolution)
             usual = hooks.usual(3, 3)
-            trainer = Trainer(variant, Path(folder), data, programs, usual, executor=executor)
+            trainer = Trainer(
+                variant,
+                Path(folder),
+                data,
+                programs,
+                usual,
+                executor=executor,
+                metrics=MetricsWriter,
+            )
             while not trainer.finished:
                 trainer.advance()
             trainer.close()

@@ -12,10 +12,10 @@ from executor_runs import BATCH, MODELS, SEQUENCE, executor
 
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.executors.pipeline import schedules
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.training.step import abstract_state
+from sparse_dataflow.pipeline import schedules
 
 
 def gradient_of(runs, model, micro_batches):

@@ -10,10 +10,10 @@ from small_models import arbitrary_weights, as_dense
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.block_gradients import block_gradient_norms
 from sparse_dataflow.core.model.stacks import weights_of
+from sparse_dataflow.runs.run_config import SIZES
 
 PROJECTIONS = SIZES["nano"].projections
 

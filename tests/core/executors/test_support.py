@@ -7,8 +7,8 @@ import pytest
 from sparse_dataflow.commands import devices
 from sparse_dataflow.commands.library import preset
 from sparse_dataflow.core.executors import executor
-from sparse_dataflow.core.training.phases import variants
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.variants import variants
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "devices.md"
 BASE = preset("pico").change(sparsity__block=16, run__twin="no", training__steps=20)

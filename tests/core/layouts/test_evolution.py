@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from sparse_dataflow.core.config.layer_groups import layer_linear
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.sparsity import METHOD_NAMES, EvolutionConfig
 from sparse_dataflow.core.layouts import evolution
 from sparse_dataflow.core.layouts.evolution import (
@@ -27,6 +26,7 @@ from sparse_dataflow.core.layouts.evolution import (
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.model.projection import projection_layout
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.run_config import SIZES
 
 PROJECTIONS = SIZES["nano"].projections
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import ROW_PARALLEL, LinearSpec
 from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS
@@ -22,6 +21,7 @@ from sparse_dataflow.core.layouts.patterns import (
     register,
 )
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.families import FAMILIES
 
 NAMES = sorted(set(PATTERNS) - {"dense"})
 names = st.sampled_from(NAMES)

@@ -11,14 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import DENSE, MONARCH, arbitrary_params, as_dense, logits_of, tokens_of
 
-from sparse_dataflow.core.config.families import (
-    FAMILIES,
-    QK_NORM_SCOPES,
-    RESIDUALS,
-    SCALINGS,
-)
-from sparse_dataflow.core.config.families import WHOLE_PAIRS as WHOLE
+from sparse_dataflow.core.config.attention_settings import QK_NORM_SCOPES, RESIDUALS, SCALINGS
+from sparse_dataflow.core.config.attention_settings import WHOLE_PAIRS as WHOLE
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.runs.families import FAMILIES
 
 SCALES = ("embedding_scale", "residual_scale", "logit_divisor")
 

@@ -20,15 +20,15 @@ from small_models import (
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.rotary import rotate
 from sparse_dataflow.core.model.stacks import Fixed, weights_of
+from sparse_dataflow.core.training.cost import parameter_count
 from sparse_dataflow.core.training.step import initial_state, make_train_step
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.planner.memory import parameter_count
+from sparse_dataflow.runs.run_config import SIZES
 
 PROJECTIONS = SIZES["nano"].projections
 

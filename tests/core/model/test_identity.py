@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from small_models import DENSE, EACH_KIND, LOW_RANK, MONARCH, arbitrary_params, tables_of
 
-from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.identity import as_identity
 from sparse_dataflow.core.model.projection import layer_weights
+from sparse_dataflow.runs.families import FAMILIES
 
 FACTORS = LinearSpec("low_rank", "low_rank", 0.5)
 MODELS = {

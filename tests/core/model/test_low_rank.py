@@ -15,21 +15,21 @@ from small_models import DENSE, shapes_of
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LOW_RANK, LinearSpec
-from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.executors.relay.relay_executor import RelayExecutor
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.projection import arrays, draw, linear, with_threshold
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.optim import muon
 from sparse_dataflow.core.optim.optimizers import learning_rate_multipliers, make_optimizer
 from sparse_dataflow.core.training import cost
-from sparse_dataflow.core.training.equal_cost import equal_cost_model, stored_parameters
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.equivalent_forms import dense_form
 from sparse_dataflow.planner import memory
+from sparse_dataflow.relay.relay_executor import RelayExecutor
+from sparse_dataflow.runs.equal_cost import equal_cost_model, stored_parameters
+from sparse_dataflow.runs.run_config import preset
 
 SPEC = LinearSpec(LOW_RANK, LOW_RANK, density=0.25)
 MODEL = DENSE.with_linears(SPEC)
@@ -85,7 +85,7 @@ def test_factors_store_the_density_and_are_counted_exactly(heads, times, density
         sizes += rank * sum(sides)
     params = shapes_of(model)
     assert memory.matrix_count(model) == stored_parameters(model) == sizes
-    assert memory.parameter_count(model) == sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert cost.parameter_count(model) == sum(leaf.size for leaf in jax.tree.leaves(params))
     forward = cost.flops_per_token(model, 8, training=False)
     assert forward.projections == pytest.approx(2 * sizes)
 

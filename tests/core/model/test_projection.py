@@ -11,7 +11,6 @@ from flax import nnx
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.model.projection import (
     arrays,
@@ -22,6 +21,7 @@ from sparse_dataflow.core.model.projection import (
 )
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.run_config import SIZES
 
 PROJECTIONS = SIZES["nano"].projections
 

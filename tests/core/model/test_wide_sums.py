@@ -19,9 +19,9 @@ from small_models import (
     tokens_of,
 )
 
-from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.ops.derivatives import broadcast_like, lookup
+from sparse_dataflow.runs.families import FAMILIES
 
 MODELS = {
     "gpt3": {},

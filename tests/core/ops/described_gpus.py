@@ -2,7 +2,7 @@
 
 import described_tpus
 
-from sparse_dataflow.planner.aot import topologies
+from sparse_dataflow.compile import topologies
 
 
 def devices(number=1):

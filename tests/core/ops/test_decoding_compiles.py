@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from sparse_dataflow.compile import hlo, topologies
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.evaluation import kv_cache
-from sparse_dataflow.planner.aot import hlo, topologies
+from sparse_dataflow.runs.run_config import SIZES
 
 pytest.importorskip(
     "jax_cuda13_plugin", reason="compiling for a GPU needs 'sparse_dataflow[cuda]': make aot-gpu"

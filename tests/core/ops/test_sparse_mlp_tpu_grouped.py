@@ -12,7 +12,6 @@ from simulated import simulated_tpu, targeted_tpu
 
 from sparse_dataflow.chips.tpu import grouped_mlp as kernels
 from sparse_dataflow.chips.tpu import grouped_mlp_tuning as tuning_grouped
-from sparse_dataflow.core.config.families import FAMILIES
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.layouts.layout import Groups
@@ -22,6 +21,7 @@ from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.ops.block_sparse_matmul.cut_tables import cut_columns, cut_rows
 from sparse_dataflow.core.ops.sparse_mlp import mlp_op as api
 from sparse_dataflow.core.ops.sparse_mlp.mlp_op import Operands
+from sparse_dataflow.runs.families import FAMILIES
 
 IN, OUT = Groups(2, in_run=1, out_run=2), Groups(2, in_run=2, out_run=1)
 """Inputs and outputs at a stride, runs of two hidden blocks."""

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 from described_tpus import TOPOLOGIES, compiled, described, nightly
 
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.executors.context import zigzag
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention, shard_attention
+from sparse_dataflow.runs.run_config import SIZES
 
 pytest.importorskip(
     "libtpu", reason="compiling for a TPU needs libtpu: pip install 'sparse_dataflow[aot]'"

@@ -8,12 +8,12 @@ import importlib.util
 
 import pytest
 
+from sparse_dataflow.compile import topologies
+from sparse_dataflow.compile.programs import compile_step
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
-from sparse_dataflow.planner.aot import topologies
-from sparse_dataflow.planner.aot.compile import compile_step
+from sparse_dataflow.runs.run_config import SIZES
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 

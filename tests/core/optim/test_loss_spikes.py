@@ -31,13 +31,13 @@ from sparse_dataflow.core.optim.optimizers import (
     make_optimizer,
 )
 from sparse_dataflow.core.training import hooks
-from sparse_dataflow.core.training.batches import EvalBatches, TrainBatches
 from sparse_dataflow.core.training.loop import Trainer, advance_side_by_side
-from sparse_dataflow.core.training.monitoring.metrics import read_metrics
 from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.core.training.programs import Compiled, TrainingData
 from sparse_dataflow.core.training.step import initial_state, make_train_step
+from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.monitoring.metrics import read_metrics
 
 MODEL = ModelConfig(1, 8, 1, 32, 300, 4)
 TRAINING = TrainingConfig(steps=40, batch=2, sequence=4, skip_spikes=6.0)

@@ -11,10 +11,11 @@ from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.layouts.evolution import phase_specs
 from sparse_dataflow.core.training import hooks
-from sparse_dataflow.core.training.batches import EvalBatches, TrainBatches
 from sparse_dataflow.core.training.loop import Trainer, advance_side_by_side
 from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.core.training.programs import TrainingData, compile_programs
+from sparse_dataflow.data.batches import EvalBatches, TrainBatches
+from sparse_dataflow.monitoring.metrics import MetricsWriter
 
 SPARSE = LinearSpec("block_sparse", "monarch", density=0.25, block=4, rank=2, hadamard=8)
 MODEL = ModelConfig(2, 32, 2, 64, vocab_size=40, max_len=8).with_linears(SPARSE)
@@ -49,7 +50,7 @@ def trainer(folder, method, evolution=None, **options):
     evolution = evolution or EVOLUTIONS[method]
     model, programs = MODELS[method], programs_of(method)
     variant = Variant("sparse", model, TRAINING, evolution)
-    return Trainer(variant, folder, DATA, programs, hooks.usual(**every))
+    return Trainer(variant, folder, DATA, programs, hooks.usual(**every), metrics=MetricsWriter)
 
 
 def train(t, until=10):

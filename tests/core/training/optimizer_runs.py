@@ -15,14 +15,14 @@ import jax
 import numpy as np
 
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
-from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.core.executors import mesh
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import weights_of
-from sparse_dataflow.core.training.phases import variants
 from sparse_dataflow.core.training.step import abstract_state, initial_state, jitted_train_step
+from sparse_dataflow.runs.run_config import preset
+from sparse_dataflow.runs.variants import variants
 
 STEPS = 4
 

@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import shapes_of, tables_of
 
-from sparse_dataflow.core.config.families import FAMILIES
+from sparse_dataflow.core.config.depth import DepthSchedule
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.parallel import DepthSchedule
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
@@ -26,6 +24,8 @@ from sparse_dataflow.core.training.phases import Phase, phases_flops, token_flop
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import CHIPS, Chip
 from sparse_dataflow.planner.parallel_plan import RECOMPUTED
+from sparse_dataflow.runs.families import FAMILIES
+from sparse_dataflow.runs.run_config import SIZES
 
 PROJECTIONS = SIZES["nano"].projections
 

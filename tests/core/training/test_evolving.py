@@ -15,9 +15,9 @@ from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.core.training import cost, hooks
 from sparse_dataflow.core.training import phases as plateau
-from sparse_dataflow.core.training.monitoring.metrics import read_metrics
 from sparse_dataflow.core.training.phases import phases, refuse_unfit, run_flops, update_steps
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.monitoring.metrics import read_metrics
 
 DAILY = "gradual", "low_rank_tail", "shared_to_own", "rigl_by_depth"
 

@@ -17,12 +17,12 @@ from sparse_dataflow.core.layouts.evolution import PhaseSpec
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training import hooks
-from sparse_dataflow.core.training.batches import EvalBatches, TrainBatches
 from sparse_dataflow.core.training.loop import Trainer
-from sparse_dataflow.core.training.monitoring.metrics import read_metrics
 from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.core.training.programs import TrainingData, compile_programs
 from sparse_dataflow.core.training.step import make_eval_step
+from sparse_dataflow.data.batches import EvalBatches, TrainBatches
+from sparse_dataflow.monitoring.metrics import MetricsWriter, read_metrics
 
 MODEL = ModelConfig(
     2, 16, 2, 32, vocab_size=300, max_len=8, experts=4, top_k=2, expert_capacity=0.5
@@ -42,7 +42,9 @@ def test_a_resumed_mixture_trains_to_the_same_bits(tmp_path, programs):
     def train(folder, steps):
         every = {"eval_every": 2, "checkpoint_every": 2}
         variant = Variant("sparse", MODEL, TRAINING)
-        trainer = Trainer(variant, folder, DATA, programs, hooks.usual(**every))
+        trainer = Trainer(
+            variant, folder, DATA, programs, hooks.usual(**every), metrics=MetricsWriter
+        )
         for _ in range(steps):
             trainer.advance()
         trainer.close()

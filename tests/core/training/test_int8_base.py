@@ -9,15 +9,16 @@ import pytest
 from test_adapters import BASES, DENSE, TOKENS, TRAINING, same_bits, start
 
 from sparse_dataflow.commands.preflight.settling import settle
-from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import adapters
-from sparse_dataflow.core.training.phases import variants
+from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.step import abstract_state, make_train_step
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import machines
 from sparse_dataflow.planner import memory
 from sparse_dataflow.planner.search import ROOMY
+from sparse_dataflow.runs.run_config import preset
+from sparse_dataflow.runs.variants import variants
 
 INT8 = dataclasses.replace(TRAINING, frozen_dtype="int8")
 each_dense_base = pytest.mark.parametrize("name", ["dense", "llama", "bfloat16"])
@@ -123,7 +124,7 @@ def test_a_model_of_7b_fits_one_gpu_of_24_gb_by_plan():
     """The bytes of the base halve, and the plan has room; see docs/finetuning.md."""
     int8, compute = planned("7b", "int8"), planned("7b", "compute")
     [model] = variants(int8.config)
-    assert 6.7e9 < memory.parameter_count(model.model) < 6.9e9
+    assert 6.7e9 < cost.parameter_count(model.model) < 6.9e9
     assert int8.share <= ROOMY and not int8.tight
     sizes, wide = (result.request.memory(result.plan) for result in (int8, compute))
     assert all(float(size) >= 0 for size in sizes.categories.values())

@@ -17,13 +17,13 @@ from sparse_dataflow.core.layouts import patterns
 from sparse_dataflow.core.model.experts import Routing
 from sparse_dataflow.core.optim.optimizers import StepReport
 from sparse_dataflow.core.training import hooks, loop
-from sparse_dataflow.core.training.batches import EvalBatches, TrainBatches
 from sparse_dataflow.core.training.loop import Trainer, advance_side_by_side
-from sparse_dataflow.core.training.monitoring.metrics import read_metrics
 from sparse_dataflow.core.training.phases import Variant, phases
 from sparse_dataflow.core.training.programs import Compiled, HeldOut, TrainingData
 from sparse_dataflow.core.training.saved_state import refuse_other_layouts
+from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.monitoring.metrics import MetricsWriter, read_metrics
 
 MODEL = ModelConfig(1, 8, 1, 32, 300, 4)
 TRAINING = TrainingConfig(steps=9, batch=2, sequence=4)
@@ -55,7 +55,7 @@ def trainer(folder, bad_step=None, bad="gradients", training=TRAINING, **options
     programs = [Compiled(train_step, lambda *_: 3.0, 0.0)]
     every = {"eval_every": 4, "checkpoint_every": 2} | options
     variant = Variant("sparse", MODEL, training)
-    return Trainer(variant, folder, DATA, programs, hooks.usual(**every))
+    return Trainer(variant, folder, DATA, programs, hooks.usual(**every), metrics=MetricsWriter)
 
 
 def spoiled(state, step):
@@ -167,7 +167,9 @@ def test_layouts_that_a_pattern_does_not_choose_any_more_are_refused(tmp_path, m
     def resume():
         every = {"eval_every": 4, "checkpoint_every": 2}
         variant = Variant("sparse", model, TRAINING)
-        return Trainer(variant, tmp_path, DATA, programs, hooks.usual(**every))
+        return Trainer(
+            variant, tmp_path, DATA, programs, hooks.usual(**every), metrics=MetricsWriter
+        )
 
     first = resume()
     first.save()
@@ -188,12 +190,12 @@ def test_only_remat_may_change_between_a_checkpoint_and_its_resumption(tmp_path)
     programs = [Compiled(None, None, 0.0)]
     remat = dataclasses.replace(MODEL, remat="full")
     variant = Variant("sparse", remat, TRAINING)
-    t = Trainer(variant, tmp_path, DATA, programs, hooks.usual(**every))
+    t = Trainer(variant, tmp_path, DATA, programs, hooks.usual(**every), metrics=MetricsWriter)
     t.close()
     assert t.finished
     with pytest.raises(UserError, match=r"another config.*norm"):
         other = Variant("sparse", dataclasses.replace(MODEL, norm="rmsnorm"), TRAINING)
-        Trainer(other, tmp_path, DATA, programs, hooks.usual(**every))
+        Trainer(other, tmp_path, DATA, programs, hooks.usual(**every), metrics=MetricsWriter)
 
 
 def test_a_mixture_has_a_loss_for_each_corpus_and_their_weighted_mean(tmp_path, monkeypatch):

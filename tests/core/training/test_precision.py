@@ -16,9 +16,9 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model.stacks import Fixed
-from sparse_dataflow.core.training.phases import variants
 from sparse_dataflow.core.training.step import abstract_state, initial_state, make_train_step
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.variants import variants
 
 needs_library = pytest.mark.skipif(
     not importlib.util.find_spec("qwix"), reason="quantised products need the extra quantized"

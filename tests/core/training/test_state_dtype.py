@@ -12,14 +12,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from small_models import shapes_of, tables_of
 
+from sparse_dataflow.compile import array_table as describe
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors import describe, whole
+from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
-from sparse_dataflow.core.executors.relay.relay_executor import RelayExecutor
 from sparse_dataflow.core.model.stacks import Fixed, weights_of
 from sparse_dataflow.core.optim.optimizers import adam_state, make_optimizer, map_moments
 from sparse_dataflow.core.training.saved_state import identity
@@ -27,6 +27,7 @@ from sparse_dataflow.core.training.step import abstract_state, initial_state, ma
 from sparse_dataflow.core.training.transitions import change_model
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planner import plan_memory
+from sparse_dataflow.relay.relay_executor import RelayExecutor
 
 DENSE = ModelConfig(2, 32, 4, 64, vocab_size=48, max_len=8)
 SPARSE = DENSE.with_linears(LinearSpec("block_sparse", "monarch", density=0.5, block=8))

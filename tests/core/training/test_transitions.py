@@ -12,7 +12,6 @@ import scipy.linalg
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
@@ -27,6 +26,7 @@ from sparse_dataflow.core.optim.optimizers import (
 )
 from sparse_dataflow.core.training.step import initial_state
 from sparse_dataflow.core.training.transitions import change_model, update_layouts
+from sparse_dataflow.runs.run_config import SIZES
 
 PROJECTIONS = SIZES["nano"].projections
 

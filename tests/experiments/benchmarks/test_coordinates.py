@@ -3,7 +3,7 @@
 from experiments import coordinate_check
 from experiments.benchmarks.benchmark import named_model
 from experiments.studies.activation_changes import with_width
-from sparse_dataflow.core.config.run import preset
+from sparse_dataflow.runs.run_config import preset
 
 
 def test_every_model_has_layouts_and_heads_of_one_width():

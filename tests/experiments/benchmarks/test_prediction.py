@@ -9,13 +9,13 @@ import pytest
 
 from experiments import interplay
 from experiments.benchmarks import interplay_report, interplay_step, prediction
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip
-from sparse_dataflow.planner import memory
 from sparse_dataflow.planner.efficiency import PRIOR
 from sparse_dataflow.planner.step_time import step_time
+from sparse_dataflow.runs.run_config import SIZES
 
 PROJECTIONS = SIZES["nano"].projections
 
@@ -47,7 +47,7 @@ def test_a_step_is_predicted_as_its_sections_times_layers(sections, density, lay
     assert time.terms["element-wise"] == pytest.approx(again * layers * SECONDS["norms and GELU"])
     assert time.terms["head"] == pytest.approx(SECONDS["head and loss"])
     one = dataclasses.replace(config, num_layers=1)
-    grown = memory.parameter_count(config) / memory.parameter_count(one)
+    grown = cost.parameter_count(config) / cost.parameter_count(one)
     assert time.terms["optimizer"] == pytest.approx(SECONDS["optimizer"] * grown)
     forward = sum(SECONDS[n] for n in ("qkv", "attention", "attn_out", "mlp_in")) / 3
     expected = layers * forward if remat == "full" else 0

@@ -6,7 +6,7 @@ import pytest
 
 from experiments.benchmarks.schedule_pictures import ACTIONS, MAX_TICKS, schedule_picture
 from experiments.benchmarks.schedules_page import schedules_page
-from sparse_dataflow.core.executors.pipeline import schedules
+from sparse_dataflow.pipeline import schedules
 
 
 def cells(picture, colour):

@@ -13,7 +13,7 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.planner import memory, plan_memory
+from sparse_dataflow.planner import plan_memory
 
 with_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="the extra peers is not installed"
@@ -60,7 +60,7 @@ def test_it_trains_as_many_numbers_with_as_many_flops():
     from torch.utils.flop_counter import FlopCounterMode
 
     step = step_peers.torch_step(MODEL, TRAINING, TOKENS, 0.01, compiled=False)
-    assert step.stored_parameters == memory.parameter_count(MODEL)
+    assert step.stored_parameters == cost.parameter_count(MODEL)
     assert step.state_bytes == plan_memory.training_bytes(MODEL, TRAINING).state
     # torch 2.14 counts no FLOPs of fused attention on a CPU.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:

@@ -1,9 +1,9 @@
 """Which steps of `step_bench` may hold their states at once."""
 
 from experiments.benchmarks import steps
-from sparse_dataflow.core.config.run import preset
-from sparse_dataflow.core.training.phases import variant
 from sparse_dataflow.hardware.chips import GIB
+from sparse_dataflow.runs.run_config import preset
+from sparse_dataflow.runs.variants import variant
 
 
 def test_two_states_that_fit_only_one_by_one_are_measured_one_by_one():

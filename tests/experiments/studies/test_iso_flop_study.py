@@ -12,10 +12,11 @@ from scipy import stats
 from experiments import iso_flop as experiment
 from experiments.studies import iso_flop, iso_flop_plan, iso_flop_report
 from experiments.studies.iso_flop_plan import MEASURE, TUNE, Plan
-from sparse_dataflow.core.config.run import preset
 from sparse_dataflow.core.training import cost
-from sparse_dataflow.core.training.phases import run_flops, variant
+from sparse_dataflow.core.training.phases import run_flops
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.run_config import preset
+from sparse_dataflow.runs.variants import variant
 
 CONFIG = preset("3m").change(sparsity__block=8, sparsity__pattern="random", training__steps=20)
 OPTIONS = experiment.Options(

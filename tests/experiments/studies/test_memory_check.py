@@ -5,10 +5,10 @@ import pytest
 from experiments.studies import memory_check
 from sparse_dataflow.commands import command_line
 from sparse_dataflow.commands.request import NAMED
-from sparse_dataflow.core.training.phases import variants
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.planner import memory, plan_memory
+from sparse_dataflow.runs.variants import variants
 
 
 def described(*arguments, backend="gpu", gib=None):

@@ -8,16 +8,16 @@ from experiments import sparse_quality
 from experiments.studies import quality
 from experiments.studies.study import Study
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import SIZES, preset
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.training import cost
-from sparse_dataflow.core.training.equal_cost import stored_parameters
 from sparse_dataflow.core.training.phases import Variant, run_flops
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer, gpt2_tokenizer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect
+from sparse_dataflow.runs.equal_cost import stored_parameters
+from sparse_dataflow.runs.run_config import SIZES, preset
 
 
 def result(arm, bits, equal="tokens", seed=0):

@@ -5,9 +5,9 @@ import pytest
 
 from experiments.studies import scaling_law
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.run import SIZES
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.run_config import SIZES
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from experiments import sparse_scaling_law
 from experiments.studies import study
 from experiments.studies.activation_changes import with_width
 from sparse_dataflow.commands import command_line
-from sparse_dataflow.core.config.run import SIZES, preset
-from sparse_dataflow.core.training.phases import variant
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.run_config import SIZES, preset
+from sparse_dataflow.runs.variants import variant
 
 PROJECTIONS = SIZES["nano"].projections
 

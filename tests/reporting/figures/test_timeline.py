@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_dataflow.core.executors.relay.timeline import KINDS, Span, hidden_share, seconds
+from sparse_dataflow.relay.timeline import KINDS, Span, hidden_share, seconds
 from sparse_dataflow.reporting.figures.timeline import LANES, timeline
 
 spans = st.lists(

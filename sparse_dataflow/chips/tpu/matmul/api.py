@@ -3,7 +3,7 @@
 Tables are data (scalar prefetch): changing the layout does not recompile.  Only stored blocks are
 read or written.  Blocks of 128 and 256 are tiles of the matrix unit.  Smaller blocks cost more:
 - HBM pads their rows to 128 lanes: block 64 takes twice its bytes, block 32 four times.
-- A tile of 128 is multiplied whole, however few of its blocks are stored (`tpu.tables`).
+- A tile of 128 is multiplied whole, however few of its blocks are stored (`matmul.tables`).
 - Every tile is assembled in VMEM once per token tile, as much work as about 64 (block 64) or 200
   (block 32) tokens.
 Chips with 256-wide matrix units (v6e) run result columns of 128 at half rate, of 256 at full rate.

@@ -35,7 +35,7 @@ def line_product(
     """Multiply x by the stored blocks of each line.
 
     Args:
-      x: [tokens, features], both multiples of the smallest tile (`tpu.api` pads).
+      x: [tokens, features], both multiples of the smallest tile (`matmul.api` pads).
       values: [nnz, block, block].
       tables: tile tables by result column.
       tiles: the tile sizes.

@@ -108,7 +108,7 @@ def stream_shape(
     lines: int,
     transposed: bool,
 ) -> tuple[StreamShape, TileTables]:
-    """Return a weight's stream shape, and its tables as `tpu.tables.chunked`."""
+    """Return a weight's stream shape, and its tables as `matmul.tables.chunked`."""
     tables = chunked(tables, lines, tiles.entries)
     count, entries, ratio, _ = tables.slot.shape
     chunks = entries // tiles.entries

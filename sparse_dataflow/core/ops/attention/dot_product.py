@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_dataflow.core.config.families import DENSE_TOKENS
+from sparse_dataflow.core.config.attention_settings import DENSE_TOKENS
 from sparse_dataflow.hardware.chips import GIB
 
 CHUNK = 512

@@ -9,8 +9,8 @@ import pytest
 from experiments.benchmarks.schedules import estimates, gpu_estimates
 from experiments.benchmarks.schedules.case import DENSE, PRODUCTS
 from experiments.schedule_bench import GPUS, Options
-from sparse_dataflow.planner.aot import topologies
-from sparse_dataflow.planner.aot.gpu_targets import TARGETS
+from sparse_dataflow.compile import topologies
+from sparse_dataflow.compile.gpu_targets import TARGETS
 
 CASES = list(gpu_estimates.cases_of(dataclasses.replace(Options(), chips=GPUS, blocks=(128,))))
 KEPT = json.loads(

@@ -1,0 +1,220 @@
+"""Optimizer states at new layouts: what belongs to a stored block follows it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.tree_util import tree_leaves_with_path, tree_map_with_path
+
+from sparse_dataflow.core.model.blocks import gather_blocks
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.layers.axis_names import over_auto_axes, placed
+from sparse_dataflow.layers.layout_state import MARK, contradicts, is_mark, table_mark
+from sparse_dataflow.layers.paths import keys_of, names_of
+
+_LEGAL = (
+    "an nnx.Optimizer, the optax state of nnx.state(model, nnx.Param), a list or dict of these, or "
+    "None"
+)
+
+
+class CarriedState:
+    """The state of one or several optimizers at new layouts, before it takes effect.
+
+    Args:
+      model: the model, at its old layouts.
+      optimizer: nnx.Optimizers and optax states, in any containers.
+      changes: {path of a layer: its change}.
+      keys: {path of a layer: (old key, new key)} of entries that name a static layout.
+
+    Raises:
+      UserError: an array belongs to a layer and its axis of stored blocks is not known, or nothing
+        of the state belongs to the layers.
+    """
+
+    def __init__(self, model: nnx.Module, optimizer: Any, changes: dict, keys: dict):
+        self._matched = False
+        self._changes = {tuple(map(str, path)): change for path, change in changes.items()}
+        self._keys = {tuple(map(str, path)): pair for path, pair in keys.items()}
+        self._optimizers: list[tuple[nnx.Optimizer, Any]] = []
+        is_node = lambda node: isinstance(node, nnx.Pytree)  # noqa: E731
+        nodes = [leaf for leaf in jax.tree.leaves(optimizer, is_leaf=is_node) if is_node(leaf)]
+        for node in nodes:
+            if not isinstance(node, nnx.Optimizer):
+                raise UserError(f"A {type(node).__name__} is no optimizer; legal: {_LEGAL}.")
+            self._optimizers.append((node, self._carried(node.opt_state, _Probe(model, node))))
+        self._whole = optimizer
+        if not nodes:
+            self._whole = self._carried(optimizer, None)
+        elif len(nodes) < len(jax.tree.leaves(optimizer, is_leaf=is_node)):
+            states = jax.tree.map(lambda n: None if is_node(n) else n, optimizer, is_leaf=is_node)
+            states = self._carried(states, None)
+            self._whole = jax.tree.map(
+                lambda old, new: old if is_node(old) else new, optimizer, states, is_leaf=is_node
+            )
+        arrays = [self._whole if not nodes else [], [state for _, state in self._optimizers]]
+        if not self._matched and any(np.size(leaf) > 1 for leaf in jax.tree.leaves(arrays)):
+            names = ", ".join(".".join((*path, "values")) for path in self._changes)
+            raise UserError(
+                f"The optimizer's state has arrays and none of them is of {names}; legal: {_LEGAL}."
+            )
+
+    def apply(self) -> Any:
+        """Changes the nnx.Optimizers in place, and returns what was passed, at the new layouts."""
+        for optimizer, state in self._optimizers:
+            optimizer.opt_state = nnx.data(state)
+        return self._whole
+
+    def _carried(self, state, probe):
+        def carry(path, leaf):
+            match = self._layer_of(path)
+            if match is None or np.size(leaf) <= 1:  # A count, or a place holder.
+                return leaf
+            self._matched = True
+            change, kind, rest = match
+            if kind == MARK:
+                return _new_mark(leaf, change)
+            axis = _block_axis(path, rest, leaf, change, probe)
+            return leaf if axis is None else gathered(leaf, change.sources, axis)
+
+        return self._renamed(tree_map_with_path(carry, state))
+
+    def _layer_of(self, path):
+        """Returns (change, "values" or the mark, keys inside of its entry) of a leaf, or None."""
+        names = names_of(path)
+        best = None
+        for layer, change in self._changes.items():
+            for kind in ("values", MARK):
+                suffix = (*layer, kind)
+                for end in range(len(names), len(suffix) - 1, -1):
+                    if names[end - len(suffix) : end] == suffix:
+                        if best is None or len(suffix) > best[0]:
+                            best = len(suffix), change, kind, keys_of(path)[end:]
+                        break
+        return best and best[1:]
+
+    def _renamed(self, tree, prefix=()):
+        """Returns a tree with the keys of new static layouts, in states and dicts of parameters."""
+
+        def new_key(path):
+            for layer, (old, new) in self._keys.items():
+                if tuple(map(str, path))[-len(layer) - 1 :] == (*layer, old):
+                    return new
+            return path[-1]
+
+        def rename(path, node):
+            start = (*prefix, *names_of(path))
+            if isinstance(node, nnx.State):
+                flat = []
+                for inner, leaf in nnx.to_flat_state(node):
+                    key = new_key((*start, *inner))
+                    named = leaf if key == inner[-1] else _named(leaf, key)
+                    flat.append(((*inner[:-1], key), named))
+                return nnx.from_flat_state(flat)
+            if type(node) is dict:
+                return {
+                    new_key((*start, key)): self._renamed(value, (*start, str(key)))
+                    for key, value in node.items()
+                }
+            return node
+
+        is_mapping = lambda node: isinstance(node, nnx.State) or type(node) is dict  # noqa: E731
+        return tree_map_with_path(rename, tree, is_leaf=is_mapping)
+
+
+class _Probe:
+    """Shapes of an optimizer's state by the number of stored blocks of each layer."""
+
+    def __init__(self, model, optimizer):
+        self._params = nnx.state(model, optimizer.wrt)
+        self._optimizer = optimizer
+
+    def shapes(self, path: tuple, blocks: int) -> dict[tuple, tuple]:
+        """Returns {names of a leaf: its shape} if the layer at `path` stored so many blocks."""
+
+        def resize(key, leaf):
+            shape = list(leaf.shape)
+            if names_of(key) == (*path, "values"):
+                shape[-3] = blocks
+            return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+        params = tree_map_with_path(resize, self._params)
+        state = jax.eval_shape(self._optimizer.tx.init, params)
+        return {names_of(key): leaf.shape for key, leaf in tree_leaves_with_path(state)}
+
+
+def _block_axis(path, rest, leaf, change, probe):
+    """Returns the axis of stored blocks of an optimizer's array, or None if it has none.
+
+    An array of the rank of `values` has its axes, or ones in their place.  In a list with an array
+    for each axis, as of `optax.sm3`, the place says which.  Otherwise the optimizer's `init` says
+    which axis follows the number of blocks.
+    """
+    stored, axis = change.layer.values.shape, change.layer.values.ndim - 3
+    shape = np.shape(leaf)
+    if len(shape) == len(stored) and not rest:
+        if shape[: axis + 1] == stored[: axis + 1]:
+            return axis
+        if all(size in (1, full) for size, full in zip(shape, stored)):
+            return None
+    place = getattr(rest[0], "idx", getattr(rest[0], "key", None)) if len(rest) == 1 else None
+    if isinstance(place, int) and place < len(stored) and shape == (stored[place],):
+        return 0 if place == axis else None
+    name, blocks = ".".join(names_of(path)), stored[axis]
+    if probe is not None and len(shape) != len(stored):
+        layer = tuple(map(str, change.path))
+        candidates = set()
+        for other in {max(1, blocks - 1), blocks + 1} - {blocks}:
+            new = probe.shapes(layer, other).get(names_of(path), ())
+            differ = [a for a, (m, n) in enumerate(zip(shape, new)) if m != n]
+            fits = len(new) == len(shape) and all(
+                shape[a] == blocks and new[a] == other for a in differ
+            )
+            candidates.add((differ[0] if differ else None) if fits and len(differ) < 2 else "")
+        if len(candidates) == 1 and "" not in candidates:
+            return candidates.pop()
+    raise UserError(
+        f"The optimizer state {name} has shape {tuple(shape)} and the layer stores {blocks} blocks "
+        f"of {stored[-1]}, so its axis of blocks is not known; legal: the state of this layout in "
+        "an nnx.Optimizer, or a new optimizer after the change."
+    )
+
+
+def _new_mark(mark, change):
+    """Returns an optimizer's copy of a mark for the new tables.
+
+    An average of the parameters has a mark; moments have zeros, or what moved all parameters.
+    """
+    copy, tables = np.asarray(mark), change.layer.tables()[:2]
+    old = np.asarray(table_mark(*tables))
+    if copy.shape != old.shape or not is_mark(copy).all() or contradicts(copy, *tables):
+        return mark
+    new_tables = [layout.tables() for layout in change.layouts]
+    marks = np.stack([table_mark(each.in_index, each.in_slot) for each in new_tables])
+    new = np.broadcast_to(marks, (old.size // old.shape[-1], old.shape[-1])).reshape(old.shape)
+    scale = np.mean(copy, -1, keepdims=True) / np.mean(old, -1, keepdims=True)
+    return placed(jnp.asarray(new * scale, copy.dtype), mark)
+
+
+def _named(leaf, name):
+    """Returns an optimizer's variable of a layout's name, under another name."""
+    if not isinstance(leaf, nnx.Variable):
+        return leaf
+    return type(leaf)(leaf.get_raw_value(), **leaf.get_metadata() | {"layout": name})
+
+
+def gathered(array: jax.Array, sources: np.ndarray, axis: int) -> jax.Array:
+    """Returns [*stack, nnz, ...] at new layouts, given sources [1 or layers, new nnz].
+
+    Args:
+      array: a parameter or a moment.
+      sources: slots of the new blocks in the old array; -1 for new ones.
+      axis: axis of the stored blocks, after those of a stack.
+    """
+    stack, rest = array.shape[:axis], array.shape[axis:]
+    layers = over_auto_axes(array).reshape(-1, *rest)
+    wide = np.broadcast_to(sources, (len(layers), sources.shape[1]))
+    new = gather_blocks(layers, wide).reshape(*stack, sources.shape[1], *rest[1:])
+    return placed(new, array)

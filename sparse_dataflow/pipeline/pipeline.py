@@ -1,0 +1,395 @@
+"""Pipeline execution: micro-batches stream through stages that hold some blocks each.
+
+All stages run one program: a loop over the ticks of a schedule (`schedules`). In a tick, a stage
+receives from its neighbours and does one action: F, the forward pass of a virtual stage; R, its
+recomputation under remat=full; B, the gradient of its input; W, that of its weights (see
+`layer_actions`). Values that later ticks need lie in buffers with the schedule's number of slots,
+so memory follows the schedule and not the number of micro-batches.
+
+The F of the first virtual stage embeds tokens, and its B adds the embedding's gradient. The F of
+the last one runs the head and writes the gradient of the loss to the buffer that its B reads.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from sparse_dataflow.pipeline.layer_actions import layer_actions
+from sparse_dataflow.pipeline.schedule_slots import Slots, allocate
+from sparse_dataflow.pipeline.schedules import BACKWARD, FORWARD, RECOMPUTE, WEIGHTS, Schedule
+from sparse_dataflow.pipeline.stages import Division
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """Assignment of work to stages and ticks.
+
+    Attributes:
+      division: assignment of blocks to stages.
+      schedule: action of each stage and tick.
+      slots: buffer slots of the schedule.
+    """
+
+    division: Division
+    schedule: Schedule
+    slots: Slots
+
+
+def make_plan(division: Division, schedule: Schedule) -> Plan:
+    """Creates the plan of a division and a schedule with equal stages and chunks."""
+    if (division.stages, division.chunks) != (schedule.stages, schedule.chunks):
+        raise ValueError("The division and the schedule differ in stages or chunks.")
+    return Plan(division, schedule, allocate(schedule))
+
+
+BLOCKS = {
+    FORWARD: "forward_blocks",
+    RECOMPUTE: "recompute_blocks",
+    BACKWARD: "backward_blocks",
+    WEIGHTS: "weight_blocks",
+}
+"""Action -> named scope of its loop over blocks."""
+
+TICKS, HEAD, EMBED, EMBEDDING = "pipeline_ticks", "head", "embed_input", "embedding_gradient"
+"""Other named scopes: all ticks, head and its gradient, embedding, gradient of the embedding."""
+
+
+def trip_counts(plan: Plan) -> dict[str, float]:
+    """Returns {named scope: trip count per step on the busiest stage}."""
+    schedule, layers = plan.schedule, plan.division.chunk_layers
+    counts = dict.fromkeys((EMBED, HEAD, EMBEDDING), float(schedule.micro_batches))
+    stages = np.arange(schedule.stages)[:, None]
+    for action, name in BLOCKS.items():
+        blocks = np.where(schedule.action == action, layers[stages, schedule.chunk], 0)
+        counts[name] = float(blocks.sum(axis=1).max())
+    for name in ("activation", "gradient"):
+        arrives = (getattr(plan.slots, f"{name}_arrives") >= 0).any(axis=0)
+        counts[f"send_{name}"] = float(arrives.sum())
+    return counts
+
+
+class Work(NamedTuple):
+    """Model functions, params and batch of one stage.
+
+    Attributes:
+      embed: (params of `embed`, int32 [B, T] tokens) -> x.
+      layer: (params, constants, x) -> x, of one block.
+      head_loss: (params of `embed`, params of `head`, x, [B, T] targets, [B, T] weights) -> loss.
+      params: {"embed", "blocks", "head"}, to differentiate; leaves of "blocks" are
+        [chunks * capacity, ...], this stage's shard of `stages.to_stages`.
+      constants: other inputs of the blocks, [chunks * capacity, ...].
+      tokens: int32 [micro_batches, B, T + 1].
+      weights: float32 [micro_batches, B, T].
+    """
+
+    embed: Callable
+    layer: Callable
+    head_loss: Callable
+    params: dict
+    constants: Any
+    tokens: jax.Array
+    weights: jax.Array
+
+
+class _State(NamedTuple):
+    """Loop state of a stage; the first axis of a buffer is its slots."""
+
+    loss: Any
+    gradients: Any
+    saved: Any
+    recomputed: Any
+    pending: Any
+    activation: Any
+    gradient: Any
+    sent_forward: Any
+    sent_backward: Any
+
+
+class Row(NamedTuple):
+    """One stage's table entry of one tick, int32 [] each; see `Schedule` and `Slots`."""
+
+    action: Any
+    micro_batch: Any
+    chunk: Any
+    saved: Any
+    recomputed: Any
+    pending: Any
+    activation: Any
+    gradient: Any
+    activation_arrives: Any
+    gradient_arrives: Any
+    any_activation_arrives: Any
+    any_gradient_arrives: Any
+
+
+def rows(plan: Plan) -> np.ndarray:
+    """Returns the plan as int32 [stages, ticks, fields of `Row`]."""
+    columns = []
+    for name in Row._fields:
+        source = plan.schedule if hasattr(plan.schedule, name) else plan.slots
+        column = getattr(source, name.removeprefix("any_"))
+        if name.startswith("any_"):
+            column = np.broadcast_to((column >= 0).any(axis=0), column.shape)
+        columns.append(column)
+    return np.stack(columns, axis=2).astype(np.int32)
+
+
+def run_stage(plan: Plan, table: jax.Array, work: Work):
+    """Runs one stage, inside a `shard_map` over the axis "stage".
+
+    Args:
+      plan: assignment of work to stages and ticks.
+      table: int32 [ticks, fields of `Row`], this stage's shard of `rows`.
+      work: model functions, params and batch of this stage.
+
+    Returns:
+      (loss, gradients in work.params), float32, this stage's share of both. Gradients are zeros if
+      the schedule has no backward actions.
+    """
+    stage = _Stage(plan, work)
+    run = {
+        FORWARD: stage.forward,
+        RECOMPUTE: stage.recompute,
+        BACKWARD: stage.backward,
+        WEIGHTS: stage.weights,
+    }
+
+    def tick(state, row):
+        row = Row(*row)
+        state = stage.receive(state, row)
+        for action in plan.schedule.actions:
+            state = run[action](state, row)
+        return state, None
+
+    with jax.named_scope(TICKS):
+        state = lax.scan(tick, stage.start(), table)[0]
+    return state.loss, state.gradients
+
+
+class _Stage:
+    """Actions of a stage: (state, row of the table) -> state.
+
+    Each action is a loop with trip count zero unless it is the row's action. Unlike a branch, a
+    loop never copies its buffers.
+    """
+
+    def __init__(self, plan, work):
+        self.plan, self.work, self.stage = plan, work, lax.axis_index("stage")
+        self.layers = jnp.asarray(plan.division.chunk_layers)[self.stage]
+        self.trains = BACKWARD in plan.schedule.actions
+        self.blocks = work.params["blocks"], work.constants
+        self.x = jax.eval_shape(lambda: self.embed(work.params["embed"], 0))
+        self.block = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), self.blocks)
+        recompute = RECOMPUTE in plan.schedule.actions
+        params, constants = self.block
+        self.actions = layer_actions(work.layer, params, constants, self.x, recompute)
+
+    def embed(self, params, micro_batch):
+        return self.work.embed(params, self.work.tokens[micro_batch, :, :-1])
+
+    def head_loss(self, embed, head, x, micro_batch):
+        targets, weights = self.work.tokens[micro_batch, :, 1:], self.work.weights[micro_batch]
+        return self.work.head_loss(embed, head, x, targets, weights)
+
+    def start(self):
+        """Returns empty buffers and zero gradients."""
+        capacity, peak, actions = self.plan.division.capacity, self.plan.slots.peak, self.actions
+        _, saved = jax.eval_shape(actions.forward, *self.block, self.x)
+        recomputed = jax.eval_shape(actions.recompute, *self.block, saved)
+        _, pending = jax.eval_shape(actions.backward, *self.block, saved, recomputed, self.x)
+
+        def buffer(name, content, *inside):
+            slots = int(peak[name].max())
+            return jax.tree.map(lambda a: jnp.zeros((slots, *inside, *a.shape), a.dtype), content)
+
+        return _State(
+            jnp.zeros(()),
+            jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), self.work.params),
+            buffer("saved", saved, capacity),
+            buffer("recomputed", recomputed, capacity),
+            buffer("pending", pending, capacity),
+            buffer("activation", self.x),
+            buffer("gradient", self.x),
+            jnp.zeros(self.x.shape, self.x.dtype),
+            jnp.zeros(self.x.shape, self.x.dtype),
+        )
+
+    def receive(self, state, row):
+        """Receives from the neighbours; ticks without arrivals send nothing."""
+        stages = self.plan.schedule.stages
+        slots = self.plan.slots
+
+        def exchange(name, sent, step):
+            buffer, slot = getattr(state, name), getattr(row, name + "_arrives")
+            if not (getattr(slots, name + "_arrives") >= 0).any():
+                return buffer
+            ring = [(stage, (stage + step) % stages) for stage in range(stages)]
+            move = lambda: lax.ppermute(sent, "stage", ring)  # noqa: E731
+            with jax.named_scope(f"send_{name}"):
+                arrived = lax.cond(getattr(row, f"any_{name}_arrives") > 0, move, lambda: sent)
+            return _write(buffer, jnp.where(slot < 0, _read(buffer, slot), arrived), slot)
+
+        return state._replace(
+            activation=exchange("activation", state.sent_forward, 1),
+            gradient=exchange("gradient", state.sent_backward, -1),
+        )
+
+    def forward(self, state, row):
+        """F of a virtual stage, with the embedding before the first and the head after the last."""
+        params = self.work.params
+        x = self.embed_or_read(state, row)
+
+        def layer(number, carry):
+            x, saved = carry
+            y, values = self.actions.forward(*_tied(number, (*self.layer(row, number), x)))
+            return y, _write(saved, values, row.saved, number) if self.trains else saved
+
+        x, saved = _loop(BLOCKS[FORWARD], self.trips(row, FORWARD), layer, (x, state.saved))
+
+        def head(number, carry):
+            loss, embed, head, gradient = carry
+            operands = _tied(number, (params["embed"], params["head"], x, row.micro_batch))
+            if not self.trains:
+                return loss + self.head_loss(*operands), embed, head, gradient
+            more, (dembed, dhead, dx) = jax.value_and_grad(self.head_loss, (0, 1, 2))(*operands)
+            embed, head = jax.tree.map(jnp.add, (embed, head), (dembed, dhead))
+            return loss + more, embed, head, _write(gradient, dx, row.gradient)
+
+        ends = state.loss, state.gradients["embed"], state.gradients["head"], state.gradient
+        loss, embed, head, gradient = _loop(
+            HEAD, self.trips(row, FORWARD, virtual_stage=-1), head, ends
+        )
+        return state._replace(
+            loss=loss,
+            gradients=state.gradients | {"embed": embed, "head": head},
+            saved=saved,
+            gradient=gradient,
+            sent_forward=x,
+        )
+
+    def embed_or_read(self, state, row):
+        """Returns the input of the row's forward."""
+        embed = lambda: self.embed(self.work.params["embed"], row.micro_batch)  # noqa: E731
+        if self.plan.schedule.virtual_stages == 1:
+            return embed()
+        read = lambda: _read(state.activation, row.activation)  # noqa: E731
+        with jax.named_scope(EMBED):
+            return lax.cond(self.trips(row, FORWARD, virtual_stage=0) > 0, embed, read)
+
+    def recompute(self, state, row):
+        """R of a virtual stage."""
+
+        def layer(number, recomputed):
+            saved = _read(state.saved, row.saved, number)
+            operands = _tied(number, (*self.layer(row, number), saved))
+            values = self.actions.recompute(*operands)
+            return _write(recomputed, values, row.recomputed, number)
+
+        trips = self.trips(row, RECOMPUTE)
+        recomputed = _loop(BLOCKS[RECOMPUTE], trips, layer, state.recomputed)
+        return state._replace(recomputed=recomputed)
+
+    def backward(self, state, row):
+        """B of a virtual stage, with the embedding's gradient after the first."""
+        trips = self.trips(row, BACKWARD)
+
+        def layer(trip, carry):
+            dy, pending = carry
+            number = trips - 1 - trip
+            saved = _read(state.saved, row.saved, number)
+            recomputed = _read(state.recomputed, row.recomputed, number)
+            operands = _tied(number, (*self.layer(row, number), saved, recomputed, dy))
+            dx, values = self.actions.backward(*operands)
+            return dx, _write(pending, values, row.pending, number)
+
+        dy = _read(state.gradient, row.gradient)
+        dx, pending = _loop(BLOCKS[BACKWARD], trips, layer, (dy, state.pending))
+
+        def embedding(number, gradient):
+            params, dy = _tied(number, (self.work.params["embed"], dx))
+            _, pullback = jax.vjp(lambda params: self.embed(params, row.micro_batch), params)
+            return jax.tree.map(jnp.add, gradient, pullback(dy)[0])
+
+        first = self.trips(row, BACKWARD, virtual_stage=0)
+        embed = _loop(EMBEDDING, first, embedding, state.gradients["embed"])
+        gradients = state.gradients | {"embed": embed}
+        return state._replace(gradients=gradients, pending=pending, sent_backward=dx)
+
+    def weights(self, state, row):
+        """W of a virtual stage."""
+
+        def layer(number, gradients):
+            saved = _read(state.saved, row.saved, number)
+            recomputed = _read(state.recomputed, row.recomputed, number)
+            pending = _read(state.pending, row.pending, number)
+            operands = _tied(number, (*self.layer(row, number), saved, recomputed, pending))
+            new = self.actions.weights(*operands)
+            index = self.block_index(row, number)
+            return jax.tree.map(lambda total, g: total.at[index].add(g), gradients, new)
+
+        trips = self.trips(row, WEIGHTS)
+        blocks = _loop(BLOCKS[WEIGHTS], trips, layer, state.gradients["blocks"])
+        return state._replace(gradients=state.gradients | {"blocks": blocks})
+
+    def trips(self, row, action, virtual_stage=None):
+        """Returns the trip count of an action in this row.
+
+        It is the number of blocks; with a virtual stage, 1 if the row belongs to it, else 0.
+        """
+        if virtual_stage is None:
+            return jnp.where(row.action == action, self.layers[row.chunk], 0)
+        schedule = self.plan.schedule
+        current = row.chunk * schedule.stages + self.stage
+        runs = (row.action == action) & (current == virtual_stage % schedule.virtual_stages)
+        return runs.astype(jnp.int32)
+
+    def block_index(self, row, number):
+        return row.chunk * self.plan.division.capacity + number
+
+    def layer(self, row, number):
+        """Returns (params, constants) of a block of the row's virtual stage."""
+        return _read(self.blocks, self.block_index(row, number))
+
+
+def _loop(scope, trips, body, carry):
+    """Runs a loop with a traced trip count, in the named scope that `trip_counts` uses."""
+    with jax.named_scope(scope):
+        return lax.fori_loop(0, trips, body, carry)
+
+
+def _tied(number, operands):
+    """Ties the operands of a loop body to the loop index.
+
+    Otherwise the compiler would hoist loop-invariant code out of the loop, and run it even if the
+    trip count is zero.
+    """
+    return lax.optimization_barrier((number, operands))[1]
+
+
+def _read(buffers, *indices):
+    """Returns each leaf at the indices; negative ones read index 0."""
+    at: list[ArrayLike] = [jnp.maximum(i, 0) for i in indices]
+
+    def read(leaf):
+        start = (*at, *[0] * (leaf.ndim - len(at)))
+        sizes = (*[1] * len(at), *leaf.shape[len(at) :])
+        return lax.dynamic_slice(leaf, start, sizes).reshape(leaf.shape[len(at) :])
+
+    return jax.tree.map(read, buffers)
+
+
+def _write(buffers, content, *indices):
+    """Returns the buffers with the content at the indices; negative ones write index 0."""
+    at: list[ArrayLike] = [jnp.maximum(i, 0) for i in indices]
+
+    def write(leaf, new):
+        start = (*at, *[0] * (leaf.ndim - len(at)))
+        return lax.dynamic_update_slice(leaf, new.reshape(*[1] * len(at), *new.shape), start)
+
+    return jax.tree.map(write, buffers, content)

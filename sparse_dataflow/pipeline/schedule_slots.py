@@ -1,0 +1,102 @@
+"""Buffer slots in which the stages of a schedule keep values for later ticks, as data.
+
+A slot is in use from the tick that writes it to its last read. So a buffer has exactly the
+schedule's peak of slots: about `stages` micro-batches for 1F1B, all of them for GPipe.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from sparse_dataflow.pipeline.schedules import BACKWARD, FORWARD, RECOMPUTE, WEIGHTS, Schedule
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Slots:
+    """Slots of a schedule's buffers; int32 [stages, ticks] each, -1 for none.
+
+    Attributes:
+      saved: values that a forward saves for the backward, until the weight gradients.
+      recomputed: values of a recomputation, until the weight gradients.
+      pending: values of an input gradient for the weight gradients.
+      activation: received activations that a forward reads.
+      gradient: received gradient that a backward reads; the last virtual stage's forward writes it.
+      activation_arrives: slot for the activations from the previous stage, before the action.
+      gradient_arrives: slot for the gradient from the next stage, before the action.
+      peak: field name of a buffer -> int32 [stages], maximum number of slots in use.
+    """
+
+    saved: np.ndarray
+    recomputed: np.ndarray
+    pending: np.ndarray
+    activation: np.ndarray
+    gradient: np.ndarray
+    activation_arrives: np.ndarray
+    gradient_arrives: np.ndarray
+    peak: dict[str, np.ndarray]
+
+
+def allocate(schedule: Schedule) -> Slots:
+    """Allocates the minimum number of slots for a schedule."""
+    when, last = schedule.when, schedule.virtual_stages - 1
+    forward, backward, weights = when[FORWARD], when[BACKWARD], when[WEIGHTS]
+    never = np.full_like(forward, -1)
+    trains = BACKWARD in schedule.actions
+    # A transfer arrives one tick later; the first and the last virtual stage make their own inputs.
+    activation_arrives = np.roll(forward, 1, axis=1) + 1
+    activation_arrives[:, 0] = -1
+    gradient_arrives = np.roll(backward, -1, axis=1) + 1 if trains else never.copy()
+    gradient_arrives[:, last] = forward[:, last] if trains else -1
+    lifetimes = {
+        "saved": (forward if trains else never, weights, (FORWARD, RECOMPUTE, BACKWARD, WEIGHTS)),
+        "recomputed": (when[RECOMPUTE], weights, (RECOMPUTE, BACKWARD, WEIGHTS)),
+        "pending": (backward, weights, (BACKWARD, WEIGHTS)),
+        "activation": (activation_arrives, forward, (FORWARD,)),
+        "gradient": (gradient_arrives, backward, (BACKWARD,)),
+    }
+    tables, peak, slots = {}, {}, {}
+    for name, (start, stop, readers) in lifetimes.items():
+        slots[name] = _colour(start, stop, schedule.stages)
+        tables[name] = _at(schedule, slots[name], readers)
+        by_stage = slots[name].reshape(schedule.micro_batches, -1, schedule.stages)
+        peak[name] = by_stage.max(axis=(0, 1)) + 1
+    tables["activation_arrives"] = _arrivals(schedule, activation_arrives, slots["activation"])
+    gradient_arrives[:, last] = -1
+    tables["gradient_arrives"] = _arrivals(schedule, gradient_arrives, slots["gradient"])
+    at_last = np.nonzero((schedule.action == FORWARD) & (_virtual_stage(schedule) == last))
+    tables["gradient"][at_last] = slots["gradient"][schedule.micro_batch[at_last], last]
+    return Slots(**tables, peak=peak)
+
+
+def _colour(start, stop, stages):
+    """Returns a slot per [micro_batch, virtual stage], in use from start to stop (-1: never)."""
+    slots = np.full(start.shape, -1, np.int32)
+    for stage in range(stages):
+        intervals = [(start[i, v], stop[i, v], i, v)
+                     for i in range(len(start)) for v in range(stage, start.shape[1], stages)
+                     if start[i, v] >= 0]  # fmt: skip
+        free_after: list[int] = []
+        for first, end, i, v in sorted(intervals):
+            slot = next((s for s, busy in enumerate(free_after) if busy < first), len(free_after))
+            free_after[slot : slot + 1] = [end]
+            slots[i, v] = slot
+    return slots
+
+
+def _virtual_stage(schedule):
+    return schedule.chunk * schedule.stages + np.arange(schedule.stages)[:, None]
+
+
+def _at(schedule, slots, readers):
+    """Returns int32 [stages, ticks]: the slot that each tick's action reads; -1 for none."""
+    used = np.isin(schedule.action, readers)
+    return np.where(used, slots[schedule.micro_batch, _virtual_stage(schedule)], -1).astype(
+        np.int32
+    )
+
+
+def _arrivals(schedule, ticks, slots):
+    table = np.full(schedule.action.shape, -1, np.int32)
+    micro_batch, v = np.nonzero(ticks >= 0)
+    table[v % schedule.stages, ticks[micro_batch, v]] = slots[micro_batch, v]
+    return table

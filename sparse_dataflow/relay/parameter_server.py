@@ -1,0 +1,444 @@
+"""The eager parameter server (L2L, arXiv 2002.05645, section 3).
+
+Parameters, gradients and moments live in host memory. One section at a time moves to the device;
+its update runs on the host as soon as its gradient arrives, while the device computes.
+
+One thread fetches, one returns gradients, several update. Gradients are clipped in one of two ways:
+
+- "exact": by the global norm, as in every executor. No update may start before the last gradient
+  arrives. Host memory holds all gradients (as much as the device's copies of the parameters), and
+  the updates follow the backward pass: one extra host pass that does not overlap with compute.
+- "eager": each section by its own norm, to `clip` / sqrt(sections), which keeps the global norm
+  below `clip`; updates overlap with compute.
+"""
+
+import collections
+import functools
+import math
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_dataflow.core.config.layer_groups import group_index, layer_groups, split_groups
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.optim.muon import Matrices, is_matrix, matrices_of
+from sparse_dataflow.core.optim.optimizers import (
+    TrainState,
+    learning_rate_multipliers,
+    weight_decays,
+)
+from sparse_dataflow.hardware.detect import cpu_count
+from sparse_dataflow.relay import host_optimizer
+from sparse_dataflow.relay.host_optimizer import Leaf, Rates
+from sparse_dataflow.relay.host_state import (
+    Section,
+    all_sections,
+    count_of,
+    layer_view,
+    moment_trees,
+    section_name,
+    view,
+    with_moments,
+)
+from sparse_dataflow.relay.relay_programs import device_dtype
+from sparse_dataflow.relay.timeline import Timeline
+
+IN_FLIGHT = 2
+"""Sections with gradients on the device at once: one is computed, one is returned to the host."""
+
+
+class LeafFacts(NamedTuple):
+    """What the update of one leaf needs and no step changes.
+
+    Attributes:
+      path: in its section.
+      multiplier: of the learning rate.
+      decay: decoupled weight decay; 0 for none.
+      matrices: those of a weight that Muon updates; None for others.
+      device_dtype: dtype of the device's copy.
+    """
+
+    path: tuple
+    multiplier: float
+    decay: float
+    matrices: Matrices | None
+    device_dtype: np.dtype
+
+
+def _facts(model, training, section, masters, layouts) -> list[LeafFacts]:
+    group = model
+    if isinstance(section, int):
+        index = group_index(model, section)
+        group = layer_groups(model)[index].model
+        layouts = split_groups(layouts)[index] if layouts else layouts
+    weights = ModelWeights(masters, layouts)
+    multipliers = learning_rate_multipliers(group, training, masters, weights)
+    columns = zip(
+        jax.tree_util.tree_leaves_with_path(masters),
+        jax.tree.leaves(multipliers),
+        jax.tree.leaves(weight_decays(training, masters)),
+        strict=True,
+    )
+
+    def facts(path, master, multiplier, decay):
+        matrices = None
+        if training.optimizer == "muon" and is_matrix(path):
+            matrices = matrices_of(master.shape, weights.layout_at(path))
+        return LeafFacts(path, multiplier, decay, matrices, device_dtype(model, path))
+
+    return [facts(path, master, *others) for (path, master), *others in columns]
+
+
+class InMemory:
+    """Storage in which updates overwrite the arrays that they read."""
+
+    def target(self, params: dict, mu: dict, nu: dict) -> tuple[dict, dict, dict]:
+        """Returns the trees for the results of an update of these trees."""
+        return params, mu, nu
+
+    def updated(self, section: Section, views: tuple) -> None:
+        """Called when the three views of a section hold its results."""
+
+    def commit(self, state: TrainState) -> None:
+        """Called when a step is complete."""
+
+
+class ParameterServer:
+    """State that outlives a step: threads, the device's copies, gradient buffers.
+
+    Attributes:
+      storage: receives updates, as `InMemory` does.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        training: TrainingConfig,
+        put: Callable[[Any], Any],
+        *,
+        clipping: str = "exact",
+        copies: bool = True,
+        pinned: jax.sharding.Sharding | None = None,
+    ):
+        """Starts the threads.
+
+        Args:
+          model: gives the dtype of the device's copies.
+          training: gives clip and weight decay.
+          put: copies a tree of host arrays to the device.
+          clipping: "exact" or "eager".
+          copies: whether the device's copies are kept; else each is made when it is fetched.
+          pinned: sharding in page-locked host memory for the device's copies; pageable memory if
+            None.
+        """
+        self.model, self.training, self.put = model, training, put
+        self.clipping, self.copies, self.pinned = clipping, copies, pinned
+        self.storage: Any = InMemory()
+        self.threads = cpu_count()
+        self.fetching = ThreadPoolExecutor(1, "fetch")
+        self.returning = ThreadPoolExecutor(1, "return")
+        self.updating = ThreadPoolExecutor(self.threads, "update")
+        self.buffers: dict[Section, list[np.ndarray]] = {}
+        self._copies: dict[Section, Any] = {}
+        self._copied: dict | None = None
+        self._facts: dict[Section, list[LeafFacts]] = {}
+        self._layouts: Any = None
+
+    def copy(self, params: dict, section: Section) -> Any:
+        """Returns the host arrays from which the device reads a section's parameters.
+
+        These are the masters if they have the same dtype and need no page-locked memory.
+        """
+        if not self.copies:
+            return self._new_copy(view(params, section))
+        if params is not self._copied:
+            self._copies, self._copied = {}, params
+        if section not in self._copies:
+            self._copies[section] = self._new_copy(view(params, section))
+        return self._copies[section]
+
+    def section(self, weights: ModelWeights, section: Section) -> Any:
+        """Returns the host arrays of a section that the device reads: params, see `copy`, or the
+        weights of a block."""
+        copy = self.copy(weights.params, section)
+        if not isinstance(section, int):
+            return copy
+        layouts = layer_view(weights.tables, section)
+        return ModelWeights(copy, jax.tree.map(np.asarray, layouts))
+
+    def adopt(self, params: dict, copies: dict[Section, Any]) -> None:
+        """Sets the copies of new parameters, which the updates wrote."""
+        self._copied, self._copies = params, copies
+
+    def pin(self, copy: Any) -> Any:
+        """Moves a finished copy to page-locked memory if the device reads from there."""
+        return copy if self.pinned is None else jax.device_put(copy, self.pinned)
+
+    def facts(self, section: Section, masters: Any, layouts: Any) -> list["LeafFacts"]:
+        """Returns the facts of each leaf of a section; computed once for the layouts of a state."""
+        if layouts is not self._layouts:
+            self._facts, self._layouts = {}, layouts
+        if section not in self._facts:
+            self._facts[section] = _facts(self.model, self.training, section, masters, layouts)
+        return self._facts[section]
+
+    def to_host(self, gradient: jax.Array) -> np.ndarray:
+        """Copies a gradient to host memory, through page-locked memory if it is used."""
+        local = gradient.addressable_data(0)
+        if self.pinned is not None:
+            local = jax.device_put(local, local.sharding.with_memory_kind("pinned_host"))
+        return np.asarray(local)
+
+    def _new_copy(self, masters):
+        def copy(path, master):
+            dtype = device_dtype(self.model, path)
+            if dtype == master.dtype:
+                return master
+            out = np.empty(master.shape, dtype)
+            flat, flat_out = master.reshape(-1), out.reshape(-1)
+            for where in host_optimizer.pieces(master.size, self.threads):
+                job = self.updating.submit(host_optimizer.narrow, flat[where], flat_out[where])
+                jobs.append(job)
+            return out
+
+        jobs: list[Future] = []
+        copies = jax.tree_util.tree_map_with_path(copy, masters)
+        for job in jobs:
+            job.result()
+        return self.pin(copies)
+
+
+class ServerStep:
+    """The server during one step: fetches sections, receives gradients, finishes all updates."""
+
+    def __init__(
+        self,
+        server: ParameterServer,
+        state: TrainState,
+        sections: list[Section],
+        learning_rate: float,
+        timeline: Timeline,
+    ):
+        """Starts a step.
+
+        Args:
+          state: state with host arrays, which are donated.
+          sections: sections that take part; the others stay unchanged.
+          timeline: receives the spans of all work.
+        """
+        self._server, self._state, self._timeline = server, state, timeline
+        self._sections, self._learning_rate = sections, float(learning_rate)
+        self._count = count_of(state.moments) + 1
+        self._before = state.params, *moment_trees(state.moments)
+        self._after = server.storage.target(*self._before)
+        self._in_flight: collections.deque[Future] = collections.deque()
+        self._gradients: dict[Section, list[np.ndarray]] = {}
+        self._squares: dict[Section, dict[str, float]] = {}
+        self._updates: dict[Section, list[Future]] = {}
+        self._copies: dict[Section, Any] = {}
+
+    def fetch(self, section: Section, *more: Any) -> Future:
+        """Starts copying a `ParameterServer.section`, and other host arrays, to the device."""
+        return self._server.fetching.submit(self._fetch, section, more)
+
+    def _fetch(self, section, more):
+        arrays = self._server.section(self._state.weights, section)
+        with self._timeline.span("fetch", section_name(section)):
+            return jax.block_until_ready(self._server.put((arrays, *more)))
+
+    def push(self, section: Section, gradient: Any) -> None:
+        """Starts returning a gradient to the host.
+
+        Blocks while `IN_FLIGHT` gradients are on the device, however slow the host is.
+        """
+        paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(gradient))
+        job = self._server.returning.submit(self._return, section, paths, [*leaves])
+        self._in_flight.append(job)
+        while len(self._in_flight) >= IN_FLIGHT:
+            self._in_flight.popleft().result()
+
+    def _return(self, section, paths, leaves):
+        jax.block_until_ready(leaves)
+        with self._timeline.span("return", section_name(section)):
+            gradients = self._buffers(section, leaves)
+            # `pop` frees each leaf on the device at once: this thread still references the list.
+            for to in gradients:
+                np.copyto(to, self._server.to_host(leaves.pop(0)))
+        self._squares[section] = square_sums(zip(paths, gradients))
+        if self._server.clipping == "exact":
+            self._gradients[section] = gradients
+            return
+        limit = self._server.training.clip / math.sqrt(len(self._sections))
+        norm = math.sqrt(sum(self._squares[section].values()))
+        self._update(section, gradients, _clip_factor(norm, limit))
+        for other in list(self._updates)[:-IN_FLIGHT]:
+            self._finish_update(other)
+
+    def _buffers(self, section, leaves):
+        """Returns host arrays for a gradient; exact clipping reuses them in every step."""
+        if self._server.clipping == "eager":
+            return [np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
+        buffers = self._server.buffers
+        if section not in buffers:
+            buffers[section] = [np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
+        return buffers[section]
+
+    def _update(self, section, gradients, factor):
+        """Starts the update of a section on the update threads."""
+        server, training = self._server, self._server.training
+        masters = view(self._before[0], section)
+        leaves = server.facts(section, masters, self._state.tables)
+        before = after = _leaves(leaves, self._before, section)
+        if self._after is not self._before:
+            after = _leaves(leaves, self._after, section)
+        # Without kept copies the masters stand for them and are not written twice.
+        old_copies = jax.tree.leaves(
+            server.copy(self._state.params, section) if server.copies else masters
+        )
+        copies, work = [], []
+        for leaf, old, new, gradient, copy in zip(
+            leaves, before, after, gradients, old_copies, strict=True
+        ):
+            update, unit = host_optimizer.update, 1
+            if leaf.matrices is not None:
+                update = functools.partial(host_optimizer.update_matrices, matrices=leaf.matrices)
+                unit = math.prod(leaf.matrices.unit)
+            if not server.copies or leaf.device_dtype == new.parameter.dtype:
+                copy = None
+            elif not isinstance(copy, np.ndarray):  # A page-locked copy is a jax array.
+                copy = np.empty(copy.shape, jnp.bfloat16)
+            copies.append(new.parameter if copy is None else copy)
+            rate = self._learning_rate * leaf.multiplier
+            betas = training.b1, training.b2, training.epsilon
+            rates = Rates(self._count, factor, rate, leaf.decay, *betas)
+            if not training.is_built_in:
+                update = functools.partial(
+                    host_optimizer.update_weights, training=training, path=leaf.path
+                )
+                flat = None if copy is None else copy.reshape(-1)
+                whole = functools.partial(update, old, gradient, rates, new, flat)
+                work.append((gradient.size, whole))
+                continue
+            for where in host_optimizer.pieces(gradient.size, server.threads, unit):
+                rounded = None if copy is None else copy.reshape(-1)[where]
+                flat = gradient.reshape(-1)[where]
+                piece = old.piece(where)
+                job = (piece, flat, rates, piece if new is old else new.piece(where), rounded)
+                work.append((flat.size, functools.partial(update, *job)))
+        if server.copies:
+            self._copies[section] = jax.tree.unflatten(jax.tree.structure(masters), copies)
+        self._updates[section] = [
+            server.updating.submit(self._timed, section, jobs) for jobs in _batched(work)
+        ]
+
+    def _timed(self, section, jobs):
+        with self._timeline.span("update", section_name(section)):
+            for job in jobs:
+                job()
+
+    def _finish_update(self, section):
+        """Waits for a section's update, then pins its copy and notifies the storage."""
+        if jobs := self._updates.get(section):
+            wait(jobs)
+            for job in jobs:
+                job.result()
+            self._updates[section] = []
+            if self._server.copies:
+                self._copies[section] = self._server.pin(self._copies[section])
+            views = tuple(view(tree, section) for tree in self._after)
+            self._server.storage.updated(section, views)
+
+    def finish(self) -> tuple[TrainState, dict[str, float]]:
+        """Waits for all gradients and updates.
+
+        Returns:
+          (state after the step, gradient norm by parameter group).
+        """
+        while self._in_flight:
+            self._in_flight.popleft().result()
+        if self._server.clipping == "exact":
+            norm = math.sqrt(
+                sum(sum(self._squares[section].values()) for section in self._sections)
+            )
+            factor = _clip_factor(norm, self._server.training.clip)
+            for section in self._sections:
+                self._update(section, self._gradients[section], factor)
+        for section in self._sections:
+            self._finish_update(section)
+        for section in set(all_sections(self._server.model.stored_layers)) - set(self._sections):
+            self._copy_unchanged(section)
+        params, mu, nu = self._after
+        params = dict(params)
+        state = self._state._replace(
+            step=np.asarray(self._state.step + 1, np.int32),
+            params=params,
+            moments=with_moments(self._state.moments, self._count, mu, nu),
+        )
+        self._server.adopt(params, self._copies)
+        self._server.storage.commit(state)
+        return state, group_norms(self._squares)
+
+    def _copy_unchanged(self, section):
+        """Copies a section that took no part to the trees of the results."""
+        views = []
+        for old, new in zip(self._before, self._after):
+            views.append(view(new, section))
+            if old is not new:
+                jax.tree.map(np.copyto, views[-1], view(old, section))
+        self._server.storage.updated(section, tuple(views))
+
+
+def _leaves(facts, trees, section) -> list[Leaf]:
+    """Returns the leaves of a section's trees; nu lacks Muon's matrices, or is empty."""
+    params, mu, nu = (view(tree, section) for tree in trees)
+    structure: Any = jax.tree.structure(params)
+    second = iter(jax.tree.leaves(nu))
+    params, mu = jax.tree.leaves(params), structure.flatten_up_to(mu)
+    return [
+        Leaf(p, m, next(second, None) if leaf.matrices is None else None)
+        for leaf, p, m in zip(facts, params, mu, strict=True)
+    ]
+
+
+def _batched(work):
+    """Yields lists of jobs from (elements, job): small jobs share a list, a thread's task."""
+    batch, size = [], 0
+    for elements, job in work:
+        batch.append(job)
+        size += elements
+        if size >= host_optimizer.PIECE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def square_sums(leaves: Iterable[tuple[tuple, np.ndarray]]) -> dict[str, float]:
+    """Returns {dotted path: sum of squares} of a section's leaves with their paths."""
+    return {_dotted(path): host_optimizer.square_sum(leaf) for path, leaf in leaves}
+
+
+@functools.cache
+def _dotted(path):
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def group_norms(squares: dict[Section, dict[str, float]]) -> dict[str, float]:
+    """Returns the norm by parameter group from sums of squares; see `optimizers.group_norms`."""
+    total: dict[str, float] = collections.defaultdict(float)
+    for section in sorted(squares, key=str):
+        for leaf, value in squares[section].items():
+            group = f"blocks.{leaf.split('.')[0]}" if isinstance(section, int) else section
+            total[group] += value
+    return {group: math.sqrt(value) for group, value in total.items()}
+
+
+def _clip_factor(norm, limit):
+    """Returns the factor of `optax.clip_by_global_norm`; not finite if the norm is not."""
+    return 1.0 if norm < limit else limit / norm

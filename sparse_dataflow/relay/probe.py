@@ -1,0 +1,90 @@
+"""Block gradient norms with one block at a time on the device; see `block_gradients`."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_dataflow.core.config.layer_groups import layer_model_index, layer_models
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.model import gpt
+from sparse_dataflow.core.model.projection import Probe
+from sparse_dataflow.relay import relay_programs as programs
+
+
+class ProbePrograms(NamedTuple):
+    """Compiled programs, as `programs.Programs`.
+
+    `backward` is (weights, x, dy) -> (dx, {projection: float32 [in_blocks, out_blocks]}).
+    """
+
+    embed: Callable
+    forward: Callable
+    head: Callable
+    backward: Callable
+
+
+def block_gradient_norms(
+    model: ModelConfig, fetch: Callable, tokens: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Returns the block norms of the dense gradient of the mean loss over the tokens.
+
+    Args:
+      fetch: section -> its `ParameterServer.section` on the device.
+      tokens: int32 [rows, sequence + 1].
+
+    Returns:
+      {block-sparse projection: float32 [layers, in_blocks, out_blocks]}.
+    """
+    rows, length = tokens.shape[0], tokens.shape[1] - 1
+    programs_by_kind = [
+        _compiled(dataclasses.replace(each, num_layers=1), (1, rows, length))
+        for each in layer_models(model)
+    ]
+    block_programs = lambda layer: programs_by_kind[layer_model_index(model, layer)]  # noqa: E731
+    inputs, targets = tokens[None, :, :-1], tokens[None, :, 1:]
+    weights = np.full(targets.shape, 1 / targets.size, np.float32)
+    layers = range(model.num_layers)
+    embed = fetch("embed")
+    stash = [programs_by_kind[0].embed(embed, inputs)]
+    for layer in layers:
+        stash.append(block_programs(layer).forward(fetch(layer), stash[-1]))
+    head = fetch("head")
+    tied = gpt.tied_output(model, embed)
+    _, dx, _ = programs_by_kind[0].head(head, tied, stash.pop(), targets, weights)
+    norms = []
+    for layer in reversed(layers):
+        dx, block_norms = block_programs(layer).backward(fetch(layer), stash.pop(), dx)
+        norms.append(jax.device_get(block_norms))
+    return {name: np.stack([block[name] for block in norms[::-1]]) for name in norms[0]}
+
+
+@functools.cache
+def _compiled(model, shape):
+    functions = programs.functions(model)
+    arguments = programs.arguments(model, shape)
+    zeros = {
+        name: np.zeros((table.out_index.shape[0], table.in_index.shape[0]), np.float32)
+        for name, table in arguments.forward[0].tables.items()
+    }
+
+    def backward(weights, x, dy):
+        def block(x, norms):
+            probes = {name: Probe(table, norms[name]) for name, table in weights.tables.items()}
+            return gpt.block(model, dataclasses.replace(weights, layouts=probes).linears(model), x)
+
+        _, pull = jax.vjp(block, x[0], jax.tree.map(jnp.asarray, zeros))
+        dx, norms = pull(dy[0])
+        return dx[None], norms
+
+    probes = ProbePrograms(functions.embed, functions.forward, functions.head, backward)
+    return ProbePrograms(
+        *(
+            jax.jit(function).lower(*getattr(arguments, name)).compile()
+            for name, function in probes._asdict().items()
+        )
+    )

@@ -1,0 +1,386 @@
+"""The `relay` executor: sections run one after the other (L2L, arXiv 2002.05645).
+
+The device holds one block while it prefetches the next. All micro-batches of a step pass through a
+block before the next one, and the input of each block is stashed. The backward pass visits the
+blocks in reverse, fetches each again and recomputes its forward pass. Each gradient returns to the
+host as soon as it is computed, where the parameter server updates its section.
+
+A block that all layers share is fetched once a step, and its gradients are summed on the device.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+
+from sparse_dataflow.core.config.depth import DepthSchedule
+from sparse_dataflow.core.config.layer_groups import layer_model_index
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors.whole import split_rows
+from sparse_dataflow.core.model import gpt
+from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.optim.optimizers import StepReport, TrainState
+from sparse_dataflow.files.errors import UserError, first_line
+from sparse_dataflow.relay import relay_programs
+from sparse_dataflow.relay.host_state import EMBED, HEAD, Section, section_name
+from sparse_dataflow.relay.parameter_server import ParameterServer, ServerStep
+from sparse_dataflow.relay.pinned_memory import PINNED_SETTING
+from sparse_dataflow.relay.timeline import Timeline
+
+
+@dataclasses.dataclass(frozen=True)
+class RelayConfig:
+    """Options of the relay.
+
+    Attributes:
+      stash: where block inputs wait for the backward pass: on the "device" (memory grows with
+        depth) or on the "host" (device memory is independent of depth).
+      clipping: see `parameter_server`.
+      depth: blocks that take part in each step.
+      copies: whether host memory keeps the device's copies; the results are the same.
+    """
+
+    stash: str = "device"
+    clipping: str = "exact"
+    depth: DepthSchedule = dataclasses.field(default_factory=DepthSchedule)
+    copies: bool = True
+
+
+class Relay:
+    """Programs and parameter server of one model's training.
+
+    `train_step` and `eval_step` are those of `training.programs.Compiled`.
+
+    Attributes:
+      programs: programs of each layer group.
+      eval_programs: evaluation programs of each layer group, if `eval_shape` is given.
+      timeline: timeline of the last training step.
+      observe: called with a program's name before each dispatch, to measure memory.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        training: TrainingConfig,
+        config: RelayConfig | None = None,
+        *,
+        eval_shape: tuple[int, int] | None = None,
+        mesh: Mesh | None = None,
+        pinned: bool | None = None,
+        changing: bool = True,
+    ):
+        """Compiles the programs.
+
+        Args:
+          training: batch shape and optimizer.
+          config: options of the relay.
+          eval_shape: (sequences, tokens) of an evaluation batch; None without evaluations.
+          mesh: its axis "data" shards the batch; the default device if None.
+          pinned: whether the device's copies are in page-locked memory; if None, on every backend
+            but the CPU.
+          changing: whether layouts may change; see `relay.programs.compile_groups`.
+
+        Raises:
+          UserError: the mesh does not divide the batch.
+        """
+        self.model, self.training, self.config = model, training, config or RelayConfig()
+        self.mesh = mesh
+        self._rows: Sharding
+        self._replicated: Sharding
+        if mesh is not None:
+            self._rows, self._replicated = relay_programs.data_shardings(mesh)
+        else:
+            self._rows = self._replicated = SingleDeviceSharding(jax.local_devices()[0])
+        # On CPUs, collectives of two concurrent programs run in any order on each process, and may
+        # deadlock.
+        self._serial = jax.process_count() > 1 and jax.default_backend() == "cpu"
+        # A function and no method: a relay that is part of a cycle would hold its state until the
+        # garbage collector runs.
+        self._put = functools.partial(_put, self._replicated)
+        relay_programs.refuse_unsupported(training, self._rows.num_devices)
+        rows = training.batch // training.micro_batches
+        self._train_shape = (training.micro_batches, rows, training.sequence)
+        self.programs = relay_programs.compile_groups(
+            model, self._train_shape, mesh, changing=changing
+        )
+        self._eval_shape = (1, *eval_shape) if eval_shape else None
+        if self._eval_shape:
+            self.eval_programs = relay_programs.compile_groups(
+                model, self._eval_shape, mesh, True, changing
+            )
+        pinned = jax.default_backend() != "cpu" if pinned is None else pinned
+        self.server = ParameterServer(
+            model,
+            training,
+            self._put,
+            clipping=self.config.clipping,
+            copies=self.config.copies,
+            pinned=self._replicated.with_memory_kind("pinned_host") if pinned else None,
+        )
+        self._depth = DepthSchedule()
+        self._watching = ThreadPoolExecutor(1, "watch")
+        self.timeline = Timeline()
+        self.observe: Callable[[str], None] = lambda program: None
+
+    def start(self, training: TrainingConfig) -> None:
+        """Sets the run's length and seed, and enables its depth schedule."""
+        self.training, self._depth = training, self.config.depth
+
+    def to_device(self, weights: ModelWeights, section: Section, *more: Any) -> tuple:
+        """Copies a `ParameterServer.section`, and other host arrays, to the device."""
+        return jax.block_until_ready(self._put((self.server.section(weights, section), *more)))
+
+    def to_first_device(self, weights: ModelWeights, section: Section) -> Any:
+        """Copies as `to_device`, to this process's first device alone."""
+        device = SingleDeviceSharding(jax.local_devices()[0])
+
+        def put(leaf):
+            local = leaf.addressable_data(0) if isinstance(leaf, jax.Array) else leaf
+            return jax.device_put(local, device, may_alias=False)
+
+        return jax.block_until_ready(jax.tree.map(put, self.server.section(weights, section)))
+
+    def train_step(
+        self, state: TrainState, tokens: np.ndarray, learning_rate: float
+    ) -> tuple[TrainState, StepReport]:
+        """Runs one optimizer step; donates the state.
+
+        Args:
+          state: state with host arrays, as of `host_state.fresh_state`.
+          tokens: int32 [batch, sequence + 1], the whole batch on every process.
+
+        Raises:
+          UserError: the device failed; earlier checkpoints stay valid.
+        """
+        step = int(state.step)
+        self.timeline = Timeline()
+        blocks = self._depth.active(
+            self.model.num_layers, step, self.training.steps, self.training.seed
+        )
+        sections: list[Section] = [EMBED, *((0,) if self.model.shared_layers else blocks), HEAD]
+        with translated_device_errors(f"step {step + 1}"):
+            server = ServerStep(self.server, state, sections, learning_rate, self.timeline)
+            batch = self._batch(tokens, None, self._train_shape)
+            loss = self._forward_backward(server, blocks, batch)
+            after, norms = server.finish()
+        return after, StepReport(np.float32(loss), norms)
+
+    def _forward_backward(self, server: ServerStep, blocks: tuple[int, ...], batch) -> jax.Array:
+        """Runs the forward and the backward pass; returns the loss."""
+        run, stash, last = self._run, [], ()
+        inputs, targets, weights = batch
+        (params,) = server.fetch(EMBED).result()
+        x, _ = run(EMBED, "embed", params, inputs)
+
+        def forward(block, fetched):
+            nonlocal x, last
+            last = fetched
+            stash.append(self._stashed(x))
+            x, done = run(block, "forward", *fetched, x)
+            return done
+
+        fetch = self._block_fetch(server.fetch)
+        _prefetch_loop(blocks, fetch, forward)
+
+        params, embed = (server.fetch(section).result()[0] for section in (HEAD, EMBED))
+        tied = gpt.tied_output(self.model, embed)
+        (loss, dx, (head, embedding)), _ = run(HEAD, "head", params, tied, x, targets, weights)
+        del x, params, embed, tied
+        server.push(HEAD, head)
+        del head
+        total = None
+
+        def backward(block, fetched):
+            nonlocal dx, total
+            (dx, gradient), done = run(block, "backward", *fetched, dx)
+            if not self.model.shared_layers:
+                server.push(block, gradient)
+            elif total is None:
+                total = _widened(gradient)
+            else:
+                total = _added(total, gradient)
+            return done
+
+        def fetch_again(block):
+            nonlocal last
+            boundary, kept, last = stash.pop(), last, ()
+            if not kept:
+                return fetch(block, boundary)
+            # The forward pass ended with this block, which is still on the device.
+            return self.server.fetching.submit(lambda: (*kept, *self._put((boundary,))))
+
+        _prefetch_loop(blocks[::-1], fetch_again, backward)
+        if total is not None:
+            server.push(0, total)
+        gradient, _ = run(EMBED, "embed_backward", inputs, dx, embedding)
+        server.push(EMBED, gradient)
+        return jax.device_get(loss)
+
+    def _block_fetch(self, fetch: Callable[..., Future]) -> Callable[..., Future]:
+        """Returns (block, *more) -> future of its weights and `more` on the device.
+
+        A block that all layers share is fetched once, by `fetch` (section, *more).
+        """
+        if not self.model.shared_layers:
+            return fetch
+        shared = fetch(0)
+
+        def with_more(more):
+            return *shared.result(), *self._put(more)
+
+        return lambda block, *more: self.server.fetching.submit(with_more, more) if more else shared
+
+    def _run(self, section: Section, name: str, *arguments) -> tuple[Any, Future]:
+        """Runs a program; returns (its results, a future that is done when they are ready)."""
+        self.observe(name)
+        dispatched = time.perf_counter()
+        results = getattr(self._group_programs(self.programs, section), name)(*arguments)
+        if self._serial:
+            jax.block_until_ready(results)
+        # All results are ready at once. Wait for a small one, because the watch keeps it alive;
+        # not for dx, because the next program donates it.
+        candidates = results[1] if name == "backward" else results
+        smallest = min(jax.tree.leaves(candidates), key=lambda a: a.size)
+        span = dispatched, section_name(section), self.timeline
+        return results, self._watching.submit(_watch, smallest, *span)
+
+    def _group_programs(self, programs, section):
+        """Returns the programs of a section."""
+        return programs[layer_model_index(self.model, section) if isinstance(section, int) else 0]
+
+    def eval_step(self, of_model: ModelWeights, tokens, weights) -> np.ndarray:
+        """Returns the float32 [] sum of weighted losses in nats of int32 [B, T + 1] tokens.
+
+        All blocks take part.
+
+        Raises:
+          UserError: the device failed.
+        """
+        with translated_device_errors("an evaluation"):
+            return self._evaluate(of_model, tokens, weights)
+
+    def _evaluate(self, of_model, tokens, weights):
+        run, timeline = self.eval_programs[0], Timeline()
+        inputs, targets, weights = self._batch(tokens, weights, self._eval_shape)
+        fetch = lambda section, *more: self.server.fetching.submit(  # noqa: E731
+            self.to_device, of_model, section, *more
+        )
+        x = run.embed(*fetch(EMBED).result(), inputs)
+
+        def forward(block, fetched):
+            nonlocal x
+            x = self._group_programs(self.eval_programs, block).forward(*fetched, x)
+            return self._watching.submit(_watch, x, 0.0, section_name(block), timeline)
+
+        blocks = range(self.model.num_layers)
+        _prefetch_loop(blocks, self._block_fetch(fetch), forward)
+        (head,), (embed,) = (fetch(section).result() for section in (HEAD, EMBED))
+        tied = gpt.tied_output(self.model, embed)
+        return jax.device_get(run.head(head, tied, x, targets, weights))
+
+    def _stashed(self, x):
+        if self.config.stash == "device":
+            return x
+        return jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
+
+    def _batch(self, tokens, weights, shape):
+        """Returns (inputs, targets, weights) on the device, split into micro-batches."""
+        if weights is None:
+            weights = np.full(tokens[:, 1:].shape, 1 / tokens[:, 1:].size, np.float32)
+        split = (
+            split_rows(self.model, a, shape[0]) for a in (tokens[:, :-1], tokens[:, 1:], weights)
+        )
+        return tuple(_placed([np.ascontiguousarray(a) for a in split], self._rows))
+
+
+@jax.jit
+def _widened(gradient):
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _added(total, gradient):
+    """Adds a layer's gradient of a shared block to their sum, in float32."""
+    return jax.tree.map(jnp.add, total, gradient)
+
+
+@contextlib.contextmanager
+def translated_device_errors(activity: str) -> Iterator[None]:
+    """Turns errors of jax's runtime into a UserError in a block.
+
+    Raises:
+      UserError: the device failed in `activity`, or page-locked memory is exhausted.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        saved = "earlier checkpoints are valid: continue with --resume."
+        # XLA calls its pool of page-locked memory "host memory".
+        if "host memory" in str(error):
+            raise UserError(
+                f"Page-locked host memory is exhausted in {activity} ({first_line(error)}). Set "
+                f"{PINNED_SETTING} to more GiB in the environment; {saved}"
+            ) from error
+        raise UserError(
+            f"The device failed in {activity} ({first_line(error)}). The run ends here; {saved}"
+        ) from error
+
+
+def _prefetch_loop(
+    blocks: Iterable[int],
+    fetch: Callable[[int], Future],
+    compute: Callable[[int, Any], Future],
+) -> None:
+    """Computes block after block while it prefetches the next one.
+
+    A fetch starts when the computation before the last one is done. So at most two blocks are on
+    the device, and the device always has a queued computation.
+    """
+    blocks = list(blocks)
+    before, ahead = None, fetch(blocks[0])
+    for block, following in itertools.zip_longest(blocks, blocks[1:]):
+        done = compute(block, ahead.result())
+        if before is not None:
+            before.result()
+        if following is not None:
+            ahead = fetch(following)
+        before = done
+
+
+def _watch(result, dispatched, section, timeline):
+    """Waits for a program's result and adds its span; programs run one after the other."""
+    earlier = [span.stop for span in timeline.spans if span.kind == "compute"]
+    start = max([dispatched, *earlier[-1:]])
+    jax.block_until_ready(result)
+    timeline.add("compute", section, start, time.perf_counter())
+
+
+def _put(sharding: Sharding, tree: Any) -> Any:
+    """Copies host arrays, and activations stashed on the host, to the device."""
+    leaves, structure = jax.tree.flatten(tree)
+    # All in one call: on small models a call for each takes longer than the copies.
+    placed = iter(_placed([a for a in leaves if not isinstance(a, jax.Array)], sharding))
+
+    def put(leaf):
+        if isinstance(leaf, jax.Array):
+            return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
+        return next(placed)
+
+    return jax.tree.unflatten(structure, [put(leaf) for leaf in leaves])
+
+
+def _placed(arrays, sharding):
+    """Copies host arrays, equal on every process, to the devices of a sharding."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(arrays, sharding, may_alias=False)
+    return [jax.make_array_from_callback(a.shape, sharding, a.__getitem__) for a in arrays]

@@ -1,0 +1,183 @@
+"""The relay as an `Executor`: its states, programs and folder of mapped files."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from sparse_dataflow.core import collectives
+from sparse_dataflow.core.config.depth import DepthSchedule
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors import executor
+from sparse_dataflow.core.executors.executor import MultiProgramExecutor
+from sparse_dataflow.core.optim.finite import non_finite
+from sparse_dataflow.core.optim.optimizers import TrainState
+from sparse_dataflow.relay import host_state, relay_programs, server_files
+from sparse_dataflow.relay.probe import block_gradient_norms
+from sparse_dataflow.relay.relay import Relay, RelayConfig, translated_device_errors
+from sparse_dataflow.relay.server_files import MappedFiles
+
+
+@dataclasses.dataclass(frozen=True)
+class RelayExecutor(MultiProgramExecutor):
+    """One block at a time on the device; states are numpy arrays in host memory.
+
+    Attributes:
+      config: options of the relay.
+      server_dir: folder of mapped files for masters and moments; host memory if empty.
+      mesh: its axis "data" shards each micro-batch; a single device if None. Without devices it
+        plans and does not train.
+    """
+
+    config: RelayConfig = dataclasses.field(default_factory=RelayConfig)
+    server_dir: str = ""
+    mesh: Mesh | AbstractMesh | None = None
+
+    @property
+    def devices(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size
+
+    @property
+    def depth(self) -> DepthSchedule:
+        return self.config.depth
+
+    def describe(self) -> str:
+        return f"the relay on {self.devices} device{'s' if self.devices > 1 else ''}"
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        depth = (executor.RELAY_DEPTH,) if self.depth != DepthSchedule() else ()
+        devices = (executor.RELAY_DEVICES,) if self.devices > 1 else ()
+        return executor.RELAY, *depth, *devices
+
+    def check(self, model: ModelConfig, training: TrainingConfig) -> None:
+        super().check(model, training)
+        relay_programs.refuse_unsupported(training, self.devices)
+
+    def refuse_unusable_files(self, needs: Mapping[str, int]) -> None:
+        """Refuses a `server_dir` without room for the files of all trainings.
+
+        Args:
+          needs: name of each variant -> bytes of its files.
+
+        Raises:
+          UserError: see `server_files.refuse_unusable`.
+        """
+        if self.server_dir:
+            folders = {self._folder(name): size for name, size in needs.items()}
+            server_files.refuse_unusable(Path(self.server_dir).absolute(), folders)
+
+    def _folder(self, name):
+        # The folder of process 0 does not depend on the number of processes, so that a run can
+        # resume with another number.
+        suffix = "" if collectives.is_first() else f"-process{jax.process_index()}"
+        return Path(self.server_dir).absolute() / f"{name}{suffix}"
+
+    def arrays(self, state, model, changing, batch):
+        """Returns the arrays that stay on a device between programs; `planner.relay` has all."""
+        return {"batch": batch}
+
+    def initial_state(self, model: ModelConfig, training: TrainingConfig) -> TrainState:
+        """See `MultiProgramExecutor`; in host memory."""
+        return host_state.fresh_state(model, training, None, self._starting_blocks(model))
+
+    def abstract_state(self, model: ModelConfig, training: TrainingConfig) -> TrainState:
+        """See `MultiProgramExecutor`; zeroed numpy arrays, allocated when a checkpoint is read."""
+        shapes = host_state.abstract_state(model, training)
+        params, mu, nu = host_state.zeros(model, training)
+        moments = host_state.with_moments(shapes.moments, 0, mu, nu)
+        return shapes._replace(step=np.zeros((), np.int32), params=params, moments=moments)
+
+    def programs(
+        self, model: ModelConfig, training: TrainingConfig, data, changing: bool
+    ) -> dict[str, Any]:
+        assert not isinstance(self.mesh, AbstractMesh), "planned devices do not train"
+        held_out = data.validation[0]["weights"].shape
+        relay = Relay(
+            model, training, self.config, eval_shape=held_out, mesh=self.mesh, changing=changing
+        )
+
+        def train_step(state, layouts, *arguments, **named):
+            return relay.train_step(state._replace(tables=layouts), *arguments, **named)
+
+        return {
+            "train_step": train_step,
+            "eval_step": relay.eval_step,
+            "place_layouts": functools.partial(self.place_layouts, model=model, changing=changing),
+            "gradient_norms": functools.partial(_gradient_norms, relay),
+            "start_state": functools.partial(self._start, relay),
+            "timeline": lambda: relay.timeline.spans,
+        }
+
+    def _start(
+        self,
+        relay: Relay,
+        name: str,
+        training: TrainingConfig,
+        identity: Mapping[str, Any],
+        saved: int | None,
+        state: Callable[[], TrainState],
+        from_seed: bool,
+        completed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
+    ) -> TrainState:
+        """Sets the relay's run length and returns the state to continue from.
+
+        Takes what `training.programs.Compiled.start_state` does.
+        """
+        relay.start(training)
+        if not self.server_dir:
+            return self.place(state(), relay.model)
+        model = relay.model
+        abstract = host_state.abstract_state(model, training)
+        files = MappedFiles(self._folder(name), abstract, identity, completed)
+        relay.server.storage = files
+        restored = _restore_common_step(files, host_state.training_key(training))
+        if restored is not None and (saved is None or int(restored.step) >= saved):
+            return restored
+        if saved is None and from_seed:
+            blocks = self._starting_blocks(model)
+            return files.new_state(
+                lambda *trees: host_state.fresh_state(model, training, trees, blocks)
+            )
+        return files.new_state(lambda *trees: host_state.copied_state(state(), trees))
+
+    def _starting_blocks(self, model):
+        return self.config.depth.starting_blocks(model.num_layers)
+
+    def place(self, state, model):
+        """Converts every array to writable numpy."""
+        fields = {"step": state.step, "params": state.params, "moments": state.moments}
+        return state._replace(**jax.tree.map(_writable, fields))
+
+    def place_layouts(self, weights, model, changing):
+        return weights if changing else weights.with_groups()
+
+
+def _restore_common_step(files, key):
+    """Restores the newest step that the files of every process have; None if there is none, or if
+    it is not finite."""
+    state = files.restore(key)
+    step = collectives.minimum(-1 if state is None else int(state.step))
+    if state is not None and int(state.step) > step:
+        state = files.restore(key, step)
+    missing = state is None or int(state.step) != step or bool(non_finite(state))
+    return None if collectives.any_process(missing) else state
+
+
+def _gradient_norms(relay, weights, tokens):
+    # The first device of every process computes the norms of all rows, so that the layouts do not
+    # depend on the number of devices.
+    fetch = functools.partial(relay.to_first_device, weights)
+    with translated_device_errors("an update of the layouts"):
+        return block_gradient_norms(relay.model, fetch, np.asarray(tokens))
+
+
+def _writable(leaf):
+    writable = isinstance(leaf, np.ndarray) and leaf.flags.writeable
+    return leaf if writable else np.array(leaf)

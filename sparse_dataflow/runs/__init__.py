@@ -1,0 +1,1 @@
+"""What a run is: its settings, presets, models, and what goes with what."""

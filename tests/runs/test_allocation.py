@@ -1,0 +1,182 @@
+"""Density budgets: legal densities, within the FLOPs, near the rule; illegal budgets."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse_dataflow.core.config.layer_groups import layer_linear
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.layouts.patterns import make_layout
+from sparse_dataflow.core.training import cost
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.allocation import COMPUTE_TOLERANCE, allocate, allocation_table
+from sparse_dataflow.runs.run_config import SIZES
+
+PROJECTIONS = SIZES["nano"].projections
+
+SEQUENCE = 64
+
+
+def sparse(scale="nano", pattern="cyclic", density=0.125, block=64, projections=PROJECTIONS):
+    spec = LinearSpec("block_sparse", pattern, density, block)
+    return SIZES[scale].with_linears(spec, projections)
+
+
+def flops(model):
+    return cost.flops_per_token(model, SEQUENCE).sections
+
+
+def projection_flops(model):
+    return sum(flops(model)[name] for name in PROJECTIONS)
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(["nano", "125m", "13b"]),
+    st.sampled_from(["cyclic", "monarch"]),
+    st.sampled_from([1 / 2, 1 / 4]),
+    st.sets(st.sampled_from(PROJECTIONS), min_size=1),
+)
+def test_compute_stays_within_the_budget_and_has_layouts(scale, pattern, density, projections):
+    model = sparse(scale, pattern, density, projections=projections)
+    allocated = allocate(model, "compute")
+    assert projection_flops(allocated) <= projection_flops(model) * (1 + 1e-9)
+    assert allocated.sparse_projections == model.sparse_projections
+    for name in allocated.sparse_projections:
+        spec = allocated.linear(name)
+        layout = make_layout(spec.pattern, *model.projection_shape(name), spec.block, spec.density)
+        assert layout.density == pytest.approx(spec.density)
+        assert dataclasses.replace(spec, density=density) == model.linear(name)
+
+
+def test_compute_follows_the_rule_where_the_grid_is_fine():
+    """The 13B has 80 legal densities per projection, so rounding moves them by at most 1/80."""
+    model = allocate(sparse("13b", density=0.125), "compute")
+    shares = {n: sum(model.projection_shape(n)) / 5120**2 for n in PROJECTIONS}
+    sizes = {n: model.projection_shape(n)[0] * model.projection_shape(n)[1] for n in PROJECTIONS}
+    scale = 0.125 * sum(sizes.values()) / sum(shares.values())
+    for name in PROJECTIONS:
+        assert abs(model.linear(name).density - scale * shares[name] / sizes[name]) <= 1 / 80 + 1e-9
+    assert model.linear("attn_out").density > model.linear("qkv").density
+
+
+def test_compute_caps_densities_at_one():
+    model = allocate(sparse("13b", density=0.95), "compute")
+    assert model.linear("attn_out").density == 1
+    assert projection_flops(model) <= projection_flops(sparse("13b", density=0.95))
+
+
+@settings(max_examples=20)
+@given(
+    st.sampled_from(["nano", "125m", "350m"]),
+    st.sampled_from(["cyclic", "random", "shuffle"]),
+    st.sampled_from([1 / 2, 1 / 4, 1 / 8, 3 / 8]),
+    st.sampled_from([64, 128]),
+)
+def test_compute_spends_the_flops_of_uniform_and_equal_shapes_store_equally(
+    scale, pattern, density, block
+):
+    model = sparse(scale, pattern, density, block)
+    try:
+        make_layout(pattern, *model.projection_shape("attn_out"), block, density)
+    except UserError:
+        return  # `uniform` has no layout either.
+    allocated = allocate(model, "compute")
+    spent = projection_flops(allocated) / projection_flops(model)
+    assert 1 - COMPUTE_TOLERANCE <= spent * (1 + 1e-9) and spent <= 1 + 1e-9
+    assert allocated.linear("mlp_in").density == allocated.linear("mlp_out").density
+    assert allocated.linear("attn_out").density >= allocated.linear("mlp_in").density
+
+
+def test_uniform_changes_nothing():
+    model = sparse()
+    assert allocate(model, "uniform") is model
+    assert allocate(SIZES["nano"], "compute") == SIZES["nano"]
+
+
+def test_named_densities():
+    model = allocate(sparse(), "qkv:0.25,mlp_in:0.5")
+    assert {n: model.linear(n).density for n in PROJECTIONS} == {
+        "qkv": 0.25,
+        "attn_out": 0.125,
+        "mlp_in": 0.5,
+        "mlp_out": 0.125,
+    }
+
+
+def test_named_multiples_of_the_density():
+    model = allocate(sparse(), "qkv:0.5x,attn_out:0.5x,mlp_in:1.5x")
+    densities = {n: model.linear(n).density for n in PROJECTIONS}
+    assert densities == {"qkv": 1 / 16, "attn_out": 1 / 16, "mlp_in": 3 / 16, "mlp_out": 1 / 8}
+    cells = {n: math.prod(model.projection_shape(n)) for n in PROJECTIONS}
+    assert sum(densities[n] * cells[n] for n in cells) == sum(cells.values()) / 8
+
+
+@pytest.mark.parametrize(
+    ("budget", "words"),
+    [
+        ("qkv:9x", "'qkv:9x' is not a density in"),
+        ("flops", "'flops' names no projection; legal: uniform, compute, depth:1.5x"),
+        ("mlp:0.5", "'mlp:0.5' names no projection"),
+        ("attn_out:0.5", "attn_out, which is dense; legal: mlp_in, mlp_out, qkv"),
+        ("qkv:0", "'qkv:0' is not a density in"),
+        ("qkv:half", "'qkv:half' is not a density in"),
+        (
+            "depth:1.5,0.5",
+            "'1.5' is not a multiple of --density; legal: numbers above 0",
+        ),
+        ("depth:0x,2x", "'0x' is not a multiple"),
+        ("depth:", "'' is not a multiple"),
+        ("depth:infx,1x", "'infx' is not a multiple"),
+        ("depth:1x,2x,1x", "3 parts of the depth, which do not divide 2 layers; legal: 1, 2"),
+        ("depth:1.3x,0.7x", r"1.3x of --density=0.125 gives \w+ a density of 0.1625, .* 1x, 1.5x"),
+        ("qkv:0.5,qkv:0.25", "names qkv twice; legal: one density for each"),
+        ("depth:9x,1x", r"9x of --density=0.125 gives \w+ a density of 1.125, .*: 8x"),
+    ],
+)
+def test_an_illegal_budget_is_refused(budget, words):
+    model = sparse(projections=("qkv", "mlp_in", "mlp_out"))
+    with pytest.raises(UserError, match=words):
+        allocate(model, budget)
+
+
+@settings(max_examples=20)
+@given(st.lists(st.sampled_from(["0.5x", "1x", "1.5x", "2x"]), min_size=1, max_size=4))
+def test_parts_of_the_depth_have_equal_numbers_of_layers(texts):
+    layers = 12
+    model = dataclasses.replace(sparse(density=1 / 4), num_layers=layers)
+    allocated = allocate(model, f"depth:{','.join(texts)}")
+    multipliers = [float(text[:-1]) for text in texts for _ in range(layers // len(texts))]
+    for layer, multiplier in enumerate(multipliers):
+        assert layer_linear(allocated, "qkv", layer).density == multiplier / 4
+    mean = sum(multipliers) / layers
+    assert projection_flops(allocated) == pytest.approx(mean * projection_flops(model))
+
+
+def test_the_table_has_layer_groups_and_mean_densities():
+    model = allocate(sparse(projections=("qkv", "mlp_in")), "depth:2x,1x")
+    *rows, mean = (line.split() for line in allocation_table(model, flops).splitlines())
+    assert [row[:4] for row in rows[1:6:4]] == [["1", "to", "1", "qkv"], ["2", "to", "2", "qkv"]]
+    assert [row[5] for row in rows[1:6:4]] == ["0.25", "0.125"]
+    assert [row[6:9] for row in rows[1:6:4]] == [["192", "of", "768"], ["96", "of", "768"]]
+    assert sum(float(row[-1].rstrip("%")) for row in rows[1:]) == pytest.approx(100, abs=0.4)
+    assert mean == "mean density over 2 layers: qkv 0.1875, mlp_in 0.1875".split()
+
+
+def test_a_budget_below_the_smallest_legal_densities_is_refused():
+    model = sparse("nano", "monarch", density=0.01)
+    with pytest.raises(UserError, match=r"finds no densities within 0\.01"):
+        allocate(model, "compute")
+
+
+def test_the_table_has_every_projection_and_its_share():
+    model = sparse(projections=("qkv", "mlp_in", "mlp_out"))
+    text = allocation_table(model, flops)
+    rows = [line.split() for line in text.splitlines()]
+    assert [row[0] for row in rows] == ["projection", *PROJECTIONS]
+    assert rows[1][1:6] == ["16x48", "0.125", "96", "of", "768"]
+    assert "dense" in rows[2]
+    assert sum(float(row[-1].rstrip("%")) for row in rows[1:]) == pytest.approx(100, abs=0.2)

@@ -1,0 +1,153 @@
+"""Names of code in backticks, in pages and docstrings, exist."""
+
+import ast
+import functools
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+MODULES = sorted(
+    path
+    for folder in ("sparse_dataflow", "experiments", "tests", "launch", "examples")
+    for path in (ROOT / folder).rglob("*.py")
+)
+DOTTED = re.compile(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?:\(.*?\))?`")
+FILE = re.compile(r"`([\w./-]+/[\w.-]*\.(?:py|md|sh|toml|cfg|txt))`")
+FILES = ("json", "jsonl", "html", "model", "max", "limit_in_bytes", "array_record")
+EXAMPLES = ("mine.py",)
+"""Files that a page tells the reader to write."""
+PACKAGES = ("peft", "lm_eval")
+"""Packages of others with the name of one of our modules."""
+HISTORY = ("CHANGELOG.md",)
+"""Pages that name code of earlier releases."""
+
+
+@functools.cache
+def definitions():
+    """{name of a module or class: names defined in it, [] where they cannot be known}."""
+    found: dict[str, set[str]] = {}
+
+    def add(name, names):
+        found.setdefault(name, set()).update(names)
+
+    for path in MODULES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        parts = parts[:-1] if parts[-1] == "__init__" else parts
+        names = {n for node in tree.body for n in defined(node)}
+        for start in range(len(parts)):
+            add(".".join(parts[start:]), names)
+            if start < len(parts) - 1:
+                add(".".join(parts[start:-1]), {parts[-1]})
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                inside = {n for child in ast.walk(node) for n in defined(child)}
+                bases = {b.id for b in node.bases if isinstance(b, ast.Name)}
+                add(node.name, inside | {f"<{base}>" for base in bases})
+    return found
+
+
+def defined(node):
+    """Names that a statement defines, attributes of `self` included."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        yield from ((a.asname or a.name).partition(".")[0] for a in node.names)
+    elif isinstance(node, ast.Assign | ast.AnnAssign):
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            for leaf in ast.walk(target):
+                if isinstance(leaf, ast.Name | ast.Attribute):
+                    yield leaf.id if isinstance(leaf, ast.Name) else leaf.attr
+    elif isinstance(node, ast.If | ast.Try):
+        for child in ast.iter_child_nodes(node):
+            yield from defined(child)
+
+
+def has(owner, name):
+    """Whether a class or module of the project defines a name, or a base that is not known may."""
+    names = definitions()[owner]
+    if name in names or f"{owner}.{name}" in definitions():
+        return True
+    bases = [b[1:-1] for b in names if b.startswith("<")]
+    return any(base not in definitions() or has(base, name) for base in bases)
+
+
+@functools.cache
+def parameters():
+    """Names of the parameters of all functions; in a text such a name may stand for a value."""
+    return {
+        argument.arg
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.arguments)
+        for argument in (*node.posonlyargs, *node.args, *node.kwonlyargs)
+    }
+
+
+def missing(dotted):
+    """Whether a dotted name begins with a name of the project and ends in one that is not."""
+    section, _, field = dotted.partition(".")
+    if field in FILES:
+        return False
+    if section == "config" and field.partition(".")[0] in settings_by_section():
+        return False  # A field of a `RunConfig`.
+    if section in settings_by_section() and "." not in field:
+        return field not in settings_by_section()[section] and section not in definitions()
+    parts = dotted.removeprefix("sparse_dataflow.").split(".")
+    if parts[-1] == "py":
+        written = dotted in EXAMPLES or section.isupper() or section.startswith("NAME_")
+        return not (
+            written or (ROOT / dotted).exists() or any(path.name == dotted for path in MODULES)
+        )
+    for end in range(len(parts) - 1, 0, -1):
+        owner = ".".join(parts[:end])
+        if owner in definitions():
+            return not has(owner, parts[end]) and owner not in {*parameters(), *PACKAGES}
+    return False
+
+
+@functools.cache
+def settings_by_section():
+    import sparse_dataflow as sd
+
+    found = {}
+    for name in ("model", "training", "sparsity", "evolution", "parallel", "data", "run"):
+        found[name] = set(dir(getattr(sd.preset("pico"), name)))
+    return found
+
+
+def docstrings(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            if isinstance(node.value.value, str):
+                yield node.value.value
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_names_of_a_page_exist(path):
+    if path.name in HISTORY:
+        return
+    text = path.read_text(encoding="utf-8")
+    assert [name for name in DOTTED.findall(text) if missing(name)] == []
+    files = [name for name in FILE.findall(text)]
+    assert [f for f in files if not file_exists(f)] == []
+
+
+def file_exists(name):
+    folders = ("", "sparse_dataflow", "sparse_dataflow/core", "docs", "tests", "experiments")
+    return any((ROOT / folder / name).exists() for folder in folders)
+
+
+@pytest.mark.parametrize("folder", ["sparse_dataflow", "experiments"])
+def test_names_of_docstrings_exist(folder):
+    wrong = []
+    for path in MODULES:
+        if path.relative_to(ROOT).parts[0] == folder:
+            for text in docstrings(path):
+                wrong += [(str(path), n) for n in DOTTED.findall(text) if missing(n)]
+                wrong += [(str(path), n) for n in FILE.findall(text) if not file_exists(n)]
+    assert wrong == []
