@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -97,7 +98,7 @@ def generate(
     seed = tuple(seed) if isinstance(seed, Sequence) else seed or 0
     if isinstance(seed, tuple) and len(seed) != len(tokens):
         raise UserError(f"{len(seed)} seeds do not fit {len(tokens)} prompts; legal: one each.")
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     sampling = Sampling(**{n: v for n, v in options.items() if v is not None}, seed=seed)
     if weights is None:
         weights = kv_cache.prepare(model.model, model.weights)

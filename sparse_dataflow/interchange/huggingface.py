@@ -154,7 +154,7 @@ def read(folder: str | Path) -> Imported:
         model, params, tables = sparse_form.read(folder)
         source = fields.get(SOURCE)
     else:
-        tables: dict = {}
+        tables, source = {}, None
         files = tensors.Tensors(folder)
         model = _with_own_output(folder, fields, model, files)
         params = tensor_names.read(architectures.row(fields), model, files)
