@@ -96,7 +96,10 @@ def test_the_cubic_schedule():
     ("call", "words"),
     [
         (lambda: sd.erk_densities(model_of([(16, 16)]), 0.0), "above 0 and at most 1"),
-        (lambda: sd.erk_densities(model_of([(16, 16)]), math.nan), "above 0 and at most 1"),
+        (
+            lambda: sd.erk_densities(model_of([(16, 16)]), math.nan),
+            "density=nan is not legal",
+        ),
         (lambda: sd.erk_densities(model_of([(16, 24)]), 0.5, block=20), "layers.0: .*legal"),
         (lambda: sd.erk_densities(nnx.Sequential(), 0.5), "no linear"),
         (lambda: sd.erk_densities(no_product(), 0.5), "ab,bc->a is no product .* leave it out"),
