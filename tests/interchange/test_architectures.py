@@ -656,7 +656,7 @@ def test_absent_fields_have_the_defaults_of_the_config_class():
             {"norm": "layernorm", "gated_mlp": True},
             [
                 "GPT2LMHeadModel has no positions=rotary (legal: learned); gated_mlp=True",
-                "StableLmForCausalLM has no biases of attn_out",
+                "StableLmForCausalLM has no biases of q, k, v, attn_out",
             ],
         ),
         ({"qk_norm": True}, ["Qwen3ForCausalLM has no biases of mlp_gate, mlp_in, mlp_out"]),
