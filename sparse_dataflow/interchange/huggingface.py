@@ -156,10 +156,6 @@ def read(folder: str | Path) -> Imported:
         model, params, tables = sparse_form.read(folder)
         source = fields.get(SOURCE)
     else:
-<<<<<<< HEAD
-=======
-        tables, source = {}, None
->>>>>>> h-models
         files = tensors.Tensors(folder)
         model = _with_own_output(folder, fields, model, files)
         params = tensor_names.read(architectures.row(fields), model, files)
