@@ -7,6 +7,7 @@ from flax import nnx
 
 import sparse_dataflow as sd
 
+
 @pytest.mark.parametrize("evolving", [False, True])
 def test_qwix_passes_over_the_layers_and_nnx_lora_does_not(evolving):
     qwix = pytest.importorskip("qwix")
