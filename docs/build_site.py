@@ -42,6 +42,9 @@ REFERENCE = {
         "erk_densities",
         "cubic_density",
         "partition_specs",
+        "register_linear",
+        "layouts",
+        "set_layouts",
     ],
     "Layouts and products": [
         "BlockLayout",
