@@ -135,7 +135,7 @@ def settled_within_limit(config: RunConfig, machine: Machine) -> Settled:
     """
     limit = config.parallel.memory_limit_bytes
     if limit is None:
-        return settled_within_limit(config, machine)
+        return settle(config, machine)
     narrow = planning.with_memory(machine, int(limit / planning.USABLE))
     try:
         result = settle(config, narrow)
