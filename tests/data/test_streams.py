@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from fake_hub import FakeHub
 
-from sparse_dataflow.cluster import processes
+from sparse_dataflow.core import collectives
 from sparse_dataflow.data import lanes, shards, stream_batches, streamed
 from sparse_dataflow.data.batches import TrainBatches
 from sparse_dataflow.data.corpora import load_corpus
@@ -144,9 +144,9 @@ def merged_positions(readers, step, monkeypatch):
     """Positions of processes that each read their rows, as one process gets them from all."""
     tables = [np.asarray(reader.positions(step), np.int32) for reader in readers]
     with monkeypatch.context() as patch:
-        patch.setattr(processes.jax, "process_count", lambda: len(readers))
+        patch.setattr(collectives.jax, "process_count", lambda: len(readers))
         patch.setattr(
-            processes.multihost_utils, "process_allgather", lambda table: np.stack(tables)
+            collectives.multihost_utils, "process_allgather", lambda table: np.stack(tables)
         )
         return readers[0].positions(step)
 

@@ -196,7 +196,7 @@ def test_addresses_that_cannot_be_written_are_refused_before_any_work(
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     assert "bucket does not exist" in refused(*PLAN, "--out=s3://nowhere/run")
     assert "bucket does not exist" in refused(*PLAN, "--set=run.mirror=s3://nowhere/run")
-    assert "bucket does not exist" in refused("--resume=s3://nowhere/run")
+    assert "no such object or bucket" in refused("--resume=s3://nowhere/run")
     assert "s3://runs/none is not a run" in refused("--resume=s3://runs/none")
     assert "names no bucket" in refused(*PLAN, "--out=s3://")
     assert "legal: gs://" in refused(*PLAN, "--out=gs:/bucket/run")

@@ -141,7 +141,7 @@ def test_sections_are_timed_only_where_that_is_asked_for(monkeypatch, timed):
     )
     found = report_module._section_seconds(one, 1.5, timed)
     assert found == ({"qkv": 1.0, "other": 0.5} if timed else {})
-    assert ("10 seconds" in report_module._about_sections(SINGLE_DEVICE, timed)) != timed
+    assert ("10 seconds" in report_module._about_sections(SINGLE_DEVICE, [], timed)) != timed
 
 
 def test_the_page_needs_no_network(undisturbed):
