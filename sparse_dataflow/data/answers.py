@@ -106,7 +106,8 @@ class AnswerBatches(TrainBatches):
         if step < 0:
             raise IndexError(step)
         first = step * self.batch_size
-        rows = [self._shuffled[first + row] for row in range(self.batch_size)]
+        [shuffled] = self._shuffled
+        rows = [shuffled[first + row] for row in range(self.batch_size)]
         total = sum(row["weights"].sum() for row in rows)
         return {
             "tokens": np.stack([rows[row]["tokens"] for row in local_rows(self)]),
