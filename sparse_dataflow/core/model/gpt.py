@@ -120,7 +120,7 @@ class HeadNorm(nnx.Module):
 
     def __call__(self, x_BxTxHxK):
         """Normalises [B, T, H, K] over K."""
-        return self.norm(x_BxTxHxK) * self.scale[...].astype(x_BxTxHxK.dtype)
+        return self.norm(x_BxTxHxK) * broadcast_like(self.scale[...], x_BxTxHxK)
 
 
 class Block(Mlp):

@@ -132,10 +132,10 @@ def test_a_layout_cannot_be_changed():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ((0, 2, 2, [0], [0]), "of at least 1"),
+        ((0, 2, 2, [0], [0]), "legal: integers from 1"),
         ((2.0, 2, 2, [0], [0]), r"are \(2.0, 2, 2\); legal: integers"),
         ((2, float("nan"), 2, [0], [0]), "legal: integers"),
-        ((2, 0, 2, [0], [0]), "of at least 1"),
+        ((2, 0, 2, [0], [0]), "legal: integers from 1"),
         ((2, 2, 2, [], []), "at least one block"),
         ((2, 2, 2, [[0]], [[0]]), "must be a list"),
         ((2, 2, 2, [0.0], [0]), "rows have dtype float64; legal: integers"),
