@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from sparse_dataflow.core.config import arguments
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.layers.general import BlockSparseGeneral, Contraction, _terms
 
@@ -39,6 +40,7 @@ _LIBRARY_READERS: dict[str, Reader] = {
 """Name of a class of a library that was run with it -> its reader; imports nothing."""
 
 
+@arguments.checked
 def register_linear(cls: type, *, read: Reader, write: Writer | None = None) -> None:
     """Makes `sd.sparsify` replace the modules of a class, which is a product with a kernel.
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.layers.axis_names import placed
@@ -15,6 +16,7 @@ from sparse_dataflow.layers.paths import dotted
 from sparse_dataflow.layers.replace import block_sparse_layers
 
 
+@arguments.checked
 def layouts(model: nnx.Module) -> dict[str, np.ndarray]:
     """Returns which blocks the layers of a model store, to save beside its state.
 
@@ -39,6 +41,7 @@ def layouts(model: nnx.Module) -> dict[str, np.ndarray]:
     }
 
 
+@arguments.checked
 def set_layouts(model: nnx.Module, layouts: Mapping[str, Any]) -> None:
     """Gives the layers of a model the layouts of `sd.layouts`, so that a state of them fits.
 

@@ -10,7 +10,7 @@ from sparse_dataflow.runs.run_config import preset
 
 def models(scale, **changes):
     config = preset(scale).change(**changes)
-    return [next(iter(settling.models_of(c).values()))[-1] for c in (config, config.dense())]
+    return [next(iter(settling.models_of(c).values()))[-1].model for c in (config, config.dense())]
 
 
 def test_a_dense_model_has_the_loss_of_the_law():

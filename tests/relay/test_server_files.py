@@ -11,7 +11,7 @@ import pytest
 import server_process
 from server_process import IDENTITY, MODEL, TRAINING, advance, first_state, key, open_files
 
-from sparse_dataflow.cluster import processes
+from sparse_dataflow.core import collectives
 from sparse_dataflow.core.config.projections import LOW_RANK, LinearSpec
 from sparse_dataflow.core.config.sparsity import PATTERN_NAMES
 from sparse_dataflow.core.config.training import BUILT_IN
@@ -148,7 +148,7 @@ def test_a_step_that_another_process_lacks_is_rolled_back(tmp_path, monkeypatch)
     for minimum, step in ((3, 3), (2, 2), (1, None), (-1, None)):
         files = open_files(tmp_path)
         with monkeypatch.context() as patch:
-            patch.setattr(processes, "minimum", lambda step, minimum=minimum: min(step, minimum))
+            patch.setattr(collectives, "minimum", lambda step, minimum=minimum: min(step, minimum))
             state = executor._restore_common_step(files, key())
         assert (None if state is None else int(state.step)) == step
         if step == 2:

@@ -94,7 +94,6 @@ def test_one_block_for_each_output_cuts_a_square_model(pattern, heads, count):
 def test_what_mixes_all_features_joins_the_parts(changes):
     assert isolated_components(model_of("cyclic")) > 1
     assert isolated_components(model_of("cyclic", **changes)) == 1
-    assert isolated_components(dataclasses.replace(model_of("cyclic"), guided=True)) == 1
     assert isolated_components(SHAPE) == 1
 
 
@@ -102,7 +101,7 @@ def test_what_mixes_all_features_joins_the_parts(changes):
     "changes, warned",
     [
         ({"sparsity__pattern": "cyclic"}, True),
-        ({"sparsity__pattern": "banded", "evolution__method": "self_guided"}, True),
+        ({"sparsity__pattern": "banded"}, True),
         ({"sparsity__pattern": "cyclic", "sparsity__rank": 4}, False),
         ({"sparsity__pattern": "cyclic", "evolution__method": "set"}, False),
         ({"sparsity__pattern": "monarch"}, False),

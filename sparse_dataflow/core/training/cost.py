@@ -118,7 +118,7 @@ def flops_per_token(
         >>> spec = sd.LinearSpec("block_sparse", density=0.125, block=16)
         >>> sparse = sd.flops_per_token(config.with_linears(spec), sequence=64)
         >>> round(dense.total / sparse.total, 1)
-        3.8
+        3.6
     """
     if sequence < 1:
         raise UserError(f"sequence is {sequence} tokens; legal: 1 or more.")
@@ -139,7 +139,8 @@ def flops_per_token(
         forward[name] = 2.0 * layers * weights * active
     if config.experts:
         forward["router"] = 2.0 * layers * config.d_model * (config.experts + config.shared_gate)
-    forward["head"] = 2.0 * config.d_model * config.vocab_size
+    # A bias of the output layer is the weight of one more input (`gpt.output_layer`).
+    forward["head"] = 2.0 * (config.d_model + config.output_bias) * config.vocab_size
     # Attention has no weights, so its backward pass is always whole.
     trained = {**trained, "attention": forward["attention"]} if adapters else forward
     backward = BACKWARD_PER_FORWARD / 2 if training else 0

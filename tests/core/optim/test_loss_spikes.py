@@ -37,7 +37,8 @@ from sparse_dataflow.core.training.programs import Compiled, TrainingData
 from sparse_dataflow.core.training.step import initial_state, make_train_step
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.monitoring.metrics import read_metrics
+from sparse_dataflow.monitoring.metrics import MetricsWriter, read_metrics
+from sparse_dataflow.runs.mirror import copied_to
 
 MODEL = ModelConfig(1, 8, 1, 32, 300, 4)
 TRAINING = TrainingConfig(steps=40, batch=2, sequence=4, skip_spikes=6.0)
@@ -90,7 +91,7 @@ def trainer(folder, losses, training=TRAINING, **options):
     programs = [Compiled(train_step, lambda *_: 3.0, 0.0)]
     variant = Variant("sparse", MODEL, training)
     usual = hooks.usual(50, 4, training.skip_spikes)
-    return Trainer(variant, folder, DATA, programs, usual, **options)
+    return Trainer(variant, folder, DATA, programs, usual, metrics=MetricsWriter, **options)
 
 
 def train(t, steps=None):
@@ -160,7 +161,7 @@ def test_a_run_that_is_often_preempted_rolls_back_to_the_same_checkpoints(tmp_pa
     """Three rollbacks follow each other; each goes back further."""
     losses = {step: 50.0 for step in (14, *range(16, 28), 33, 34, 35, 36)}
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    mirror = tmp_path / "mirror" if lost else None
+    mirror = copied_to(tmp_path / "mirror") if lost else None
     undisturbed = train(trainer(whole, losses))
     for steps in [*starts, None]:
         checkpoints = functools.partial(Checkpoints, mirror=mirror)
@@ -252,7 +253,7 @@ def test_new_rows_alone_are_trained_as_long_after_a_rollback(tmp_path, first, lo
     training = dataclasses.replace(TRAINING, new_rows=(290, 10), new_rows_first=first)
     state = initial_state(MODEL, training)
     state = state._replace(moments=make_optimizer(MODEL, training).init(state.params))
-    t = trainer(tmp_path, losses, training, lambda: state)
+    t = trainer(tmp_path, losses, training, start=lambda: state)
     while not t.finished:
         t.advance()
         (left,) = (entry.left for entry in t.state.moments if isinstance(entry, NewRowsState))

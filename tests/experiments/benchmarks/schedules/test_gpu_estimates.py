@@ -70,7 +70,7 @@ def test_the_cache_depends_on_the_gpu_kernels(monkeypatch, tmp_path):
     digest = estimates.digest(case)
     ends = {"/".join(path.parts[-2:]) for path in estimates._gpu_sources()}
     kernels = {"triton/matmul.py", "hopper/products.py", "hopper/tuning.py", "ops/derivatives.py"}
-    assert kernels | {"schedules/gpu_case.py", "aot/gpu_targets.py", "schedules/ptx.py"} <= ends
+    assert kernels | {"schedules/gpu_case.py", "compile/gpu_targets.py", "schedules/ptx.py"} <= ends
     source = tmp_path / "kernel.py"
     source.write_text("another kernel")
     monkeypatch.setattr(estimates, "_gpu_sources", lambda: [source])
