@@ -60,7 +60,7 @@ def test_an_unchanged_address_is_fetched_once_and_a_changed_one_again(
     downloads = []
     download = Address.download
     monkeypatch.setattr(
-        Address, "download", lambda a, file: (downloads.append(a.name), download(a, file))
+        Address, "download", lambda a, *rest: (downloads.append(a.name), download(a, *rest))
     )
     first = load_corpus(address, tmp_path / "cache")
     assert len(downloads) == 3
@@ -75,17 +75,17 @@ def test_a_fetch_that_was_killed_goes_on(folder, tmp_path, monkeypatch):
     address = f"s3://texts/{folder.name}"
     download, downloads = Address.download, []
 
-    def killed(address, file):
+    def killed(address, *rest):
         if len(downloads) == 2:
             raise KeyboardInterrupt
         downloads.append(address.name)
-        download(address, file)
+        download(address, *rest)
 
     monkeypatch.setattr(Address, "download", killed)
     with pytest.raises(KeyboardInterrupt):
         fetched(address, tmp_path / "cache")
     monkeypatch.setattr(
-        Address, "download", lambda a, file: (downloads.append(a.name), download(a, file))
+        Address, "download", lambda a, *rest: (downloads.append(a.name), download(a, *rest))
     )
     copy = fetched(address, tmp_path / "cache")
     assert sorted(downloads) == ["a.txt", "b.txt", "c.jsonl.gz"]
