@@ -16,6 +16,7 @@ IN_USE = {
     "evolution.method=low_rank_tail": {"evolution.method": "low_rank_tail", "sparsity.rank": 2},
     "evolution.method=shared_to_own": {"evolution.method": "shared_to_own"},
     "run.twin=narrow": {"run.twin": "narrow"},
+    "run.init_variant": WEIGHTS | {"run.init_variant": "dense"},
     "run.prune_by=activations": WEIGHTS | {"run.prune_by": "activations"},
     "run.prune_to=pattern": WEIGHTS | {"run.prune_to": "pattern"},
     "training.new_rows_first": WEIGHTS
