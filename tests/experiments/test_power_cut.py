@@ -1,6 +1,7 @@
 """A power cut: a file system then has what was flushed to the disk, and may have nothing else."""
 
 import os
+import shutil
 
 import pytest
 from fault_records import POWER_CUT, Record
@@ -8,15 +9,15 @@ from main_job import assert_same_results, checkpoint_steps
 
 
 def cut(folder, flushed, last):
-    """Leaves of each file outside the checkpoints the bytes on disk when `last` was flushed."""
-    sizes = {}
-    for line in flushed.read_text().splitlines():
-        path, inode, size = line.rsplit(" ", 2)
-        sizes[int(inode)] = int(size)
-        if path.endswith(last):
-            break
-    else:
-        raise AssertionError(f"{last} was never flushed")
+    """Leaves what was on disk when `last` was flushed: no later checkpoint, and of each other file
+    its flushed bytes."""
+    lines = [line.rsplit(" ", 2) for line in flushed.read_text().splitlines()]
+    end = next(n for n, (path, *_) in enumerate(lines) if path.endswith(last)) + 1
+    sizes = {int(inode): int(size) for _, inode, size in lines[:end]}
+    for path, *_ in lines[end:]:
+        saving, _, name = path.rpartition("/")
+        if name == ".manifest.json":
+            shutil.rmtree(saving.removesuffix(".saving"), ignore_errors=True)
     for path in folder.rglob("*"):
         if path.is_file() and "checkpoints" not in path.relative_to(folder).parts:
             status = path.stat()
