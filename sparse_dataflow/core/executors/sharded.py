@@ -293,7 +293,8 @@ class Sharded(Executor):
             key = group_index_of_path(path), module
             if key in orders and name == "values":
                 order = permutation(orders[key])[: len(leaf)]  # Shared layers have one layout.
-                axis = role.axis(len(parameters[role.parameter]) - 3)
+                dims = len(parameters.get(role.parameter, leaf.shape))  # Frozen ones have no state.
+                axis = role.axis(dims - 3)
                 return _take(target, axis)(put_global(leaf, target), order)
             dim = sharding.residual_dim(role.parameter) if role.parameter else None
             if features is not None and dim is not None and (axis := role.axis(dim)) is not None:
