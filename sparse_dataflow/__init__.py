@@ -108,7 +108,7 @@ _HOMES = {
     "logits": "commands.library",
     "loss": "commands.library",
     "make_layout": "core.layouts.patterns",
-    "parameter_count": "planner.memory",
+    "parameter_count": "core.training.cost",
     "partition_specs": "layers.replace",
     "preset": "commands.library",
     "register_linear": "layers.registered",
