@@ -9,6 +9,7 @@ import pytest
 
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.evaluation.generate import generate
+from sparse_dataflow.files import console
 from sparse_dataflow.interchange import huggingface
 
 pytestmark = pytest.mark.slow  # Every command is a process of its own.
@@ -45,7 +46,7 @@ def test_a_run_writes_exports_and_is_begun_from(job, refused, undisturbed, tmp_p
             f"jax {record['versions']['jax']}",
         ):
             assert fact in card
-        assert " ".join(record["command"]) in card
+        assert console.with_commands(" ".join(record["command"])) in card
     sparse = huggingface.read(tmp_path / "sparse")
     assert sparse.model == model.model and sparse.tokenizer == model.tokenizer
     again = (f"--run={undisturbed}", f"--to={tmp_path / 'dense'}")
