@@ -1,8 +1,4 @@
-"""The processes of a run: they join one jax runtime, and exchange host values.
-
-Every process calls each collective function in the same order from its main thread. With one
-process, nothing is sent. When one process fails, all end.
-"""
+"""The processes of a run join one jax runtime; when one fails, all end."""
 
 import contextlib
 import hashlib

@@ -1,6 +1,4 @@
-"""What a process is doing, and which process is silent or stalled.
-
-`Clock` records the activity of this process and the seconds of each activity.
+"""Which process is silent or stalled, and what it was doing.
 
 `Watch` names a silent or stalled process, with host and activity, in the log of every process.
 Each process sends its status to process 0 several times per heartbeat. Process 0 announces silent

@@ -1,4 +1,4 @@
-"""Metrics of a run: JSONL, trackers and alerts; lines on standard error."""
+"""Metrics of a run: JSONL, trackers and alerts."""
 
 import contextlib
 import json

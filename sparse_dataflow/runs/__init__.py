@@ -1,1 +1,5 @@
-"""What a run is: its settings, presets, models, and what goes with what."""
+"""What a run is: the one way from a flag, a file or Python to a training.
+
+`run_config.RunConfig` holds seven parts: `model`, `sparsity`, `evolution`, `training`, `data`,
+`parallel` and `run`.
+"""

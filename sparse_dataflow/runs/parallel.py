@@ -1,4 +1,4 @@
-"""Where a model lies: the mesh and what its axes can cut, the executor, and which process this is.
+"""Where a model lies: the settings of mesh, executor and processes.
 
 Importing this module loads no jax.
 """

@@ -1,7 +1,6 @@
-"""What a run is, as frozen dataclasses: the one way from a flag, a file or Python to a training.
+"""Model, sparsity and training as frozen dataclasses.
 
-`RunConfig` holds seven parts: `model`, `sparsity`, `evolution`, `training`, `data`, `parallel` and
-`run`.  A field made by `settings.setting` is a setting: it has a path such as `training.batch`, a
-flag, a line of help and its legal values.  To add a hyperparameter, add its field here, the code
-that reads it, and a test.
+A field made by `settings.setting` is a setting: it has a path such as `training.batch`, a flag, a
+line of help and its legal values.  To add a hyperparameter, add its field here, the code that reads
+it, and a test.  `runs.run_config.RunConfig` holds these dataclasses and those of a run.
 """

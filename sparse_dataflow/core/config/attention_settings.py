@@ -1,4 +1,4 @@
-"""Fields of a `ModelConfig` in which architectures differ, their checks, and published families."""
+"""Fields of a `ModelConfig` in which architectures differ, and their checks."""
 
 import dataclasses
 import math

@@ -12,7 +12,7 @@ from sparse_dataflow.core.executors.mesh_axes import AXES
 from sparse_dataflow.core.executors.mesh_axes import parse_mesh as parse
 from sparse_dataflow.files.errors import UserError
 
-__all__ = ["AXES", "parse"]  # Of `config.mesh`, for those who import this module.
+__all__ = ["AXES", "parse"]  # Of `mesh_axes`, for those who import this module.
 
 BATCH_AXES = ("data", "fsdp")
 

@@ -1,4 +1,4 @@
-"""The models of a run, resolved from a `RunConfig`, and which one is trained in which steps."""
+"""The phases of a training: which model is trained in which steps, and what they cost."""
 
 import dataclasses
 import math
