@@ -15,6 +15,7 @@ MODULES = sorted(
     for path in (ROOT / folder).rglob("*.py")
 )
 DOTTED = re.compile(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?:\(.*?\))?`")
+WORD = re.compile(r"`([A-Za-z_]\w*)(?:\(.*?\))?`")
 FILE = re.compile(r"`([\w./-]+/[\w.-]*\.(?:py|md|sh|toml|cfg|txt))`")
 FILES = ("json", "jsonl", "html", "model", "max", "limit_in_bytes", "array_record")
 EXAMPLES = ("mine.py",)
@@ -151,3 +152,12 @@ def test_names_of_docstrings_exist(folder):
                 wrong += [(str(path), n) for n in DOTTED.findall(text) if missing(n)]
                 wrong += [(str(path), n) for n in FILE.findall(text) if not file_exists(n)]
     assert wrong == []
+
+
+@pytest.mark.parametrize("name", ["BUILD.md", "docs/developing.md"])
+def test_words_of_pages_for_developers_are_in_the_code(name):
+    page = re.sub(r"^```.*?^```", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.M | re.S)
+    files = [*MODULES, ROOT / "Makefile", ROOT / "setup.cfg", ROOT / "docs" / "build_site.py"]
+    code = " ".join(path.read_text(encoding="utf-8") for path in files)
+    words = set(re.findall(r"[A-Za-z_]\w*", code))
+    assert [word for word in WORD.findall(page) if word not in words] == []
