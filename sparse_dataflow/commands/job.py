@@ -498,7 +498,7 @@ def _say_all(sentences):
 
 
 def _say_allocation(variant):
-    if variant.model.sparse_projections or variant.model.low_rank_projections:
+    if variant.model.weight_words:
         sequence = variant.training.sequence
         flops = lambda model: cost.flops_per_token(model, sequence).sections  # noqa: E731
         say(allocation_table(variant.model, flops))

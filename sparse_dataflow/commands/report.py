@@ -11,7 +11,7 @@ import numpy as np
 from sparse_dataflow.commands import vocabularies
 from sparse_dataflow.commands.models import evaluation_report
 from sparse_dataflow.commands.preflight import executor_plan
-from sparse_dataflow.core.config.model import PRECISIONS
+from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.model import stacks

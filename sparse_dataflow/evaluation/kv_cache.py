@@ -17,13 +17,13 @@ from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.adapters import SCALE
 from sparse_dataflow.core.model.experts import ROUTER
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.attention.dot_product import masked_attention
+from sparse_dataflow.core.weights.kind import SCALE, leaf_of
 from sparse_dataflow.evaluation.sampling import Sampler
 
 MOST_TOKENS = 32
@@ -90,7 +90,9 @@ def _layer(stacked, i, dtype):
     """Returns layer i, in one program: an array at a time compiles one for each shape."""
 
     def cast(path, leaf):
-        return leaf[i] if path[-1].key in (ROUTER, SCALE) else leaf[i].astype(dtype)
+        known = leaf_of(path)
+        wide = path[-1].key == ROUTER or (known is not None and known.role == SCALE)
+        return leaf[i] if wide else leaf[i].astype(dtype)
 
     return jax.tree_util.tree_map_with_path(cast, stacked)
 

@@ -8,12 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.core.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
-from sparse_dataflow.core.config.projections import LOW_RANK, MLP
+from sparse_dataflow.core.config.projections import MLP, PRECISIONS
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.experts import expert_layout
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
+from sparse_dataflow.core.weights.dense import Dense
+from sparse_dataflow.core.weights.kind import TERMS, stored_form
+from sparse_dataflow.core.weights.low_rank import PlusLowRank
 
 QKV = ("q", "k", "v")
 
@@ -61,15 +64,15 @@ def dense_module(model: ModelConfig, name: str, module: dict, layout: BlockLayou
       layout: its layout; None for a dense weight.
     """
     spec = model.linear(name)
-    if spec.kind == LOW_RANK:
-        kernel = module["a_factor"] @ module["b_factor"]
-    else:
-        kernel = layout.to_dense(module["values"]) if layout else module["kernel"]
+    form = stored_form(module)
+    assert form is not None
+    kernel = np.asarray(form.from_arrays(module, layout, PRECISIONS[0]).dense())
     if spec.hadamard:
         mixed = hadamard(jnp.asarray(kernel.swapaxes(-1, -2)), spec.hadamard)
         kernel = np.asarray(mixed).swapaxes(-1, -2)
     if spec.rank:
-        kernel = kernel + module["gate"] * (module["a_kernel"] @ module["b_kernel"])
+        term = {name: module[name] for name in TERMS}
+        kernel = PlusLowRank(Dense(kernel), **term).dense()
     return {"kernel": kernel, **({"bias": module["bias"]} if "bias" in module else {})}
 
 

@@ -168,7 +168,7 @@ def _with_experts(old, weights, new, key):
         )
     layouts = stacks.layouts_from_tables(old, weights.tables)
     names = [name for name in old.projections if name in MLP]
-    stored = [name for name in names if new.linear(name).kind == "block_sparse"]
+    stored = [name for name in names if new.linear(name).weight.stores_blocks]
     for name in stored:
         _refuse_other_layouts(old, new, name, layouts)
     linears = {name: spec for name, spec in old.linears if name not in names or name in stored}

@@ -323,11 +323,7 @@ def write(
         raise UserError(f"The export form {form!r} is unknown; legal: {', '.join(FORMS)}.")
     if form == "sparse":
         model.refuse_experts("The sparse form", "form=dense, or the run folder")
-        if model.low_rank_projections:
-            raise UserError(
-                "The sparse form stores blocks, and weights of sparsity.pattern=low_rank are two "
-                "factors; legal: form=dense, or the run folder."
-            )
+        model.require("sparse_form", "form=sparse", "form=dense, or the run folder")
     if architecture not in (AUTO, *architectures.ARCHITECTURES):
         raise UserError(
             f"The architecture {architecture!r} is unknown; legal: {AUTO}, "

@@ -86,14 +86,13 @@ def _use(form, record):
 
 def _sentence(trained, record):
     seen = trained.step * trained.training.batch * trained.training.sequence
-    kind = "block-sparse" if trained.model.sparse_projections else "dense"
-    kind = "low-rank" if trained.model.low_rank_projections else kind
+    words = " and ".join(trained.model.weight_words) or "dense weights"
     start = record.init_from
     began = f" It began with the weights of {start['path']}." if start else ""
     if rank := trained.training.adapter_rank:
         began += f" Adapters of rank {rank} were trained, and these weights were frozen."
     return (
-        f"A {kind} GPT, trained on {seen:,} tokens of the corpus `{record.corpus}` (content "
+        f"A GPT of {words}, trained on {seen:,} tokens of the corpus `{record.corpus}` (content "
         f"{record.corpus_hash[:12]}) by sparse_dataflow.{began}"
     )
 
@@ -114,13 +113,8 @@ def _shape(trained):
         ("optimizer steps", f"{trained.step:,} of {trained.training.steps:,}"),
     ]
     for name, spec in model.linears:
-        if spec.kind == "block_sparse":
-            rank = f", low-rank term of {spec.rank}" if spec.rank else ""
-            mixed = f", inputs mixed by {spec.hadamard}" if spec.hadamard else ""
-            layout = f"density {spec.density:g}, blocks of {spec.block}, pattern {spec.pattern}"
-            rows.append((name, f"{layout} at the start{mixed}{rank}"))
-        elif rank := model.factor_rank(name):
-            rows.append((name, f"the product of two factors, rank {rank}"))
+        if words := spec.weight.describe(spec, model.projection_shape(name)):
+            rows.append((name, words))
     if model.density_by_depth:
         times = ", ".join(f"{number:g}" for number in model.density_by_depth)
         rows.append(("density of each layer", f"these times {times}"))

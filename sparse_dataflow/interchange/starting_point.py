@@ -34,6 +34,7 @@ from sparse_dataflow.core.optim.by_weight import VOCABULARY
 from sparse_dataflow.core.optim.optimizers import TrainState, make_optimizer
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.transitions import change_model
+from sparse_dataflow.core.weights.dense import Dense
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.evaluation.run_files import RunRecord, read_config
@@ -208,11 +209,11 @@ def read(folder: str, variant: str = "", preferred: str = SPARSE) -> StartingPoi
 def _of_run(folder, variant, checkpoint):
     local = on_this_machine(folder, checkpoint)
     run = load_run(local, variant, checkpoint)
-    if run.model.low_rank_projections:
-        raise UserError(
-            f"{folder} has weights of two factors (sparsity.pattern=low_rank), which no run begins "
-            "with; legal: its dense export, by sparse-dataflow export --form=dense."
-        )
+    run.model.require(
+        "init_from",
+        f"run.init_from={folder}",
+        "its dense export, by sparse-dataflow export --form=dense",
+    )
     checkpoint_folder = run.folder / variant / "checkpoints" / str(run.step)
     provenance = {
         "path": origin(folder, local),
@@ -410,7 +411,7 @@ def refuse_other_base(start: StartingPoint, model: ModelConfig) -> None:
     for name in base.projections:
         for layer in range(base.num_layers):
             before, after = (layer_linear(m, name, layer) for m in (start.model, base))
-            stored = [(spec.kind, spec.density, spec.block) for spec in (before, after)]
+            stored = [(spec.weight, spec.density, spec.block) for spec in (before, after)]
             if stored[0] != stored[1]:
                 raise UserError(
                     f"Adapters freeze the weights of run.init_from as they are, and {name} is "
@@ -421,8 +422,8 @@ def refuse_other_base(start: StartingPoint, model: ModelConfig) -> None:
 
 
 def _stored_words(spec):
-    if spec.kind == "dense":
-        return "dense"
+    if not spec.weight.stores_blocks:
+        return spec.weight.words.removesuffix(" weights")
     mixed = f", hadamard {spec.hadamard}" if spec.hadamard else ""
     return f"block-sparse at density {spec.density:g} (block {spec.block}, {spec.pattern}{mixed})"
 
@@ -443,7 +444,7 @@ def _refuse_mismatch(start: ModelConfig, model: ModelConfig) -> None:
             continue
         if before.rank and after.rank != before.rank:
             differences.append(_difference(f"{name}: rank", before.rank, after.rank))
-        if before.kind == after.kind == "block_sparse":
+        if before.weight.stores_blocks and after.weight.stores_blocks:
             if before.hadamard != after.hadamard:
                 setting = f"{name}: --set sparsity.hadamard"
                 differences.append(_difference(setting, before.hadamard, after.hadamard))
@@ -464,8 +465,8 @@ def _refuse_mismatch(start: ModelConfig, model: ModelConfig) -> None:
 def _other_experts(start, model, name):
     """Returns a list with the difference of the experts' storage, which no conversion changes."""
     before, after = start.linear(name), model.linear(name)
-    stored = [(spec.kind, spec.density, spec.block, spec.hadamard) for spec in (before, after)]
-    if before.kind == after.kind == "dense":
+    stored = [(spec.weight, spec.density, spec.block, spec.hadamard) for spec in (before, after)]
+    if before.weight is after.weight is Dense:
         return []
     if stored[0] == stored[1]:
         old, new = (expert_layout(config, name).mask for config in (start, model))

@@ -241,7 +241,7 @@ def _repeated(layout, sources, name):
 
 def _refuse_other_blocks(old, new, name, unstored):
     """Raises UserError if `new` stores blocks of a projection that cannot have the old ones."""
-    stored = new.linear(name).kind == "block_sparse"
+    stored = new.linear(name).weight.stores_blocks
     if stored and unstored:
         raise UserError(
             f"{name} is block-sparse in this run and in the initial weights, whose blocks cannot "

@@ -22,7 +22,10 @@ from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables, stack
 from sparse_dataflow.core.layouts.patterns import has_layout, make_layout
 from sparse_dataflow.core.model.projection import with_room
 from sparse_dataflow.core.ops.derivatives import broadcast_like
-from sparse_dataflow.core.weights.weight import BlockSparse, Weight, WithDenseGradient, array_text
+from sparse_dataflow.core.weights.block_sparse import BlockSparse
+from sparse_dataflow.core.weights.kind import Weight
+from sparse_dataflow.core.weights.texts import array_text
+from sparse_dataflow.core.weights.weight import WithDenseGradient
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.layers.axis_names import constrained, joined_names, variable_of
 from sparse_dataflow.layers.layer_products import by_dot_general, in_precision, precision_name

@@ -10,7 +10,8 @@ from jax import lax
 
 from sparse_dataflow.core.ops import derivatives
 from sparse_dataflow.core.weights.gradient_norms import with_dense_gradient
-from sparse_dataflow.core.weights.weight import Weight, WithDenseGradient
+from sparse_dataflow.core.weights.kind import Weight
+from sparse_dataflow.core.weights.weight import WithDenseGradient
 from sparse_dataflow.files.errors import UserError
 
 

@@ -122,12 +122,8 @@ def _domain(models, sequence, chip):
 
 def _unpublished(models):
     """Returns what the models have and no published run of the fits has."""
-    config_has = {
-        "block-sparse weights": lambda config: config.sparse_projections,
-        "low-rank weights": lambda config: config.low_rank_projections,
-        "experts": lambda config: config.experts,
-    }
-    kinds = [kind for kind, has in config_has.items() if any(map(has, models))]
+    kinds = sorted({words for model in models for words in model.weight_words})
+    kinds += ["experts"] * any(model.experts for model in models)
     return kinds + [f"{p} products" for p in sorted({m.precision for m in models if m.quantized})]
 
 

@@ -196,7 +196,7 @@ def block_rate(family: str, spec: LinearSpec, efficiency: Efficiency) -> float:
     It is 1 for dense weights and factors.  A side between two measured ones has the rate of the
     smaller.  Below the smallest, the rate is proportional to the side.
     """
-    if spec.kind != "block_sparse":
+    if not spec.weight.stores_blocks:
         return 1.0
     rates = BLOCK_RATES.get(family)
     if rates is None:

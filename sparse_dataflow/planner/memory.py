@@ -18,7 +18,7 @@ from sparse_dataflow.core.config.attention_settings import (
     SEQUENTIAL,
     SHARED_NORM,
 )
-from sparse_dataflow.core.config.layer_groups import with_densest_layers
+from sparse_dataflow.core.config.layer_groups import mean_multiplier, with_densest_layers
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PROJECTIONS
 from sparse_dataflow.core.config.training import BUILT_IN, TrainingConfig
@@ -185,16 +185,11 @@ def update_bytes(matrices, optimizer: str):
 
 def table_bytes(config: ModelConfig) -> int:
     """Returns the bytes of the index tables of all layers."""
-    fractions = stored_fractions(config)
     total = 0
     for name in config.projections:
-        spec = config.linear(name)
-        if spec.kind == "block_sparse":
-            fan_in, fan_out = config.projection_shape(name)
-            weights = config.num_layers * fan_in * fan_out * fractions[name]
-            # Half of the tables are by input block, and as wide as a changing layout needs.
-            width = (1 + spec.max_fan_out) / 2
-            total += round(weights / spec.block**2 * width * TABLE_BYTES_PER_BLOCK)
+        spec, sides = config.linear(name), config.projection_shape(name)
+        size = config.num_layers * spec.weight.table_bytes(spec, sides)
+        total += round(size * mean_multiplier(config))
     return total
 
 
@@ -289,7 +284,7 @@ def activation_bytes(
     rows = 2 * active * d if config.experts else 0
     unfused = 4 * d + heads + 2 * widths.queries + widths.normed + widths.hidden + rows
     unfused += before_norms - absent
-    unfused += sum(config.factor_rank(name) for name in config.projections)
+    unfused += sum(config.inner_width(name) for name in config.projections)
     whole_block = (unfused + 3 * active * config.d_ff) * compute + scores
     products = 0 if has_one_op_mlp(config) else widths.products
     saved = {
@@ -309,7 +304,7 @@ def has_one_op_mlp(config: ModelConfig) -> bool:
     """
     names = ("mlp_in", "mlp_out")
     specs = [config.linear(name) for name in names]
-    plain = all(s.kind == "block_sparse" and not s.rank and not s.hadamard for s in specs)
+    plain = all(s.weight.stores_blocks and not s.rank and not s.hadamard for s in specs)
     fitting = config.activation == "gelu" and "mlp_in" in config.biases and not config.gated_mlp
     return plain and fitting and not (config.experts or config.quantized)
 

@@ -10,6 +10,7 @@ them with the compiler's.
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -287,31 +288,35 @@ def _shard_share(config, plan, stage):
     # Number of weights, and whether "fsdp" with "context" divides them.
     parts = [(cost.embeddings(config), config.d_model % fsdp == 0)]
     for group, name in itertools.product(layer_groups(config), config.projections):
-        spec, (inside, outside) = config.linear(name), config.projection_shape(name)
+        spec = group.model.linear(name)
         copied = (name in KEY_VALUE) & (key_value_copies(config, tensor) > 1)
-        cut = fsdp * np.where(copied, 1, tensor)
-        layers, row = len(group.layers), name in ROW_PARALLEL
-        if rank := config.factor_rank(name):
-            # "fsdp" cuts the long sides; the first factor along the rank where it cannot.
-            first = (inside % (cut if row else fsdp) == 0) | (rank % fsdp == 0)
-            second = outside % (fsdp if row else cut) == 0
-            parts += [(layers * rank * inside, first), (layers * rank * outside, second)]
-            continue
-        stored = inside * outside * stored_fractions(group.model)[name]
-        if spec.kind == "block_sparse":
-            blocks = round(stored / spec.block**2)
-            divides = (blocks % cut == 0) | (spec.block % fsdp == 0)
-        elif row:
-            divides = outside % (fsdp * feature) == 0
-        else:
-            divides = (inside % (fsdp * feature) == 0) | (outside % cut == 0)
-        weights = layers * stored
-        if config.experts and name in MLP:  # The axis shards experts, or else the weight of each.
-            parts.append((config.experts * weights, divides | (config.experts % fsdp == 0)))
-            weights = config.shared_expert * weights
-        parts.append((weights, divides))
+        shards = {"fsdp": fsdp, "tensor": np.where(copied, 1, tensor), "feature": feature}
+        for leaf, shape in spec.weight.shapes(spec, config.projection_shape(name)).items():
+            cuts = spec.weight.leaves()[leaf].cuts(name in ROW_PARALLEL)
+            divides = _divides(shape, cuts, shards)
+            weights = len(group.layers) * math.prod(shape)
+            if config.experts and name in MLP:  # The axis shards experts, or the weight of each.
+                parts.append((config.experts * weights, divides | (config.experts % fsdp == 0)))
+                weights = config.shared_expert * weights
+            parts.append((weights, divides))
     total = sum(size for size, _ in parts)
     return sum(np.where(divides, size / fsdp, size) for size, divides in parts) / total
+
+
+def _divides(shape, cuts, shards):
+    """Returns whether "fsdp" shards an array: its own dimension, or else one of the next ones.
+
+    Args:
+      shape: of an array of a layer.
+      cuts: mesh axes of each dimension; see `weights.kind.Leaf`.
+      shards: mesh axis -> devices, as numbers or arrays of plans.
+    """
+    first = next((i for i, axes in enumerate(cuts) if "fsdp" in axes), len(shape))
+    divides: Any = False
+    for i in range(first, len(shape)):
+        axes = {*(cuts[i] if i < len(cuts) else ()), "fsdp"}
+        divides = divides | (shape[i] % math.prod(shards[axis] for axis in axes) == 0)
+    return divides
 
 
 def pipeline_bytes(config: ModelConfig, plan: ParallelPlan, expert_rows=None):

@@ -7,6 +7,7 @@ Bytes and FLOPs are per chip.  A product takes the longer of its compute time an
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -320,14 +321,21 @@ def _copied_weights(config, plan):
     """
     tensor = np.asarray(plan.tensor)
     copied = matrix_count(config, KEY_VALUE) / config.num_layers
-    factors = {
-        name: config.factor_rank(name) * config.projection_shape(name)[name in ROW_PARALLEL]
-        for name in config.low_rank_projections
-    }
+    factors = {name: _uncut_by_tensor(config, name) for name in config.projections}
     of_key_value = sum(size for name, size in factors.items() if name in KEY_VALUE)
     of_others = sum(factors.values()) - of_key_value
     key_value = np.where(key_value_copies(config, tensor) > 1, copied, of_key_value)
     return (tensor - 1) * (key_value + of_others)
+
+
+def _uncut_by_tensor(config, name):
+    """Returns the numbers of a layer's weight in arrays that "tensor" does not shard."""
+    spec = config.linear(name)
+    shapes, leaves = spec.weight.shapes(spec, config.projection_shape(name)), spec.weight.leaves()
+    is_cut = {
+        n: any("tensor" in axes for axes in leaves[n].cuts(name in ROW_PARALLEL)) for n in shapes
+    }
+    return sum(math.prod(shape) for n, shape in shapes.items() if not is_cut[n])
 
 
 def optimizer_bytes(config: ModelConfig, plan: ParallelPlan):
@@ -394,8 +402,8 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
         if config.experts and name in MLP:
             rows, copies = computed_rows(config, tokens, plan)
         density, rank = fractions[name], spec.rank
-        if config.factor_rank(name):
-            density, rank = 0.0, config.factor_rank(name)
+        if width := config.inner_width(name):
+            density, rank = 0.0, width
         rate = block_rate(chip.family, spec, efficiency) * projection_peak
         fan_in, fan_out = _local_shape(config, plan, name)
         sections[name] = product(name, fan_in, fan_out, density, rank, rate, rows, copies)

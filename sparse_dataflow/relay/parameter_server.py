@@ -27,7 +27,8 @@ from sparse_dataflow.core.config.layer_groups import group_index, layer_groups, 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model.stacks import ModelWeights
-from sparse_dataflow.core.optim.muon import Matrices, is_matrix, matrices_of
+from sparse_dataflow.core.optim import by_weight
+from sparse_dataflow.core.optim.muon import Matrices, matrices_of
 from sparse_dataflow.core.optim.optimizers import (
     TrainState,
     learning_rate_multipliers,
@@ -88,7 +89,7 @@ def _facts(model, training, section, masters, layouts) -> list[LeafFacts]:
 
     def facts(path, master, multiplier, decay):
         matrices = None
-        if training.optimizer == "muon" and is_matrix(path):
+        if training.optimizer == "muon" and by_weight.has_muon(path):
             matrices = matrices_of(master.shape, weights.layout_at(path))
         return LeafFacts(path, multiplier, decay, matrices, device_dtype(model, path))
 

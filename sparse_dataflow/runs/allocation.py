@@ -248,12 +248,5 @@ def allocation_table(
 
 def _row(model, name, share):
     spec, sides = model.linear(name), model.projection_shape(name)
-    if spec.kind == "dense":
-        return f"{name:<11}{f'{sides[0]}x{sides[1]}':>11}{'dense':>9}{'':>16}{share:>8.1%}"
-    if rank := model.factor_rank(name):
-        density, stored = rank * sum(sides) / math.prod(sides), f"rank {rank:,}"
-        return f"{name:<11}{f'{sides[0]}x{sides[1]}':>11}{density:>9.4g}{stored:>16}{share:>8.1%}"
-    blocks = sides[0] * sides[1] // spec.block**2
-    stored = f"{round(spec.density * blocks):,} of {blocks:,}"
-    grid = "x".join(str(side // spec.block) for side in sides)
-    return f"{name:<11}{grid:>11}{spec.density:>9.4g}{stored:>16}{share:>8.1%}"
+    grid, density, stored = spec.weight.row(spec, sides)
+    return f"{name:<11}{grid:>11}{density:>9}{stored:>16}{share:>8.1%}"

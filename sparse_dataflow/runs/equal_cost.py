@@ -70,11 +70,8 @@ def equal_cost_model(
     Raises:
       UserError: no width within TOLERANCE has a balanced layout and legal heads.
     """
-    if density < 1 and model.low_rank_projections:
-        raise UserError(
-            "sparsity.pattern=low_rank has no widths of equal cost; legal where a width is chosen: "
-            "a pattern of blocks."
-        )
+    if density < 1:
+        model.require("widths", "a width of equal cost")
     matches = []
     for candidate in _candidates(model, cost_of, target, density, multiple):
         error = abs(mismatch(candidate, cost_of, target))

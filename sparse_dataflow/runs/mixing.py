@@ -59,7 +59,7 @@ def _head_units(model, name, heads, unit):
 def _links(model, name, layer, unit, inputs, outputs):
     """Returns pairs of arrays: nodes that a projection links with each other."""
     spec = layer_linear(model, name, layer)
-    if spec.kind != "block_sparse" or spec.rank:
+    if not spec.weight.stores_blocks or spec.rank:
         return [
             (inputs, np.full_like(inputs, outputs[0])),
             (outputs, np.full_like(outputs, inputs[0])),

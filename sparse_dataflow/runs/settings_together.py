@@ -7,7 +7,7 @@ no rule goes together.  `executors.executor` has the rules of settings and devic
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from sparse_dataflow.core.config.projections import LOW_RANK
+from sparse_dataflow.core.config.projections import KINDS
 from sparse_dataflow.files.errors import UserError
 
 
@@ -54,7 +54,7 @@ def _method(name):
 
 
 def _low_rank(config):
-    return config.sparsity.pattern == LOW_RANK and config.sparsity.projections
+    return config.sparsity.pattern in KINDS and config.sparsity.projections
 
 
 def _rank(config):
@@ -110,7 +110,10 @@ def _adapted_twin(config):
 
 
 ADAPTERS, BASE = "training.adapter_rank", "training.frozen_dtype=int8"
-FACTORS, TAIL = f"sparsity.pattern={LOW_RANK}", "evolution.method=low_rank_tail"
+FACTORS, TAIL = (
+    f"sparsity.pattern={' or '.join(name for name in KINDS if KINDS[name].is_pattern)}",
+    "evolution.method=low_rank_tail",
+)
 SHARED = "evolution.method=shared_to_own"
 TEACHER, ANSWERS = "training.teacher", "data.loss=answers"
 TOKENS, NEW_ROWS = "data.extend_vocabulary", "training.new_rows_first"

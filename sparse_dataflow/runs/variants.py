@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from sparse_dataflow.core.config.layer_groups import layer_groups
-from sparse_dataflow.core.config.model import PRECISIONS
+from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS, EvolutionConfig
 from sparse_dataflow.core.layouts.evolution import (
     phase_specs,

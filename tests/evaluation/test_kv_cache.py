@@ -142,7 +142,7 @@ def test_zeros_save_the_bytes_of_long_rows_of_the_first_factor():
     wide = ModelConfig(1, 1024, 8, 4096, vocab_size=8, max_len=8)
     config = wide.with_linears(LinearSpec("low_rank", density=0.5), ("attn_out",))
     config = config.with_linears(LinearSpec("block_sparse", "monarch", 0.5, 64), ("qkv",))
-    assert config.factor_rank("attn_out") == 256
+    assert config.inner_width("attn_out") == 256
     read, less = (cost.decoding_bytes(config, 1, 0, activation_sparsity=s) for s in (0, 0.5))
     dense = 2 * 1024 * 4096  # mlp_in and mlp_out.
     assert read - less == 4 * 0.5 * (1024 * 256 + dense)

@@ -50,7 +50,7 @@ def test_tensor_parallel_chips_share_one_factor_and_hold_the_other_whole():
     tensor, fsdp = 4, 8
     whole = cut = 0
     for name in LOW_RANK.projections:
-        (fan_in, fan_out), rank = LOW_RANK.projection_shape(name), LOW_RANK.factor_rank(name)
+        (fan_in, fan_out), rank = LOW_RANK.projection_shape(name), LOW_RANK.inner_width(name)
         row = name in ROW_PARALLEL
         whole += rank * (fan_out if row else fan_in)
         cut += rank * (fan_in if row else fan_out)

@@ -12,8 +12,7 @@ import server_process
 from server_process import IDENTITY, MODEL, TRAINING, advance, first_state, key, open_files
 
 from sparse_dataflow.core import collectives
-from sparse_dataflow.core.config.projections import LOW_RANK, LinearSpec
-from sparse_dataflow.core.config.sparsity import PATTERN_NAMES
+from sparse_dataflow.core.config.projections import KINDS, PATTERN_NAMES, LinearSpec
 from sparse_dataflow.core.config.training import BUILT_IN
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.optim.optimizers import adam_state
@@ -74,7 +73,7 @@ def test_files_change_no_bit(tmp_path, clipping):
     assert_same_bits(mine, advance(state, InMemory(), 3, clipping))
 
 
-@pytest.mark.parametrize("pattern", sorted({*PATTERN_NAMES} - {LOW_RANK}))
+@pytest.mark.parametrize("pattern", sorted({*PATTERN_NAMES} - {*KINDS}))
 def test_layouts_that_are_read_equal_those_that_were_written(tmp_path, pattern):
     """Of every pattern, also one whose layouts are equal groups."""
     density = 1.0 if pattern == "dense" else 0.25

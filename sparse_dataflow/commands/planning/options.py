@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from sparse_dataflow.core.config.model import PRECISIONS, ModelConfig
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.config.settings import A_FRACTION, AT_LEAST_ONE, AT_LEAST_ZERO, setting
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs.run_config import RECIPES, SIZES, preset

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from sparse_dataflow.core.config.projections import LOW_RANK, MLP
+from sparse_dataflow.core.config.projections import MLP
 from sparse_dataflow.core.config.settings import (
     MOST_EXPERTS,
     MOST_SIZE,
@@ -344,17 +344,17 @@ def check_experts(model: Any) -> None:
         )
     specs = {name: model.linear(name) for name in model.projections if name in MLP}
     for name, spec in specs.items():
-        if spec.kind == LOW_RANK:
-            raise UserError(
-                f"{name} is a product of two factors, which experts cannot be; legal: another "
-                "sparsity.pattern, or sparsity.projections of attention alone."
-            )
+        spec.weight.require(
+            "experts",
+            f"{name} of experts",
+            "another sparsity.pattern, or sparsity.projections of attention alone",
+        )
         if spec.rank:
             raise UserError(
                 f"{name} has a low-rank term of {spec.rank}, and experts can have none; legal: "
                 "sparsity.rank=0, or sparsity.projections of attention alone."
             )
-    if model.density_by_depth and any(s.kind == "block_sparse" for s in specs.values()):
+    if model.density_by_depth and any(s.weight.stores_blocks for s in specs.values()):
         raise UserError(
             "The density of experts varies by depth; legal for experts: one density in all layers."
         )

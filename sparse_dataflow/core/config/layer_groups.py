@@ -87,7 +87,7 @@ def layer_model_index(model: ModelConfig, layer: int) -> int:
 def layer_linear(model: ModelConfig, projection: str, layer: int) -> LinearSpec:
     """Returns the spec of one projection in one layer."""
     spec = model.linear(projection)
-    if not model.density_by_depth or spec.kind == "dense":
+    if not model.density_by_depth or not spec.weight.stores_blocks:
         return spec
     return spec.scaled(model.density_by_depth[layer])
 

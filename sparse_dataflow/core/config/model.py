@@ -13,10 +13,9 @@ from sparse_dataflow.core.config.attention_settings import (
     RotarySettings,
 )
 from sparse_dataflow.core.config.projections import (
-    DENSE,
     KEY_NORMS,
-    LOW_RANK,
     MLP,
+    PRECISIONS,
     PROJECTIONS,
     QUERY_NORMS,
     LinearSpec,
@@ -32,12 +31,10 @@ from sparse_dataflow.core.config.settings import (
 )
 from sparse_dataflow.files.errors import UserError
 
-RANK_MULTIPLE = 8
-"""Ranks of at least 16 times this are multiples of it, which matrix units prefer.  The stored
-weights then differ from the density's by 1/32 at most."""
+DENSE = LinearSpec()
+"""Spec of a dense projection."""
 
 DTYPES = ("float32", "bfloat16")
-PRECISIONS = ("compute_dtype", "fp8", "int8")
 NORMS = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rotary", "none")
 ACTIVATIONS = ("gelu", "gelu_exact", "relu", "silu")
@@ -268,11 +265,8 @@ class ModelConfig(AttentionSettings, RotarySettings):
         object.__setattr__(self, "linears", linears)
         self._settle_depth()
         families.check_experts(self)
-        if self.quantized and self.low_rank_projections:
-            raise UserError(
-                f"model.precision={self.precision} with products of two factors "
-                f"({', '.join(self.low_rank_projections)}); legal with them: {PRECISIONS[0]}."
-            )
+        if self.quantized:
+            self.require("quantised_products", f"model.precision={self.precision}", PRECISIONS[0])
         families.check_blocks(self)
 
     def selected(self, names: tuple[str, ...], path: str) -> tuple[str, ...]:
@@ -337,19 +331,30 @@ class ModelConfig(AttentionSettings, RotarySettings):
             "mlp_out": (self.d_ff, self.d_model),
         }[projection]
 
-    def factor_rank(self, projection: str) -> int:
-        """Returns the width between the two factors of a low-rank weight; 0 for other weights.
-
-        It is the one at which factors store `density` times the dense weights, rounded; see
-        RANK_MULTIPLE.
-        """
+    def inner_width(self, projection: str) -> int:
+        """Returns the features between the products of a weight, such as the rank of two factors;
+        0 for a single product."""
         spec = self.linear(projection)
-        if spec.kind != LOW_RANK:
-            return 0
-        fan_in, fan_out = self.projection_shape(projection)
-        rank = spec.density * fan_in * fan_out / (fan_in + fan_out)
-        multiple = RANK_MULTIPLE if rank >= 16 * RANK_MULTIPLE else 1
-        return max(1, multiple * round(rank / multiple))
+        return spec.weight.inner_width(spec, self.projection_shape(projection))
+
+    def require(self, ability: str, feature: str, legal: str = "") -> None:
+        """Refuses a feature that the weight of a projection does not offer.
+
+        Args:
+          ability: of `weights.kind.ABILITIES`.
+          feature: words that begin the sentence.
+          legal: what is legal instead; the kinds that offer it if empty.
+
+        Raises:
+          UserError: naming the projection, its kind and what is legal.
+        """
+        for name, spec in dict(self.linears).items():
+            spec.weight.require(ability, f"{name}: {feature}", legal)
+
+    def lacks(self, ability: str) -> bool:
+        """Returns whether the weight of any projection does not offer one of
+        `weights.kind.ABILITIES`."""
+        return any(ability not in spec.weight.offers for spec in dict(self.linears).values())
 
     def with_linears(self, spec: LinearSpec, projections=PROJECTIONS) -> "ModelConfig":
         """Returns this config with `spec` for the named projections; PROJECTIONS means all."""
@@ -468,15 +473,16 @@ class ModelConfig(AttentionSettings, RotarySettings):
         return self.precision != PRECISIONS[0]
 
     @property
+    def weight_words(self) -> tuple[str, ...]:
+        """Words of the kinds of its weights, sorted, without dense ones."""
+        kinds = {spec.weight for spec in dict(self.linears).values()} - {DENSE.weight}
+        return tuple(sorted(weight.words for weight in kinds))
+
+    @property
     def sparse_projections(self) -> tuple[str, ...]:
         """Names of the block-sparse projections."""
         linears = dict(self.linears)
-        return tuple(name for name, spec in linears.items() if spec.kind == "block_sparse")
-
-    @property
-    def low_rank_projections(self) -> tuple[str, ...]:
-        """Names of the projections that are only a product of two factors."""
-        return tuple(name for name, spec in dict(self.linears).items() if spec.kind == LOW_RANK)
+        return tuple(name for name, spec in linears.items() if spec.weight.stores_blocks)
 
     def to_json(self) -> dict:
         """Returns a JSON-compatible dict; `from_json` is its inverse."""

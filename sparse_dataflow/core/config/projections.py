@@ -1,6 +1,8 @@
 """The projections of a model: their names, and how each is stored."""
 
 import dataclasses
+import importlib
+from typing import Any
 
 from sparse_dataflow.core.config.settings import (
     A_FRACTION,
@@ -27,8 +29,16 @@ QUERY_NORMS, KEY_NORMS = "q_norms", "k_norms"
 """Norms whose parameters are those of all heads of queries, and of keys; see
 `AttentionSettings.qk_norm_scope`."""
 
-LOW_RANK = "low_rank"
-"""Kind of a weight that is only the product of two factors, and the pattern that asks for it."""
+KINDS: dict[str, Any] = {}
+KIND_NAMES: list[str] = []
+"""Key of a kind of weight -> its class, and the keys, filled by `weights.kind.register`."""
+
+PATTERN_NAMES: list[str] = []
+"""Legal values of `sparsity.pattern`: the patterns, filled by `layouts.patterns.register`, and the
+kinds of weights that have none, filled by `weights.kind.register`."""
+
+PRECISIONS = ("compute_dtype", "fp8", "int8")
+"""Legal values of `model.precision`; the first quantises nothing."""
 
 MLP = ("mlp_gate", "mlp_in", "mlp_out")
 """Projections of the MLP; in a mixture of experts, those of each expert."""
@@ -42,8 +52,7 @@ class LinearSpec(Readable):
     """Storage of one projection.
 
     Attributes:
-      kind: "dense", "block_sparse", or "low_rank": the product of two factors, [in, r] and
-        [r, out] (`ModelConfig.factor_rank`), and nothing else.
+      kind: key of a class of weights, see `weights.kinds`; such as "dense" or "block_sparse".
       pattern: name in `layouts.patterns.PATTERNS` that chooses the blocks (block_sparse only).
       density: fraction of the dense weights stored, in (0, 1]: as blocks, or as factors.
       block: side of a square block, in features (block_sparse only).
@@ -63,7 +72,7 @@ class LinearSpec(Readable):
         0.25
     """
 
-    kind: str = setting("dense", choices=("dense", "block_sparse", LOW_RANK))
+    kind: str = setting("dense", choices=KIND_NAMES)
     pattern: str = setting("monarch")
     density: float = setting(1.0, legal=A_FRACTION)
     block: int = setting(64, legal=between(1, MOST_SIZE))
@@ -74,19 +83,19 @@ class LinearSpec(Readable):
     frozen_dtype: str = setting("compute", choices=FROZEN_DTYPES)
 
     def __post_init__(self):
+        # The kinds read this module, so they are loaded by name, as ops load their kernels.
+        importlib.import_module("sparse_dataflow.core.weights.kinds")
         validate(self, "LinearSpec")
-        if self.turned_dense and self.kind != "dense":
-            raise UserError(f"turned_dense needs kind 'dense', not {self.kind!r}.")
-        if self.rank and self.kind == LOW_RANK:
-            raise UserError(
-                f"rank {self.rank} is not legal for a low_rank weight, which has no other term; "
-                "legal: 0."
-            )
-        if self.hadamard and (self.kind != "block_sparse" or self.hadamard.bit_count() != 1):
-            raise UserError(
-                f"hadamard {self.hadamard} is not legal for a {self.kind} weight; legal: a power "
-                "of 2 for block_sparse, else 0."
-            )
+        if self.hadamard and self.hadamard.bit_count() != 1:
+            raise UserError(f"hadamard {self.hadamard} is not legal; legal: 0 or a power of 2.")
+        uses = {"turned_dense": self.turned_dense, "rank": self.rank, "hadamard": self.hadamard}
+        for name in (name for name, used in uses.items() if used):
+            self.weight.require(name, f"{name}={getattr(self, name)}")
+
+    @property
+    def weight(self) -> Any:
+        """The class of its kind; see `weights.kind.Weight`."""
+        return KINDS[self.kind]
 
     def scaled(self, multiplier: float) -> "LinearSpec":
         """Returns this spec with its density times `multiplier`.
@@ -101,7 +110,3 @@ class LinearSpec(Readable):
                 f"to {1 / self.density:g}."
             )
         return dataclasses.replace(self, density=min(1.0, density))
-
-
-DENSE = LinearSpec()
-"""Spec of a dense projection."""

@@ -3,7 +3,7 @@
 import dataclasses
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.projections import LOW_RANK, PROJECTIONS, LinearSpec
+from sparse_dataflow.core.config.projections import KINDS, PATTERN_NAMES, PROJECTIONS, LinearSpec
 from sparse_dataflow.core.config.settings import (
     A_FRACTION,
     A_SHARE,
@@ -15,10 +15,6 @@ from sparse_dataflow.core.config.settings import (
     setting,
     validate,
 )
-
-PATTERN_NAMES: list[str] = [LOW_RANK]
-"""Names of the patterns, filled by `layouts.patterns.register`, and LOW_RANK, which has no
-layout."""
 
 GROUPED_PATTERNS = ("monarch", "shuffle")
 """Patterns whose layouts are equal groups (`layouts.layout.Groups`)."""
@@ -33,8 +29,9 @@ class SparsityConfig(Readable):
 
     Attributes:
       projections: PROJECTIONS (the default) means all of the model.
-      pattern: a name in `layouts.patterns`, or LOW_RANK, whose factors' product is the weight.
-      density: with LOW_RANK, stored weights of the factors over those of the dense weight.
+      pattern: a name in `layouts.patterns`, or a kind of weight that has no pattern of blocks, such
+        as "low_rank".
+      density: of a kind without blocks, stored weights over those of the dense weight.
       budget: shares of the density, computed in `runs.allocation`.
     """
 
@@ -76,7 +73,7 @@ class SparsityConfig(Readable):
           UserError: `projections` names one that the model does not have.
         """
         spec = LinearSpec(
-            LOW_RANK if self.pattern == LOW_RANK else "block_sparse",
+            self.pattern if self.pattern in KINDS else "block_sparse",
             self.pattern,
             self.density,
             self.block,

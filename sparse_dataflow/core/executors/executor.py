@@ -224,7 +224,7 @@ RULES = (
     ),
     Rule(
         "`sparsity.pattern=low_rank`",
-        lambda job: job.model.low_rank_projections and "sparsity.pattern=low_rank",
+        lambda job: job.model.lacks("feature_axis") and "sparsity.pattern=low_rank",
         (FEATURE,),
         "whose axis feature cuts stored blocks or dense weights",
         "a mesh without feature, or another pattern",
@@ -232,7 +232,7 @@ RULES = (
     Rule(
         "`sparsity.pattern=low_rank` with `training.optimizer=muon`",
         lambda job: (
-            job.model.low_rank_projections
+            job.model.lacks("muon_on_relay")
             and job.training.optimizer == "muon"
             and "training.optimizer=muon and sparsity.pattern=low_rank"
         ),

@@ -136,8 +136,9 @@ def feature_obstacle(model: ModelConfig, tensor: int, feature: int) -> str:
         return ""
     if model.experts:
         return "cannot cut experts"
-    if model.low_rank_projections:
-        return "cannot cut weights of sparsity.pattern=low_rank"
+    for name, spec in dict(model.linears).items():
+        if "feature_axis" not in spec.weight.offers:
+            return f"cannot cut {spec.weight.words}, as {name}"
     if key_value_copies(model, tensor) > 1:
         return f"needs a tensor axis of at most the {model.kv_heads} key/value heads"
     sparse, run = model.sparse_projections, cut_run_length(model)

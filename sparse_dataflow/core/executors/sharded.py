@@ -31,6 +31,7 @@ from sparse_dataflow.core.model import adapters, stacks
 from sparse_dataflow.core.model.shard import Shard
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import gradient_arrays
+from sparse_dataflow.core.weights.kind import LEAVES
 from sparse_dataflow.files.errors import UserError
 
 TABLES = P("stage", "tensor")
@@ -291,7 +292,7 @@ class Sharded(Executor):
         def place(path, leaf, target, role: Role):
             *_, module, name = ["", "", *role.parameter.split(".")]
             key = group_index_of_path(path), module
-            if key in orders and name == "values":
+            if key in orders and name in LEAVES and LEAVES[name].is_blocks:
                 order = permutation(orders[key])[: len(leaf)]  # Shared layers have one layout.
                 dims = len(parameters.get(role.parameter, leaf.shape))  # Frozen ones have no state.
                 axis = role.axis(dims - 3)

@@ -32,6 +32,7 @@ from sparse_dataflow.core.executors.mesh import (
 from sparse_dataflow.core.executors.mesh_axes import key_value_copies
 from sparse_dataflow.core.executors.state_roles import dotted_path, parameter_shapes, roles
 from sparse_dataflow.core.executors.whole import GATHERED
+from sparse_dataflow.core.weights.kind import LEAVES, leaf_of
 from sparse_dataflow.files.errors import UserError
 
 COLUMN_PARALLEL = tuple(name for name in PROJECTIONS if name not in ROW_PARALLEL)
@@ -43,36 +44,21 @@ _BLOCKS = r"blocks\.(?:\d+\.)?"
 """Path prefix of all blocks, or of one layer group (see `config.layer_groups`)."""
 
 _EXPERTS = rf"{_BLOCKS}experts\."
-_MODULES = rf"{_BLOCKS}(?:experts\.shared\.)?"
-"""Path prefixes of the experts' projections, and of those that all tokens have."""
-
-_EXPERT_WEIGHT = rf"{_EXPERTS}({_COLUMN}|{_ROW})\.(kernel|values)$"
+_MODULE = re.compile(
+    rf"{_BLOCKS}(?P<experts>experts\.)?(?P<shared>shared\.)?(?P<projection>{_COLUMN}|{_ROW})\."
+    r"(?P<name>\w+)"
+)
+"""Path of an array of a projection, of one of experts or of the expert that all tokens have."""
 
 RULES = (
     # The first row whose expression matches the full path gives the axes that shard each dimension.
+    # Arrays of weights are in no row: their kinds say how they are cut.
     (r"embed\.tokens|head\.output", P(MODEL_AXES, "fsdp")),
     (r"head\.output_bias", P(MODEL_AXES)),
     (r"embed\.positions", P(None, "fsdp")),
-    (rf"{_EXPERTS}({_COLUMN})\.kernel", P("stage", "fsdp", None, "tensor")),
     (rf"{_EXPERTS}({_COLUMN})\.bias", P("stage", None, "tensor")),
-    (rf"{_EXPERTS}({_ROW})\.kernel", P("stage", "fsdp", "tensor")),
-    (rf"{_EXPERTS}({_COLUMN}|{_ROW})\.values", P("stage", "fsdp", "tensor")),
-    (rf"{_MODULES}({_COLUMN})\.values", P("stage", ("tensor", "fsdp"), "feature")),
-    (rf"{_MODULES}({_COLUMN})\.kernel", P("stage", ("feature", "fsdp"), "tensor")),
-    (rf"{_MODULES}({_COLUMN})\.kernel_scale", P("stage", "tensor")),
-    (rf"{_MODULES}({_COLUMN})\.a_kernel", P("stage", ("feature", "fsdp"))),
-    (rf"{_MODULES}({_COLUMN})\.b_kernel", P("stage", "fsdp", "tensor")),
-    (rf"{_MODULES}({_COLUMN})\.a_factor", P("stage", "fsdp")),
-    (rf"{_MODULES}({_COLUMN})\.b_factor", P("stage", None, ("tensor", "fsdp"))),
-    (rf"{_MODULES}({_COLUMN})\.bias", P("stage", MODEL_AXES)),
-    (rf"{_MODULES}({_ROW})\.values", P("stage", ("tensor", "fsdp"), None, "feature")),
-    (rf"{_MODULES}({_ROW})\.kernel", P("stage", "tensor", ("feature", "fsdp"))),
-    (rf"{_MODULES}({_ROW})\.kernel_scale", P("stage", "feature")),
-    (rf"{_MODULES}({_ROW})\.a_kernel", P("stage", "tensor", "fsdp")),
-    (rf"{_MODULES}({_ROW})\.b_kernel", P("stage", "fsdp", "feature")),
-    (rf"{_MODULES}({_ROW})\.a_factor", P("stage", ("tensor", "fsdp"))),
-    (rf"{_MODULES}({_ROW})\.b_factor", P("stage", None, "fsdp")),
-    (rf"{_MODULES}({_ROW})\.bias", P("stage", "feature")),
+    (rf"{_BLOCKS}(?:experts\.shared\.)?({_COLUMN})\.bias", P("stage", MODEL_AXES)),
+    (rf"{_BLOCKS}(?:experts\.shared\.)?({_ROW})\.bias", P("stage", "feature")),
     (rf"{_BLOCKS}norm[12](_out)?\..*", P("stage", "feature")),
     (rf"{_BLOCKS}({QUERY_NORMS}|{KEY_NORMS})\..*", P("stage", MODEL_AXES)),
     (r"blocks\..*", P("stage")),
@@ -133,6 +119,12 @@ def padded_rows(rows: int, mesh: AnyMesh) -> int:
 
 
 def _row(path):
+    """Returns the axes that shard each dimension of a parameter."""
+    module = _MODULE.fullmatch(path)
+    if module and module["name"] in LEAVES:
+        of_experts = bool(module["experts"]) and not module["shared"]
+        leaf = LEAVES[module["name"]]
+        return P("stage", *leaf.cuts(module["projection"] in ROW_PARALLEL, of_experts))
     return next(row for expression, row in RULES if re.fullmatch(expression, path))
 
 
@@ -144,7 +136,8 @@ def residual_dim(parameter: str) -> int | None:
     Args:
       parameter: dotted path.
     """
-    if parameter.endswith(".values"):
+    leaf = LEAVES.get(parameter.rpartition(".")[2])
+    if leaf is not None and leaf.is_blocks:
         return None
     firsts = [entry_axes(entry)[:1] for entry in _row(parameter)]
     return firsts.index(("feature",)) if ("feature",) in firsts else None
@@ -244,7 +237,8 @@ def gathered_specs(specs: dict, exchange: bool) -> dict:
     """
 
     def gathered(path, spec):
-        return P() if exchange and re.search(_EXPERT_WEIGHT, dotted_path(path)) else spec
+        of_experts = re.search(_EXPERTS + r"(?!shared)\w+\.", dotted_path(path))
+        return P() if exchange and of_experts and leaf_of(path) else spec
 
     is_spec = lambda leaf: isinstance(leaf, P)  # noqa: E731
     return jax.tree_util.tree_map_with_path(gathered, specs, is_leaf=is_spec)
@@ -371,7 +365,7 @@ def _indivisible(model, sequence, tensor):
         linear, (inside, outside) = model.linear(name), model.projection_shape(name)
         side, features = ("output", outside) if name in COLUMN_PARALLEL else ("input", inside)
         words, count = f"the {features} {side} features of {name}", features
-        if linear.kind == "block_sparse":
+        if linear.weight.stores_blocks:
             count = features // linear.block
             words = f"the {count} {side} blocks of {name}"
         if name not in copied:

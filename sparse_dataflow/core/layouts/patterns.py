@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from sparse_dataflow.core.config import arguments
-from sparse_dataflow.core.config.sparsity import PATTERN_NAMES
+from sparse_dataflow.core.config.projections import PATTERN_NAMES
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.files.errors import UserError
 

@@ -12,20 +12,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from sparse_dataflow.core.config.layer_groups import join_groups, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.weights.dense import Dense, Quantised
+from sparse_dataflow.core.weights.kind import MATRIX, TERMS, leaf_of, stored_form
+from sparse_dataflow.core.weights.low_rank import PlusLowRank
 from sparse_dataflow.files.errors import UserError
 
-FACTORS = ("a_kernel", "b_kernel")
+FACTORS = tuple(name for name, leaf in PlusLowRank.leaves().items() if leaf.role == MATRIX)
 """Leaves of a projection that are trained."""
 
-SCALE = "kernel_scale"
-"""Leaf with the scales of an int8 `kernel`."""
-
-MATRICES = ("kernel", "values", "tokens", "positions", "output")
-"""Leaves that a frozen base stores in the compute dtype; its vectors stay float32."""
+OTHER_MATRICES = ("tokens", "positions", "output")
+"""Leaves of no projection that a frozen base stores in the compute dtype, as the matrices of
+projections.  Vectors stay float32."""
 
 
 def with_adapters(model: ModelConfig, rank: int, frozen_dtype: str = "compute") -> ModelConfig:
@@ -43,11 +43,8 @@ def with_adapters(model: ModelConfig, rank: int, frozen_dtype: str = "compute") 
     if not rank:
         return model
     model.refuse_experts(f"training.adapter_rank={rank}", "0")
-    if frozen_dtype == "int8" and model.sparse_projections:
-        raise UserError(
-            f"training.frozen_dtype=int8 is for dense weights, and {model.sparse_projections[0]} "
-            "stores blocks; legal with them: compute."
-        )
+    if frozen_dtype == "int8":
+        model.require("frozen_int8", "training.frozen_dtype=int8", "compute")
     narrowest = min(min(model.projection_shape(name)) for name in model.projections)
     if rank > narrowest:
         raise UserError(
@@ -97,7 +94,9 @@ def frozen(model: ModelConfig, params: dict, scale: float) -> dict:
     dtype = jnp.dtype(model.compute_dtype)
 
     def cast(path, leaf):
-        matrix = path[-1].key in MATRICES and leaf.dtype != jnp.int8
+        known, name = leaf_of(path), path[-1].key
+        matrix = name in OTHER_MATRICES or (known is not None and known.role == MATRIX)
+        matrix = matrix and leaf.dtype != jnp.int8
         return leaf.astype(dtype) if matrix else leaf
 
     def with_gate(module, name):
@@ -105,13 +104,13 @@ def frozen(model: ModelConfig, params: dict, scale: float) -> dict:
             return module
         weight = next(iter(jax.tree.leaves(module)))
         base = {leaf: array for leaf, array in module.items() if leaf not in FACTORS}
-        return {**base, "gate": jnp.full(len(weight), scale, jnp.float32)}
+        (gate,) = TERMS - {*FACTORS}
+        return {**base, gate: jnp.full(len(weight), scale, jnp.float32)}
 
     def with_int8(module, name):
-        if model.linear(name).frozen_dtype != "int8" or "kernel" not in module:
+        if model.linear(name).frozen_dtype != "int8" or stored_form(module) is not Dense:
             return module
-        kernel, kernel_scale = quantised(module["kernel"])
-        return {**module, "kernel": kernel, SCALE: kernel_scale}
+        return module | Quantised.arrays_of_dense(module)
 
     groups = [
         {name: with_int8(module, name) for name, module in group.items()}
@@ -126,35 +125,16 @@ def frozen(model: ModelConfig, params: dict, scale: float) -> dict:
     return {**base, "blocks": join_groups(groups)}
 
 
-def quantised(kernel: Any) -> tuple[Any, Any]:
-    """Returns matrices as int8 with a scale for each output, as qwix has them.
-
-    The largest magnitude of an output is 127.5 scales.
-
-    Args:
-      kernel: float [..., in, out], in jax or numpy, as the results are.
-
-    Returns:
-      (int8 [..., in, out], float32 [..., out]); their product is within half a scale of `kernel`.
-    """
-    arrays: Any = jnp if isinstance(kernel, jax.Array) else np
-    wide = kernel.astype(arrays.float32)
-    largest = arrays.max(arrays.abs(wide), axis=-2)
-    scale = arrays.where(largest > 0, largest / 127.5, 1).astype(arrays.float32)
-    numbers = arrays.clip(arrays.round(wide / scale[..., None, :]), -127, 127)
-    return numbers.astype(arrays.int8), scale
-
-
 def dequantised(model: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
     """Returns a model of adapters, and all of its parameters, without int8 weights."""
     plain: dict[str, Any] = {"frozen_dtype": "compute"}
     specs = {n: dataclasses.replace(s, **plain) for n, s in dict(model.linears).items()}
 
     def wide(module):
-        if SCALE not in module:
+        if stored_form(module) is not Quantised:
             return module
-        rest = {name: leaf for name, leaf in module.items() if name != SCALE}
-        return {**rest, "kernel": module["kernel"] * module[SCALE][..., None, :]}
+        rest = {name: leaf for name, leaf in module.items() if name not in Quantised.leaves()}
+        return rest | Quantised.arrays_of_float(module)
 
     groups = [
         {name: wide(module) for name, module in group.items()}

@@ -353,7 +353,7 @@ class Experts(nnx.Module):
     def _product(self, name, x_SxD, tiles_T, shard):
         """Applies a projection of each expert to its rows, in the dtype of x."""
         weight, bias = getattr(self, name).weight, getattr(self, name).bias
-        if shard.axis is None and self.config.linear(name).kind == "block_sparse":
+        if shard.axis is None and self.config.linear(name).weight.stores_blocks:
             layout = expert_layout(self.config, name)
             weight = weight.map_stored(lambda stored: dataclasses.replace(stored, layout=layout))
         y = weight.expert_products(x_SxD, tiles_T)
@@ -434,23 +434,19 @@ def _sum(values, real_N):
 
 
 def draw_experts(config: ModelConfig, projection: str, rngs: nnx.Rngs) -> Linear:
-    """Draws a projection of every expert: `kernel` or `values`, and `bias`, float32 [experts, ...].
+    """Draws a projection of every expert, and its bias, float32 [experts, ...].
 
     Each is drawn as that of an MLP is.
     """
-    spec, (inputs, outputs) = config.linear(projection), config.projection_shape(projection)
-    layout = expert_layout(config, projection) if spec.kind == "block_sparse" else None
-    scale = gain(config, projection)
-    parameters = {}
-    if layout is None:
-        shape: tuple[int, ...] = (config.experts, inputs, outputs)
-        parameters["kernel"] = normal(rngs, shape, scale / math.sqrt(inputs))
-    else:
-        shape = (config.experts, layout.nnz, layout.block, layout.block)
-        fan_in = inputs * layout.density
-        parameters["values"] = normal(rngs, shape, scale / math.sqrt(fan_in))
+    spec, sides = config.linear(projection), config.projection_shape(projection)
+    layout = expert_layout(config, projection) if spec.weight.stores_blocks else None
+
+    def draw_normal(shape, scale):
+        return normal(rngs, (config.experts, *shape), scale)
+
+    parameters = spec.weight.draw(spec, sides, gain(config, projection), draw_normal, layout)
     if projection in config.biases:
-        parameters["bias"] = jnp.zeros((config.experts, outputs))
+        parameters["bias"] = jnp.zeros((config.experts, sides[1]))
     return linear(config, projection, parameters, layout)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from sparse_dataflow.core.config.projections import ROW_PARALLEL
-from sparse_dataflow.core.model.shard import OUTPUT_AXIS
+from sparse_dataflow.core.model.shard import output_dim
 
 _OUTPUT_NORMS = ("norm1_out", "norm2_out")
 
@@ -28,7 +28,7 @@ def _silent(name, module):
     if name in ("experts", "shared"):
         return as_identity(module)
     if name in ROW_PARALLEL:
-        return {n: np.zeros_like(a) if n in OUTPUT_AXIS else a for n, a in module.items()}
+        return {n: a if output_dim(n) is None else np.zeros_like(a) for n, a in module.items()}
     if name in _OUTPUT_NORMS and "bias" in module:
         return {**module, "bias": np.zeros_like(module["bias"])}
     return module

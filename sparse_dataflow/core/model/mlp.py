@@ -12,7 +12,8 @@ from sparse_dataflow.core.config.projections import MLP, ROW_PARALLEL
 from sparse_dataflow.core.model.projection import draw
 from sparse_dataflow.core.ops.derivatives import gelu, saving_input, silu
 from sparse_dataflow.core.ops.sparse_mlp.mlp_op import gated_sparse_mlp, sparse_mlp
-from sparse_dataflow.core.weights.weight import BlockSparse, Linear
+from sparse_dataflow.core.weights.block_sparse import BlockSparse
+from sparse_dataflow.core.weights.weight import Linear
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": gelu,

@@ -11,24 +11,20 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sparse_dataflow.core.config.layer_groups import layer_linear
-from sparse_dataflow.core.config.model import PRECISIONS, ModelConfig
-from sparse_dataflow.core.config.projections import KEY_VALUE, PROJECTIONS, ROW_PARALLEL, LinearSpec
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import (
+    KEY_VALUE,
+    PRECISIONS,
+    PROJECTIONS,
+    ROW_PARALLEL,
+    LinearSpec,
+)
 from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables
 from sparse_dataflow.core.layouts.patterns import make_layout
-from sparse_dataflow.core.model.adapters import SCALE
 from sparse_dataflow.core.model.shard import WHOLE, Shard
-from sparse_dataflow.core.weights.weight import (
-    BlockSparse,
-    Dense,
-    Hadamard,
-    Linear,
-    LowRank,
-    PlusLowRank,
-    Probed,
-    Quantised,
-    Thresholded,
-    Weight,
-)
+from sparse_dataflow.core.weights.kind import TERMS, Weight, stored_form
+from sparse_dataflow.core.weights.low_rank import PlusLowRank
+from sparse_dataflow.core.weights.weight import Hadamard, Linear, Probed, Thresholded
 from sparse_dataflow.files.errors import UserError
 
 
@@ -67,33 +63,25 @@ def linear(
 ) -> Linear:
     """Returns a projection from its arrays, as parameter trees and checkpoints name them.
 
-    The spec says how a weight is computed; which arrays there are says how it is stored: `kernel`;
-      `kernel` of int8 and `kernel_scale`; or `values`; or `a_factor` and `b_factor`.  In addition
-      there may be `a_kernel`, `b_kernel` and `gate`; and `bias`.
+    The spec says how a weight is computed; which arrays there are says how it is stored, and
+    whether it has an added term and a bias.
 
-      Args:
-        arrays: the arrays, also stacked over layers or experts; of any dtype.
-        layout: of block-sparse values; or a `Probe` or `InputThreshold`.
+    Args:
+      arrays: the arrays, also stacked over layers or experts; of any dtype.
+      layout: of a weight that stores blocks; or a `Probe` or `InputThreshold`.
     """
     if isinstance(layout, InputThreshold):
         return with_threshold(linear(config, projection, arrays, layout.tables), layout.level)
     if isinstance(layout, Probe):
         plain = linear(config, projection, arrays, layout.tables)
         return _with_stored(plain, lambda stored: _probed(stored, layout))
-    weight: Weight
-    precision = config.precision
-    if "values" in arrays:
-        weight = BlockSparse(arrays["values"], layout, precision)
-    elif "a_factor" in arrays:
-        weight = LowRank(arrays["a_factor"], arrays["b_factor"])
-    elif SCALE in arrays:
-        weight = Quantised(arrays["kernel"], arrays[SCALE])
-    else:
-        weight = Dense(arrays["kernel"], precision)
+    form = stored_form(arrays)
+    assert form is not None, f"no weight has the arrays {', '.join(arrays)}"
+    weight = form.from_arrays(arrays, layout, config.precision)
     if width := config.linear(projection).hadamard:
         weight = Hadamard(weight, width)
-    if "a_kernel" in arrays:
-        weight = PlusLowRank(weight, arrays["a_kernel"], arrays["b_kernel"], arrays["gate"])
+    if TERMS <= arrays.keys():
+        weight = PlusLowRank(weight, **{name: arrays[name] for name in TERMS})
     return Linear(weight, arrays.get("bias"))
 
 
@@ -191,9 +179,7 @@ def without_layout(linear: Linear) -> Linear:
     no_layout: Any = None
 
     def without(stored: Weight) -> Weight:
-        return (
-            dataclasses.replace(stored, layout=no_layout) if type(stored) is BlockSparse else stored
-        )
+        return dataclasses.replace(stored, layout=no_layout) if stored.stores_blocks else stored  # type: ignore[type-var]
 
     return _with_stored(linear, without)
 
@@ -217,36 +203,18 @@ def _with_stored(linear, wrap):
 def draw(config: ModelConfig, projection: str, *, gain: float, rngs: nnx.Rngs) -> Linear:
     """Draws the parameters of a projection, float32, at the layout of layer 0.
 
-    Weights are drawn normal with variance gain² / (stored inputs of one output).  Of two factors,
-    a_factor has variance r / in² and b_factor gain² / r, the spectral initialisation of structured
-    weights (arXiv 2406.06248, section 3): each has a spectral norm of about the root of its outputs
-    over its inputs.  So the product has about the spectral norm of a dense weight, and r / in times
-    its variance.  Of a low-rank term the gate starts at 1, b_kernel at 0.
+    Weights are drawn normal with variance gain² / (stored inputs of one output); see `Weight.draw`
+    of each kind.
     """
     spec = config.linear(projection)
-    in_features, out_features = config.projection_shape(projection)
-    parameters: dict[str, jax.Array] = {}
-    layout = None
-
-    def scaled(shape, fan_in):
-        return normal(rngs, shape, gain / math.sqrt(fan_in))
-
-    if spec.kind == "block_sparse":
-        layout = projection_layout(config, projection, layer=0)
-        shape = (layout.nnz, layout.block, layout.block)
-        parameters["values"] = scaled(shape, in_features * layout.density)
-    elif rank := config.factor_rank(projection):
-        scale = math.sqrt(rank) / in_features
-        parameters["a_factor"] = normal(rngs, (in_features, rank), scale)
-        parameters["b_factor"] = scaled((rank, out_features), rank)
-    else:
-        parameters["kernel"] = scaled((in_features, out_features), in_features)
+    sides = config.projection_shape(projection)
+    layout = projection_layout(config, projection, layer=0) if spec.weight.stores_blocks else None
+    draw_normal = functools.partial(normal, rngs)
+    parameters = spec.weight.draw(spec, sides, gain, draw_normal, layout)
     if projection in config.biases:
-        parameters["bias"] = jnp.zeros(out_features)
+        parameters["bias"] = jnp.zeros(sides[1])
     if spec.rank:
-        scale = 1 / math.sqrt(in_features)
-        parameters["a_kernel"] = normal(rngs, (in_features, spec.rank), scale)
-        parameters |= {"b_kernel": jnp.zeros((spec.rank, out_features)), "gate": jnp.ones(())}
+        parameters |= PlusLowRank.draw_term(spec.rank, sides, draw_normal)
     return linear(config, projection, parameters, layout)
 
 

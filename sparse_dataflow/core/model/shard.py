@@ -11,10 +11,13 @@ from jax import lax
 
 from sparse_dataflow.core.config.projections import KEY_NORMS, KEY_VALUE
 from sparse_dataflow.core.ops import derivatives, dispatch
+from sparse_dataflow.core.weights.kind import LEAVES
 
-OUTPUT_AXIS = {"values": 0, "kernel": 1, "b_kernel": 1, "b_factor": 1, "bias": 0}
-"""Parameter of a projection -> its axis that output features order.  Stored blocks are sorted by
-output block, and each head has equally many."""
+
+def output_dim(name: str) -> int | None:
+    """Returns the dimension of a projection's parameter that output features order; None if it has
+    none."""
+    return 0 if name == "bias" else LEAVES[name].output_dim if name in LEAVES else None
 
 
 def normalise(norm: nnx.LayerNorm | nnx.RMSNorm, x: jax.Array) -> jax.Array:
@@ -192,9 +195,11 @@ class Shard:
         def columns(path, leaf):
             # A norm of all heads is a dict of arrays that begin with them.
             name = getattr(path[-1], "name", "")
-            if name not in OUTPUT_AXIS and not hasattr(path[-1], "key"):
-                return leaf
-            axis = OUTPUT_AXIS.get(name, 0)
+            axis = output_dim(name)
+            if axis is None:
+                if not hasattr(path[-1], "key"):
+                    return leaf
+                axis = 0
             length = leaf.shape[axis] // heads
             return lax.dynamic_slice_in_dim(leaf, head * length, length, axis)
 

@@ -27,7 +27,8 @@ from sparse_dataflow.core.layouts.layout import (
 from sparse_dataflow.core.model import adapters
 from sparse_dataflow.core.model.experts import expert_layout
 from sparse_dataflow.core.model.projection import InputThreshold, layer_weights, projection_layout
-from sparse_dataflow.core.weights.weight import array_text
+from sparse_dataflow.core.weights.kind import leaf_of
+from sparse_dataflow.core.weights.texts import array_text
 
 
 def layouts(config: ModelConfig) -> dict[str, list[BlockLayout]]:
@@ -39,7 +40,7 @@ def layouts(config: ModelConfig) -> dict[str, list[BlockLayout]]:
     return {
         projection: [projection_layout(config, projection, i) for i in range(config.num_layers)]
         for projection in config.projections
-        if config.linear(projection).kind == "block_sparse"
+        if config.linear(projection).weight.stores_blocks
     }
 
 
@@ -207,7 +208,8 @@ class ModelWeights:
     def layout_at(self, path: tuple) -> LayoutTables | None:
         """Returns the layouts of the stacked weight at a `jax.tree_util` path of `params`; None for
         what is not block-sparse."""
-        if not self.tables or getattr(path[-1], "key", "") != "values":
+        leaf = leaf_of(path)
+        if not self.tables or leaf is None or not leaf.is_blocks:
             return None
         return split_groups(self.tables)[group_index_of_path(path)].get(path[-2].key)
 

@@ -18,17 +18,18 @@ import numpy as np
 from jax import lax
 
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.optim import factories, muon
+from sparse_dataflow.core.optim import factories
 from sparse_dataflow.core.optim.weight_state import WeightState, axis_names
+from sparse_dataflow.core.weights.kind import LEAVES, MATRIX, ROLE_AXES, leaf_of, stored_form
 
-LINEAR_MATRICES = ("kernel", "values", "a_kernel", "b_kernel", *muon.FACTORS, "router")
-"""Leaves that multiply activations; each but the router belongs to a projection."""
+ROUTER = "router"
+"""The one matrix of no projection that multiplies activations."""
 
 VOCABULARY = ("tokens", "output", "output_bias")
 """Leaves with a row for each token."""
 
-MATRICES = (*LINEAR_MATRICES, "tokens", "output", "positions")
-"""All leaves of which a weight has two axes."""
+OTHER_MATRICES = (ROUTER, "tokens", "output", "positions")
+"""Leaves of no projection of which a weight has two axes."""
 
 
 class WeightStates(NamedTuple):
@@ -47,8 +48,51 @@ def weight_axes(path: tuple) -> int:
     Args:
       path: of `jax.tree_util`, in the params or in a section of them.
     """
-    name = path[-1].key
-    return 2 if name in MATRICES else 0 if name == "gate" else 1
+    if leaf := leaf_of(path):
+        return ROLE_AXES[leaf.role]
+    return 2 if path[-1].key in OTHER_MATRICES else 1
+
+
+def is_linear_matrix(path: tuple) -> bool:
+    """Returns whether a parameter multiplies activations: a router or a matrix of a projection."""
+    leaf = leaf_of(path)
+    return path[-1].key == ROUTER or (leaf is not None and leaf.role == MATRIX)
+
+
+def is_matrix(path: tuple) -> bool:
+    """Returns whether a weight of a parameter has two axes."""
+    return is_linear_matrix(path) or path[-1].key in OTHER_MATRICES
+
+
+def has_muon(path: tuple) -> bool:
+    """Returns whether Muon updates a parameter: a weight of a projection without its added term."""
+    leaf = leaf_of(path)
+    return leaf is not None and leaf.has_muon
+
+
+def without_muon(tree: Any) -> Any:
+    """Returns a tree like the params without the leaves that Muon updates."""
+    if isinstance(tree, dict):
+        names = [n for n in tree if not (n in LEAVES and LEAVES[n].has_muon)]
+        return {name: without_muon(tree[name]) for name in names}
+    return tuple(map(without_muon, tree)) if isinstance(tree, tuple) else tree
+
+
+def bounded(updates: Any, params: Any) -> Any:
+    """Returns Muon's updates, each weight's by the bound of its kind; see `Weight.bounded`.
+
+    Args:
+      updates: a tree like the params.
+      params: before the update.
+    """
+    if isinstance(updates, tuple):
+        return tuple(map(bounded, updates, params))
+    if not isinstance(updates, dict):
+        return updates
+    if form := stored_form(updates):
+        names = form.leaves()
+        return updates | form.bounded(*({n: tree[n] for n in names} for tree in (updates, params)))
+    return {name: bounded(updates[name], params[name]) for name in updates}
 
 
 def init(training: TrainingConfig, params: Any) -> Any:

@@ -29,27 +29,6 @@ RMS = 0.2
 """Root mean square of a matrix's update, in units of the learning rate; that of AdamW (arXiv
 2502.16982, section 2.2)."""
 
-FACTORS = ("a_factor", "b_factor")
-"""Leaves of a weight that is only a product, [in, r] and [r, out]; see `with_bounded_products`."""
-
-MATRICES = ("kernel", "values", *FACTORS)
-"""Leaves that Muon updates: the weights of projections, without their low-rank terms."""
-
-SQUARINGS, TINY = 4, 1e-30
-"""Squarings in `spectral_bound`, and what it adds to divisors that may be 0."""
-
-
-def is_matrix(path: tuple) -> bool:
-    """Returns whether Muon updates the leaf at a `jax.tree_util` path."""
-    return getattr(path[-1], "key", None) in MATRICES
-
-
-def without_matrices(tree: Any) -> Any:
-    """Returns a tree like the params without the leaves that Muon updates."""
-    if isinstance(tree, dict):
-        return {k: without_matrices(v) for k, v in tree.items() if k not in MATRICES}
-    return tuple(map(without_matrices, tree)) if isinstance(tree, tuple) else tree
-
 
 @dataclasses.dataclass(frozen=True)
 class Matrices:
@@ -151,49 +130,3 @@ def orthogonalize(stack: Any) -> Any:
         a = x @ x.swapaxes(-1, -2)
         x = first * x + (second * a + third * (a @ a)) @ x
     return x.swapaxes(-1, -2) if tall else x
-
-
-def with_bounded_products(updates: Any, params: Any) -> Any:
-    """Returns updates whose two factors move their product as far as a dense weight moves.
-
-    Spectron (arXiv 2602.12429, algorithm 1) orthogonalises the momentum of both factors and divides
-    the learning rate by |A| + |B| + 1, spectral norms.  A product then changes by dA B + A dB +
-    dA dB, whose norm is at most the learning rate if that is at most 1.  Here the learning rate is
-    the norm of a dense weight's update, RMS sqrt(max(in, out)) times the rate.  The paper estimates
-    the norms by one step of power iteration from a stored vector; `spectral_bound` stores nothing.
-
-    Args:
-      updates: a tree like the params, from `update`.
-      params: before the update.
-    """
-    if isinstance(updates, tuple):
-        return tuple(map(with_bounded_products, updates, params))
-    if not isinstance(updates, dict):
-        return updates
-    if FACTORS[0] not in updates:
-        return {name: with_bounded_products(updates[name], params[name]) for name in updates}
-    (inputs, rank), outputs = params[FACTORS[0]].shape[-2:], params[FACTORS[1]].shape[-1]
-    norms = spectral_bound(params[FACTORS[0]]) + spectral_bound(params[FACTORS[1]])
-    scale = math.sqrt(max(inputs, outputs)) / (norms + 1)
-    sides = dict(zip(FACTORS, (max(inputs, rank), max(rank, outputs))))
-    scaled = {name: updates[name] * (scale / math.sqrt(side)) for name, side in sides.items()}
-    return {**updates, **scaled}
-
-
-def spectral_bound(stack: Any) -> Any:
-    """Returns an upper bound of the largest singular value of every [m, n] of [..., m, n].
-
-    Returns:
-      [..., 1, 1], at most min(m, n)^(1/64) times the singular value: the Frobenius norm of a power
-      of the smaller Gram matrix, by SQUARINGS squarings.
-    """
-    across = stack.swapaxes(-1, -2)
-    power = across @ stack if stack.shape[-2] > stack.shape[-1] else stack @ across
-    bound: Any = 1.0
-    for squaring in range(SQUARINGS + 1):
-        if squaring:
-            power = power @ power
-        size = (power * power).sum((-2, -1), keepdims=True) ** 0.5
-        bound = bound * size ** (0.5 ** (squaring + 1))
-        power = power / (size + TINY)
-    return bound

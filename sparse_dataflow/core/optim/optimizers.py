@@ -14,11 +14,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.core.config.layer_groups import group_index_of_path, layer_groups
-from sparse_dataflow.core.config.model import SUPAR_WIDTH, ModelConfig
+from sparse_dataflow.core.config.model import DENSE, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim import by_weight, muon
-from sparse_dataflow.core.optim.by_weight import LINEAR_MATRICES
+from sparse_dataflow.core.weights.kind import TERMS
+from sparse_dataflow.core.weights.low_rank import PlusLowRank
 
 SPARSE_RATE_DENSITY = 1 / 8
 """Density at which `TrainingConfig.sparse_rate` is the full learning-rate multiplier."""
@@ -152,7 +153,7 @@ def _moments(training, mesh):
     dtype = jnp.dtype(training.state_dtype)
     adam = optax.scale_by_adam(b1=training.b1, b2=training.b2, eps=training.epsilon)
     has_muon = training.optimizer == "muon"
-    others = muon.without_matrices if has_muon else lambda tree: tree
+    others = by_weight.without_muon if has_muon else lambda tree: tree
 
     def rounded(state):
         cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)  # noqa: E731
@@ -164,7 +165,8 @@ def _moments(training, mesh):
             return rest
         leaves = iter(jax.tree.leaves(rest))
         return jax.tree_util.tree_map_with_path(
-            lambda path, *x: function(path, *x) if muon.is_matrix(path) else next(leaves), *trees
+            lambda path, *x: function(path, *x) if by_weight.has_muon(path) else next(leaves),
+            *trees,
         )
 
     def init(params):
@@ -186,7 +188,7 @@ def _moments(training, mesh):
 
         updates = with_matrices(move, updates, mu, gradients)
         if has_muon:
-            updates = muon.with_bounded_products(updates, params)
+            updates = by_weight.bounded(updates, params)
         return updates, rounded(small._replace(mu=mu))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -253,10 +255,9 @@ def map_moments(
 
 def decay_mask(params: dict, decayed: str = "matrices") -> dict:
     """Returns True for each leaf with weight decay; see `TrainingConfig.decayed`."""
-    names = {"matrices": by_weight.MATRICES, "projections": LINEAR_MATRICES}.get(decayed)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: names is None or path[-1].key in names, params
-    )
+    tests = {"matrices": by_weight.is_matrix, "projections": by_weight.is_linear_matrix}
+    decays = tests.get(decayed, lambda path: True)
+    return jax.tree_util.tree_map_with_path(lambda path, _: decays(path), params)
 
 
 def weight_decays(training: TrainingConfig, params: dict) -> dict:
@@ -286,7 +287,7 @@ def learning_rate_multipliers(
     Muon's update of a matrix of m inputs changes its output by sqrt(m).  An output sums f / m
     matrices, whose changes are about as coherent as Adam's, so it changes by f / sqrt(m).  Muon's
     factor is that of Adam times sqrt(m / SUPAR_WIDTH): a dense weight's is the root of Adam's.  So
-    is that of two factors, whose product moves as far (`muon.with_bounded_products`).
+    is that of two factors, whose product moves as far (`LowRank.bounded`).
 
     Under Adam the factors of a low-rank weight have the multipliers of what they read, as in
     arXiv 2406.06248, section 3: the first all inputs, the second rank / inputs as its density.
@@ -300,26 +301,25 @@ def learning_rate_multipliers(
 
     def multiplier(path, leaf):
         name = path[-1].key
-        if name not in LINEAR_MATRICES:
+        if not by_weight.is_linear_matrix(path):
             return training.vector_rate
         projection = path[-2].key
-        spec = layer_groups(model)[group_index_of_path(path)].model.linear(projection)
-        density = spec.density if spec.kind == "block_sparse" else 1.0
-        has_muon = training.optimizer == "muon" and muon.is_matrix(path)
-        if name == "b_factor" and not has_muon:
-            density = model.factor_rank(projection) / model.projection_shape(projection)[0]
+        spec, sides = DENSE, (model.d_model, 0)
+        if name != by_weight.ROUTER:
+            spec = layer_groups(model)[group_index_of_path(path)].model.linear(projection)
+            sides = model.projection_shape(projection)
+        has_muon = training.optimizer == "muon" and by_weight.has_muon(path)
+        density = spec.weight.read_share(name, spec, sides, has_muon)
         rate = training.sparse_rate ** (math.log(density) / math.log(SPARSE_RATE_DENSITY))
         if spec.turned_dense:
             rate *= TURNED_DENSE_RATE.get(training.optimizer, TURNED_DENSE_RATE["adamw"])
-        read = dict.fromkeys(("kernel", "values", *muon.FACTORS), density)
-        read |= {"a_kernel": 1.0, "router": 1.0}
-        if model.supar and name in read:
-            rate *= SUPAR_WIDTH / (model.d_model * read[name])
+        share = PlusLowRank.term_share(name) if name in TERMS else density
+        if model.supar and share is not None:
+            rate *= SUPAR_WIDTH / (model.d_model * share)
             if has_muon:
-                inputs = model.projection_shape(projection)[0]
                 layout = weights.layout_at(path) if weights else None
                 matrix = muon.matrices_of(leaf.shape, layout).shape
-                share = 1.0 if name in muon.FACTORS else matrix[0] / inputs
+                share = spec.weight.muon_inputs(matrix, sides) / sides[0]
                 rate *= math.sqrt(model.d_model * share / SUPAR_WIDTH)
         return rate
 

@@ -20,7 +20,6 @@ Pure Python: importing this module loads no jax.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 
@@ -32,8 +31,6 @@ from sparse_dataflow.core.config.attention_settings import (
 from sparse_dataflow.core.config.layer_groups import mean_multiplier
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, PROJECTIONS
-from sparse_dataflow.core.layouts.layout import LayoutTables
-from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.ops.hadamard import factors
 from sparse_dataflow.core.ops.nonzero_rows import skips_rows
 from sparse_dataflow.core.optim import muon
@@ -87,9 +84,9 @@ def stored_fractions(config: ModelConfig) -> dict[str, float]:
     mean, fractions = mean_multiplier(config), {}
     for name in config.projections:
         spec, sides = config.linear(name), config.projection_shape(name)
-        fractions[name] = spec.density * mean if spec.kind == "block_sparse" else 1.0
-        if rank := config.factor_rank(name):
-            fractions[name] = rank * sum(sides) / math.prod(sides)
+        fractions[name] = spec.weight.stored(spec, sides) / math.prod(sides)
+        if spec.weight.stores_blocks:
+            fractions[name] *= mean
     return fractions
 
 
@@ -185,28 +182,13 @@ def orthogonalization_flops(config: ModelConfig) -> float:
     for name in config.projections:
         spec, sides = config.linear(name), config.projection_shape(name)
         weights = sides[0] * sides[1] * fractions[name] * config.stored_copies(name)
-        matrices = [_muon_matrix(spec, *sides) if spec.kind == "block_sparse" else sides]
-        if rank := config.factor_rank(name):
-            matrices = [(side, rank) for side in sides]
+        matrices = spec.weight.matrices(spec, sides)
         # The matrices of a weight have one shape, or are the two factors.
         count = weights / sum(m * n for m, n in matrices)
         for shape in matrices:
             m, n = sorted(shape)
             total += count * 2 * m * (2 * m * n + m * m)
     return muon.STEPS * config.stored_layers * total
-
-
-@functools.lru_cache(maxsize=256)
-def _muon_matrix(spec, in_features, out_features):
-    """Returns the inputs and outputs of the matrices of a block-sparse weight; see `muon`."""
-    if spec.max_fan_out > 1:  # The layout changes.
-        return spec.block, spec.block
-    try:
-        layout = make_layout(spec.pattern, in_features, out_features, spec.block, spec.density)
-    except UserError:  # A density that only an estimate has.
-        return spec.block, spec.block
-    tables = LayoutTables(*layout.tables().arrays, layout.groups)
-    return muon.matrices_of((layout.nnz, layout.block, layout.block), tables).shape
 
 
 def flop_ceiling(config: ModelConfig, sequence: int) -> float:
@@ -238,10 +220,9 @@ def decoding_bytes(
     weights: float = config.vocab_size * config.d_model
     for name in config.projections:
         fan_in, fan_out = config.projection_shape(name)
-        rank, bias = config.linear(name).rank, fan_out if name in config.biases else 0
-        stored = fan_in * fan_out * fractions[name] + rank * (fan_in + fan_out)
-        # Outputs of the weight that reads the inputs, if it is stored in rows.
-        row = config.factor_rank(name) or fan_out * (config.linear(name).kind == "dense")
+        spec, bias = config.linear(name), fan_out if name in config.biases else 0
+        stored = fan_in * fan_out * fractions[name] + spec.rank * (fan_in + fan_out)
+        row = spec.weight.input_row(spec, (fan_in, fan_out))
         if row and skips_rows("cpu", batch, row):
             stored -= activation_sparsity * fan_in * row
         read = 1

@@ -5,8 +5,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sparse_dataflow.core.config.model import PRECISIONS, ModelConfig
-from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import PRECISIONS, LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor

@@ -44,8 +44,13 @@ from sparse_dataflow.core.model.projection import with_room
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
 from sparse_dataflow.core.optim.optimizers import TrainState, adam_state, map_moments
 from sparse_dataflow.core.optim.weight_state import WeightState
+from sparse_dataflow.core.weights.block_sparse import BlockSparse
+from sparse_dataflow.core.weights.dense import Dense
+from sparse_dataflow.core.weights.kind import TERMS
+from sparse_dataflow.core.weights.low_rank import PlusLowRank
 
-LOW_RANK = ("a_kernel", "b_kernel", "gate")
+(STORED,), (KERNEL,) = BlockSparse.leaves(), Dense.leaves()
+"""Arrays of block-sparse and of dense weights, which transitions turn into one another."""
 
 
 def update_layouts(
@@ -75,7 +80,7 @@ def update_layouts(
         new = []
         shards = 1 if name in COLUMN_PARALLEL else row_shards
         for place in _places(name, [group.layers for group in layer_groups(model)]):
-            norms = _block_norms(place.module(state.params)["values"])
+            norms = _block_norms(place.module(state.params)[STORED])
             for layer, layer_norms in zip(place.layers, norms, strict=True):
                 gradients = None if gradient_norms is None else gradient_norms[name][layer]
                 rng = np.random.default_rng([*seed, model.projections.index(name), layer])
@@ -164,17 +169,17 @@ def _change_projection(
 ):
     """Converts one projection of one group of layers; returns (state, its layouts or None)."""
     before, after = (layer_linear(model, place.name, place.layers.start) for model in (old, new))
-    if (before.kind, before.density) != (after.kind, after.density):
-        if after.kind == "dense":
+    if (before.weight, before.density) != (after.weight, after.density):
+        if not after.weight.stores_blocks:
             assert stored is not None
             dense = functools.partial(expand, *_positions(stored), grid=stored[0].mask.shape)
-            state, stored = _with_converted(state, place, "values", "kernel", dense), None
+            state, stored = _with_converted(state, place, STORED, KERNEL, dense), None
             state = _merge_hadamard(state, place, before.hadamard)
         else:
-            if before.kind == "dense":
+            if not before.weight.stores_blocks:
                 state = _merge_hadamard(state, place, after.hadamard)
             state, stored = _prune(state, place, stored, after, scale, given)
-    if before.rank and not after.rank and after.kind == "dense":
+    if before.rank and not after.rank and not after.weight.stores_blocks:
         state = _merge_low_rank(state, place)
     if after.rank and not before.rank:
         state = _add_low_rank(state, place, _low_rank_init(new, place.name)(key, place.layers))
@@ -267,7 +272,7 @@ def _moved_blocks(state, place, old: Sequence[BlockLayout], new: Sequence[BlockL
     any_block = np.maximum(sources.max(axis=1, keepdims=True), 0)
     entries = functools.partial(_gather_blocks, sources=sources)
     counts = functools.partial(_gather_blocks, sources=np.where(sources < 0, any_block, sources))
-    return _with_converted(state, place, "values", "values", entries, counts=counts)
+    return _with_converted(state, place, STORED, STORED, entries, counts=counts)
 
 
 def _gather_blocks(values: jax.Array | np.ndarray, sources: np.ndarray) -> jax.Array | np.ndarray:
@@ -298,11 +303,11 @@ def _prune(state, place, old: list[BlockLayout] | None, spec, scale=None, given=
     if old is None and given:
         return _with_stored(state, place, given, spec.block), given
     if old is None:
-        kernel = module["kernel"] if scale is None else module["kernel"] * scale[:, :, None]
+        kernel = module[KERNEL] if scale is None else module[KERNEL] * scale[:, :, None]
         norms = to_host(grid_norms(kernel, spec.block))
         stored: list[np.ndarray | None] = [None] * len(norms)
     else:
-        values = module["values"]
+        values = module[STORED]
         if scale is not None:
             rows = scale.reshape(len(old), -1, spec.block)
             values = values * np.stack([r[lay.rows] for r, lay in zip(rows, old)])[..., None]
@@ -321,7 +326,7 @@ def _prune(state, place, old: list[BlockLayout] | None, spec, scale=None, given=
 def _with_stored(state, place, layouts, block):
     """Keeps the blocks of layouts of one dense projection."""
     blocks = functools.partial(collect, *_positions(layouts), block=block)
-    return _with_converted(state, place, "kernel", "values", blocks)
+    return _with_converted(state, place, KERNEL, STORED, blocks)
 
 
 def _positions(layouts):
@@ -357,7 +362,7 @@ def _merge_hadamard(state, place, width):
         return state
     mix = functools.partial(_mix_inputs, width=width)
     mean = functools.partial(_average_inputs, width=width)
-    return _with_converted(state, place, "kernel", "kernel", mix, second=mean)
+    return _with_converted(state, place, KERNEL, KERNEL, mix, second=mean)
 
 
 @functools.partial(jax.jit, static_argnames="width")
@@ -391,19 +396,19 @@ def _convert_leaf(tree, place, before, after, convert, counts=None):
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _sum_with_low_rank(kernel, a_kernel, b_kernel, gate):
-    """[L, in, out] + gate [L] x [L, in, r] [L, r, out]."""
-    return kernel + gate[:, None, None] * (a_kernel @ b_kernel)
+def _sum_with_term(kernel, terms):
+    """Returns the dense form [L, in, out] of a weight with its low-rank term."""
+    return PlusLowRank(Dense(kernel), **terms).dense()
 
 
 def _merge_low_rank(state, place):
     """Adds a projection's low-rank term to its dense weight; drops the moments of the term."""
-    terms = [place.module(state.params)[leaf] for leaf in LOW_RANK]
-    merge = lambda kernel: _sum_with_low_rank(kernel, *terms)  # noqa: E731
-    params = _convert_leaf(state.params, place, "kernel", "kernel", merge)
+    terms = {leaf: place.module(state.params)[leaf] for leaf in TERMS}
+    merge = lambda kernel: _sum_with_term(kernel, terms)  # noqa: E731
+    params = _convert_leaf(state.params, place, KERNEL, KERNEL, merge)
 
     def without_low_rank(tree):
-        module = {k: v for k, v in place.module(tree).items() if k not in LOW_RANK}
+        module = {k: v for k, v in place.module(tree).items() if k not in TERMS}
         return place.with_module(tree, module)
 
     return _map_trees(without_low_rank, state._replace(params=params))
@@ -419,7 +424,7 @@ def _low_rank_init(model, name):
     @functools.partial(jax.jit, static_argnames="layers")
     def draw(key, layers):
         modules = [group[name] for group in split_groups(gpt.init(model, key)["blocks"])]
-        stacked = {leaf: jnp.concatenate([m[leaf] for m in modules]) for leaf in LOW_RANK}
+        stacked = {leaf: jnp.concatenate([m[leaf] for m in modules]) for leaf in TERMS}
         return {leaf: array[layers.start : layers.stop] for leaf, array in stacked.items()}
 
     return draw

@@ -180,7 +180,7 @@ def test_an_illegal_config_is_refused(change, message):
             "LinearSpec.density=nan is not legal: it must be a finite number",
         ),
         ({"block": 0}, "LinearSpec.block=0 is not legal: it must be from 1 to"),
-        ({"hadamard": 8}, "hadamard 8 is not legal for a dense weight; legal: a power of 2"),
+        ({"hadamard": 8}, "hadamard=8 does not go with dense weights; legal: block-sparse"),
         ({"kind": "block_sparse", "hadamard": 24}, "hadamard 24 .* legal: a power of 2"),
         ({"rank": -1}, "LinearSpec.rank=-1 is not legal: it must be from 0 to"),
     ],

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from small_models import DENSE, shapes_of
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.projections import LOW_RANK, LinearSpec
+from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt
@@ -23,6 +23,7 @@ from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.optim import muon
 from sparse_dataflow.core.optim.optimizers import learning_rate_multipliers, make_optimizer
 from sparse_dataflow.core.training import cost
+from sparse_dataflow.core.weights.low_rank import LowRank, spectral_bound
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.equivalent_forms import dense_form
@@ -31,7 +32,7 @@ from sparse_dataflow.relay.relay_executor import RelayExecutor
 from sparse_dataflow.runs.equal_cost import equal_cost_model, stored_parameters
 from sparse_dataflow.runs.run_config import preset
 
-SPEC = LinearSpec(LOW_RANK, LOW_RANK, density=0.25)
+SPEC = LinearSpec("low_rank", "low_rank", density=0.25)
 MODEL = DENSE.with_linears(SPEC)
 
 
@@ -77,7 +78,7 @@ def test_factors_store_the_density_and_are_counted_exactly(heads, times, density
     model = model.with_linears(spec)
     sizes = 0
     for name in model.projections:
-        sides, rank = model.projection_shape(name), model.factor_rank(name)
+        sides, rank = model.projection_shape(name), model.inner_width(name)
         assert 1 <= rank <= min(sides)
         # Half a rank is rounded, or half of RANK_MULTIPLE of at least 16 RANK_MULTIPLE.
         wanted = density * math.prod(sides)
@@ -100,9 +101,9 @@ def test_the_initial_product_has_the_spectral_norm_of_a_dense_weight():
     )
     norm = lambda weight: np.linalg.svd(weight, compute_uv=False)[:, 0]  # noqa: E731
     for name in model.projections:
-        product = np.matmul(*(np.asarray(factors[name][leaf]) for leaf in muon.FACTORS))
+        product = np.matmul(*(np.asarray(factors[name][leaf]) for leaf in LowRank.leaves()))
         kernel = np.asarray(dense[name]["kernel"])
-        share = model.with_linears(SPEC).factor_rank(name) / model.projection_shape(name)[0]
+        share = model.with_linears(SPEC).inner_width(name) / model.projection_shape(name)[0]
         np.testing.assert_allclose(
             np.std(product), share**0.5 * np.std(kernel), rtol=0.05, err_msg=name
         )
@@ -122,10 +123,10 @@ matrices = st.builds(
 def test_the_spectral_bound_is_above_the_norm_and_near_it(stack, array):
     stack[0] *= 1e-6
     norms = np.linalg.svd(stack, compute_uv=False)[:, 0]
-    bounds = np.asarray(muon.spectral_bound(array(stack)))[:, 0, 0]
+    bounds = np.asarray(spectral_bound(array(stack)))[:, 0, 0]
     most = min(stack.shape[1:]) ** (1 / 64)
     assert np.all((bounds >= norms * (1 - 1e-4)) & (bounds <= norms * most * (1 + 1e-4)))
-    assert not np.any(muon.spectral_bound(array(np.zeros_like(stack))))
+    assert not np.any(spectral_bound(array(np.zeros_like(stack))))
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
@@ -140,7 +141,7 @@ def test_a_muon_step_moves_the_product_by_at_most_the_norm_of_a_dense_step(scale
     )
     for name in MODEL.projections:
         before, moves = params["blocks"][name], updates["blocks"][name]
-        after = {leaf: before[leaf] - rate * moves[leaf] for leaf in muon.FACTORS}
+        after = {leaf: before[leaf] - rate * moves[leaf] for leaf in LowRank.leaves()}
         change = after["a_factor"] @ after["b_factor"] - before["a_factor"] @ before["b_factor"]
         norms = np.linalg.svd(np.asarray(change), compute_uv=False)[:, 0]
         # Newton-Schulz leaves singular values of at most 1.2.
@@ -157,7 +158,7 @@ def test_under_adam_a_factor_learns_at_the_rate_of_what_it_reads():
         dense = dataclasses.replace(model, linears={})
         dense_rate = learning_rate_multipliers(dense, training, shapes_of(dense))
         dense_rate = dense_rate["blocks"]["qkv"]["kernel"]
-        share = model.factor_rank("qkv") / 32
+        share = model.inner_width("qkv") / 32
         times = 4 ** (math.log(share) / math.log(1 / 8)) / (share if model.supar else 1)
         assert rates["a_factor"] == pytest.approx(dense_rate)
         assert rates["b_factor"] == pytest.approx(times * dense_rate)
@@ -170,7 +171,7 @@ def test_under_adam_a_factor_learns_at_the_rate_of_what_it_reads():
 def test_newton_schulz_is_counted_for_both_factors():
     step = lambda m, n: 2 * m * (2 * m * n + m * m)  # noqa: E731
     total = sum(
-        step(*sorted((side, MODEL.factor_rank(name))))
+        step(*sorted((side, MODEL.inner_width(name))))
         for name in MODEL.projections
         for side in MODEL.projection_shape(name)
     )
@@ -192,8 +193,8 @@ def test_the_dense_form_computes_the_same():
         ({"evolution__method": "rigl"}, "evolution.method=rigl.*legal with it: static, shared"),
         ({"evolution__method": "gradual"}, "which stores no blocks"),
         ({"sparsity__budget": "compute"}, "sparsity.budget=compute.*legal with it: uniform"),
-        ({"sparsity__rank": 4}, "rank 4 is not legal for a low_rank weight"),
-        ({"sparsity__hadamard": 4}, "hadamard 4 is not legal for a low_rank weight"),
+        ({"sparsity__rank": 4}, "rank=4 does not go with low-rank weights; legal: block-sparse"),
+        ({"sparsity__hadamard": 4}, "hadamard=4 does not go with low-rank weights"),
         ({"run__init_from": "folder"}, "run.init_from with sparsity.pattern=low_rank"),
     ],
 )
@@ -203,14 +204,14 @@ def test_what_needs_blocks_or_given_weights_is_refused(changes, words):
 
 
 def test_models_and_forms_without_factors_are_refused(tmp_path):
-    with pytest.raises(UserError, match="which experts cannot be; legal: another"):
+    with pytest.raises(UserError, match="mlp_in of experts does not go with low-rank weights; legal: another"):
         dataclasses.replace(MODEL, experts=4)
-    with pytest.raises(UserError, match=r"model\.precision=int8.*legal with them: compute_dtype"):
+    with pytest.raises(UserError, match=r"model\.precision=int8 .* low-rank.*legal: compute_dtype"):
         dataclasses.replace(MODEL, precision="int8")
     RelayExecutor().check(MODEL, TrainingConfig(20, 4, 8))
     with pytest.raises(UserError, match=r"legal: training.optimizer=adamw, or another executor"):
         RelayExecutor().check(MODEL, TrainingConfig(20, 4, 8, optimizer="muon"))
-    with pytest.raises(UserError, match="two factors; legal: form=dense"):
+    with pytest.raises(UserError, match="form=sparse does not go with low-rank weights; legal: form=dense"):
         huggingface.write(
             tmp_path / "sparse", "sparse", MODEL, weights_of({}), None, context=8, card=""
         )

@@ -13,6 +13,7 @@ from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import adapters
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.step import abstract_state, make_train_step
+from sparse_dataflow.core.weights.dense import Quantised
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import machines
 from sparse_dataflow.planner import memory
@@ -35,7 +36,7 @@ def test_the_numbers_are_those_of_qwix(seed):
     kernel = rng.normal(size=(2, 24, 10)).astype("f4") * 10.0 ** rng.integers(-9, 9, (2, 1, 10))
     kernel[0, :, 3] = 0
     kernel = kernel.astype("f4")
-    numbers, scale = adapters.quantised(kernel)
+    numbers, scale = Quantised.arrays_of_dense({"kernel": kernel}).values()
     expected = qwix.quantize(jnp.asarray(kernel), "int8", channelwise_axes=(0, 2))
     filled = np.asarray(np.any(kernel != 0, axis=1))
     np.testing.assert_allclose(scale[filled], expected.scale[:, 0][filled], rtol=1e-6)
@@ -43,7 +44,8 @@ def test_the_numbers_are_those_of_qwix(seed):
     assert apart.max() <= 1 and apart.mean() < 2e-2  # Ties are rounded either way.
     error = np.abs(numbers * scale[:, None] - kernel)
     assert (error <= scale[:, None] * (0.5 + 1e-5)).all() and not numbers[0, :, 3].any()
-    assert same_bits(adapters.quantised(jnp.asarray(kernel))[0], numbers)
+    again = Quantised.arrays_of_dense({"kernel": jnp.asarray(kernel)})
+    assert same_bits(again["kernel"], numbers)
 
 
 @each_dense_base

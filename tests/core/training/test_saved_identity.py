@@ -7,8 +7,7 @@ import pytest
 from small_models import DENSE
 
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
-from sparse_dataflow.core.config.model import PRECISIONS
-from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.projections import PRECISIONS, LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.training.saved_state import completed, identity

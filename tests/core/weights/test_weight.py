@@ -13,17 +13,10 @@ from hypothesis import strategies as st
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.model.projection import arrays
-from sparse_dataflow.core.weights.weight import (
-    BlockSparse,
-    Dense,
-    Hadamard,
-    Linear,
-    LowRank,
-    PlusLowRank,
-    Probed,
-    Quantised,
-    Thresholded,
-)
+from sparse_dataflow.core.weights.block_sparse import BlockSparse
+from sparse_dataflow.core.weights.dense import Dense, Quantised
+from sparse_dataflow.core.weights.low_rank import LowRank, PlusLowRank
+from sparse_dataflow.core.weights.weight import Hadamard, Linear, Probed, Thresholded
 
 IN, OUT, SIDE = 32, 64, 4
 

@@ -51,7 +51,7 @@ def test_every_arm_is_a_model_that_can_be_trained(arms):
     assert arms["dense"].name == "dense" and not arms["dense"].model.sparse_projections
     for name, variant in arms.items():
         model = variant.model
-        is_dense = not (model.sparse_projections or model.low_rank_projections)
+        is_dense = not model.weight_words
         assert variant.name == ("dense" if is_dense else "sparse")
         assert (variant.name == "dense") == (
             name in ("dense", "moe_equal_flops", "moe_equal_parameters")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_dataflow.core.config.model import PRECISIONS
+from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.layouts.layout import Groups, LayoutTables
 from sparse_dataflow.core.ops import derivatives, dispatch, quantized
 

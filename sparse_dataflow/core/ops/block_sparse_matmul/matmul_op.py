@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.core.config import arguments
-from sparse_dataflow.core.config.model import PRECISIONS
+from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables, check_shapes
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.block_sparse_matmul import grouped, xla_few_rows, xla_static

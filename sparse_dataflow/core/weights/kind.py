@@ -1,0 +1,332 @@
+"""What a kind of weight says of itself, in one class: nobody else knows its arrays.
+
+A kind is a class of weights: a value with arrays, whose class has the facts that everybody else
+reads.  They need no array and load no jax, because the planner reads them too.  A kind registers
+itself by its key, which is `LinearSpec.kind`.  To add one: write its class, import it in `kinds`,
+and test it.
+
+A weight has the sides (in, out).  Its projection is cut over devices by its outputs (columns) or by
+its inputs (rows); see `config.projections.ROW_PARALLEL`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from sparse_dataflow.core.config.projections import KIND_NAMES, KINDS, PATTERN_NAMES, LinearSpec
+from sparse_dataflow.core.weights.texts import text_of
+from sparse_dataflow.files.errors import UserError
+
+MATRIX, VECTOR, SCALE, NUMBER, TABLE = "matrix", "vector", "scale", "number", "table"
+"""Roles of an array: matrices multiply activations, scales and tables are not trained."""
+
+ROLE_AXES = {MATRIX: 2, VECTOR: 1, SCALE: 1, NUMBER: 0}
+"""Role -> axes of one array, after those of a stack of layers, experts or blocks."""
+
+ABILITIES = {
+    "rank": "an added low-rank term",
+    "hadamard": "a Hadamard transform",
+    "turned_dense": "the rate of a weight that was block-sparse",
+    "frozen_int8": "int8 weights under adapters",
+    "experts": "experts",
+    "quantised_products": "products of fp8 or int8 operands",
+    "feature_axis": "the mesh axis feature",
+    "muon_on_relay": "Muon under the relay",
+    "evolution": "methods that change which weights are stored",
+    "budget": "densities by projection or layer",
+    "init_from": "weights that a run begins with",
+    "sparse_form": "the sparse form of an export",
+    "widths": "widths of equal cost",
+}
+"""What a kind may offer, with its words.  A feature asks for its own by `Weight.require`."""
+
+Axes = tuple[str, ...]
+"""Mesh axes that shard one dimension."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What an array of a weight is.
+
+    Attributes:
+      role: MATRIX, VECTOR, SCALE, NUMBER or TABLE.
+      columns: mesh axes of each dimension of a layer's array, in projections cut by outputs.
+      rows: the same in projections cut by inputs.
+      output_dim: dimension that output features order; None for none.
+      has_muon: whether Muon updates it, as a matrix.
+      is_blocks: whether its first dimension is stored blocks, in the order of a layout.
+    """
+
+    role: str
+    columns: tuple[Axes, ...] = ()
+    rows: tuple[Axes, ...] = ()
+    output_dim: int | None = None
+    has_muon: bool = False
+    is_blocks: bool = False
+
+    def cuts(self, by_rows: bool, of_experts: bool = False) -> tuple[Axes, ...]:
+        """Returns the mesh axes of each dimension.
+
+        Args:
+          by_rows: whether the projection is cut by inputs.
+          of_experts: whether the first dimension is experts, which "fsdp" shards.
+        """
+        cuts = self.rows if by_rows else self.columns
+        if not of_experts:
+            return cuts
+        others = (tuple(axis for axis in axes if axis == "tensor") for axes in cuts)
+        return ("fsdp",), *others
+
+
+LEAVES: dict[str, Leaf] = {}
+"""Name of an array -> what it is, of all kinds and of the terms that are added to weights."""
+
+TERMS: set[str] = set()
+"""Names of the arrays of added terms, which any stored form may have beside it."""
+
+LEAF = "leaf"
+"""Key of a `Leaf` in the metadata of a dataclass field, which makes the field an array."""
+
+METADATA = {"static": True}
+"""Of a field that is part of the tree's structure."""
+
+
+class Weight:
+    """A matrix [in, out] in some stored form, and the facts of its kind.
+
+    Attributes:
+      kind: key of the kind; "" for a wrapper and for a stored form that no spec names.
+      words: plural for messages, such as "block-sparse weights".
+      is_pattern: whether `sparsity.pattern` may name the kind, which then has no pattern of blocks.
+      stores_blocks: whether it has a `BlockLayout` for each layer.
+      offers: of ABILITIES.
+    """
+
+    kind: ClassVar[str] = ""
+    words: ClassVar[str] = ""
+    is_pattern: ClassVar[bool] = False
+    stores_blocks: ClassVar[bool] = False
+    offers: ClassVar[frozenset[str]] = frozenset()
+
+    # Numpy arrays leave `x @ w` to the weight.
+    __array_ufunc__ = None
+
+    def __rmatmul__(self, x: Any) -> Any:
+        """Returns x W: [..., in] -> [..., out], in the dtype of x."""
+        raise NotImplementedError
+
+    def __repr__(self):
+        return text_of(self)
+
+    def times_zeros(self, x: Any) -> Any:
+        """Returns `x @ self` for an x with many zeros, which a kind may skip."""
+        return x @ self
+
+    def expert_products(self, x: Any, tiles: Any) -> Any:
+        """Multiplies the rows of each expert with its weight, [experts, ...] of a stack.
+
+        Args:
+          x: [rows, in], in equal tiles.
+          tiles: int32 [tiles], the expert of each.
+
+        Returns:
+          [rows, out].
+        """
+        raise NotImplementedError
+
+    def dense(self) -> Any:
+        """Returns W, [..., in, out], of concrete layouts."""
+        raise NotImplementedError
+
+    def map_stored(self, function: "Callable[[Weight], Weight]") -> "Weight":
+        """Replaces the innermost weight, which no wrapper is."""
+        return function(self)
+
+    @classmethod
+    def leaves(cls) -> dict[str, Leaf]:
+        """Returns the arrays of the class by name."""
+        fields: Any = dataclasses.fields(cls)  # type: ignore[arg-type]
+        return {field.name: field.metadata[LEAF] for field in fields if LEAF in field.metadata}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, Any], layout: Any, precision: str) -> "Weight":
+        """Returns a weight of arrays by name; others are left alone.
+
+        Args:
+          layout: of a kind that stores blocks.
+          precision: of the product's operands; see `ModelConfig`.
+        """
+        given = {**arrays, "layout": layout, "precision": precision}
+        names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        return cls(**{name: given[name] for name in names})
+
+    @classmethod
+    def shapes(cls, spec: LinearSpec, sides: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the arrays of a layer by name; of blocks, about as many."""
+        raise NotImplementedError
+
+    @classmethod
+    def stored(cls, spec: LinearSpec, sides: tuple[int, int]) -> float:
+        """Returns the trained numbers of a layer's weight, before they are rounded to arrays."""
+        return sum(map(math.prod, cls.shapes(spec, sides).values()))
+
+    @classmethod
+    def inner_width(cls, spec: LinearSpec, sides: tuple[int, int]) -> int:
+        """Returns the features between the products of a weight; 0 for a single product."""
+        return 0
+
+    @classmethod
+    def input_row(cls, spec: LinearSpec, sides: tuple[int, int]) -> int:
+        """Returns the numbers that are stored for one input, in a row that a product of a token may
+        skip; 0 if they are not in a row."""
+        return 0
+
+    @classmethod
+    def table_bytes(cls, spec: LinearSpec, sides: tuple[int, int]) -> float:
+        """Returns the bytes of what is stored of a layer's layout."""
+        return 0.0
+
+    @classmethod
+    def draw(
+        cls,
+        spec: LinearSpec,
+        sides: tuple[int, int],
+        gain: float,
+        normal: Callable[[tuple[int, ...], float], Any],
+        layout: Any = None,
+    ) -> dict[str, Any]:
+        """Returns new arrays, whose outputs have the variance gain² for inputs of variance 1.
+
+        Args:
+          normal: shape, standard deviation -> normal numbers.
+          layout: the `BlockLayout` of a kind that stores blocks.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def matrices(cls, spec: LinearSpec, sides: tuple[int, int]) -> list[tuple[int, int]]:
+        """Returns the shapes of the matrices that Muon orthogonalises; all as many times."""
+        shapes = cls.shapes(spec, sides)
+        return [(shapes[n][-2], shapes[n][-1]) for n, leaf in cls.leaves().items() if leaf.has_muon]
+
+    @classmethod
+    def read_share(
+        cls, leaf: str, spec: LinearSpec, sides: tuple[int, int], has_muon: bool
+    ) -> float:
+        """Returns the inputs that an output of an array sums, as a share of the weight's inputs.
+
+        Learning rates follow from it; see `optimizers.learning_rate_multipliers`.
+        """
+        return 1.0
+
+    @classmethod
+    def muon_inputs(cls, matrix: tuple[int, int], sides: tuple[int, int]) -> int:
+        """Returns the inputs of the matrix whose update Muon scales the rate for."""
+        return matrix[0]
+
+    @classmethod
+    def bounded(cls, updates: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+        """Returns Muon's updates of the arrays, so that W moves as a dense weight does."""
+        return updates
+
+    @classmethod
+    def describe(cls, spec: LinearSpec, sides: tuple[int, int]) -> str:
+        """Returns what a model card says of a projection; "" for nothing."""
+        return ""
+
+    @classmethod
+    def row(cls, spec: LinearSpec, sides: tuple[int, int]) -> tuple[str, str, str]:
+        """Returns grid, density and what is stored, for the table of a run's projections."""
+        return f"{sides[0]}x{sides[1]}", cls.kind, ""
+
+    @classmethod
+    def require(cls, ability: str, feature: str, legal: str = "") -> None:
+        """Refuses a feature that the kind does not offer.
+
+        Args:
+          ability: of ABILITIES.
+          feature: words that begin the sentence, such as "model.precision=int8".
+          legal: what is legal instead; the kinds that offer it if empty.
+
+        Raises:
+          UserError: naming the kind and what is legal.
+        """
+        assert ability in ABILITIES, ability
+        if ability in cls.offers:
+            return
+        legal = legal or ", ".join(k.words for k in KINDS.values() if ability in k.offers)
+        raise UserError(f"{feature} does not go with {cls.words}; legal: {legal}.")
+
+
+Kind = TypeVar("Kind", bound=type[Weight])
+
+ON_REGISTER: list[Callable[[type[Weight]], None]] = []
+"""Functions of each new class of weights; `weight` registers it as a pytree."""
+
+_FORMS: dict[frozenset[str], type[Weight]] = {}
+
+
+def register(weight: Kind) -> Kind:
+    """Registers a class of weights, as a decorator: a kind, or another stored form of one.
+
+    Raises:
+      UserError: it lacks a fact, or another class has its key or the name of an array for something
+        else.
+    """
+    leaves = weight.leaves()
+    _check_leaves(weight, leaves)
+    if weight.kind in KINDS:
+        raise UserError(f"The kind of weight {weight.kind!r} is registered twice.")
+    if weight.kind:
+        bases = weight.__mro__[: weight.__mro__.index(Weight)]
+        own = {name for base in bases for name in vars(base)}
+        absent = [n for n in ("words", "__rmatmul__", "dense", "shapes", "draw") if n not in own]
+        if absent:
+            raise UserError(f"The kind of weight {weight.kind!r} lacks {', '.join(absent)}.")
+        if unknown := weight.offers - set(ABILITIES):
+            raise UserError(
+                f"The kind of weight {weight.kind!r} offers {', '.join(sorted(unknown))}; legal: "
+                f"{', '.join(ABILITIES)}."
+            )
+        KINDS[weight.kind] = weight
+        KIND_NAMES.append(weight.kind)
+        if weight.is_pattern:
+            PATTERN_NAMES.append(weight.kind)
+    _FORMS[frozenset(leaves)] = weight
+    return _registered(weight, leaves)
+
+
+def register_term(weight: Kind) -> Kind:
+    """Registers a wrapper whose arrays are stored beside those of its base, as a decorator."""
+    leaves = weight.leaves()
+    _check_leaves(weight, leaves)
+    TERMS.update(leaves)
+    return _registered(weight, leaves)
+
+
+def _check_leaves(weight, leaves):
+    for name, leaf in leaves.items():
+        if LEAVES.get(name, leaf) != leaf:
+            raise UserError(
+                f"The array {name!r} of {weight.__name__} is something else in another weight; "
+                "legal: another name, or the same facts."
+            )
+
+
+def _registered(weight, leaves):
+    LEAVES.update(leaves)
+    for seen in ON_REGISTER:
+        seen(weight)
+    return weight
+
+
+def stored_form(arrays: Mapping[str, Any]) -> type[Weight] | None:
+    """Returns the class whose arrays these are, beside those of an added term and a bias; None if
+    they are no weight's."""
+    return _FORMS.get(frozenset(name for name in arrays if name in LEAVES and name not in TERMS))
+
+
+def leaf_of(path: tuple) -> Leaf | None:
+    """Returns what the array at a `jax.tree_util` path is; None if it is of no weight."""
+    return LEAVES.get(getattr(path[-1], "key", None))  # type: ignore[arg-type]
