@@ -23,6 +23,7 @@ from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.experts import ROUTER, expert_layout
 from sparse_dataflow.core.model.identity import as_identity
 from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.weights.kind import LEAVES, TERMS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.equivalent_forms import dense_module
 from sparse_dataflow.interchange.width import SPREAD, WIDTHS, head_sources, wider
@@ -144,7 +145,7 @@ def _varied(tree, spread, rng):
         if name in PROJECTIONS and name not in ROW_PARALLEL and spread:
             result[name] = {
                 n: a * rng.uniform(1 - spread, 1 + spread, a.shape).astype(np.float32)
-                if n in ("kernel", "values")
+                if n in LEAVES and n not in TERMS
                 else a
                 for n, a in module.items()
             }

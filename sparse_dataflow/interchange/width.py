@@ -27,6 +27,7 @@ from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.experts import ROUTER
 from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.weights.kind import BIAS, LEAVES
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.equivalent_forms import dense_module
 
@@ -188,15 +189,14 @@ def _projection(name, module, sources, layouts, rng):
     inputs, outputs = sources.projection(name)
     result = {}
     for leaf, array in module.items():
-        if leaf == "kernel":
-            result[leaf] = _shared(array[..., outputs], inputs, rng)
-        elif leaf == "values":
-            kernel = layouts[0].to_dense(array)[:, outputs]
-            result[leaf] = layouts[1].from_dense(_shared(kernel, inputs, rng))
-        elif leaf == "a_kernel":
-            result[leaf] = _shared(array, inputs, rng)
-        else:
-            result[leaf] = array if leaf == "gate" else array[..., outputs]
+        known = LEAVES.get(leaf, BIAS)
+        if known.is_blocks:
+            array = layouts[0].to_dense(array)
+        if known.output_dim is not None:
+            array = array[..., outputs]
+        if known.input_dim is not None or known.is_blocks:
+            array = _shared(array, inputs, rng)
+        result[leaf] = layouts[1].from_dense(array) if known.is_blocks else array
     return result
 
 

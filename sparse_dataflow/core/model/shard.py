@@ -11,13 +11,14 @@ from jax import lax
 
 from sparse_dataflow.core.config.projections import KEY_NORMS, KEY_VALUE
 from sparse_dataflow.core.ops import derivatives, dispatch
-from sparse_dataflow.core.weights.kind import LEAVES
+from sparse_dataflow.core.weights.kind import BIAS, LEAVES
 
 
 def output_dim(name: str) -> int | None:
     """Returns the dimension of a projection's parameter that output features order; None if it has
     none."""
-    return 0 if name == "bias" else LEAVES[name].output_dim if name in LEAVES else None
+    leaf = BIAS if name == "bias" else LEAVES.get(name)
+    return None if leaf is None else leaf.output_dim
 
 
 def normalise(norm: nnx.LayerNorm | nnx.RMSNorm, x: jax.Array) -> jax.Array:

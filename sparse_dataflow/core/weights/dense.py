@@ -23,6 +23,7 @@ KERNEL = Leaf(
     MATRIX,
     columns=(("feature", "fsdp"), ("tensor",)),
     rows=(("tensor",), ("feature", "fsdp")),
+    input_dim=0,
     output_dim=1,
     has_muon=True,
 )

@@ -53,6 +53,7 @@ class Leaf:
       role: MATRIX, VECTOR, SCALE, NUMBER or TABLE.
       columns: mesh axes of each dimension of a layer's array, in projections cut by outputs.
       rows: the same in projections cut by inputs.
+      input_dim: dimension of the input features; None for none.
       output_dim: dimension that output features order; None for none.
       has_muon: whether Muon updates it, as a matrix.
       is_blocks: whether its first dimension is stored blocks, in the order of a layout.
@@ -61,6 +62,7 @@ class Leaf:
     role: str
     columns: tuple[Axes, ...] = ()
     rows: tuple[Axes, ...] = ()
+    input_dim: int | None = None
     output_dim: int | None = None
     has_muon: bool = False
     is_blocks: bool = False
@@ -81,6 +83,9 @@ class Leaf:
 
 LEAVES: dict[str, Leaf] = {}
 """Name of an array -> what it is, of all kinds and of the terms that are added to weights."""
+
+BIAS = Leaf(VECTOR, output_dim=0)
+"""The bias of a projection, which is of no kind of weight."""
 
 TERMS: set[str] = set()
 """Names of the arrays of added terms, which any stored form may have beside it."""

@@ -41,7 +41,9 @@ class LowRank(Weight):
 
     a_factor: Any = dataclasses.field(
         metadata={
-            LEAF: Leaf(MATRIX, columns=(("fsdp",),), rows=(("tensor", "fsdp"),), has_muon=True)
+            LEAF: Leaf(
+                MATRIX, columns=(("fsdp",),), rows=(("tensor", "fsdp"),), input_dim=0, has_muon=True
+            )
         }
     )
     b_factor: Any = dataclasses.field(
@@ -150,7 +152,11 @@ class PlusLowRank(Wrapper):
 
     base: Weight
     a_kernel: Any = dataclasses.field(
-        metadata={LEAF: Leaf(MATRIX, columns=(("feature", "fsdp"),), rows=(("tensor",), ("fsdp",)))}
+        metadata={
+            LEAF: Leaf(
+                MATRIX, columns=(("feature", "fsdp"),), rows=(("tensor",), ("fsdp",)), input_dim=0
+            )
+        }
     )
     b_kernel: Any = dataclasses.field(
         metadata={
