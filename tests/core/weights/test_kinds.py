@@ -1,0 +1,250 @@
+"""What a kind of weight says of itself holds, and nobody else knows its arrays."""
+
+import dataclasses
+import itertools
+import math
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh
+from kronecker import Kronecker
+
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import KINDS, PATTERN_NAMES, LinearSpec
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors import mesh as meshes
+from sparse_dataflow.core.executors import sharding, whole
+from sparse_dataflow.core.layouts.patterns import make_layout
+from sparse_dataflow.core.model import gpt
+from sparse_dataflow.core.model.stacks import weights_of
+from sparse_dataflow.core.training import cost
+from sparse_dataflow.core.training.step import initial_state, make_train_step
+from sparse_dataflow.core.weights import kind as kinds
+from sparse_dataflow.core.weights.kind import LEAF, LEAVES, MATRIX, Leaf, Weight, stored_form
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.interchange.equivalent_forms import dense_form
+from sparse_dataflow.planner import plan_memory
+from sparse_dataflow.relay.relay_executor import RelayExecutor
+from sparse_dataflow.runs.run_config import preset
+
+PACKAGE = pathlib.Path(__file__).parents[3] / "sparse_dataflow"
+SIDES = (48, 96)
+KEYS = sorted(KINDS)
+each_kind = pytest.mark.parametrize("key", KEYS)
+MODEL = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=16)
+
+
+def spec_of(key):
+    stores_blocks = KINDS[key].stores_blocks
+    return LinearSpec(key, "random" if stores_blocks else key, density=0.5, block=8)
+
+
+def drawn(key, sides=SIDES, seed=0):
+    """Returns (spec, layout or None, drawn arrays)."""
+    spec, rng = spec_of(key), np.random.default_rng(seed)
+    layout = make_layout("random", *sides, 8, 0.5) if spec.weight.stores_blocks else None
+
+    def normal(shape, scale):
+        return jnp.asarray(rng.normal(size=shape) * scale, jnp.float32)
+
+    return spec, layout, spec.weight.draw(spec, sides, 1.0, normal, layout)
+
+
+def test_every_kind_is_tested():
+    assert {"dense", "block_sparse", "low_rank", "kronecker"} <= set(KEYS)
+
+
+@each_kind
+def test_drawn_arrays_are_those_that_it_names(key):
+    spec, _, arrays = drawn(key)
+    assert {name: array.shape for name, array in arrays.items()} == spec.weight.shapes(spec, SIDES)
+    assert arrays.keys() <= LEAVES.keys() and stored_form(arrays) is spec.weight
+    size = sum(math.prod(array.shape) for array in arrays.values())
+    assert spec.weight.stored(spec, SIDES) == pytest.approx(size, rel=1e-12)
+    for name, array in arrays.items():
+        leaf = LEAVES[name]
+        blocks = leaf.is_blocks
+        assert array.ndim == kinds.ROLE_AXES[leaf.role] + blocks
+        assert all(len(leaf.cuts(rows)) <= array.ndim for rows in (False, True))
+        if leaf.input_dim is not None:
+            assert array.shape[leaf.input_dim] == SIDES[0]
+        if leaf.output_dim is not None and not blocks:
+            assert array.shape[leaf.output_dim] == SIDES[1]
+    assert (
+        stored_form({**arrays, "bias": 0, "a_kernel": 0, "b_kernel": 0, "gate": 0}) is spec.weight
+    )
+
+
+@each_kind
+def test_product_gradients_and_outputs_are_those_of_the_dense_form(key):
+    spec, layout, arrays = drawn(key)
+    rng = np.random.default_rng(1)
+    with jax.enable_x64(True):
+        arrays = {name: jnp.asarray(np.asarray(a, np.float64)) for name, a in arrays.items()}
+        weight = lambda arrays: spec.weight.from_arrays(arrays, layout, "compute_dtype")  # noqa: E731
+        x, dy = rng.normal(size=(4, 5, SIDES[0])), rng.normal(size=(4, 5, SIDES[1]))
+        y, pullback = jax.vjp(lambda a, x: x @ weight(a), arrays, jnp.asarray(x))
+        gradients, dx = pullback(jnp.asarray(dy))
+        matrix, through_dense = jax.vjp(lambda a: weight(a).dense(), arrays)
+        [expected] = through_dense(jnp.einsum("bti,bto->io", x, dy))
+        np.testing.assert_allclose(y, x @ np.asarray(matrix), rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(dx, dy @ np.asarray(matrix).T, rtol=1e-10, atol=1e-10)
+    for name in arrays:
+        np.testing.assert_allclose(gradients[name], expected[name], rtol=1e-9, atol=1e-9)
+
+
+@each_kind
+def test_parameters_are_counted(key):
+    model = MODEL.with_linears(spec_of(key))
+    params = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
+    assert cost.parameter_count(model) == sum(math.prod(a.shape) for a in jax.tree.leaves(params))
+
+
+@each_kind
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
+def test_it_trains_and_its_matrices_are_those_of_muon(key, optimizer):
+    model = dataclasses.replace(MODEL.with_linears(spec_of(key)), parametrization="supar")
+    training = TrainingConfig(20, 4, 8, learning_rate=1e-2, optimizer=optimizer)
+    state = initial_state(model, training)
+    tokens = np.random.default_rng(0).integers(0, 40, (4, 9), np.int32)
+    step, losses = jax.jit(make_train_step(model, training)), []
+    for _ in range(6):
+        state, report = step(state, tokens, 1e-3 if optimizer == "adafactor" else 1e-2)
+        losses.append(float(report.loss))
+    assert losses[-1] < losses[0] and np.isfinite(losses).all()
+    if optimizer == "muon":
+        spec, moments = spec_of(key), next(e for e in state.moments if hasattr(e, "nu"))
+        assert not {p[-1].key for p, _ in jax.tree_util.tree_leaves_with_path(moments.nu)} & {
+            name for name, leaf in spec.weight.leaves().items() if leaf.has_muon
+        }
+
+
+@each_kind
+def test_the_dense_form_of_a_model_computes_the_same(key):
+    model = MODEL.with_linears(spec_of(key))
+    training = TrainingConfig(20, 4, 8)
+    state = initial_state(model, training)
+    dense, params = dense_form(model, state.weights)
+    tokens = np.random.default_rng(0).integers(0, 40, (2, 10), np.int32)
+    expected = whole.logits(model, state.weights, tokens)
+    actual = whole.logits(dense, weights_of(params, {}), tokens)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(KEYS),
+    st.tuples(*[st.sampled_from((1, 2, 4, 8))] * 2),
+    st.sampled_from(((48, 96), (40, 64), (24, 56), (136, 72))),
+    st.booleans(),
+)
+def test_planner_and_mesh_cut_alike(key, axes, sides, rows):
+    """The planner says that "fsdp" shards an array where the sharding rules do."""
+    fsdp, tensor = axes
+    sizes = meshes.parse(f"fsdp:{fsdp},tensor:{tensor}", None)
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    spec = spec_of(key)
+    projection = "mlp_out" if rows else "mlp_in"
+    shards = {"fsdp": fsdp, "tensor": tensor, "feature": 1}
+    for name, shape in spec.weight.shapes(spec, sides).items():
+        cuts = LEAVES[name].cuts(rows)
+        divides = plan_memory._divides(shape, cuts, shards)
+        entries = sharding.spec(f"blocks.{projection}.{name}", (2, *shape), mesh)
+        shards_fsdp = "fsdp" in itertools.chain(*map(sharding.entry_axes, entries))
+        has_fsdp = any("fsdp" in axes for axes in cuts)
+        assert shards_fsdp == (bool(divides) and has_fsdp and fsdp > 1)
+
+
+def test_a_pattern_chooses_a_kind_of_somebody_else_in_a_run():
+    assert "kronecker" in PATTERN_NAMES
+    config = preset("pico").change(sparsity__pattern="kronecker")
+    specs = config.sparsity.linears(config.model)
+    assert {spec.weight for spec in specs.values()} == {Kronecker}
+
+
+@pytest.mark.parametrize(
+    ("feature", "words"),
+    [
+        (lambda m: dataclasses.replace(m, experts=4), "mlp_in of experts .*Kronecker products"),
+        (lambda m: dataclasses.replace(m, precision="int8"), "precision=int8 .*Kronecker"),
+        (lambda m: LinearSpec("kronecker", rank=2), "rank=2 does not go with Kronecker"),
+        (lambda m: LinearSpec("kronecker", turned_dense=True), "turned_dense=True does not"),
+        (
+            lambda m: RelayExecutor().check(m, TrainingConfig(2, 4, 8, optimizer="muon")),
+            "legal: training.optimizer=adamw",
+        ),
+    ],
+)
+def test_what_a_kind_does_not_offer_is_refused(feature, words):
+    with pytest.raises(UserError, match=words):
+        feature(MODEL.with_linears(LinearSpec("kronecker", "kronecker")))
+
+
+def incomplete(**changes):
+    """A class of weights without some of its facts."""
+    base = {
+        "kind": "mine",
+        "words": "my weights",
+        "__rmatmul__": lambda self, x: x,
+        "dense": lambda self: self.mine,
+        "shapes": classmethod(lambda cls, spec, sides: {}),
+        "draw": classmethod(lambda cls, *_: {}),
+        "__annotations__": {"mine": object},
+        "mine": dataclasses.field(metadata={LEAF: Leaf(MATRIX)}),
+    }
+    facts = {name: fact for name, fact in (base | changes).items() if fact is not None}
+    return dataclasses.dataclass(frozen=True)(type("Mine", (Weight,), facts))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"draw": None}, "'mine' lacks draw"),
+        ({"dense": None, "shapes": None}, "'mine' lacks dense, shapes"),
+        ({"words": None}, "'mine' lacks words"),
+        ({"kind": "dense"}, "'dense' is registered twice"),
+        ({"offers": frozenset({"rank", "speed"})}, "offers speed; legal: .*experts"),
+        (
+            {"__annotations__": {"kernel": object}, "mine": None,
+             "kernel": dataclasses.field(metadata={LEAF: Leaf(MATRIX)})},
+            "'kernel' of Mine is something else",
+        ),
+    ],
+)  # fmt: skip
+def test_a_kind_without_a_fact_is_refused_by_its_name(changes, words):
+    before = dict(KINDS), dict(LEAVES)
+    with pytest.raises(UserError, match=words):
+        kinds.register(incomplete(**changes))
+    assert (KINDS, LEAVES) == before
+
+
+def test_an_unknown_kind_is_refused_with_the_legal_ones():
+    with pytest.raises(UserError, match=r"kind.*dense, block_sparse|kind.*block_sparse, dense"):
+        LinearSpec("sparse")
+
+
+NAMES = {name for name in LEAVES if LEAVES[name] not in Kronecker.leaves().values()}
+ROOMS = ("core", "interchange", "planner", "pipeline", "relay", "runs", "compile")
+HOMES = ("core/weights/", "interchange/peft.py", "interchange/numpy_reader.py")
+"""Who names arrays: the kinds, and two readers of foreign formats."""
+
+
+def test_no_other_file_compares_kinds_or_names_arrays():
+    """In interchange a dense matrix has its name, kernel, also in files of other libraries."""
+    compares = r"(spec|linear|before|after|linear\(\w+\))\.kind (==|!=|in|not in) "
+    files = [path for room in ROOMS for path in (PACKAGE / room).rglob("*.py")]
+    found = []
+    for path in sorted(files):
+        name = path.relative_to(PACKAGE).as_posix()
+        names = NAMES - ({"kernel"} if name.startswith(("interchange", "planner/pub")) else set())
+        pattern = re.compile(rf"[\"']({'|'.join(names)})[\"']|{compares}")
+        lines = [] if name.startswith(HOMES) else path.read_text(encoding="utf-8").splitlines()
+        numbered = enumerate(lines, 1)
+        found += [f"{name}:{n}: {line.strip()}" for n, line in numbered if pattern.search(line)]
+    assert not found, "\n".join(found)
