@@ -142,7 +142,10 @@ def test_a_model_of_13b_fits_24_gb_in_int8_alone():
 
 
 def test_stored_blocks_are_refused():
-    with pytest.raises(UserError, match="frozen_dtype=int8 is for dense weights, and attn_out"):
+    with pytest.raises(
+        UserError,
+        match=r"attn_out: .*frozen_dtype=int8 does not go with block-sparse weights; legal: c",
+    ):
         adapters.with_adapters(BASES["sparse"], 3, "int8")
 
 
