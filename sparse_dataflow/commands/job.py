@@ -448,7 +448,7 @@ class Job:
             start = self._weights()
             if v.training.adapter_rank:
                 return starting_point.adapter_state_from(start, v.model, v.training, self.executor)
-            if run.prune_by == "activations" and v.model.sparse_projections:
+            if run.prune_by == "activations" and v.model.partial_projections:
                 calibration = [
                     rows
                     for step in range(run.prune_batches)

@@ -23,7 +23,7 @@ from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.attention.dot_product import masked_attention
-from sparse_dataflow.core.weights.kind import SCALE, leaf_of
+from sparse_dataflow.core.weights.kind import SCALE, TABLE, leaf_of
 from sparse_dataflow.evaluation.sampling import Sampler
 
 MOST_TOKENS = 32
@@ -91,7 +91,7 @@ def _layer(stacked, i, dtype):
 
     def cast(path, leaf):
         known = leaf_of(path)
-        wide = path[-1].key == ROUTER or (known is not None and known.role == SCALE)
+        wide = path[-1].key == ROUTER or (known is not None and known.role in (SCALE, TABLE))
         return leaf[i] if wide else leaf[i].astype(dtype)
 
     return jax.tree_util.tree_map_with_path(cast, stacked)

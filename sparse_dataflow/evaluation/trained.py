@@ -14,6 +14,7 @@ from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.model import adapters
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.by_weight import evaluated
 from sparse_dataflow.core.training.phases import phase_before, phases
@@ -196,7 +197,7 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
     state, facts = restored
     step = int(state.step)
     shape = model_phases[phase_before(model_phases, step)].model
-    params = evaluated(training, state.moments, state.params)
+    params = adapters.merged(evaluated(training, state.moments, state.params), state.frozen)
     if shape.shared_layers:
         params = {**params, "blocks": copied_blocks(params["blocks"], shape.num_layers)}
         shape = dataclasses.replace(shape, shared_layers=False)

@@ -29,6 +29,7 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.model import adapters, gpt, stacks
 from sparse_dataflow.core.model.experts import expert_layout
+from sparse_dataflow.core.model.partition import without_tables
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.by_weight import VOCABULARY
 from sparse_dataflow.core.optim.optimizers import TrainState, make_optimizer
@@ -361,8 +362,8 @@ def initial_state_from(
         shape = dataclasses.replace(start.model, compute_dtype=model.compute_dtype)
         norms = input_norms(shape, start.weights, calibration, mixed)
         norms = collectives.broadcast_arrays(norms)  # Each process has other rows of the batches.
-    params = jax.tree.map(jnp.array, start.params)
-    state = TrainState(step, params, (), start.tables, key)
+    params, masks = without_tables(jax.tree.map(jnp.array, start.params))
+    state = TrainState(step, params, (), start.tables, key, masks)
     if prune_to == "pattern":
         pattern_pruning.refuse(start.model, start.tables, model)
         state = pattern_pruning.to_pattern(state, start.model, model, norms)
@@ -444,6 +445,11 @@ def _refuse_mismatch(start: ModelConfig, model: ModelConfig) -> None:
             continue
         if before.rank and after.rank != before.rank:
             differences.append(_difference(f"{name}: rank", before.rank, after.rank))
+        if before.weight.has_mask != after.weight.has_mask and Dense not in (
+            before.weight,
+            after.weight,
+        ):
+            differences.append(_difference(name, before.weight.words, after.weight.words))
         if before.weight.stores_blocks and after.weight.stores_blocks:
             if before.hadamard != after.hadamard:
                 setting = f"{name}: --set sparsity.hadamard"
@@ -453,6 +459,7 @@ def _refuse_mismatch(start: ModelConfig, model: ModelConfig) -> None:
             if before.max_fan_out > after.max_fan_out and before.density == after.density:
                 setting = f"{name}: evolution.max_fan_out"
                 differences.append(_difference(setting, before.max_fan_out, after.max_fan_out))
+        if before.weight.is_partial and after.weight is before.weight:
             if start.num_layers == model.num_layers:
                 differences += _first_denser_layer(start, model, name)
     if differences:

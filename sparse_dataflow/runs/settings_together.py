@@ -53,8 +53,16 @@ def _method(name):
     return lambda config: config.evolution.method == name
 
 
-def _low_rank(config):
-    return config.sparsity.pattern in KINDS and config.sparsity.projections
+def _lacking(ability: str) -> tuple[str, Callable[[Any], Any]]:
+    """Returns option and test of the patterns whose kind of weight does not offer an ability."""
+    lacking = [n for n, k in KINDS.items() if k.is_pattern and ability not in k.offers]
+    option = f"sparsity.pattern={' or '.join(lacking)}"
+
+    def used(config):
+        kind = KINDS.get(config.sparsity.pattern)
+        return kind and ability not in kind.offers and config.sparsity.projections
+
+    return option, used
 
 
 def _rank(config):
@@ -110,10 +118,7 @@ def _adapted_twin(config):
 
 
 ADAPTERS, BASE = "training.adapter_rank", "training.frozen_dtype=int8"
-FACTORS, TAIL = (
-    f"sparsity.pattern={' or '.join(name for name in KINDS if KINDS[name].is_pattern)}",
-    "evolution.method=low_rank_tail",
-)
+TAIL = "evolution.method=low_rank_tail"
 SHARED = "evolution.method=shared_to_own"
 TEACHER, ANSWERS = "training.teacher", "data.loss=answers"
 TOKENS, NEW_ROWS = "data.extend_vocabulary", "training.new_rows_first"
@@ -125,14 +130,13 @@ RULES = (
     Rule(ALIKE, _like_blocks, "parallel.memory_limit", NONE, "whose blocks are all treated alike"),
     Rule(TEACHER, _teacher, "model.logit_cap", ZERO, "whose logits are compared as they are"),
     Rule(
-        FACTORS,
-        _low_rank,
+        *_lacking("evolution"),
         "evolution.method",
         only("static", "shared_to_own"),
-        "which stores no blocks",
+        "which is no part of a dense weight",
     ),
-    Rule(FACTORS, _low_rank, "sparsity.budget", only("uniform"), "which stores no blocks"),
-    Rule(FACTORS, _low_rank, "run.init_from", NONE, "whose two factors begin drawn"),
+    Rule(*_lacking("budget"), "sparsity.budget", only("uniform"), "which has one density"),
+    Rule(*_lacking("given"), "run.init_from", NONE, "whose weights begin drawn"),
     Rule(TAIL, _method("low_rank_tail"), "sparsity.rank", GIVEN, "which adds a term of that rank"),
     Rule(SHARED, _method("shared_to_own"), "run.init_from", NONE, "which begins with one block"),
     Rule("run.twin=narrow", _narrow, "run.init_from", NONE, "which has another width"),

@@ -361,7 +361,9 @@ def check_experts(model: Any) -> None:
 
 
 def check_blocks(model: Any) -> None:
-    """Checks that block-sparse projections fit their Hadamard transform and MOST_BLOCKS."""
+    """Checks that weights fit their projections, their Hadamard transform and MOST_BLOCKS."""
+    for name, spec in dict(model.linears).items():
+        spec.weight.check(name, spec, model.projection_shape(name))
     for name in model.sparse_projections:
         spec, (fan_in, fan_out) = model.linear(name), model.projection_shape(name)
         if spec.hadamard and fan_in % spec.hadamard:

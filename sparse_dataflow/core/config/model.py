@@ -479,6 +479,12 @@ class ModelConfig(AttentionSettings, RotarySettings):
         return tuple(sorted(weight.words for weight in kinds))
 
     @property
+    def partial_projections(self) -> tuple[str, ...]:
+        """Names of the projections that are a part of a dense weight, which may change."""
+        linears = dict(self.linears)
+        return tuple(name for name, spec in linears.items() if spec.weight.is_partial)
+
+    @property
     def sparse_projections(self) -> tuple[str, ...]:
         """Names of the block-sparse projections."""
         linears = dict(self.linears)

@@ -63,6 +63,8 @@ class LinearSpec(Readable):
         see `optim.optimizers`.
       frozen_dtype: how a dense weight under an adapter is stored: in the compute dtype, or as int8
         with a scale for each output.
+      span: neighbouring inputs among which every output of a masked weight stores equally many; 0
+        is all inputs (4 with density 0.5 is 2 of 4).
       max_fan_out: width of a layout's tables by input block, as a multiple of the mean fan-out;
         above 1 for a layout that training changes (`layouts.evolution`).
 
@@ -80,6 +82,7 @@ class LinearSpec(Readable):
     hadamard: int = setting(0, legal=between(0, MOST_SIZE))
     turned_dense: bool = setting(False)
     max_fan_out: float = setting(1.0, legal=AT_LEAST_ONE)
+    span: int = setting(0, legal=between(0, MOST_SIZE))
     frozen_dtype: str = setting("compute", choices=FROZEN_DTYPES)
 
     def __post_init__(self):

@@ -63,6 +63,13 @@ class SparsityConfig(Readable):
         ),
     )
 
+    span: int = setting(
+        0,
+        "With --pattern=masked, neighbouring inputs among which each output stores equally many; 0 "
+        "is all inputs, 4 with --density=0.5 is 2 of 4.",
+        legal=between(0, MOST_SIZE),
+    )
+
     def __post_init__(self):
         validate(self, "sparsity")
 
@@ -79,6 +86,7 @@ class SparsityConfig(Readable):
             self.block,
             self.rank,
             self.hadamard,
+            span=self.span,
         )
         return dict.fromkeys(model.selected(self.projections, "sparsity.projections"), spec)
 

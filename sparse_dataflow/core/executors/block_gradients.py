@@ -65,6 +65,35 @@ def block_gradient_norms(
     return {name: jnp.concatenate([group[name] for group in norms]) for name in norms[0]}
 
 
+def mask_gradient_norms(
+    loss_and_gradients: Callable, model: ModelConfig, weights: ModelWeights, tokens: jax.Array
+) -> dict[str, jax.Array]:
+    """Returns the norms of the dense gradient of masked weights, by the blocks of their masks.
+
+    Args:
+      loss_and_gradients: of an executor.
+      weights: of the model, as placed.
+      tokens: int32 [rows, sequence + 1].
+
+    Returns:
+      {masked projection: float32 [layers, in_blocks, out_blocks]}.
+    """
+    specs = {n: spec for n, spec in dict(model.linears).items() if spec.weight.has_mask}
+    if not specs:
+        return {}
+    # What is not under a mask is zero, so under masks of ones the gradient is that of the dense
+    # weight.
+    ones = jax.tree.map(jnp.ones_like, weights.frozen)
+    opened = dataclasses.replace(weights, frozen=ones)
+    _, gradients = loss_and_gradients(model, opened, whole.Batch(tokens), whole.Accumulation())
+    norms = {}
+    for name, spec in specs.items():
+        modules = [group[name] for group in split_groups(gradients["blocks"])]
+        squares = [spec.weight.gradient_scores(module, spec) for module in modules]
+        norms[name] = jnp.sqrt(jnp.concatenate(squares))
+    return norms
+
+
 class Portions(NamedTuple):
     """How the measured sequences are divided, so that a measurement fits in a micro-batch's memory.
 

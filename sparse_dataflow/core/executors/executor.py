@@ -108,9 +108,11 @@ def _state_that_stays(job):
     """An optimizer with state of parts of a stored block, such as its rows."""
     if not _of_weights(job) or METHODS[job.evolution].update is None:
         return ""
-    for name in job.model.sparse_projections:
-        block = job.model.linear(name).block
-        if axes := partial_axes(job.training, (block, block)):
+    for name in job.model.partial_projections:
+        spec = job.model.linear(name)
+        side = spec.block
+        sides = (side, side) if spec.weight.stores_blocks else job.model.projection_shape(name)
+        if axes := partial_axes(job.training, sides):
             return (
                 f"training.optimizer={job.training.optimizer}, whose state of a block has an array "
                 f"along {' and '.join(axes)}, and --evolution={job.evolution}"
@@ -118,7 +120,20 @@ def _state_that_stays(job):
     return ""
 
 
+def _tables(job):
+    """A weight with a mask, which is not trained."""
+    masked = [spec.weight for spec in dict(job.model.linears).values() if spec.weight.has_mask]
+    return f"sparsity.pattern={masked[0].kind}" if masked else ""
+
+
 RULES = (
+    Rule(
+        "`sparsity.pattern=masked`",
+        _tables,
+        (STAGE, RELAY),
+        "whose blocks see the trained weights alone",
+        "a mesh without stages, or another pattern",
+    ),
     Rule(
         "`model.mask_documents`",
         lambda job: job.model.mask_documents and "model.mask_documents=yes",

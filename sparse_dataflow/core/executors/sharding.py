@@ -220,8 +220,8 @@ def gather(params: dict, specs: dict, dtype: jnp.dtype) -> dict:
     def gather_leaf(leaf, spec):
         for dim, entry in enumerate(spec):
             if axes := _state_axes(entry):
-                stored = leaf.dtype == jnp.int8  # It is cast where it is multiplied.
-                to = leaf.dtype if stored else jnp.dtype(dtype)
+                # int8 numbers are cast where they are multiplied, and a mask is no number.
+                to = jnp.dtype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype
                 return checkpoint_name(_all_gather(leaf, dim, to, axes), GATHERED)
         return leaf
 

@@ -157,6 +157,8 @@ class Method:
         phase.
       at: default of `EvolutionConfig.at`.
       changes_blocks: whether the stored blocks of a weight change, so that a model needs some.
+      mask_gain: weight of growth in an update of masks, see `Masked.exchanged`; None for a method
+        that has no such update.
     """
 
     update: Update | None = None
@@ -164,6 +166,7 @@ class Method:
     phase_specs: Callable[[ModelConfig, EvolutionConfig], tuple[PhaseSpec, ...]] | None = None
     at: float = 0.75
     changes_blocks: bool = True
+    mask_gain: float | None = None
 
 
 METHODS: dict[str, Method] = {}
@@ -198,6 +201,12 @@ def phase_specs(model: ModelConfig, config: EvolutionConfig) -> tuple[PhaseSpec,
         model.refuse_experts(f"--evolution={config.method}", "static")
         _refuse_unchangeable(model, config.method)
     if method.update is not None:
+        for name, spec in dict(model.linears).items():
+            if spec.weight.has_mask and method.mask_gain is None:
+                raise UserError(
+                    f"--evolution={config.method} has no update of masks, and {name} has one; "
+                    "legal: set, rigl, static, gradual, sparse_to_dense."
+                )
         _refuse_row_shards(model, config.row_shards)
         widen = functools.partial(dataclasses.replace, max_fan_out=config.max_fan_out)
         specs = (PhaseSpec(0.0, _with_sparse_specs(model, widen), runtime_layouts=True),)
@@ -211,7 +220,7 @@ def phase_specs(model: ModelConfig, config: EvolutionConfig) -> tuple[PhaseSpec,
 
 
 def _with_runtime_layouts(spec):
-    runtime = spec.runtime_layouts or bool(spec.model.sparse_projections)
+    runtime = spec.runtime_layouts or bool(spec.model.partial_projections)
     return dataclasses.replace(spec, runtime_layouts=runtime)
 
 
@@ -306,10 +315,10 @@ def largest_blocks(
 
 
 def _refuse_unchangeable(model, method):
-    if not model.sparse_projections:
-        raise UserError(f"--evolution={method} needs a block-sparse projection.")
+    if not model.partial_projections:
+        raise UserError(f"--evolution={method} needs a sparse projection.")
     for group in layer_groups(model):
-        for name in model.sparse_projections:
+        for name in model.partial_projections:
             if group.model.linear(name).density == 1:
                 raise UserError(
                     f"--evolution={method} cannot add or remove a block in {name}: density 1 "
@@ -339,7 +348,7 @@ def _sparse_to_dense(model, config):
     dense = _with_sparse_specs(model, to_dense)
     if not config.first:
         return PhaseSpec(0.0, model), PhaseSpec(until(config), dense)
-    sparse = model.sparse_projections
+    sparse = model.partial_projections
     if not set(config.first) < set(sparse):
         raise UserError(
             f"--set evolution.first={','.join(config.first)} must name some of the sparse "
@@ -355,7 +364,7 @@ def _sparse_to_dense(model, config):
 
 def _low_rank_tail(model, config):
     """SLoPe (arXiv 2405.15960): adds low-rank adapters for the last steps."""
-    if not any(model.linear(name).rank for name in model.sparse_projections):
+    if not any(model.linear(name).rank for name in model.partial_projections):
         raise UserError(
             "--evolution=low_rank_tail adds a low-rank term of width sparsity.rank; legal: 1 or "
             "more."
@@ -375,7 +384,7 @@ def _gradual(model, config):
     lowest = min(
         group.model.linear(name).density
         for group in layer_groups(model)
-        for name in model.sparse_projections
+        for name in model.partial_projections
     )
     halvings = math.ceil(math.log2(1 / lowest) - 1e-9)
     specs = []
@@ -408,7 +417,7 @@ def _doubled(model, power):
         by_depth.add(tuple(min(m / least, 1 / density) for m in model.density_by_depth))
         return dataclasses.replace(spec, pattern=RUNTIME_PATTERN, density=density)
 
-    specs = {name: doubled_spec(name) for name in model.sparse_projections}
+    specs = {name: doubled_spec(name) for name in model.partial_projections}
     if len(by_depth) > 1:
         raise UserError(
             "--evolution=gradual with per-layer densities needs equal densities of all "
@@ -433,13 +442,13 @@ def _shared_to_own(model, config):
 
 
 def _with_sparse_specs(model, change, names=None):
-    specs = {name: change(model.linear(name)) for name in names or model.sparse_projections}
+    specs = {name: change(model.linear(name)) for name in names or model.partial_projections}
     return dataclasses.replace(model, linears={**dict(model.linears), **specs})
 
 
 register("static", Method(changes_blocks=False))
-register("set", Method(update=set_blocks))
-register("rigl", Method(update=rigl_blocks, reads_gradients=True))
+register("set", Method(update=set_blocks, mask_gain=0.0))
+register("rigl", Method(update=rigl_blocks, reads_gradients=True, mask_gain=1.0))
 register("gradual", Method(phase_specs=_gradual, at=0.5))
 register("sparse_to_dense", Method(phase_specs=_sparse_to_dense, at=0.7))
 register("low_rank_tail", Method(phase_specs=_low_rank_tail, at=0.99))

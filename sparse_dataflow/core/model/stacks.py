@@ -163,7 +163,7 @@ class ModelWeights:
     Attributes:
       params: parameters that are trained; see `gpt`.
       layouts: `Fixed`, or layout tables as leaves, which change without recompiling.
-      frozen: parameters that are not trained, such as the base of `adapters`; () for none.
+      frozen: what is not trained, see `model.partition`; () for nothing.
     """
 
     params: Any

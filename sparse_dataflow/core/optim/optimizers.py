@@ -327,7 +327,8 @@ def learning_rate_multipliers(
 
 
 class TrainState(NamedTuple):
-    """All arrays of a training, and of its checkpoints, except that those leave out `frozen`.
+    """All arrays of a training, and of its checkpoints, except that those leave out an adapters'
+    base.
 
     Attributes:
       step: int32 [], number of optimizer steps done; also the data position.
@@ -335,7 +336,8 @@ class TrainState(NamedTuple):
       moments: the optimizer state.
       tables: layout tables (int32) of the sparse projections, or `Fixed` ones.
       key: random key of every draw during training.
-      frozen: parameters that are not trained, the base of `adapters`; () if all are.
+      frozen: what is not trained, see `model.partition`: the base of `adapters`, or the masks of
+        weights; () for nothing.
     """
 
     step: Any

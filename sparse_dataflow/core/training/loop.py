@@ -206,8 +206,8 @@ class Trainer:
                 return initial_state(self.phases[0].model, self.training, executor)
             phase = self.phases[phase_before(self.phases, int(restored.step))]
             refuse_other_layouts(restored, phase)
-            frozen = base.read() if base else ()
-            return executor.place(restored._replace(frozen=frozen), phase.model)
+            state = restored._replace(frozen=base.read()) if base else restored
+            return executor.place(state, phase.model)
 
         if programs[0].start_state is None:
             self.state = first_state()
@@ -344,7 +344,8 @@ class Trainer:
             restored = self.checkpoints.restore(state, step, unsound=_unsound)
         assert restored is not None
         placed = self.executor.place(restored[0], self.model)
-        self.state = at_step(placed, self.state.step)._replace(frozen=self.state.frozen)
+        frozen = self.state.frozen if self._base else placed.frozen
+        self.state = at_step(placed, self.state.step)._replace(frozen=frozen)
 
     def batch(self, step: int) -> dict[str, Any]:
         """Returns the batch of a step (from 0) as put by the executor."""
@@ -417,7 +418,8 @@ class Trainer:
         if self._base:
             extra["base"] = dict(self._base.source)
         with self.clock.during("checkpoint"):
-            saved = self.executor.canonical(self.state._replace(frozen=()), self.model)
+            state = self.state._replace(frozen=()) if self._base else self.state
+            saved = self.executor.canonical(state, self.model)
             self.checkpoints.save(self.step, saved, extra, metric)
 
     @property

@@ -72,7 +72,7 @@ def mean_flops_per_token(model: ModelConfig, evolution: EvolutionConfig, sequenc
     Raises:
       UserError: the evolution method does not fit the model.
     """
-    if not model.sparse_projections:
+    if not model.partial_projections:
         return cost.flops_per_token(model, sequence).total
     specs = phase_specs(model, evolution)
     stops = [spec.start for spec in specs[1:]] + [1.0]

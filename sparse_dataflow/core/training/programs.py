@@ -12,7 +12,11 @@ import numpy as np
 
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors.block_gradients import mean_norms, portions
+from sparse_dataflow.core.executors.block_gradients import (
+    mask_gradient_norms,
+    mean_norms,
+    portions,
+)
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
 from sparse_dataflow.core.layouts.evolution import METHODS, PhaseSpec
 from sparse_dataflow.core.model import stacks
@@ -265,7 +269,7 @@ def _with_updates(programs, phase, training, data, evolution, executor):
     refuse_row_shards(evolution, executor)
     if method.reads_gradients:
         measure = programs.gradient_norms or jax.jit(
-            functools.partial(executor.block_gradient_norms, model),
+            functools.partial(_growth_norms, executor, model),
             out_shardings=executor.replicated(),
         )
         division = portions(training, evolution.sequences)
@@ -286,6 +290,12 @@ def _with_updates(programs, phase, training, data, evolution, executor):
         state = evolve_layouts(state, model, programs, evolution, share, batches, executor)
         seconds = time.perf_counter() - start
     return dataclasses.replace(programs, update_seconds=seconds)
+
+
+def _growth_norms(executor, model, weights, tokens):
+    """Returns the norms of the dense gradient by which stored blocks and masks grow."""
+    norms = executor.block_gradient_norms(model, weights, tokens) if weights.tables else {}
+    return norms | mask_gradient_norms(executor.loss_and_gradients, model, weights, tokens)
 
 
 def refuse_row_shards(evolution: EvolutionConfig, executor: Executor) -> None:
@@ -364,10 +374,9 @@ def evolve_layouts(
         norms = programs.gradient_norms(programs.weights(state), tokens)
     state = executor.canonical(state, model)
 
-    def update(layout, norms, gradients, _, shards, rng):
-        return choose(layout, norms, gradients, share(layout.nnz), shards, rng)
-
-    state = update_layouts(state, model, update, evolution.share, norms, evolution.row_shards)
+    state = update_layouts(
+        state, model, choose, share, norms, evolution.row_shards, method.mask_gain or 0.0
+    )
     return executor.place(state, model)
 
 

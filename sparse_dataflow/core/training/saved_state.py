@@ -200,4 +200,5 @@ def abstract_saved_state(
     """
     model = phases[phase_before(phases, step)].model
     state = abstract_state(model, training, executor)
-    return state._replace(tables=stacks.layout_tables(stacks.layouts(model)), frozen=())
+    frozen = () if training.adapter_rank else state.frozen
+    return state._replace(tables=stacks.layout_tables(stacks.layouts(model)), frozen=frozen)

@@ -16,6 +16,7 @@ from sparse_dataflow.core.executors import sharding
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
 from sparse_dataflow.core.executors.whole import Accumulation, Batch
 from sparse_dataflow.core.model import adapters, gpt, stacks
+from sparse_dataflow.core.model.partition import without_tables
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.core.optim.optimizers import (
@@ -64,10 +65,11 @@ def _draw(model, training, executor):
     def draw():
         init_key, key = jax.random.split(jax.random.key(training.seed))
         params: Any = gpt.init(model, init_key)
-        frozen: Any = ()
         if training.adapter_rank:
-            frozen = adapters.frozen(model, params, training.adapter_scale)
+            frozen: Any = adapters.frozen(model, params, training.adapter_scale)
             params = adapters.factors(params)
+        else:
+            params, frozen = without_tables(params)
         step, moments = jnp.zeros((), jnp.int32), optimizer.init(params)
         return TrainState(step, params, moments, (), key, frozen)
 

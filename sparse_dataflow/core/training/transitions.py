@@ -46,22 +46,25 @@ from sparse_dataflow.core.optim.optimizers import TrainState, adam_state, map_mo
 from sparse_dataflow.core.optim.weight_state import WeightState
 from sparse_dataflow.core.weights.block_sparse import BlockSparse
 from sparse_dataflow.core.weights.dense import Dense
-from sparse_dataflow.core.weights.kind import TERMS
+from sparse_dataflow.core.weights.kind import TABLE, TERMS
 from sparse_dataflow.core.weights.low_rank import PlusLowRank
+from sparse_dataflow.core.weights.masked import Masked
 
 (STORED,), (KERNEL,) = BlockSparse.leaves(), Dense.leaves()
-"""Arrays of block-sparse and of dense weights, which transitions turn into one another."""
+(MASK,) = (name for name, leaf in Masked.leaves().items() if leaf.role == TABLE)
+"""Arrays of block-sparse, dense and masked weights, which transitions turn into one another."""
 
 
 def update_layouts(
     state: TrainState,
     model: ModelConfig,
     update: Update,
-    share: float,
+    share: Callable[[int], float],
     gradient_norms: dict[str, np.ndarray] | None = None,
     row_shards: int = 1,
+    mask_gain: float = 0.0,
 ) -> TrainState:
-    """Returns the state with every layout updated.
+    """Returns the state with every layout and mask updated.
 
     Random choices follow from the state's key and step, so a resumed run makes the same ones.
 
@@ -69,9 +72,10 @@ def update_layouts(
       state: canonical, with concrete tables; must not be used again.
       model: config of the state's model.
       update: update rule of a method; see `layouts.evolution`.
-      share: fraction of stored blocks to exchange.
+      share: number of stored blocks of a weight -> fraction of them to exchange.
       gradient_norms: from `block_gradient_norms`; None if the update does not read them.
       row_shards: see `EvolutionConfig.row_shards`.
+      mask_gain: see `Method`.
     """
     key = jax.random.key_data(jax.random.fold_in(state.key, state.step))
     seed = np.asarray(jax.device_get(key)).ravel().tolist()
@@ -84,11 +88,68 @@ def update_layouts(
             for layer, layer_norms in zip(place.layers, norms, strict=True):
                 gradients = None if gradient_norms is None else gradient_norms[name][layer]
                 rng = np.random.default_rng([*seed, model.projections.index(name), layer])
-                new.append(update(old[layer], layer_norms, gradients, share, shards, rng))
+                new.append(
+                    update(old[layer], layer_norms, gradients, share(old[layer].nnz), shards, rng)
+                )
             layers = slice(place.layers.start, place.layers.stop)
             state = _moved_blocks(state, place, old[layers], new[layers])
         layouts[name] = new
-    return state._replace(tables=stacks.layout_tables(layouts))
+    state = state._replace(tables=stacks.layout_tables(layouts))
+    return _with_exchanged_masks(state, model, share, gradient_norms, mask_gain)
+
+
+def _with_exchanged_masks(state, model, share, gradient_norms, gain):
+    """Returns the state with every mask updated: small weights are dropped, others added at zero.
+
+    What is added has the largest gradients, or is drawn where these are not given.
+    """
+    key = jax.random.fold_in(state.key, state.step)
+    for number, name in enumerate(model.projections):
+        spec = model.linear(name)
+        if not spec.weight.has_mask:
+            continue
+        for place in _places(name, [group.layers for group in layer_groups(model)]):
+            kernel = place.module(state.params)[KERNEL]
+            mask = place.module(state.frozen)[MASK]
+            norms = jnp.sqrt(spec.weight.scores(kernel, spec))
+            if gradient_norms is None:
+                drawn = jax.random.fold_in(jax.random.fold_in(key, number), place.layers.start)
+                growth = jax.random.uniform(drawn, norms.shape)
+            else:
+                growth = jnp.asarray(gradient_norms[name][np.asarray(place.layers)])
+            stored = int(mask[0].sum()) // spec.block**2
+            moved = round(share(stored) * stored)
+            mask = jax.vmap(functools.partial(_exchanged, spec=spec, gain=gain), (0, 0, 0, None))(
+                mask, norms, growth, moved
+            )
+            state = _with_mask(state, place, mask)
+    return state
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "gain"))
+def _exchanged(mask, norms, growth, count, spec, gain):
+    return spec.weight.exchanged(mask, norms, growth, spec, count, gain)
+
+
+def _with_mask(state, place, mask):
+    """Returns the state with a projection's mask replaced, and zeros where it has none."""
+    under = lambda array: array * mask.astype(array.dtype)  # noqa: E731
+    state = _with_converted(state, place, KERNEL, KERNEL, under, counts=lambda count: count)
+    frozen = state.frozen or {"blocks": _empty_groups(state.params)}
+    module = {**split_groups(frozen["blocks"])[place.group].get(place.name, {}), MASK: mask}
+    return state._replace(frozen=place.with_module(frozen, module))
+
+
+def _without_mask(state, place):
+    """Returns the state without a projection's mask."""
+    blocks = list(split_groups(state.frozen["blocks"]))
+    blocks[place.group] = {n: m for n, m in blocks[place.group].items() if n != place.name}
+    frozen = {**state.frozen, "blocks": join_groups(blocks)} if any(blocks) else ()
+    return state._replace(frozen=frozen)
+
+
+def _empty_groups(params):
+    return join_groups([{} for _ in split_groups(params["blocks"])])
 
 
 def change_model(
@@ -151,7 +212,8 @@ def _untied(state, model):
         return lambda tree: {**tree, "blocks": copied_blocks(tree["blocks"], layers, scale)}
 
     moments = map_moments(copies(1 / layers), state.moments, copies(1 / layers**2))
-    return state._replace(params=copies(1.0)(state.params), moments=moments)
+    frozen = state.frozen and copies(1.0)(state.frozen)
+    return state._replace(params=copies(1.0)(state.params), moments=moments, frozen=frozen)
 
 
 def copied_blocks(shared: Any, layers: int, scale: float = 1.0) -> Any:
@@ -169,7 +231,17 @@ def _change_projection(
 ):
     """Converts one projection of one group of layers; returns (state, its layouts or None)."""
     before, after = (layer_linear(model, place.name, place.layers.start) for model in (old, new))
-    if (before.weight, before.density) != (after.weight, after.density):
+    if after.weight.has_mask:
+        assert not before.weight.stores_blocks  # `_refuse_mismatch` and phases have none.
+        if (before.weight, before.density) != (after.weight, after.density):
+            module = place.module(state.params)
+            kernel = module[KERNEL] if scale is None else module[KERNEL] * scale[:, :, None]
+            allowed = place.module(state.frozen)[MASK] if before.weight.has_mask else None
+            mask = after.weight.best(after.weight.scores(kernel, after), after, allowed)
+            state = _with_mask(state, place, mask)
+    elif before.weight.has_mask:
+        state = _without_mask(state, place)
+    elif (before.weight, before.density) != (after.weight, after.density):
         if not after.weight.stores_blocks:
             assert stored is not None
             dense = functools.partial(expand, *_positions(stored), grid=stored[0].mask.shape)

@@ -37,6 +37,7 @@ class BlockSparse(Weight):
     kind = "block_sparse"
     words = "block-sparse weights"
     stores_blocks = True
+    is_partial = True
     offers = frozenset(ABILITIES) - {"frozen_int8", "turned_dense"}
 
     # Stored blocks are sorted by output block, and each head has equally many.

@@ -21,7 +21,7 @@ from sparse_dataflow.files.errors import UserError
 MATRIX, VECTOR, SCALE, NUMBER, TABLE = "matrix", "vector", "scale", "number", "table"
 """Roles of an array: matrices multiply activations, scales and tables are not trained."""
 
-ROLE_AXES = {MATRIX: 2, VECTOR: 1, SCALE: 1, NUMBER: 0}
+ROLE_AXES = {MATRIX: 2, VECTOR: 1, SCALE: 1, NUMBER: 0, TABLE: 2}
 """Role -> axes of one array, after those of a stack of layers, experts or blocks."""
 
 ABILITIES = {
@@ -35,6 +35,7 @@ ABILITIES = {
     "muon_on_relay": "Muon under the relay",
     "evolution": "methods that change which weights are stored",
     "budget": "densities by projection or layer",
+    "given": "a given dense weight to begin with",
     "init_from": "weights that a run begins with",
     "sparse_form": "the sparse form of an export",
     "widths": "widths of equal cost",
@@ -105,6 +106,8 @@ class Weight:
       words: plural for messages, such as "block-sparse weights".
       is_pattern: whether `sparsity.pattern` may name the kind, which then has no pattern of blocks.
       stores_blocks: whether it has a `BlockLayout` for each layer.
+      has_mask: whether it is a whole kernel under a mask; see `Masked`.
+      is_partial: whether it is a part of a dense weight, from which and to which it can turn.
       offers: of ABILITIES.
     """
 
@@ -112,6 +115,8 @@ class Weight:
     words: ClassVar[str] = ""
     is_pattern: ClassVar[bool] = False
     stores_blocks: ClassVar[bool] = False
+    has_mask: ClassVar[bool] = False
+    is_partial: ClassVar[bool] = False
     offers: ClassVar[frozenset[str]] = frozenset()
 
     # Numpy arrays leave `x @ w` to the weight.
@@ -174,7 +179,13 @@ class Weight:
     @classmethod
     def stored(cls, spec: LinearSpec, sides: tuple[int, int]) -> float:
         """Returns the trained numbers of a layer's weight, before they are rounded to arrays."""
-        return sum(map(math.prod, cls.shapes(spec, sides).values()))
+        leaves = cls.leaves()
+        shapes = cls.shapes(spec, sides).items()
+        return sum(math.prod(shape) for name, shape in shapes if leaves[name].role != TABLE)
+
+    @classmethod
+    def check(cls, name: str, spec: LinearSpec, sides: tuple[int, int]) -> None:
+        """Raises UserError if a projection, by its name, cannot be stored so."""
 
     @classmethod
     def inner_width(cls, spec: LinearSpec, sides: tuple[int, int]) -> int:

@@ -1,5 +1,5 @@
 """All kinds of weights.  Whoever asks the registry imports this."""
 
-from sparse_dataflow.core.weights import block_sparse, dense, low_rank
+from sparse_dataflow.core.weights import block_sparse, dense, low_rank, masked
 
-__all__ = ["block_sparse", "dense", "low_rank"]
+__all__ = ["block_sparse", "dense", "low_rank", "masked"]

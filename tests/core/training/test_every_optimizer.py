@@ -212,7 +212,9 @@ def test_moments_move_with_their_block_and_counts_go_on(optimizer, block):
     states = by_weight.WeightStates(jax.tree.map(filled, state.params, zeros))
     moments = tuple(states if hasattr(m, "states") else m for m in state.moments)
     before = np.array(state.params["blocks"]["qkv"]["values"])
-    after = update_layouts(state._replace(moments=moments), model, METHODS["set"].update, 0.6)
+    after = update_layouts(
+        state._replace(moments=moments), model, METHODS["set"].update, lambda _: 0.6
+    )
     values = np.asarray(after.params["blocks"]["qkv"]["values"])
     assert values.shape == before.shape and not np.array_equal(values, before)
     # Drawn weights are not zero, and new ones are.

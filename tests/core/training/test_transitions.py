@@ -103,7 +103,7 @@ def test_an_update_keeps_old_blocks_bit_by_bit_and_starts_new_ones_at_zero(metho
         for name, layers in stacks.layouts(model).items()
     }
     update = METHODS[method].update
-    after = update_layouts(trained_state(model), model, update, 0.3, gradients)
+    after = update_layouts(trained_state(model), model, update, lambda _: 0.3, gradients)
     assert_shaped_like(after, model)
     old, new = (stacks.layouts_from_tables(model, s.tables) for s in (before, after))
     for name in PROJECTIONS:
@@ -117,7 +117,7 @@ def test_an_update_keeps_old_blocks_bit_by_bit_and_starts_new_ones_at_zero(metho
                 expected = now.from_dense(dense)
                 values = np.asarray(mine["blocks"][name]["values"][layer])
                 assert values.tobytes() == expected.astype(values.dtype).tobytes()
-    again = update_layouts(trained_state(model), model, update, 0.3, gradients)
+    again = update_layouts(trained_state(model), model, update, lambda _: 0.3, gradients)
     jax.tree.map(np.testing.assert_array_equal, to_numpy(again), to_numpy(after))
     others = [
         t for t in jax.tree_util.tree_leaves_with_path(before.params) if "values" not in str(t)
@@ -130,7 +130,9 @@ def test_random_choices_follow_from_key_and_step():
     update, model = METHODS["set"].update, evolving(MODEL, "set")
     layouts = []
     for change in ({}, {"step": jax.numpy.int32(6)}, {"key": jax.random.key(3)}):
-        state = update_layouts(trained_state(model)._replace(**change), model, update, 0.3)
+        state = update_layouts(
+            trained_state(model)._replace(**change), model, update, lambda _: 0.3
+        )
         layouts.append(stacks.layouts_from_tables(model, state.tables)["mlp_in"])
     assert layouts[0] != layouts[1] and layouts[0] != layouts[2]
 
@@ -227,7 +229,7 @@ def test_converted_arrays_are_freed():
     """So that the extra memory is one array of one projection."""
     state = trained_state(MODEL)
     values = [tree["blocks"]["qkv"]["values"] for tree in trees(state)]
-    update_layouts(state, MODEL, METHODS["set"].update, 0.3)
+    update_layouts(state, MODEL, METHODS["set"].update, lambda _: 0.3)
     assert all(leaf.is_deleted() for leaf in values)
 
 
@@ -251,7 +253,7 @@ def test_muon_momentum_changes_as_the_first_moment_of_adam(old, new):
 def test_muon_momentum_follows_its_blocks():
     update = METHODS["set"].update
     adamw, muon = (
-        update_layouts(trained_state(MODEL, training=t), MODEL, update, 0.3)
+        update_layouts(trained_state(MODEL, training=t), MODEL, update, lambda _: 0.3)
         for t in (TRAINING, MUON)
     )
     assert_shaped_like(muon, MODEL, MUON)

@@ -50,7 +50,7 @@ def updated(method):
 
     def transition_of(model):
         (model,) = staged(model, EvolutionConfig(method))
-        return model, model, lambda s: update_layouts(s, model, update, 0.3, NORMS)
+        return model, model, lambda s: update_layouts(s, model, update, lambda _: 0.3, NORMS)
 
     return transition_of
 

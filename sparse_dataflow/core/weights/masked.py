@@ -1,0 +1,208 @@
+"""Masked dense weights: any mask of single weights, N of M, or blocks of any side, at dense speed.
+
+The kernel is stored whole, and a product multiplies all of it.  So a mask costs no speed and saves
+none: it is for studies of sparsity, and for weights that something else serves.  A mask is data: it
+changes without a new program, and no optimizer state belongs to it.
+
+Each output stores equally many inputs: the best by some score, among all inputs or among every few
+neighbouring ones (`LinearSpec.span`; 4 with density 1/2 is 2 of 4).
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from sparse_dataflow.core.config.projections import PRECISIONS
+from sparse_dataflow.core.weights.dense import KERNEL, Dense
+from sparse_dataflow.core.weights.kind import (
+    ABILITIES,
+    LEAF,
+    METADATA,
+    TABLE,
+    Weight,
+    register,
+)
+from sparse_dataflow.files.errors import UserError
+
+MASK = dataclasses.replace(KERNEL, role=TABLE, has_muon=False)
+"""Which entries of a kernel count; it is cut as the kernel is."""
+
+
+@register
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Masked(Weight):
+    """A matrix of which only the entries under a mask count.
+
+    Attributes:
+      kernel: float [..., in, out]; what is not under the mask has no effect and no gradient.
+      mask: bool [..., in, out].
+      precision: of the product's operands; see `ModelConfig`.
+    """
+
+    kind = "masked"
+    words = "masked weights"
+    is_pattern = True
+    has_mask = True
+    is_partial = True
+    offers = frozenset(ABILITIES) - {
+        "budget", "frozen_int8", "sparse_form", "turned_dense", "widths",
+    }  # fmt: skip
+
+    kernel: Any = dataclasses.field(metadata={LEAF: KERNEL})
+    mask: Any = dataclasses.field(metadata={LEAF: MASK})
+    precision: str = dataclasses.field(default=PRECISIONS[0], metadata=METADATA)
+
+    def as_dense(self) -> Dense:
+        """Returns the weight with zeros where the mask has none."""
+        return Dense(self.kernel * self.mask.astype(self.kernel.dtype), self.precision)
+
+    def __rmatmul__(self, x):
+        return x @ self.as_dense()
+
+    def times_zeros(self, x):
+        return self.as_dense().times_zeros(x)
+
+    def expert_products(self, x, tiles):
+        return self.as_dense().expert_products(x, tiles)
+
+    def dense(self):
+        return self.as_dense().kernel
+
+    @classmethod
+    def shapes(cls, spec, sides):
+        return {"kernel": tuple(sides), "mask": tuple(sides)}
+
+    @classmethod
+    def table_bytes(cls, spec, sides):
+        return float(math.prod(sides))
+
+    @classmethod
+    def input_row(cls, spec, sides):
+        return sides[1]
+
+    @classmethod
+    def check(cls, name, spec, sides):
+        span = spec.span or sides[0] // spec.block
+        rows = span * spec.density
+        if any(side % spec.block for side in sides) or (sides[0] // spec.block) % span:
+            raise UserError(
+                f"{name}: {sides[0]} x {sides[1]} features are not whole blocks of {spec.block} in "
+                f"spans of {span}; legal: sides that divide them."
+            )
+        if spec.span and abs(rows - round(rows)) > 1e-6:
+            raise UserError(
+                f"{name}: density {spec.density:g} of a span of {span} is no whole number; legal: "
+                f"multiples of 1/{span}."
+            )
+
+    @classmethod
+    def draw(cls, spec, sides, gain, normal, layout=None):
+        """See `Weight`: the mask is drawn too."""
+        import jax.numpy as jnp
+
+        blocks = sides[0] // spec.block, sides[1] // spec.block
+        mask = cls.best(jnp.square(normal(blocks, 1.0)), spec)
+        kernel = normal(tuple(sides), gain / math.sqrt(sides[0] * spec.density))
+        return {"kernel": kernel * mask, "mask": mask}
+
+    @classmethod
+    def read_share(cls, leaf, spec, sides, has_muon):
+        return spec.density
+
+    @classmethod
+    def describe(cls, spec, sides):
+        return f"density {spec.density:g}, {_units(spec)} under a mask, stored whole"
+
+    @classmethod
+    def row(cls, spec, sides):
+        return f"{sides[0]}x{sides[1]}", f"{spec.density:.4g}", _units(spec)
+
+    @classmethod
+    def scores(cls, magnitudes: Any, spec: Any) -> Any:
+        """Returns the sums of squares of the blocks: [..., in, out] -> [..., blocks, blocks]."""
+        *stack, inputs, outputs = magnitudes.shape
+        side = spec.block
+        grid = magnitudes.reshape(*stack, inputs // side, side, outputs // side, side)
+        return (grid * grid).sum((-3, -1))
+
+    @classmethod
+    def gradient_scores(cls, gradients: Mapping[str, Any], spec: Any) -> Any:
+        """Returns the `scores` of gradients by the names of arrays."""
+        return cls.scores(gradients["kernel"], spec)
+
+    @classmethod
+    def best(cls, scores: Any, spec: Any, allowed: Any = None) -> Any:
+        """Returns the mask of the blocks with the largest scores.
+
+        Args:
+          scores: float [..., in_blocks, out_blocks], at least 0.
+          allowed: bool [..., in, out], the entries to choose among; None for all.
+
+        Returns:
+          bool [..., in, out], with equally many inputs of each output in every span.
+        """
+        import jax.numpy as jnp
+
+        *stack, inputs, outputs = scores.shape
+        span = spec.span or inputs
+        count = max(1, round(span * spec.density))
+        if allowed is not None:
+            scores = jnp.where(allowed[..., :: spec.block, :: spec.block], scores, -1)
+        grid = scores.reshape(*stack, inputs // span, span, outputs)
+        # Ranks break ties by the index, so that each output stores exactly `count`.
+        ranks = jnp.argsort(jnp.argsort(-grid, axis=-2), axis=-2)
+        mask = (ranks < count).reshape(*stack, inputs, outputs)
+        return mask.repeat(spec.block, axis=-2).repeat(spec.block, axis=-1)
+
+    @classmethod
+    def exchanged(
+        cls, mask: Any, norms: Any, growth: Any, spec: Any, count: Any, gain: float
+    ) -> Any:
+        """Returns the mask after the best exchanges of a stored for an absent block.
+
+        A pair is of one output and span.  As in `layouts.evolution.exchange`, it gains the growth
+        of the absent block and loses the norm of the stored one, in units of the best sums.
+
+        Args:
+          mask: bool [in, out].
+          norms: float [in_blocks, out_blocks] of the stored blocks.
+          growth: the same of the absent blocks, at least 0.
+          count: int32 [], blocks to exchange; fewer where too few are absent.
+          gain: weight of growth against norms; 0 drops the smallest blocks.
+
+        Returns:
+          bool [in, out], with as many inputs of each output in every span.
+        """
+        import jax.numpy as jnp
+
+        inputs, outputs = norms.shape
+        span = spec.span or inputs
+        shape = (inputs // span, span, outputs)
+        norms, growth = norms.reshape(shape), growth.reshape(shape)
+        stored = mask[:: spec.block, :: spec.block].reshape(shape)
+        # The smallest stored blocks of each output and its best absent ones come first.
+        losses = jnp.sort(jnp.where(stored, norms, jnp.inf), axis=1)
+        profits = -jnp.sort(jnp.where(stored, jnp.inf, -growth), axis=1)
+        first = jnp.arange(norms.size) < count
+        unit = lambda values: jnp.where(first, values, 0).sum()  # noqa: E731
+        loss = losses / jnp.maximum(unit(jnp.sort(losses.ravel())), 1e-30)
+        profit = gain * profits / jnp.maximum(unit(-jnp.sort(-profits.ravel())), 1e-30)
+        pairs = jnp.isfinite(losses) & jnp.isfinite(profits)
+        cost = jnp.where(pairs, loss - profit, jnp.inf).ravel()
+        best = jnp.zeros(cost.shape, bool).at[jnp.argsort(cost)].set(first)
+        moved = (best & jnp.isfinite(cost)).reshape(shape).sum(1, keepdims=True)
+
+        def chosen(values, where):
+            """Returns the `moved` entries of `where` with the smallest values."""
+            ordered = jnp.where(where, values, jnp.inf)
+            return where & (jnp.argsort(jnp.argsort(ordered, axis=1), axis=1) < moved)
+
+        after = stored & ~chosen(norms, stored) | chosen(-growth, ~stored)
+        after = after.reshape(inputs, outputs)
+        return after.repeat(spec.block, axis=0).repeat(spec.block, axis=1)
+
+
+def _units(spec):
+    units = "single weights" if spec.block == 1 else f"blocks of {spec.block}"
+    return f"{units}, {round(spec.density * spec.span)} of {spec.span}" if spec.span else units

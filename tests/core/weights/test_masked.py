@@ -1,0 +1,257 @@
+"""Masked dense weights: single weights, N of M and blocks, chosen, exchanged, trained and saved."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.sparsity import EvolutionConfig
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.executors.block_gradients import mask_gradient_norms
+from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
+from sparse_dataflow.core.layouts.evolution import METHODS, phase_specs
+from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.partition import without_tables
+from sparse_dataflow.core.model.stacks import weights_of
+from sparse_dataflow.core.training.step import initial_state, make_train_step
+from sparse_dataflow.core.training.transitions import change_model, update_layouts
+from sparse_dataflow.core.weights.masked import Masked
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.interchange.equivalent_forms import dense_form
+from sparse_dataflow.runs.run_config import preset
+
+MODEL = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=16)
+TRAINING = TrainingConfig(20, 4, 8, learning_rate=1e-2)
+SINGLE = LinearSpec("masked", "masked", density=0.25, block=1)
+SPECS = {
+    "single weights": SINGLE,
+    "2 of 4": dataclasses.replace(SINGLE, density=0.5, span=4),
+    "blocks of 8": dataclasses.replace(SINGLE, block=8),
+    "blocks of 4, 1 of 2": dataclasses.replace(SINGLE, block=4, density=0.5, span=2),
+}
+each_spec = pytest.mark.parametrize("name", SPECS)
+drawn_specs = st.builds(
+    lambda block, span, kept: dataclasses.replace(
+        SINGLE, block=block, span=span, density=kept / (span or 8)
+    ),
+    st.sampled_from((1, 2, 4)),
+    st.sampled_from((0, 4, 8)),
+    st.integers(1, 3),
+)
+TOKENS = np.random.default_rng(0).integers(0, 40, (4, 9), np.int32)
+
+
+def counts(mask, spec):
+    """Stored blocks of each output in every span, in numpy; the mask is whole blocks."""
+    mask = np.asarray(mask)
+    side = spec.block
+    grid = mask.reshape(mask.shape[0] // side, side, mask.shape[1] // side, side)
+    assert np.all(grid.all((1, 3)) == grid.any((1, 3)))
+    blocks = grid[:, 0, :, 0]
+    return blocks.reshape(-1, spec.span or len(blocks), blocks.shape[1]).sum(1)
+
+
+def expected_count(spec, inputs):
+    return round((spec.span or inputs // spec.block) * spec.density)
+
+
+@settings(max_examples=30, deadline=None)
+@given(drawn_specs, st.integers(0, 10**6))
+def test_the_best_are_those_of_a_loop(spec, seed):
+    rng = np.random.default_rng(seed)
+    kernel = rng.normal(size=(32, 16)).astype(np.float32)
+    mask = np.asarray(Masked.best(Masked.scores(jnp.asarray(kernel), spec), spec))
+    assert np.all(counts(mask, spec) == max(1, expected_count(spec, 32)))
+    side, span = spec.block, spec.span or 32 // spec.block
+    for out, first in itertools.product(range(0, 16, side), range(0, 32 // side, span)):
+        norms = [
+            np.square(kernel[row * side : (row + 1) * side, out : out + side]).sum()
+            for row in range(first, first + span)
+        ]
+        stored = [bool(mask[row * side, out]) for row in range(first, first + span)]
+        least = min(norm for norm, s in zip(norms, stored) if s)
+        assert all(norm <= least + 1e-6 for norm, s in zip(norms, stored) if not s)
+
+
+@settings(max_examples=30, deadline=None)
+@given(drawn_specs, st.integers(0, 10**6), st.integers(0, 60), st.sampled_from((0.0, 1.0)))
+def test_an_exchange_is_that_of_the_best_pairs(spec, seed, count, gain):
+    """A loop in numpy: each output and span offers its smallest against its best absent block."""
+    rng = np.random.default_rng(seed)
+    blocks = 32 // spec.block, 16 // spec.block
+    mask = Masked.best(jnp.asarray(rng.random(blocks)), spec)
+    norms, growth = rng.random(blocks).astype("f4"), rng.random(blocks).astype("f4")
+    exchange = functools.partial(Masked.exchanged, spec=spec, gain=gain)
+    after = np.asarray(exchange(mask, jnp.asarray(norms), jnp.asarray(growth), count=count))
+    assert np.all(counts(after, spec) == counts(mask, spec))
+    stored = np.array(np.asarray(mask)[:: spec.block, :: spec.block])
+    span = spec.span or blocks[0]
+    loss = np.sort(norms[stored])[:count].sum() or 1
+    profit = np.sort(growth[~stored])[::-1][:count].sum() or 1
+    pairs = []
+    for out, first in itertools.product(range(blocks[1]), range(0, blocks[0], span)):
+        rows = range(first, first + span)
+        drops = sorted((row for row in rows if stored[row, out]), key=lambda r: norms[r, out])
+        grows = sorted((row for row in rows if not stored[row, out]), key=lambda r: -growth[r, out])
+        for drop, grow in zip(drops, grows):
+            cost = norms[drop, out] / loss - gain * growth[grow, out] / profit
+            pairs.append((cost, drop, grow, out))
+    for _, drop, grow, out in sorted(pairs)[:count]:
+        stored[drop, out], stored[grow, out] = False, True
+    assert np.array_equal(after[:: spec.block, :: spec.block], stored)
+
+
+@each_spec
+def test_training_changes_nothing_outside_of_the_mask(name):
+    model, spec = MODEL.with_linears(SPECS[name]), SPECS[name]
+    state = initial_state(model, TRAINING)
+    step, losses = jax.jit(make_train_step(model, TRAINING)), []
+    masks = jax.tree.map(np.asarray, state.frozen)
+    for _ in range(8):
+        state, report = step(state, TOKENS, 1e-2)
+        losses.append(float(report.loss))
+    assert losses[-1] < losses[0]
+    assert jax.tree.all(jax.tree.map(np.array_equal, masks, state.frozen))
+    for projection in model.projections:
+        kernel = np.asarray(state.params["blocks"][projection]["kernel"])
+        mask = masks["blocks"][projection]["mask"]
+        assert not kernel[~mask].any() and kernel[mask].all()
+        for layer in mask:
+            assert np.all(counts(layer, spec) == expected_count(spec, len(layer)))
+
+
+def test_a_masked_model_is_the_dense_model_with_zeros():
+    """Loss and gradients are those of a dense model whose kernels are multiplied by the masks."""
+    model = MODEL.with_linears(SINGLE)
+    state = initial_state(model, TRAINING)
+
+    def dense_loss(params):
+        kernels = jax.tree.map(jnp.asarray, params)
+        for name in model.projections:
+            mask = state.frozen["blocks"][name]["mask"]
+            module = kernels["blocks"][name]
+            kernels["blocks"][name] = {**module, "kernel": module["kernel"] * mask}
+        return whole.loss_and_gradients(MODEL, weights_of(kernels, {}), whole.Batch(TOKENS))[0]
+
+    loss, gradients = whole.loss_and_gradients(model, state.weights, whole.Batch(TOKENS))
+    expected, slopes = jax.value_and_grad(dense_loss)(state.params)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), gradients, slopes
+    )
+
+
+def test_rigl_reads_the_gradient_of_the_dense_weight():
+    model = MODEL.with_linears(SINGLE)
+    state = initial_state(model, TRAINING)
+    params = merged(state.params, state.frozen)
+    dense, kernels = dense_form(model, weights_of(params, {}))
+    _, slopes = whole.loss_and_gradients(dense, weights_of(kernels, {}), whole.Batch(TOKENS))
+    norms = mask_gradient_norms(SINGLE_DEVICE.loss_and_gradients, model, state.weights, TOKENS)
+    for name in model.projections:
+        expected = np.abs(slopes["blocks"][name]["kernel"])
+        np.testing.assert_allclose(norms[name], expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("method", ["set", "rigl"])
+@each_spec
+def test_an_update_moves_weights_and_their_moments(method, name):
+    spec = SPECS[name]
+    model = phase_specs(MODEL.with_linears(spec), EvolutionConfig(method))[0].model
+    state = initial_state(model, TRAINING)
+    step = jax.jit(make_train_step(model, TRAINING))
+    state, _ = step(state, TOKENS, 1e-2)
+    norms = None
+    if METHODS[method].reads_gradients:
+        loss = SINGLE_DEVICE.loss_and_gradients
+        norms = jax.device_get(mask_gradient_norms(loss, model, state.weights, TOKENS))
+    before = jax.device_get(state)
+    after = update_layouts(
+        state, model, METHODS[method].update, lambda _: 0.5, norms, 1, METHODS[method].mask_gain
+    )
+    adam = next(entry for entry in after.moments if hasattr(entry, "mu"))
+    for projection in model.projections:
+        old = before.frozen["blocks"][projection]["mask"]
+        new = np.asarray(after.frozen["blocks"][projection]["mask"])
+        assert (old != new).any() and old.sum() == new.sum()
+        kernel = np.asarray(after.params["blocks"][projection]["kernel"])
+        stays = old & new
+        assert np.array_equal(kernel[stays], before.params["blocks"][projection]["kernel"][stays])
+        for array in (kernel, *(t["blocks"][projection]["kernel"] for t in (adam.mu, adam.nu))):
+            assert not np.asarray(array)[~stays].any()
+    step(after, TOKENS, 1e-2)
+
+
+def test_an_update_needs_no_new_program():
+    model = MODEL.with_linears(SINGLE)
+    state, traces = initial_state(model, TRAINING), []
+    plain = make_train_step(model, TRAINING)
+
+    @jax.jit
+    def step(state, tokens):
+        traces.append(None)
+        return plain(state, tokens, 1e-2)
+
+    for _ in range(3):
+        state, _ = step(state, TOKENS)
+        state = update_layouts(state, model, METHODS["set"].update, lambda _: 0.5)
+    assert len(traces) == 1
+
+
+@each_spec
+@pytest.mark.parametrize("method", ["gradual", "sparse_to_dense"])
+def test_a_model_turns_sparse_and_dense(method, name):
+    """Phases keep the largest weights, or all of them; what they compute with follows."""
+    spec = SPECS[name]
+    specs = phase_specs(MODEL.with_linears(spec), EvolutionConfig(method))
+    state = initial_state(specs[0].model, TRAINING)
+    for old, new in itertools.pairwise(s.model for s in specs):
+        expected = whole.logits(old, state.weights, TOKENS[:, :-1])
+        before = jax.device_get(state.params)
+        state = change_model(state, old, new)
+        _, report = jax.jit(make_train_step(new, TRAINING))(state, TOKENS, 1e-3)
+        assert np.isfinite(report.loss)
+        if method == "sparse_to_dense":
+            actual = whole.logits(new, state.weights, TOKENS[:, :-1])
+            np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+            assert state.frozen == ()
+            continue
+        for projection in new.projections:
+            linear = new.linear(projection)
+            mask = state.frozen["blocks"][projection]["mask"]
+            kernel = before["blocks"][projection]["kernel"]
+            best = Masked.best(Masked.scores(jnp.asarray(kernel), linear), linear)
+            assert np.array_equal(mask, best)
+
+
+def test_parameters_and_masks_are_parted_and_merged():
+    params = {"embed": {"tokens": 1}, "blocks": ({"qkv": {"kernel": 2, "mask": 3}}, {"v": {}})}
+    trained, tables = without_tables(params)
+    assert trained["blocks"][0] == {"qkv": {"kernel": 2}}
+    assert tables == {"blocks": ({"qkv": {"mask": 3}}, {})}
+    assert merged(trained, tables)["blocks"][0] == params["blocks"][0]
+    assert without_tables({"embed": {"tokens": 1}}) == ({"embed": {"tokens": 1}}, ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sparsity__block": 48}, "not whole blocks of 48"),
+        ({"sparsity__block": 1, "sparsity__span": 3}, "in spans of 3; legal: sides"),
+        ({"sparsity__block": 1, "sparsity__span": 4, "sparsity__density": 0.3}, "multiples of 1/4"),
+        ({"sparsity__block": 1, "sparsity__budget": "compute"}, "legal with it: uniform"),
+    ],
+)
+def test_masks_that_do_not_exist_are_refused(changes, words):
+    with pytest.raises(UserError, match=words):
+        config = preset("pico").change(sparsity__pattern="masked", **changes)
+        config.model.with_linears(next(iter(config.sparsity.linears(config.model).values())))
