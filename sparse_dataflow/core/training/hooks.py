@@ -23,6 +23,7 @@ from sparse_dataflow.core.training.loop import Hook, StepDone, Trainer
 from sparse_dataflow.core.training.phases import Plateau, phase_before, with_next_start
 from sparse_dataflow.core.training.programs import convert_state, evolve_layouts
 from sparse_dataflow.core.training.step import routing_numbers
+from sparse_dataflow.core.training.transitions import host_masks
 
 
 class Evolve(Hook):
@@ -60,6 +61,7 @@ class Evolve(Hook):
         """Exchanges blocks; returns the share of new blocks of each projection, and of all of them,
         for the row."""
         before = stacks.layouts_from_tables(trainer.model, trainer.state.tables)
+        masks = host_masks(trainer.state)
         # Read ahead: training reads the same batches again, so a resumed run does as well.
         batches = map(trainer.batch, itertools.count(trainer.step))
         trainer.state = evolve_layouts(
@@ -74,6 +76,9 @@ class Evolve(Hook):
         after = stacks.layouts_from_tables(trainer.model, trainer.state.tables)
         shares = new_shares(before, after)
         stored = {name: sum(layout.nnz for layout in after[name]) for name in shares}
+        for name, mask in host_masks(trainer.state).items():
+            stored[name] = int(mask.sum())
+            shares[name] = float((mask & ~masks[name]).sum() / stored[name])
         new = sum(share * stored[name] for name, share in shares.items())
         return {
             "exchanged": new / sum(stored.values()),

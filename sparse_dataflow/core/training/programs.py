@@ -266,7 +266,8 @@ def _with_newest_layouts(place):
 def _with_updates(programs, phase, training, data, evolution, executor):
     """Adds `gradient_norms` and `update_seconds`; runs two updates and times the second."""
     model, method = phase.model, METHODS[evolution.method]
-    refuse_row_shards(evolution, executor)
+    if model.sparse_projections:
+        refuse_row_shards(evolution, executor)
     if method.reads_gradients:
         measure = programs.gradient_norms or jax.jit(
             functools.partial(_growth_norms, executor, model),

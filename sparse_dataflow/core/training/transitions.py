@@ -126,6 +126,16 @@ def _with_exchanged_masks(state, model, share, gradient_norms, gain):
     return state
 
 
+def host_masks(state: TrainState) -> dict[str, np.ndarray]:
+    """Returns masked projection -> bool [layers, in, out], in numpy."""
+    masks: dict[str, list[np.ndarray]] = {}
+    for group in split_groups((state.frozen or {}).get("blocks", {})):
+        for name, module in group.items():
+            if MASK in module:
+                masks.setdefault(name, []).append(to_host(module[MASK]))
+    return {name: np.concatenate(parts) for name, parts in masks.items()}
+
+
 @functools.partial(jax.jit, static_argnames=("spec", "gain"))
 def _exchanged(mask, norms, growth, count, spec, gain):
     return spec.weight.exchanged(mask, norms, growth, spec, count, gain)

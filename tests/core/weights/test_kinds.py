@@ -22,6 +22,7 @@ from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors import sharding, whole
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.model import gpt
+from sparse_dataflow.core.model.partition import without_tables
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.step import initial_state, make_train_step
@@ -57,7 +58,7 @@ def drawn(key, sides=SIDES, seed=0):
 
 
 def test_every_kind_is_tested():
-    assert {"dense", "block_sparse", "low_rank", "kronecker"} <= set(KEYS)
+    assert {"dense", "block_sparse", "low_rank", "masked", "kronecker"} <= set(KEYS)
 
 
 @each_kind
@@ -65,7 +66,8 @@ def test_drawn_arrays_are_those_that_it_names(key):
     spec, _, arrays = drawn(key)
     assert {name: array.shape for name, array in arrays.items()} == spec.weight.shapes(spec, SIDES)
     assert arrays.keys() <= LEAVES.keys() and stored_form(arrays) is spec.weight
-    size = sum(math.prod(array.shape) for array in arrays.values())
+    trained = [a for name, a in arrays.items() if LEAVES[name].role != kinds.TABLE]
+    size = sum(math.prod(array.shape) for array in trained)
     assert spec.weight.stored(spec, SIDES) == pytest.approx(size, rel=1e-12)
     for name, array in arrays.items():
         leaf = LEAVES[name]
@@ -86,8 +88,13 @@ def test_product_gradients_and_outputs_are_those_of_the_dense_form(key):
     spec, layout, arrays = drawn(key)
     rng = np.random.default_rng(1)
     with jax.enable_x64(True):
-        arrays = {name: jnp.asarray(np.asarray(a, np.float64)) for name, a in arrays.items()}
-        weight = lambda arrays: spec.weight.from_arrays(arrays, layout, "compute_dtype")  # noqa: E731
+        tables = {name: a for name, a in arrays.items() if LEAVES[name].role == kinds.TABLE}
+        arrays = {n: jnp.asarray(np.asarray(a, np.float64)) for n, a in arrays.items()}
+        arrays = {n: a for n, a in arrays.items() if n not in tables}
+
+        def weight(arrays):
+            return spec.weight.from_arrays({**arrays, **tables}, layout, "compute_dtype")
+
         x, dy = rng.normal(size=(4, 5, SIDES[0])), rng.normal(size=(4, 5, SIDES[1]))
         y, pullback = jax.vjp(lambda a, x: x @ weight(a), arrays, jnp.asarray(x))
         gradients, dx = pullback(jnp.asarray(dy))
@@ -102,7 +109,7 @@ def test_product_gradients_and_outputs_are_those_of_the_dense_form(key):
 @each_kind
 def test_parameters_are_counted(key):
     model = MODEL.with_linears(spec_of(key))
-    params = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
+    params, _ = without_tables(jax.eval_shape(lambda: gpt.init(model, jax.random.key(0))))
     assert cost.parameter_count(model) == sum(math.prod(a.shape) for a in jax.tree.leaves(params))
 
 
