@@ -15,6 +15,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model import adapters
+from sparse_dataflow.core.model.partition import without_tables
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.by_weight import evaluated
 from sparse_dataflow.core.training.phases import phase_before, phases
@@ -98,20 +99,27 @@ class Model:
 
         The key of the parameters names their layouts, so orbax refuses those of other layouts.
         """
-        name = f"params_layout_{self._static.layouts[:16]}" if self.tables else "params"
-        return ((jax.tree_util.GetAttrKey(name), self.params),), self._static
+        trained, masks = without_tables(self.params)
+        has_layouts = self.tables or masks
+        name = f"params_layout_{self._static.layouts[:16]}" if has_layouts else "params"
+        return ((jax.tree_util.GetAttrKey(name), trained),), self._static
 
     @classmethod
     def tree_unflatten(cls, static: "_Static", children: tuple) -> "Model":
         """See `jax.tree_util.register_pytree_with_keys_class`."""
-        model = dataclasses.replace(static.model, params=children[0])
+        params = children[0]
+        # A transformation may put anything in place of the parameters.
+        if static.has_masks and isinstance(params, dict):
+            params = adapters.merged(params, static.model.params)
+        model = dataclasses.replace(static.model, params=params)
         object.__setattr__(model, "_static", static)
         return model
 
     @functools.cached_property
     def _static(self):
+        _, masks = without_tables(self.params)
         return _Static(
-            dataclasses.replace(self, folder=Path(), params={}, step=0, record=None, facts={})
+            dataclasses.replace(self, folder=Path(), params=masks, step=0, record=None, facts={})
         )
 
     @property
@@ -122,17 +130,19 @@ class Model:
 
 
 class _Static:
-    """All of a model but its parameters; compares and hashes by content, once.
+    """All of a model but what is trained; compares and hashes by content, once.
 
     Attributes:
-      model: the model, without parameters.
-      layouts: sha256 (hex) of its layout tables.
+      model: the model, with its masks alone for parameters.
+      has_masks: whether it has any.
+      layouts: sha256 (hex) of its layout tables and masks.
     """
 
     def __init__(self, model: Model):
-        self.model = model
+        self.model, self.has_masks = model, bool(model.params)
         tables = hashlib.sha256()
-        for path, table in jax.tree_util.tree_leaves_with_path(model.tables):
+        parts = jax.tree_util.tree_leaves_with_path(model.tables)
+        for path, table in (*parts, *jax.tree_util.tree_leaves_with_path(model.params)):
             tables.update(f"{path}{table.shape}".encode() + np.asarray(table).tobytes())
         config = (model.variant, model.model, model.training, model.tokenizer.content_hash)
         self.layouts = tables.hexdigest()

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import sparse_dataflow as sd
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
@@ -255,3 +256,16 @@ def test_masks_that_do_not_exist_are_refused(changes, words):
     with pytest.raises(UserError, match=words):
         config = preset("pico").change(sparsity__pattern="masked", **changes)
         config.model.with_linears(next(iter(config.sparsity.linears(config.model).values())))
+
+
+def test_parameters_of_a_masked_model_are_its_leaves_without_masks():
+    """So `jax.grad`, optax and `jax.tree` see numbers alone, and masks stay with the model."""
+    config = preset("pico").change(sparsity__pattern="masked", sparsity__block=1)
+    model = sd.init(config, jax.random.key(0))
+    assert all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(model))
+    halved = jax.tree.map(lambda leaf: leaf / 2, model)
+    for name, module in model.params["blocks"].items():
+        if "mask" in module:
+            assert np.array_equal(halved.params["blocks"][name]["mask"], module["mask"])
+    other = sd.init(config.change(training__seed=1), jax.random.key(1))
+    assert jax.tree.structure(model) == jax.tree.structure(halved) != jax.tree.structure(other)
