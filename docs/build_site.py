@@ -23,7 +23,7 @@ from sparse_dataflow.commands.request import shown_default
 from sparse_dataflow.core.config import settings
 from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.runs import settings_together
+from sparse_dataflow.runs import compatibility
 from sparse_dataflow.runs.run_config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,7 +140,7 @@ def settings_page() -> str:
         several = ("all", "none") if s.type == tuple[str, ...] else ()
         legal = s.legal[0] if s.legal else ", ".join((*several, *s.choices))
         text.append(f"| `{path}` | {shown_default(path, s)} | {s.help} | {legal} |")
-    text += ["", "## Settings that ask something of another", "", settings_together.table()]
+    text += ["", "## Settings that ask something of another", "", compatibility.settings_table()]
     return "\n".join(text) + "\n"
 
 

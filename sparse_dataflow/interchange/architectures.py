@@ -32,12 +32,12 @@ from sparse_dataflow.interchange.config_rules import (
     Always,
     AttentionMultiplier,
     Biases,
+    FieldRule,
     LocalLayers,
     Mixture,
     Named,
     Only,
     QueryNorms,
-    Rule,
     Same,
     SharedExpert,
     UnrotatedLayers,
@@ -69,7 +69,7 @@ class Architecture:
     """
 
     class_name: str
-    rules: tuple[Rule, ...]
+    rules: tuple[FieldRule, ...]
     tensors: Mapping[str, str]
     prefixes: tuple[str, ...]
     transposed: bool = True

@@ -1,0 +1,425 @@
+"""What goes with what in a resolved run, and the rows about models and executors.
+
+A row names an option and the options that it does not go with.  What is in no row goes together.
+`runs.compatibility` adds the rows about the settings of a run, so that one table refuses, and
+docs/devices.md and the page of settings show it.  A size that another does not divide is arithmetic
+and no row: the code that cuts refuses it.
+
+A way is an option too: how devices share a model.  An executor has one or more of them.  Importing
+this module loads no jax.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from sparse_dataflow.core.config.model import REMATS, ModelConfig
+from sparse_dataflow.core.config.training import BUILT_IN, TrainingConfig
+from sparse_dataflow.core.layouts.evolution import METHODS
+from sparse_dataflow.files.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedRun:
+    """A run as rows read it; a row that reads an absent part does not apply.
+
+    Attributes:
+      model: of one phase.
+      training: its settings.
+      executor: has `ways` and `describe()`; None before it is known.
+      loss: `DataConfig.loss`.
+      evolution: its method where layouts or model change, else "".
+      given_layouts: whether the stored blocks are those of initial weights.
+      config: the `RunConfig`; None for an executor that is used without one.
+    """
+
+    model: ModelConfig
+    training: TrainingConfig
+    executor: Any = None
+    loss: str = "all"
+    evolution: str = ""
+    given_layouts: bool = False
+    config: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """Something that a run may use.
+
+    Attributes:
+      words: in the tables of the pages.
+      used: (run) -> the option as the run has it, such as "training.adapter_rank=4"; falsy without.
+      example: settings that a small run uses it with, by path: those that `used` reads, and those
+        that go with them.
+      needed: whether this is the lack of a setting that other options need.
+    """
+
+    words: str
+    used: Callable[[ResolvedRun], Any]
+    example: Mapping[str, Any]
+    needed: bool = False
+
+
+class Conflict(NamedTuple):
+    """A row: an option and those that it does not go with.
+
+    Attributes:
+      option: cannot be used with any of `others`.
+      others: options or ways.
+      because: about the others; completes "OPTION with OTHER, ".
+      legal: completes "legal: ", or "legal with it: " of a setting.
+    """
+
+    option: Option
+    others: tuple[Option, ...]
+    because: str
+    legal: str
+
+    def sentence(self, run: ResolvedRun) -> str:
+        """Returns why a run has both; "" if it does not."""
+        other = next((words for each in self.others if (words := each.used(run))), "")
+        option = other and self.option.used(run)
+        if not option:
+            return ""
+        if self.option.needed:
+            return f"{other} {self.because.removeprefix('which ')}; legal with {self.option.words}."
+        return f"{option} with {other}, {self.because}; {self.legal}."
+
+
+def violations(run: ResolvedRun, rows: Iterable[Conflict]) -> Iterator[tuple[Conflict, str]]:
+    """Yields each row that a run violates, and its sentence."""
+    for row in rows:
+        if sentence := row.sentence(run):
+            yield row, sentence
+
+
+def refuse(runs: Iterable[ResolvedRun], rows: Iterable[Conflict]) -> None:
+    """Refuses runs that violate rows.
+
+    Raises:
+      UserError: naming of every violated row both options, the reason and what is legal.
+    """
+    rows = tuple(rows)
+    sentences = dict.fromkeys(words for run in runs for _, words in violations(run, rows))
+    if sentences:
+        raise UserError(" ".join(sentences))
+
+
+def _way(name: str, **example: str) -> Option:
+    """Returns a way by its name in `Executor.ways`, with the `parallel` settings of an example."""
+
+    def used(run):
+        return run.executor is not None and name in run.executor.ways and run.executor.describe()
+
+    return Option(name, used, {f"parallel.{setting}": value for setting, value in example.items()})
+
+
+ROWS = _way("data, fsdp", mesh="data:2,fsdp:2")
+CONTEXT = _way("context", mesh="context:2")
+TENSOR = _way("tensor", mesh="tensor:2")
+FEATURE = _way("feature", mesh="feature:2")
+STAGE = _way("stage", mesh="stage:2")
+RELAY = _way("relay", executor="relay")
+RELAY_DEPTH = _way("relay with depth_schedule", executor="relay", depth_schedule="grow:0.5")
+RELAY_DEVICES = _way("relay over several devices", executor="relay", mesh="data:2")
+
+WAYS = ROWS, CONTEXT, TENSOR, FEATURE, STAGE, RELAY, RELAY_DEPTH, RELAY_DEVICES
+"""Axes of a mesh that are longer than 1, and kinds of the relay, in the order of the page."""
+
+WEIGHTS = {"run.init_from": "DIR"}
+"""A setting that an example begins with; its weights are not read."""
+
+
+def _optimizer(run):
+    return not run.training.is_built_in and f"training.optimizer={run.training.optimizer}"
+
+
+def _evolution(run, exchanges):
+    """The method of evolution, if it exchanges blocks or not, as asked."""
+    matches = run.evolution and (METHODS[run.evolution].update is not None) == exchanges
+    return matches and f"--evolution={run.evolution}"
+
+
+def _state_that_stays(run):
+    """An optimizer with state of parts of a stored block, such as its rows."""
+    if run.training.is_built_in:
+        return ""
+    from sparse_dataflow.core.optim.weight_state import partial_axes  # Loads jax.
+
+    for name in run.model.sparse_projections:
+        block = run.model.linear(name).block
+        if axes := partial_axes(run.training, (block, block)):
+            along = " and ".join(axes)
+            return f"{_optimizer(run)}, whose state of a block has an array along {along},"
+    return ""
+
+
+def _low_rank(run):
+    return run.model.low_rank_projections and "sparsity.pattern=low_rank"
+
+
+def _size(run, axis):
+    """The size of an axis of the executor's mesh; 1 without a mesh."""
+    mesh = getattr(run.executor, "mesh", None)
+    return 1 if mesh is None else mesh.shape[axis]
+
+
+DOCUMENTS = Option(
+    "`model.mask_documents`",
+    lambda run: run.model.mask_documents and "model.mask_documents=yes",
+    {"model.mask_documents": True},
+)
+ANSWERS = Option(
+    "`data.loss=answers`",
+    lambda run: run.loss == "answers" and "data.loss=answers",
+    {"data.loss": "answers"} | WEIGHTS,
+)
+ADAPTERS = Option(
+    "`training.adapter_rank`",
+    lambda run: run.training.adapter_rank and f"training.adapter_rank={run.training.adapter_rank}",
+    {"training.adapter_rank": 2} | WEIGHTS,
+)
+TEACHER = Option(
+    "`training.teacher`",
+    lambda run: run.training.teacher and "training.teacher",
+    {"training.teacher": "DIR"},
+)
+EVOLUTION = Option(
+    "other `evolution.method` than static",
+    lambda run: not run.given_layouts and run.evolution and f"--evolution={run.evolution}",
+    {"evolution.method": "rigl", "evolution.every": 2},
+)
+SHARED = Option(
+    "`evolution.method=shared_to_own`",
+    lambda run: run.model.shared_layers and "--evolution=shared_to_own",
+    {"evolution.method": "shared_to_own"},
+)
+DEPTH = Option(
+    "`sparsity.budget=depth`",
+    lambda run: run.model.density_by_depth and "--set sparsity.budget=depth",
+    {"sparsity.budget": "depth:2x,1x"},
+)
+KINDS_OF_LAYERS = Option(
+    "`model.layer_types` or `model.rotary_layers` of two kinds",
+    lambda run: next((f"model.{n}={v[:60]}" for n, v in run.model.mixed_layers.items()), ""),
+    {"model.layer_types": "sliding+full", "model.window": 8},
+)
+REMAT_BY_LAYER = Option(
+    "`model.remat` by layer",
+    lambda run: run.model.remat not in REMATS and f"model.remat={run.model.remat[:60]}",
+    {"model.remat": "full:1,none:1"},
+)
+SKIPPED_SPIKES = Option(
+    "`training.skip_spikes`",
+    lambda run: run.training.skip_spikes and f"training.skip_spikes={run.training.skip_spikes:g}",
+    {"training.skip_spikes": 4.0},
+)
+NEW_ROWS = Option(
+    "`training.new_rows_first`",
+    lambda run: (
+        run.training.new_rows_first and f"training.new_rows_first={run.training.new_rows_first:g}"
+    ),
+    {"training.new_rows_first": 0.5, "data.extend_vocabulary": 8} | WEIGHTS,
+)
+EXPERTS = Option(
+    "`model.experts`",
+    lambda run: run.model.experts and f"model.experts={run.model.experts}",
+    {"model.experts": 4},
+)
+GIVEN_EXPERTS = Option(
+    "`model.experts` with stored blocks of `run.init_from`",
+    lambda run: run.given_layouts and EXPERTS.used(run) and f"--init_from and {EXPERTS.used(run)}",
+    EXPERTS.example | WEIGHTS,
+)
+LOW_RANK = Option("`sparsity.pattern=low_rank`", _low_rank, {"sparsity.pattern": "low_rank"})
+MUON_OF_FACTORS = Option(
+    "`sparsity.pattern=low_rank` with `training.optimizer=muon`",
+    lambda run: (
+        run.training.optimizer == "muon"
+        and _low_rank(run)
+        and f"training.optimizer=muon and {_low_rank(run)}"
+    ),
+    {"sparsity.pattern": "low_rank", "training.optimizer": "muon"},
+)
+OTHER_OPTIMIZER = Option(
+    "`training.optimizer` other than adamw and muon", _optimizer, {"training.optimizer": "lion"}
+)
+STATE_OF_PARTS = Option(
+    "`training.optimizer` with state that is not of a block's shape",
+    _state_that_stays,
+    {"training.optimizer": "optax:sm3"},
+)
+CHANGED_MODEL = Option(
+    "`evolution.method` that changes the model",
+    lambda run: _evolution(run, False),
+    {"evolution.method": "sparse_to_dense"},
+)
+EXCHANGED_BLOCKS = Option(
+    "`evolution.method` set or rigl",
+    lambda run: _evolution(run, True),
+    {"evolution.method": "set", "evolution.every": 2},
+)
+GIVEN_BLOCKS = Option(
+    "`run.init_from` with stored blocks", lambda run: run.given_layouts and "--init_from", WEIGHTS
+)
+SUB_BATCHES = Option(
+    "`parallel.sub_batches`",
+    lambda run: (
+        getattr(run.executor, "sub_batches", 1) > 1
+        and f"parallel.sub_batches={run.executor.sub_batches}"
+    ),
+    {"parallel.sub_batches": 2, "parallel.mesh": "fsdp:2"},
+)
+EXCHANGED_TOKENS = Option(
+    "`parallel.experts=exchange`",
+    lambda run: getattr(run.executor, "exchange", False) and "parallel.experts=exchange",
+    {"parallel.experts": "exchange", "parallel.mesh": "fsdp:2", "model.experts": 4},
+)
+WHOLE_EXPERTS = Option(
+    "`parallel.zero` below 3",
+    lambda run: getattr(run.executor, "zero", 3) < 3 and f"parallel.zero={run.executor.zero}",
+    {"parallel.zero": 1, "parallel.mesh": "fsdp:2"},
+)
+
+CUT_STREAM = Option(
+    "the axes `context` and `feature`",
+    lambda run: next(
+        (f"{axis}:{size}" for axis in ("context", "feature") if (size := _size(run, axis)) > 1), ""
+    ),
+    {"parallel.mesh": "feature:2"},
+)
+
+NO_STAGES = "legal: a mesh without stages"
+NO_FEATURE = "legal: a mesh without feature"
+
+TABLE = (
+    Conflict(DOCUMENTS, (STAGE, RELAY), "whose blocks do not see the tokens", NO_STAGES),
+    Conflict(ANSWERS, (STAGE, RELAY), "which counts all tokens", NO_STAGES),
+    Conflict(
+        ADAPTERS,
+        (STAGE, RELAY),
+        "which trains all weights",
+        "legal: the axes data, fsdp, context, feature and tensor",
+    ),
+    Conflict(
+        TEACHER,
+        (CONTEXT, TENSOR, FEATURE, STAGE, RELAY),
+        "which cuts the model or its sequences",
+        "legal: the axes data and fsdp",
+    ),
+    Conflict(
+        EVOLUTION,
+        (FEATURE,),
+        "whose axis feature cuts each stored block",
+        "legal: --evolution=static, or a mesh without feature",
+    ),
+    Conflict(
+        SHARED,
+        (FEATURE, STAGE, RELAY_DEPTH),
+        "whose layers do not share one block",
+        f"{NO_STAGES}, and parallel.depth_schedule=constant",
+    ),
+    Conflict(
+        DEPTH,
+        (STAGE,),
+        "whose stages need the same density in every layer",
+        "legal: --executor=whole or relay, or another sparsity.budget",
+    ),
+    Conflict(
+        KINDS_OF_LAYERS,
+        (STAGE,),
+        "whose blocks all run one program",
+        f"{NO_STAGES}, or --executor=relay",
+    ),
+    Conflict(
+        REMAT_BY_LAYER,
+        (STAGE, RELAY),
+        "whose blocks are all treated alike",
+        f"legal: {', '.join(REMATS)}",
+    ),
+    Conflict(
+        SKIPPED_SPIKES,
+        (RELAY,),
+        "whose updates in host memory cannot be undone",
+        "legal: training.skip_spikes=0, or another executor",
+    ),
+    Conflict(
+        NEW_ROWS,
+        (RELAY,),
+        "which updates each section by itself",
+        "legal: training.new_rows_first=0, or another executor",
+    ),
+    Conflict(
+        EXPERTS,
+        (RELAY_DEVICES,),
+        "whose devices route their own tokens alone",
+        "legal: one device, or another executor",
+    ),
+    Conflict(EXPERTS, (FEATURE,), "whose axis feature cuts every weight alike", NO_FEATURE),
+    Conflict(
+        EXPERTS,
+        (CONTEXT,),
+        "whose axis context shards the tokens that experts count",
+        "legal: a mesh without context",
+    ),
+    Conflict(
+        GIVEN_EXPERTS,
+        (TENSOR,),
+        "whose axis tensor cuts equal groups of blocks, known before training",
+        "legal: a mesh without tensor, drawn weights, or dense weights",
+    ),
+    Conflict(
+        EXPERTS,
+        (SUB_BATCHES,),
+        "which would route the tokens of each part by themselves",
+        "legal: parallel.sub_batches=1",
+    ),
+    Conflict(
+        WHOLE_EXPERTS,
+        (EXCHANGED_TOKENS,),
+        "which needs the experts of a layer to be cut over fsdp",
+        "legal: parallel.zero=3, or parallel.experts=gather",
+    ),
+    Conflict(
+        LOW_RANK,
+        (FEATURE,),
+        "whose axis feature cuts stored blocks or dense weights",
+        f"{NO_FEATURE}, or another pattern",
+    ),
+    Conflict(
+        MUON_OF_FACTORS,
+        (RELAY,),
+        "which updates one array at a time, and muon needs both factors",
+        "legal: training.optimizer=adamw, or another executor",
+    ),
+    Conflict(
+        OTHER_OPTIMIZER,
+        (CHANGED_MODEL,),
+        "which knows what becomes of the moments of adamw and muon alone",
+        f"legal: training.optimizer={' or '.join(BUILT_IN)}, or --evolution=set or rigl",
+    ),
+    Conflict(
+        STATE_OF_PARTS,
+        (EXCHANGED_BLOCKS,),
+        "which moves moments of single weights with their blocks",
+        f"legal: another optimizer, such as {', '.join(BUILT_IN)}, or --evolution=static",
+    ),
+    Conflict(
+        GIVEN_BLOCKS,
+        (FEATURE,),
+        "whose axis feature cuts each stored block",
+        "legal: drawn weights, dense weights, or a mesh without feature",
+    ),
+    Conflict(
+        CUT_STREAM,
+        (STAGE,),
+        "whose stages send the whole residual stream",
+        "legal with stage: the axes data, fsdp and tensor",
+    ),
+)
+"""The rows that need no settings but those of model, training and executor."""
+
+
+def refuse_unsupported(executor: Any, model: ModelConfig, training: TrainingConfig) -> None:
+    """Refuses a model or a training that an executor does not have; see `refuse`."""
+    refuse([ResolvedRun(model, training, executor)], TABLE)
