@@ -19,6 +19,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import sparse_dataflow
+from sparse_dataflow.commands import flag_conflicts
 from sparse_dataflow.commands.request import shown_default
 from sparse_dataflow.core.config import settings
 from sparse_dataflow.files import folders
@@ -141,6 +142,7 @@ def settings_page() -> str:
         legal = s.legal[0] if s.legal else ", ".join((*several, *s.choices))
         text.append(f"| `{path}` | {shown_default(path, s)} | {s.help} | {legal} |")
     text += ["", "## Settings that ask something of another", "", compatibility.settings_table()]
+    text += ["Settings of a command line:", "", compatibility.settings_table(flag_conflicts.ROWS)]
     return "\n".join(text) + "\n"
 
 

@@ -5,7 +5,7 @@ The rows here read the settings of a `RunConfig`.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sparse_dataflow.core.config.projections import LOW_RANK
@@ -372,10 +372,10 @@ def devices_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def settings_table() -> str:
-    """Returns the table of the page of settings: two settings in each row."""
+def settings_table(rows: Iterable[Conflict] = TABLE) -> str:
+    """Returns a table of the page of settings: two settings in each row."""
     lines = ["| with | this setting | because | legal |", "|---|---|---|---|"]
-    for row in TABLE:
+    for row in rows:
         legal = row.legal.removeprefix(LEGAL).removeprefix("legal:").strip()
         for other in row.others:
             if other not in _ways(row):
