@@ -1,7 +1,8 @@
 """One table of what goes with what in a run: it refuses, and the pages show it.
 
-`core.executors.compatibility` has the class of its rows, and the rows about models and executors.
-The rows here read the settings of a `RunConfig`.
+`core.executors.compatibility` has the class of its rows, and the rows about models and executors;
+`evolution_rows` those about data, start and evolution.  The rows here read the settings of a
+`RunConfig`.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from sparse_dataflow.core.executors.compatibility import (
     Option,
     ResolvedRun,
 )
+from sparse_dataflow.runs import evolution_rows
 from sparse_dataflow.runs.parallel import ParallelConfig
 
 
@@ -343,7 +345,7 @@ PARALLEL = (
 )
 """Rows that say whether an executor can be made."""
 
-TABLE = (*SETTINGS, *PARALLEL, *core.TABLE)
+TABLE = (*SETTINGS, *PARALLEL, *evolution_rows.ROWS, *core.TABLE)
 
 
 def refuse(config: Any) -> None:
@@ -364,7 +366,7 @@ def refuse_devices(config: Any, sizes: Mapping[str, int]) -> None:
 def devices_table() -> str:
     """Returns the table of docs/devices.md: an option in each row, with the ways that lack it."""
     lines = ["| option | does not work with |", "|---|---|"]
-    rows = [row for row in (*core.TABLE, *SETTINGS, *PARALLEL) if _ways(row)]
+    rows = [row for row in (*core.TABLE, *evolution_rows.ROWS, *SETTINGS, *PARALLEL) if _ways(row)]
     for words in dict.fromkeys(row.option.words for row in rows):
         missing = [way for row in rows if row.option.words == words for way in _ways(row)]
         ordered = [way.words for way in WAYS if way in missing]

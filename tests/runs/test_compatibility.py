@@ -47,7 +47,7 @@ def test_all_violated_rows_are_named_at_once():
         accepted({"model.mask_documents": True, "model.experts": 4, "training.skip_spikes": 4.0,
                   "parallel.executor": "relay", "parallel.mesh": "data:2"})  # fmt: skip
     words = str(refused.value)
-    for option in ("model.mask_documents=yes", "model.experts=4", "training.skip_spikes=4"):
+    for option in ("model.mask_documents=yes", "model.experts=4", "training.skip_spikes=4.0"):
         assert f"{option} with the relay on 2 devices" in words
 
 

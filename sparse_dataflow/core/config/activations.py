@@ -1,10 +1,10 @@
 """The activations of an MLP: one table, which the model, the ops, their kernels and plans read.
 
-The functions take jax arrays.  jax is loaded when one runs, so that plans can read the table
-without it.
+Importing it loads no jax.
 """
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -33,43 +33,37 @@ class Activation:
     exported: tuple[str, ...] = ()
     function: Callable[[Any], Any] | None = None
 
-    @property
-    def missing_fact(self) -> str:
-        """The name of a fact that the table needs and this lacks; empty if complete."""
-        facts = {
-            "name": isinstance(self.name, str) and self.name.isidentifier(),
-            "fused": self.fused is not None,
-            "value_and_derivative": callable(self.value_and_derivative)
-            or (self.value_and_derivative is None and not self.fused),
-            "function": callable(self.function)
-            or (self.function is None and self.value_and_derivative is not None),
-        }
-        return next((name for name, present in facts.items() if not present), "")
-
 
 ACTIVATIONS: dict[str, Activation] = {}
 ACTIVATION_NAMES: list[str] = []
 """Legal values of `model.activation`."""
 
 
-def register(activation: Activation) -> None:
+def register(row: Activation) -> None:
     """Adds an activation to the table.
 
     Raises:
       UserError: if it lacks a fact, which is named, or if its name is taken.
     """
-    if missing := activation.missing_fact:
+    derived = row.value_and_derivative
+    facts = {
+        "name": isinstance(row.name, str) and row.name.isidentifier(),
+        "fused": row.fused is not None,
+        "value_and_derivative": callable(derived) or (derived is None and not row.fused),
+        "function": callable(row.function) or (row.function is None and derived is not None),
+    }
+    if missing := next((name for name, present in facts.items() if not present), ""):
         raise UserError(
-            f"The activation {activation.name!r} lacks {missing}; legal: name, fused=True with "
+            f"The activation {row.name!r} lacks {missing}; legal: name, fused=True with "
             "value_and_derivative, or fused=False with function."
         )
-    if activation.name in ACTIVATIONS:
+    if row.name in ACTIVATIONS:
         raise UserError(
-            f"The activation {activation.name!r} exists; legal: a name that is not one of "
+            f"The activation {row.name!r} exists; legal: a name that is not one of "
             f"{', '.join(ACTIVATIONS)}."
         )
-    ACTIVATIONS[activation.name] = activation
-    ACTIVATION_NAMES.append(activation.name)
+    ACTIVATIONS[row.name] = row
+    ACTIVATION_NAMES.append(row.name)
 
 
 def fused_names() -> list[str]:
@@ -79,13 +73,7 @@ def fused_names() -> list[str]:
 
 def _of_jax(name: str, **options: Any) -> Callable[[Any], Any]:
     """Returns a function of `jax.nn`."""
-
-    def function(x):
-        import jax
-
-        return getattr(jax.nn, name)(x, **options)
-
-    return function
+    return lambda x: getattr(importlib.import_module("jax.nn"), name)(x, **options)
 
 
 _SCALE, _CUBIC = 0.7978845608028654, 0.044715  # sqrt(2 / pi), and the paper's constant
@@ -93,8 +81,7 @@ _SCALE, _CUBIC = 0.7978845608028654, 0.044715  # sqrt(2 / pi), and the paper's c
 
 def _gelu(x):
     """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x³)))."""
-    import jax.numpy as jnp
-
+    jnp = x.__array_namespace__()
     square = x * x
     half = 0.5 + 0.5 * jnp.tanh(x * (_SCALE + _SCALE * _CUBIC * square))
     value = x * half
@@ -103,22 +90,19 @@ def _gelu(x):
 
 def _silu(x):
     """x sigmoid(x)."""
-    import jax.numpy as jnp
-
+    jnp = x.__array_namespace__()
     half = 0.5 + 0.5 * jnp.tanh(0.5 * x)
     value = x * half
     return value, half + value * (1 - half)
 
 
 def _relu(x):
-    import jax.numpy as jnp
-
+    jnp = x.__array_namespace__()
     return jnp.maximum(x, 0), jnp.where(x > 0, 1.0, 0.0).astype(x.dtype)
 
 
 def _squared_relu(x):
-    import jax.numpy as jnp
-
+    jnp = x.__array_namespace__()
     positive = jnp.maximum(x, 0)
     return positive * positive, 2 * positive
 

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
-from sparse_dataflow.core.config.training import BUILT_IN, TrainingConfig
-from sparse_dataflow.core.layouts.evolution import METHODS
+from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 
 
@@ -126,69 +125,30 @@ RELAY_DEVICES = _way("relay over several devices", executor="relay", mesh="data:
 WAYS = ROWS, CONTEXT, TENSOR, FEATURE, STAGE, RELAY, RELAY_DEPTH, RELAY_DEVICES
 """Axes of a mesh that are longer than 1, and kinds of the relay, in the order of the page."""
 
+NOTHING: Mapping[str, Any] = {}
 WEIGHTS = {"run.init_from": "DIR"}
-"""A setting that an example begins with; its weights are not read."""
+"""A setting of examples; the weights are not read."""
 
 
-def _optimizer(run):
-    return not run.training.is_built_in and f"training.optimizer={run.training.optimizer}"
+def setting(path: str, example: Any, more: Mapping[str, Any] = NOTHING) -> Option:
+    """Returns the option of a model or a training whose setting is not empty.
+
+    Args:
+      path: such as "training.adapter_rank".
+      more: settings that go with the example.
+    """
+    part, _, name = path.partition(".")
+
+    def used(run):
+        value = getattr(getattr(run, part), name)
+        return value and f"{path}={'yes' if value is True else str(value)[:60]}"
+
+    return Option(f"`{path}`", used, {path: example, **more})
 
 
-def _evolution(run, exchanges):
-    """The method of evolution, if it exchanges blocks or not, as asked."""
-    matches = run.evolution and (METHODS[run.evolution].update is not None) == exchanges
-    return matches and f"--evolution={run.evolution}"
-
-
-def _state_that_stays(run):
-    """An optimizer with state of parts of a stored block, such as its rows."""
-    if run.training.is_built_in:
-        return ""
-    from sparse_dataflow.core.optim.weight_state import partial_axes  # Loads jax.
-
-    for name in run.model.sparse_projections:
-        block = run.model.linear(name).block
-        if axes := partial_axes(run.training, (block, block)):
-            along = " and ".join(axes)
-            return f"{_optimizer(run)}, whose state of a block has an array along {along},"
-    return ""
-
-
-def _low_rank(run):
-    return run.model.low_rank_projections and "sparsity.pattern=low_rank"
-
-
-def _size(run, axis):
-    """The size of an axis of the executor's mesh; 1 without a mesh."""
-    mesh = getattr(run.executor, "mesh", None)
-    return 1 if mesh is None else mesh.shape[axis]
-
-
-DOCUMENTS = Option(
-    "`model.mask_documents`",
-    lambda run: run.model.mask_documents and "model.mask_documents=yes",
-    {"model.mask_documents": True},
-)
-ANSWERS = Option(
-    "`data.loss=answers`",
-    lambda run: run.loss == "answers" and "data.loss=answers",
-    {"data.loss": "answers"} | WEIGHTS,
-)
-ADAPTERS = Option(
-    "`training.adapter_rank`",
-    lambda run: run.training.adapter_rank and f"training.adapter_rank={run.training.adapter_rank}",
-    {"training.adapter_rank": 2} | WEIGHTS,
-)
-TEACHER = Option(
-    "`training.teacher`",
-    lambda run: run.training.teacher and "training.teacher",
-    {"training.teacher": "DIR"},
-)
-EVOLUTION = Option(
-    "other `evolution.method` than static",
-    lambda run: not run.given_layouts and run.evolution and f"--evolution={run.evolution}",
-    {"evolution.method": "rigl", "evolution.every": 2},
-)
+DOCUMENTS = setting("model.mask_documents", True)
+ADAPTERS = setting("training.adapter_rank", 2, WEIGHTS)
+TEACHER = setting("training.teacher", "DIR")
 SHARED = Option(
     "`evolution.method=shared_to_own`",
     lambda run: run.model.shared_layers and "--evolution=shared_to_own",
@@ -209,98 +169,53 @@ REMAT_BY_LAYER = Option(
     lambda run: run.model.remat not in REMATS and f"model.remat={run.model.remat[:60]}",
     {"model.remat": "full:1,none:1"},
 )
-SKIPPED_SPIKES = Option(
-    "`training.skip_spikes`",
-    lambda run: run.training.skip_spikes and f"training.skip_spikes={run.training.skip_spikes:g}",
-    {"training.skip_spikes": 4.0},
+SKIPPED_SPIKES = setting("training.skip_spikes", 4.0)
+NEW_ROWS = setting("training.new_rows_first", 0.5, {"data.extend_vocabulary": 8, **WEIGHTS})
+EXPERTS = setting("model.experts", 4)
+LOW_RANK = Option(
+    "`sparsity.pattern=low_rank`",
+    lambda run: run.model.low_rank_projections and "sparsity.pattern=low_rank",
+    {"sparsity.pattern": "low_rank"},
 )
-NEW_ROWS = Option(
-    "`training.new_rows_first`",
-    lambda run: (
-        run.training.new_rows_first and f"training.new_rows_first={run.training.new_rows_first:g}"
-    ),
-    {"training.new_rows_first": 0.5, "data.extend_vocabulary": 8} | WEIGHTS,
-)
-EXPERTS = Option(
-    "`model.experts`",
-    lambda run: run.model.experts and f"model.experts={run.model.experts}",
-    {"model.experts": 4},
-)
-GIVEN_EXPERTS = Option(
-    "`model.experts` with stored blocks of `run.init_from`",
-    lambda run: run.given_layouts and EXPERTS.used(run) and f"--init_from and {EXPERTS.used(run)}",
-    EXPERTS.example | WEIGHTS,
-)
-LOW_RANK = Option("`sparsity.pattern=low_rank`", _low_rank, {"sparsity.pattern": "low_rank"})
 MUON_OF_FACTORS = Option(
     "`sparsity.pattern=low_rank` with `training.optimizer=muon`",
     lambda run: (
-        run.training.optimizer == "muon"
-        and _low_rank(run)
-        and f"training.optimizer=muon and {_low_rank(run)}"
+        (run.training.optimizer == "muon" and LOW_RANK.used(run))
+        and f"training.optimizer=muon and {LOW_RANK.used(run)}"
     ),
-    {"sparsity.pattern": "low_rank", "training.optimizer": "muon"},
-)
-OTHER_OPTIMIZER = Option(
-    "`training.optimizer` other than adamw and muon", _optimizer, {"training.optimizer": "lion"}
-)
-STATE_OF_PARTS = Option(
-    "`training.optimizer` with state that is not of a block's shape",
-    _state_that_stays,
-    {"training.optimizer": "optax:sm3"},
-)
-CHANGED_MODEL = Option(
-    "`evolution.method` that changes the model",
-    lambda run: _evolution(run, False),
-    {"evolution.method": "sparse_to_dense"},
-)
-EXCHANGED_BLOCKS = Option(
-    "`evolution.method` set or rigl",
-    lambda run: _evolution(run, True),
-    {"evolution.method": "set", "evolution.every": 2},
-)
-GIVEN_BLOCKS = Option(
-    "`run.init_from` with stored blocks", lambda run: run.given_layouts and "--init_from", WEIGHTS
+    {**LOW_RANK.example, "training.optimizer": "muon"},
 )
 SUB_BATCHES = Option(
     "`parallel.sub_batches`",
-    lambda run: (
-        getattr(run.executor, "sub_batches", 1) > 1
-        and f"parallel.sub_batches={run.executor.sub_batches}"
-    ),
+    lambda run: (n := getattr(run.executor, "sub_batches", 1)) > 1 and f"parallel.sub_batches={n}",
     {"parallel.sub_batches": 2, "parallel.mesh": "fsdp:2"},
-)
-EXCHANGED_TOKENS = Option(
-    "`parallel.experts=exchange`",
-    lambda run: getattr(run.executor, "exchange", False) and "parallel.experts=exchange",
-    {"parallel.experts": "exchange", "parallel.mesh": "fsdp:2", "model.experts": 4},
 )
 WHOLE_EXPERTS = Option(
     "`parallel.zero` below 3",
     lambda run: getattr(run.executor, "zero", 3) < 3 and f"parallel.zero={run.executor.zero}",
     {"parallel.zero": 1, "parallel.mesh": "fsdp:2"},
 )
-
+EXCHANGED_TOKENS = Option(
+    "`parallel.experts=exchange`",
+    lambda run: getattr(run.executor, "exchange", False) and "parallel.experts=exchange",
+    {"parallel.experts": "exchange", "parallel.mesh": "fsdp:2", **EXPERTS.example},
+)
+STREAM_AXES = CONTEXT.words, FEATURE.words
 CUT_STREAM = Option(
     "the axes `context` and `feature`",
-    lambda run: next(
-        (f"{axis}:{size}" for axis in ("context", "feature") if (size := _size(run, axis)) > 1), ""
-    ),
+    lambda run: ", ".join(w for w in getattr(run.executor, "ways", ()) if w in STREAM_AXES),
     {"parallel.mesh": "feature:2"},
 )
 
 NO_STAGES = "legal: a mesh without stages"
 NO_FEATURE = "legal: a mesh without feature"
+OR_RELAY = f"{NO_STAGES}, or the relay"
+NO_RELAY = "legal: another executor"
+ALIKE = "whose blocks are all treated alike"
 
 TABLE = (
     Conflict(DOCUMENTS, (STAGE, RELAY), "whose blocks do not see the tokens", NO_STAGES),
-    Conflict(ANSWERS, (STAGE, RELAY), "which counts all tokens", NO_STAGES),
-    Conflict(
-        ADAPTERS,
-        (STAGE, RELAY),
-        "which trains all weights",
-        "legal: the axes data, fsdp, context, feature and tensor",
-    ),
+    Conflict(ADAPTERS, (STAGE, RELAY), "which trains all weights", NO_STAGES),
     Conflict(
         TEACHER,
         (CONTEXT, TENSOR, FEATURE, STAGE, RELAY),
@@ -308,47 +223,16 @@ TABLE = (
         "legal: the axes data and fsdp",
     ),
     Conflict(
-        EVOLUTION,
-        (FEATURE,),
-        "whose axis feature cuts each stored block",
-        "legal: --evolution=static, or a mesh without feature",
-    ),
-    Conflict(
         SHARED,
         (FEATURE, STAGE, RELAY_DEPTH),
         "whose layers do not share one block",
         f"{NO_STAGES}, and parallel.depth_schedule=constant",
     ),
-    Conflict(
-        DEPTH,
-        (STAGE,),
-        "whose stages need the same density in every layer",
-        "legal: --executor=whole or relay, or another sparsity.budget",
-    ),
-    Conflict(
-        KINDS_OF_LAYERS,
-        (STAGE,),
-        "whose blocks all run one program",
-        f"{NO_STAGES}, or --executor=relay",
-    ),
-    Conflict(
-        REMAT_BY_LAYER,
-        (STAGE, RELAY),
-        "whose blocks are all treated alike",
-        f"legal: {', '.join(REMATS)}",
-    ),
-    Conflict(
-        SKIPPED_SPIKES,
-        (RELAY,),
-        "whose updates in host memory cannot be undone",
-        "legal: training.skip_spikes=0, or another executor",
-    ),
-    Conflict(
-        NEW_ROWS,
-        (RELAY,),
-        "which updates each section by itself",
-        "legal: training.new_rows_first=0, or another executor",
-    ),
+    Conflict(DEPTH, (STAGE,), "whose stages need one density in all layers", OR_RELAY),
+    Conflict(KINDS_OF_LAYERS, (STAGE,), "whose blocks all run one program", OR_RELAY),
+    Conflict(REMAT_BY_LAYER, (STAGE, RELAY), ALIKE, f"legal: {', '.join(REMATS)}"),
+    Conflict(SKIPPED_SPIKES, (RELAY,), "whose updates in host memory cannot be undone", NO_RELAY),
+    Conflict(NEW_ROWS, (RELAY,), "which updates each section by itself", NO_RELAY),
     Conflict(
         EXPERTS,
         (RELAY_DEVICES,),
@@ -363,12 +247,6 @@ TABLE = (
         "legal: a mesh without context",
     ),
     Conflict(
-        GIVEN_EXPERTS,
-        (TENSOR,),
-        "whose axis tensor cuts equal groups of blocks, known before training",
-        "legal: a mesh without tensor, drawn weights, or dense weights",
-    ),
-    Conflict(
         EXPERTS,
         (SUB_BATCHES,),
         "which would route the tokens of each part by themselves",
@@ -380,36 +258,8 @@ TABLE = (
         "which needs the experts of a layer to be cut over fsdp",
         "legal: parallel.zero=3, or parallel.experts=gather",
     ),
-    Conflict(
-        LOW_RANK,
-        (FEATURE,),
-        "whose axis feature cuts stored blocks or dense weights",
-        f"{NO_FEATURE}, or another pattern",
-    ),
-    Conflict(
-        MUON_OF_FACTORS,
-        (RELAY,),
-        "which updates one array at a time, and muon needs both factors",
-        "legal: training.optimizer=adamw, or another executor",
-    ),
-    Conflict(
-        OTHER_OPTIMIZER,
-        (CHANGED_MODEL,),
-        "which knows what becomes of the moments of adamw and muon alone",
-        f"legal: training.optimizer={' or '.join(BUILT_IN)}, or --evolution=set or rigl",
-    ),
-    Conflict(
-        STATE_OF_PARTS,
-        (EXCHANGED_BLOCKS,),
-        "which moves moments of single weights with their blocks",
-        f"legal: another optimizer, such as {', '.join(BUILT_IN)}, or --evolution=static",
-    ),
-    Conflict(
-        GIVEN_BLOCKS,
-        (FEATURE,),
-        "whose axis feature cuts each stored block",
-        "legal: drawn weights, dense weights, or a mesh without feature",
-    ),
+    Conflict(LOW_RANK, (FEATURE,), "which cuts stored blocks or dense weights", NO_FEATURE),
+    Conflict(MUON_OF_FACTORS, (RELAY,), "which updates one factor at a time", NO_RELAY),
     Conflict(
         CUT_STREAM,
         (STAGE,),
@@ -417,7 +267,7 @@ TABLE = (
         "legal with stage: the axes data, fsdp and tensor",
     ),
 )
-"""The rows that need no settings but those of model, training and executor."""
+"""The rows about model, training and executor; `runs.compatibility` has those about a run."""
 
 
 def refuse_unsupported(executor: Any, model: ModelConfig, training: TrainingConfig) -> None:
