@@ -68,7 +68,7 @@ def executor(config: RunConfig, described: int | None = None) -> Executor:
     depth = DepthSchedule.parse(plan.depth_schedule)
     imagined = bool(described) or (described == 0 and plan.mesh != "auto")
     if plan.executor == "relay":
-        count = described or jax.device_count()
+        count: int | None = described or jax.device_count()
         sizes = meshes.parse(f"data:{count}" if plan.mesh == "auto" else plan.mesh, count)
     else:
         count = (described or None) if imagined else jax.device_count()

@@ -311,7 +311,7 @@ def has_one_op_mlp(config: ModelConfig) -> bool:
     names = ("mlp_in", "mlp_out")
     specs = [config.linear(name) for name in names]
     plain = all(s.kind == "block_sparse" and not s.rank and not s.hadamard for s in specs)
-    fused = ACTIVATIONS[config.activation].fused
+    fused = bool(ACTIVATIONS[config.activation].fused)
     fitting = fused and "mlp_in" in config.biases and not config.gated_mlp
     return plain and fitting and not (config.experts or config.quantized)
 

@@ -288,15 +288,15 @@ EXCHANGE = _other(
     model__experts=4,
     parallel__mesh="fsdp:2",
 )
-PIPELINE, WHOLE = (
-    _other(
-        "parallel.executor",
-        lambda value, name=name: value != name,
-        name,
-        f"parallel.executor={name}",
-        **example,
-    )
-    for name, example in (("pipeline", STAGED), ("whole", {}))
+PIPELINE = _other(
+    "parallel.executor",
+    lambda name: name != "pipeline",
+    "pipeline",
+    "parallel.executor=pipeline",
+    **STAGED,
+)
+WHOLE = _other(
+    "parallel.executor", lambda name: name != "whole", "whole", "parallel.executor=whole"
 )
 
 PARALLEL = (

@@ -47,14 +47,15 @@ class Option:
 
     Attributes:
       words: in the tables of the pages.
-      used: (run) -> the option as the run has it, such as "training.adapter_rank=4"; falsy without.
+      used: (`ResolvedRun`, or another view of a run) -> the option as the run has it, such as
+        "training.adapter_rank=4"; falsy without.
       example: settings that a small run uses it with, by path: those that `used` reads, and those
         that go with them.
       needed: whether this is the lack of a setting that other options need.
     """
 
     words: str
-    used: Callable[[ResolvedRun], Any]
+    used: Callable[[Any], Any]
     example: Mapping[str, Any]
     needed: bool = False
 
@@ -74,7 +75,7 @@ class Conflict(NamedTuple):
     because: str
     legal: str
 
-    def sentence(self, run: ResolvedRun) -> str:
+    def sentence(self, run: Any) -> str:
         """Returns why a run has both; "" if it does not."""
         other = next((words for each in self.others if (words := each.used(run))), "")
         option = other and self.option.used(run)
@@ -85,14 +86,14 @@ class Conflict(NamedTuple):
         return f"{option} with {other}, {self.because}; {self.legal}."
 
 
-def violations(run: ResolvedRun, rows: Iterable[Conflict]) -> Iterator[tuple[Conflict, str]]:
+def violations(run: Any, rows: Iterable[Conflict]) -> Iterator[tuple[Conflict, str]]:
     """Yields each row that a run violates, and its sentence."""
     for row in rows:
         if sentence := row.sentence(run):
             yield row, sentence
 
 
-def refuse(runs: Iterable[ResolvedRun], rows: Iterable[Conflict]) -> None:
+def refuse(runs: Iterable[Any], rows: Iterable[Conflict]) -> None:
     """Refuses runs that violate rows.
 
     Raises:

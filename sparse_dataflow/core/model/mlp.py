@@ -52,7 +52,7 @@ class Mlp(nnx.Module):
         if config.gated_mlp:
             has_fused_op = not {"mlp_gate", "mlp_in"} & set(config.biases)
         else:
-            has_fused_op = ACTIVATIONS[config.activation].fused and "mlp_in" in config.biases
+            has_fused_op = bool(ACTIVATIONS[config.activation].fused) and "mlp_in" in config.biases
         weights = [getattr(self, name).weight for name in config.projections if name in MLP]
         if not has_fused_op or config.quantized or {type(w) for w in weights} != {BlockSparse}:
             return None
