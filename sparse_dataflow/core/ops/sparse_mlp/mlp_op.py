@@ -130,7 +130,9 @@ def sparse_mlp(
     """
     tables = _checked(x, (values_in, values_out), (tables_in, tables_out))
     flat = x.reshape(-1, x.shape[-1])
-    mlp = Operands(flat, values_in, bias_in, values_out, tables[0], tables[1], activation=activation)
+    mlp = Operands(
+        flat, values_in, bias_in, values_out, tables[0], tables[1], activation=activation
+    )
     if reason := mlp.activation_refusal():
         raise UserError(f"{reason[0].upper()}{reason[1:]}")
     if bias_in.shape != (legal := mlp.hidden.shape[1:]):
