@@ -19,11 +19,12 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import sparse_dataflow
+from sparse_dataflow.commands import flag_conflicts
 from sparse_dataflow.commands.request import shown_default
 from sparse_dataflow.core.config import settings
 from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.runs import settings_together
+from sparse_dataflow.runs import compatibility
 from sparse_dataflow.runs.run_config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,7 +141,8 @@ def settings_page() -> str:
         several = ("all", "none") if s.type == tuple[str, ...] else ()
         legal = s.legal[0] if s.legal else ", ".join((*several, *s.choices))
         text.append(f"| `{path}` | {shown_default(path, s)} | {s.help} | {legal} |")
-    text += ["", "## Settings that ask something of another", "", settings_together.table()]
+    text += ["", "## Settings that ask something of another", "", compatibility.settings_table()]
+    text += ["Settings of a command line:", "", compatibility.settings_table(flag_conflicts.ROWS)]
     return "\n".join(text) + "\n"
 
 

@@ -13,16 +13,17 @@ from sparse_dataflow.compile import array_table as tables
 from sparse_dataflow.core import collectives
 from sparse_dataflow.core.config.depth import DepthSchedule
 from sparse_dataflow.core.executors import mesh as meshes
-from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor, Job, refuse_unsupported
+from sparse_dataflow.core.executors.compatibility import ResolvedRun, refuse
+from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.training.clock import Clock
 from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.core.training.step import abstract_state
-from sparse_dataflow.files.errors import UserError, redact
+from sparse_dataflow.files.errors import redact
 from sparse_dataflow.pipeline.pipelined import executor_over
 from sparse_dataflow.relay.relay import RelayConfig
 from sparse_dataflow.relay.relay_executor import RelayExecutor
-from sparse_dataflow.runs.parallel import ParallelConfig
+from sparse_dataflow.runs import compatibility
 from sparse_dataflow.runs.run_config import RunConfig
 from sparse_dataflow.runs.variants import variants
 
@@ -64,33 +65,26 @@ def executor(config: RunConfig, described: int | None = None) -> Executor:
       UserError: no such mesh, schedule or division of the layers; names the legal values.
     """
     plan = config.parallel
-    exchange = plan.experts == "exchange"
-    if exchange and (plan.executor == "relay" or not config.model.experts):
-        raise UserError(
-            f"parallel.experts=exchange with model.experts={config.model.experts} and "
-            f"--executor={plan.executor}; legal: model.experts of 1 or more and another executor "
-            "than the relay, or parallel.experts=gather."
-        )
-    DepthSchedule.parse(plan.depth_schedule)
-    if plan.executor == "relay":
-        if plan.sub_batches > 1:
-            raise _without_sub_batches(plan)
-        return relay(plan, described)
+    depth = DepthSchedule.parse(plan.depth_schedule)
     imagined = bool(described) or (described == 0 and plan.mesh != "auto")
-    count = (described or None) if imagined else jax.device_count()
-    sizes = meshes.parse(plan.mesh, count)
-    staged = _pipelines(plan, sizes["stage"])
-    if plan.sub_batches > 1 and staged:
-        raise _without_sub_batches(plan)
-    if count == 1 and not staged:
-        return SINGLE_DEVICE
-    mesh: meshes.AnyMesh
-    if imagined:
-        mesh = _imagined(sizes)
+    if plan.executor == "relay":
+        count: int | None = described or jax.device_count()
+        sizes = meshes.parse(f"data:{count}" if plan.mesh == "auto" else plan.mesh, count)
     else:
-        mesh = meshes.make(sizes)
+        count = (described or None) if imagined else jax.device_count()
+        sizes = meshes.parse(plan.mesh, count)
+    compatibility.refuse_devices(config, sizes)
+    if plan.executor == "relay":
+        return _relay(plan, depth, sizes, bool(described))
+    if count == 1 and sizes["stage"] == 1:
+        return SINGLE_DEVICE
     return executor_over(
-        mesh, plan.zero, config.model.num_layers, plan.schedule, exchange, plan.sub_batches
+        _imagined(sizes) if imagined else meshes.make(sizes),
+        plan.zero,
+        config.model.num_layers,
+        plan.schedule,
+        plan.experts == "exchange",
+        plan.sub_batches,
     )
 
 
@@ -98,56 +92,13 @@ def _imagined(sizes):
     return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
-def _without_sub_batches(plan):
-    return UserError(
-        f"parallel.sub_batches={plan.sub_batches} with stages or the relay; legal: 1, or "
-        "--executor=whole."
-    )
-
-
-def relay(plan: ParallelConfig, described: int | None = None) -> RelayExecutor:
-    """The relay over the devices of the mesh; "auto" puts all on the axis data.
-
-    Args:
-      plan: its mesh, and the settings of the relay.
-      described: number of devices that need not be there; None for those of this machine.
-
-    Raises:
-      UserError: a mesh that cuts the model.
-    """
-    count = described or jax.device_count()
-    text = f"data:{count}" if plan.mesh == "auto" else plan.mesh
-    sizes = meshes.parse(text, count)
-    if any(size > 1 for axis, size in sizes.items() if axis != "data"):
-        raise UserError(
-            f"--mesh={plan.mesh} cuts the model, and the relay keeps each block whole on every "
-            f"device; legal: --mesh=data:{count}."
-        )
-    depth = DepthSchedule.parse(plan.depth_schedule)
+def _relay(plan, depth, sizes, imagined):
+    """Returns the relay over the axis data."""
     config = RelayConfig(plan.stash, plan.clipping, depth)
     mesh: meshes.AnyMesh | None = None
-    if count > 1:
-        mesh = _imagined(sizes) if described else meshes.make(sizes)
+    if sizes["data"] > 1:
+        mesh = _imagined(sizes) if imagined else meshes.make(sizes)
     return RelayExecutor(config, plan.server_dir, mesh)
-
-
-def _pipelines(plan, stages):
-    """Whether the executor is the pipeline; UserError where settings contradict it."""
-    if plan.executor == "pipeline" and stages == 1:
-        raise UserError(
-            f"--executor=pipeline on --mesh={plan.mesh}, which has no stages; legal: a mesh with "
-            "stage:2 or more, such as --mesh=stage:2,fsdp."
-        )
-    if plan.executor == "whole" and stages > 1:
-        raise UserError(
-            f"--mesh={plan.mesh} cuts the model by layers, and --executor=whole keeps them "
-            "together; legal: --executor=pipeline, or the axes data, fsdp, feature, tensor."
-        )
-    if stages == 1 and plan.schedule != ParallelConfig().schedule:
-        raise UserError(
-            "parallel.schedule without a pipeline; legal with stage:2 or more in --mesh."
-        )
-    return stages > 1
 
 
 def arrays(executor: Executor, variant: Variant) -> list[dict]:
@@ -194,11 +145,22 @@ def check(executor: Executor, config: RunConfig, variants: list[Variant]) -> Non
     Raises:
       UserError: naming what does not fit.
     """
-    for variant in variants:
-        changes = len(variant.phase_specs) > 1 or variant.phase_specs[0].runtime_layouts
-        evolution = variant.evolution.method if changes else ""
-        given = changes and variant.evolution.given_layouts
-        for phase in variant.phase_specs:
-            job = Job(phase.model, variant.training, config.data.loss, evolution, given)
-            refuse_unsupported(executor, job)
-            executor.check(phase.model, variant.training)
+    runs = [run for variant in variants for run in _resolved(executor, config, variant)]
+    refuse(runs, compatibility.TABLE)
+    for run in runs:
+        executor.check(run.model, run.training)
+
+
+def _resolved(executor, config, variant):
+    """Yields the run of each model that a variant trains in turn."""
+    changes = len(variant.phase_specs) > 1 or variant.phase_specs[0].runtime_layouts
+    for phase in variant.phase_specs:
+        yield ResolvedRun(
+            phase.model,
+            variant.training,
+            executor,
+            config.data.loss,
+            variant.evolution.method if changes else "",
+            changes and variant.evolution.given_layouts,
+            config,
+        )

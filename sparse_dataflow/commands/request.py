@@ -10,26 +10,20 @@ from typing import Any
 # Importing them registers the names of patterns and methods, which the configs check.
 import sparse_dataflow.core.layouts.evolution
 import sparse_dataflow.core.layouts.patterns  # noqa: F401
+from sparse_dataflow.commands.flag_conflicts import refuse_flags
 from sparse_dataflow.core.config import settings
-from sparse_dataflow.core.config.attention_settings import FAMILY_FIELDS, MIXTURE
 from sparse_dataflow.core.config.model import GROWN
-from sparse_dataflow.core.config.projections import PROJECTIONS
 from sparse_dataflow.core.config.settings import ASKED, FRESH, Setting
 from sparse_dataflow.core.config.training import is_factory
 from sparse_dataflow.files import addresses
 from sparse_dataflow.files.addresses import is_address
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs import run_config as run
-from sparse_dataflow.runs.parallel import ONLY_RELAY, ParallelConfig
+from sparse_dataflow.runs.parallel import ParallelConfig
 from sparse_dataflow.runs.run_config import GPT2_VOCABULARY, SIZES, RunConfig
 
 EVOLUTION = "evolution.method"
 _SCALE = "run.scale"
-
-EXCHANGING = tuple(
-    f"evolution.{name}" for name in ("every", "share", "max_fan_out", "sequences", "row_shards")
-)
-"""Settings of the methods that exchange blocks."""
 
 ENDS = ("training.steps", "training.decay", "training.final_rate")
 """Paths of the settings that another end of a run may change; see `branch`."""
@@ -109,12 +103,6 @@ OLD_FLAGS = {
     "sparse_projections": "sparsity.projections",
 }
 """Former flag -> path, where the last word of the path is another."""
-
-FROM_WEIGHTS = ("scale", "model.vocab_size", "model.max_len", "model.norm", "model.positions",
-                "model.activation", "model.parametrization", "data.tokenizer",
-                *(f"model.{name}" for name in FAMILY_FIELDS
-                  if name not in (*MIXTURE, *GROWN)))  # fmt: skip
-"""Settings that the weights of --init_from determine."""
 
 PROCESS = tuple(
     f"parallel.{name}"
@@ -329,10 +317,7 @@ def _add(changes, spelled, legal, path, text, before, show_path=True):
 
 def _refuse_contradictions(request, spelled):
     """Raises UserError if settings on the command line contradict each other."""
-    changes, has = request.changes, request.changes.__contains__
-    words = lambda paths: ", ".join(spelled[p] for p in paths)  # noqa: E731
-    if changes.get("training.steps") and has("run.minutes"):
-        raise UserError("--steps and --minutes contradict each other; give one of them.")
+    changes = request.changes
     if changes.get("data.tokenizer") == "gpt2":
         if changes.get("model.vocab_size", GPT2_VOCABULARY) != GPT2_VOCABULARY:
             raise UserError(
@@ -343,54 +328,10 @@ def _refuse_contradictions(request, spelled):
         raise UserError(
             f"model.vocab_size={changes['model.vocab_size']} is not legal: bpe needs 257 or more."
         )
-    if has("sparsity.projections") and not changes["sparsity.projections"]:
-        others = [p for p in changes if p.startswith(("sparsity.", "evolution."))]
-        others = [p for p in others if p != "sparsity.projections"]
-        others += ["run.twin"] if changes.get("run.twin", "no") != "no" else []
-        if others:
-            raise UserError(
-                f"{words(others)} without a block-sparse projection; legal with "
-                f"sparsity.projections=all or any of {','.join(PROJECTIONS)}."
-            )
-    if changes.get("sparsity.pattern") == "dense" and changes.get("sparsity.density", 1.0) != 1:
-        raise UserError(
-            f"--pattern=dense stores every block, which contradicts --density="
-            f"{changes['sparsity.density']}; leave --density out or name another pattern."
-        )
-    relay_only = [f"parallel.{name}" for name in ONLY_RELAY if has(f"parallel.{name}")]
-    if relay_only and not request.resume and changes.get("parallel.executor") != "relay":
-        raise UserError(f"{words(relay_only)} without the relay; add --executor=relay.")
-    if not request.resume:
-        _refuse_other_methods(changes, words)
-    if changes.get("run.init_from") and not request.resume:
-        named = [p for p in FROM_WEIGHTS if has(p)]
-        shown = ["--scale"] * (request.scale != "auto") + [spelled[p] for p in named]
-        if shown:
-            raise UserError(
-                f"{', '.join(shown)} with --init_from: these come with the weights; leave them "
-                "out, or leave --init_from out."
-            )
+    scale = {} if request.scale == "auto" else {"scale": request.scale}
+    refuse_flags({**changes, **scale}, {**spelled, "scale": "--scale"}, bool(request.resume))
     if request.resume:
         _refuse_other_run(request, spelled)
-
-
-def _refuse_other_methods(changes, words):
-    """Raises UserError for options that the evolution method does not have."""
-    method = changes.get(EVOLUTION, "static")
-    exchanging = [p for p in EXCHANGING if p in changes]
-    if exchanging and method not in ("set", "rigl"):
-        raise UserError(
-            f"{words(exchanging)} is for methods that exchange blocks, which {method} does not; "
-            "legal: --evolution=set or rigl."
-        )
-    if "evolution.at" in changes and method == "static":
-        raise UserError(f"{words(['evolution.at'])} without a method of --evolution; name one.")
-    for path in ("evolution.first", "evolution.plateau"):
-        if changes.get(path) and method != "sparse_to_dense":
-            raise UserError(
-                f"{words([path])} is for --evolution=sparse_to_dense, not for {method}; leave it "
-                "out."
-            )
 
 
 def saved_config(folder: str | Path) -> RunConfig:

@@ -12,6 +12,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from sparse_dataflow.core.config.activations import ACTIVATIONS
 from sparse_dataflow.core.config.attention_settings import (
     ALL_HEADS,
     EACH_HEAD,
@@ -31,12 +32,12 @@ from sparse_dataflow.interchange.config_rules import (
     Always,
     AttentionMultiplier,
     Biases,
+    FieldRule,
     LocalLayers,
     Mixture,
     Named,
     Only,
     QueryNorms,
-    Rule,
     Same,
     SharedExpert,
     UnrotatedLayers,
@@ -68,7 +69,7 @@ class Architecture:
     """
 
     class_name: str
-    rules: tuple[Rule, ...]
+    rules: tuple[FieldRule, ...]
     tensors: Mapping[str, str]
     prefixes: tuple[str, ...]
     transposed: bool = True
@@ -83,9 +84,8 @@ class Architecture:
 AUTO = "auto"
 """Name for the first architecture that represents a model."""
 
-_GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu"}
-_ACTIVATIONS = {**_GELUS, "gelu": "gelu_exact", "relu": "relu", "silu": "silu", "swish": "silu"}
-_GATED_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", **_ACTIVATIONS}
+_ACTIVATIONS = {theirs: row.name for row in ACTIVATIONS.values() for theirs in row.exported}
+_GATED_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu", **_ACTIVATIONS}
 
 # Releases before 5 say gelu for the tanh form.
 _GEMMA_ACTIVATIONS = {**_GATED_ACTIVATIONS, "gelu_pytorch_tanh": "gelu", "gelu": "gelu"}
@@ -280,7 +280,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             Same("vocab_size", "vocab_size"),
             Same("max_position_embeddings", "max_len"),
             Same("tie_word_embeddings", "tied_embeddings", True),
-            Named("activation_function", "activation", {"relu": "relu", **_ACTIVATIONS}, "relu"),
+            Named("activation_function", "activation", _ACTIVATIONS, "relu"),
             Biases(switches={"enable_bias": (*_ATTENTION, *_MLP)}, default=True),
             Only("word_embed_proj_dim", lambda fields: fields["hidden_size"]),
             Only("do_layer_norm_before", True),
@@ -498,7 +498,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             Same("max_position_embeddings", "max_len", 2048),
             Same("layer_norm_eps", "norm_epsilon", 1e-5),
             Same("tie_word_embeddings", "tied_embeddings", False),
-            Named("hidden_act", "activation", {"gelu": "gelu_exact", **_ACTIVATIONS}, "gelu"),
+            Named("hidden_act", "activation", _ACTIVATIONS, "gelu"),
             Named("use_parallel_residual", "residual", {True: PARALLEL, False: SEQUENTIAL}, True),
             Biases(_MLP, switches={"attention_bias": _ATTENTION}, default=True),
             _WHOLE_HEADS,

@@ -24,7 +24,7 @@ Default = Any | Callable[[Mapping[str, Any]], Any]
 """Value of a field that config.json lacks, or a function from its fields to that value."""
 
 
-class Rule(Protocol):
+class FieldRule(Protocol):
     """See the module docstring."""
 
     def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def unsupported(name: str, value: Any, legal: str) -> UserError:
 
 
 @dataclasses.dataclass(frozen=True)
-class Same(Rule):
+class Same(FieldRule):
     """A field of config.json with the value of a field of `ModelConfig`.
 
     Attributes:
@@ -73,7 +73,7 @@ class Same(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Named(Rule):
+class Named(FieldRule):
     """A field of config.json whose names differ from those of `ModelConfig`.
 
     Attributes:
@@ -107,7 +107,7 @@ class Named(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Always(Rule):
+class Always(FieldRule):
     """Fields of `ModelConfig` that an architecture fixes."""
 
     fields: Mapping[str, Any]
@@ -120,7 +120,7 @@ class Always(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Only(Rule):
+class Only(FieldRule):
     """A field of config.json that must have one value.
 
     Attributes:
@@ -143,7 +143,7 @@ class Only(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Biases(Rule):
+class Biases(FieldRule):
     """Projections with a bias: some always, others with a switch of config.json.
 
     A config with fewer biases than the written switches gets zeros for the others.
@@ -173,7 +173,7 @@ class Biases(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionMultiplier(Rule):
+class AttentionMultiplier(FieldRule):
     """The factor of attention scores, the inverse square root of `attention_scalar`."""
 
     theirs: str
@@ -191,7 +191,7 @@ class AttentionMultiplier(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class QueryNorms(Rule):
+class QueryNorms(FieldRule):
     """Norms of queries and keys, if a switch of config.json is true.
 
     Attributes:
@@ -213,7 +213,7 @@ class QueryNorms(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalLayers(Rule):
+class LocalLayers(FieldRule):
     """Layers with a window ("local") and without ("global"), as GPT-Neo lists them."""
 
     def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,7 +245,7 @@ class LocalLayers(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class UnrotatedLayers(Rule):
+class UnrotatedLayers(FieldRule):
     """Layers without rotary positions: 0 in a list with a number for each layer, or else every
     fourth."""
 
@@ -277,7 +277,7 @@ _LAYER_TYPES = {SLIDING: "sliding_attention", FULL: "full_attention"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Window(Rule):
+class Window(FieldRule):
     """Sliding-window attention, of all layers, of some, or of none.
 
     Attributes:
@@ -360,7 +360,7 @@ class Window(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixture(Rule):
+class Mixture(FieldRule):
     """Experts in every layer, of which each token has the most probable.
 
     Attributes:
@@ -395,7 +395,7 @@ class Mixture(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedExpert(Rule):
+class SharedExpert(FieldRule):
     """An expert of every token, of a multiple of the others' width, with a gate.
 
     Attributes:

@@ -127,14 +127,17 @@ def mlp(config, tensors, x, at):
 
 
 def activation(config, x):
-    """ReLU, SiLU, or GELU: in its tanh form ("gelu") or with erf ("gelu_exact")."""
-    if config["activation"] == "relu":
-        return np.maximum(x, 0)
-    if config["activation"] == "silu":
-        return x / (1 + np.exp(-x))
-    if config["activation"] == "gelu_exact":
-        return (0.5 * x * (1 + np.vectorize(math.erf)(x / 2**0.5))).astype(x.dtype)
-    return 0.5 * x * (1 + np.tanh(np.float32((2 / np.pi) ** 0.5) * (x + 0.044715 * x**3)))
+    """One of ACTIVATIONS; a KeyError names another."""
+    return ACTIVATIONS[config["activation"]](x).astype(x.dtype)
+
+
+ACTIVATIONS = {
+    "gelu": lambda x: 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))),
+    "gelu_exact": lambda x: 0.5 * x * (1 + np.vectorize(math.erf)(x / 2**0.5)),
+    "relu": lambda x: np.maximum(x, 0),
+    "relu2": lambda x: np.maximum(x, 0) ** 2,
+    "silu": lambda x: x / (1 + np.exp(-x)),
+}
 
 
 def heads(config, tensors, x, at):

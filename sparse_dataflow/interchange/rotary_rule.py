@@ -12,7 +12,7 @@ from typing import Any
 from sparse_dataflow.core.config.attention_settings import READ_BY_SCALING as USED
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.interchange.config_rules import Rule, unsupported
+from sparse_dataflow.interchange.config_rules import FieldRule, unsupported
 
 _FACTOR = {"rotary_factor": "factor"}
 _LENGTH = {"rotary_length": "original_max_position_embeddings"}
@@ -50,7 +50,7 @@ _IGNORED = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "truncat
 
 
 @dataclasses.dataclass(frozen=True)
-class Rotary(Rule):
+class Rotary(FieldRule):
     """Base, share and scaling of rotary positions.
 
     Attributes:

@@ -10,13 +10,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.core.config.layer_groups import layer_model
-from sparse_dataflow.core.executors import cuts, executor, sharding, whole
+from sparse_dataflow.core.executors import compatibility, cuts, sharding, whole
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.mesh import BATCH_AXES
 from sparse_dataflow.core.executors.sharded import Sharded, local_weights, norm_specs
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.projection import Probe, layer_weights
-from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.pipeline import pipeline, schedules
 from sparse_dataflow.pipeline.stages import Division, divide, from_stages, to_stages
 
@@ -42,18 +41,13 @@ class Pipelined(Sharded):
 
     @property
     def ways(self):
-        return tuple(dict.fromkeys((*super().ways, executor.STAGE)))
+        return tuple(dict.fromkeys((*super().ways, compatibility.STAGE.words)))
 
     def describe(self):
         schedule = schedules.format_schedule(self.schedule, self.division.chunks)
         return f"{super().describe()} --executor=pipeline --set parallel.schedule={schedule}"
 
     def check(self, model, training):
-        if self.mesh.shape["feature"] * self.mesh.shape["context"] > 1:
-            raise UserError(
-                f"--mesh={meshes.describe(self.mesh)} cuts the residual stream that stages send; "
-                "legal with stage: the axes data, fsdp and tensor."
-            )
         super().check(model, training)
         self._plan(model, training.micro_batches)
 

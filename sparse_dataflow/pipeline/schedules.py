@@ -138,8 +138,8 @@ def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
     return Schedule("forward_only", micro_batches, chunks, (FORWARD,), *_table(orders, FORWARD))
 
 
-class Rule(NamedTuple):
-    """Rule of a schedule.
+class StageOrder(NamedTuple):
+    """The order of the actions of a stage in a schedule.
 
     Attributes:
       order: (stages, micro-batches, chunks, stage) -> the stage's actions in order.
@@ -182,11 +182,11 @@ def zero_bubble(stages: int, micro_batches: int, chunks: int, stage: int) -> lis
     return _by_turns(work, work, ahead=stages - stage, behind=stage)
 
 
-SCHEDULES: dict[str, Rule] = {
-    "gpipe": Rule(gpipe),
-    "1f1b": Rule(one_f_one_b),
-    "interleaved": Rule(interleaved),
-    "zero_bubble": Rule(zero_bubble, whole_backward=False),
+SCHEDULES: dict[str, StageOrder] = {
+    "gpipe": StageOrder(gpipe),
+    "1f1b": StageOrder(one_f_one_b),
+    "interleaved": StageOrder(interleaved),
+    "zero_bubble": StageOrder(zero_bubble, whole_backward=False),
 }
 
 CHUNKED = ("interleaved", "gpipe")

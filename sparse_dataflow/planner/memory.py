@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from sparse_dataflow.core.config.activations import ACTIVATIONS
 from sparse_dataflow.core.config.attention_settings import (
     DENSE_TOKENS,
     SEQUENTIAL,
@@ -305,7 +306,8 @@ def has_one_op_mlp(config: ModelConfig) -> bool:
     names = ("mlp_in", "mlp_out")
     specs = [config.linear(name) for name in names]
     plain = all(s.weight.stores_blocks and not s.rank and not s.hadamard for s in specs)
-    fitting = config.activation == "gelu" and "mlp_in" in config.biases and not config.gated_mlp
+    fused = bool(ACTIVATIONS[config.activation].fused)
+    fitting = fused and "mlp_in" in config.biases and not config.gated_mlp
     return plain and fitting and not (config.experts or config.quantized)
 
 

@@ -14,7 +14,7 @@ from sparse_dataflow.core import collectives
 from sparse_dataflow.core.config.depth import DepthSchedule
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors import executor
+from sparse_dataflow.core.executors import compatibility
 from sparse_dataflow.core.executors.executor import MultiProgramExecutor
 from sparse_dataflow.core.optim.finite import non_finite
 from sparse_dataflow.core.optim.optimizers import TrainState
@@ -52,9 +52,9 @@ class RelayExecutor(MultiProgramExecutor):
 
     @property
     def ways(self) -> tuple[str, ...]:
-        depth = (executor.RELAY_DEPTH,) if self.depth != DepthSchedule() else ()
-        devices = (executor.RELAY_DEVICES,) if self.devices > 1 else ()
-        return executor.RELAY, *depth, *devices
+        depth = (compatibility.RELAY_DEPTH.words,) if self.depth != DepthSchedule() else ()
+        devices = (compatibility.RELAY_DEVICES.words,) if self.devices > 1 else ()
+        return compatibility.RELAY.words, *depth, *devices
 
     def check(self, model: ModelConfig, training: TrainingConfig) -> None:
         super().check(model, training)

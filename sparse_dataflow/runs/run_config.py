@@ -22,7 +22,7 @@ from sparse_dataflow.core.config.settings import (
 from sparse_dataflow.core.config.sparsity import EvolutionConfig, SparsityConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.runs import settings_together
+from sparse_dataflow.runs import compatibility
 from sparse_dataflow.runs.families import SIZES
 from sparse_dataflow.runs.parallel import ParallelConfig
 
@@ -265,7 +265,7 @@ class RunConfig(Readable):
             remat.kinds(self.model.remat, self.model.num_layers)  # Refuses another number.
         sequence = self.training.sequence
         self.model.check_context(sequence, f"training.sequence={sequence}")
-        settings_together.refuse(self)
+        compatibility.refuse(self)
 
     @property
     def variants(self) -> tuple[str, ...]:

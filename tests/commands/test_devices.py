@@ -35,10 +35,13 @@ def test_a_mesh_with_stages_is_a_pipeline_and_others_are_not():
     ("arguments", "message"),
     [
         (["--mesh=stage:2", "--executor=whole"], "legal: --executor=pipeline, or the axes"),
-        (["--mesh=fsdp:2", "--executor=pipeline"], "no stages; legal: a mesh with stage:2"),
+        (
+            ["--mesh=fsdp:2", "--executor=pipeline"],
+            "through stages; legal with stage:2",
+        ),
         (
             ["--mesh=fsdp:2", "--set=parallel.schedule=gpipe"],
-            "parallel.schedule without a pipeline; legal with stage",
+            "parallel.schedule=.* is the order of a pipeline; legal with stage:2",
         ),
         (
             ["--mesh=stage:2", "--set=parallel.schedule=2f2b"],
@@ -85,7 +88,10 @@ def test_a_schedule_that_cannot_be_is_refused_before_anything_runs(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mesh=stage:2,feature:2"], "cuts the residual stream that stages send; legal with sta"),
+        (
+            ["--mesh=stage:2,feature:2"],
+            "whose stages send the whole residual stream; legal with sta",
+        ),
         (
             ["--mesh=feature:2", "--evolution=rigl"],
             "--evolution=rigl with --mesh=feature:2.*legal: --evolution=static, or a mesh without",
@@ -103,7 +109,7 @@ def test_what_the_axis_feature_cannot_cut_is_refused_in_words(arguments, message
 
 @pytest.mark.parametrize("argument", ["--mesh=stage:2", "--executor=relay"])
 def test_sub_batches_are_refused_where_blocks_do_not_have_them(argument):
-    with pytest.raises(UserError, match=r"sub_batches=2 with stages or the relay; legal: 1"):
+    with pytest.raises(UserError, match=f"sub_batches=2 with {argument}, .*; legal: 1"):
         executor("--scale=pico", "--set=parallel.sub_batches=2", argument)
 
 
@@ -114,7 +120,7 @@ def test_sub_batches_divide_the_sequences_of_a_device():
     made.check(model, TrainingConfig(1, 8, 16, micro_batches=2))
     with pytest.raises(UserError, match=r"not divide the 3 sequences of a micro.*legal: 1, 3"):
         made.check(model, TrainingConfig(1, 6, 16))
-    with pytest.raises(UserError, match=r"sub_batches=2 with model.experts=2 is not supported"):
+    with pytest.raises(UserError, match=r"experts=2 with parallel.sub_batches=2, which"):
         made.check(dataclasses.replace(model, experts=2), TrainingConfig(1, 8, 16))
 
 

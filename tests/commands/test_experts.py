@@ -76,7 +76,7 @@ def test_a_tensor_axis_may_divide_shuffled_groups_unequally_where_monarch_keeps_
 @pytest.mark.parametrize(
     ("text", "zero", "words"),
     [
-        ("fsdp:4", 2, "legal: --set parallel.zero=3, or gather"),
+        ("fsdp:4", 2, "legal: parallel.zero=3, or parallel.experts=gather"),
         ("fsdp:3", 3, "does not divide the 4 experts; legal for this model: 1, 2, 4"),
     ],
 )
@@ -86,12 +86,14 @@ def test_devices_that_cannot_share_experts_are_refused(text, zero, words):
     Sharded(mesh("fsdp:2"), exchange=True).check(MODEL, TRAINING)
 
 
-@pytest.mark.parametrize("how", [{"executor": "relay"}, {}])
-def test_tokens_travel_to_experts_of_a_mesh_alone(how):
-    model = MODEL if how else dataclasses.replace(MODEL, experts=0, top_k=1)
-    config = RunConfig(model, training=TRAINING, parallel=ParallelConfig(experts="exchange", **how))
-    with pytest.raises(UserError, match=r"legal: model\.experts of 1 or more and another executor"):
+def test_tokens_travel_to_experts_of_a_mesh_alone():
+    parallel = ParallelConfig(experts="exchange", executor="relay")
+    config = RunConfig(MODEL, training=TRAINING, parallel=parallel)
+    with pytest.raises(UserError, match=r"legal: parallel\.experts=gather, or another executor"):
         devices.executor(config)
+    dense = dataclasses.replace(MODEL, experts=0, top_k=1)
+    with pytest.raises(UserError, match=r"experts=exchange sends tokens .* with model\.experts"):
+        RunConfig(dense, training=TRAINING, parallel=ParallelConfig(experts="exchange"))
 
 
 def test_sparse_form_is_refused(tmp_path):

@@ -147,7 +147,10 @@ def test_the_depth_is_the_same_after_a_resume(job, tmp_path):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--set=parallel.stash=host"], "parallel.stash without the relay"),
+        (
+            ["--set=parallel.stash=host"],
+            "parallel.stash with parallel.executor=auto, .*legal: --executor=relay",
+        ),
         (["--executor=relay", "--set=parallel.depth_schedule=grow:2"], "legal: constant, drop:P"),
         (
             ["--executor=relay", "--set=parallel.server_dir=s", "--evolution=gradual"],

@@ -549,7 +549,7 @@ def config_of(name, **changes):
         ),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8}}, ["without low_freq_"]),
         ("llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5 (legal: 1)"]),
-        ("qwen2", {"attention_bias": 3, "hidden_act": "relu2"}, ["hidden_act='relu2'"]),
+        ("qwen2", {"attention_bias": 3, "hidden_act": "mish"}, ["hidden_act='mish'"]),
         ("qwen3", {"attention_bias": 3}, ["attention_bias=3 (legal: true, false)"]),
         ("mistral", {"quantization_config": {"quant_method": "awq"}}, ["quantization_config={'q"]),
         ("llama", {"hidden_size": "absent"}, ["no hidden_size, which is required"]),
@@ -557,7 +557,7 @@ def config_of(name, **changes):
         (
             "opt",
             {"do_layer_norm_before": False, "activation_function": "tanh"},
-            ["do_layer_norm_before=False (legal: True)", "activation_function='tanh' (legal: relu"],
+            ["do_layer_norm_before=False (legal: True)", "activation_function='tanh' (legal: gelu"],
         ),
         (
             "qwen3",

@@ -33,8 +33,8 @@ from sparse_dataflow.chips.hopper.tables import TERMS, expand_terms, split_float
 from sparse_dataflow.chips.hopper.tuning import TuningConfig
 from sparse_dataflow.core.layouts.layout import LayoutTables
 from sparse_dataflow.core.ops import tuned
+from sparse_dataflow.core.ops.activation import times_derivative, value_and_derivative
 from sparse_dataflow.core.ops.block_sparse_matmul import fused
-from sparse_dataflow.core.ops.derivatives import gelu_backward, value_and_derivative
 from sparse_dataflow.core.ops.dispatch import Shaped
 from sparse_dataflow.files.errors import UserError
 
@@ -71,8 +71,8 @@ def block_sparse_matmul(
       values: stored blocks.
       tables: index tables.
       bias: [out_features], any float dtype.
-      activation: None or "gelu" (tanh form, `ops.derivatives`).  bfloat16 uses the hardware's tanh,
-        exact to about 11 bits; float32 uses XLA's.
+      activation: name of a fused one in `config.activations`, or None.  bfloat16 uses the
+        hardware's tanh, exact to about 11 bits; float32 uses XLA's.
       tuning: tile sizes; None for `default_tuning`.
 
     Returns:
@@ -80,15 +80,15 @@ def block_sparse_matmul(
     """
     tuning = tuning or default_tuning(x, values, tables)
     out_features = len(tables.in_index) * values.shape[1]
-    options = fused.Options(activation is not None, tuning, out_features)
+    options = fused.Options(activation, tuning, out_features)
     lines = jax.tree.map(jnp.asarray, build_line_tables(tables, len(values), tuning))
     return _matmul(options, x, values, bias, lines)
 
 
 def value_and_preactivation(
-    x: jax.Array, values: jax.Array, tables: LayoutTables, *, bias: jax.Array
+    x: jax.Array, values: jax.Array, tables: LayoutTables, *, bias: jax.Array, activation: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute (gelu(z), z) with z = x W + bias in one kernel; not differentiable.
+    """Compute (activation(z), z) with z = x W + bias in one kernel; not differentiable.
 
     Takes arguments that `block_sparse_matmul` accepts, of at least one token.
 
@@ -96,7 +96,7 @@ def value_and_preactivation(
       Two arrays [tokens, out_features] in x's dtype.
     """
     tuning = default_tuning(x, values, tables)
-    options = fused.Options(True, tuning, len(tables.in_index) * values.shape[1])
+    options = fused.Options(activation, tuning, len(tables.in_index) * values.shape[1])
     lines = build_line_tables(tables, len(values), tuning)
     return tuple(_product(options, x, values, bias, lines, keep=True))
 
@@ -106,22 +106,26 @@ def input_gradient(
     values: jax.Array,
     tables: LayoutTables,
     *,
+    activation: str | None = None,
     preactivation: jax.Array | None = None,
     tuning: TuningConfig | None = None,
 ) -> jax.Array:
-    """Compute dx = dy Wᵀ, or dx times a GELU's derivative if x = gelu(preactivation).
+    """Compute dx = dy Wᵀ, or the gradient of what an activation made x from.
 
     Args:
       dy: [tokens, out_features] in x's dtype, of at least one token.
       values: see `block_sparse_matmul`, also for `tables` and `tuning`.
-      preactivation: [tokens, in_features] in dy's dtype; if passed, the result is its gradient.
+      activation: name of a fused one, of which x is the output; None for none.
+      preactivation: [tokens, in_features] in dy's dtype, its input; the result is its gradient.
 
     Returns:
       [tokens, in_features] in dy's dtype.
 
     Raises:
-      UserError: if `preactivation` has another shape or dtype.
+      UserError: if `preactivation` has another shape or dtype, or comes without `activation`.
     """
+    if (activation is None) != (preactivation is None):
+        raise UserError("activation and preactivation belong together; legal: both, or neither.")
     features = len(tables.out_index) * values.shape[1]
     x = jax.ShapeDtypeStruct((len(dy), features), dy.dtype)
     z = x if preactivation is None else preactivation
@@ -129,7 +133,7 @@ def input_gradient(
         raise UserError(f"The pre-activation is {z.dtype} {z.shape}; legal: {x.dtype} {x.shape}.")
     tuning = tuning or default_tuning(x, values, tables, derivative=preactivation is not None)
     lines = build_line_tables(tables, len(values), tuning)
-    return _input_gradient(tuning, dy, values, lines, preactivation, features)
+    return _input_gradient(tuning, dy, values, lines, features, activation, preactivation)
 
 
 def weight_gradient(
@@ -192,9 +196,9 @@ def _gradients(options, x, values, preactivation, dy, lines):
     dz = dy
     if preactivation is not None:
         # The barrier keeps XLA from recomputing dz in float32 for the bias.
-        dz = lax.optimization_barrier(gelu_backward(dy, preactivation))
+        dz = lax.optimization_barrier(times_derivative(options.activation, dy, preactivation))
     dvalues = _weight_gradient(options.tuning, x, dz, values, lines)
-    dx = _input_gradient(options.tuning, dz, values, lines, None, x.shape[1])
+    dx = _input_gradient(options.tuning, dz, values, lines, x.shape[1])
     return dx, dvalues, dz, None
 
 
@@ -210,12 +214,21 @@ def _product(options, x, values, bias, lines, keep):
     if x.dtype == jnp.float32:
         (y,) = run(*_terms(x, values, lines.forward), dtype=jnp.float32)
         preactivation = y if bias is None else y + bias
-        value = value_and_derivative(preactivation)[0] if options.gelu else preactivation
+        value = preactivation
+        if options.activation is not None:
+            value = value_and_derivative(options.activation, preactivation)[0]
         return [value, *([preactivation] if keep else [])]
-    return run(x, values, lines.forward, bias=bias, gelu=options.gelu, with_preactivation=keep)
+    return run(
+        x,
+        values,
+        lines.forward,
+        bias=bias,
+        activation=options.activation,
+        with_preactivation=keep,
+    )
 
 
-def _input_gradient(tuning, dy, values, lines, preactivation, features):
+def _input_gradient(tuning, dy, values, lines, features, activation=None, preactivation=None):
     run = functools.partial(
         _line_product,
         tiles=tuning.input_gradient,
@@ -225,8 +238,10 @@ def _input_gradient(tuning, dy, values, lines, preactivation, features):
     )
     if dy.dtype == jnp.float32:
         (dx,) = run(*_terms(dy, values, lines.input_gradient), dtype=jnp.float32)
-        return dx if preactivation is None else gelu_backward(dx, preactivation)
-    return run(dy, values, lines.input_gradient, preactivation=preactivation)[0]
+        return dx if preactivation is None else times_derivative(activation, dx, preactivation)
+    return run(
+        dy, values, lines.input_gradient, activation=activation, preactivation=preactivation
+    )[0]
 
 
 def _weight_gradient(tuning, x, dy, values, lines):

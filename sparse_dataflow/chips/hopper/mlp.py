@@ -1,8 +1,8 @@
 """The sparse MLP on a Hopper GPU: six block-sparse products with fused epilogues.
 
-Forward, the first product's epilogue applies bias and GELU, and writes the hidden layer and its
-pre-activation.  Backward, the epilogue of dhidden applies the GELU's derivative.  Only the
-pre-activation is saved for the backward pass, which recomputes the hidden layer elementwise.
+Forward, the first product's epilogue applies bias and activation, and writes the hidden layer and
+its pre-activation.  Backward, the epilogue of dhidden applies the activation's derivative.  Only
+the pre-activation is saved for the backward pass, which recomputes the hidden layer elementwise.
 """
 
 import jax
@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 from sparse_dataflow.chips.hopper import api as products
 from sparse_dataflow.core.ops import derivatives
-from sparse_dataflow.core.ops.derivatives import value_and_derivative
+from sparse_dataflow.core.ops.activation import value_and_derivative
 from sparse_dataflow.core.ops.sparse_mlp.mlp_op import Operands
 
 
 def run(mlp: Operands) -> jax.Array:
     """Compute the MLP of bfloat16 or float32; sums, bias and activation in float32."""
-    return _mlp(None, *mlp[:6])
+    return _mlp(mlp.activation, *mlp[:6])
 
 
 def refusal(mlp: Operands) -> str:
@@ -28,34 +28,41 @@ def refusal(mlp: Operands) -> str:
     )
 
 
-def _products(options, x, values_in, bias_in, values_out, tables_in, tables_out):
-    hidden = products.block_sparse_matmul(x, values_in, tables_in, bias=bias_in, activation="gelu")
+def _products(activation, x, values_in, bias_in, values_out, tables_in, tables_out):
+    hidden = products.block_sparse_matmul(
+        x, values_in, tables_in, bias=bias_in, activation=activation
+    )
     return products.block_sparse_matmul(hidden, values_out, tables_out)
 
 
-def _forward(options, *operands):
-    y, preactivation = _value_and_preactivation(options, *operands)
+def _forward(activation, *operands):
+    y, preactivation = _value_and_preactivation(activation, *operands)
     return y, (*operands, preactivation)
 
 
 @derivatives.batchable
-def _value_and_preactivation(options, x, values_in, bias_in, values_out, tables_in, tables_out):
-    hidden, preactivation = products.value_and_preactivation(x, values_in, tables_in, bias=bias_in)
+def _value_and_preactivation(activation, x, values_in, bias_in, values_out, tables_in, tables_out):
+    hidden, preactivation = products.value_and_preactivation(
+        x, values_in, tables_in, bias=bias_in, activation=activation
+    )
     y = products.block_sparse_matmul(hidden, values_out, tables_out)
     return y, preactivation
 
 
-def _backward(options, saved, dy):
-    return *_gradients(options, *saved, dy), None, None
+def _backward(activation, saved, dy):
+    return *_gradients(activation, *saved, dy), None, None
 
 
 @derivatives.batchable
 def _gradients(
-    options, x, values_in, bias_in, values_out, tables_in, tables_out, preactivation, dy
+    activation, x, values_in, bias_in, values_out, tables_in, tables_out, preactivation, dy
 ):
-    hidden = value_and_derivative(preactivation.astype(jnp.float32))[0].astype(dy.dtype)
+    hidden = value_and_derivative(activation, preactivation.astype(jnp.float32))[0]
+    hidden = hidden.astype(dy.dtype)
     dvalues_out = products.weight_gradient(hidden, dy, tables_out, values=values_out)
-    dz = products.input_gradient(dy, values_out, tables_out, preactivation=preactivation)
+    dz = products.input_gradient(
+        dy, values_out, tables_out, activation=activation, preactivation=preactivation
+    )
     dvalues_in = products.weight_gradient(x, dz, tables_in, values=values_in)
     dx = products.input_gradient(dz, values_in, tables_in)
     dbias = jnp.sum(dz, axis=0, dtype=jnp.float32).astype(bias_in.dtype)

@@ -20,8 +20,8 @@ class ProductPlan(NamedTuple):
       columns: tiles along the result's width.
       row_tiles: tiles along the tokens, one per cluster.
       transposed: whether the blocks are used transposed.
-      gelu: whether a GELU is applied to the sum.
-      derivative: whether the sum is multiplied by a GELU's derivative.
+      activation: name of one that is applied to the sum, or whose derivative is; None for none.
+      derivative: whether the sum is multiplied by the activation's derivative.
       itemsize: bytes of a result element.
     """
 
@@ -31,7 +31,7 @@ class ProductPlan(NamedTuple):
     columns: int
     row_tiles: int
     transposed: bool
-    gelu: bool
+    activation: str | None
     derivative: bool
     itemsize: int
 

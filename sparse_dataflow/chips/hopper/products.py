@@ -43,7 +43,7 @@ from sparse_dataflow.chips.hopper.memory import run_groups, swizzled
 from sparse_dataflow.chips.hopper.plan import ProductPlan, count_stored
 from sparse_dataflow.chips.hopper.tables import LineTables
 from sparse_dataflow.chips.hopper.tuning import CONSUMERS, SLICE_ROWS, ProductTiles
-from sparse_dataflow.core.ops.derivatives import value_and_derivative
+from sparse_dataflow.core.ops.activation import value_and_derivative
 from sparse_dataflow.files.errors import UserError
 
 
@@ -56,7 +56,7 @@ def line_product(
     transposed: bool,
     dtype: Any = jnp.bfloat16,
     bias: jax.Array | None = None,
-    gelu: bool = False,
+    activation: str | None = None,
     preactivation: jax.Array | None = None,
     with_preactivation: bool = False,
     columns: int,
@@ -72,10 +72,10 @@ def line_product(
       transposed: whether to transpose the blocks, as dx needs.
       dtype: dtype of the results.
       bias: float32 [columns], added to the product.
-      gelu: whether to apply a GELU after the bias.
+      activation: name of a fused one in `config.activations`, after the bias; None for none.
       preactivation: [tokens, columns] in the results' dtype; the product is multiplied by the
-        GELU's derivative there.  Excludes bias, gelu and with_preactivation.
-      with_preactivation: whether to return the GELU's input too.
+        activation's derivative there instead.  Excludes bias and with_preactivation.
+      with_preactivation: whether to return the activation's input too.
       columns: width of the results, at most lines * width * block.
       multiprocessors: number of multiprocessors of the device.
 
@@ -105,7 +105,7 @@ def line_product(
         columns=lines * tiles_per_block,
         row_tiles=row_tiles,
         transposed=transposed,
-        gelu=gelu,
+        activation=activation,
         derivative=preactivation is not None,
         itemsize=jnp.dtype(dtype).itemsize,
     )
@@ -366,9 +366,9 @@ def _finish(plan, arrays, results, slice_of, first_column, totals):
             value = value + lax.broadcast_in_dim(bias, value.shape, (features,))
         if arrays.preactivation_out is not None:
             write(arrays.preactivation_out, (row, column), value)
-        if plan.gelu:
-            value = value_and_derivative(value)[0]
         if plan.derivative:
             before = slot_of(number)[...].astype(jnp.float32)
-            value = value * value_and_derivative(before)[1]
+            value = value * value_and_derivative(plan.activation, before)[1]
+        elif plan.activation is not None:
+            value = value_and_derivative(plan.activation, value)[0]
         write(arrays.y, (row, column), value)

@@ -18,6 +18,7 @@ from sparse_dataflow.chips.tpu.grouped_mlp_tuning import GroupedMlpTuning
 from sparse_dataflow.chips.tpu.matmul.tuning import LANES, limits
 from sparse_dataflow.core.layouts.layout import Groups
 from sparse_dataflow.core.ops import derivatives
+from sparse_dataflow.core.ops.activation import value_and_derivative
 from sparse_dataflow.core.ops.block_sparse_matmul import grouped
 from sparse_dataflow.core.ops.dispatch import Shaped
 from sparse_dataflow.core.ops.sparse_mlp.mlp_op import Operands
@@ -62,8 +63,8 @@ def refusal(mlp: Operands) -> str:
     groups_in, groups_out = mlp.tables_in.groups, mlp.tables_out.groups
     if not groups_in or not groups_out:
         return "a layout has no equal groups, or may change."
-    if mlp.activation not in kernels.ACTIVATIONS:
-        return f"the activation is {mlp.activation}; legal: {', '.join(kernels.ACTIVATIONS)}."
+    if reason := mlp.activation_refusal():
+        return reason
     block, sides = mlp.values_in.shape[-1], {mlp.values_in.shape[-1], mlp.values_out.shape[-1]}
     if len(sides) > 1:
         return f"the blocks have sides of {sorted(sides)}; legal: one side."
@@ -100,7 +101,7 @@ def grouped_mlp(
       groups_out: groups of W_out.
       block: features of a block.
       weight_gate: like weight_in; None for an MLP without a gate.
-      activation: key of `grouped_mlp_kernels.ACTIVATIONS`.
+      activation: name of a fused one in `config.activations`.
       tuning: tile sizes; None for `default_tuning`.
 
     Returns:
@@ -210,7 +211,7 @@ def _products(options, x, weights_in, bias_in, weight_out):
     left, middle, right = options.columns
     totals = [products.product(x, weight, (left, middle)) for weight in weights_in]
     totals[0] += 0 if bias_in is None else bias_in.astype(x.dtype)
-    hidden = kernels.ACTIVATIONS[options.activation](totals[-1].astype(jnp.float32))[0]
+    hidden = value_and_derivative(options.activation, totals[-1].astype(jnp.float32))[0]
     hidden = hidden * totals[0] if len(totals) > 1 else hidden
     return products.product(hidden.astype(x.dtype), weight_out, (middle, right))
 

@@ -10,7 +10,6 @@ activation applies to the product of the last one.
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +27,7 @@ from sparse_dataflow.chips.tpu.grouped_matmul.windows import (
 )
 from sparse_dataflow.chips.tpu.grouped_mlp_tuning import MlpBackwardTiles, MlpForwardTiles
 from sparse_dataflow.chips.tpu.matmul.stream import dot, parameters, pop_if
-from sparse_dataflow.core.ops.derivatives import silu_value_and_derivative, value_and_derivative
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], tuple[jax.Array, jax.Array]]] = {
-    "gelu": value_and_derivative,
-    "silu": silu_value_and_derivative,
-}
-"""Activation -> float32 x -> (its value, its derivative)."""
+from sparse_dataflow.core.ops.activation import value_and_derivative
 
 
 def forward(
@@ -59,7 +52,7 @@ def forward(
       weight_out: [groups, H, N].
       sides: columns of x and of y.
       tiles: the tile sizes.
-      activation: key of ACTIVATIONS.
+      activation: name of a fused one in `config.activations`.
       with_preactivation: whether to return the products of `weights_in` too.
       vmem_bytes: VMEM limit of the kernel.
       cores: cores that share the groups.
@@ -137,7 +130,7 @@ def _forward_kernel(
             for number, total in enumerate(totals):
                 columns_of_total = pl.ds(number * width, width)
                 preactivation_ref[0][at, columns_of_total] = total.astype(y_ref.dtype)
-        hidden = ACTIVATIONS[activation](totals[-1])[0]
+        hidden = value_and_derivative(activation, totals[-1])[0]
         if products > 1:
             hidden *= totals[0]
         y_ref[at, :] = dot(hidden.astype(y_ref.dtype), out_ref[0]).astype(y_ref.dtype)
@@ -169,7 +162,7 @@ def backward(
       weight_out: [groups, H, N].
       sides: columns of x and of y.
       tiles: the tile sizes.
-      activation: key of ACTIVATIONS.
+      activation: name of a fused one in `config.activations`.
       biased: whether W_in has a bias.
       vmem_bytes: VMEM limit of the kernel.
       cores: cores that share the groups.
@@ -272,7 +265,8 @@ def _backward_kernel(
         x.transpose_next(step, c, chunks)
         dy.transpose_next(step, c, chunks)
         activated = pl.ds(pl.multiple_of((products - 1) * width + c * chunk, chunk), chunk)
-        activations, slope = ACTIVATIONS[activation](z_ref[:, activated].astype(jnp.float32))
+        z = z_ref[:, activated].astype(jnp.float32)
+        activations, slope = value_and_derivative(activation, z)
         dhidden = dot(dy_ref[...], out_ref[0, at, :], transposed=True)
         derived = [dhidden * slope]
         if products > 1:

@@ -33,12 +33,14 @@ class _Options:
 
     tuning: MlpTuning
     out_features: int
+    activation: str
 
 
 def run(mlp: Operands, *, tuning: MlpTuning | None = None) -> jax.Array:
     """Compute the MLP of bfloat16 or float32; sums, bias and activation in float32."""
     tuning = tuning or default_tuning(mlp)
-    options = _Options(tuning, len(mlp.tables_out.in_index) * mlp.values_out.shape[1])
+    out_features = len(mlp.tables_out.in_index) * mlp.values_out.shape[1]
+    options = _Options(tuning, out_features, mlp.activation)
     # Two products save the pre-activation themselves.
     run = _pair if tuning.forward is None else _mlp
     return run(options, *mlp[:4], *_lines(mlp))
@@ -109,6 +111,7 @@ def _value(options, x, values_in, bias_in, values_out, lines_in, lines_out):
         lines_in[0],
         lines_out[0],
         options.tuning.forward,
+        activation=options.activation,
         **sizes.limits(options.tuning.product_in),
     )
     return y[: len(x), : options.out_features]
@@ -136,6 +139,7 @@ def _gradients(options, x, values_in, bias_in, values_out, lines_in, lines_out, 
         lines_in,
         lines_out[1],
         tuning.backward,
+        activation=options.activation,
         **sizes.limits(options.tuning.product_in),
     )
     gradient = products.stored_weight_gradient
@@ -147,10 +151,10 @@ def _gradients(options, x, values_in, bias_in, values_out, lines_in, lines_out, 
 
 
 def _pair(options, x, values_in, bias_in, values_out, lines_in, lines_out):
-    """Compute the MLP as two products, the first with bias and GELU in its epilogue."""
+    """Compute the MLP as two products, the first with bias and activation in its epilogue."""
     tuning = options.tuning
-    first = fused.Options(True, tuning.product_in, len(bias_in))
-    second = fused.Options(False, tuning.product_out, options.out_features)
+    first = fused.Options(options.activation, tuning.product_in, len(bias_in))
+    second = fused.Options(None, tuning.product_out, options.out_features)
     hidden = products.fused_product(first, x, values_in, bias_in, lines_in)
     return products.fused_product(second, hidden, values_out, None, lines_out)
 

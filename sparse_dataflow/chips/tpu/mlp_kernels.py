@@ -1,8 +1,8 @@
 """The sparse MLP's fused TPU kernels: a token tile's hidden activations stay in VMEM.
 
 Grid: (cores, token tiles, steps of result columns), columns innermost.  Before its first result
-column, a token tile's hidden activations (`mlp_in`, bias, GELU) are computed into VMEM, from which
-the result columns read them.  Both weights are streamed once per token tile.
+column, a token tile's hidden activations (`mlp_in`, bias, activation) are computed into VMEM,
+from which the result columns read them.  Both weights are streamed once per token tile.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from sparse_dataflow.chips.tpu.matmul.stream import Rows, Stream, stream_shape
 from sparse_dataflow.chips.tpu.matmul.tables import TileTables
 from sparse_dataflow.chips.tpu.mlp_tuning import MlpTiles
-from sparse_dataflow.core.ops.derivatives import value_and_derivative
+from sparse_dataflow.core.ops.activation import value_and_derivative
 
 _STREAM_TABLES = len(TileTables._fields)
 
@@ -30,10 +30,11 @@ def forward(
     lines_out: TileTables,
     tiles: MlpTiles,
     *,
+    activation: str,
     vmem_bytes: int,
     cores: int,
 ) -> jax.Array:
-    """Compute gelu(x W_in + bias_in) W_out.
+    """Compute activation(x W_in + bias_in) W_out.
 
     Args:
       x: [tokens, in features], multiples of a register's rows and of the tile.
@@ -43,6 +44,7 @@ def forward(
       lines_in: W_in by hidden column.
       lines_out: W_out by result column.
       tiles: the tile sizes.
+      activation: name of a fused one in `config.activations`.
       vmem_bytes: VMEM limit of the kernel.
       cores: cores to spread the token tiles over.
 
@@ -56,7 +58,9 @@ def forward(
     cores, tiles_per_core = _split(len(x), tiles.tokens, cores)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
-        functools.partial(_forward_kernel, tiles=tiles, first=first, second=second),
+        functools.partial(
+            _forward_kernel, tiles=tiles, first=first, second=second, activation=activation
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2 * _STREAM_TABLES,
             grid=(cores, tiles_per_core, second.lines // tiles.lines),
@@ -85,7 +89,7 @@ def forward(
     )(*_flat(lines_in), *_flat(lines_out), x, values_in, values_out, bias_in.reshape(-1, tile))
 
 
-def _forward_kernel(*all_refs, tiles, first, second):
+def _forward_kernel(*all_refs, tiles, first, second, activation):
     refs = list(all_refs)
     tables = [_pop(refs, _STREAM_TABLES) for _ in range(2)]
     x_hbm, in_hbm, out_hbm, bias_ref, y_ref, sum_ref, hidden_ref = _pop(refs, 7)
@@ -110,7 +114,8 @@ def _forward_kernel(*all_refs, tiles, first, second):
             columns = _columns(line, first.tile)
 
             def activate(rows, total):
-                hidden = value_and_derivative(total + bias_ref[pl.ds(line, 1), :])[0]
+                z = total + bias_ref[pl.ds(line, 1), :]
+                hidden = value_and_derivative(activation, z)[0]
                 hidden_ref[rows, columns] = hidden.astype(hidden_ref.dtype)
 
             weights_in.line(i, line, x.at(i), tiles.rows, sum_ref, activate)
@@ -133,6 +138,7 @@ def backward(
     lines_out: TileTables,
     tiles: MlpTiles,
     *,
+    activation: str,
     vmem_bytes: int,
     cores: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -149,6 +155,7 @@ def backward(
       lines_in: W_in by hidden column, and by input row.
       lines_out: W_out by hidden row.
       tiles: the tile sizes.
+      activation: name of a fused one in `config.activations`.
       vmem_bytes: VMEM limit of the kernel.
       cores: cores to spread the token tiles over.
 
@@ -187,6 +194,7 @@ def backward(
             tiles=tiles,
             streams=(hidden_stream, dhidden_stream, dx_stream),
             tokens=len(x),
+            activation=activation,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3 * _STREAM_TABLES,
@@ -233,7 +241,7 @@ def backward(
     return dx, h, dz, jnp.sum(dbias_tiles, axis=0)
 
 
-def _backward_kernel(*all_refs, tiles, streams, tokens):
+def _backward_kernel(*all_refs, tiles, streams, tokens, activation):
     refs = list(all_refs)
     tables = [_pop(refs, _STREAM_TABLES) for _ in streams]
     x_hbm, dy_hbm, in_hbm, out_hbm, bias_ref = _pop(refs, 5)
@@ -272,7 +280,7 @@ def _backward_kernel(*all_refs, tiles, streams, tokens):
                 z_scratch[rows, :] = total + bias_ref[:, columns]
 
             def derive(rows, total):
-                hidden, slope = value_and_derivative(z_scratch[rows, :])
+                hidden, slope = value_and_derivative(activation, z_scratch[rows, :])
                 dz_rows = total * slope
                 hidden_ref[rows, columns] = hidden.astype(hidden_ref.dtype)
                 rounded = dz_rows.astype(dz_scratch.dtype)

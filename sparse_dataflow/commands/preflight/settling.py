@@ -18,7 +18,6 @@ from sparse_dataflow.core.config import remat as kinds_of_remat
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
-from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.phases import Variant, update_steps
@@ -142,17 +141,7 @@ def settled_within_limit(config: RunConfig, machine: Machine) -> Settled:
     except UserError as error:
         limit_text = config.parallel.memory_limit
         raise UserError(f"parallel.memory_limit={limit_text}: {error}") from None
-    _refuse_limit(result.config, devices.executor(result.config, machine.count))
     return dataclasses.replace(result, machine=machine)
-
-
-def _refuse_limit(config, executor):
-    """Raises UserError where the executor treats all blocks alike."""
-    if executor != SINGLE_DEVICE and type(executor) is not Sharded:
-        raise UserError(
-            f"parallel.memory_limit={config.parallel.memory_limit} with {executor.describe()}, "
-            "whose blocks are all treated alike; legal with it: a mesh without stages."
-        )
 
 
 def words(result: Settled) -> str:
@@ -208,11 +197,8 @@ def settled_remat(config: RunConfig, chip: Chip, executor: Executor) -> RunConfi
     limit = config.parallel.memory_limit_bytes
     if limit is None:
         return config
-    _refuse_limit(config, executor)
     models = variants(config)
-    for each in models:
-        for phase in each.phase_specs:
-            executor.check(phase.model, each.training)
+    devices.check(executor, config, models)
 
     text = collectives.on_first(lambda: _decided(config, models, limit, chip, executor))
     return config.change(model__remat=text)

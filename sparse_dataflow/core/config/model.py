@@ -7,6 +7,7 @@ from typing import Any
 
 from sparse_dataflow.core.config import arguments, remat
 from sparse_dataflow.core.config import attention_settings as families
+from sparse_dataflow.core.config.activations import ACTIVATION_NAMES
 from sparse_dataflow.core.config.attention_settings import (
     FAMILY_FIELDS,
     AttentionSettings,
@@ -37,7 +38,6 @@ DENSE = LinearSpec()
 DTYPES = ("float32", "bfloat16")
 NORMS = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rotary", "none")
-ACTIVATIONS = ("gelu", "gelu_exact", "relu", "silu")
 GROWN = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff")
 """Fields of `ModelConfig` in which a model may be larger than the one whose weights it begins
 with."""
@@ -73,8 +73,7 @@ class ModelConfig(AttentionSettings, RotarySettings):
         layernorm has biases, an rmsnorm has none.
       residual: "parallel" (arXiv 2204.06745) and "parallel_shared_norm" (Phi 2) add the outputs of
         attention and of the MLP to the residual stream that both read.
-      activation: "gelu" is its tanh form, as in GPT-2, "gelu_exact" uses erf, "relu" is OPT's,
-        "silu" Llama's.
+      activation: a row of `config.activations`.
       remat: a kind for all blocks, or counts of blocks; see `config.remat`.
       precision: 8-bit numbers have a scale for each row that a product sums (`ops.quantized`):
         "fp8" (e4m3, gradients e5m2) or "int8".  Low-rank terms, attention and the output layer keep
@@ -133,7 +132,7 @@ class ModelConfig(AttentionSettings, RotarySettings):
         "layernorm", "Normalisation of the inputs of attention and MLP.", choices=NORMS
     )
     positions: str = setting("learned", "Position encoding.", choices=POSITIONS)
-    activation: str = setting("gelu", "Activation of the MLP.", choices=ACTIVATIONS)
+    activation: str = setting("gelu", "Activation of the MLP.", choices=ACTIVATION_NAMES)
     remat: str = setting(
         "none",
         "Activations recomputed in the backward pass: none, all but matmuls (dots), or all (full); "

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.core.config.layer_groups import group_index_of_path, join_groups, split_groups
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP
-from sparse_dataflow.core.executors import cuts, executor, sharding, whole
+from sparse_dataflow.core.executors import compatibility, cuts, sharding, whole
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors import (
     residual_stream as residual,
@@ -67,20 +67,16 @@ class Sharded(Executor):
     @property
     def ways(self):
         longer = {axis for axis, size in self.mesh.shape.items() if size > 1}
-        rows = (executor.ROWS,) if longer & set(BATCH_AXES) else ()
-        return (*rows, *(way for way in executor.WAYS if way in longer))
+        rows = (compatibility.ROWS.words,) if longer & set(BATCH_AXES) else ()
+        return (*rows, *(way.words for way in compatibility.WAYS if way.words in longer))
 
     def check(self, model, training):
         super().check(model, training)
         if self.exchange:
-            sharding.refuse_exchange(self.mesh, model, self.zero)
+            sharding.refuse_exchange(self.mesh, model)
         sharding.refuse_indivisible(
             self.mesh, model, training.batch, training.micro_batches, training.sequence
         )
-        if self.sub_batches > 1:
-            model.refuse_experts(
-                f"parallel.sub_batches={self.sub_batches}", "parallel.sub_batches=1"
-            )
         rows = training.batch // training.micro_batches // meshes.batch_shards(self.mesh)
         if rows % self.sub_batches:
             most = min(rows, MOST_SUB_BATCHES)

@@ -333,24 +333,18 @@ def refuse_indivisible(
         )
 
 
-def refuse_exchange(mesh: AnyMesh, model: ModelConfig, zero: int) -> None:
-    """Refuses a model or mesh in which tokens cannot travel to the experts over "fsdp".
+def refuse_exchange(mesh: AnyMesh, model: ModelConfig) -> None:
+    """Refuses a mesh whose axis "fsdp" does not divide the experts, to which tokens travel.
 
     Raises:
       UserError: naming the legal values.
     """
-    words = "--set parallel.experts=exchange"
-    if zero < ZERO["params"]:
-        raise UserError(
-            f"{words} with parallel.zero={zero}, which gives every device all experts; legal: "
-            "--set parallel.zero=3, or gather."
-        )
     if model.experts % mesh.shape["fsdp"]:
         sizes = range(1, model.experts + 1)
         legal = ", ".join(str(size) for size in sizes if model.experts % size == 0)
         raise UserError(
-            f"{words} on fsdp:{mesh.shape['fsdp']}, which does not divide the {model.experts} "
-            f"experts; legal for this model: {legal}."
+            f"--set parallel.experts=exchange on fsdp:{mesh.shape['fsdp']}, which does not divide "
+            f"the {model.experts} experts; legal for this model: {legal}."
         )
 
 

@@ -1,26 +1,19 @@
 """The MLP of a block: two projections and an activation, or three with a gate."""
 
-import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import jax
 from flax import nnx
 
+from sparse_dataflow.core.config.activations import ACTIVATIONS
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, ROW_PARALLEL
 from sparse_dataflow.core.model.projection import draw
-from sparse_dataflow.core.ops.derivatives import gelu, saving_input, silu
+from sparse_dataflow.core.ops.activation import activation
 from sparse_dataflow.core.ops.sparse_mlp.mlp_op import gated_sparse_mlp, sparse_mlp
 from sparse_dataflow.core.weights.block_sparse import BlockSparse
 from sparse_dataflow.core.weights.weight import Linear
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": gelu,
-    "gelu_exact": saving_input(functools.partial(jax.nn.gelu, approximate=False)),
-    "relu": jax.nn.relu,
-    "silu": silu,
-}
 
 
 class Mlp(nnx.Module):
@@ -53,14 +46,14 @@ class Mlp(nnx.Module):
     def _fused(self, x_BxTxD):
         """Returns mlp_out's product if a fused op computes the whole MLP, else None.
 
-        There are ops for gated MLPs without biases and for a GELU with a bias, whose weights are
-        stored blocks and nothing else.
+        There are ops for gated MLPs without biases, and for those with a bias and no gate, whose
+        weights are stored blocks and nothing else.
         """
         config = self.config
         if config.gated_mlp:
             has_fused_op = not {"mlp_gate", "mlp_in"} & set(config.biases)
         else:
-            has_fused_op = config.activation == "gelu" and "mlp_in" in config.biases
+            has_fused_op = bool(ACTIVATIONS[config.activation].fused) and "mlp_in" in config.biases
         weights = [getattr(self, name).weight for name in config.projections if name in MLP]
         if not has_fused_op or config.quantized or {type(w) for w in weights} != {BlockSparse}:
             return None
@@ -69,13 +62,15 @@ class Mlp(nnx.Module):
         if config.gated_mlp:
             return gated_sparse_mlp(x_BxTxD, values, tables, config.activation)
         bias = self.mlp_in.bias.astype(x_BxTxD.dtype)
-        return sparse_mlp(x_BxTxD, values[0], bias, values[1], *tables)
+        return sparse_mlp(
+            x_BxTxD, values[0], bias, values[1], *tables, activation=config.activation
+        )
 
 
 def activate(config: ModelConfig, hidden: jax.Array, gate: jax.Array | None = None) -> jax.Array:
     """Applies the activation of the MLP, elementwise, to mlp_in's output or to the gate."""
-    activation = ACTIVATIONS[config.activation]
-    return activation(hidden) if gate is None else hidden * activation(gate)
+    function = activation(config.activation)
+    return function(hidden) if gate is None else hidden * function(gate)
 
 
 def gain(config: ModelConfig, projection: str) -> float:

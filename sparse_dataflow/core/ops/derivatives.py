@@ -5,9 +5,6 @@ Forward mode evaluates it, reverse mode transposes it: that is the op's backward
 gradient's program is that of `jax.custom_vjp`, and `jax.jvp`, `jax.linearize`, `jax.jacfwd` and
 `jax.hessian` work too.
 
-The gradients of activations save only the input.  Autodiff would also save the tanh of a GELU: one
-more pass over the widest activation of a block.
-
 Gradients of parameters that many tokens share are summed in float32 or wider.  Autodiff sums in the
 dtype of the cotangents.  In bfloat16, 24,576 tokens of gradient 1 give a bias 29,952 on a CPU, and
 a token that occurs 1,000 times gives its embedding 256.
@@ -252,50 +249,6 @@ mlir.register_lowering(_linear_p, mlir.lower_fun(_apply, multiple_results=False)
 ad.primitive_jvps[_linear_p] = _differentiate
 ad.primitive_transposes[_linear_p] = _transpose
 batching.primitive_batchers[_linear_p] = _batch
-
-
-_SCALE, _CUBIC = 0.7978845608028654, 0.044715  # sqrt(2 / pi), and the paper's constant
-
-
-def gelu(x: jax.Array) -> jax.Array:
-    """Compute 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x³))), elementwise, in x's dtype."""
-    return _gelu(x)
-
-
-def value_and_derivative(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (gelu(x), the derivative at x), elementwise, in x's dtype."""
-    # Few operations: the kernels of sparse products spend as long here as in the matrix unit.
-    square = x * x
-    half = 0.5 + 0.5 * jnp.tanh(x * (_SCALE + _SCALE * _CUBIC * square))
-    value = x * half
-    slope = half + value * (1 - half) * (2 * _SCALE + 6 * _SCALE * _CUBIC * square)
-    return value, slope
-
-
-def silu_value_and_derivative(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (silu(x), the derivative at x), elementwise, in x's dtype."""
-    half = 0.5 + 0.5 * jnp.tanh(0.5 * x)
-    value = x * half
-    return value, half + value * (1 - half)
-
-
-def gelu_backward(dy: jax.Array, preactivation: jax.Array) -> jax.Array:
-    """Multiply dy by the derivative at `preactivation`, in float32, rounded to dy's dtype."""
-    slope = value_and_derivative(preactivation.astype(jnp.float32))[1]
-    return (dy.astype(jnp.float32) * slope).astype(dy.dtype)
-
-
-def saving_input(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    """Return an elementwise function whose gradient saves only the input."""
-    return elementwise(function, lambda x, dy: jax.vjp(function, x)[1](dy)[0])
-
-
-silu = saving_input(jax.nn.silu)
-"""x sigmoid(x), elementwise."""
-
-_gelu = elementwise(
-    lambda x: value_and_derivative(x)[0], lambda x, dy: dy * value_and_derivative(x)[1]
-)
 
 
 def wide(dtype: jnp.dtype) -> jnp.dtype:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import DENSE, MONARCH, arbitrary_params, as_dense, logits_of, tokens_of
 
+from sparse_dataflow.core.config.activations import ACTIVATIONS
 from sparse_dataflow.core.config.attention_settings import QK_NORM_SCOPES, RESIDUALS, SCALINGS
 from sparse_dataflow.core.config.attention_settings import WHOLE_PAIRS as WHOLE
 from sparse_dataflow.core.config.projections import LinearSpec
@@ -65,7 +66,7 @@ def configs(draw):
             **{name: draw(st.sampled_from([1.0, 0.3])) for name in SCALES},
             "rotary_layers": draw(st.sampled_from(["rotated", "unrotated+rotated", "unrotated"])),
             "tied_embeddings": draw(st.booleans()),
-            "activation": draw(st.sampled_from(["gelu", "gelu_exact", "relu", "silu"])),
+            "activation": draw(st.sampled_from(sorted(ACTIVATIONS))),
             "norm_epsilon": draw(st.sampled_from([1e-6, 1e-2])),
             "rotary_base": draw(st.sampled_from([100.0, 5e5])),
             "rotary_factor": draw(st.sampled_from([1.0, 8.0])),
@@ -115,6 +116,12 @@ def test_a_sparse_gated_mlp_equals_the_dense_one_of_its_weights(fields):
     """Also with the GELU and the bias that `sparse_mlp` would fuse without a gate."""
     config = dataclasses.replace(DENSE, **{**FAMILIES["qwen3"], **fields}).with_linears(MONARCH)
     assert_equals_its_dense_model(config)
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_a_sparse_plain_mlp_equals_the_dense_one_of_its_weights(activation):
+    config = dataclasses.replace(DENSE, activation=activation, biases=("mlp_in",))
+    assert_equals_its_dense_model(config.with_linears(MONARCH))
 
 
 def test_a_gated_mlp_is_quantized_where_its_groups_could_run_by_themselves():
@@ -173,6 +180,7 @@ def mlp(config, layer, x):
         "gelu": lambda z: 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
         "gelu_exact": lambda z: 0.5 * z * (1 + erf(z / math.sqrt(2))),
         "relu": lambda z: np.maximum(z, 0),
+        "relu2": lambda z: np.maximum(z, 0) ** 2,
         "silu": lambda z: z / (1 + np.exp(-z)),
     }[config.activation]
     hidden = linear(layer["mlp_in"], x)

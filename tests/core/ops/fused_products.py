@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.core.ops.derivatives import value_and_derivative
+from sparse_dataflow.core.ops.activation import value_and_derivative
 
 
 def draw(layout, tokens, dtype, seed=0):
@@ -28,7 +28,7 @@ def exact(layout, x, values, dy, bias):
 def exact_gelu(x):
     """Return (GELU, its derivative) in float64."""
     with jax.enable_x64(True):
-        return tuple(map(np.asarray, value_and_derivative(jnp.asarray(x, jnp.float64))))
+        return tuple(map(np.asarray, value_and_derivative("gelu", jnp.asarray(x, jnp.float64))))
 
 
 def fused(kernels, x, values, dy, bias, tables, **options):

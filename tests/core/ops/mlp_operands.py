@@ -50,16 +50,13 @@ def draw_operands(layouts, tokens, dtype, seed=0):
     return arrays[:-1], arrays[-1]
 
 
-def exact(operands, dy, layouts):
+def exact(operands, dy, layouts, activation="gelu"):
     """Return the dense MLP's y and gradients, in float64."""
     x, values_in, bias, values_out = (np.asarray(a, np.float64) for a in operands)
     dy = np.asarray(dy, np.float64)
     flat, flat_dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
     weight_in, weight_out = layouts[0].to_dense(values_in), layouts[1].to_dense(values_out)
-
-    def activate(z):
-        return 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
-
+    activate = FORMULAS[activation]
     pre = flat @ weight_in + bias
     hidden = activate(pre)
     step = 1e-30
@@ -82,8 +79,11 @@ def draw_gated(layouts, tokens, dtype, seed=0):
 
 FORMULAS = {
     "gelu": lambda z: 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
+    "relu": lambda z: np.where(np.real(z) > 0, z, 0),
+    "relu2": lambda z: np.where(np.real(z) > 0, z, 0) ** 2,
     "silu": lambda z: z / (1 + np.exp(-z)),
 }
+"""Formulas of float64 or complex128, for derivatives by a complex step."""
 
 
 def exact_gated(operands, dy, layouts, activation):

@@ -129,7 +129,9 @@ def test_sums_may_have_features_as_rows(block, lines):
         y = pallas_hopper.block_sparse_matmul(
             x, values, tables, bias=bias, activation="gelu", tuning=config
         )
-        return y, pallas_hopper.input_gradient(dy, values, tables, preactivation=x, tuning=config)
+        return y, pallas_hopper.input_gradient(
+            dy, values, tables, activation="gelu", preactivation=x, tuning=config
+        )
 
     with simulated_hopper(detect_races=True):
         y, dz = jax.jit(products)(*operands)
@@ -221,7 +223,12 @@ def test_the_derivative_of_the_activation_before_is_fused(block):
     with simulated_hopper(detect_races=True):
         dz = jax.jit(
             lambda dy, values, z: pallas_hopper.input_gradient(
-                dy, values, layout.tables(), preactivation=z, tuning=small_tiles(block)
+                dy,
+                values,
+                layout.tables(),
+                activation="gelu",
+                preactivation=z,
+                tuning=small_tiles(block),
             )
         )(dy, values, z)
     dy, values = np.asarray(dy, np.float64), np.asarray(values, np.float64)
@@ -408,7 +415,7 @@ def test_illegal_operands_are_refused():
     x, values, *_ = draw(legal, 8, jnp.bfloat16)
     with pytest.raises(UserError, match=r"legal: bfloat16 \(8, 256\)"), targeted_gpu():
         z = np.zeros((8, 256), np.float32)
-        pallas_hopper.input_gradient(x, values, legal.tables(), preactivation=z)
+        pallas_hopper.input_gradient(x, values, legal.tables(), activation="gelu", preactivation=z)
     assert "compute capability 9.0" in refused(legal, kind="NVIDIA A100-SXM4-80GB")
     with pytest.raises(UserError, match=r"runs on gpu, and this is cpu\. Legal here"):
         kernels_chosen(legal, "pallas_hopper")

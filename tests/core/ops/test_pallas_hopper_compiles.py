@@ -122,7 +122,12 @@ def test_feature_rows_need_no_more_registers_or_memory(compiled, block):
 
     def backward(z, values, dy, tables):
         return pallas_hopper.input_gradient(
-            dy, values, tables, preactivation=z, tuning=tuning(tables, derivative=True)
+            dy,
+            values,
+            tables,
+            activation="gelu",
+            preactivation=z,
+            tuning=tuning(tables, derivative=True),
         )
 
     for function, arguments in [(forward, [bias]), (backward, [])]:
@@ -186,7 +191,7 @@ def test_epilogues_need_no_second_kernel(compiled, block):
         return pallas_hopper.block_sparse_matmul(x, values, tables, bias=bias)
 
     def backward(z, values, dy, tables):
-        return pallas_hopper.input_gradient(dy, values, tables, preactivation=z)
+        return pallas_hopper.input_gradient(dy, values, tables, activation="gelu", preactivation=z)
 
     for function, arguments in [(forward, [bias]), (backward, [])]:
         program, report = compiled(function, [x, values, dy, layout.tables(), *arguments])

@@ -25,6 +25,7 @@ from mlp_operands import (
 from simulated import simulated_tpu
 from simulated_hopper import simulated_hopper
 
+from sparse_dataflow.core.config.activations import fused_names
 from sparse_dataflow.core.layouts.layout import BlockLayout, Groups
 from sparse_dataflow.core.layouts.patterns import PATTERNS
 from sparse_dataflow.core.ops.sparse_mlp import mlp_op as api
@@ -42,13 +43,13 @@ class Implementation(NamedTuple):
     gated: bool = False
     environment: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
-    def run(self, operands, tables):
+    def run(self, operands, tables, activation=""):
         """The MLP, plain with four operands and a bias, or gated with a tuple of values."""
         if isinstance(operands[1], tuple):
-            y = gated_sparse_mlp(*operands, [tables[0], *tables], "silu")
+            y = gated_sparse_mlp(*operands, [tables[0], *tables], activation or "silu")
             assert y is not None
             return y
-        return sparse_mlp(*operands, *tables, self.name)
+        return sparse_mlp(*operands, *tables, self.name, activation=activation or "gelu")
 
 
 GROUPS = layout_of(Groups(2, 1, 2), 4, 8, 128), layout_of(Groups(2, 2, 1), 8, 4, 128)
@@ -73,21 +74,22 @@ every_case = pytest.mark.parametrize(
 )
 
 
-def draw(implementation, gated, tokens, dtype, seed=0):
+def draw(implementation, gated, tokens, dtype, seed=0, activation=""):
     """Return operands, a cotangent, and the exact (y, *gradients)."""
     layouts = implementation.layouts
     if not gated:
         operands, dy = draw_operands(layouts, tokens, dtype, seed)
-        return operands, dy, exact(operands, dy, layouts)
+        return operands, dy, exact(operands, dy, layouts, activation or "gelu")
     (x, up, gate, out), dy = draw_gated(layouts, tokens, dtype, seed)
-    y, dx, dup, dgate, dout = exact_gated((x, up, gate, out), dy, layouts, "silu")
+    activation = activation or "silu"
+    y, dx, dup, dgate, dout = exact_gated((x, up, gate, out), dy, layouts, activation)
     return (x, (gate, up, out)), dy, (y, dx, dgate, dup, dout)
 
 
-def gradients(implementation, operands, dy):
+def gradients(implementation, operands, dy, activation=""):
     """Return [y, *gradients] by concrete tables."""
     tables = [layout.tables() for layout in implementation.layouts]
-    y, pull = jax.vjp(lambda *operands: implementation.run(operands, tables), *operands)
+    y, pull = jax.vjp(lambda *operands: implementation.run(operands, tables, activation), *operands)
     return jax.tree.leaves((y, pull(dy)))
 
 
@@ -102,6 +104,23 @@ def test_value_and_gradients_are_those_of_the_dense_mlp(implementation, gated):
         with precision(dtype):
             run = jax.jit(lambda *o: gradients(implementation, o[:-1], o[-1]))
             assert_close(run(*operands, dy), expected, dtype)
+
+
+@every_case
+@pytest.mark.parametrize("activation", fused_names())
+def test_every_fused_activation_on_every_implementation(implementation, gated, activation):
+    dtype = implementation.dtypes[0]
+    operands, dy, expected = draw(implementation, gated, (37,), dtype, 3, activation)
+    with precision(dtype):
+        run = jax.jit(lambda *o: gradients(implementation, o[:-1], o[-1], activation))
+        assert_close(run(*operands, dy), expected, dtype)
+
+
+def test_an_activation_that_kernels_lack_is_refused_with_the_legal_ones():
+    operands, _ = draw_operands(GROUPS, (8,), "float32")
+    tables = [layout.tables() for layout in GROUPS]
+    with pytest.raises(UserError, match="is gelu_exact; legal: gelu, relu, relu2, silu"):
+        sparse_mlp(*operands, *tables, activation="gelu_exact")
 
 
 @every_case

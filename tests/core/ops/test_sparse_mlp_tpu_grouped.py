@@ -160,7 +160,8 @@ def test_a_block_of_llama_takes_the_fused_kernel():
     [
         ({}, 1),
         ({"activation": "gelu"}, 1),
-        ({"activation": "relu"}, 0),
+        ({"activation": "relu"}, 1),
+        ({"activation": "gelu_exact"}, 0),
         ({"biases": ("mlp_in",)}, 0),
         ({"linears": {**dict(LLAMA.linears), "mlp_gate": LinearSpec()}}, 0),
         ({"linears": {**dict(LLAMA.linears), "mlp_gate": LinearSpec("block_sparse", "dense")}}, 0),

@@ -31,8 +31,8 @@ from sparse_dataflow.chips.tpu.matmul.shapes import (
 from sparse_dataflow.chips.tpu.matmul.tables import smem_bytes
 from sparse_dataflow.chips.tpu.matmul.tuning import TuningConfig
 from sparse_dataflow.core.layouts.layout import LayoutTables
+from sparse_dataflow.core.ops.activation import times_derivative
 from sparse_dataflow.core.ops.block_sparse_matmul import fused
-from sparse_dataflow.core.ops.derivatives import gelu_backward
 from sparse_dataflow.core.ops.dispatch import Shaped
 from sparse_dataflow.core.ops.tuned import Case, SearchSpace
 
@@ -59,13 +59,13 @@ def block_sparse_matmul(
       values: stored blocks.
       tables: index tables.
       bias: [out_features], any float dtype.
-      activation: None or "gelu" (tanh form, `ops.derivatives`).
+      activation: name of a fused one in `config.activations`, or None.
       tuning: tile sizes; None for `default_tuning`.
     """
     out_features = len(tables.in_index) * values.shape[1]
     lines = build_tile_tables(tables, values.shape[1])
     tuning = tuning or require_tuning(x, values, lines, activation is not None)
-    options = fused.Options(activation is not None, tuning, out_features)
+    options = fused.Options(activation, tuning, out_features)
     return fused_product(options, x, values, bias, lines)
 
 
@@ -92,7 +92,7 @@ def default_tuning(
 ) -> TuningConfig | None:
     """Return the tile sizes for these shapes on the target TPU; None if no tile fits VMEM.
 
-    `activated` says whether the GELU is fused.
+    `activated` says whether an activation is fused.
     """
     return choose_tuning(x, values, build_tile_tables(tables, values.shape[-1]), activated)
 
@@ -106,11 +106,11 @@ def _gradients(options, x, values, before, dy, lines):
     tuning, derived, dbias = options.tuning, dy, None
     if before is not None and tuning.fuse_derivative:
         dvalues, derived, dbias = stored_weight_gradient(
-            tuning, x, dy, values, lines, preactivation=before
+            tuning, x, dy, values, lines, activation=options.activation, preactivation=before
         )
     else:
         if before is not None:
-            derived = gelu_backward(dy, before)
+            derived = times_derivative(options.activation, dy, before)
         (dvalues,) = stored_weight_gradient(tuning, x, derived, values, lines)
     dx = _input_gradient(options, derived, values, lines)[:, : x.shape[1]]
     return dx, dvalues, derived, dbias
@@ -127,7 +127,7 @@ def _product(options, x, values, bias, lines, keep):
         options.tuning.forward,
         transposed=False,
         bias=bias,
-        gelu=options.gelu,
+        activation=options.activation,
         with_preactivation=keep,
         **sizes.limits(options.tuning),
     )
@@ -153,9 +153,10 @@ def stored_weight_gradient(
     values: jax.Array,
     lines: WeightTables,
     *,
+    activation: str | None = None,
     preactivation: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Compute dW at the stored blocks, with a GELU's derivative if `preactivation` is passed.
+    """Compute dW at the stored blocks, with an activation's derivative if one is passed.
 
     Args:
       tuning: tile sizes.
@@ -163,11 +164,12 @@ def stored_weight_gradient(
       dy: [tokens, out_features].
       values: [nnz, block, block]; only shape and dtype are read.
       lines: tile tables of the weight.
-      preactivation: [tokens, out_features], the input of a GELU that follows the product.
+      activation: name of a fused one that follows the product; None for none.
+      preactivation: [tokens, out_features], its input.
 
     Returns:
-      (dW,), or with `preactivation` (dW, dz = dy times the GELU's derivative, float32 sum of dz
-      over tokens [1, out_features]).
+      (dW,), or with an activation (dW, dz = dy times its derivative, float32 sum of dz over tokens
+      [1, out_features]).
     """
     inputs, outputs = padded_widths(lines, values)
     sides = pad_to(x, inputs), pad_to(dy, outputs)
@@ -178,6 +180,7 @@ def stored_weight_gradient(
         tuning.weight_gradient,
         result=jax.ShapeDtypeStruct(values.shape, values.dtype),
         transposed=transposed,
+        activation=activation,
         preactivation=None if preactivation is None else pad_to(preactivation, outputs),
         vmem_bytes=tuning.vmem_bytes,
     )

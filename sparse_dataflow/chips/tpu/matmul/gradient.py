@@ -1,11 +1,11 @@
-"""dW at the stored blocks on a TPU, with an optional fused GELU derivative.
+"""dW at the stored blocks on a TPU, with an optional fused derivative of an activation.
 
 Grid: (line sets, token tiles), tokens innermost.  A line set's weight tiles are summed in VMEM in
 float32 over all tokens.  Each stored block is then written to its slot, which overlaps with the
 products of later lines.  The gathered operand (x, or dy if it is narrower) is transposed once per
-token tile and read from HBM once per line set; the other operand is read once.  With a GELU, the
-kernel also computes dz = dy times the derivative at the pre-activation, and returns it as a second
-result, from which dx is computed.
+token tile and read from HBM once per line set; the other operand is read once.  With an
+activation, the kernel also computes dz = dy times the derivative at the pre-activation, and
+returns it as a second result, from which dx is computed.
 """
 
 import functools
@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from sparse_dataflow.chips.tpu.matmul.stream import dot, pop_if, wait_for
 from sparse_dataflow.chips.tpu.matmul.tables import TileTables, chunked
 from sparse_dataflow.chips.tpu.matmul.tuning import GradientTiles
-from sparse_dataflow.core.ops.derivatives import value_and_derivative
+from sparse_dataflow.core.ops.activation import value_and_derivative
 
 
 def line_gradient(
@@ -30,6 +30,7 @@ def line_gradient(
     *,
     result: jax.ShapeDtypeStruct,
     transposed: bool,
+    activation: str | None = None,
     preactivation: jax.Array | None = None,
     vmem_bytes: int,
 ) -> tuple[jax.Array, ...]:
@@ -43,7 +44,8 @@ def line_gradient(
       tiles: the tile sizes.
       result: shape and dtype of dW, [nnz, block, block].
       transposed: whether the lines are the weight's rows.
-      preactivation: [tokens, lines * tile], the input of a GELU that follows the product.
+      activation: name of a fused one that follows the product; None for none.
+      preactivation: [tokens, lines * tile], its input.
       vmem_bytes: VMEM limit of the kernel.
 
     Returns:
@@ -81,7 +83,7 @@ def line_gradient(
         tokens=tokens,
         ratio=ratio,
         transposed=transposed,
-        activated=activated,
+        activation=activation,
     )
     return pl.pallas_call(
         kernel,
@@ -120,9 +122,9 @@ def _kernel(
     tokens,
     ratio,
     transposed,
-    activated,
+    activation,
 ):
-    refs = list(optional_refs)
+    refs, activated = list(optional_refs), activation is not None
     preactivation_ref, result_hbm = pop_if(activated, refs), refs.pop(0)
     dz_ref, bias_ref = pop_if(activated, refs), pop_if(activated, refs)
     transposed_ref, sums_ref, outgoing, sent, *refs = refs
@@ -152,7 +154,8 @@ def _kernel(
     def prepare(columns):
         """Write the lined factor's columns, with the activation's derivative and zeroed rows."""
         if activated:
-            slope = value_and_derivative(preactivation_ref[:, columns].astype(jnp.float32))[1]
+            z = preactivation_ref[:, columns].astype(jnp.float32)
+            slope = value_and_derivative(activation, z)[1]
             dz = zero_ragged_rows(lined_ref[:, columns].astype(jnp.float32) * slope)
             dz_ref[:, columns] = dz.astype(dz_ref.dtype)
             bias = jnp.sum(dz, axis=0, keepdims=True)

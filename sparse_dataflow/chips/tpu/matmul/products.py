@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from sparse_dataflow.chips.tpu.matmul.stream import Rows, Stream, parameters, pop_if, stream_shape
 from sparse_dataflow.chips.tpu.matmul.tables import TileTables
 from sparse_dataflow.chips.tpu.matmul.tuning import ProductTiles
-from sparse_dataflow.core.ops.derivatives import value_and_derivative
+from sparse_dataflow.core.ops.activation import value_and_derivative
 
 
 def line_product(
@@ -27,7 +27,7 @@ def line_product(
     *,
     transposed: bool,
     bias: jax.Array | None = None,
-    gelu: bool = False,
+    activation: str | None = None,
     with_preactivation: bool = False,
     vmem_bytes: int,
     cores: int,
@@ -41,8 +41,8 @@ def line_product(
       tiles: the tile sizes.
       transposed: whether to transpose the blocks, as dx needs.
       bias: float32 [1, lines * tile], added to the product.
-      gelu: whether to apply a GELU after the bias.
-      with_preactivation: whether to return the GELU's input too.
+      activation: name of a fused one in `config.activations`, after the bias; None for none.
+      with_preactivation: whether to return the activation's input too.
       vmem_bytes: VMEM limit of the kernel.
       cores: cores to spread the token tiles over.
 
@@ -68,7 +68,7 @@ def line_product(
         tiles=tiles,
         shape=stream,
         has_bias=bias is not None,
-        gelu=gelu,
+        activation=activation,
         with_preactivation=with_preactivation,
     )
     return pl.pallas_call(
@@ -91,7 +91,7 @@ def line_product(
             bytes_accessed=(x.size + (1 + with_preactivation) * len(x) * lines * tile)
             * x.dtype.itemsize
             + token_tiles * values.size * values.dtype.itemsize,
-            transcendentals=len(x) * lines * tile * gelu,
+            transcendentals=len(x) * lines * tile * (activation is not None),
         ),
         name="block_sparse_input_gradient" if transposed else "block_sparse_matmul",
     )(*(table.reshape(-1) for table in tables), *(array for array, _ in operands))
@@ -107,7 +107,7 @@ def _kernel(
     tiles,
     shape,
     has_bias,
-    gelu,
+    activation,
     with_preactivation,
 ):
     refs = list(optional_refs)
@@ -139,8 +139,8 @@ def _kernel(
                 total = total + bias_ref[:, columns]
             if with_preactivation:
                 preactivation_ref[rows, columns] = total.astype(preactivation_ref.dtype)
-            if gelu:
-                total = value_and_derivative(total)[0]
+            if activation is not None:
+                total = value_and_derivative(activation, total)[0]
             y_ref[rows, columns] = total.astype(y_ref.dtype)
 
         weights.line(i, step * tiles.lines + c, x.at(i), tiles.rows, sum_ref, finish)

@@ -54,7 +54,7 @@ def choose_tuning(
       x: [tokens, in_features].
       values: [nnz, block, block].
       lines: tile tables of the weight.
-      activated: whether a GELU follows y.
+      activated: whether an activation follows y.
     """
     info = sizes.device()
     for fuse in (True, False):
@@ -108,7 +108,7 @@ def search_spaces(
 
 
 def gathers_dy(lines: WeightTables, activated: bool) -> bool:
-    """Return whether dW gathers from dy: if it is narrower and no GELU needs one pass over it."""
+    """Return whether dW gathers from dy: if it is narrower, and no activation reads it."""
     by_column, by_row = lines
     return not activated and len(by_column.count) < len(by_row.count)
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from sparse_dataflow.core.ops import derivatives
-from sparse_dataflow.core.ops.derivatives import gelu_backward
+from sparse_dataflow.core.ops.activation import times_derivative
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,12 +15,12 @@ class Options:
     """Static options of the op.
 
     Attributes:
-      gelu: whether a GELU follows the product; its input is then saved for the backward pass.
+      activation: follows the product, and its input is saved for the backward pass; None for none.
       tuning: tile sizes of the three products.
       out_features: width of y.
     """
 
-    gelu: bool
+    activation: str | None
     tuning: Any
     out_features: int
 
@@ -44,8 +44,8 @@ def differentiable(product: Callable, gradients: Callable) -> Callable:
         return product(options, x, values, bias, tables, keep=False)[0]
 
     def forward(options, x, values, bias, tables):
-        results = product(options, x, values, bias, tables, keep=options.gelu)
-        y, preactivation = results if options.gelu else (*results, None)
+        results = product(options, x, values, bias, tables, keep=options.activation is not None)
+        y, preactivation = results if options.activation is not None else (*results, None)
         return y, (x, values, bias, preactivation, tables)
 
     def backward(options, saved, dy):
@@ -61,12 +61,14 @@ def differentiable(product: Callable, gradients: Callable) -> Callable:
     def tangent(options, saved, tangents):
         x, values, _, preactivation, tables = saved
         dx, dvalues, dbias, _ = tangents
-        linear = dataclasses.replace(options, gelu=False)
+        linear = dataclasses.replace(options, activation=None)
         terms = [] if dx is None else [matmul(linear, dx, values, None, tables)]
         terms += [] if dvalues is None else [matmul(linear, x, dvalues, None, tables)]
         terms += [] if dbias is None else [dbias.astype(x.dtype)]
         dz = jnp.broadcast_to(sum(terms), (len(x), options.out_features))
-        return dz if preactivation is None else gelu_backward(dz, preactivation)
+        if preactivation is None:
+            return dz
+        return times_derivative(options.activation, dz, preactivation)
 
     matmul = derivatives.differentiable(value, backward, forward=forward, tangent=tangent)
     return matmul

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.core.config.activations import ACTIVATIONS, fused_names
 from sparse_dataflow.core.layouts.layout import LayoutTables
 from sparse_dataflow.core.ops import dispatch
+from sparse_dataflow.core.ops.activation import activation as activation_op
 from sparse_dataflow.core.ops.block_sparse_matmul import matmul_op as matmul
 from sparse_dataflow.core.ops.block_sparse_matmul import xla_few_rows
 from sparse_dataflow.core.ops.block_sparse_matmul.matmul_op import block_sparse_matmul
-from sparse_dataflow.core.ops.derivatives import broadcast_like, gelu
+from sparse_dataflow.core.ops.derivatives import broadcast_like
 from sparse_dataflow.core.ops.dispatch import Implementation, Op
 from sparse_dataflow.files.errors import UserError
 
@@ -29,7 +31,7 @@ class Operands(NamedTuple):
       tables_in: layout of W_in, and of W_gate; see `block_sparse_matmul`.
       tables_out: layout of W_out.
       values_gate: stored blocks of W_gate, or None.
-      activation: such as "gelu" or "silu".
+      activation: name of a fused one in `config.activations`.
     """
 
     x: Any
@@ -47,10 +49,16 @@ class Operands(NamedTuple):
         features = len(self.tables_in.in_index) * self.values_in.shape[-1]
         return jax.ShapeDtypeStruct((*self.x.shape[:-1], features), self.x.dtype)
 
+    def activation_refusal(self) -> str:
+        """Returns why kernels do not compute the activation; empty if they do."""
+        if ACTIVATIONS[self.activation].fused:
+            return ""
+        return f"the activation is {self.activation}; legal: {', '.join(fused_names())}."
+
     def plain_refusal(self) -> str:
-        """Returns why the MLP is no GELU without a gate; empty if it is."""
-        plain = self.values_gate is None and self.activation == "gelu" and self.bias_in is not None
-        return "" if plain else "it has a GELU of a product with a bias, and no gate."
+        """Returns why the MLP has a gate, no bias or no fused activation; empty if it is plain."""
+        plain = self.values_gate is None and self.bias_in is not None
+        return self.activation_refusal() if plain else "it has a product with a bias, and no gate."
 
 
 def refusal(mlp: Operands) -> str:
@@ -62,7 +70,9 @@ def run(mlp: Operands) -> jax.Array:
     """Compute the MLP of x [..., in_features]."""
     hidden = block_sparse_matmul(mlp.x, mlp.values_in, mlp.tables_in)
     hidden += broadcast_like(mlp.bias_in, hidden)
-    return block_sparse_matmul(gelu(hidden), mlp.values_out, mlp.tables_out)
+    return block_sparse_matmul(
+        activation_op(mlp.activation)(hidden), mlp.values_out, mlp.tables_out
+    )
 
 
 OP = Op(
@@ -91,8 +101,10 @@ def sparse_mlp(
     tables_out: LayoutTables,
     implementation: str | None = None,
     tuning: Any = None,
+    *,
+    activation: str = "gelu",
 ) -> jax.Array:
-    """Compute gelu(x W_in + bias_in) W_out; differentiable in the first four arguments.
+    """Compute activation(x W_in + bias_in) W_out; differentiable in the first four arguments.
 
     Args:
       x: float [..., in_features].
@@ -104,19 +116,25 @@ def sparse_mlp(
       implementation: one of IMPLEMENTATIONS, or None to choose by platform and layouts.
         "products" runs two block-sparse matmuls; "pallas_tpu_grouped" and "pallas_tpu" keep the
         hidden layer in VMEM, of equal groups and where that is faster; "pallas_hopper" fuses the
-        GELU and its derivative into the products; "xla_static" runs group by group, of concrete
-        tables whose groups of W_out each read the hidden features of one group of W_in.
+        activation and its derivative into the products; "xla_static" runs group by group, of
+        concrete tables whose groups of W_out each read the hidden features of one group of W_in.
       tuning: tile sizes of a named implementation, or None for its heuristic's.
+      activation: name of a fused one in `config.activations`.
 
     Returns:
       [..., out_features] in x's dtype.
 
     Raises:
-      UserError: if shapes disagree or a named implementation cannot run.
+      UserError: if shapes disagree, the activation is not fused, or a named implementation cannot
+        run.
     """
     tables = _checked(x, (values_in, values_out), (tables_in, tables_out))
     flat = x.reshape(-1, x.shape[-1])
-    mlp = Operands(flat, values_in, bias_in, values_out, *tables)
+    mlp = Operands(
+        flat, values_in, bias_in, values_out, tables[0], tables[1], activation=activation
+    )
+    if reason := mlp.activation_refusal():
+        raise UserError(f"{reason[0].upper()}{reason[1:]}")
     if bias_in.shape != (legal := mlp.hidden.shape[1:]):
         raise UserError(f"bias_in has shape {bias_in.shape}; legal: {legal}.")
     if implementation is None:
@@ -142,7 +160,7 @@ def gated_sparse_mlp(
       x: float [..., in_features].
       values: stored blocks of W_gate, W_in and W_out, [nnz, block, block] each.
       tables: layouts of W_gate, W_in and W_out; see `block_sparse_matmul`.
-      activation: such as "silu" or "gelu".
+      activation: name of one in `config.activations`.
 
     Returns:
       [..., out_features] in x's dtype, differentiable in x and values.

@@ -6,19 +6,16 @@ is faster than two products (docs/performance.md).  One batched product over the
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.ops import derivatives
+from sparse_dataflow.core.ops.activation import activation as activation_op
 from sparse_dataflow.core.ops.block_sparse_matmul import xla_static
 from sparse_dataflow.core.ops.block_sparse_matmul.matmul_op import MAX_STATIC_GROUPS, check_operands
-from sparse_dataflow.core.ops.derivatives import broadcast_like, gelu, silu
+from sparse_dataflow.core.ops.derivatives import broadcast_like
 from sparse_dataflow.core.ops.sparse_mlp.mlp_op import Operands
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"gelu": gelu, "silu": silu}
-"""Elementwise functions of the hidden layer, or of its gate."""
 
 Chain = tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
 """(Input blocks, hidden blocks, output blocks) of each group."""
@@ -33,8 +30,8 @@ def run(mlp: Operands) -> jax.Array:
 
 def refusal(mlp: Operands) -> str:
     """Return why the operands have no chain of groups or too many; empty if this can run them."""
-    if mlp.activation not in ACTIVATIONS:
-        return f"the activation is {mlp.activation}; legal: {', '.join(ACTIVATIONS)}."
+    if reason := mlp.activation_refusal():
+        return reason
     if not (layouts := _layouts(mlp)):
         return "a layout is data, or the blocks of the weights have two sides."
     if not (groups := chain(*layouts)):
@@ -76,7 +73,7 @@ def _forward(options, x, values, bias):
         places = (layout_in, rows, hidden), (layout_out, hidden, outs), (layout_in, rows, hidden)
         weights = [xla_static.group_weight(v, *place) for v, place in zip(values, places)]
         bias_here = None if bias is None else xla_static.take(bias[None], hidden, block)
-        one = functools.partial(_group, ACTIVATIONS[activation])
+        one = functools.partial(_group, activation_op(activation))
         y, pull = jax.vjp(one, xla_static.take(x, rows, block), weights, bias_here)
         pieces.append((outs, y))
         pulls.append(pull)

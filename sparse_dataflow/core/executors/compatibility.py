@@ -1,0 +1,289 @@
+"""What goes with what in a resolved run, and the rows about models and executors.
+
+A row names an option and the options that it does not go with.  What is in no row goes together.
+`runs.compatibility` adds the rows about the settings of a run, so that one table refuses, and
+docs/devices.md and the page of settings show it.  A size that another does not divide is arithmetic
+and no row: the code that cuts refuses it.
+
+A way is an option too: how devices share a model.  An executor has one or more of them.  Importing
+this module loads no jax.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from sparse_dataflow.core.config.model import REMATS, ModelConfig
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.files.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedRun:
+    """A run as rows read it; a row that reads an absent part does not apply.
+
+    Attributes:
+      model: of one phase.
+      training: its settings.
+      executor: has `ways` and `describe()`; None before it is known.
+      loss: `DataConfig.loss`.
+      evolution: its method where layouts or model change, else "".
+      given_layouts: whether the stored blocks are those of initial weights.
+      config: the `RunConfig`; None for an executor that is used without one.
+    """
+
+    model: ModelConfig
+    training: TrainingConfig
+    executor: Any = None
+    loss: str = "all"
+    evolution: str = ""
+    given_layouts: bool = False
+    config: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """Something that a run may use.
+
+    Attributes:
+      words: in the tables of the pages.
+      used: (`ResolvedRun`, or another view of a run) -> the option as the run has it, such as
+        "training.adapter_rank=4"; falsy without.
+      example: settings that a small run uses it with, by path: those that `used` reads, and those
+        that go with them.
+      needed: whether this is the lack of a setting that other options need.
+    """
+
+    words: str
+    used: Callable[[Any], Any]
+    example: Mapping[str, Any]
+    needed: bool = False
+
+
+class Conflict(NamedTuple):
+    """A row: an option and those that it does not go with.
+
+    Attributes:
+      option: cannot be used with any of `others`.
+      others: options or ways.
+      because: about the others; completes "OPTION with OTHER, ".
+      legal: completes "legal: ", or "legal with it: " of a setting.
+    """
+
+    option: Option
+    others: tuple[Option, ...]
+    because: str
+    legal: str
+
+    def sentence(self, run: Any) -> str:
+        """Returns why a run has both; "" if it does not."""
+        other = next((words for each in self.others if (words := each.used(run))), "")
+        option = other and self.option.used(run)
+        if not option:
+            return ""
+        if self.option.needed:
+            return f"{other} {self.because.removeprefix('which ')}; legal with {self.option.words}."
+        return f"{option} with {other}, {self.because}; {self.legal}."
+
+
+def violations(run: Any, rows: Iterable[Conflict]) -> Iterator[tuple[Conflict, str]]:
+    """Yields each row that a run violates, and its sentence."""
+    for row in rows:
+        if sentence := row.sentence(run):
+            yield row, sentence
+
+
+def refuse(runs: Iterable[Any], rows: Iterable[Conflict]) -> None:
+    """Refuses runs that violate rows.
+
+    Raises:
+      UserError: naming of every violated row both options, the reason and what is legal.
+    """
+    rows = tuple(rows)
+    sentences = dict.fromkeys(words for run in runs for _, words in violations(run, rows))
+    if sentences:
+        raise UserError(" ".join(sentences))
+
+
+def _way(name: str, **example: str) -> Option:
+    """Returns a way by its name in `Executor.ways`, with the `parallel` settings of an example."""
+
+    def used(run):
+        return run.executor is not None and name in run.executor.ways and run.executor.describe()
+
+    return Option(name, used, {f"parallel.{setting}": value for setting, value in example.items()})
+
+
+ROWS = _way("data, fsdp", mesh="data:2,fsdp:2")
+CONTEXT = _way("context", mesh="context:2")
+TENSOR = _way("tensor", mesh="tensor:2")
+FEATURE = _way("feature", mesh="feature:2")
+STAGE = _way("stage", mesh="stage:2")
+RELAY = _way("relay", executor="relay")
+RELAY_DEPTH = _way("relay with depth_schedule", executor="relay", depth_schedule="grow:0.5")
+RELAY_DEVICES = _way("relay over several devices", executor="relay", mesh="data:2")
+
+WAYS = ROWS, CONTEXT, TENSOR, FEATURE, STAGE, RELAY, RELAY_DEPTH, RELAY_DEVICES
+"""Axes of a mesh that are longer than 1, and kinds of the relay, in the order of the page."""
+
+NOTHING: Mapping[str, Any] = {}
+WEIGHTS = {"run.init_from": "DIR"}
+"""A setting of examples; the weights are not read."""
+
+
+def setting(path: str, example: Any, more: Mapping[str, Any] = NOTHING) -> Option:
+    """Returns the option of a model or a training whose setting is not empty.
+
+    Args:
+      path: such as "training.adapter_rank".
+      more: settings that go with the example.
+    """
+    part, _, name = path.partition(".")
+
+    def used(run):
+        value = getattr(getattr(run, part), name)
+        return value and f"{path}={'yes' if value is True else str(value)[:60]}"
+
+    return Option(f"`{path}`", used, {path: example, **more})
+
+
+DOCUMENTS = setting("model.mask_documents", True)
+ADAPTERS = setting("training.adapter_rank", 2, WEIGHTS)
+TEACHER = setting("training.teacher", "DIR")
+SHARED = Option(
+    "`evolution.method=shared_to_own`",
+    lambda run: run.model.shared_layers and "--evolution=shared_to_own",
+    {"evolution.method": "shared_to_own"},
+)
+DEPTH = Option(
+    "`sparsity.budget=depth`",
+    lambda run: run.model.density_by_depth and "--set sparsity.budget=depth",
+    {"sparsity.budget": "depth:2x,1x"},
+)
+KINDS_OF_LAYERS = Option(
+    "`model.layer_types` or `model.rotary_layers` of two kinds",
+    lambda run: next((f"model.{n}={v[:60]}" for n, v in run.model.mixed_layers.items()), ""),
+    {"model.layer_types": "sliding+full", "model.window": 8},
+)
+REMAT_BY_LAYER = Option(
+    "`model.remat` by layer",
+    lambda run: run.model.remat not in REMATS and f"model.remat={run.model.remat[:60]}",
+    {"model.remat": "full:1,none:1"},
+)
+SKIPPED_SPIKES = setting("training.skip_spikes", 4.0)
+NEW_ROWS = setting("training.new_rows_first", 0.5, {"data.extend_vocabulary": 8, **WEIGHTS})
+EXPERTS = setting("model.experts", 4)
+
+
+def _weights(words: str, fits: Callable[[Any], bool], example: str) -> Option:
+    """Returns the option of a model with a weight whose kind fits, by `sparsity.pattern`."""
+
+    def used(run):
+        kinds = (spec.kind for spec in dict(run.model.linears).values() if fits(spec.weight))
+        return next((f"sparsity.pattern={kind}" for kind in kinds), "")
+
+    return Option(words, used, {"sparsity.pattern": example})
+
+
+MASKED = _weights("`sparsity.pattern=masked`", lambda kind: kind.has_mask, "masked")
+LOW_RANK = _weights(
+    "`sparsity.pattern=low_rank`", lambda kind: "feature_axis" not in kind.offers, "low_rank"
+)
+FACTORS = _weights("low_rank", lambda kind: "muon_on_relay" not in kind.offers, "low_rank")
+MUON_OF_FACTORS = Option(
+    "`sparsity.pattern=low_rank` with `training.optimizer=muon`",
+    lambda run: (
+        (run.training.optimizer == "muon" and FACTORS.used(run))
+        and f"training.optimizer=muon and {FACTORS.used(run)}"
+    ),
+    {**LOW_RANK.example, "training.optimizer": "muon"},
+)
+SUB_BATCHES = Option(
+    "`parallel.sub_batches`",
+    lambda run: (n := getattr(run.executor, "sub_batches", 1)) > 1 and f"parallel.sub_batches={n}",
+    {"parallel.sub_batches": 2, "parallel.mesh": "fsdp:2"},
+)
+WHOLE_EXPERTS = Option(
+    "`parallel.zero` below 3",
+    lambda run: getattr(run.executor, "zero", 3) < 3 and f"parallel.zero={run.executor.zero}",
+    {"parallel.zero": 1, "parallel.mesh": "fsdp:2"},
+)
+EXCHANGED_TOKENS = Option(
+    "`parallel.experts=exchange`",
+    lambda run: getattr(run.executor, "exchange", False) and "parallel.experts=exchange",
+    {"parallel.experts": "exchange", "parallel.mesh": "fsdp:2", **EXPERTS.example},
+)
+STREAM_AXES = CONTEXT.words, FEATURE.words
+CUT_STREAM = Option(
+    "the axes `context` and `feature`",
+    lambda run: ", ".join(w for w in getattr(run.executor, "ways", ()) if w in STREAM_AXES),
+    {"parallel.mesh": "feature:2"},
+)
+
+NO_STAGES = "legal: a mesh without stages"
+NO_FEATURE = "legal: a mesh without feature"
+OR_RELAY = f"{NO_STAGES}, or the relay"
+NO_RELAY = "legal: another executor"
+ALIKE = "whose blocks are all treated alike"
+
+TABLE = (
+    Conflict(MASKED, (STAGE, RELAY), "whose blocks see the trained weights alone", NO_STAGES),
+    Conflict(DOCUMENTS, (STAGE, RELAY), "whose blocks do not see the tokens", NO_STAGES),
+    Conflict(ADAPTERS, (STAGE, RELAY), "which trains all weights", NO_STAGES),
+    Conflict(
+        TEACHER,
+        (CONTEXT, TENSOR, FEATURE, STAGE, RELAY),
+        "which cuts the model or its sequences",
+        "legal: the axes data and fsdp",
+    ),
+    Conflict(
+        SHARED,
+        (FEATURE, STAGE, RELAY_DEPTH),
+        "whose layers do not share one block",
+        f"{NO_STAGES}, and parallel.depth_schedule=constant",
+    ),
+    Conflict(DEPTH, (STAGE,), "whose stages need one density in all layers", OR_RELAY),
+    Conflict(KINDS_OF_LAYERS, (STAGE,), "whose blocks all run one program", OR_RELAY),
+    Conflict(REMAT_BY_LAYER, (STAGE, RELAY), ALIKE, f"legal: {', '.join(REMATS)}"),
+    Conflict(SKIPPED_SPIKES, (RELAY,), "whose updates in host memory cannot be undone", NO_RELAY),
+    Conflict(NEW_ROWS, (RELAY,), "which updates each section by itself", NO_RELAY),
+    Conflict(
+        EXPERTS,
+        (RELAY_DEVICES,),
+        "whose devices route their own tokens alone",
+        "legal: one device, or another executor",
+    ),
+    Conflict(EXPERTS, (FEATURE,), "whose axis feature cuts every weight alike", NO_FEATURE),
+    Conflict(
+        EXPERTS,
+        (CONTEXT,),
+        "whose axis context shards the tokens that experts count",
+        "legal: a mesh without context",
+    ),
+    Conflict(
+        EXPERTS,
+        (SUB_BATCHES,),
+        "which would route the tokens of each part by themselves",
+        "legal: parallel.sub_batches=1",
+    ),
+    Conflict(
+        WHOLE_EXPERTS,
+        (EXCHANGED_TOKENS,),
+        "which needs the experts of a layer to be cut over fsdp",
+        "legal: parallel.zero=3, or parallel.experts=gather",
+    ),
+    Conflict(LOW_RANK, (FEATURE,), "which cuts stored blocks or dense weights", NO_FEATURE),
+    Conflict(MUON_OF_FACTORS, (RELAY,), "which updates one factor at a time", NO_RELAY),
+    Conflict(
+        CUT_STREAM,
+        (STAGE,),
+        "whose stages send the whole residual stream",
+        "legal with stage: the axes data, fsdp and tensor",
+    ),
+)
+"""The rows about model, training and executor; `runs.compatibility` has those about a run."""
+
+
+def refuse_unsupported(executor: Any, model: ModelConfig, training: TrainingConfig) -> None:
+    """Refuses a model or a training that an executor does not have; see `refuse`."""
+    refuse([ResolvedRun(model, training, executor)], TABLE)

@@ -1,0 +1,406 @@
+"""One table of what goes with what in a run: it refuses, and the pages show it.
+
+`core.executors.compatibility` has the class of its rows, and the rows about models and executors;
+`evolution_rows` those about data, start and evolution.  The rows here read the settings of a
+`RunConfig`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from sparse_dataflow.core.config.projections import KINDS
+from sparse_dataflow.core.executors import compatibility as core
+from sparse_dataflow.core.executors.compatibility import (
+    RELAY,
+    STAGE,
+    WAYS,
+    Conflict,
+    Option,
+    ResolvedRun,
+)
+from sparse_dataflow.runs import evolution_rows
+from sparse_dataflow.runs.parallel import ParallelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """The devices of an executor that is not made yet, as rows read them.
+
+    Attributes:
+      plan: settings.
+      sizes: mesh axis -> devices along it.
+    """
+
+    plan: ParallelConfig
+    sizes: Mapping[str, int]
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """Names of ways; see `Executor.ways`."""
+        relay = (RELAY.words,) if self.plan.executor == "relay" else ()
+        return (*relay, *(axis for axis, size in self.sizes.items() if size > 1))
+
+    def describe(self) -> str:
+        """Returns the flag that chooses them."""
+        relay = self.plan.executor == "relay"
+        return "--executor=relay" if relay else f"--mesh={self.plan.mesh}"
+
+
+def _used(words: str, used: Callable[[Any], Any], **example: Any) -> Option:
+    """Returns an option of a `RunConfig`; `part__name` in the example is the setting part.name."""
+    settings = {path.replace("__", "."): value for path, value in example.items()}
+    return Option(words, lambda run: run.config and used(run.config) and words, settings)
+
+
+def _other(
+    path: str, legal: Callable[[Any], Any], example: Any, words: str = "", **more: Any
+) -> Option:
+    """Returns a setting with another value than the legal ones.
+
+    Args:
+      legal: (value) -> whether it is legal.
+      example: a value that is not.
+      words: for the pages; `path` if empty.
+      more: settings that go with it, as in `_used`.
+    """
+
+    def used(run):
+        value = run.config and _value(run.config, path)
+        if run.config is None or legal(value):
+            return ""
+        return path if path == "run.init_from" else f"{path}={str(value)[:60]}"
+
+    settings = {name.replace("__", "."): value for name, value in more.items()}
+    return Option(words or path, used, {path: example} | settings)
+
+
+def _no(path: str, empty: Any) -> Option:
+    """Returns the lack of a setting that other options need."""
+    lacks = lambda run: run.config is not None and not _value(run.config, path)  # noqa: E731
+    return Option(path, lacks, {path: empty}, needed=True)
+
+
+def _one_of(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: value in values
+
+
+def _value(config, path):
+    part, _, name = path.partition(".")
+    return getattr(getattr(config, part), name)
+
+
+def _method(name):
+    return lambda config: config.evolution.method == name
+
+
+DIR = {"run__init_from": "DIR"}
+STORED = {"run__init_from": "DIR", "training__adapter_rank": 2}
+
+LIKE_BLOCKS = _used(
+    "parallel.executor=relay or pipeline",
+    lambda config: config.parallel.executor in ("relay", "pipeline"),
+    parallel__executor="relay",
+)
+TEACHER = _used("training.teacher", lambda c: c.training.teacher, training__teacher="DIR")
+
+
+def _lacking(ability: str) -> Option:
+    """Returns the option of a pattern whose kind of weight does not offer an ability."""
+
+    def used(run):
+        pattern = run.config and run.config.sparsity.projections and run.config.sparsity.pattern
+        return (
+            pattern in KINDS
+            and ability not in KINDS[pattern].offers
+            and (f"sparsity.pattern={pattern}")
+        )
+
+    return Option("sparsity.pattern=low_rank", used, {"sparsity.pattern": "low_rank"})
+
+
+TAIL = _used(
+    "evolution.method=low_rank_tail",
+    _method("low_rank_tail"),
+    evolution__method="low_rank_tail",
+    sparsity__rank=2,
+)
+SHARED = _used(
+    "evolution.method=shared_to_own", _method("shared_to_own"), evolution__method="shared_to_own"
+)
+NARROW = _used("run.twin=narrow", lambda config: config.run.twin == "narrow", run__twin="narrow")
+VARIANT = _used(
+    "run.init_variant", lambda config: config.run.init_variant, run__init_variant="dense", **DIR
+)
+BY_ACTIVATIONS = _used(
+    "run.prune_by=activations",
+    lambda config: config.run.prune_by == "activations",
+    run__prune_by="activations",
+    **DIR,
+)
+TO_PATTERN = _used(
+    "run.prune_to=pattern",
+    lambda config: config.run.prune_to == "pattern",
+    run__prune_to="pattern",
+    **DIR,
+)
+NEW_ROWS = _used(
+    "training.new_rows_first",
+    lambda config: config.training.new_rows_first,
+    training__new_rows_first=0.5,
+    data__extend_vocabulary=8,
+    **DIR,
+)
+TOKENS = _used(
+    "data.extend_vocabulary",
+    lambda config: config.data.extend_vocabulary,
+    data__extend_vocabulary=8,
+    **DIR,
+)
+ANSWERS = _used(
+    "data.loss=answers", lambda config: config.data.loss == "answers", data__loss="answers", **DIR
+)
+INT8 = _used(
+    "training.frozen_dtype=int8",
+    lambda config: config.training.frozen_dtype != "compute",
+    training__frozen_dtype="int8",
+    sparsity__projections=(),
+    **STORED,
+)
+ADAPTERS = _used("training.adapter_rank", lambda config: config.training.adapter_rank, **STORED)
+ADAPTED_TWIN = _used(
+    "training.adapter_rank",
+    lambda config: config.training.adapter_rank and config.sparsity.projections,
+    **STORED,
+)
+FILES = _used(
+    "parallel.server_dir",
+    lambda config: config.parallel.executor == "relay" and config.parallel.server_dir,
+    parallel__executor="relay",
+    parallel__server_dir="DIR",
+)
+
+NO_WEIGHTS = _no("run.init_from", "")
+NO_ADAPTERS = _no("training.adapter_rank", 0)
+NO_TOKENS = _no("data.extend_vocabulary", 0)
+NO_RANK = _no("sparsity.rank", 0)
+GIVEN_WEIGHTS = _other("run.init_from", _one_of(""), "DIR")
+ANY_ADAPTERS = _other("training.adapter_rank", _one_of(0), 2, **DIR)
+ANY_TEACHER = _other("training.teacher", _one_of(""), "DIR")
+SOME_LOSS = _other("data.loss", _one_of("all"), "answers", **DIR)
+RIGL = _other("evolution.method", lambda value: value != "rigl", "rigl")
+GRADUAL = _other("evolution.method", lambda value: value != "gradual", "gradual")
+
+LEGAL = "legal with it:"
+EVERY_OTHER = f"{LEGAL} every other value"
+
+SETTINGS = (
+    Conflict(
+        _other("parallel.memory_limit", _one_of(""), "1GiB"),
+        (LIKE_BLOCKS, STAGE, RELAY),
+        "whose blocks are all treated alike",
+        f"{LEGAL} none, or a mesh without stages",
+    ),
+    Conflict(
+        _other("model.logit_cap", _one_of(0), 30.0),
+        (TEACHER,),
+        "whose logits are compared as they are",
+        f"{LEGAL} 0",
+    ),
+    Conflict(
+        _other("evolution.method", _one_of("static", "shared_to_own"), "rigl"),
+        (_lacking("evolution"),),
+        "which is no part of a dense weight",
+        f"{LEGAL} static, shared_to_own",
+    ),
+    Conflict(
+        _other("sparsity.budget", _one_of("uniform"), "compute"),
+        (_lacking("budget"),),
+        "which has one density",
+        f"{LEGAL} uniform",
+    ),
+    Conflict(GIVEN_WEIGHTS, (_lacking("given"),), "which begins drawn", f"{LEGAL} none"),
+    Conflict(NO_RANK, (TAIL,), "which adds a term of that rank", "a rank above 0"),
+    Conflict(GIVEN_WEIGHTS, (SHARED,), "which begins with one block", f"{LEGAL} none"),
+    Conflict(GIVEN_WEIGHTS, (NARROW,), "which has another width", f"{LEGAL} none"),
+    Conflict(NO_WEIGHTS, (VARIANT,), "which names a model of a run", "a folder or name"),
+    Conflict(NO_WEIGHTS, (BY_ACTIVATIONS,), "which prunes weights", "a folder or name"),
+    Conflict(NO_WEIGHTS, (TO_PATTERN,), "which prunes weights", "a folder or name"),
+    Conflict(
+        GRADUAL,
+        (TO_PATTERN,),
+        "which prunes weights at the start, and gradual prunes them later, to their best blocks",
+        EVERY_OTHER,
+    ),
+    Conflict(NO_TOKENS, (NEW_ROWS,), "which trains the rows of new tokens", "1 or more"),
+    Conflict(NO_WEIGHTS, (TOKENS,), "which adds tokens to those of given weights", "a folder"),
+    Conflict(SOME_LOSS, (TOKENS,), "whose new tokens are learned from all text", f"{LEGAL} all"),
+    Conflict(ANY_ADAPTERS, (TOKENS,), "whose new rows adapters would freeze", f"{LEGAL} 0"),
+    Conflict(ANY_TEACHER, (TOKENS,), "which has another tokenizer", f"{LEGAL} none"),
+    Conflict(NO_WEIGHTS, (ANSWERS,), "which trains given weights to answer", "a folder or name"),
+    Conflict(RIGL, (ANSWERS,), "which rigl's gradients do not count", EVERY_OTHER),
+    Conflict(NO_ADAPTERS, (INT8,), "which stores the weights under adapters", "1 or more"),
+    Conflict(NO_WEIGHTS, (ADAPTERS,), "which adapts given weights", "a folder or name"),
+    Conflict(
+        _other("evolution.method", _one_of("static"), "rigl"),
+        (ADAPTERS,),
+        "which freezes the weights",
+        f"{LEGAL} static",
+    ),
+    Conflict(
+        _other("run.twin", _one_of("no"), "yes"),
+        (ADAPTED_TWIN,),
+        "which adapts one model",
+        f"{LEGAL} no",
+    ),
+    Conflict(SOME_LOSS, (TEACHER,), "which trains another loss", f"{LEGAL} all"),
+    Conflict(ANY_ADAPTERS, (TEACHER,), "which trains all weights", f"{LEGAL} 0"),
+    # The forward passes of the teacher would be in the FLOPs that a narrow model gets.
+    Conflict(
+        _other("run.twin", _one_of("no", "yes"), "narrow"),
+        (TEACHER,),
+        "whose own FLOPs a narrow twin would get",
+        f"{LEGAL} no, yes",
+    ),
+    Conflict(RIGL, (TEACHER,), "which rigl's gradients do not count", EVERY_OTHER),
+    Conflict(
+        _other("evolution.method", _one_of("static", "set", "rigl"), "gradual"),
+        (FILES,),
+        "whose arrays keep their shapes",
+        f"{LEGAL} static, set, rigl",
+    ),
+)
+"""Rows of two settings, or of a setting and a way."""
+
+
+NO_STAGE = Option(
+    "stage:2 or more in `parallel.mesh`",
+    lambda run: (
+        run.executor is not None and not {STAGE.words, RELAY.words} & set(run.executor.ways)
+    ),
+    {"parallel.mesh": "fsdp:2"},
+    needed=True,
+)
+STAGED = {"parallel__mesh": "stage:2"}
+OTHER_AXES = Option(
+    "an axis other than `data`",
+    lambda run: (
+        isinstance(run.executor, Devices)
+        and any(size > 1 for axis, size in run.executor.sizes.items() if axis != "data")
+        and f"--mesh={run.executor.plan.mesh}"
+    ),
+    {"parallel.mesh": "tensor:2"},
+)
+EXCHANGE = _other(
+    "parallel.experts",
+    _one_of("gather"),
+    "exchange",
+    "parallel.experts=exchange",
+    model__experts=4,
+    parallel__mesh="fsdp:2",
+)
+PIPELINE = _other(
+    "parallel.executor",
+    lambda name: name != "pipeline",
+    "pipeline",
+    "parallel.executor=pipeline",
+    **STAGED,
+)
+WHOLE = _other(
+    "parallel.executor", lambda name: name != "whole", "whole", "parallel.executor=whole"
+)
+
+PARALLEL = (
+    Conflict(
+        _no("model.experts", 0),
+        (EXCHANGE,),
+        "which sends tokens to the devices of their experts",
+        "1 or more",
+    ),
+    Conflict(
+        EXCHANGE,
+        (RELAY,),
+        "which keeps all experts of a layer on every device",
+        "legal: parallel.experts=gather, or another executor",
+    ),
+    Conflict(
+        _other("parallel.sub_batches", _one_of(1), 2),
+        (STAGE, RELAY),
+        "whose blocks take a micro-batch as a whole",
+        "legal: 1, or --executor=whole",
+    ),
+    Conflict(
+        NO_STAGE,
+        (PIPELINE,),
+        "which streams micro-batches through stages",
+        "such as --mesh=stage:2,fsdp",
+    ),
+    Conflict(
+        WHOLE,
+        (STAGE,),
+        "which cuts the model by layers",
+        "legal: --executor=pipeline, or the axes data, fsdp, context, feature, tensor",
+    ),
+    Conflict(
+        NO_STAGE,
+        (_other("parallel.schedule", _one_of(ParallelConfig().schedule), "gpipe", **STAGED),),
+        "which is the order of a pipeline",
+        "such as --mesh=stage:2,fsdp",
+    ),
+    Conflict(
+        OTHER_AXES,
+        (RELAY,),
+        "which keeps each block whole on every device",
+        "legal: --mesh=data:N",
+    ),
+)
+"""Rows that say whether an executor can be made."""
+
+TABLE = (*SETTINGS, *PARALLEL, *evolution_rows.ROWS, *core.TABLE)
+
+
+def refuse(config: Any) -> None:
+    """Refuses a `RunConfig` whose settings do not go together, whatever its devices.
+
+    Raises:
+      UserError: naming of every violated row both settings, the reason and what is legal.
+    """
+    core.refuse([ResolvedRun(config.model, config.training, config=config)], TABLE)
+
+
+def refuse_devices(config: Any, sizes: Mapping[str, int]) -> None:
+    """Refuses a `RunConfig` whose executor cannot be made on a mesh; see `refuse`."""
+    devices = Devices(config.parallel, sizes)
+    core.refuse([ResolvedRun(config.model, config.training, devices, config=config)], PARALLEL)
+
+
+def devices_table() -> str:
+    """Returns the table of docs/devices.md: an option in each row, with the ways that lack it."""
+    lines = ["| option | does not work with |", "|---|---|"]
+    rows = [row for row in (*core.TABLE, *evolution_rows.ROWS, *SETTINGS, *PARALLEL) if _ways(row)]
+    for words in dict.fromkeys(row.option.words for row in rows):
+        missing = [way for row in rows if row.option.words == words for way in _ways(row)]
+        ordered = [way.words for way in WAYS if way in missing]
+        lines.append(f"| {_code(words)} | {', '.join(ordered)} |")
+    return "\n".join(lines) + "\n"
+
+
+def settings_table(rows: Iterable[Conflict] = TABLE) -> str:
+    """Returns a table of the page of settings: two settings in each row."""
+    lines = ["| with | this setting | because | legal |", "|---|---|---|---|"]
+    for row in rows:
+        legal = row.legal.removeprefix(LEGAL).removeprefix("legal:").strip()
+        for other in row.others:
+            if other not in _ways(row):
+                cells = _code(other.words), _code(row.option.words), row.because, legal
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _ways(row):
+    return [other for other in row.others if other in WAYS]
+
+
+def _code(words):
+    """Marks words that are a setting alone as code."""
+    return words if "`" in words or " " in words else f"`{words}`"
