@@ -3,13 +3,9 @@
 import math
 
 import numpy as np
+from activation_formulas import FORMULAS
 
 from sparse_dataflow.core.model import experts
-
-ACTIVATIONS = {
-    "gelu": lambda x: x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
-    "silu": lambda x: x / (1 + np.exp(-x)),
-}
 
 
 def product(config, module, name, x, expert=None):
@@ -25,7 +21,7 @@ def product(config, module, name, x, expert=None):
 def mlp(config, module, x, expert=None):
     """Applies an MLP to one token."""
     hidden = product(config, module, "mlp_in", x, expert)
-    activation = ACTIVATIONS[config.activation]
+    activation = FORMULAS[config.activation]
     if config.gated_mlp:
         hidden = hidden * activation(product(config, module, "mlp_gate", x, expert))
     else:

@@ -7,6 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from activation_formulas import FORMULAS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import DENSE, MONARCH, arbitrary_params, as_dense, logits_of, tokens_of
@@ -175,14 +176,7 @@ def norm(config, module, x):
 
 
 def mlp(config, layer, x):
-    erf = np.vectorize(math.erf)
-    activation = {
-        "gelu": lambda z: 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
-        "gelu_exact": lambda z: 0.5 * z * (1 + erf(z / math.sqrt(2))),
-        "relu": lambda z: np.maximum(z, 0),
-        "relu2": lambda z: np.maximum(z, 0) ** 2,
-        "silu": lambda z: z / (1 + np.exp(-z)),
-    }[config.activation]
+    activation = FORMULAS[config.activation]
     hidden = linear(layer["mlp_in"], x)
     if config.gated_mlp:
         hidden = hidden * activation(linear(layer["mlp_gate"], x))

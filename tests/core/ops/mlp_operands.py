@@ -1,9 +1,8 @@
 """Random operands of the sparse MLP, and its exact results."""
 
-import math
-
 import jax.numpy as jnp
 import numpy as np
+from activation_formulas import FORMULAS
 
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.layouts.patterns import make_layout
@@ -75,15 +74,6 @@ def draw_gated(layouts, tokens, dtype, seed=0):
     (x, values_in, _, values_out), dy = draw_operands(layouts, tokens, dtype, seed)
     values_gate = draw_operands(layouts, tokens, dtype, seed + 1)[0][1]
     return (x, values_in, values_gate, values_out), dy
-
-
-FORMULAS = {
-    "gelu": lambda z: 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
-    "relu": lambda z: np.where(np.real(z) > 0, z, 0),
-    "relu2": lambda z: np.where(np.real(z) > 0, z, 0) ** 2,
-    "silu": lambda z: z / (1 + np.exp(-z)),
-}
-"""Formulas of float64 or complex128, for derivatives by a complex step."""
 
 
 def exact_gated(operands, dy, layouts, activation):
