@@ -75,6 +75,8 @@ def differentiable(
                     every = zip(pull(saved, dy), moved, strict=True)
                     return [jnp.zeros_like(d) if g is None else g for g, d in every]
 
+                # The pull-back is linear in dy, so its transpose is the forward derivative.  The
+                # vjp of a linear function is that transpose at every point: zero is as good as any.
                 return jax.vjp(pulled, zero)[1](list(moved))[0]
             moved = dict(zip(moving, moved, strict=True))
             every = tree.unflatten([moved.get(place) for place in range(len(leaves))])
@@ -98,6 +100,7 @@ def bilinear(value: Callable, backward: Callable) -> Callable:
     def tangent(options, saved, tangents):
         x, weight, *tables = saved
         dx, dweight, *_ = tangents
+        # Through the op instead of `value`, so that a tangent can be differentiated again.
         terms = [] if dx is None else [op(options, dx, weight, *tables)]
         return sum(terms if dweight is None else [*terms, op(options, x, dweight, *tables)])
 
@@ -236,6 +239,8 @@ def _transpose(dy, *arrays, linear):
 def _batch(arrays, axes, linear):
     size = next(a.shape[axis] for a, axis in zip(arrays, axes) if axis is not None)
     saved, saved_axes = arrays[: linear.saved], tuple(axes[: linear.saved])
+    # `pull` returns one gradient per element for every moved array, so all have the batch axis.
+    # Transposing the broadcast of an array without it sums these gradients.
     moved = tuple(
         jnp.broadcast_to(a, (size, *a.shape)) if axis is None else jnp.moveaxis(a, axis, 0)
         for a, axis in zip(arrays[linear.saved :], axes[linear.saved :])
@@ -265,6 +270,7 @@ def gelu(x: jax.Array) -> jax.Array:
 def value_and_derivative(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return (gelu(x), the derivative at x), elementwise, in x's dtype."""
     # Few operations: the kernels of sparse products spend as long here as in the matrix unit.
+    # With h = (1 + tanh u) / 2 the derivative of h is 2 h (1 - h) u', so one tanh serves both.
     square = x * x
     half = 0.5 + 0.5 * jnp.tanh(x * (_SCALE + _SCALE * _CUBIC * square))
     value = x * half
