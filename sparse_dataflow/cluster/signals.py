@@ -155,6 +155,9 @@ def _end_if_stuck(reader):
     # Where the last SIGINT came, and how many the main thread had handled before it.
     pressed, handled = -1, 0
     while True:
+        # Read before the wait: the main thread may handle a SIGINT before this thread wakes up.
+        # Read after it, the count would include that SIGINT. Then a second one would end the
+        # process, although the first was handled.
         before = _state.handled
         if not select.select([reader], [], [], _POLL_SECONDS if first else None)[0]:
             if _state.swallowed:

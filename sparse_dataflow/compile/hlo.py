@@ -294,6 +294,8 @@ def executions(computations, rounds) -> dict[str, float]:
         for caller, times, per_step in callers.get(name, ()):
             around = times_of(caller)
             if around:
+                # Rounds of a scope are already per step, whatever is around it.  Callers that never
+                # run count nothing, though, so that a dead branch adds no traffic.
                 total += times if per_step else times * around
         return total
 

@@ -228,6 +228,9 @@ class _Reader:
         """Returns the next `count` tokens and the one after them, which the next call begins
         with."""
         pieces, total = self._rest, sum(len(tokens) for _, tokens in self._rest)
+        # One token more than `count`: the last target of a window is the first input of the next,
+        # so neighbours share it.  It also gives the position of the next call: `_rest` is never
+        # empty.
         while total <= count:
             place, tokens = next(self._documents)
             place, tokens = place._replace(token=self._skip), tokens[self._skip :]

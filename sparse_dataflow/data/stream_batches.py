@@ -120,6 +120,7 @@ class StreamBatches(TrainBatches):
         if isinstance(windows, Lane):
             block = count // windows.windows_a_block
             # The next block is read while this one is trained.
+            # Once per block and not per window: each call would be another task for the same block.
             if windows.first_use(block):
                 self._ahead.submit(lambda: windows.block(block + 1))
         return windows.window(count)

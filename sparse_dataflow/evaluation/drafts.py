@@ -151,7 +151,10 @@ def _accept(config, weights, caches, tokens_B, drafts, chances, positions_B, sam
     def chance(probabilities):
         return jnp.take_along_axis(probabilities[:, :K], drafts_BxK[..., None], 2)[..., 0]
 
+    # The next round uses the keys of drafts after the first rejected one again.  That is sound: the
+    # tokens so far do not depend on those drafts.
     uniform = [_uniform(_keys(sampler, number_B + i, _ACCEPT)) for i in range(K)]
+    # u q < p is u < p / q without a division.  With p = 0 it rejects even u = 0.
     accepted = jnp.stack(uniform, 1) * chance(q_BxKxV) < chance(p_BxTxV)
     count_B = jnp.sum(jnp.cumprod(accepted, 1), 1).astype(jnp.int32)
     # No draft has a chance after the last.
@@ -159,6 +162,7 @@ def _accept(config, weights, caches, tokens_B, drafts, chances, positions_B, sam
     at = count_B[:, None, None]
     p_BxV, q_BxV = (jnp.take_along_axis(each, at, 1)[:, 0] for each in (p_BxTxV, q_BxTxV))
     rest = jnp.maximum(p_BxV - q_BxV, 0)
+    # Where p = q no draft is rejected, but by rounding.  The rest is then zero everywhere.
     rest = jnp.where(jnp.sum(rest, 1, keepdims=True) > 0, rest, p_BxV)
     token_B = _drawn(_keys(sampler, number_B + count_B, _REST), rest)
     new = jnp.pad(drafts_BxK, [(0, 0), (0, 1)])

@@ -255,6 +255,8 @@ def cached_attention(
     visible = distance >= 0
     if window:
         visible &= distance < window
+    # Indices on both sides of a slice move to the front: the result is [B, T, kv heads, width], as
+    # k. A position past the cache is out of bounds, and such writes are dropped.
     keys = cache.keys.at[rows, :, positions_BxT].set(k)
     values = cache.values.at[rows, :, positions_BxT].set(v)
     caches.append(LayerCache(keys, values))

@@ -230,6 +230,8 @@ class OffloadedExperts:
         for start in range(0, len(chosen), self._slots):
             turn = chosen[start : start + self._slots]
             self._place(layer, turn)
+            # Entry `experts` stands for padding tokens.  They and experts of other turns have no
+            # slot, which `_products` knows by the number of slots.
             slots = np.full(self._config.experts + 1, self._slots, np.int32)
             slots[turn] = [layer.slot_of[e] for e in turn]
             y_NxKxD = _products(

@@ -345,6 +345,8 @@ class FolderLock:
 
     def _write(self, file) -> None:
         text = json.dumps(self._owner).encode()
+        # Written first and cut afterwards: an empty file would name no owner to a process that
+        # reads now.
         os.ftruncate(file, os.pwrite(file, text, 0))
         os.fsync(file)
 
@@ -441,6 +443,8 @@ def is_alive(owner: dict[str, Any]) -> bool:
     """Returns whether the owner, of this machine, is another living process."""
     try:
         process = psutil.Process(owner["pid"])
+        # Process ids are used again, so the start counts too. It is computed from the time of the
+        # boot, of which two readings may differ by a second.
         return abs(process.create_time() - owner["started"]) < 2 and process.pid != os.getpid()
     except (psutil.Error, LookupError, TypeError, ValueError, OverflowError):
         return False

@@ -156,6 +156,8 @@ class _Places:
         if np.array_equal(new_kinds, kinds):
             return order
         new_order = np.empty_like(order)
+        # Both sorts put kinds in order, and a kind has as many places as features: the i-th feature
+        # of a kind takes its i-th place.
         by_place = np.argsort(self.of_features, kind="stable")
         new_order[by_place] = np.argsort(new_kinds, kind="stable")
         return new_order
@@ -211,6 +213,8 @@ class _Layer:
             by_block = (sums @ mask.T.astype(sums.dtype)).reshape(units, -1, len(mask))
             features = np.arange(len(sums)).reshape(units, -1) // self.layouts[name].block
             each = np.arange(features.shape[1])
+            # [heads, places]: feature j of a head takes feature j of the head at a place.  Only
+            # whole heads change places, since attention mixes the features of one.
             gains = gains + by_block[:, each, features].sum(-1)
         heads, places = linear_sum_assignment(-gains)
         order = heads[np.argsort(places)]
@@ -252,6 +256,9 @@ def _exchanged(scores: np.ndarray, kinds: np.ndarray) -> np.ndarray:
                 sides.append((members[best], gain[best]))
             (left, left_gain), (right, right_gain) = sides
             count = min(len(left), len(right))
+            # Both gains fall, and so do their sums: the pairs worth a swap come first.  No other
+            # pairing of these two kinds stores more.  `least` keeps rounding from swapping for
+            # ever.
             swaps = int(np.count_nonzero(left_gain[:count] + right_gain[:count] > least))
             kinds[left[:swaps]], kinds[right[:swaps]] = pair[1], pair[0]
             moved = moved or swaps > 0

@@ -220,6 +220,7 @@ def _shared(weight, source, rng):
     order = np.argsort(source, kind="stable")
     starts = np.cumsum(counts) - counts
     means = np.add.reduceat(noise[..., order, :], starts, axis=-2) / counts[:, None]
+    # The noise of a feature's copies has the mean 0, so their shares sum to 1.
     shares = (1 + noise - means[..., source, :]) / counts[source][:, None]
     return (rows * shares).astype(np.float32)
 

@@ -55,6 +55,9 @@ def layer_actions(
 
     operands, structure = jax.tree.flatten((params, constants, x, x))
     closed = jax.make_jaxpr(lambda *flat: joint(*jax.tree.unflatten(structure, flat)))(*operands)
+    # The gradient of a rematerialised layer is a single equation, a call with recomputation, input
+    # gradient and weight gradients inside. The second trace inlines calls, so that they can be
+    # split.
     closed = jax.make_jaxpr(lambda *flat: _evaluate(closed, flat))(*operands)
     jaxpr, consts = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts))
     *weight_vars, x_var, dy_var = jaxpr.invars
@@ -63,6 +66,8 @@ def layer_actions(
     results = {_FORWARD: [y_var], _RECOMPUTE: [], _BACKWARD: [dx_var], _WEIGHTS: gradients}
     weight_vars, equations, stored = [*weight_vars, *consts], {}, {}
     read: set[core.Var] = set()
+    # From the last action to the first: what an action must store is what later ones read, which is
+    # known once their equations are chosen.
     for action in reversed(results):
         stored[action] = [v for v, at in home.items() if at == action and v in read]
         equations[action], reads = _slice(jaxpr, home, action, [*results[action], *stored[action]])
@@ -178,6 +183,8 @@ def _slice(jaxpr, home, action, outputs):
     needed = {v for v in outputs if isinstance(v, core.Var)}
     equations = []
     for eqn in reversed(jaxpr.eqns):
+        # A view of another action runs again here: its input is stored instead, which is no larger.
+        # For a broadcast bias that saves an array of the size of x.
         computed = home[eqn.outvars[0]] in (action, _ANY) or _is_view(eqn)
         if computed and not needed.isdisjoint(eqn.outvars):
             equations.append(eqn)

@@ -231,8 +231,14 @@ class _Stage:
                 return buffer
             ring = [(stage, (stage + step) % stages) for stage in range(stages)]
             move = lambda: lax.ppermute(sent, "stage", ring)  # noqa: E731
+            # The predicate says whether any stage receives in this tick, so it is equal on all
+            # stages. A collective in a branch that only some stages take would wait forever. A
+            # stage that has nothing to send then sends any numbers, which its neighbour does not
+            # store.
             with jax.named_scope(f"send_{name}"):
                 arrived = lax.cond(getattr(row, f"any_{name}_arrives") > 0, move, lambda: sent)
+            # A stage without arrival writes slot 0 back to itself: a branch would copy the whole
+            # buffer.
             return _write(buffer, jnp.where(slot < 0, _read(buffer, slot), arrived), slot)
 
         return state._replace(
@@ -301,6 +307,8 @@ class _Stage:
 
         def layer(trip, carry):
             dy, pending = carry
+            # The gradient passes the blocks in reverse, and a loop with a traced count only counts
+            # up.
             number = trips - 1 - trip
             saved = _read(state.saved, row.saved, number)
             recomputed = _read(state.recomputed, row.recomputed, number)

@@ -46,6 +46,9 @@ def allocate(schedule: Schedule) -> Slots:
     activation_arrives = np.roll(forward, 1, axis=1) + 1
     activation_arrives[:, 0] = -1
     gradient_arrives = np.roll(backward, -1, axis=1) + 1 if trains else never.copy()
+    # The last virtual stage gets its gradient from the head, which its own forward runs. So its
+    # slot is in use from that tick, but nothing arrives by a transfer: the line below the loop says
+    # so.
     gradient_arrives[:, last] = forward[:, last] if trains else -1
     lifetimes = {
         "saved": (forward if trains else never, weights, (FORWARD, RECOMPUTE, BACKWARD, WEIGHTS)),
@@ -76,6 +79,9 @@ def _colour(start, stop, stages):
                      for i in range(len(start)) for v in range(stage, start.shape[1], stages)
                      if start[i, v] >= 0]  # fmt: skip
         free_after: list[int] = []
+        # Intervals in order of their start, each in the lowest free slot, need no more slots than
+        # the most intervals that overlap. A slot is free strictly after its last read: a transfer
+        # arrives before the action of its tick, which may still read the slot.
         for first, end, i, v in sorted(intervals):
             slot = next((s for s, busy in enumerate(free_after) if busy < first), len(free_after))
             free_after[slot : slot + 1] = [end]

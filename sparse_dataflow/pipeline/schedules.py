@@ -169,6 +169,9 @@ def interleaved(stages: int, micro_batches: int, chunks: int, stage: int) -> lis
     groups = [range(first, first + stages) for first in range(0, micro_batches, stages)]
     forward = [(i, c) for group in groups for c in range(chunks) for i in group]
     backward = [(i, c) for group in groups for c in reversed(range(chunks)) for i in group]
+    # The last stage first does all chunks but its last for `stages` micro-batches, then one forward
+    # of its last chunk. Each stage before it does two more: a micro-batch takes the way down to the
+    # last stage, and its gradient the way back.
     ahead = 2 * (stages - 1 - stage) + (chunks - 1) * stages + 1
     return _by_turns(forward, backward, ahead)
 
@@ -179,6 +182,8 @@ def zero_bubble(stages: int, micro_batches: int, chunks: int, stage: int) -> lis
     Stores at most as many micro-batches as the first stage of 1F1B; takes 3 m + p - 1 ticks.
     """
     work = [(micro_batch, 0) for micro_batch in range(micro_batches)]
+    # Stage s has p - s micro-batches in flight, so s more may wait for their weight gradients:
+    # every stage stores p. A late W leaves its ticks to the B for which the previous stage waits.
     return _by_turns(work, work, ahead=stages - stage, behind=stage)
 
 
@@ -266,6 +271,8 @@ def _table(orders, releases):
                 table[stage].append((IDLE, 0, 0))
         if not ending:
             raise ValueError("The stages wait for each other.")
+        # Only after all stages: what ends in a tick reaches a neighbour in the next one, because
+        # all transfers of the loop are between ticks.
         ended.update(ending)
     return np.moveaxis(np.array(table, np.int32), 2, 0)
 

@@ -159,6 +159,8 @@ def _spread(chosen):
     others = [kind for kind in chosen if kind != "offload"]
     if not count:
         return tuple(others)
+    # An iteration ends with its copies, so a block that is offloaded early leaves the most blocks
+    # for its transfer to overlap with.
     return tuple(
         itertools.chain.from_iterable(("offload", *others[i::count]) for i in range(count))
     )

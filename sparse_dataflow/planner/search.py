@@ -245,6 +245,8 @@ class Priced:
         """
         roomy = self.memory <= share * USABLE * self.request.chip.capacity
         speed = np.where(roomy & allowed, self.throughput, 0.0).reshape(-1)
+        # Stable: of equally fast plans the first of the space comes first, which has the smallest
+        # axis "tensor".
         order = np.argsort(-speed, kind="stable")[:count]
         return [(self.plan(index), float(speed[index])) for index in order if speed[index] > 0]
 
@@ -330,6 +332,7 @@ def violations(request: Request, plan: ParallelPlan, memory) -> dict[str, np.nda
         & (
             (stage > 1)
             | bool(config.experts)
+            # Twice, because a device has a chunk from either end (`executors.context`).
             | (request.sequence % (2 * np.asarray(plan.context) * tensor) != 0)
         ),
         "experts": plan.exchanges
@@ -456,6 +459,8 @@ def _divisors(number: int) -> Sequence[int]:
 
 def _copies(chips: int) -> list[int]:
     """Returns powers of two, and their multiples by the odd factor of the number of chips."""
+    # `chips & -chips` is the largest power of two that divides the chips: 48 = 16 x 3.  Three
+    # copies leave a power of two to "fsdp".
     odd = chips // (chips & -chips)
     counts = {n * factor for n in _powers(_LARGEST["data"]) for factor in (1, odd)}
     return sorted(n for n in counts if n <= _LARGEST["data"])

@@ -278,6 +278,8 @@ class ServerStep:
         limit = self._server.training.clip / math.sqrt(len(self._sections))
         norm = math.sqrt(sum(self._squares[section].values()))
         self._update(section, gradients, _clip_factor(norm, limit))
+        # The newest updates may run on, beside the device. Waiting for older ones bounds the
+        # gradients in host memory, and pins their copies while the device computes.
         for other in list(self._updates)[:-IN_FLIGHT]:
             self._finish_update(other)
 
@@ -364,6 +366,8 @@ class ServerStep:
         while self._in_flight:
             self._in_flight.popleft().result()
         if self._server.clipping == "exact":
+            # In the order of the sections, not of arrival. A sum of floats depends on its order,
+            # and the same step must give the same bits.
             norm = math.sqrt(
                 sum(sum(self._squares[section].values()) for section in self._sections)
             )

@@ -184,6 +184,8 @@ class Relay:
 
         def forward(block, fetched):
             nonlocal x, last
+            # Each block replaces the one before, whose weights are then free. Only those of the
+            # last block survive the loop, for the backward pass, which begins with it.
             last = fetched
             stash.append(self._stashed(x))
             x, done = run(block, "forward", *fetched, x)

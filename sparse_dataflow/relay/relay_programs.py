@@ -208,6 +208,7 @@ def lower(
         structs, out = getattr(arguments, name), None
         if mesh is not None:
             structs, out = _sharded(name, structs, mesh, isinstance(programs, EvalPrograms))
+        # dx has the shape of dy and takes its memory: there is one such buffer at any depth.
         donated = (2,) if name == "backward" else ()
         jitted = jax.jit(function, donate_argnums=donated, out_shardings=out)
         lowered[name] = jitted.trace(*structs).lower(**options)
@@ -240,6 +241,8 @@ def compile_groups(
     for layer in range(model.num_layers):
         kinds.setdefault(layer_model(model, layer), structures[group_index(model, layer)])
     first, *others = (
+        # A block's program does not depend on depth, so the key of the cache has depth 1. A model
+        # that grows in depth compiles nothing again.
         (dataclasses.replace(each, num_layers=1, shared_layers=False), structure)
         for each, structure in kinds.items()
     )

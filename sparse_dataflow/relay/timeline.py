@@ -57,6 +57,7 @@ def hidden_share(spans: Iterable[Span], kinds: tuple[str, ...] = ("fetch", "retu
     """
     spans = list(spans)
     selected, computing = _union(spans, kinds), _union(spans, ("compute",))
+    # Unions, because spans of several threads overlap: time that two updates share counts once.
     total = sum(stop - start for start, stop in selected)
     overlap = sum(
         max(0.0, min(stop, compute_stop) - max(start, compute_start))

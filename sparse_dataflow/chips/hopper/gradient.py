@@ -76,6 +76,7 @@ def line_gradient(
     sums = unit_sums(*operands, plan, shape, multiprocessors=multiprocessors)
     sums = sums.reshape(plan.splits, plan.blocks, block, block).sum(0)
     slots = _slots(jnp.asarray(tables.slot)[..., 0], plan)
+    # -1 would be the last block; `stored` is out of bounds, and dropped.
     return total.at[jnp.where(slots < 0, stored, slots)].set(sums.astype(total.dtype), mode="drop")
 
 

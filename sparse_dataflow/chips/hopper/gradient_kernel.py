@@ -306,6 +306,7 @@ def _produce(plan, arrays, scratch, split, pair, first):
 
         @pl.when(shared)
         def _():
+            # The barrier counts two copies of dy: the producer arrives in place of the second.
             plgpu.barrier_arrive(scratch.full.at[stage])
 
         @pl.when(jnp.logical_not(shared))

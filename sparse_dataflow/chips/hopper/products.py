@@ -199,6 +199,7 @@ def _over_tiles(plan, arrays, act):
     """Call `act(row tile, column, stored blocks, first step)` on each tile; return all steps."""
 
     def line_of(number):
+        # The prefetch of the last tiles asks past the end; it may read any line.
         _, column = plan.place(lax.min(number, plan.total - 1))
         return lax.div(column, plan.tiles_per_block)
 

@@ -60,6 +60,8 @@ def merge_lines(index: Any, slot: Any, width: int, others: int, stored: int) -> 
     same_block = (index[:, :, None] == index[:, None, :]) & (slot[:, None, :] >= 0)
     earlier = xp.arange(index.shape[1])[:, None] > xp.arange(index.shape[1])
     first = (slot >= 0) & ~(same_block & earlier).any(2)
+    # Lines that read blocks [2 5] and [5 7] have the entries [2 5 5 7].  `first` is [1 1 0 1],
+    # `rank` [0 1 -1 2], and `place` [0 1 1 2].  The merged line reads [2 5 7], and 5 has two slots.
     rank = xp.where(first, xp.cumsum(first, axis=1) - 1, -1)
     place = xp.where(same_block, rank[:, None, :], -1).max(2)
     fan = int(max(1, first.sum(1).max())) if concrete else min(index.shape[1], others)

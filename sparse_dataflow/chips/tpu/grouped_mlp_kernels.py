@@ -281,6 +281,8 @@ def _backward_kernel(
         add(dx_sum, sum(dot(d, ref[0, :, at], transposed=True) for d, ref in pairs), c == 0)
         for each, din_sum in zip(rounded, din_sums):
             add(din_sum.at[:, at], dot(x.at(step)[...], each), i == 0)
+        # (dW_out)ᵀ = dyᵀ h, with the transposed dy that a window has anyway.  The sum is transposed
+        # once after the last tokens; dW_out = hᵀ dy would transpose h in every step.
         dout = dot(dy.at(step)[...], activations.astype(dx_ref.dtype))
         add(dout_sum.at[:, at], dout, i == 0)
 

@@ -175,6 +175,8 @@ def backward(
     cores, tiles_per_core = _split(len(x), tiles.tokens, cores)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     wide = (tiles.tokens, width)
+    # The innermost grid axis first runs the hidden lines, then those of dx.  Pallas writes a block
+    # back when its index changes.  So each index stays still in the half that does not write it.
     hidden = pl.BlockSpec(
         wide, lambda core, i, step, *_: (core * tiles_per_core + i, jnp.minimum(step, steps - 1))
     )

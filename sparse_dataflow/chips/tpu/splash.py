@@ -72,6 +72,8 @@ def shard_attention(
     shards, heads, kv_heads = len(order), query.shape[2], key.shape[2]
     kernel = _kernel(order.reshape(-1), shards, heads, kv_heads, window, cap, interpret)
 
+    # All devices run one program, but each shard has other tiles to skip.  So the tables of all
+    # shards are constants, and each device slices its own by the traced number.
     def of_shard(array, axis):
         size = array.shape[axis] // shards
         return lax.dynamic_slice_in_dim(array, shard * size, size, axis)
@@ -148,6 +150,8 @@ class _Mask(splash_attention.CausalMask):
             queries = self.q_sequence[rows]
             self.ends[tile] = int(queries.min()), int(queries.max())
         lowest, highest = self.ends[tile]
+        # Distances from a query back to a key, over all pairs of the tile.  Queries may lie apart,
+        # as in two chunks of a zig-zag shard: then the bounds are wide, and the pairs are compared.
         nearest, farthest = lowest - (end - 1), highest - first
         if farthest < 0 or (self.window and nearest >= self.window):
             return _NONE

@@ -61,6 +61,8 @@ def block_gradient_norms(
         probed = dataclasses.replace(weights, layouts=join_groups(probes))
         return whole.loss(model, probed, whole.Batch(tokens, mean), member)
 
+    # The loss does not depend on these zeros. A `Probed` weight returns the norms of xᵀ dy as their
+    # gradient. So norms leave a scanned backward pass as gradients do.
     norms = jax.grad(loss)(zeros)
     return {name: jnp.concatenate([group[name] for group in norms]) for name in norms[0]}
 

@@ -61,6 +61,7 @@ def _cut(name, stacked, shards, changing, copies):
         sharded = [divide(layout, shards) for layout in layouts]
         index = 2 if column_parallel else 0
         width = max(each.tables.arrays[index].shape[2] for each in sharded)
+    # One width for all layers and shards: their tables are stacked, and a scan has one program.
     sharded = [divide(layout, shards, width) for layout in layouts]
     order = None if column_parallel else np.stack([each.order for each in sharded])
     stacked = stack_tables([each.tables for each in sharded])

@@ -20,6 +20,9 @@ def order(model: ModelConfig, mesh: AnyMesh) -> np.ndarray | None:
     run, devices = run_length(model), mesh.shape["feature"]
     if run == model.d_model or devices == 1:
         return None
+    # A run is the side of a block. Each device takes the same part of every run, so it has a strip
+    # of every stored block, and all devices have one layout. With d_model 8, blocks of 4 and two
+    # devices, the devices have 0 1 4 5 and 2 3 6 7.
     features = np.arange(model.d_model, dtype=np.int32).reshape(-1, devices, run // devices)
     return features.swapaxes(0, 1).reshape(-1)
 

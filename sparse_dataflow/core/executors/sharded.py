@@ -289,6 +289,10 @@ class Sharded(Executor):
             *_, module, name = ["", "", *role.parameter.split(".")]
             key = group_index_of_path(path), module
             if key in orders and name in LEAVES and LEAVES[name].is_blocks:
+                # Values are sorted by output block, and a row-parallel shard has a range of input
+                # blocks. So its blocks are scattered, and a `NamedSharding` only cuts an axis into
+                # contiguous parts. Here the blocks of each shard are moved together. They are the
+                # third axis from the end, in moments too.
                 order = permutation(orders[key])[: len(leaf)]  # Shared layers have one layout.
                 dims = len(parameters.get(role.parameter, leaf.shape))  # Frozen ones have no state.
                 axis = role.axis(dims - 3)

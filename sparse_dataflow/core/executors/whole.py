@@ -208,6 +208,9 @@ def _scan(run, loops, x, stacked):
         stop = start + len(pattern) * repeats
         period = len(pattern)
 
+        # An iteration runs one pattern.  Six layers of a pattern of two become [3, 2, ...]:
+        # iteration i has layers 2 i and 2 i + 1.  A loop over all layers needs no slice, which
+        # would copy weights.
         def cut(leaf, start=start, stop=stop, period=period):
             part = leaf if (start, stop) == (0, len(leaf)) else leaf[start:stop]
             return part.reshape(-1, period, *leaf.shape[1:])

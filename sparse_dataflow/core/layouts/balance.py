@@ -120,6 +120,8 @@ def _solve(scores, candidates, row_need, col_need):
     if solution.status != 0:
         raise RuntimeError(f"The linear program was not solved: {solution.message}")
     chosen = np.zeros(candidates.shape, bool)
+    # The dual simplex ends in a vertex, which has only zeros and ones up to rounding.  An interior
+    # point method could end between equally good masks, where a bound of 0.5 gives wrong counts.
     chosen[rows, cols] = solution.x > 0.5
     prices = -solution.eqlin.marginals
     return chosen, prices[: len(row_need)], prices[len(row_need) :]

@@ -100,6 +100,10 @@ def exchange(
             )
             stacks.append((col, drops, grows))
             offer(len(stacks) - 1)
+    # A cell offers losses that rise and profits that fall, so no pair gets better later.  The best
+    # offer of the heap is thus the best of all.  An offer is stale if its input block filled up
+    # meanwhile; `offer` then replaces it.  An input block without room is not offered again, even
+    # if a later drop makes room: each block is tried once.
     while count and offers:
         _, cell = heapq.heappop(offers)
         col, drops, grows = stacks[cell]

@@ -54,6 +54,9 @@ class Groups:
         """
         inputs, outputs = self._sides(in_blocks, out_blocks)
         lead, block, outer = values.shape[:-3], values.shape[-1], outputs // self.out_run
+        # Slots ascend by output, then input block, and every stored output block has `inputs` of
+        # them.  So the axis of slots is a grid (outer, group, run, input), and no index table is
+        # needed.
         x = values.reshape(*lead, outer, self.count, self.out_run, inputs, block, block)
         x = _transposed_last(x, (1, 3, 4, 0, 2, 5))
         return x.reshape(*lead, self.count, inputs * block, outputs * block)
@@ -298,11 +301,15 @@ class BlockLayout:
         count, rest = divmod(self.nnz, len(inputs) * len(outputs))
         if rest:
             return None
+        # The first stored column and row propose the runs and parts of both sides.  The comparison
+        # with the whole mask below decides: a wrong proposal is None, never a wrong product.
         runs, parts, group_of_block = [], [], []
         for blocks, total in zip((inputs, outputs), self.mask.shape):
             run, side_parts = _first_run(blocks), total // len(blocks)
             if total % len(blocks) or len(blocks) % run:
                 return None
+            # A shard with groups 2 and 3 of 4 has all 4 parts on its side that is not cut.  Its own
+            # groups are numbered from 0 all the same.
             first = blocks[0] // run % side_parts if side_parts > count else 0
             runs.append(run)
             parts.append(side_parts)
@@ -461,6 +468,8 @@ def _padded(line, index, slot, counts, width=None):
 
     `width` defaults to the longest line.
     """
+    # The place of an entry minus the place of the first of its line.  Counts [2, 0, 3] give the
+    # positions [0 1 0 1 2].
     position = np.arange(len(line)) - np.repeat(np.cumsum(counts) - counts, counts)
     indices = np.zeros((len(counts), width or counts.max()), np.int32)
     slots = np.full_like(indices, -1)

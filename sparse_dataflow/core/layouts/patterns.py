@@ -196,6 +196,8 @@ def _butterfly_permutations(ring: int) -> tuple[list[np.ndarray], list[np.ndarra
       (strides, compound moves).  A stride moves one coordinate by a power of two, as a butterfly
       factor does.  The rest are compound moves.
     """
+    # The lowest set bit: 12 = 0b1100 gives 4, so cells form a grid of 3 x 4.  Where a cell goes
+    # determines shift and flip, so no two permutations agree on any cell.
     low = ring & -ring
     odd = ring // low
     cell = np.arange(ring)
@@ -234,6 +236,8 @@ def butterfly(in_blocks: int, out_blocks: int, degree: int, offset: int) -> np.n
     """
     ring = math.gcd(in_blocks, out_blocks)
     strides, compound = _butterfly_permutations(ring)
+    # The diagonal takes one of the `degree` places.  So a weight uses degree - 1 strides, and the
+    # next weight starts where this one ends.
     start = offset * (degree - 1) % max(1, len(strides))
     rotated = strides[start:] + strides[:start]
     return from_permutations([np.arange(ring), *rotated, *compound][:degree], in_blocks, out_blocks)
@@ -269,6 +273,8 @@ def monarch(
     """
     groups = _group_count("monarch", in_blocks, out_blocks, degree)
     reads = in_blocks < out_blocks if reads_residual is None else reads_residual
+    # Readers are strided and writers contiguous.  With one residual block per group (`>` is False)
+    # both are the other way round.  Equal booleans say that in one line.
     strided = reads == ((in_blocks if reads else out_blocks) > groups)
     in_group = np.arange(in_blocks) % groups if strided else _contiguous(in_blocks, groups)
     return in_group[:, None] == _contiguous(out_blocks, groups)
@@ -338,6 +344,9 @@ def random(in_blocks: int, out_blocks: int, degree: int, offset: int) -> np.ndar
     mask = mask[rng.permutation(in_blocks)][:, rng.permutation(out_blocks)]
     rows, cols = np.nonzero(mask)
     for _ in range(30):
+        # A pair of blocks (r1, c1), (r2, c2) becomes (r1, c2), (r2, c1): no row or column changes
+        # its count.  All pairs swap at once.  So a cell that two pairs would fill, or that is
+        # stored, is left out, and no two blocks meet.
         order = rng.permutation(len(rows) // 2 * 2).reshape(2, -1)
         (r1, r2), (c1, c2) = rows[order], cols[order]
         new = np.concatenate([r1 * out_blocks + c2, r2 * out_blocks + c1])

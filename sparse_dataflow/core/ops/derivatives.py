@@ -72,6 +72,8 @@ def differentiable(
                     every = zip(pull(saved, dy), moved, strict=True)
                     return [jnp.zeros_like(d) if g is None else g for g, d in every]
 
+                # The pull-back is linear in dy, so its transpose is the forward derivative.  The
+                # vjp of a linear function is that transpose at every point: zero is as good as any.
                 return jax.vjp(pulled, zero)[1](list(moved))[0]
             moved = dict(zip(moving, moved, strict=True))
             every = tree.unflatten([moved.get(place) for place in range(len(leaves))])
@@ -95,6 +97,7 @@ def bilinear(value: Callable, backward: Callable) -> Callable:
     def tangent(options, saved, tangents):
         x, weight, *tables = saved
         dx, dweight, *_ = tangents
+        # Through the op instead of `value`, so that a tangent can be differentiated again.
         terms = [] if dx is None else [op(options, dx, weight, *tables)]
         return sum(terms if dweight is None else [*terms, op(options, x, dweight, *tables)])
 
@@ -233,6 +236,8 @@ def _transpose(dy, *arrays, linear):
 def _batch(arrays, axes, linear):
     size = next(a.shape[axis] for a, axis in zip(arrays, axes) if axis is not None)
     saved, saved_axes = arrays[: linear.saved], tuple(axes[: linear.saved])
+    # `pull` returns one gradient per element for every moved array, so all have the batch axis.
+    # Transposing the broadcast of an array without it sums these gradients.
     moved = tuple(
         jnp.broadcast_to(a, (size, *a.shape)) if axis is None else jnp.moveaxis(a, axis, 0)
         for a, axis in zip(arrays[linear.saved :], axes[linear.saved :])

@@ -43,6 +43,8 @@ class Columns(NamedTuple):
         """Yield (column, offset in the tile, features) of each run in tile `number` of a group."""
         length = min(self.run, tile)
         for offset in range(0, tile, length):
+            # A tile is several whole runs, or a part of one.  Example: 2 groups, runs of 256, tiles
+            # of 128.  Tile 3 of group 1 is the second half of its run 1: column 3 * 256 + 128.
             run, start = number * (tile // length) + offset // length, 0
             if length < self.run:
                 run, start = run // (self.run // length), run % (self.run // length) * length
@@ -96,6 +98,9 @@ class Grid(NamedTuple):
         """Return the first row of a token tile."""
         first = token_tile * self.token_tile
         if self.tokens % self.token_tile:
+            # The last tile moves back, so that all tiles are whole.  Rows in two tiles are computed
+            # twice with equal results, so the order of their writes does not matter.  Sums over
+            # tokens need `zero_repeated_rows`, in one of the two factors.
             first = jnp.minimum(first, self.tokens - self.token_tile)
         return first
 
@@ -225,6 +230,8 @@ class TransposedWindow(NamedTuple):
         def _():
             window.wait(step + 1)
 
+        # With two buffers this overwrites the rows of `step`.  They are not needed: they were
+        # transposed during the step before.
         window.fetch(step + 2)
 
     def transpose_next(self, step: Any, part: Any, parts: int) -> None:

@@ -249,6 +249,8 @@ def _kernel(
                 def _(chunk, c=c):
                     write_chunk(c, chunk)
 
+    # Each chunk waited for the one two before it, so the last two are still on their way.  The next
+    # line set starts with empty buffers.
     @pl.when(last)
     def _():
         for number in range(max(0, total_chunks - 2), total_chunks):

@@ -25,6 +25,7 @@ def pop_if(present: bool, refs: list) -> Any:
 
 def wait_for(count: Any, blocks_ref: Any, semaphore: Any) -> None:
     """Wait for the copies of `count` blocks of a ref [blocks, ...], in powers of two."""
+    # A wait needs a static size, and `count` is traced: 5 copies are waited for as 1 and 4.
     for bit in range(blocks_ref.shape[0].bit_length()):
 
         @pl.when((count >> bit) & 1 == 1)
@@ -167,9 +168,13 @@ class Stream(NamedTuple):
         def _(chunk):
             place = line * shape.chunks + chunk
             number = pass_number * shape.lines * shape.chunks + place
+            # The ring has `ahead` buffers.  So chunk `upcoming` goes to the buffer that the round
+            # before has read, that of chunk `number - 1`.
             upcoming = number + shape.ahead - 1
             stored = self.stored_ref[place]
             following = self.stored_ref[jnp.minimum(place + 1, shape.lines * shape.chunks - 1)]
+            # Chunks without blocks end a line (`chunked`).  The first chunk is used even if it is
+            # empty: else a line without blocks would never write its zeros.
             last = (chunk + 1 == shape.chunks) | (following == 0)
             used = (stored > 0) | (chunk == 0)
             buffer = lax.rem(number, shape.ahead)

@@ -59,6 +59,8 @@ def tile_tables(index: Any, slot: Any, others: int, ratio: int) -> TileTables:
     # Comparisons instead of a sort and a scatter, which TPUs run and compile slowly.
     entries = min(ratio * slot.shape[1], tiles)
     rank = jnp.where(used, jnp.cumsum(used, axis=1) - 1, entries)
+    # rank counts the used tiles before a tile, so entry e takes the one tile of rank e.  Unused
+    # tiles have the rank `entries`, which no entry has.
     chosen = rank[:, None] == jnp.arange(entries)[:, None]
     numbers = jnp.where(chosen, jnp.arange(tiles), 0).max(axis=2)
     stored = jnp.where(chosen[..., None, None], grid[:, None], -1).max(axis=2)

@@ -129,6 +129,10 @@ def _forward(window, cap, query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, que
 
             def add(largest, total, weighted):
                 scores = _scores(q, k, seen, cap)[0]
+                # A query that sees no key of this chunk may get weights exp(_HIDDEN - _HIDDEN) = 1.
+                # With the first key that it sees, `shrink` is exp(_HIDDEN - score) = 0 and removes
+                # them.  So every query must see a key; padding queries may not, and their results
+                # are cut off.
                 new = jnp.maximum(largest, scores.max(-1))
                 shrink, weights = jnp.exp(largest - new), jnp.exp(scores - new[..., None])
                 added = _product("bngts,bsnk->bngtk", weights.astype(v.dtype), v)

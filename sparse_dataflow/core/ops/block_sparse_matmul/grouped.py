@@ -67,6 +67,9 @@ def own_inputs(x: jax.Array, tables: LayoutTables, groups: Groups, block: int) -
     if groups.in_parts == groups.count:
         return x
     parts = split(x, groups.in_parts, groups.in_run * block)
+    # All devices run one program, so which parts are this shard's is read from its tables.  Output
+    # block 0 is of the shard's first group.  Its first input block lies in the first run of the
+    # group's part, so the number of this run is that of the part.
     first = tables.in_index[0, 0] // groups.in_run
     return lax.dynamic_slice_in_dim(parts, first, groups.count, axis=2).reshape(
         x.shape[0], groups.count * x.shape[1] // groups.in_parts
@@ -124,6 +127,8 @@ def _value(options, x, weight):
     value, _ = _types(precision)
     by_input = weight.reshape(count, x.shape[1], x.shape[3], outputs)
     y = _dot(x, by_input, ((1, 3), (1, 2)), (2, 0), (value, value))
+    # A dot has its batch axis first, and the outputs of a group ascend as (outer, run).  With the
+    # groups between these two, the columns are in the order of the layout.
     return y.reshape(count, x.shape[0], outputs // out_run, out_run).transpose(1, 2, 0, 3)
 
 

@@ -56,8 +56,11 @@ def _backward(tuning, saved, dy):
     dw = dw.reshape(len(dw), block, -1, block).transpose(0, 2, 3, 1).reshape(-1, block, block)
     slots = tables.in_slot.reshape(-1)
     if len(dw) == len(values):
+        # Without padding `slots` is a permutation, and its inverse makes this a gather, not a
+        # scatter.
         dw = dw[jnp.argsort(slots)]
     else:
+        # All padding has slot -1 and writes to the extra last block, which is dropped.
         dw = jnp.zeros((len(values) + 1, block, block), dw.dtype).at[slots].set(dw)[:-1]
     return dx, dw.astype(values.dtype), None
 
@@ -67,6 +70,7 @@ _matmul = derivatives.bilinear(_value, _backward)
 
 def _values_by_line(values, slots):
     """Gather values by table line: [lines, positions, block, block]; slot -1 reads zeros."""
+    # Slot -1 is the last block in Python's counting: the appended zeros.
     if slots.size != len(values):
         values = jnp.concatenate([values, jnp.zeros_like(values[:1])])
     return values[slots]

@@ -109,6 +109,8 @@ def stored_gradient(
         grid = dw.reshape(len(rows), layout.block, len(cols), layout.block)
         stored.append(grid.swapaxes(1, 2).reshape(-1, layout.block, layout.block))
         slots.append(layout.slots[np.ix_(rows, cols)].reshape(-1))
+    # The groups store every slot once, so sorting their slots gives the inverse permutation, at
+    # trace time: one gather with constant indices and no scatter.
     return jnp.concatenate(stored)[np.argsort(np.concatenate(slots))]
 
 
@@ -194,6 +196,10 @@ def in_squares(values: jax.Array, tables: LayoutTables) -> tuple[jax.Array, Layo
     in_index = tables.in_index.repeat(squares, 0)
     in_slot = np.arange(lines * squares * fan_in, dtype=np.int32).reshape(-1, fan_in)
     out_index = _divided(tables.out_index, squares)
+    # A strip of 32 x 128 becomes four output blocks of 32 with the same inputs.  Slots ascend by
+    # output block first, so the squares of a strip are not neighbours.  Slot (line, position)
+    # becomes (4 line + k, position) for k from 0 to 3.  Slots are only such a grid if every line
+    # has fan_in.
     line, position = tables.out_slot // fan_in, tables.out_slot % fan_in
     out_slot = _divided(line, squares) * fan_in + position.repeat(squares, -1)
     out_slot = _where(tables.out_slot.repeat(squares, -1) >= 0, out_slot, -1)

@@ -160,8 +160,11 @@ def _forward(options, x, embedding, targets, weights):
         lse = logsumexp(logits, axis)
         rows = local_rows(targets, len(embedding), axis)
         loss = jnp.sum((lse - logits_at(logits, rows, axis)) * weights)
+        # A target of another device has a row outside of this range, and hits nothing here.
         hit = jnp.arange(len(embedding)) == rows[:, None]
         dlogits = (jnp.exp(logits - lse[:, None]) - hit) * weights[:, None]
+        # The slope of the cap, from the logits before padding is masked.  With a logit of -inf, the
+        # gradient of a padding row would be 0 * -inf = NaN.
         return loss, dlogits * (1 - jnp.square(within / cap)) if cap else dlogits
 
     loss, gradients = loss_and_gradients(chunk, embedding, x, targets, weights)
