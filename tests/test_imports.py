@@ -12,7 +12,7 @@ PACKAGE = "sparse_dataflow"
 
 ROOMS = [
     "files", "hardware",
-    "core.collectives", "core.messages", "core.config", "core.layouts", "core.ops", "core.weights",
+    "core.collectives", "core.messages", "core.step_metrics", "core.config", "core.layouts", "core.ops", "core.weights",
     "core.model", "core.optim", "core.checkpoint", "core.executors", "core.training",
     "pipeline", "relay", "layers", "cluster", "monitoring", "runs", "chips", "data", "planner",
     "compile", "evaluation", "interchange", "reporting", "commands", "__main__", "experiments",

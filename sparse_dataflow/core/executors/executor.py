@@ -25,6 +25,7 @@ from sparse_dataflow.core.layouts.evolution import METHODS
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import gradient_arrays
 from sparse_dataflow.core.optim.weight_state import partial_axes
+from sparse_dataflow.core.step_metrics import Metrics
 from sparse_dataflow.files.errors import UserError
 
 ROWS = "data, fsdp"
@@ -345,7 +346,7 @@ class Executor:
 
     def loss_and_gradients(
         self, model: ModelConfig, weights: ModelWeights, batch: Batch, how: Accumulation
-    ) -> tuple[jax.Array, dict]:
+    ) -> tuple[Metrics, dict]:
         """Returns `whole.loss_and_gradients` of the whole batch, accumulated in float32."""
         return whole.loss_and_gradients(model, weights, batch, how)
 
