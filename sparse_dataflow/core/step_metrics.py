@@ -1,19 +1,19 @@
 """The numbers that a training step reports, by name.
 
-A metric is one line where its values are: `metrics["largest_input"] = Max(abs(x).max())` in a
-section's dictionary.  Its kind says how values of several layers, micro-batches and devices become
-one.  Everything else takes any name: executors, the training loop, files, trackers and pages.
+A metric is one line where its values are, such as `metrics["largest_input"] = Max(abs(x).max())` in
+a section.  Its kind says how values of several layers, micro-batches and devices become one.
+Executors, the training loop, files, trackers and pages take any name.
 
-| kind | of several values | number |
+| kind | several values | number |
 |---|---|---|
-| `Sum` | added | the sum |
+| `Sum` | are added | the sum |
 | `Mean` | sums and counts are added | sum / count, divided once, on the host |
 | `Max` | the largest | the largest |
 | `Norm` | squares are added | the root of their sum |
 | `Load` | choices of each expert are added | load of the busiest expert over an even load |
 
-Every device of a mesh adds its value.  So a `Sum` is a device's share, while a `Mean` and a `Max`
-may also be of values that several devices have.
+Every device of a mesh has a value.  So a `Sum` is of a device's share, while a `Mean` and a `Max`
+may be of values that several devices have.
 """
 
 import dataclasses
@@ -28,13 +28,7 @@ from jax import lax
 
 
 class Reduction(NamedTuple):
-    """How values become one.
-
-    Attributes:
-      pair: (array, array) -> array.
-      devices: (array, mesh axes) -> array, inside `shard_map`.
-      empty: what no value is.
-    """
+    """How two arrays, or those of the devices along mesh axes, become one; and an empty one."""
 
     pair: Callable
     devices: Callable
@@ -46,7 +40,7 @@ LARGEST = Reduction(jnp.maximum, lax.pmax, -math.inf)
 
 
 class Metric:
-    """Values of one name: a pytree of arrays, of one layer or stacked over layers."""
+    """Values of one name: a pytree of float32 arrays, of one layer or stacked over layers."""
 
     reduction: ClassVar[Reduction] = ADDED
 
@@ -66,17 +60,12 @@ Metrics = Mapping[str, Metric]
 
 
 def _kind(cls):
-    """Registers a kind of metric as a pytree."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, eq=False)(cls))
 
 
 @_kind
 class Sum(Metric):
-    """A sum.
-
-    Attributes:
-      total: float32 [...].
-    """
+    """A sum."""
 
     total: Any
 
@@ -86,12 +75,7 @@ class Sum(Metric):
 
 @_kind
 class Mean(Metric):
-    """A mean; 0 of no values.
-
-    Attributes:
-      total: float32 [...], sum of the values.
-      count: float32 [...], their number or their weight.
-    """
+    """A mean: the sum of the values, and their number or weight; 0 of no values."""
 
     total: Any
     count: Any
@@ -102,11 +86,7 @@ class Mean(Metric):
 
 @_kind
 class Max(Metric):
-    """A largest value.
-
-    Attributes:
-      largest: float32 [...].
-    """
+    """A largest value."""
 
     reduction: ClassVar[Reduction] = LARGEST
 
@@ -118,11 +98,7 @@ class Max(Metric):
 
 @_kind
 class Norm(Metric):
-    """A Euclidean norm.
-
-    Attributes:
-      squares: {part: float32 [...], sum of squares}.
-    """
+    """A Euclidean norm: {part: sum of squares}."""
 
     squares: Any
 
@@ -135,11 +111,7 @@ class Norm(Metric):
 
 @_kind
 class Load(Metric):
-    """How evenly choices are spread over experts.
-
-    Attributes:
-      choices: float32 [..., experts], number of choices of each expert.
-    """
+    """How evenly choices are spread: [..., experts], number of choices of each expert."""
 
     choices: Any
 
@@ -152,22 +124,17 @@ class Load(Metric):
 
 
 def _divided(total, count):
-    """Returns total / count; 0 where there is nothing."""
     return np.divide(total, np.where(count == 0, 1, count))
-
-
-def _is_metric(node):
-    return isinstance(node, Metric)
 
 
 def _map(function, *trees):
     """Maps (reduction, array, ...) -> array over trees of arrays, which add up, and metrics."""
 
     def mapped(node, *others):
-        reduction = node.reduction if _is_metric(node) else ADDED
+        reduction = getattr(node, "reduction", ADDED)
         return jax.tree.map(lambda *leaves: function(reduction, *leaves), node, *others)
 
-    return jax.tree.map(mapped, *trees, is_leaf=_is_metric)
+    return jax.tree.map(mapped, *trees, is_leaf=lambda node: isinstance(node, Metric))
 
 
 def combined(total: Any, more: Any) -> Any:
@@ -200,14 +167,9 @@ def stacked(layers: Sequence[Metrics]) -> Metrics:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
+@_kind
 class StepReport:
-    """Result of a training step.
-
-    Attributes:
-      metrics: name -> values; each step has "loss" and "gradient_norm".
-    """
+    """The result of a training step: its metrics, among them "loss" and "gradient_norm"."""
 
     metrics: Metrics
 
@@ -226,8 +188,8 @@ class StepReport:
         return {name: metric.number() for name, metric in self.metrics.items()}
 
     def non_finite(self) -> Iterator[str]:
-        """Yields what is not finite besides loss and gradients, such as "router_z_loss of layer 1",
-        with the first part of each metric."""
+        """Yields the metrics that are not finite, besides those of `loss` and `gradient_norms`,
+        with their first such part, as in "router_z_loss of layer 1"."""
         for name, metric in self.metrics.items():
             if name not in ("loss", "gradient_norm") and not math.isfinite(metric.number()):
                 parts = (f" of {k}" for k, v in metric.by_part().items() if not math.isfinite(v))

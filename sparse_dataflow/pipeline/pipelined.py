@@ -183,8 +183,7 @@ class Pipelined(Sharded):
 
     def _work(self, model, member, params, constants, tokens, weights, layer):
         def head_loss(embed, head, x, targets, weights):
-            embedding = embed["tokens"]
-            return gpt.measured_loss(model, head, embedding, x, targets, weights, member.shard)
+            return gpt.head_loss(model, head, embed["tokens"], x, targets, weights, member.shard)
 
         embed = lambda params, tokens: gpt.embed(model, params, tokens, member.shard)  # noqa: E731
         return pipeline.Work(embed, layer, head_loss, params, constants, tokens, weights)

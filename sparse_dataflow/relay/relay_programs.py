@@ -103,7 +103,7 @@ def functions(model: ModelConfig) -> Programs[Callable]:
     def head(params, embedding, x, targets, weights):
         def micro_batch(x, targets, weights):
             loss, pull, metrics = jax.vjp(
-                lambda p, e, x: gpt.measured_loss(model, p, e, x, targets, weights),
+                lambda p, e, x: gpt.head_loss(model, p, e, x, targets, weights),
                 params,
                 embedding,
                 x,
@@ -155,7 +155,10 @@ def eval_functions(model: ModelConfig) -> EvalPrograms[Callable]:
 
     def head(params, embedding, x, targets, weights):
         losses = _map(
-            lambda x, t, w: gpt.head_loss(model, params, embedding, x, t, w), x, targets, weights
+            lambda x, t, w: gpt.head_loss(model, params, embedding, x, t, w)[0],
+            x,
+            targets,
+            weights,
         )
         return jnp.sum(losses)
 

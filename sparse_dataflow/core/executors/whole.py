@@ -350,7 +350,7 @@ def measured_loss(
     x, metrics = _residual(config, embed, weights, batch.tokens, member, padded)
     targets, counted = map(member.of_context, (batch.tokens[:, 1:], batch.weights))
     with jax.named_scope("head"):
-        total, of_head = gpt.measured_loss(
+        total, of_head = gpt.head_loss(
             config, head, embed["tokens"], x, targets, counted, member.shard, batch.teacher
         )
     return total, {**of_head, **metrics}

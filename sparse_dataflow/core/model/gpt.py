@@ -422,8 +422,8 @@ def head_loss(
     weights_BxT: jax.Array,
     shard: Shard = WHOLE,
     teacher: TeacherOutput | None = None,
-) -> jax.Array:
-    """Last section: float32 sum of weights * negative log-likelihood, in nats.
+) -> tuple[jax.Array, Metrics]:
+    """Last section: float32 sum of weights * negative log-likelihood, in nats; and its metrics.
 
     With a teacher, whose x is [B, T, D of the teacher], it is `distillation_loss`; the shard must
     then be whole.
@@ -443,25 +443,10 @@ def head_loss(
     x_NxD, output = output_layer(params, embedding_VxD, x_NxD)
     if teacher is not None:
         teacher = teacher._replace(x=_rows(teacher.x))
-        return distillation_loss(x_NxD, output, targets, weights, teacher)
-    axes, size, cap = shard.vocabulary_axes, config.vocab_size, config.logit_cap
-    return cross_entropy.weighted_loss(x_NxD, output, targets, weights, axes, size, cap)
-
-
-def measured_loss(
-    config: ModelConfig,
-    params: dict,
-    embedding_VxD: jax.Array,
-    x_BxTxD: jax.Array,
-    targets_BxT: jax.Array,
-    weights_BxT: jax.Array,
-    shard: Shard = WHOLE,
-    teacher: TeacherOutput | None = None,
-) -> tuple[jax.Array, Metrics]:
-    """Returns `head_loss` and the metrics of the head."""
-    loss = head_loss(
-        config, params, embedding_VxD, x_BxTxD, targets_BxT, weights_BxT, shard, teacher
-    )
+        loss = distillation_loss(x_NxD, output, targets, weights, teacher)
+    else:
+        axes, size, cap = shard.vocabulary_axes, config.vocab_size, config.logit_cap
+        loss = cross_entropy.weighted_loss(x_NxD, output, targets, weights, axes, size, cap)
     return loss, {"loss": Sum(loss)}
 
 

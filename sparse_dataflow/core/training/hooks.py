@@ -23,7 +23,6 @@ from sparse_dataflow.core.step_metrics import Load
 from sparse_dataflow.core.training.loop import Hook, StepDone, Trainer
 from sparse_dataflow.core.training.phases import Plateau, phase_before, with_next_start
 from sparse_dataflow.core.training.programs import convert_state, evolve_layouts
-from sparse_dataflow.core.training.user_metrics import UserMetrics
 
 
 class Evolve(Hook):
@@ -146,22 +145,22 @@ class Record(Hook):
         self,
         mfu: Callable[[Trainer, float], float | None] = lambda trainer, tokens_per_second: None,
         note: Callable[[str, int, int, dict], None] = lambda name, step, steps, row: None,
-        metrics: Mapping[str, Callable[[StepDone], float]] = {},
+        more: Callable[[StepDone], Mapping[str, float]] = lambda step: {},
     ):
         """Args:
         mfu: (trainer, tokens per second of its last step) -> model FLOPs utilisation, or None if
           the chip's peak is unknown.
         note: (name, step, steps, row) -> None, for those who show progress.
-        metrics: see `UserMetrics`.
+        more: (step) -> more numbers for its row.
         """
-        self._mfu, self._note, self._metrics = mfu, note, UserMetrics(metrics)
+        self._mfu, self._note, self._more = mfu, note, more
 
     def after_step(self, trainer: Trainer, step: StepDone) -> None:
         if not step.accepted:
             return
         training = trainer.training
         speed = training.batch * training.sequence / step.seconds
-        numbers = {**step.numbers, **self._metrics.numbers(step)}
+        numbers = {**step.numbers, **self._more(step)}
         row = {
             **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
             "learning_rate": step.rate,

@@ -144,7 +144,7 @@ def layer_by_layer(model, params, tokens):
             number += 1
     weights = jnp.full(tokens[:, 1:].shape, 1 / tokens[:, 1:].size)
     embedding = params["embed"]["tokens"]
-    return gpt.head_loss(dense, params["head"], embedding, x, tokens[:, 1:], weights)
+    return gpt.head_loss(dense, params["head"], embedding, x, tokens[:, 1:], weights)[0]
 
 
 @pytest.fixture(scope="module")

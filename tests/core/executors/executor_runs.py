@@ -186,7 +186,7 @@ RUN_OPTIONS = ("padded", "measured")
 @contextlib.contextmanager
 def measured():
     """Adds a metric of each kind to the sections."""
-    residuals, measured_loss = gpt.Block.residuals, gpt.measured_loss
+    residuals, head_loss = gpt.Block.residuals, gpt.head_loss
 
     def with_metrics(block, x, *arguments):
         middle, after, metrics = residuals(block, x, *arguments)
@@ -200,13 +200,13 @@ def measured():
         return middle, after, {**metrics, **counts}
 
     def with_head_metrics(config, params, embedding, x, *arguments, **named):
-        loss, metrics = measured_loss(config, params, embedding, x, *arguments, **named)
+        loss, metrics = head_loss(config, params, embedding, x, *arguments, **named)
         y = lax.stop_gradient(x.astype(jnp.float32))
         return loss, {**metrics, "head_square": Mean(jnp.square(y).sum(), jnp.float32(y.size))}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpt.Block, "residuals", with_metrics)
-        patch.setattr(gpt, "measured_loss", with_head_metrics)
+        patch.setattr(gpt, "head_loss", with_head_metrics)
         patch.setattr(relay_programs, "_compiled", relay_programs._compiled.__wrapped__)
         yield
 
