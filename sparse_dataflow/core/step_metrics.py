@@ -1,8 +1,8 @@
 """The numbers that a training step reports, by name.
 
 A metric is one line where its values are, such as `metrics["largest_input"] = Max(abs(x).max())` in
-a section.  Its kind says how values of several layers, micro-batches and devices become one.
-Executors, the training loop, files, trackers and pages take any name.
+a section, of an `x` without gradient.  Its kind says how values of several layers, micro-batches
+and devices become one.  Executors, the training loop, files, trackers and pages take any name.
 
 | kind | several values | number |
 |---|---|---|
