@@ -19,12 +19,14 @@ may be of values that several devices have.
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+T = TypeVar("T")
 
 
 class Reduction(NamedTuple):
@@ -59,7 +61,8 @@ class Metric:
 Metrics = Mapping[str, Metric]
 
 
-def _kind(cls):
+@dataclass_transform(frozen_default=True, eq_default=False)
+def _kind(cls: type[T]) -> type[T]:
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, eq=False)(cls))
 
 

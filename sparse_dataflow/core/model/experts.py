@@ -10,7 +10,8 @@ token, E experts, S rows, T tiles, D and F features.
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from sparse_dataflow.core.layouts.layout import BlockLayout, Groups
 from sparse_dataflow.core.model.mlp import Mlp, activate, gain
 from sparse_dataflow.core.model.projection import linear, normal, projection_layout
 from sparse_dataflow.core.ops.derivatives import broadcast_like, lookup
-from sparse_dataflow.core.step_metrics import Load, Mean, Metric, Metrics
+from sparse_dataflow.core.step_metrics import Load, Mean, Metric
 from sparse_dataflow.core.weights.weight import PROJECTION_OUTPUT, Linear
 from sparse_dataflow.files.errors import UserError
 
@@ -232,7 +233,7 @@ ROUTER = "router"
 """Leaf of the router's weight, which computes in float32 whatever the compute dtype."""
 
 
-def auxiliary_loss(config: ModelConfig, metrics: Metrics) -> jax.Array:
+def auxiliary_loss(config: ModelConfig, metrics: Mapping[str, Any]) -> jax.Array:
     """Returns the sum over tokens of the auxiliary losses of a layer, or of all if stacked.
 
     Args:
