@@ -4,6 +4,7 @@ import dataclasses
 import doctest
 import importlib.metadata
 import inspect
+import json
 import os
 import random
 import subprocess
@@ -103,11 +104,14 @@ def config(tmp_path, monkeypatch):
 
 
 def test_a_training_on_strings_learns_and_can_be_resumed_and_generates(texts, config, tmp_path):
-    run = sd.train(config, texts=texts)
+    run = sd.train(config, texts=texts, metrics={"twice": lambda step: 2 * step.numbers["loss"]})
     assert run.finished and run.folder == tmp_path / "run" and (run.folder / "report.html").exists()
+    call = json.loads((run.folder / "run.json").read_text())["command"][0]
+    assert call.endswith(", texts=texts, metrics=metrics)")
     train = [row for row in run.metrics() if row["kind"] == "train"]
     assert [row["step"] for row in train] == list(range(1, 31))
     assert train[-1]["loss"] < train[0]["loss"] - 0.5
+    assert [row["twice"] for row in train] == [2 * row["loss"] for row in train]
     quality = [row["bits_per_byte"] for row in run.metrics() if row["kind"] == "eval"]
     assert len(quality) == 3 and quality[-1] < quality[0]
     trained = run.model()
@@ -135,6 +139,12 @@ def test_texts_that_cannot_be_split_into_documents_are_refused_in_words(texts, c
     with pytest.raises(sd.UserError, match="texts"):
         sd.train(config, texts=texts)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("metrics", [{"loss": len}, {"a b": len}, {"x": 1}, [len], len])
+def test_metrics_that_no_step_can_have_are_refused_before_any_work(texts, config, metrics):
+    with pytest.raises(sd.UserError, match="metrics"):
+        sd.train(config, texts=texts, metrics=metrics)
 
 
 def test_what_cannot_be_trained_is_refused_in_words(texts, config):

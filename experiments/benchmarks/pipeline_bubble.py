@@ -113,7 +113,7 @@ def sleeping_block(rest: Callable) -> Callable:
         return jnp.sum(asleep(dy * y)), asleep(dy) * params
 
     sleep.defvjp(forward, backward)
-    return lambda params, held, x: sleep(params, x)
+    return lambda params, held, x: (sleep(params, x), {})
 
 
 def sleeping_step(schedule: Schedule) -> tuple[Callable[[float], float], list[float]]:
@@ -139,7 +139,7 @@ def sleeping_step(schedule: Schedule) -> tuple[Callable[[float], float], list[fl
         work = pipeline.Work(
             lambda params, tokens: jnp.ones((*tokens.shape, WIDTH)) * params,
             block,
-            lambda embed, head, x, targets, weights: jnp.mean(x) * head,
+            lambda embed, head, x, targets, weights: (jnp.mean(x) * head, {}),
             params,
             {},
             tokens,

@@ -34,7 +34,7 @@ NAME = "torch_compile"
 
 
 class Report(NamedTuple):
-    """The report of a step, as `optim.optimizers.StepReport`: `loss` converts to float."""
+    """The report of a step, as `core.step_metrics.StepReport`: `loss` converts to float."""
 
     loss: Pending
 

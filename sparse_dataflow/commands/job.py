@@ -35,7 +35,7 @@ from sparse_dataflow.core.ops import quantized
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.training import cost, hooks
 from sparse_dataflow.core.training.clock import Clock
-from sparse_dataflow.core.training.loop import Trainer, advance_side_by_side
+from sparse_dataflow.core.training.loop import StepDone, Trainer, advance_side_by_side
 from sparse_dataflow.core.training.phases import Variant, refuse_unfit
 from sparse_dataflow.core.training.programs import Compiled, TrainingData, compile_programs
 from sparse_dataflow.core.training.saved_state import FrozenBase
@@ -57,6 +57,7 @@ from sparse_dataflow.monitoring import goodput, trackers
 from sparse_dataflow.monitoring.goodput import stall_alerts
 from sparse_dataflow.monitoring.metrics import MetricsWriter, read_metrics
 from sparse_dataflow.monitoring.time_left import Progress, Show, TimeLeft
+from sparse_dataflow.monitoring.user_metrics import UserMetrics
 from sparse_dataflow.planner import memory
 from sparse_dataflow.relay.relay_executor import RelayExecutor
 from sparse_dataflow.reporting.report import PAGE
@@ -124,6 +125,7 @@ class Job:
       clock: counts the seconds since the start.
       check_folder: raises UserError if the folder was deleted or moved.
       resume: whether the folder has a run, which goes on.
+      metrics: see `train.train`.
     """
 
     def __init__(
@@ -135,7 +137,10 @@ class Job:
         clock: Clock,
         check_folder: Callable[[], None],
         resume: bool,
+        metrics: Mapping[str, Callable[[StepDone], float]],
     ):
+        self.user_metrics = metrics
+        UserMetrics(metrics)  # Refuses illegal ones before any work.
         self.config, self.experiment, self.command = config, experiment, command
         self.folder, self.clock = folder, clock
         self._check_folder, self._resume = check_folder, resume
@@ -221,7 +226,9 @@ class Job:
             place = config.run.out if is_address(config.run.out) else str(folder)
             again = f"{self.command[0]} {shlex.join(request.resume_flags(config, place))}"
             if self.command[0].startswith(run_files.PYTHON_CALL):
-                again = f"sd.train(config.change(run__out={place!r}), resume=True)"
+                given = {"texts": texts is not None, "metrics": self.user_metrics}
+                passed = "".join(f", {name}={name}" for name in given if given[name])
+                again = f"sd.train(config.change(run__out={place!r}){passed}, resume=True)"
             say(f"stopped; resume with: {again}")
             return Run(folder, config, False, status=processes.stopped_status(stop()))
         headline = ""
@@ -393,7 +400,7 @@ class Job:
             hooks.usual(
                 *every,
                 v.training.skip_spikes,
-                record=hooks.Record(mfu, progress.note),
+                record=hooks.Record(mfu, progress.note, UserMetrics(self.user_metrics)),
                 last=[Show(progress, *every)],
             ),
             executor=executor,

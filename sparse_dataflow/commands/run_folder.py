@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -280,12 +280,12 @@ _SECONDS = 5.0
 _WHERE_IT_RAN = ("run.out", "run.mirror", "run.scale")
 
 
-def python_call(config: RunConfig, texts: bool = False) -> str:
+def python_call(config: RunConfig, passed: Sequence[str] = ()) -> str:
     """Returns the call of `sd.train` that trains a config, with its settings as literals.
 
     Args:
       config: as `sd.train` got it.
-      texts: whether documents were passed, which the call names `texts`.
+      passed: names of the other arguments, such as "texts", which the call names so too.
     """
     scale, dtype = config.run.scale, config.model.compute_dtype
     base = run.preset(scale, compute_dtype=dtype)
@@ -295,7 +295,7 @@ def python_call(config: RunConfig, texts: bool = False) -> str:
     of_dtype = f', compute_dtype="{dtype}"' if dtype != "float32" else ""
     call = f'sd.preset("{scale}"{of_dtype})'
     call += f".change({', '.join(words)})" if words else ""
-    return f"sd.train({call}{', texts=texts' if texts else ''})"
+    return f"sd.train({', '.join([call, *(f'{name}={name}' for name in passed)])})"
 
 
 def _values(config: RunConfig) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -16,6 +16,7 @@ from sparse_dataflow.core import collectives
 from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.training.clock import Clock
+from sparse_dataflow.core.training.loop import StepDone
 from sparse_dataflow.files import addresses
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
@@ -33,6 +34,7 @@ def train(
     *,
     texts: Sequence[str] | None = None,
     resume: bool = False,
+    metrics: Mapping[str, Callable[[StepDone], float]] | None = None,
     experiment: str = "train",
     command: Sequence[str] = (),
     clock: Clock | None = None,
@@ -47,6 +49,9 @@ def train(
       config: what is trained; `config.run.out` is the folder, or an address.
       texts: documents in place of `config.data.corpus`.
       resume: whether to resume the run in the folder.
+      metrics: name -> function of a step that returns a number, for metrics.jsonl, the trackers,
+        the report and the watch page.  A step has `number`, `numbers` (metric -> float, such as
+        "loss" and "gradient_norm"), `rate`, `seconds` and `params`.
       experiment: name of the module that trains.
       command: words of the command line that began it; the record of a run that has none names
         this call.
@@ -69,11 +74,13 @@ def train(
     """
     keep_freed_memory()
     clock = clock or Clock()
-    command = tuple(command) or (run_folder.python_call(config, texts is not None),)
+    passed = [n for n, value in (("texts", texts), ("metrics", metrics)) if value is not None]
+    command = tuple(command) or (run_folder.python_call(config, passed),)
     config = _settled_mirror(config, resume)
     mirror = config.run.mirror
     with run_folder.opened(experiment, config.run.out, resume, mirror) as (folder, check):
-        return Job(config, experiment, command, folder, clock, check, resume).run(texts)
+        job = Job(config, experiment, command, folder, clock, check, resume, metrics or {})
+        return job.run(texts)
 
 
 def _settled_mirror(config: RunConfig, resume: bool) -> RunConfig:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from tqdm import tqdm
 
@@ -18,6 +19,7 @@ from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.loop import Hook, StepDone, Trainer
 from sparse_dataflow.files import output
+from sparse_dataflow.monitoring import presentation
 
 _FIRST_STEPS = 2
 """Steps of each phase that are slow, as memory is touched for the first time."""
@@ -211,9 +213,9 @@ class Progress:
         terminal = sys.stderr is not None and sys.stderr.isatty() and collectives.is_first()
         self._terminal = terminal and not output.is_quiet()
 
-    def note(self, name: str, step: int, steps: int, text: str) -> None:
-        """Takes the numbers of a model's newest step, which the next line shows."""
-        self._models[name] = step, steps, text
+    def note(self, name: str, step: int, steps: int, row: Mapping[str, Any]) -> None:
+        """Takes the row of a model's newest step, which the next line shows."""
+        self._models[name] = step, steps, presentation.line(row)
 
     def after_step(self, name: str, remaining: Remaining) -> None:
         """Takes over what a model has left after a step, and shows a line if it is time."""

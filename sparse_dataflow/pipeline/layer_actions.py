@@ -22,7 +22,7 @@ class LayerActions(NamedTuple):
     """The four programs; `saved`, `recomputed` and `pending` are tuples of arrays to store.
 
     Attributes:
-      forward: (params, constants, x) -> (y, saved).
+      forward: (params, constants, x) -> (y, metrics, saved).
       recompute: (params, constants, saved) -> recomputed; () if nothing is recomputed.
       backward: (params, constants, saved, recomputed, dy) -> (dx, pending).
       weights: (params, constants, saved, recomputed, pending) -> gradient in params.
@@ -35,12 +35,16 @@ class LayerActions(NamedTuple):
 
 
 def layer_actions(
-    layer: Callable[[Any, Any, jax.Array], jax.Array], params, constants, x, recompute: bool
+    layer: Callable[[Any, Any, jax.Array], tuple[jax.Array, Any]],
+    params,
+    constants,
+    x,
+    recompute: bool,
 ) -> LayerActions:
     """Splits a layer and its gradient into programs.
 
     Args:
-      layer: (params, constants, x) -> y like x; differentiable in params and x.
+      layer: (params, constants, x) -> (y like x, metrics); y is differentiable in params and x.
       params: a pytree of float arrays or their shapes.
       constants: a pytree of arrays or their shapes, such as the layouts.
       x: an array or its shape.
@@ -49,21 +53,24 @@ def layer_actions(
     """
 
     def joint(params, constants, x, dy):
-        y, pullback = jax.vjp(lambda p, x: layer(p, constants, x), params, x)
+        y, pullback, metrics = jax.vjp(lambda p, x: layer(p, constants, x), params, x, has_aux=True)
         dparams, dx = pullback(dy)
-        return y, dx, dparams
+        return y, metrics, dx, dparams
 
     operands, structure = jax.tree.flatten((params, constants, x, x))
-    closed = jax.make_jaxpr(lambda *flat: joint(*jax.tree.unflatten(structure, flat)))(*operands)
+    closed, (_, like_metrics, *_) = jax.make_jaxpr(
+        lambda *flat: joint(*jax.tree.unflatten(structure, flat)), return_shape=True
+    )(*operands)
     # The gradient of a rematerialised layer is a single equation, a call with recomputation, input
     # gradient and weight gradients inside. The second trace inlines calls, so that they can be
     # split.
     closed = jax.make_jaxpr(lambda *flat: _evaluate(closed, flat))(*operands)
     jaxpr, consts = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts))
     *weight_vars, x_var, dy_var = jaxpr.invars
-    y_var, dx_var, *gradients = jaxpr.outvars
-    home = _homes(jaxpr, recompute)
-    results = {_FORWARD: [y_var], _RECOMPUTE: [], _BACKWARD: [dx_var], _WEIGHTS: gradients}
+    count = 1 + len(jax.tree.leaves(like_metrics))
+    forward_vars, (dx_var, *gradients) = jaxpr.outvars[:count], jaxpr.outvars[count:]
+    home = _homes(jaxpr, recompute, count)
+    results = {_FORWARD: forward_vars, _RECOMPUTE: [], _BACKWARD: [dx_var], _WEIGHTS: gradients}
     weight_vars, equations, stored = [*weight_vars, *consts], {}, {}
     read: set[core.Var] = set()
     # From the last action to the first: what an action must store is what later ones read, which is
@@ -94,8 +101,8 @@ def layer_actions(
     like_params = jax.tree.structure(params)
 
     def run_forward(params, constants, x):
-        (y,), saved = forward(params, constants, x)
-        return y, saved
+        (y, *metrics), saved = forward(params, constants, x)
+        return y, jax.tree.unflatten(jax.tree.structure(like_metrics), metrics), saved
 
     def run_backward(params, constants, saved, recomputed, dy):
         (dx,), pending = backward(params, constants, *saved, *recomputed, dy)
@@ -140,12 +147,15 @@ def _program(jaxpr, invars, outvars, equations):
     return core.jaxpr_as_fun(core.ClosedJaxpr(subset, ()))
 
 
-def _homes(jaxpr, recompute):
-    """Returns {variable: action that computes it}; _ANY if it depends on weights alone."""
-    y_var, dx_var, *gradients = jaxpr.outvars
+def _homes(jaxpr, recompute, count):
+    """Returns {variable: action that computes it}; _ANY if it depends on weights alone.
+
+    The first `count` results are those of the forward pass.
+    """
+    outputs, (dx_var, *gradients) = jaxpr.outvars[:count], jaxpr.outvars[count:]
     needed = {
         action: _ancestors(jaxpr, outputs)
-        for action, outputs in ((_FORWARD, [y_var]), (_BACKWARD, [dx_var]), (_WEIGHTS, gradients))
+        for action, outputs in ((_FORWARD, outputs), (_BACKWARD, [dx_var]), (_WEIGHTS, gradients))
     }
     *weight_vars, x_var, dy_var = jaxpr.invars
     home = dict.fromkeys((*weight_vars, *jaxpr.constvars), _ANY) | {

@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from sparse_dataflow.core import step_metrics
 from sparse_dataflow.pipeline.layer_actions import layer_actions
 from sparse_dataflow.pipeline.schedule_slots import Slots, allocate
 from sparse_dataflow.pipeline.schedules import BACKWARD, FORWARD, RECOMPUTE, WEIGHTS, Schedule
@@ -79,8 +80,9 @@ class Work(NamedTuple):
 
     Attributes:
       embed: (params of `embed`, int32 [B, T] tokens) -> x.
-      layer: (params, constants, x) -> x, of one block.
-      head_loss: (params of `embed`, params of `head`, x, [B, T] targets, [B, T] weights) -> loss.
+      layer: (params, constants, x) -> (x, metrics), of one block.
+      head_loss: (params of `embed`, params of `head`, x, [B, T] targets, [B, T] weights) -> (loss,
+        metrics).
       params: {"embed", "blocks", "head"}, to differentiate; leaves of "blocks" are
         [chunks * capacity, ...], this stage's shard of `stages.to_stages`.
       constants: other inputs of the blocks, [chunks * capacity, ...].
@@ -100,7 +102,8 @@ class Work(NamedTuple):
 class _State(NamedTuple):
     """Loop state of a stage; the first axis of a buffer is its slots."""
 
-    loss: Any
+    block_metrics: Any
+    head_metrics: Any
     gradients: Any
     saved: Any
     recomputed: Any
@@ -149,8 +152,9 @@ def run_stage(plan: Plan, table: jax.Array, work: Work):
       work: model functions, params and batch of this stage.
 
     Returns:
-      (loss, gradients in work.params), float32, this stage's share of both. Gradients are zeros if
-      the schedule has no backward actions.
+      (metrics of the blocks [chunks * capacity, ...], metrics of the head, gradients in
+      work.params), float32, this stage's share of each. Gradients are zeros if the schedule has no
+      backward actions.
     """
     stage = _Stage(plan, work)
     run = {
@@ -169,7 +173,7 @@ def run_stage(plan: Plan, table: jax.Array, work: Work):
 
     with jax.named_scope(TICKS):
         state = lax.scan(tick, stage.start(), table)[0]
-    return state.loss, state.gradients
+    return state.block_metrics, state.head_metrics, state.gradients
 
 
 class _Stage:
@@ -200,7 +204,9 @@ class _Stage:
     def start(self):
         """Returns empty buffers and zero gradients."""
         capacity, peak, actions = self.plan.division.capacity, self.plan.slots.peak, self.actions
-        _, saved = jax.eval_shape(actions.forward, *self.block, self.x)
+        _, of_block, saved = jax.eval_shape(actions.forward, *self.block, self.x)
+        ends = self.work.params["embed"], self.work.params["head"]
+        _, of_head = jax.eval_shape(lambda x: self.head_loss(*ends, x, 0), self.x)
         recomputed = jax.eval_shape(actions.recompute, *self.block, saved)
         _, pending = jax.eval_shape(actions.backward, *self.block, saved, recomputed, self.x)
 
@@ -209,7 +215,8 @@ class _Stage:
             return jax.tree.map(lambda a: jnp.zeros((slots, *inside, *a.shape), a.dtype), content)
 
         return _State(
-            jnp.zeros(()),
+            step_metrics.empty(of_block, self.plan.division.chunks * capacity),
+            step_metrics.empty(of_head),
             jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), self.work.params),
             buffer("saved", saved, capacity),
             buffer("recomputed", recomputed, capacity),
@@ -252,27 +259,38 @@ class _Stage:
         x = self.embed_or_read(state, row)
 
         def layer(number, carry):
-            x, saved = carry
-            y, values = self.actions.forward(*_tied(number, (*self.layer(row, number), x)))
-            return y, _write(saved, values, row.saved, number) if self.trains else saved
+            x, metrics, saved = carry
+            y, more, values = self.actions.forward(*_tied(number, (*self.layer(row, number), x)))
+            index = self.block_index(row, number)
+            metrics = _write(metrics, step_metrics.combined(_read(metrics, index), more), index)
+            return y, metrics, _write(saved, values, row.saved, number) if self.trains else saved
 
-        x, saved = _loop(BLOCKS[FORWARD], self.trips(row, FORWARD), layer, (x, state.saved))
+        x, block_metrics, saved = _loop(
+            BLOCKS[FORWARD],
+            self.trips(row, FORWARD),
+            layer,
+            (x, state.block_metrics, state.saved),
+        )
 
         def head(number, carry):
-            loss, embed, head, gradient = carry
+            metrics, embed, head, gradient = carry
             operands = _tied(number, (params["embed"], params["head"], x, row.micro_batch))
             if not self.trains:
-                return loss + self.head_loss(*operands), embed, head, gradient
-            more, (dembed, dhead, dx) = jax.value_and_grad(self.head_loss, (0, 1, 2))(*operands)
+                metrics = step_metrics.combined(metrics, self.head_loss(*operands)[1])
+                return metrics, embed, head, gradient
+            differentiated = jax.value_and_grad(self.head_loss, (0, 1, 2), has_aux=True)
+            (_, more), (dembed, dhead, dx) = differentiated(*operands)
             embed, head = jax.tree.map(jnp.add, (embed, head), (dembed, dhead))
-            return loss + more, embed, head, _write(gradient, dx, row.gradient)
+            metrics = step_metrics.combined(metrics, more)
+            return metrics, embed, head, _write(gradient, dx, row.gradient)
 
-        ends = state.loss, state.gradients["embed"], state.gradients["head"], state.gradient
-        loss, embed, head, gradient = _loop(
+        ends = state.head_metrics, state.gradients["embed"], state.gradients["head"], state.gradient
+        head_metrics, embed, head, gradient = _loop(
             HEAD, self.trips(row, FORWARD, virtual_stage=-1), head, ends
         )
         return state._replace(
-            loss=loss,
+            block_metrics=block_metrics,
+            head_metrics=head_metrics,
             gradients=state.gradients | {"embed": embed, "head": head},
             saved=saved,
             gradient=gradient,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from sparse_dataflow.core import step_metrics
 from sparse_dataflow.core.config.layer_groups import layer_model
 from sparse_dataflow.core.executors import compatibility, cuts, sharding, whole
 from sparse_dataflow.core.executors import mesh as meshes
@@ -67,19 +68,18 @@ class Pipelined(Sharded):
             tokens, of_targets = split(batch.tokens), split(batch.weights)
 
             def layer(params, layouts, x):
-                return gpt.block(of_layer, layer_weights(model, params, layouts), x, member.shard)
+                weights = layer_weights(model, params, layouts)
+                return gpt.block(of_layer, weights, x, member.shard), {}
 
             work = self._work(model, member, full, layouts, tokens, of_targets, layer)
-            share, _ = pipeline.run_stage(plan, table[0], work)
-            return lax.psum(share, EVERY_AXIS)
+            _, metrics, _ = pipeline.run_stage(plan, table[0], work)
+            return lax.psum(metrics["loss"].total, EVERY_AXIS)
 
         in_specs = STAGED, specs, P(BATCH_AXES)
         return self._mapped(local, in_specs, P())(pipeline.rows(plan), weights, batch)
 
     def loss_and_gradients(self, model, weights, batch, how):
         """See `Executor`; a stage accumulates all gradients in float32, whatever the dtype.
-
-        The loss of a model with experts has no routing.
 
         `check` and `commands.devices` refuse frozen parameters, weights of targets and a teacher.
         """
@@ -101,12 +101,15 @@ class Pipelined(Sharded):
             layer = whole.rematerialised(model, block)
             layouts = local_weights(weights).tables
             work = self._work(model, member, full, layouts, tokens, of_targets, layer)
-            share, gradients = pipeline.run_stage(plan, table[0], work)
+            of_blocks, of_head, gradients = pipeline.run_stage(plan, table[0], work)
+            of_blocks = step_metrics.over_devices(of_blocks, axes_of_a_stage)
+            of_head = step_metrics.over_devices(of_head, EVERY_AXIS)
             ends = {name: gradients[name] for name in ("embed", "head")}
             gradients = gradients | lax.psum(ends, "stage")
             gradients = jax.tree.map(collect, gradients, specs.params, gathered, gradient_specs)
-            return lax.psum(share, EVERY_AXIS), gradients
+            return of_blocks, of_head, gradients
 
+        axes_of_a_stage = tuple(axis for axis in EVERY_AXIS if axis != "stage")
         gathered = sharding.gathered_specs(specs.params, self.exchange)
 
         def collect(gradient, param_spec, gathered, spec):
@@ -115,10 +118,11 @@ class Pipelined(Sharded):
             return sharding.all_reduce(shard, spec, self.mesh)
 
         in_specs = STAGED, specs, P(BATCH_AXES)
-        loss, gradients = self._mapped(local, in_specs, (P(), gradient_specs))(
+        out_specs = STAGED, P(), gradient_specs
+        of_blocks, of_head, gradients = self._mapped(local, in_specs, out_specs)(
             pipeline.rows(plan), weights, batch.tokens
         )
-        return whole.RoutedLoss(loss, ()) if model.experts else loss, gradients
+        return {**of_head, **from_stages(self.division, of_blocks)}, gradients
 
     def block_gradient_norms(self, model, weights, tokens):
         plan, of_layer = self._plan(model, 1, "gpipe"), layer_model(model, 0)
@@ -138,12 +142,13 @@ class Pipelined(Sharded):
             def probed(norms, constants, x):
                 params, tables = constants
                 probe = Probe.of(tables, norms, axes, member.shard)
-                return gpt.block(of_layer, layer_weights(model, params, probe), x, member.shard)
+                weights = layer_weights(model, params, probe)
+                return gpt.block(of_layer, weights, x, member.shard), {}
 
             layer = whole.rematerialised(model, probed)
             constants, params = (full["blocks"], tables), full | {"blocks": norms}
             work = self._work(model, member, params, constants, tokens[None], mean, layer)
-            return pipeline.run_stage(plan, table[0], work)[1]["blocks"]
+            return pipeline.run_stage(plan, table[0], work)[-1]["blocks"]
 
         in_specs = STAGED, specs, P(axes or None)
         norms = self._mapped(local, in_specs, norm_specs(weights.tables))(

@@ -387,7 +387,7 @@ class ServerStep:
         )
         self._server.adopt(params, self._copies)
         self._server.storage.commit(state)
-        return state, group_norms(self._squares)
+        return state, group_squares(self._squares)
 
     def _copy_unchanged(self, section):
         """Copies a section that took no part to the trees of the results."""
@@ -434,14 +434,14 @@ def _dotted(path):
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def group_norms(squares: dict[Section, dict[str, float]]) -> dict[str, float]:
-    """Returns the norm by parameter group from sums of squares; see `optimizers.group_norms`."""
+def group_squares(squares: dict[Section, dict[str, float]]) -> dict[str, float]:
+    """Returns the sum of squares by parameter group; see `optimizers.group_squares`."""
     total: dict[str, float] = collections.defaultdict(float)
     for section in sorted(squares, key=str):
         for leaf, value in squares[section].items():
             group = f"blocks.{leaf.split('.')[0]}" if isinstance(section, int) else section
             total[group] += value
-    return {group: math.sqrt(value) for group, value in total.items()}
+    return dict(total)
 
 
 def _clip_factor(norm, limit):

@@ -29,7 +29,8 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.whole import split_rows
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.stacks import ModelWeights
-from sparse_dataflow.core.optim.optimizers import StepReport, TrainState
+from sparse_dataflow.core.optim.optimizers import TrainState
+from sparse_dataflow.core.step_metrics import Metrics, Norm, StepReport, stacked
 from sparse_dataflow.files.errors import UserError, first_line
 from sparse_dataflow.relay import relay_programs
 from sparse_dataflow.relay.host_state import EMBED, HEAD, Section, section_name
@@ -171,13 +172,14 @@ class Relay:
         with translated_device_errors(f"step {step + 1}"):
             server = ServerStep(self.server, state, sections, learning_rate, self.timeline)
             batch = self._batch(tokens, None, self._train_shape)
-            loss = self._forward_backward(server, blocks, batch)
-            after, norms = server.finish()
-        return after, StepReport(np.float32(loss), norms)
+            metrics = self._forward_backward(server, blocks, batch)
+            after, squares = server.finish()
+        return after, StepReport({**metrics, "gradient_norm": Norm(squares)})
 
-    def _forward_backward(self, server: ServerStep, blocks: tuple[int, ...], batch) -> jax.Array:
-        """Runs the forward and the backward pass; returns the loss."""
+    def _forward_backward(self, server: ServerStep, blocks: tuple[int, ...], batch) -> Metrics:
+        """Runs the forward and the backward pass; returns the metrics of head and blocks."""
         run, stash, last = self._run, [], ()
+        of_blocks: list[Metrics] = []
         inputs, targets, weights = batch
         (params,) = server.fetch(EMBED).result()
         x, _ = run(EMBED, "embed", params, inputs)
@@ -188,7 +190,8 @@ class Relay:
             # last block survive the loop, for the backward pass, which begins with it.
             last = fetched
             stash.append(self._stashed(x))
-            x, done = run(block, "forward", *fetched, x)
+            (x, metrics), done = run(block, "forward", *fetched, x)
+            of_blocks.append(metrics)
             return done
 
         fetch = self._block_fetch(server.fetch)
@@ -196,7 +199,7 @@ class Relay:
 
         params, embed = (server.fetch(section).result()[0] for section in (HEAD, EMBED))
         tied = gpt.tied_output(self.model, embed)
-        (loss, dx, (head, embedding)), _ = run(HEAD, "head", params, tied, x, targets, weights)
+        (of_head, dx, (head, embedding)), _ = run(HEAD, "head", params, tied, x, targets, weights)
         del x, params, embed, tied
         server.push(HEAD, head)
         del head
@@ -226,7 +229,8 @@ class Relay:
             server.push(0, total)
         gradient, _ = run(EMBED, "embed_backward", inputs, dx, embedding)
         server.push(EMBED, gradient)
-        return jax.device_get(loss)
+        of_head, of_blocks = jax.device_get((of_head, of_blocks))
+        return {**of_head, **stacked(of_blocks)}
 
     def _block_fetch(self, fetch: Callable[..., Future]) -> Callable[..., Future]:
         """Returns (block, *more) -> future of its weights and `more` on the device.

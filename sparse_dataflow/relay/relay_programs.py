@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled
 
+from sparse_dataflow.core import step_metrics
 from sparse_dataflow.core.config.layer_groups import group_index, layer_model, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
@@ -39,9 +40,9 @@ class Programs(NamedTuple, Generic[T]):
 
     Attributes:
       embed: (embed params, int32 inputs [M, B, T]) -> x [M, B, T, D].
-      forward: (`ModelWeights` of a block, x) -> x after the block.
+      forward: (`ModelWeights` of a block, x) -> (x after the block, metrics).
       head: (head params, embedding [V, D] if tied else (), x, int32 targets, float32 weights
-        [M, B, T]) -> (float32 [] loss, dx, (gradient of the head, of the embedding)).
+        [M, B, T]) -> (metrics, dx, (gradient of the head, of the embedding)).
       backward: (`ModelWeights` of a block, x, dy) -> (dx, gradient of its params); recomputes the
         forward pass and donates dy.
       embed_backward: (inputs, dx, the head's gradient of the embedding) -> gradient of the embed
@@ -56,7 +57,8 @@ class Programs(NamedTuple, Generic[T]):
 
 
 class EvalPrograms(NamedTuple, Generic[T]):
-    """The device programs of an evaluation, as in `Programs`; `head` returns the loss alone."""
+    """The device programs of an evaluation, as in `Programs`; without metrics, `head` returns the
+    loss alone."""
 
     embed: T
     forward: T
@@ -95,27 +97,29 @@ def functions(model: ModelConfig) -> Programs[Callable]:
         return _map(lambda tokens: gpt.embed(model, params, tokens), inputs)
 
     def forward(weights, x):
-        return _map(functools.partial(gpt.block, model, weights.linears(model)), x)
+        block = functools.partial(gpt.measured_block, model, weights.linears(model))
+        return _accumulated(block, x)
 
     def head(params, embedding, x, targets, weights):
         def micro_batch(x, targets, weights):
-            loss, pull = jax.vjp(
+            loss, pull, metrics = jax.vjp(
                 lambda p, e, x: gpt.head_loss(model, p, e, x, targets, weights),
                 params,
                 embedding,
                 x,
+                has_aux=True,
             )
             head, embedding_gradient, dx = pull(jnp.ones_like(loss))
-            return dx, (loss, head, embedding_gradient)
+            return dx, (metrics, head, embedding_gradient)
 
-        dx, (loss, head, embedding_gradient) = _accumulated(micro_batch, x, targets, weights)
-        return loss, dx, _cast_like((params, embedding), (head, embedding_gradient))
+        dx, (metrics, head, embedding_gradient) = _accumulated(micro_batch, x, targets, weights)
+        return metrics, dx, _cast_like((params, embedding), (head, embedding_gradient))
 
     def backward(weights, x, dy):
         def micro_batch(x, dy):
             def block(params, x):
                 layer = dataclasses.replace(weights, params=params)
-                return gpt.trained_block(model, layer.linears(model), x, tokens)
+                return gpt.trained_block(model, layer.linears(model), x, tokens)[0]
 
             _, pull = jax.vjp(block, weights.params, x)
             gradient, dx = pull(dy)
@@ -143,15 +147,22 @@ def functions(model: ModelConfig) -> Programs[Callable]:
 
 def eval_functions(model: ModelConfig) -> EvalPrograms[Callable]:
     """Returns the evaluation programs as pure functions."""
-    training = functions(model.dropless())
+    model = model.dropless()
+    training = functions(model)
+
+    def forward(weights, x):
+        return _map(functools.partial(gpt.block, model, weights.linears(model)), x)
 
     def head(params, embedding, x, targets, weights):
         losses = _map(
-            lambda x, t, w: gpt.head_loss(model, params, embedding, x, t, w), x, targets, weights
+            lambda x, t, w: gpt.head_loss(model, params, embedding, x, t, w)[0],
+            x,
+            targets,
+            weights,
         )
         return jnp.sum(losses)
 
-    return EvalPrograms(training.embed, training.forward, head)
+    return EvalPrograms(training.embed, forward, head)
 
 
 def arguments(
@@ -299,7 +310,7 @@ def _sharded(name, structs, mesh, evaluation):
     )
     out = {
         "embed": rows,
-        "forward": rows,
+        "forward": rows if evaluation else (rows, replicated),
         "head": replicated if evaluation else (replicated, rows, replicated),
         "backward": (rows, replicated),
         "embed_backward": replicated,
@@ -315,18 +326,18 @@ def _map(function, *batches):
 
 
 def _accumulated(function, *batches):
-    """Maps `function` -> (y, gradient) over micro-batches; returns (all y, sum of gradients)."""
+    """Maps `function` -> (y, gradients or metrics) over micro-batches; returns (all y, the others
+    combined)."""
     if len(batches[0]) == 1:
-        y, gradient = function(*(batch[0] for batch in batches))
-        return jax.tree.map(lambda leaf: leaf[None], y), gradient
+        y, one = function(*(batch[0] for batch in batches))
+        return jax.tree.map(lambda leaf: leaf[None], y), one
     first = jax.eval_shape(function, *(batch[0] for batch in batches))[1]
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), first)
 
     def accumulate(total, micro):
-        y, gradient = function(*micro)
-        return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, gradient), y
+        y, more = function(*micro)
+        return step_metrics.combined(total, more), y
 
-    total, y = lax.scan(accumulate, zeros, batches)
+    total, y = lax.scan(accumulate, step_metrics.empty(first), batches)
     return y, total
 
 

@@ -95,6 +95,7 @@ def contents(data: ReportData) -> dict[str, Any]:
                       for label, field, text in RUN_MEASURES],
         "facts": facts(data),
         "curves": _curves(variants),
+        "metrics": drawings.metric_curves({v.name: v.history for v in variants}, "metric"),
         "breakdowns": {"step": seconds, "memory": memory},
         "timelines": _timelines(variants),
         "routing": _routing(variants),

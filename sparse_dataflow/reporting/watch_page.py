@@ -69,13 +69,11 @@ def content(
 def _column(run, key, layer):
     histories = {name: run.histories[name] for name in _VARIANTS if run.histories.get(name)}
     loss = drawings.loss_curves(histories, "tokens", f"{key}-loss") if histories else None
-    speed = drawings.number_curves(
-        histories, "tokens_per_second", "Tokens per second", f"{key}-speed"
-    )
+    metrics = drawings.metric_curves(histories, f"{key}-metric")
     return {
         "run": run,
         "table": [_row(name, rows, run.steps.get(name, 0)) for name, rows in histories.items()],
-        "figures": [figure for figure in (loss and loss[0], speed) if figure],
+        "figures": [figure for figure in (loss and loss[0], *metrics) if figure],
         "layouts": _layouts(run, key, layer),
         "updates": _updates(histories),
         "alerts": list(run.alerts)[-_ROWS_SHOWN:][::-1],

@@ -71,7 +71,7 @@ def test_the_page_shows_runs_side_by_side_with_what_differs(folders):
     for shown in ("20 of 40", "3.050", "1.250", "6,420", "30.0%", "123,456", "training.batch"):
         assert shown in text, shown
     assert "loss &lt;b&gt;99&lt;/b&gt;" in text and "<b>99" not in text
-    assert len(re.findall("<svg", text)) == 2 * (2 + len(PROJECTIONS))
+    assert len(re.findall("<svg", text)) == 2 * (3 + len(PROJECTIONS))
     assert "model.d_model" not in text
 
 

@@ -218,7 +218,7 @@ def shown(terminal, monkeypatch, capsys=None):
     for step in range(1, 4):
         clock["step"] += 1
         progress._last = float("-inf")
-        progress.note("sparse", step, 3, "loss 2.000")
+        progress.note("sparse", step, 3, {"step": step, "loss": 2.0})
         progress.after_step("sparse", Remaining(0, 3 - step))
     progress.stage("writing the report")
     progress.close()

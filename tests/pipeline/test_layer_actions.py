@@ -30,7 +30,7 @@ def second_layer(model):
 
 
 def block(model, params, tables, x):
-    return gpt.block(model, layer_weights(model, params, tables), x)
+    return gpt.measured_block(model, layer_weights(model, params, tables), x)
 
 
 def run(model, recompute):
@@ -45,7 +45,7 @@ def run(model, recompute):
         flops.append(compiled.cost_analysis().get("flops", 0))
         return compiled(*operands)
 
-    y, saved = call(actions.forward, params, tables, x)
+    y, _, saved = call(actions.forward, params, tables, x)
     recomputed = call(actions.recompute, params, tables, saved)
     dx, pending = call(actions.backward, params, tables, saved, recomputed, dy)
     dparams = call(actions.weights, params, tables, saved, recomputed, pending)
@@ -56,7 +56,7 @@ def whole_layer(model):
     params, tables, x, dy = second_layer(model)
 
     def both(params, x, dy):
-        y, pullback = jax.vjp(lambda p, x: block(model, p, tables, x), params, x)
+        y, pullback = jax.vjp(lambda p, x: block(model, p, tables, x)[0], params, x)
         dparams, dx = pullback(dy)
         return {"y": y, "dx": dx, "dparams": dparams}
 
@@ -107,7 +107,7 @@ def test_weights_are_not_stored():
         actions = layer_actions(layer, *operands, x, recompute=False)
 
         def everything(params, tables, x, dy, actions=actions):
-            _, saved = actions.forward(params, tables, x)
+            _, _, saved = actions.forward(params, tables, x)
             _, pending = actions.backward(params, tables, saved, (), dy)
             return saved, pending
 

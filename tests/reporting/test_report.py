@@ -169,8 +169,9 @@ def test_the_page_shows_all_data(sample):
     assert all(f"{name}=={version}" in words for name, version in data.versions.items())
     pictures = {(layout.projection, str(layout.mask)) for layout in data.layouts}
     charts = 2 * any(math.isfinite(row["loss"]) for v in data.variants for row in v.history)
+    metrics = 2 * any(v.history for v in data.variants)  # Tokens per second, gradient norm.
     bars = any(v.section_seconds for v in data.variants) + any(v.memory for v in data.variants)
-    assert parsed.tags.count("svg") == len(pictures) + charts + bars
+    assert parsed.tags.count("svg") == len(pictures) + charts + metrics + bars
     assert ("No training history" in words) == (not charts)
     assert parsed.tags.count("article") == len(data.continuations)
 

@@ -227,10 +227,10 @@ def _program(model, optimizer, vector_rate, teacher_model):
             hidden = whole.hidden_states(teacher_model, weights_of(teacher), tokens)
             output = gpt.tied_output(teacher_model, teacher["embed"])
             taught = TeacherOutput(hidden, output, weight)
-        loss, gradients = whole.loss_and_gradients(
+        metrics, gradients = whole.loss_and_gradients(
             model, weights_of(masked), Batch(tokens, None, taught)
         )
-        loss = loss.loss if model.experts else loss
+        loss = metrics["loss"].total  # type: ignore[attr-defined]
         return loss, jax.tree.map(jnp.multiply, gradients, masks), masked
 
     def chunk(state, masks, rates, tokens, teacher, weight, *, scored):

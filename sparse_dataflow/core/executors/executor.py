@@ -15,6 +15,7 @@ from sparse_dataflow.core.executors.block_gradients import block_gradient_norms
 from sparse_dataflow.core.executors.whole import Accumulation, Batch
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import gradient_arrays
+from sparse_dataflow.core.step_metrics import Metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Executor:
 
     def loss_and_gradients(
         self, model: ModelConfig, weights: ModelWeights, batch: Batch, how: Accumulation
-    ) -> tuple[jax.Array, dict]:
+    ) -> tuple[Metrics, dict]:
         """Returns `whole.loss_and_gradients` of the whole batch, accumulated in float32."""
         return whole.loss_and_gradients(model, weights, batch, how)
 

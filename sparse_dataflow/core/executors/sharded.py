@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sparse_dataflow.core import step_metrics
 from sparse_dataflow.core.config.layer_groups import group_index_of_path, join_groups, split_groups
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP
 from sparse_dataflow.core.executors import compatibility, cuts, sharding, whole
@@ -123,12 +124,12 @@ class Sharded(Executor):
         member, specs, gradient_specs = self._member(model, weights)
 
         def local(weights, batch):
-            share, gradients = whole.loss_and_gradients(
+            metrics, gradients = whole.loss_and_gradients(
                 model, local_weights(weights), batch, how, member
             )
             all_reduce = functools.partial(sharding.all_reduce, mesh=self.mesh)
             gradients = jax.tree.map(all_reduce, gradients, gradient_specs)
-            return lax.psum(share, self.mesh.axis_names), gradients
+            return step_metrics.over_devices(metrics, self.mesh.axis_names), gradients
 
         rows: Any = P(BATCH_AXES)
         taught = batch.teacher and batch.teacher._replace(x=rows, embedding=P(), weight=P())

@@ -12,11 +12,13 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from sparse_dataflow.core import step_metrics
 from sparse_dataflow.core.config import remat
 from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors.context import KEYS_VALUES, Context
 from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.experts import auxiliary_loss
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.shard import WHOLE, Shard
 from sparse_dataflow.core.model.stacks import ModelWeights
@@ -24,6 +26,7 @@ from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.attention.dot_product import document_numbers
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
+from sparse_dataflow.core.step_metrics import Metrics
 from sparse_dataflow.core.weights.weight import PROJECTION_OUTPUT
 
 T = TypeVar("T", jax.Array, np.ndarray)
@@ -139,10 +142,9 @@ def apply_blocks(
     Layers that share a block read the same parameters; their gradients are summed in float32.
 
     Returns:
-      (residual stream [B, T, D], `RoutingSums` stacked over the layers; () for a model without
-      experts).
+      (residual stream [B, T, D], metrics of the blocks stacked over the layers).
     """
-    routing = []
+    metrics = []
     unrolled = unrolls(config, weights)
     # jax.checkpoint traces concrete tables, whose groups would be lost with them.
     tables, blocks = stacks.with_groups(weights.tables), weights.merged["blocks"]
@@ -172,7 +174,7 @@ def apply_blocks(
             for i, layer in enumerate(_unstack(group_params) or [()] * config.num_layers):
                 layer_tables = jax.tree.map(lambda t, i=i: t[i], group_tables)
                 xs, of_layer = run[of_group[i]](xs, (layer, layer_tables))
-                routing.append(jax.tree.map(lambda leaf: leaf[None], of_layer))
+                metrics.append(jax.tree.map(lambda leaf: leaf[None], of_layer))
         else:
             stacked = group_params, group_tables
             if len({model for _, model in of_group}) > 1:
@@ -183,8 +185,8 @@ def apply_blocks(
                     for pattern, count in remat.loops(config.remat, config.num_layers, layers)
                 )
             xs, of_layers = _scan(run, loops, xs, stacked)
-            routing += of_layers
-    return jnp.concatenate(xs), jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *routing)
+            metrics += of_layers
+    return jnp.concatenate(xs), jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *metrics)
 
 
 def _split(rows, parts):
@@ -197,13 +199,13 @@ def _scan(run, loops, x, stacked):
     A single pattern needs no copy of the stacked arrays; several slice them.
 
     Returns:
-      (x, list of routing stacked over layers, in order).
+      (x, list of metrics stacked over layers, in order).
     """
     if len(loops) == 1 and len(loops[0][0]) == 1:
         [((kind,), count)] = loops
         x, of_layers = lax.scan(run[kind], x, stacked, count)
         return x, [of_layers]
-    routing, start = [], 0
+    metrics, start = [], 0
     for pattern, repeats in loops:
         stop = start + len(pattern) * repeats
         period = len(pattern)
@@ -223,26 +225,26 @@ def _scan(run, loops, x, stacked):
             return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
         x, of_layers = lax.scan(body, x, jax.tree.map(cut, stacked), repeats)
-        routing.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), of_layers))
+        metrics.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), of_layers))
         start = stop
-    return x, routing
+    return x, metrics
 
 
 def _layer(config, member, group, attend, tokens, kind):
-    """Returns a function (xs, (params, tables) of a layer) -> (xs, `RoutingSums` or ()), with the
-    remat policy of a kind; `xs` and `attend` are lists over parts of the rows, and `tokens` the
-    positions and `real_BxT`."""
+    """Returns a function (xs, (params, tables) of a layer) -> (xs, metrics), with the remat policy
+    of a kind; `xs` and `attend` are lists over parts of the rows, and `tokens` the positions and
+    `real_BxT`."""
 
     def run(xs, layer):
         layer_params, layer_tables = layer
         params = member.section({"blocks": layer_params}, "blocks", group)
         weights = layer_weights(config, params, layer_tables)
-        block = functools.partial(gpt.routed_block, config, weights)
-        # A model with experts has one part.
+        block = functools.partial(gpt.measured_block, config, weights)
         outputs = [
             block(x, member.shard, of_part, *tokens) for x, of_part in zip(xs, attend, strict=True)
         ]
-        return [x for x, _ in outputs], outputs[0][1]
+        metrics = functools.reduce(step_metrics.combined, (part for _, part in outputs))
+        return [x for x, _ in outputs], metrics
 
     if kind != "none":
         return _checkpointed(run, kind)
@@ -332,45 +334,33 @@ def loss(config: ModelConfig, weights: ModelWeights, batch: Batch, member: Membe
       batch: with weights of the targets.
       member: device whose rows and weights these are.
     """
-    return routed_loss(config, weights, batch, member).loss
+    return measured_loss(config, weights, batch, member)[0]
 
 
-class RoutedLoss(NamedTuple):
-    """The loss of a model with experts.
-
-    Attributes:
-      loss: float32 [], of the next tokens, in nats; without auxiliary losses.
-      routing: `RoutingSums` stacked over the layers; () for a model without experts.
-    """
-
-    loss: jax.Array
-    routing: Any
-
-
-def routed_loss(
+def measured_loss(
     config: ModelConfig,
     weights: ModelWeights,
     batch: Batch,
     member: Member = ALONE,
     padded: bool = False,
-) -> RoutedLoss:
-    """Returns `loss` with the member's routing; a teacher changes it as in `gpt.head_loss`.
+) -> tuple[jax.Array, Metrics]:
+    """Returns `loss` and the member's metrics; a teacher changes the loss as in `gpt.head_loss`.
 
     Where rows are `padded`, ends of text before an end of text have no experts.
     """
     params = weights.merged
     embed, head = (member.section(params, name) for name in ("embed", "head"))
-    x, routing = _residual(config, embed, weights, batch.tokens, member, padded)
+    x, metrics = _residual(config, embed, weights, batch.tokens, member, padded)
     targets, counted = map(member.of_context, (batch.tokens[:, 1:], batch.weights))
     with jax.named_scope("head"):
-        total = gpt.head_loss(
+        total, of_head = gpt.head_loss(
             config, head, embed["tokens"], x, targets, counted, member.shard, batch.teacher
         )
-    return RoutedLoss(total, routing)
+    return total, {**of_head, **metrics}
 
 
 def _residual(config, embed, weights, tokens, member, padded=False):
-    """Returns the residual stream [B, T, D] after all blocks, and the routing."""
+    """Returns the residual stream [B, T, D] after all blocks, and the blocks' metrics."""
     length, positions = tokens.shape[1] - 1, None
     if member.context is not None:
         config.check_context(length)
@@ -462,16 +452,15 @@ def loss_and_gradients(
     batch: Batch,
     how: Accumulation = Accumulation(),
     member: Member = ALONE,
-):
-    """Returns the loss of a batch and its gradient, a tree like the trained params.
+) -> tuple[Metrics, dict]:
+    """Returns the metrics of a batch and the gradient of its loss, a tree like the trained params.
 
     The loss is the mean over the targets, or their sum by the batch's weights.  A member gets its
-    share of loss and gradients, the latter as returned by `member.collect`.  With a teacher, losses
-    are those of `gpt.head_loss`.
+    share of metrics and gradients, the latter as returned by `member.collect`.  With a teacher,
+    losses are those of `gpt.head_loss`.
 
-    For a model with experts, the loss is a `RoutedLoss`, and the gradient is that of its loss plus
-    the auxiliary losses (see `RoutingSums`), whose sum is divided by the tokens of the batch that
-    are no padding.
+    For a model with experts, the gradient is that of the loss plus `experts.auxiliary_loss`, which
+    is divided by the tokens of the batch that are no padding.
     """
     targets, teacher = batch.tokens[:, 1:], batch.teacher
     # Batches whose targets have weights are rows of text, padded at their end.
@@ -487,15 +476,14 @@ def loss_and_gradients(
         def share(gradients):
             traced = jax.tree.map(Traced, params, gradients)
             traced = dataclasses.replace(weights, params=traced)
-            value, routing = routed_loss(config, traced, part_of_batch, member, padded)
-            if not config.experts:
-                return value, value
-            auxiliary = routing.loss(config) / (routed * member.shard.devices)
-            return value + auxiliary, RoutedLoss(value, routing)
+            value, metrics = measured_loss(config, traced, part_of_batch, member, padded)
+            if config.experts:
+                value += auxiliary_loss(config, metrics) / (routed * member.shard.devices)
+            return value, metrics
 
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, how.dtype), params)
-        (_, value), gradients = jax.value_and_grad(share, has_aux=True)(zeros)
-        return value, member.collect(gradients)
+        (_, metrics), gradients = jax.value_and_grad(share, has_aux=True)(zeros)
+        return metrics, member.collect(gradients)
 
     params = weights.params
     routed = _routed_tokens(config, batch, member, padded) if config.experts else 0
@@ -505,9 +493,7 @@ def loss_and_gradients(
     batches = tuple(split_rows(config, array, how.micro_batches) for array in arrays)
 
     def accumulate(total, arrays):
-        return jax.tree.map(jnp.add, total, micro_batch(params, *arrays)), None
+        return step_metrics.combined(total, micro_batch(params, *arrays)), None
 
     shapes = jax.eval_shape(micro_batch, params, *(a[0] for a in batches))
-    wide = lambda leaf: jnp.promote_types(leaf.dtype, jnp.float32)  # noqa: E731
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide(leaf)), shapes)
-    return lax.scan(accumulate, zeros, batches)[0]
+    return lax.scan(accumulate, step_metrics.empty(shapes), batches)[0]

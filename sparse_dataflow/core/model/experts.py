@@ -10,7 +10,8 @@ token, E experts, S rows, T tiles, D and F features.
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from sparse_dataflow.core.layouts.layout import BlockLayout, Groups
 from sparse_dataflow.core.model.mlp import Mlp, activate, gain
 from sparse_dataflow.core.model.projection import linear, normal, projection_layout
 from sparse_dataflow.core.ops.derivatives import broadcast_like, lookup
+from sparse_dataflow.core.step_metrics import Load, Mean, Metric
 from sparse_dataflow.core.weights.weight import PROJECTION_OUTPUT, Linear
 from sparse_dataflow.files.errors import UserError
 
@@ -231,50 +233,15 @@ ROUTER = "router"
 """Leaf of the router's weight, which computes in float32 whatever the compute dtype."""
 
 
-class Routing(NamedTuple):
-    """What the router of one layer did, as means over tokens that are no padding.
+def auxiliary_loss(config: ModelConfig, metrics: Mapping[str, Any]) -> jax.Array:
+    """Returns the sum over tokens of the auxiliary losses of a layer, or of all if stacked.
 
-    Attributes:
-      balance: float32 [], load-balance loss: 1 for an even load.
-      z: float32 [], z-loss: squared logsumexp of the logits, summed over groups of experts.
-      load: float32 [experts], share of all choices that each expert has; its sum is 1.
-      dropped: float32 [], share of all choices beyond the experts' capacity.
+    Args:
+      metrics: of a block with experts.  "balance_loss" is 1 for an even load; "router_z_loss" is
+        the squared logsumexp of the logits, summed over groups of experts.
     """
-
-    balance: jax.Array
-    z: jax.Array
-    load: jax.Array
-    dropped: jax.Array
-
-
-class RoutingSums(NamedTuple):
-    """`Routing` as sums over tokens, which add up over devices and micro-batches.
-
-    Attributes:
-      balance: of the tokens' parts of the load-balance loss.
-      z: of their z-losses.
-      load: float32 [experts], number of choices of each expert.
-      dropped: of the shares of a token's choices that were dropped.
-      tokens: float32 [], number of tokens that are no padding.
-    """
-
-    balance: jax.Array
-    z: jax.Array
-    load: jax.Array
-    dropped: jax.Array
-    tokens: jax.Array
-
-    def loss(self, config: ModelConfig) -> jax.Array:
-        """Returns the sum over tokens of the auxiliary loss of a layer, or of all if stacked."""
-        return config.balance_loss * self.balance.sum() + config.router_z_loss * self.z.sum()
-
-    def means(self) -> Routing:
-        """Returns the means, of one layer or stacked."""
-        tokens = jnp.maximum(self.tokens, 1)
-        choices = jnp.maximum(self.load.sum(-1, keepdims=True), 1)
-        return Routing(
-            self.balance / tokens, self.z / tokens, self.load / choices, self.dropped / tokens
-        )
+    balance, z = metrics["balance_loss"].total, metrics["router_z_loss"].total
+    return config.balance_loss * balance.sum() + config.router_z_loss * z.sum()
 
 
 @jax.custom_vjp
@@ -311,11 +278,11 @@ class Experts(nnx.Module):
           real_BxT: bool, whether each token is no padding, which has no experts; None for all.
 
         Returns:
-          (output of this device's tokens, RoutingSums).
+          (output of this device's tokens, metrics).
         """
         x_NxD = x_BxTxD.reshape(-1, x_BxTxD.shape[-1])
         real_N = None if real_BxT is None else real_BxT.reshape(-1)
-        gates_NxK, experts_NxK, routing = self.route(x_NxD, shard.row_axes, real_N)
+        gates_NxK, experts_NxK, metrics = self.route(x_NxD, shard.row_axes, real_N)
         most = None
         if real_N is not None:
             most = real_capacity(self.config, experts_NxK, real_N.sum())
@@ -330,9 +297,10 @@ class Experts(nnx.Module):
             x_SxD = plan.spread(x_NxD)
             y_NxKxD = plan.collect(self.products(x_SxD, plan.tiles_T, shard))
         lost_N = jnp.mean(sent.rows_NxK == len(sent.choices_S), axis=1, dtype=jnp.float32)
-        dropped = _sum(lost_N, real_N)
+        count = metrics["balance_loss"].count
+        metrics |= {"dropped": Mean(_sum(lost_N, real_N), count)}
         y_BxTxD = self.combine(gates_NxK, y_NxKxD, x_BxTxD, shard)
-        return checkpoint_name(y_BxTxD, PROJECTION_OUTPUT), routing._replace(dropped=dropped)
+        return checkpoint_name(y_BxTxD, PROJECTION_OUTPUT), metrics
 
     def combine(self, gates_NxK, y_NxKxD, x_BxTxD, shard):
         """Sums the outputs of each token's experts, times their factors, and the shared expert."""
@@ -373,8 +341,7 @@ class Experts(nnx.Module):
           real_N: bool, the tokens that are counted; None for all.
 
         Returns:
-          (float32 [N, K] factors of the experts' outputs, int32 [N, K] experts, RoutingSums without
-          dropped choices).
+          (float32 [N, K] factors of the experts' outputs, int32 [N, K] experts, metrics).
         """
         config = self.config
         logits = jnp.matmul(
@@ -400,9 +367,13 @@ class Experts(nnx.Module):
         share = loads / jnp.maximum(loads.sum(), 1)
         balance = size * jnp.sum(share * _sum(probabilities, real_N).reshape(-1))
         tokens = jnp.float32(len(logits)) if real_N is None else real_N.sum(dtype=jnp.float32)
-        routing = RoutingSums(balance, _sum(z_N, real_N), load, jnp.zeros(()), tokens)
+        metrics: dict[str, Metric] = {
+            "balance_loss": Mean(balance, tokens),
+            "router_z_loss": Mean(_sum(z_N, real_N), tokens),
+            "busiest_expert": Load(load),
+        }
         flat = lambda a: a.reshape(len(logits), -1)  # noqa: E731
-        return flat(gates), flat(experts), routing
+        return flat(gates), flat(experts), metrics
 
 
 class SharedExpert(Mlp):

@@ -60,7 +60,7 @@ from sparse_dataflow.core.config.attention_settings import (
 from sparse_dataflow.core.config.layer_groups import join_groups, layer_groups
 from sparse_dataflow.core.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.config.projections import MLP
-from sparse_dataflow.core.model.experts import Experts, with_loss
+from sparse_dataflow.core.model.experts import Experts, auxiliary_loss, with_loss
 from sparse_dataflow.core.model.mlp import Mlp
 from sparse_dataflow.core.model.projection import arrays
 from sparse_dataflow.core.model.rotary import rotate
@@ -69,6 +69,7 @@ from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.cross_entropy import cross_entropy_op as cross_entropy
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput, distillation_loss
 from sparse_dataflow.core.ops.derivatives import broadcast_like, lookup
+from sparse_dataflow.core.step_metrics import Metrics, Sum
 from sparse_dataflow.core.weights.weight import Linear
 
 
@@ -171,15 +172,14 @@ class Block(Mlp):
         positions_BxT=None,
         real_BxT=None,
     ):
-        """Returns the residual stream [B, T, D] after attention and after the MLP, and the
-        `RoutingSums` of the experts, which is () without experts; tokens that are not `real_BxT`
-        have no experts."""
+        """Returns the residual stream [B, T, D] after attention and after the MLP, and the metrics
+        of the block; tokens that are not `real_BxT` have no experts."""
         x_BxTxD, normed = self.attention(x_BxTxD, shard, attend, positions_BxT)
         if self.config.experts:
-            y_BxTxD, routing = self.experts(normed, shard, real_BxT)
+            y_BxTxD, metrics = self.experts(normed, shard, real_BxT)
         else:
-            y_BxTxD, routing = self.mlp(normed, shard), ()
-        return x_BxTxD, self.add_mlp(x_BxTxD, y_BxTxD, shard), routing
+            y_BxTxD, metrics = self.mlp(normed, shard), {}
+        return x_BxTxD, self.add_mlp(x_BxTxD, y_BxTxD, shard), metrics
 
     def attention(self, x_BxTxD, shard, attend, positions_BxT):
         """Returns the residual stream [B, T, D] after attention, and the input of the MLP, with
@@ -338,10 +338,10 @@ def block(
     Under a shard, x has T / devices tokens, and the weights are sharded.  See `Block` for `attend`
     and `positions_BxT`.
     """
-    return routed_block(config, weights, x_BxTxD, shard, attend, positions_BxT)[0]
+    return measured_block(config, weights, x_BxTxD, shard, attend, positions_BxT)[0]
 
 
-def routed_block(
+def measured_block(
     config: ModelConfig,
     weights: dict,
     x_BxTxD: jax.Array,
@@ -349,8 +349,8 @@ def routed_block(
     attend: Callable = causal_attention,
     positions_BxT: jax.Array | None = None,
     real_BxT: jax.Array | None = None,
-) -> tuple[jax.Array, Any]:
-    """Returns `block` and the `RoutingSums` of its experts, which is () for a model without.
+) -> tuple[jax.Array, Metrics]:
+    """Returns `block` and its metrics.
 
     Tokens that are not `real_BxT`, bool, are padding and have no experts; None is all.
     """
@@ -364,15 +364,15 @@ def trained_block(
     x_BxTxD: jax.Array,
     tokens: int,
     shard: Shard = WHOLE,
-) -> jax.Array:
-    """Returns `block`, whose gradient has the auxiliary losses of its experts too.
+) -> tuple[jax.Array, Metrics]:
+    """Returns `measured_block`, whose gradient has the auxiliary losses of its experts too.
 
     `tokens` is the number of tokens of the batch, of which x has some.
     """
-    x_BxTxD, routing = routed_block(config, weights, x_BxTxD, shard)
-    if not config.experts:
-        return x_BxTxD
-    return with_loss(x_BxTxD, routing.loss(config) / (tokens * shard.devices))
+    x_BxTxD, metrics = measured_block(config, weights, x_BxTxD, shard)
+    if config.experts:
+        x_BxTxD = with_loss(x_BxTxD, auxiliary_loss(config, metrics) / (tokens * shard.devices))
+    return x_BxTxD, metrics
 
 
 def bind_block(config: ModelConfig, weights: dict) -> Block:
@@ -422,8 +422,8 @@ def head_loss(
     weights_BxT: jax.Array,
     shard: Shard = WHOLE,
     teacher: TeacherOutput | None = None,
-) -> jax.Array:
-    """Last section: float32 sum of weights * negative log-likelihood, in nats.
+) -> tuple[jax.Array, Metrics]:
+    """Last section: float32 sum of weights * negative log-likelihood, in nats; and its metrics.
 
     With a teacher, whose x is [B, T, D of the teacher], it is `distillation_loss`; the shard must
     then be whole.
@@ -443,9 +443,11 @@ def head_loss(
     x_NxD, output = output_layer(params, embedding_VxD, x_NxD)
     if teacher is not None:
         teacher = teacher._replace(x=_rows(teacher.x))
-        return distillation_loss(x_NxD, output, targets, weights, teacher)
-    axes, size, cap = shard.vocabulary_axes, config.vocab_size, config.logit_cap
-    return cross_entropy.weighted_loss(x_NxD, output, targets, weights, axes, size, cap)
+        loss = distillation_loss(x_NxD, output, targets, weights, teacher)
+    else:
+        axes, size, cap = shard.vocabulary_axes, config.vocab_size, config.logit_cap
+        loss = cross_entropy.weighted_loss(x_NxD, output, targets, weights, axes, size, cap)
+    return loss, {"loss": Sum(loss)}
 
 
 def head_scores(

@@ -368,20 +368,6 @@ def at_step(state: TrainState, step: Any) -> TrainState:
     return state._replace(step=step, moments=tuple(map(counted, state.moments)))
 
 
-class StepReport(NamedTuple):
-    """Result of a training step.
-
-    Attributes:
-      loss: float32 [], in nats per token.
-      gradient_norms: {parameter group: float32 []}; see `group_norms`.
-      routing: `model.experts.Routing` stacked over the layers; () for a model without experts.
-    """
-
-    loss: Any
-    gradient_norms: Any
-    routing: Any = ()
-
-
 def group_of(path: tuple) -> str:
     """Returns the parameter group of a leaf of the parameters or moments, such as "embed" or
     "blocks.qkv"; "" for a leaf that belongs to none."""
@@ -389,10 +375,10 @@ def group_of(path: tuple) -> str:
     return ".".join(names[:2]) if names[:1] == ["blocks"] else (names or [""])[0]
 
 
-def group_norms(tree: dict) -> dict[str, jax.Array]:
-    """Returns the Euclidean norm of each parameter group: "embed", "head", "blocks.<module>"."""
+def group_squares(tree: dict) -> dict[str, jax.Array]:
+    """Returns the sum of squares of each parameter group: "embed", "head", "blocks.<module>"."""
     squares: dict[str, jax.Array] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         group = group_of(path)
         squares[group] = squares.get(group, 0.0) + jnp.sum(jnp.square(leaf))
-    return {group: jnp.sqrt(total) for group, total in squares.items()}
+    return squares

@@ -19,10 +19,10 @@ from sparse_dataflow.core.layouts.evolution import exchanged_share, new_shares
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.optim.loss_spikes import SpikeHistory, refuse_more_rollbacks
+from sparse_dataflow.core.step_metrics import Load
 from sparse_dataflow.core.training.loop import Hook, StepDone, Trainer
 from sparse_dataflow.core.training.phases import Plateau, phase_before, with_next_start
 from sparse_dataflow.core.training.programs import convert_state, evolve_layouts
-from sparse_dataflow.core.training.step import routing_numbers
 from sparse_dataflow.core.training.transitions import host_masks
 
 
@@ -144,35 +144,36 @@ class SkipSpikes(Hook):
 
 
 class Record(Hook):
-    """Writes a row "train" after each accepted step."""
+    """Writes a row "train" after each accepted step, with every metric of the step."""
 
     def __init__(
         self,
         mfu: Callable[[Trainer, float], float | None] = lambda trainer, tokens_per_second: None,
-        note: Callable[[str, int, int, str], None] = lambda name, step, steps, text: None,
+        note: Callable[[str, int, int, dict], None] = lambda name, step, steps, row: None,
+        more: Callable[[StepDone], Mapping[str, float]] = lambda step: {},
     ):
         """Args:
         mfu: (trainer, tokens per second of its last step) -> model FLOPs utilisation, or None if
           the chip's peak is unknown.
-        note: (name, step, steps, text) -> None, for those who show progress.
+        note: (name, step, steps, row) -> None, for those who show progress.
+        more: (step) -> more numbers for its row.
         """
-        self._mfu, self._note = mfu, note
+        self._mfu, self._note, self._more = mfu, note, more
 
     def after_step(self, trainer: Trainer, step: StepDone) -> None:
         if not step.accepted:
             return
         training = trainer.training
         speed = training.batch * training.sequence / step.seconds
+        numbers = {**step.numbers, **self._more(step)}
         row = {
-            "loss": step.loss,
+            **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
             "learning_rate": step.rate,
-            "gradient_norm": math.hypot(*step.gradient_norms.values()),
             "tokens_per_second": speed,
             "mfu": self._mfu(trainer, speed),
         }
-        trainer.write("train", row | routing_numbers(step.routing))
-        text = f"loss {step.loss:.3f} {speed:,.0f} tokens/s"
-        self._note(trainer.name, trainer.step, training.steps, text)
+        row = trainer.write("train", row)
+        self._note(trainer.name, trainer.step, training.steps, row)
 
 
 class Evaluate(Hook):
@@ -190,8 +191,9 @@ class Evaluate(Hook):
         """See `Hook`; writes rows "eval", and "routing" for a model with experts."""
         if trainer.step % self._every and not trainer.finished:
             return
-        if step.accepted and step.routing:
-            trainer.write("routing", {"load": step.routing.load.tolist()})
+        for metric in step.report.metrics.values():
+            if step.accepted and isinstance(metric, Load):
+                trainer.write("routing", {"load": metric.shares().tolist()})
         bits_per_byte = trainer.evaluate()["bits_per_byte"]
         patience = trainer.evolution.plateau
         last = trainer.phase_number + 1 == len(trainer.phases)

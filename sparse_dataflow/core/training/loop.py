@@ -1,6 +1,7 @@
 """The training loop: steps, hooks, resuming from a checkpoint, and several models in turns."""
 
 import contextlib
+import functools
 import itertools
 import math
 import time
@@ -21,6 +22,7 @@ from sparse_dataflow.core.optim.by_weight import evaluated
 from sparse_dataflow.core.optim.finite import non_finite
 from sparse_dataflow.core.optim.loss_spikes import is_accepted
 from sparse_dataflow.core.optim.optimizers import TrainState, at_step, learning_rate_schedule
+from sparse_dataflow.core.step_metrics import StepReport
 from sparse_dataflow.core.training import held_out
 from sparse_dataflow.core.training.clock import Clock
 from sparse_dataflow.core.training.phases import (
@@ -41,7 +43,7 @@ from sparse_dataflow.core.training.saved_state import (
     reading_extra,
     refuse_other_layouts,
 )
-from sparse_dataflow.core.training.step import initial_state, non_finite_routers
+from sparse_dataflow.core.training.step import initial_state
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError
 
@@ -55,20 +57,35 @@ class StepDone:
     """One optimizer step, after it.
 
     Attributes:
-      loss: in nats per token.
-      gradient_norms: parameter group -> norm.
-      routing: see `StepReport`.
+      number: steps done, this one included.
+      report: on the host.
       rate: learning rate.
       seconds: that it took.
+      params: parameters after it, as the executor places them; the next step donates them.
       limit: highest loss that was accepted; None for no limit.
     """
 
-    loss: float
-    gradient_norms: Mapping[str, float]
-    routing: Any
+    number: int
+    report: StepReport
     rate: float
     seconds: float
-    limit: np.float32 | None
+    params: Any = None
+    limit: np.float32 | None = None
+
+    @functools.cached_property
+    def numbers(self) -> dict[str, float]:
+        """The number of each metric of the step."""
+        return self.report.numbers()
+
+    @property
+    def loss(self) -> float:
+        """The loss in nats per token."""
+        return float(self.report.loss)
+
+    @functools.cached_property
+    def gradient_norms(self) -> dict[str, float]:
+        """The norm of the gradient of each parameter group."""
+        return self.report.gradient_norms
 
     @property
     def accepted(self) -> bool:
@@ -316,15 +333,13 @@ class Trainer:
             rate = learning_rate_schedule(self.training)(self.step)
             self.state, report = run_step(self.programs, self.state, batch, rate, limit)
             report = jax.device_get(report)
-            loss = float(report.loss)
-            norms = {name: float(norm) for name, norm in report.gradient_norms.items()}
             elapsed = time.perf_counter() - start
         self.clock.record_step(elapsed)
         self.step += 1
         self.seconds += elapsed
-        done = StepDone(loss, norms, report.routing, rate, elapsed, limit)
+        done = StepDone(self.step, report, rate, elapsed, self.state.params, limit)
         if done.accepted:
-            self._refuse_non_finite(norms, loss, report.routing)
+            self._refuse_non_finite(done)
         for hook in self._hooks:
             hook.after_step(self, done)
 
@@ -454,14 +469,14 @@ class Trainer:
             for hook in self._hooks:
                 stack.callback(hook.close)
 
-    def _refuse_non_finite(self, norms, loss, routing):
+    def _refuse_non_finite(self, step):
+        norms = step.gradient_norms
         broken = [group for group, norm in norms.items() if not math.isfinite(norm)]
-        if math.isfinite(loss) and not broken:
+        if math.isfinite(step.loss) and not broken:
             return
         values = [f"gradients of {', '.join(broken)}"] if broken else []
-        values += [f"loss {loss}"] if loss else []
-        values += [f"router of layer {layer}" for layer in non_finite_routers(routing)[:1]]
-        self._refuse(values)
+        values += [f"loss {step.loss}"] if step.loss else []
+        self._refuse([*values, *step.report.non_finite()])
 
     def _refuse(self, values):
         """Ends a training whose state is not finite any more."""

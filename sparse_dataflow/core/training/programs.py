@@ -21,7 +21,8 @@ from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor, Mul
 from sparse_dataflow.core.layouts.evolution import METHODS, PhaseSpec
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
-from sparse_dataflow.core.optim.optimizers import StepReport, TrainState
+from sparse_dataflow.core.optim.optimizers import TrainState
+from sparse_dataflow.core.step_metrics import StepReport
 from sparse_dataflow.core.training.step import (
     abstract_state,
     initial_state,

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from sparse_dataflow.core.config.model import ModelConfig
@@ -20,12 +19,12 @@ from sparse_dataflow.core.model.partition import without_tables
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.core.optim.optimizers import (
-    StepReport,
     TrainState,
     at_step,
-    group_norms,
+    group_squares,
     make_optimizer,
 )
+from sparse_dataflow.core.step_metrics import Norm, StepReport
 
 
 def initial_state(
@@ -112,7 +111,7 @@ def make_train_step(
             taught = TeacherOutput(*teacher, jnp.float32(training.teacher_weight))
         with jax.named_scope("loss_and_gradients"):
             batch = Batch(tokens, weights, taught)
-            loss, gradients = executor.loss_and_gradients(model, model_weights, batch, how)
+            metrics, gradients = executor.loss_and_gradients(model, model_weights, batch, how)
             gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.params)
         with jax.named_scope("optimizer"):
             updates, moments = optimizer.update(
@@ -123,14 +122,11 @@ def make_train_step(
                 weights=model_weights.with_groups(),
             )
             params = optax.apply_updates(state.params, updates)
-        routing: Any = ()
-        if model.experts:
-            loss, routing = loss
-        means = routing.means() if routing else ()  # Pipelines have none.
-        report = StepReport(loss, group_norms(gradients), means)
+        squares = group_squares(gradients)
+        report = StepReport({**metrics, "gradient_norm": Norm(squares)})
         if training.skip_spikes:
-            finite = [jnp.isfinite(norm) for norm in (loss, *report.gradient_norms.values())]
-            accepted = jnp.stack([loss <= limit[0], *finite]).all()
+            finite = [jnp.isfinite(value) for value in (report.loss, *squares.values())]
+            accepted = jnp.stack([report.loss <= limit[0], *finite]).all()
             params, moments = jax.tree.map(
                 lambda new, old: jnp.where(accepted, new, old),
                 (params, moments),
@@ -157,8 +153,7 @@ def jitted_train_step(
     step = make_train_step(model, training, executor)
     shardings = executor.shardings(shapes, model)
     if shardings is not None:
-        replicated = executor.replicated()
-        shardings = shardings, StepReport(replicated, replicated, replicated)
+        shardings = shardings, executor.replicated()
 
     def train_step(state, layouts, *arguments, **named):
         after, report = step(state._replace(tables=layouts), *arguments, **named)
@@ -181,23 +176,3 @@ def make_eval_step(model: ModelConfig, executor: Executor = SINGLE_DEVICE) -> Ca
         return executor.loss(model, model_weights, Batch(tokens, weights))
 
     return eval_step
-
-
-def routing_numbers(routing: Any) -> dict[str, float]:
-    """Returns the means over layers of a step's `Routing`; {} for a model without experts.
-
-    "busiest_expert" is the load of the busiest expert of any layer, as a multiple of an even one.
-    """
-    if not routing:
-        return {}
-    return {
-        "balance_loss": float(np.mean(routing.balance)),
-        "router_z_loss": float(np.mean(routing.z)),
-        "dropped": float(np.mean(routing.dropped)),
-        "busiest_expert": float(np.max(routing.load)) * routing.load.shape[-1],
-    }
-
-
-def non_finite_routers(routing: Any) -> list[int]:
-    """Returns the layers (from 0) whose router has logits that are not finite."""
-    return np.flatnonzero(~np.isfinite(routing.z)).tolist() if routing else []

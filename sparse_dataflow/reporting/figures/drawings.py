@@ -15,6 +15,7 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from sparse_dataflow.monitoring.presentation import figure_names, presentation
 from sparse_dataflow.reporting import quantities
 from sparse_dataflow.reporting.figures import svg
 from sparse_dataflow.reporting.figures.svg import COLOUR, TEXT
@@ -30,6 +31,7 @@ _MAX_POINTS = 300
 _HALF_WINDOW = 1 / 40
 _STEEP_START = 0.05
 _BAR_HEIGHT = 52
+_LONGEST_LABEL = 28
 _TICK_STEPS = (1, 2, 2.5, 5, 10)
 
 
@@ -161,20 +163,19 @@ def _loss_curves(
 
 
 @svg.drawn
-def number_curves(
-    histories: Mapping[str, Sequence[Row]], field: str, title: str, key: str
-) -> Markup | None:
+def number_curves(histories: Mapping[str, Sequence[Row]], field: str, key: str) -> Markup | None:
     """Plots a number of the training rows, smoothed, against training tokens.
 
     Args:
       histories: variant name -> metrics rows.
-      title: label of the axis and title of the figure.
+      field: name of the number; see `monitoring.presentation`.
       key: prefix of the figure's ids, unique on the page.
 
     Returns:
       The SVG; None without points.
     """
     lines = {name: series(rows, "train", "tokens", field) for name, rows in histories.items()}
+    title = presentation(field).title
     if not any(map(len, lines.values())):
         return None
     with matplotlib.rc_context(svg.STYLE):
@@ -185,14 +186,27 @@ def number_curves(
             style = ".-" if len(values) == 1 else "-"
             axes.plot(values[:, 0], values[:, 1], style, color=COLOUR[name], linewidth=1.5)
         axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-        axes.set(xlabel="training tokens", ylabel=title.lower())
+        if min(line[:, 1].min() for line in lines.values() if len(line)) >= 0:
+            axes.set_ylim(bottom=0)
+        axes.set_xlabel("training tokens")
+        label = title.lower() if len(title) <= _LONGEST_LABEL else f"{title[:_LONGEST_LABEL]}…"
+        axes.set_ylabel(label, parse_math=False)
         axes.spines["right"].set_visible(False)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(EngFormatter(sep="\N{NO-BREAK SPACE}"))
             axis.set_major_locator(MaxNLocator(4, steps=_TICK_STEPS))
-        ends = [f"{name}: last {line[-1, 1]:,.0f}" for name, line in lines.items() if len(line)]
+        last = {name: line[-1, 1] for name, line in lines.items() if len(line)}
+        ends = [f"{name}: last {quantities.significant(value)}" for name, value in last.items()]
         return svg.inline(figure, key, title, "; ".join(ends) + ".")
+
+
+def metric_curves(histories: Mapping[str, Sequence[Row]], key: str) -> list[Markup]:
+    """Returns `number_curves` of each metric of the training rows; see `figure_names`."""
+    curves = (
+        number_curves(histories, name, f"{key}{i}")
+        for i, name in enumerate(figure_names(histories.values()))
+    )
+    return [curve for curve in curves if curve]
 
 
 @svg.drawn

@@ -8,6 +8,7 @@ optionally "/2+3", the layers of each virtual stage. The relay is "relay/STASH/M
 "relay,data:2/..." over devices.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -21,7 +22,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import small_models
+from jax import lax
 from jax.sharding import Mesh
 
 from sparse_dataflow.compile import hlo
@@ -39,6 +42,7 @@ from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.core.layouts.evolution import PhaseSpec, phase_specs
 from sparse_dataflow.core.model import adapters, gpt, stacks
 from sparse_dataflow.core.optim.optimizers import map_moments
+from sparse_dataflow.core.step_metrics import Max, Mean, Norm, Sum
 from sparse_dataflow.core.training import hooks
 from sparse_dataflow.core.training.loop import Trainer
 from sparse_dataflow.core.training.phases import Variant
@@ -49,7 +53,7 @@ from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.monitoring.metrics import MetricsWriter
 from sparse_dataflow.pipeline.pipelined import Pipelined
 from sparse_dataflow.pipeline.stages import Division, divide
-from sparse_dataflow.relay import probe
+from sparse_dataflow.relay import probe, relay_programs
 from sparse_dataflow.relay.relay import Relay, RelayConfig
 from sparse_dataflow.relay.relay_executor import RelayExecutor
 from sparse_dataflow.runs.families import FAMILIES
@@ -170,8 +174,41 @@ OPTIONS = {
     # Two steps of these rows alone, then one of all weights. Axes of two and four cut the rows.
     "new_rows": {"new_rows": (10, 30), "new_rows_first": 0.67},
     "answers": {"padded": True},
+    "measured": {"measured": True},
 }
-"""What follows "+" in the name of a model -> changes of its training; rows are `padded` or not."""
+"""What follows "+" in the name of a model -> changes of its training; rows are `padded` or not, and
+sections have metrics of `measured` or not."""
+
+RUN_OPTIONS = ("padded", "measured")
+"""Those of OPTIONS that are no settings."""
+
+
+@contextlib.contextmanager
+def measured():
+    """Adds a metric of each kind to the sections."""
+    residuals, head_loss = gpt.Block.residuals, gpt.head_loss
+
+    def with_metrics(block, x, *arguments):
+        middle, after, metrics = residuals(block, x, *arguments)
+        y = lax.stop_gradient(after.astype(jnp.float32))
+        counts = {
+            "largest_stream": Max(jnp.abs(y).max()),
+            "mean_square": Mean(jnp.square(y).sum(), jnp.float32(y.size)),
+            "block_tokens": Sum(jnp.float32(y[..., 0].size)),
+            "first_feature": Norm({"even": jnp.square(y[..., 0]).sum()}),
+        }
+        return middle, after, {**metrics, **counts}
+
+    def with_head_metrics(config, params, embedding, x, *arguments, **named):
+        loss, metrics = head_loss(config, params, embedding, x, *arguments, **named)
+        y = lax.stop_gradient(x.astype(jnp.float32))
+        return loss, {**metrics, "head_square": Mean(jnp.square(y).sum(), jnp.float32(y.size))}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpt.Block, "residuals", with_metrics)
+        patch.setattr(gpt, "head_loss", with_head_metrics)
+        patch.setattr(relay_programs, "_compiled", relay_programs._compiled.__wrapped__)
+        yield
 
 
 class Rows(NamedTuple):
@@ -181,7 +218,13 @@ class Rows(NamedTuple):
     batch_size: int
 
 
-def train(model, executor, micro_batches, start=None, padded=False, **changes):
+def train(model, executor, micro_batches, start=None, padded=False, measured=False, **changes):
+    """Returns the results of `train_once`, with the metrics of `measured` or not."""
+    with globals()["measured"]() if measured else contextlib.nullcontext():
+        return train_once(model, executor, micro_batches, start, padded, **changes)
+
+
+def train_once(model, executor, micro_batches, start=None, padded=False, **changes):
     """Returns losses, norms, canonical moments and params, eval loss and program text by name.
 
     `start` is a state on one device; None draws it with the executor. Gradients are clipped, and
@@ -217,13 +260,17 @@ def train(model, executor, micro_batches, start=None, padded=False, **changes):
     for rows in batches:
         batch = executor.put(rows.example, BATCH)
         state, report = run_step(programs, state, batch, np.float32(1e-3))
-        reports.append(jax.tree.map(float, report._replace(routing=())))
+        reports.append(jax.device_get(report))
         first = first or canonical(executor, state, model)["moments"]
     rows = executor.put(held_out.example, BATCH)
     loss = programs.eval_step(programs.weights(state), rows["tokens"], rows["weights"])
     return {
-        "losses": [report.loss for report in reports],
+        "losses": [float(report.loss) for report in reports],
         "norms": [report.gradient_norms for report in reports],
+        "metrics": [
+            {name: {"": metric.number(), **metric.by_part()} for name, metric in r.metrics.items()}
+            for r in reports
+        ],
         "first moments": first,
         **canonical(executor, state, model),
         "eval": float(loss),
@@ -347,7 +394,7 @@ def compare(name, texts):
             model, changes.get("adapter_rank", 0), changes.get("frozen_dtype", "compute")
         ),
         TrainingConfig(
-            STEPS, BATCH, SEQUENCE, **{n: v for n, v in changes.items() if n != "padded"}
+            STEPS, BATCH, SEQUENCE, **{n: v for n, v in changes.items() if n not in RUN_OPTIONS}
         ),
     )
     right: dict = {}
@@ -360,6 +407,8 @@ def compare(name, texts):
             right[reference] = train(model, *reference, start, **changes)
         # One mesh draws the state; to place it costs less.
         mine = train(model, sharded, micro, start if errors else None, **changes)
+        names, of_one = (set(run["metrics"][0]) for run in (mine, right[reference]))
+        assert names == of_one, (text, names ^ of_one)
         # The gradients of adapters are small.
         assert "adapter_rank" in changes or max(max(each.values()) for each in mine["norms"]) > CLIP
         errors[text] = {

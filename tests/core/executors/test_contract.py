@@ -1,7 +1,8 @@
 """What every executor does: it trains, evaluates, evolves and saves as one device.
 
-A case is a model or method and executors of it, in the words of executor_runs.py. What an executor
-refuses is the table of test_support.py.
+A case is a model or method and executors of it, in the words of executor_runs.py. "+measured" adds
+metrics of each kind to the sections, each in one line. What an executor refuses is the table of
+test_support.py.
 """
 
 import pytest
@@ -23,7 +24,7 @@ def cases(*daily, at_night=()):
 
 TRAINED = [
     # Meshes; "multi_query" has fewer key/value heads than the axis tensor has devices.
-    ("sparse", "data:2,fsdp:2,tensor:2/2/2"),
+    ("sparse+measured", "data:2,fsdp:2,tensor:2/2/2"),
     ("shared", "data:2,fsdp:2,tensor:2/3/2"),
     ("multi_query", "data:2,tensor:4/0/1"),
     ("gemma2", "data:2,fsdp:2,tensor:2/3/2"),
@@ -52,13 +53,13 @@ TRAINED = [
     ("sparse_mlp+muon", "fsdp:4,context:2/2/2"),
     # Pipelines: each schedule, even and uneven divisions.
     ("low_rank+muon", "stage:2,fsdp:2,tensor:2/3/2/gpipe/1"),
-    ("qwen3", "stage:2,data:2,tensor:2/1/2/zero_bubble/1"),
+    ("qwen3+measured", "stage:2,data:2,tensor:2/1/2/zero_bubble/1"),
     ("experts_sparse", "fsdp:2,stage:2,tensor:2/3/1/1f1b/1"),
     ("experts", "exchange,stage:2,fsdp:2,tensor:2/3/1/1f1b/1"),
-    ("sparse_deep_full", "stage:2,fsdp:2,tensor:2/2/2/interleaved/2/2+1+1+1"),
+    ("sparse_deep_full+measured", "stage:2,fsdp:2,tensor:2/2/2/interleaved/2/2+1+1+1"),
     # The relay: one block at a time.
     ("dense", "relay/device/1", "relay/host/2"),
-    ("llama", "relay/device/2", "relay/host/2", "relay,data:2/device/2"),
+    ("llama+measured", "relay/device/2", "relay/host/2", "relay,data:2/device/2"),
     ("sparse_rank+muon", "relay/device/1"),
     ("sparse_rank+adafactor", "relay/device/1"),
     ("dense+bfloat16", "relay/device/1"),
@@ -69,7 +70,7 @@ TRAINED = [
     ("gemma3", "relay/device/2"),
     *((name, "relay/device/2") for name in ("phi", "olmo2", "smollm3", "granite")),
     ("sparse_depth", "relay/device/2"),
-    ("experts_sparse", "relay/device/2"),
+    ("experts_sparse+measured", "relay/device/2"),
 ]
 AT_NIGHT = [
     ("stablelm2_12b", "fsdp:2,tensor:4/3/2", "fsdp:4,feature:2/3/2"),
@@ -146,7 +147,7 @@ AT_NIGHT = [
 
 @pytest.mark.parametrize(("model", "texts"), cases(*TRAINED, at_night=AT_NIGHT))
 def test_training_is_that_of_one_device(model, texts):
-    """Losses, clipped gradients, moments and parameters of three steps, and an evaluation."""
+    """Losses, clipped gradients, metrics, moments and parameters of three steps, an evaluation."""
     if model in ("int8", "fp8"):
         pytest.importorskip("qwix", reason="quantised products need the extra quantized")
     assert_like_single_device(executor_run("compare", model, *texts), model)

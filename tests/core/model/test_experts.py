@@ -15,10 +15,12 @@ from small_models import arbitrary_params
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.model import experts, gpt, stacks
-from sparse_dataflow.core.model.experts import Experts
+from sparse_dataflow.core.model.experts import Experts, auxiliary_loss
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.shard import WHOLE
 from sparse_dataflow.files.errors import UserError
+
+LOSSES = "balance_loss", "router_z_loss"
 
 TINY = ModelConfig(2, 16, 2, 32, vocab_size=40, max_len=16, experts=4, top_k=2)
 MONARCH = LinearSpec("block_sparse", "monarch", density=0.5, block=4)
@@ -78,19 +80,21 @@ def test_outputs_and_losses_are_those_of_the_loop_and_gradients_its_differences(
         return np.sum(y * dy[0]) + auxiliary, (y, balance, z)
 
     def ours(params, x):
-        y, routing = bound(config, params)(x, WHOLE)
-        return jnp.sum(y * dy) + routing.loss(config) / x.shape[1], (y[0], routing.means())
+        y, metrics = bound(config, params)(x, WHOLE)
+        return jnp.sum(y * dy) + auxiliary_loss(config, metrics) / x.shape[1], (y[0], metrics)
 
     with jax.enable_x64(True):
         gradient = jax.jit(jax.value_and_grad(ours, (0, 1), has_aux=True))
-        (_, (y, routing)), gradients = jax.device_get(gradient(params, x))
+        (_, (y, metrics)), gradients = jax.device_get(gradient(params, x))
     expected, balance, z = loop(params, x)[1]
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose((routing.balance, routing.z), (balance, z), rtol=1e-4)
+    numbers = {name: metric.number() for name, metric in metrics.items()}
+    np.testing.assert_allclose([numbers[name] for name in LOSSES], (balance, z), rtol=1e-4)
     counts = np.bincount([e for token in choices for e, _ in token], minlength=config.experts)
-    np.testing.assert_allclose(routing.load, counts / counts.sum(), rtol=1e-6)
+    np.testing.assert_allclose(metrics["busiest_expert"].shares(), counts / counts.sum(), rtol=1e-6)
+    assert numbers["busiest_expert"] == pytest.approx(counts.max() / counts.mean())
     dropped = np.mean([not kept for token in choices for _, kept in token])
-    np.testing.assert_allclose(routing.dropped, dropped, rtol=1e-6)
+    np.testing.assert_allclose(numbers["dropped"], dropped, rtol=1e-6)
 
     leaves, structure = jax.tree.flatten((params, x))
     rng = np.random.default_rng(seed)
@@ -149,9 +153,9 @@ def test_router_is_float32_in_a_bfloat16_model():
     router[0] = [1, 1 + 2**-12, 1 - 2**-12, 0]
     module = bound(config, jax.tree.map(np.float32, {**params, "router": router}))
     x = jnp.zeros((1, 16), jnp.bfloat16).at[0, 0].set(1)
-    gates, chosen, routing = module.route(x)
+    gates, chosen, metrics = module.route(x)
     assert chosen.tolist() == [[1]]
-    assert gates.dtype == routing.z.dtype == jnp.float32
+    assert gates.dtype == metrics["router_z_loss"].total.dtype == jnp.float32
 
 
 @pytest.mark.parametrize(
@@ -194,7 +198,7 @@ def test_layouts_without_equal_groups_are_refused():
 @settings(deadline=None, max_examples=5)
 @given(configs(), st.integers(0, 99), st.data())
 def test_padding_fills_no_expert_and_is_in_no_mean(config, seed, data):
-    """Outputs, Routing and gradients are those of the other tokens alone, whatever is between."""
+    """Outputs, metrics and gradients are those of the other tokens alone, whatever is between."""
     params, x, dy = arbitrary(config, seed)
     count = x.shape[1]
     real = np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)))
@@ -202,19 +206,19 @@ def test_padding_fills_no_expert_and_is_in_no_mean(config, seed, data):
 
     def run(params, x, dy, real=None):
         def value(params, x):
-            y, routing = bound(config, params)(x, WHOLE, real)
+            y, metrics = bound(config, params)(x, WHOLE, real)
             output = y if real is None else jnp.where(real[..., None], y, 0)
-            means = routing.means()
-            return (output * dy).sum() + means.balance + means.z, (output, routing)
+            means = sum(m.total / m.count for m in map(metrics.get, LOSSES))
+            return (output * dy).sum() + means, (output, metrics)
 
         return jax.jit(jax.grad(value, argnums=(0, 1), has_aux=True))(params, x)
 
     f32 = lambda tree: jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), tree)  # noqa: E731
     params, x, dy = f32((params, x, dy))
-    (d_params, dx), (y, routing) = run(params, x, dy, jnp.asarray(real)[None])
+    (d_params, dx), (y, metrics) = run(params, x, dy, jnp.asarray(real)[None])
     (e_params, ex), (alone, expected) = run(params, x[:, real], dy[:, real])
     near = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)  # noqa: E731
     near(y[:, real], alone)
-    jax.tree.map(near, routing, expected)
+    jax.tree.map(near, metrics, expected)
     jax.tree.map(near, d_params, e_params)
     near(dx[:, real], ex)

@@ -26,10 +26,10 @@ from sparse_dataflow.core.optim.loss_spikes import (
 )
 from sparse_dataflow.core.optim.optimizers import (
     NewRowsState,
-    StepReport,
     at_step,
     make_optimizer,
 )
+from sparse_dataflow.core.step_metrics import Norm, StepReport, Sum
 from sparse_dataflow.core.training import hooks
 from sparse_dataflow.core.training.loop import Trainer, advance_side_by_side
 from sparse_dataflow.core.training.phases import Variant
@@ -86,7 +86,7 @@ def trainer(folder, losses, training=TRAINING, **options):
         accepted = is_accepted(loss, {}, limit)
         params = jax.tree.map(lambda p: jnp.floor(p) + 1 if accepted else p, state.params)
         after = at_step(state._replace(params=params), state.step + 1)
-        return after, StepReport(loss, {"embed": 1.0})
+        return after, StepReport({"loss": Sum(loss), "gradient_norm": Norm({"embed": 1.0})})
 
     programs = [Compiled(train_step, lambda *_: 3.0, 0.0)]
     variant = Variant("sparse", MODEL, training)

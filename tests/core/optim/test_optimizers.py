@@ -25,7 +25,7 @@ from sparse_dataflow.core.optim.optimizers import (
     TURNED_DENSE_RATE,
     adam_state,
     decay_mask,
-    group_norms,
+    group_squares,
     learning_rate_multipliers,
     learning_rate_schedule,
     make_optimizer,
@@ -178,7 +178,7 @@ def test_each_layer_has_the_rate_of_its_own_density():
         expected = 3.0**power * SUPAR_WIDTH / (model.d_model * density)
         for module in group.values():
             assert module.get("values", expected) == pytest.approx(expected)
-    assert list(jax.eval_shape(group_norms, shapes)) == [
+    assert list(jax.eval_shape(group_squares, shapes)) == [
         *("blocks.attn_out", "blocks.mlp_in", "blocks.mlp_out", "blocks.norm1", "blocks.norm2"),
         *("blocks.qkv", "embed", "head"),
     ]

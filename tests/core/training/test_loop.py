@@ -14,8 +14,7 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.layouts import patterns
-from sparse_dataflow.core.model.experts import Routing
-from sparse_dataflow.core.optim.optimizers import StepReport
+from sparse_dataflow.core.step_metrics import Load, Mean, Norm, StepReport, Sum
 from sparse_dataflow.core.training import hooks, loop
 from sparse_dataflow.core.training.loop import Trainer, advance_side_by_side
 from sparse_dataflow.core.training.phases import Variant, phases
@@ -42,20 +41,30 @@ def trainer(folder, bad_step=None, bad="gradients", training=TRAINING, **options
         if broken:
             params["blocks"]["qkv"]["kernel"] = params["blocks"]["qkv"]["kernel"] * np.nan
         if bad == "moments" and step >= (bad_step or 1e9):
-            return spoiled(state, step), StepReport(2.0, {"embed": 1.0}, ())
+            return spoiled(state, step), report_of(2.0, {"embed": 1.0})
         norms = {"embed": 1.0, "blocks.qkv": np.nan if broken and bad == "gradients" else 1.0}
         loss = np.inf if broken and bad == "loss" else 2.0
-        routing: Any = ()
+        metrics: dict[str, Any] = {}
         if bad == "router":
             z = np.array([1.0, np.nan, np.nan] if broken else [1.0, 1.0, 1.0])
-            loads = np.array([[0.5, 0.5], [0.25, 0.75], [1.0, 0.0]])
-            routing, loss = Routing(z, z, loads, np.full(3, 0.1)), np.nan if broken else loss
-        return state._replace(step=state.step + 1, params=params), StepReport(loss, norms, routing)
+            choices = np.array([[2.0, 2.0], [1.0, 3.0], [4.0, 0.0]])
+            loss, count = np.nan if broken else loss, np.full(3, 4.0)
+            metrics = {
+                "balance_loss": Mean(np.full(3, 4.0), count), "router_z_loss": Mean(4 * z, count),
+                "dropped": Mean(np.full(3, 0.4), count), "busiest_expert": Load(choices),
+            }  # fmt: skip
+        after = state._replace(step=state.step + 1, params=params)
+        return after, report_of(loss, norms, **metrics)
 
     programs = [Compiled(train_step, lambda *_: 3.0, 0.0)]
     every = {"eval_every": 4, "checkpoint_every": 2} | options
     variant = Variant("sparse", MODEL, training)
     return Trainer(variant, folder, DATA, programs, hooks.usual(**every), metrics=MetricsWriter)
+
+
+def report_of(loss, norms, **metrics):
+    squares = {group: norm**2 for group, norm in norms.items()}
+    return StepReport({"loss": Sum(loss), "gradient_norm": Norm(squares), **metrics})
 
 
 def spoiled(state, step):
@@ -81,7 +90,7 @@ def train(trainers, stop=lambda: False):
     [
         ("gradients", r"step 5 is not finite \(gradients of blocks\.qkv, loss 2\.0\)"),
         ("loss", r"step 5 is not finite \(loss inf\)"),
-        ("router", r"step 5 is not finite \(loss nan, router of layer 1\)"),
+        ("router", r"step 5 is not finite \(loss nan, router_z_loss of layer 1\)"),
         # A step with finite gradients may break parameters; the next save detects it.
         ("parameters", r"step 6 is not finite \(parameters of blocks\.qkv\)"),
         ("moments", r"step 6 is not finite \(moments of embed\)"),
