@@ -26,7 +26,7 @@ from sparse_dataflow.core.config.depth import DepthSchedule
 from sparse_dataflow.core.config.layer_groups import layer_model_index
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors.whole import split_rows
+from sparse_dataflow.core.executors.whole import Batch, micro_batches, with_weights
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import StepReport, TrainState
@@ -78,6 +78,7 @@ class Relay:
         mesh: Mesh | None = None,
         pinned: bool | None = None,
         changing: bool = True,
+        padded: bool = False,
     ):
         """Compiles the programs.
 
@@ -89,6 +90,7 @@ class Relay:
           pinned: whether the device's copies are in page-locked memory; if None, on every backend
             but the CPU.
           changing: whether layouts may change; see `relay.programs.compile_groups`.
+          padded: whether training batches have weights of their targets, as padded rows do.
 
         Raises:
           UserError: the mesh does not divide the batch.
@@ -111,7 +113,7 @@ class Relay:
         rows = training.batch // training.micro_batches
         self._train_shape = (training.micro_batches, rows, training.sequence)
         self.programs = relay_programs.compile_groups(
-            model, self._train_shape, mesh, changing=changing
+            model, self._train_shape, mesh, changing=changing, padded=padded
         )
         self._eval_shape = (1, *eval_shape) if eval_shape else None
         if self._eval_shape:
@@ -151,13 +153,19 @@ class Relay:
         return jax.block_until_ready(jax.tree.map(put, self.server.section(weights, section)))
 
     def train_step(
-        self, state: TrainState, tokens: np.ndarray, learning_rate: float
+        self,
+        state: TrainState,
+        tokens: np.ndarray,
+        learning_rate: float,
+        *,
+        weights: np.ndarray | None = None,
     ) -> tuple[TrainState, StepReport]:
         """Runs one optimizer step; donates the state.
 
         Args:
           state: state with host arrays, as of `host_state.fresh_state`.
           tokens: int32 [batch, sequence + 1], the whole batch on every process.
+          weights: float32 [batch, sequence], of the targets; None for their mean.
 
         Raises:
           UserError: the device failed; earlier checkpoints stay valid.
@@ -170,7 +178,7 @@ class Relay:
         sections: list[Section] = [EMBED, *((0,) if self.model.shared_layers else blocks), HEAD]
         with translated_device_errors(f"step {step + 1}"):
             server = ServerStep(self.server, state, sections, learning_rate, self.timeline)
-            batch = self._batch(tokens, None, self._train_shape)
+            batch = self._batch(Batch(tokens, weights), self._train_shape, weights is not None)
             loss = self._forward_backward(server, blocks, batch)
             after, norms = server.finish()
         return after, StepReport(np.float32(loss), norms)
@@ -178,7 +186,7 @@ class Relay:
     def _forward_backward(self, server: ServerStep, blocks: tuple[int, ...], batch) -> jax.Array:
         """Runs the forward and the backward pass; returns the loss."""
         run, stash, last = self._run, [], ()
-        inputs, targets, weights = batch
+        inputs, context = batch
         (params,) = server.fetch(EMBED).result()
         x, _ = run(EMBED, "embed", params, inputs)
 
@@ -186,7 +194,7 @@ class Relay:
             nonlocal x, last
             last = fetched
             stash.append(self._stashed(x))
-            x, done = run(block, "forward", *fetched, x)
+            x, done = run(block, "forward", *fetched, x, context.for_blocks())
             return done
 
         fetch = self._block_fetch(server.fetch)
@@ -194,7 +202,7 @@ class Relay:
 
         params, embed = (server.fetch(section).result()[0] for section in (HEAD, EMBED))
         tied = gpt.tied_output(self.model, embed)
-        (loss, dx, (head, embedding)), _ = run(HEAD, "head", params, tied, x, targets, weights)
+        (loss, dx, (head, embedding)), _ = run(HEAD, "head", params, tied, x, context)
         del x, params, embed, tied
         server.push(HEAD, head)
         del head
@@ -202,7 +210,7 @@ class Relay:
 
         def backward(block, fetched):
             nonlocal dx, total
-            (dx, gradient), done = run(block, "backward", *fetched, dx)
+            (dx, gradient), done = run(block, "backward", *fetched, dx, context.for_blocks())
             if not self.model.shared_layers:
                 server.push(block, gradient)
             elif total is None:
@@ -271,7 +279,7 @@ class Relay:
 
     def _evaluate(self, of_model, tokens, weights):
         run, timeline = self.eval_programs[0], Timeline()
-        inputs, targets, weights = self._batch(tokens, weights, self._eval_shape)
+        inputs, context = self._batch(Batch(tokens, weights), self._eval_shape)
         fetch = lambda section, *more: self.server.fetching.submit(  # noqa: E731
             self.to_device, of_model, section, *more
         )
@@ -279,28 +287,31 @@ class Relay:
 
         def forward(block, fetched):
             nonlocal x
-            x = self._group_programs(self.eval_programs, block).forward(*fetched, x)
+            x = self._group_programs(self.eval_programs, block).forward(
+                *fetched, x, context.for_blocks()
+            )
             return self._watching.submit(_watch, x, 0.0, section_name(block), timeline)
 
         blocks = range(self.model.num_layers)
         _prefetch_loop(blocks, self._block_fetch(fetch), forward)
         (head,), (embed,) = (fetch(section).result() for section in (HEAD, EMBED))
         tied = gpt.tied_output(self.model, embed)
-        return jax.device_get(run.head(head, tied, x, targets, weights))
+        return jax.device_get(run.head(head, tied, x, context))
 
     def _stashed(self, x):
         if self.config.stash == "device":
             return x
         return jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
 
-    def _batch(self, tokens, weights, shape):
-        """Returns (inputs, targets, weights) on the device, split into micro-batches."""
-        if weights is None:
-            weights = np.full(tokens[:, 1:].shape, 1 / tokens[:, 1:].size, np.float32)
-        split = (
-            split_rows(self.model, a, shape[0]) for a in (tokens[:, :-1], tokens[:, 1:], weights)
-        )
-        return tuple(_placed([np.ascontiguousarray(a) for a in split], self._rows))
+    def _batch(self, batch, shape, padded=False):
+        """Returns `whole.micro_batches` on the device."""
+        inputs, context = micro_batches(self.model, with_weights(batch), shape[0], padded=padded)
+        put = lambda rows: _placed([np.ascontiguousarray(rows)], self._rows)[0]  # noqa: E731
+        context = context.map_rows(put)
+        if context.routed is not None:
+            [routed] = _placed([np.asarray(context.routed)], self._replicated)
+            context = dataclasses.replace(context, routed=routed)
+        return put(inputs), context
 
 
 @jax.jit

@@ -100,7 +100,13 @@ class RelayExecutor(MultiProgramExecutor):
         assert not isinstance(self.mesh, AbstractMesh), "planned devices do not train"
         held_out = data.validation[0]["weights"].shape
         relay = Relay(
-            model, training, self.config, eval_shape=held_out, mesh=self.mesh, changing=changing
+            model,
+            training,
+            self.config,
+            eval_shape=held_out,
+            mesh=self.mesh,
+            changing=changing,
+            padded="weights" in data.train.example,
         )
 
         def train_step(state, layouts, *arguments, **named):

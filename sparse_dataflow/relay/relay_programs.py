@@ -9,7 +9,6 @@ Shapes in names: M micro-batches, B their batch, T tokens, D d_model, V vocabula
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -22,8 +21,10 @@ from jax.stages import Compiled
 from sparse_dataflow.core.config.layer_groups import group_index, layer_model, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors.whole import Batch, micro_batches
 from sparse_dataflow.core.layouts.layout import Groups
 from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.batch_context import NO_CONTEXT
 from sparse_dataflow.core.model.experts import ROUTER
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.files.errors import UserError
@@ -37,13 +38,15 @@ T = TypeVar("T")
 class Programs(NamedTuple, Generic[T]):
     """The device programs of a training step, or a T for each of them.
 
+    The rows of a context are [M, B, ...]; blocks get it without what the head alone reads.
+
     Attributes:
       embed: (embed params, int32 inputs [M, B, T]) -> x [M, B, T, D].
-      forward: (`ModelWeights` of a block, x) -> x after the block.
-      head: (head params, embedding [V, D] if tied else (), x, int32 targets, float32 weights
-        [M, B, T]) -> (float32 [] loss, dx, (gradient of the head, of the embedding)).
-      backward: (`ModelWeights` of a block, x, dy) -> (dx, gradient of its params); recomputes the
-        forward pass and donates dy.
+      forward: (`ModelWeights` of a block, x, context) -> x after the block.
+      head: (head params, embedding [V, D] if tied else (), x, context) -> (float32 [] loss, dx,
+        (gradient of the head, of the embedding)).
+      backward: (`ModelWeights` of a block, x, dy, context) -> (dx, gradient of its params);
+        recomputes the forward pass and donates dy.
       embed_backward: (inputs, dx, the head's gradient of the embedding) -> gradient of the embed
         section; the sum of both gradients of a tied embedding.
     """
@@ -92,15 +95,15 @@ def functions(model: ModelConfig) -> Programs[Callable]:
     embed_params = device_params(model, section_shapes(model)[0])
 
     def embed(params, inputs):
-        return _map(lambda tokens: gpt.embed(model, params, tokens), inputs)
+        return _map(lambda tokens, _: gpt.embed(model, params, tokens), NO_CONTEXT, inputs)
 
-    def forward(weights, x):
-        return _map(functools.partial(gpt.block, model, weights.linears(model)), x)
+    def forward(weights, x, context):
+        return _map(functools.partial(gpt.block, model, weights.linears(model)), context, x)
 
-    def head(params, embedding, x, targets, weights):
-        def micro_batch(x, targets, weights):
+    def head(params, embedding, x, context):
+        def micro_batch(x, context):
             loss, pull = jax.vjp(
-                lambda p, e, x: gpt.head_loss(model, p, e, x, targets, weights),
+                lambda p, e, x: gpt.head_loss(model, p, e, x, context),
                 params,
                 embedding,
                 x,
@@ -108,32 +111,31 @@ def functions(model: ModelConfig) -> Programs[Callable]:
             head, embedding_gradient, dx = pull(jnp.ones_like(loss))
             return dx, (loss, head, embedding_gradient)
 
-        dx, (loss, head, embedding_gradient) = _accumulated(micro_batch, x, targets, weights)
+        dx, (loss, head, embedding_gradient) = _accumulated(micro_batch, context, x)
         return loss, dx, _cast_like((params, embedding), (head, embedding_gradient))
 
-    def backward(weights, x, dy):
-        def micro_batch(x, dy):
+    def backward(weights, x, dy, context):
+        def micro_batch(x, dy, context):
             def block(params, x):
                 layer = dataclasses.replace(weights, params=params)
-                return gpt.trained_block(model, layer.linears(model), x, tokens)
+                return gpt.trained_block(model, layer.linears(model), x, context)
 
             _, pull = jax.vjp(block, weights.params, x)
             gradient, dx = pull(dy)
             return dx, gradient
 
-        tokens = math.prod(x.shape[:-1])
-        dx, gradient = _accumulated(micro_batch, x, dy)
+        dx, gradient = _accumulated(micro_batch, context, x, dy)
         return dx, _cast_like(weights.params, gradient)
 
     def embed_backward(inputs, dx, embedding_gradient):
         # Embedding is linear in its params, so its gradient does not depend on them.
         params = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), embed_params)
 
-        def micro_batch(tokens, dx):
+        def micro_batch(tokens, dx, _):
             _, pull = jax.vjp(lambda p: gpt.embed(model, p, tokens), params)
             return (), pull(dx)[0]
 
-        gradient = dict(_accumulated(micro_batch, inputs, dx)[1])
+        gradient = dict(_accumulated(micro_batch, NO_CONTEXT, inputs, dx)[1])
         if model.tied_embeddings:
             gradient["tokens"] += embedding_gradient.astype(gradient["tokens"].dtype)
         return _cast_like(params, gradient)
@@ -145,17 +147,17 @@ def eval_functions(model: ModelConfig) -> EvalPrograms[Callable]:
     """Returns the evaluation programs as pure functions."""
     training = functions(model.dropless())
 
-    def head(params, embedding, x, targets, weights):
-        losses = _map(
-            lambda x, t, w: gpt.head_loss(model, params, embedding, x, t, w), x, targets, weights
-        )
-        return jnp.sum(losses)
+    def head(params, embedding, x, context):
+        return jnp.sum(_map(functools.partial(gpt.head_loss, model, params, embedding), context, x))
 
     return EvalPrograms(training.embed, training.forward, head)
 
 
 def arguments(
-    model: ModelConfig, shape: tuple[int, int, int], groups: Mapping[str, Groups | None] = {}
+    model: ModelConfig,
+    shape: tuple[int, int, int],
+    groups: Mapping[str, Groups | None] = {},
+    padded: bool = False,
 ) -> Programs[tuple]:
     """Returns the shapes and dtypes of each program's arguments.
 
@@ -163,10 +165,10 @@ def arguments(
       model: model config of any depth; its first layer gives the shapes of the layouts.
       shape: (micro-batches, sequences in each, tokens in a sequence).
       groups: projection -> groups of its layout, which the programs are specialised to.
+      padded: see `whole.batch_context`.
     """
     embed, block, head = (device_params(model, section) for section in section_shapes(model))
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-    weights = jax.ShapeDtypeStruct(shape, jnp.float32)
+    tokens, context = context_shapes(model, shape, padded)
     x = jax.ShapeDtypeStruct((*shape, model.d_model), jnp.dtype(model.compute_dtype))
     stacked = stacks.layout_tables(stacks.layouts(dataclasses.replace(model, num_layers=1)))
     layouts = {
@@ -179,10 +181,20 @@ def arguments(
     tied = gpt.tied_output(model, embed)
     return Programs(
         embed=(embed, tokens),
-        forward=(layer, x),
-        head=(head, tied, x, tokens, weights),
-        backward=(layer, x, x),
+        forward=(layer, x, context.for_blocks()),
+        head=(head, tied, x, context),
+        backward=(layer, x, x, context.for_blocks()),
         embed_backward=(tokens, x, tied),
+    )
+
+
+def context_shapes(model: ModelConfig, shape: tuple[int, int, int], padded: bool) -> tuple:
+    """Returns the shapes of `whole.micro_batches`; arguments as in `arguments`."""
+    count, rows, length = shape
+    tokens = jax.ShapeDtypeStruct((count * rows, length + 1), jnp.int32)
+    weights = jax.ShapeDtypeStruct((count * rows, length), jnp.float32)
+    return jax.eval_shape(
+        lambda *batch: micro_batches(model, Batch(*batch), count, padded=padded), tokens, weights
     )
 
 
@@ -220,6 +232,7 @@ def compile_groups(
     mesh: Mesh | None = None,
     evaluation: bool = False,
     changing: bool = True,
+    padded: bool = False,
 ) -> tuple[Programs[Compiled] | EvalPrograms[Compiled], ...]:
     """Compiles the programs of each of `layer_models` for the default backend.
 
@@ -230,6 +243,7 @@ def compile_groups(
       mesh: as in `lower`.
       evaluation: whether to compile the evaluation programs.
       changing: whether layouts may change; otherwise the programs are specialised to their groups.
+      padded: see `whole.batch_context`.
     """
     tables = stacks.layout_tables(stacks.layouts(model))
     structures = [
@@ -243,19 +257,19 @@ def compile_groups(
         (dataclasses.replace(each, num_layers=1, shared_layers=False), structure)
         for each, structure in kinds.items()
     )
-    options = shape, mesh, evaluation
+    options = shape, mesh, evaluation, padded
     shared = _compiled(*first, *options)
     return shared, *(_compiled(*each, *options, shared) for each in others)
 
 
 @functools.cache
-def _compiled(model, structure, shape, mesh, evaluation, shared=None):
+def _compiled(model, structure, shape, mesh, evaluation, padded, shared=None):
     """Compiles a model of equal layers; only its block programs if others are `shared`.
 
     `structure` has (projection, groups of its tables).
     """
     pure = (eval_functions if evaluation else functions)(model)
-    programs = lower(pure, arguments(model, shape, dict(structure)), mesh)
+    programs = lower(pure, arguments(model, shape, dict(structure), padded), mesh)
     compiled = {
         name: program.compile()
         for name, program in programs._asdict().items()
@@ -286,13 +300,15 @@ def data_shardings(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
 
 def _sharded(name, structs, mesh, evaluation):
     rows, replicated = data_shardings(mesh)
-    params = {"embed": 1, "forward": 1, "head": 2, "backward": 1, "embed_backward": 0}[name]
-    shardings = [replicated if n < params else rows for n in range(len(structs))]
-    if name == "embed_backward":
-        shardings[-1] = replicated
+    params = {"embed": [0], "forward": [0], "head": [0, 1], "backward": [0], "embed_backward": [2]}
+
+    def placed(number, leaf):
+        alike = number in params[name] or len(leaf.shape) < 2
+        to = replicated if alike else rows
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to)
+
     structs = tuple(
-        jax.tree.map(lambda s, to=to: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to), tree)
-        for tree, to in zip(structs, shardings)
+        jax.tree.map(functools.partial(placed, number), tree) for number, tree in enumerate(structs)
     )
     out = {
         "embed": rows,
@@ -304,27 +320,33 @@ def _sharded(name, structs, mesh, evaluation):
     return structs, out
 
 
-def _map(function, *batches):
-    """Maps `function` over micro-batches; without a loop for a single one."""
+def _map(function, context, *batches):
+    """Maps `function` over micro-batches and their contexts; without a loop for a single one."""
     if len(batches[0]) == 1:
-        return function(*(batch[0] for batch in batches))[None]
-    return lax.map(lambda micro: function(*micro), batches)
+        return function(*(batch[0] for batch in batches), _first(context))[None]
+    return lax.map(
+        lambda micro: function(*micro[0], context.with_rows(micro[1])), (batches, context.rows)
+    )
 
 
-def _accumulated(function, *batches):
-    """Maps `function` -> (y, gradient) over micro-batches; returns (all y, sum of gradients)."""
+def _accumulated(function, context, *batches):
+    """Maps `function` -> (y, gradient) as `_map` does; returns (all y, sum of gradients)."""
     if len(batches[0]) == 1:
-        y, gradient = function(*(batch[0] for batch in batches))
+        y, gradient = function(*(batch[0] for batch in batches), _first(context))
         return jax.tree.map(lambda leaf: leaf[None], y), gradient
-    first = jax.eval_shape(function, *(batch[0] for batch in batches))[1]
+    first = jax.eval_shape(function, *(batch[0] for batch in batches), _first(context))[1]
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), first)
 
     def accumulate(total, micro):
-        y, gradient = function(*micro)
+        y, gradient = function(*micro[0], context.with_rows(micro[1]))
         return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, gradient), y
 
-    total, y = lax.scan(accumulate, zeros, batches)
+    total, y = lax.scan(accumulate, zeros, (batches, context.rows))
     return y, total
+
+
+def _first(context):
+    return context.map_rows(lambda rows: rows[0])
 
 
 def _cast_like(params, gradient):

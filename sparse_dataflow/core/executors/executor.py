@@ -120,23 +120,9 @@ def _state_that_stays(job):
 
 RULES = (
     Rule(
-        "`model.mask_documents`",
-        lambda job: job.model.mask_documents and "model.mask_documents=yes",
-        (STAGE, RELAY),
-        "whose blocks do not see the tokens",
-        "model.mask_documents=no, or a mesh without stages",
-    ),
-    Rule(
-        "`data.loss=answers`",
-        lambda job: job.loss == "answers" and "data.loss=answers",
-        (STAGE, RELAY),
-        "which counts all tokens",
-        "a mesh without stages",
-    ),
-    Rule(
         "`training.adapter_rank`",
         _adapters,
-        (STAGE, RELAY),
+        (RELAY,),
         "which trains all weights",
         "the axes data, fsdp, context, feature and tensor",
     ),
@@ -157,28 +143,14 @@ RULES = (
     Rule(
         "`evolution.method=shared_to_own`",
         lambda job: job.model.shared_layers and "--evolution=shared_to_own",
-        (FEATURE, STAGE, RELAY_DEPTH),
+        (FEATURE, RELAY_DEPTH),
         "whose layers do not share one block",
         "a mesh without stages, and parallel.depth_schedule=constant",
     ),
     Rule(
-        "`sparsity.budget=depth`",
-        lambda job: job.model.density_by_depth and "--set sparsity.budget=depth",
-        (STAGE,),
-        "whose stages need the same density in every layer",
-        "--executor=whole or relay, or another sparsity.budget",
-    ),
-    Rule(
-        "`model.layer_types` or `model.rotary_layers` of two kinds",
-        lambda job: next((f"model.{n}={v[:60]}" for n, v in job.model.mixed_layers.items()), ""),
-        (STAGE,),
-        "whose blocks all run one program",
-        "a mesh without stages, or --executor=relay",
-    ),
-    Rule(
         "`model.remat` by layer",
         _by_layer,
-        (STAGE, RELAY),
+        (RELAY,),
         "whose blocks are all treated alike",
         ", ".join(REMATS),
     ),

@@ -133,10 +133,8 @@ class Sharded(Executor):
             gradients = jax.tree.map(all_reduce, gradients, gradient_specs)
             return lax.psum(share, self.mesh.axis_names), gradients
 
-        rows: Any = P(BATCH_AXES)
-        taught = batch.teacher and batch.teacher._replace(x=rows, embedding=P(), weight=P())
-        of_batch = whole.Batch(rows, None if batch.weights is None else rows, taught)
-        return self._mapped(local, (specs, of_batch), (P(), gradient_specs))(weights, batch)
+        in_specs = specs, batch_specs(batch)
+        return self._mapped(local, in_specs, (P(), gradient_specs))(weights, batch)
 
     def over_rows(self, function):
         rows = P(BATCH_AXES)
@@ -362,6 +360,13 @@ class Sharded(Executor):
             return jax.make_array_from_callback((rows, *array.shape[1:]), target, shard)
 
         return {name: put_array(array) for name, array in batch.items()}
+
+
+def batch_specs(batch):
+    """Returns the partition specs of a `whole.Batch`."""
+    rows: Any = P(BATCH_AXES)
+    taught = batch.teacher and batch.teacher._replace(x=rows, embedding=P(), weight=P())
+    return whole.Batch(rows, None if batch.weights is None else rows, taught)
 
 
 def norm_specs(projections):

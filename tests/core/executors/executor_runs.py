@@ -93,6 +93,14 @@ MODELS = {
         vocab_size=7,
         mask_documents=True,
     ),
+    "documents": dataclasses.replace(
+        DENSE,
+        **FAMILIES["llama"],
+        num_kv_heads=2,
+        vocab_size=7,
+        mask_documents=True,
+        remat="full",
+    ).with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8), ["mlp_in", "mlp_out"]),
     "qwen3": dataclasses.replace(DENSE, **FAMILIES["qwen3"], num_kv_heads=2, head_dim=12),
     "gemma2": dataclasses.replace(DENSE, **small_models.GEMMA2).with_linears(
         LinearSpec("block_sparse", "monarch", 0.5, 8)

@@ -50,6 +50,22 @@ TRAINED = [
     ("packed", "context:4,tensor:2/0/1"),
     ("sparse_depth", "halves,fsdp:2,context:2,feature:2/3/1"),
     ("sparse_mlp+muon", "fsdp:4,context:2/2/2"),
+    # What blocks and head read of a micro-batch: documents, padding, weights of targets.
+    ("documents", "on:4,stage:2,tensor:2/2/2/1f1b/1", "on:2,stage:2/0/4/zero_bubble/1"),
+    ("documents", "relay/device/2", "relay/host/1"),
+    ("llama+answers", "on:4,stage:2,fsdp:2/2/2/interleaved/1"),
+    ("experts_alone+answers", "on:4,stage:2,fsdp:2/2/2/1f1b/1"),
+    ("packed+answers", "relay/device/2"),
+    ("experts+answers", "relay/device/2"),
+    # Stages whose blocks are of several kinds: windows, rotary positions, remat, density.
+    ("gemma3", "on:2,stage:2/0/2/1f1b/1", "on:4,stage:2,tensor:2/3/2/interleaved/1/2+1"),
+    ("gemma2", "on:4,stage:2,fsdp:2/2/2/zero_bubble/1"),
+    ("smollm3", "on:2,stage:2/0/2/1f1b/1"),
+    ("sparse_depth", "on:4,stage:2,fsdp:2/3/2/1f1b/1", "on:2,stage:2/0/2/gpipe/1/1+2"),
+    ("shared", "on:4,stage:2,tensor:2/2/2/1f1b/1"),
+    ("llama+adapters", "on:4,stage:2,fsdp:2/3/2/1f1b/1"),
+    ("sparse_depth+adapters", "on:2,stage:2/0/2/zero_bubble/1"),
+    ("dense+int8", "on:2,stage:2/0/2/1f1b/1"),
     # Pipelines: each schedule, even and uneven divisions.
     ("low_rank+muon", "stage:2,fsdp:2,tensor:2/3/2/gpipe/1"),
     ("qwen3", "stage:2,data:2,tensor:2/1/2/zero_bubble/1"),

@@ -26,16 +26,9 @@ WAYS = {
     executor.RELAY_DEVICES: {"parallel__executor": "relay", "parallel__mesh": "data:2"},
 }
 OPTIONS = {
-    "`model.mask_documents`": {"model__mask_documents": True},
-    "`data.loss=answers`": {"data__loss": "answers", "run__init_from": "DIR"},
     "`training.adapter_rank`": {"training__adapter_rank": 2, "run__init_from": "DIR"},
     "`training.teacher`": {"training__teacher": "DIR"},
     "`evolution.method=shared_to_own`": {"evolution__method": "shared_to_own"},
-    "`sparsity.budget=depth`": {"sparsity__budget": "depth:2x,1x"},
-    "`model.layer_types` or `model.rotary_layers` of two kinds": {
-        "model__layer_types": "sliding+full",
-        "model__window": 8,
-    },
     "`model.remat` by layer": {"model__remat": "full:1,none:1"},
     "`training.skip_spikes`": {"training__skip_spikes": 4.0},
     "`training.new_rows_first`": {
@@ -59,7 +52,7 @@ OPTIONS = {
     },
     "`run.init_from` with stored blocks": {"run__init_from": "DIR"},
 }
-DENSE = {"`training.adapter_rank`", "`data.loss=answers`", "`training.new_rows_first`"}
+DENSE = {"`training.adapter_rank`", "`training.new_rows_first`"}
 
 
 def check(config, way):
