@@ -160,6 +160,7 @@ def update_weights(
     *,
     training: TrainingConfig,
     path: tuple,
+    rows: slice | None = None,
 ) -> None:
     """Runs one step of an optimizer of `by_weight` on a parameter of any shape, by XLA on the CPU.
 
@@ -168,12 +169,17 @@ def update_weights(
     Args:
       training: names the optimizer.
       path: of the parameter in its section.
+      rows: of the parameter that change; None for all.
     """
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         program = _weights_program(training, path, rates.decay)
         arrays = before.parameter, gradient.reshape(before.parameter.shape), before.mu
         results = program(*arrays, np.float32(rates.clip), np.float32(rates.learning_rate))
     parameter, state = jax.tree.map(np.asarray, results)
+    if rows is not None:
+        new, parameter = parameter, before.parameter.copy()
+        if parameter.ndim:
+            parameter[rows] = new[rows]
     after.parameter[...] = parameter
     for to, array in zip(after.mu, state, strict=True):
         to[...] = array

@@ -54,7 +54,7 @@ def block_gradient_norms(
     for layer in layers:
         stash.append(block_programs(layer).forward(fetch(layer), stash[-1], context.for_blocks()))
     head = fetch("head")
-    tied = gpt.tied_output(model, embed)
+    tied = programs.tied_output(model, embed)
     _, dx, _ = programs_by_kind[0].head(head, tied, stash.pop(), context)
     norms = []
     for layer in reversed(layers):

@@ -27,12 +27,12 @@ from sparse_dataflow.core.config.layer_groups import layer_model_index
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.whole import Batch, micro_batches, with_weights
-from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.optim.loss_spikes import is_accepted
 from sparse_dataflow.core.optim.optimizers import StepReport, TrainState
 from sparse_dataflow.files.errors import UserError, first_line
 from sparse_dataflow.relay import relay_programs
-from sparse_dataflow.relay.host_state import EMBED, HEAD, Section, section_name
+from sparse_dataflow.relay.host_state import EMBED, HEAD, Section, section_name, view
 from sparse_dataflow.relay.parameter_server import ParameterServer, ServerStep
 from sparse_dataflow.relay.pinned_memory import PINNED_SETTING
 from sparse_dataflow.relay.timeline import Timeline
@@ -111,14 +111,15 @@ class Relay:
         self._put = functools.partial(_put, self._replicated)
         relay_programs.refuse_unsupported(training, self._rows.num_devices)
         rows = training.batch // training.micro_batches
+        adapted = bool(training.adapter_rank)
         self._train_shape = (training.micro_batches, rows, training.sequence)
         self.programs = relay_programs.compile_groups(
-            model, self._train_shape, mesh, changing=changing, padded=padded
+            model, self._train_shape, mesh, changing=changing, padded=padded, adapted=adapted
         )
         self._eval_shape = (1, *eval_shape) if eval_shape else None
         if self._eval_shape:
             self.eval_programs = relay_programs.compile_groups(
-                model, self._eval_shape, mesh, True, changing
+                model, self._eval_shape, mesh, True, changing, adapted=adapted
             )
         pinned = jax.default_backend() != "cpu" if pinned is None else pinned
         self.server = ParameterServer(
@@ -157,6 +158,7 @@ class Relay:
         state: TrainState,
         tokens: np.ndarray,
         learning_rate: float,
+        limit: float | None = None,
         *,
         weights: np.ndarray | None = None,
     ) -> tuple[TrainState, StepReport]:
@@ -165,6 +167,8 @@ class Relay:
         Args:
           state: state with host arrays, as of `host_state.fresh_state`.
           tokens: int32 [batch, sequence + 1], the whole batch on every process.
+          limit: highest accepted loss; if the loss is higher, or a gradient is not finite,
+            parameters and moments do not change.  None for any.
           weights: float32 [batch, sequence], of the targets; None for their mean.
 
         Raises:
@@ -176,11 +180,14 @@ class Relay:
             self.model.num_layers, step, self.training.steps, self.training.seed
         )
         sections: list[Section] = [EMBED, *((0,) if self.model.shared_layers else blocks), HEAD]
+        sections = [each for each in sections if jax.tree.leaves(view(state.params, each))]
         with translated_device_errors(f"step {step + 1}"):
             server = ServerStep(self.server, state, sections, learning_rate, self.timeline)
             batch = self._batch(Batch(tokens, weights), self._train_shape, weights is not None)
             loss = self._forward_backward(server, blocks, batch)
-            after, norms = server.finish()
+            after, norms = server.finish(
+                lambda norms: limit is None or is_accepted(float(loss), norms, limit)
+            )
         return after, StepReport(np.float32(loss), norms)
 
     def _forward_backward(self, server: ServerStep, blocks: tuple[int, ...], batch) -> jax.Array:
@@ -201,10 +208,11 @@ class Relay:
         _prefetch_loop(blocks, fetch, forward)
 
         params, embed = (server.fetch(section).result()[0] for section in (HEAD, EMBED))
-        tied = gpt.tied_output(self.model, embed)
+        tied = relay_programs.tied_output(self.model, embed)
         (loss, dx, (head, embedding)), _ = run(HEAD, "head", params, tied, x, context)
         del x, params, embed, tied
-        server.push(HEAD, head)
+        if server.trains(HEAD):
+            server.push(HEAD, head)
         del head
         total = None
 
@@ -230,8 +238,9 @@ class Relay:
         _prefetch_loop(blocks[::-1], fetch_again, backward)
         if total is not None:
             server.push(0, total)
-        gradient, _ = run(EMBED, "embed_backward", inputs, dx, embedding)
-        server.push(EMBED, gradient)
+        if server.trains(EMBED):
+            gradient, _ = run(EMBED, "embed_backward", inputs, dx, embedding)
+            server.push(EMBED, gradient)
         return jax.device_get(loss)
 
     def _block_fetch(self, fetch: Callable[..., Future]) -> Callable[..., Future]:
@@ -295,7 +304,7 @@ class Relay:
         blocks = range(self.model.num_layers)
         _prefetch_loop(blocks, self._block_fetch(fetch), forward)
         (head,), (embed,) = (fetch(section).result() for section in (HEAD, EMBED))
-        tied = gpt.tied_output(self.model, embed)
+        tied = relay_programs.tied_output(self.model, embed)
         return jax.device_get(run.head(head, tied, x, context))
 
     def _stashed(self, x):

@@ -23,7 +23,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.whole import Batch, micro_batches
 from sparse_dataflow.core.layouts.layout import Groups
-from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model import adapters, gpt, stacks
 from sparse_dataflow.core.model.batch_context import NO_CONTEXT
 from sparse_dataflow.core.model.experts import ROUTER
 from sparse_dataflow.core.model.stacks import ModelWeights
@@ -41,14 +41,14 @@ class Programs(NamedTuple, Generic[T]):
     The rows of a context are [M, B, ...]; blocks get it without what the head alone reads.
 
     Attributes:
-      embed: (embed params, int32 inputs [M, B, T]) -> x [M, B, T, D].
+      embed: (`ModelWeights` of the section, int32 inputs [M, B, T]) -> x [M, B, T, D].
       forward: (`ModelWeights` of a block, x, context) -> x after the block.
-      head: (head params, embedding [V, D] if tied else (), x, context) -> (float32 [] loss, dx,
-        (gradient of the head, of the embedding)).
+      head: (`ModelWeights` of the section, `tied_output`, x, context) -> (float32 [] loss, dx,
+        (gradient of the head's params, of the tied output's)).
       backward: (`ModelWeights` of a block, x, dy, context) -> (dx, gradient of its params);
         recomputes the forward pass and donates dy.
-      embed_backward: (inputs, dx, the head's gradient of the embedding) -> gradient of the embed
-        section; the sum of both gradients of a tied embedding.
+      embed_backward: (inputs, dx, the head's gradient of the tied output) -> gradient of the embed
+        section's params; the sum of both gradients of a tied embedding.
     """
 
     embed: T
@@ -81,38 +81,71 @@ def device_params(model: ModelConfig, params: Any) -> Any:
     )
 
 
-def section_shapes(model: ModelConfig) -> tuple[Any, Any, Any]:
-    """Returns the shapes of the float32 params of (embed, one block, head)."""
-    shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
+def section_weights(model: ModelConfig, adapted: bool = False) -> tuple[ModelWeights, ...]:
+    """Returns the shapes of the device's copies of (embed, one block, head), without layouts.
+
+    Args:
+      model: model config.
+      adapted: whether adapters alone are trained.
+    """
+
+    def draw():
+        params, frozen = gpt.init(model, jax.random.key(0)), {}
+        if adapted:
+            return adapters.factors(params), adapters.frozen(model, params, 1.0)
+        return params, frozen
+
+    params, frozen = jax.eval_shape(draw)
+    weights = {
+        name: ModelWeights(device_params(model, params.get(name, {})), {}, frozen.get(name, {}))
+        for name in ("embed", "blocks", "head")
+    }
     block = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), shapes["blocks"]
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), weights["blocks"]
     )
-    return shapes["embed"], block, shapes["head"]
+    return weights["embed"], block, weights["head"]
 
 
-def functions(model: ModelConfig) -> Programs[Callable]:
-    """Returns the training programs as pure functions."""
-    embed_params = device_params(model, section_shapes(model)[0])
+def tied_output(model: ModelConfig, embed: ModelWeights) -> ModelWeights:
+    """Returns the output layer that the head takes from "embed"; no weights if it has its own."""
 
-    def embed(params, inputs):
+    def tokens(tree):
+        tied = model.tied_embeddings and tree and "tokens" in tree
+        return {"tokens": tree["tokens"]} if tied else {}
+
+    return ModelWeights(tokens(embed.params), {}, tokens(embed.frozen))
+
+
+def _with_params(weights, params):
+    """Returns all parameters of a section with others in place of the trained ones."""
+    return dataclasses.replace(weights, params=params).merged
+
+
+def functions(model: ModelConfig, adapted: bool = False) -> Programs[Callable]:
+    """Returns the training programs as pure functions; arguments as in `section_weights`."""
+    embed_weights = section_weights(model, adapted)[0]
+
+    def embed(weights, inputs):
+        params = weights.merged
         return _map(lambda tokens, _: gpt.embed(model, params, tokens), NO_CONTEXT, inputs)
 
     def forward(weights, x, context):
         return _map(functools.partial(gpt.block, model, weights.linears(model)), context, x)
 
-    def head(params, embedding, x, context):
-        def micro_batch(x, context):
-            loss, pull = jax.vjp(
-                lambda p, e, x: gpt.head_loss(model, p, e, x, context),
-                params,
-                embedding,
-                x,
-            )
-            head, embedding_gradient, dx = pull(jnp.ones_like(loss))
-            return dx, (loss, head, embedding_gradient)
+    def head(weights, tied, x, context):
+        def loss(params, tied_params, x, context):
+            output = _with_params(tied, tied_params).get("tokens", ())
+            return gpt.head_loss(model, _with_params(weights, params), output, x, context)
 
-        dx, (loss, head, embedding_gradient) = _accumulated(micro_batch, context, x)
-        return loss, dx, _cast_like((params, embedding), (head, embedding_gradient))
+        def micro_batch(x, context):
+            value, pull = jax.vjp(
+                lambda *operands: loss(*operands, context), weights.params, tied.params, x
+            )
+            *gradients, dx = pull(jnp.ones_like(value))
+            return dx, (value, tuple(gradients))
+
+        dx, (value, gradients) = _accumulated(micro_batch, context, x)
+        return value, dx, _cast_like((weights.params, tied.params), gradients)
 
     def backward(weights, x, dy, context):
         def micro_batch(x, dy, context):
@@ -127,28 +160,32 @@ def functions(model: ModelConfig) -> Programs[Callable]:
         dx, gradient = _accumulated(micro_batch, context, x, dy)
         return dx, _cast_like(weights.params, gradient)
 
-    def embed_backward(inputs, dx, embedding_gradient):
+    def embed_backward(inputs, dx, tied_gradient):
         # Embedding is linear in its params, so its gradient does not depend on them.
-        params = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), embed_params)
+        weights = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), embed_weights)
 
         def micro_batch(tokens, dx, _):
-            _, pull = jax.vjp(lambda p: gpt.embed(model, p, tokens), params)
+            _, pull = jax.vjp(
+                lambda params: gpt.embed(model, _with_params(weights, params), tokens),
+                weights.params,
+            )
             return (), pull(dx)[0]
 
         gradient = dict(_accumulated(micro_batch, NO_CONTEXT, inputs, dx)[1])
-        if model.tied_embeddings:
-            gradient["tokens"] += embedding_gradient.astype(gradient["tokens"].dtype)
-        return _cast_like(params, gradient)
+        for name, other in tied_gradient.items():
+            gradient[name] += other.astype(gradient[name].dtype)
+        return _cast_like(weights.params, gradient)
 
     return Programs(embed, forward, head, backward, embed_backward)
 
 
-def eval_functions(model: ModelConfig) -> EvalPrograms[Callable]:
-    """Returns the evaluation programs as pure functions."""
-    training = functions(model.dropless())
+def eval_functions(model: ModelConfig, adapted: bool = False) -> EvalPrograms[Callable]:
+    """Returns the evaluation programs as pure functions; arguments as in `functions`."""
+    training = functions(model.dropless(), adapted)
 
-    def head(params, embedding, x, context):
-        return jnp.sum(_map(functools.partial(gpt.head_loss, model, params, embedding), context, x))
+    def head(weights, tied, x, context):
+        params, output = weights.merged, tied.merged.get("tokens", ())
+        return jnp.sum(_map(functools.partial(gpt.head_loss, model, params, output), context, x))
 
     return EvalPrograms(training.embed, training.forward, head)
 
@@ -158,6 +195,7 @@ def arguments(
     shape: tuple[int, int, int],
     groups: Mapping[str, Groups | None] = {},
     padded: bool = False,
+    adapted: bool = False,
 ) -> Programs[tuple]:
     """Returns the shapes and dtypes of each program's arguments.
 
@@ -166,8 +204,9 @@ def arguments(
       shape: (micro-batches, sequences in each, tokens in a sequence).
       groups: projection -> groups of its layout, which the programs are specialised to.
       padded: see `whole.batch_context`.
+      adapted: see `section_weights`.
     """
-    embed, block, head = (device_params(model, section) for section in section_shapes(model))
+    embed, block, head = section_weights(model, adapted)
     tokens, context = context_shapes(model, shape, padded)
     x = jax.ShapeDtypeStruct((*shape, model.d_model), jnp.dtype(model.compute_dtype))
     stacked = stacks.layout_tables(stacks.layouts(dataclasses.replace(model, num_layers=1)))
@@ -177,14 +216,14 @@ def arguments(
         )
         for name, table in stacked.items()
     }
-    layer = ModelWeights(block, layouts)
-    tied = gpt.tied_output(model, embed)
+    layer = dataclasses.replace(block, layouts=layouts)
+    tied = tied_output(model, embed)
     return Programs(
         embed=(embed, tokens),
         forward=(layer, x, context.for_blocks()),
         head=(head, tied, x, context),
         backward=(layer, x, x, context.for_blocks()),
-        embed_backward=(tokens, x, tied),
+        embed_backward=(tokens, x, tied.params),
     )
 
 
@@ -233,6 +272,7 @@ def compile_groups(
     evaluation: bool = False,
     changing: bool = True,
     padded: bool = False,
+    adapted: bool = False,
 ) -> tuple[Programs[Compiled] | EvalPrograms[Compiled], ...]:
     """Compiles the programs of each of `layer_models` for the default backend.
 
@@ -244,6 +284,7 @@ def compile_groups(
       evaluation: whether to compile the evaluation programs.
       changing: whether layouts may change; otherwise the programs are specialised to their groups.
       padded: see `whole.batch_context`.
+      adapted: see `section_weights`.
     """
     tables = stacks.layout_tables(stacks.layouts(model))
     structures = [
@@ -257,19 +298,19 @@ def compile_groups(
         (dataclasses.replace(each, num_layers=1, shared_layers=False), structure)
         for each, structure in kinds.items()
     )
-    options = shape, mesh, evaluation, padded
+    options = shape, mesh, evaluation, padded, adapted
     shared = _compiled(*first, *options)
     return shared, *(_compiled(*each, *options, shared) for each in others)
 
 
 @functools.cache
-def _compiled(model, structure, shape, mesh, evaluation, padded, shared=None):
+def _compiled(model, structure, shape, mesh, evaluation, padded, adapted, shared=None):
     """Compiles a model of equal layers; only its block programs if others are `shared`.
 
     `structure` has (projection, groups of its tables).
     """
-    pure = (eval_functions if evaluation else functions)(model)
-    programs = lower(pure, arguments(model, shape, dict(structure), padded), mesh)
+    pure = (eval_functions if evaluation else functions)(model, adapted)
+    programs = lower(pure, arguments(model, shape, dict(structure), padded, adapted), mesh)
     compiled = {
         name: program.compile()
         for name, program in programs._asdict().items()

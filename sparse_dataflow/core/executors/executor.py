@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from sparse_dataflow.core.config.depth import DepthSchedule
-from sparse_dataflow.core.config.model import REMATS, ModelConfig
+from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import BUILT_IN, TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.block_gradients import block_gradient_norms
@@ -35,8 +35,9 @@ STAGE = "stage"
 RELAY = "relay"
 RELAY_DEPTH = "relay with depth_schedule"
 RELAY_DEVICES = "relay over several devices"
+RELAY_EAGER = "relay with clipping=eager"
 
-WAYS = ROWS, CONTEXT, TENSOR, FEATURE, STAGE, RELAY, RELAY_DEPTH, RELAY_DEVICES
+WAYS = ROWS, CONTEXT, TENSOR, FEATURE, STAGE, RELAY, RELAY_DEPTH, RELAY_DEVICES, RELAY_EAGER
 """Axes of a mesh that are longer than 1, and kinds of the relay, in the order of the table."""
 
 
@@ -77,15 +78,6 @@ class Rule(NamedTuple):
     legal: str
 
 
-def _adapters(job):
-    rank = job.training.adapter_rank
-    return rank and f"training.adapter_rank={rank}"
-
-
-def _by_layer(job):
-    return job.model.remat not in REMATS and f"model.remat={job.model.remat[:60]}"
-
-
 def _experts(job):
     return job.model.experts and f"model.experts={job.model.experts}"
 
@@ -120,13 +112,6 @@ def _state_that_stays(job):
 
 RULES = (
     Rule(
-        "`training.adapter_rank`",
-        _adapters,
-        (RELAY,),
-        "which trains all weights",
-        "the axes data, fsdp, context, feature and tensor",
-    ),
-    Rule(
         "`training.teacher`",
         lambda job: job.training.teacher and "training.teacher",
         (CONTEXT, TENSOR, FEATURE, STAGE, RELAY),
@@ -148,30 +133,13 @@ RULES = (
         "a mesh without stages, and parallel.depth_schedule=constant",
     ),
     Rule(
-        "`model.remat` by layer",
-        _by_layer,
-        (RELAY,),
-        "whose blocks are all treated alike",
-        ", ".join(REMATS),
-    ),
-    Rule(
         "`training.skip_spikes`",
         lambda job: (
             job.training.skip_spikes and f"training.skip_spikes={job.training.skip_spikes:g}"
         ),
-        (RELAY,),
-        "whose updates in host memory cannot be undone",
-        "training.skip_spikes=0, or another executor",
-    ),
-    Rule(
-        "`training.new_rows_first`",
-        lambda job: (
-            job.training.new_rows_first
-            and f"training.new_rows_first={job.training.new_rows_first:g}"
-        ),
-        (RELAY,),
-        "which updates each section by itself",
-        "training.new_rows_first=0, or another executor",
+        (RELAY_EAGER,),
+        "which updates a section before the gradients of all are known",
+        "training.skip_spikes=0, or parallel.clipping=exact",
     ),
     Rule(
         "`model.experts`",

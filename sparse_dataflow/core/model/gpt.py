@@ -368,11 +368,6 @@ def bind_block(config: ModelConfig, weights: dict) -> Block:
     return _bind(Block, config, weights)
 
 
-def tied_output(config: ModelConfig, embed_params: dict) -> Any:
-    """Returns the output layer that the head takes from "embed", or () if it has its own."""
-    return embed_params["tokens"] if config.tied_embeddings else ()
-
-
 def head(config: ModelConfig, params: dict, x_BxTxD: jax.Array, shard: Shard = WHOLE) -> jax.Array:
     """Last section without the output layer: the final norm, [B, T, D] -> [B, T, D].
 

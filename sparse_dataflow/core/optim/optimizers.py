@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -120,6 +121,24 @@ class NewRowsState(NamedTuple):
     """
 
     left: Any
+
+
+def with_steps_left(training: TrainingConfig, moments: Any, step: int = 0) -> Any:
+    """Returns an optimizer state whose `NewRowsState` is the one after `step` steps of the run."""
+    left = np.asarray(max(0, training.new_rows_steps - step), np.int32)
+    return tuple(NewRowsState(left) if isinstance(e, NewRowsState) else e for e in moments)
+
+
+def rows_left_alone(training: TrainingConfig, moments: Any) -> tuple[int, int] | None:
+    """Returns (first row, number of rows) of the only rows that the next step updates; None if it
+    updates all.
+
+    Args:
+      training: names the rows of new tokens.
+      moments: the optimizer state before the step, on the host.
+    """
+    left = next((int(entry.left) for entry in moments if isinstance(entry, NewRowsState)), 0)
+    return training.new_rows if left > 0 else None
 
 
 def _new_rows_alone(updates, rows, alone):

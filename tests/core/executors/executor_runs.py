@@ -177,6 +177,9 @@ OPTIONS = {
     "teacher": {"teacher": "folder"},
     # Two steps of these rows alone, then one of all weights. Axes of two and four cut the rows.
     "new_rows": {"new_rows": (10, 30), "new_rows_first": 0.67},
+    "new_rows_lion": {"new_rows": (10, 30), "new_rows_first": 0.67, "optimizer": "lion"},
+    # The second step is a spike.
+    "spikes": {"skip_spikes": 4.0},
     "answers": {"padded": True},
 }
 """What follows "+" in the name of a model -> changes of its training; rows are `padded` or not."""
@@ -222,9 +225,10 @@ def train(model, executor, micro_batches, start=None, padded=False, **changes):
         state = jax.tree.map(jnp.copy, start._replace(tables=()))
         state = executor.place(state._replace(tables=start.tables), model)
     reports, first = [], None
-    for rows in batches:
+    for step, rows in enumerate(batches):
         batch = executor.put(rows.example, BATCH)
-        state, report = run_step(programs, state, batch, np.float32(1e-3))
+        limit = np.float32(0 if step == 1 else np.inf) if training.skip_spikes else None
+        state, report = run_step(programs, state, batch, np.float32(1e-3), limit)
         reports.append(jax.tree.map(float, report._replace(routing=())))
         first = first or canonical(executor, state, model)["moments"]
     rows = executor.put(held_out.example, BATCH)

@@ -73,6 +73,12 @@ TRAINED = [
     ("experts", "exchange,stage:2,fsdp:2,tensor:2/3/1/1f1b/1"),
     ("sparse_deep_full", "stage:2,fsdp:2,tensor:2/2/2/interleaved/2/2+1+1+1"),
     # The relay: one block at a time.
+    ("llama+adapters", "relay/device/2"),
+    ("sparse_depth+adapters", "relay/host/1"),
+    ("dense+int8", "relay/device/1", "relay,data:2/device/1"),
+    ("dense+new_rows", "relay/device/1", "relay/host/2"),
+    ("phi+new_rows_lion", "relay/device/1"),
+    ("sparse+spikes", "relay/device/2", "on:2,stage:2/0/2/1f1b/1"),
     ("dense", "relay/device/1", "relay/host/2"),
     ("llama", "relay/device/2", "relay/host/2", "relay,data:2/device/2"),
     ("sparse_rank+muon", "relay/device/1"),

@@ -24,18 +24,12 @@ WAYS = {
         "parallel__depth_schedule": "grow:0.5",
     },
     executor.RELAY_DEVICES: {"parallel__executor": "relay", "parallel__mesh": "data:2"},
+    executor.RELAY_EAGER: {"parallel__executor": "relay", "parallel__clipping": "eager"},
 }
 OPTIONS = {
-    "`training.adapter_rank`": {"training__adapter_rank": 2, "run__init_from": "DIR"},
     "`training.teacher`": {"training__teacher": "DIR"},
     "`evolution.method=shared_to_own`": {"evolution__method": "shared_to_own"},
-    "`model.remat` by layer": {"model__remat": "full:1,none:1"},
     "`training.skip_spikes`": {"training__skip_spikes": 4.0},
-    "`training.new_rows_first`": {
-        "training__new_rows_first": 0.5,
-        "data__extend_vocabulary": 8,
-        "run__init_from": "DIR",
-    },
     "`model.experts`": {"model__experts": 4},
     "`sparsity.pattern=low_rank`": {"sparsity__pattern": "low_rank"},
     "`sparsity.pattern=low_rank` with `training.optimizer=muon`": {
@@ -52,7 +46,6 @@ OPTIONS = {
     },
     "`run.init_from` with stored blocks": {"run__init_from": "DIR"},
 }
-DENSE = {"`training.adapter_rank`", "`training.new_rows_first`"}
 
 
 def check(config, way):
@@ -62,9 +55,8 @@ def check(config, way):
 
 def refused(option, way):
     """Returns the words of the refusal of an option in a way; "" where it is legal."""
-    base = BASE.dense() if option in DENSE else BASE
     try:
-        check(base.change(**OPTIONS[option], **WAYS[way]), way)
+        check(BASE.change(**OPTIONS[option], **WAYS[way]), way)
     except UserError as error:
         return str(error)
     return ""
