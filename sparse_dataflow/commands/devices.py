@@ -195,10 +195,11 @@ def check(executor: Executor, config: RunConfig, variants: list[Variant]) -> Non
       UserError: naming what does not fit.
     """
     for variant in variants:
+        # Layouts that came with weights are data of the programs too.
         changes = len(variant.phase_specs) > 1 or variant.phase_specs[0].runtime_layouts
-        evolution = variant.evolution.method if changes else ""
-        given = changes and variant.evolution.given_layouts
+        method = variant.evolution.method
+        evolution = method if changes and method != "static" else ""
         for phase in variant.phase_specs:
-            job = Job(phase.model, variant.training, config.data.loss, evolution, given)
+            job = Job(phase.model, variant.training, evolution)
             refuse_unsupported(executor, job)
             executor.check(phase.model, variant.training)

@@ -132,10 +132,15 @@ def update_matrices(
     copy: np.ndarray | None = None,
     *,
     matrices: muon.Matrices,
+    scale: float = 1.0,
 ) -> None:
     """Runs one step of Muon on some units of a weight; see `muon.Matrices`.
 
-    Takes the arguments of `update`, and `matrices`, those of the weight.
+    Takes the arguments of `update`, and
+
+    Args:
+      matrices: of the weight.
+      scale: of the updates; of the factors of a product, see `muon.product_scales`.
     """
     for where in pieces(gradient.size, gradient.size, math.prod(matrices.unit)):
         g = widen(gradient[where]) * np.float32(rates.clip)
@@ -144,6 +149,8 @@ def update_matrices(
         block = matrices.unit[-2:]
         momentum, stack = (matrices.join(a.reshape(-1, *block)) for a in (mu, g))
         step = _flat(matrices.split(muon.update(momentum, stack, rates.number)))
+        if scale != 1:
+            step *= np.float32(scale)
         step += np.float32(rates.decay) * before.parameter[where]
         step *= np.float32(rates.learning_rate)
         np.subtract(before.parameter[where], step, out=after.parameter[where])

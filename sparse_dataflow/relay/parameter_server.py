@@ -28,7 +28,13 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim import by_weight
-from sparse_dataflow.core.optim.muon import Matrices, is_matrix, matrices_of
+from sparse_dataflow.core.optim.muon import (
+    FACTORS,
+    Matrices,
+    is_matrix,
+    matrices_of,
+    product_scales,
+)
 from sparse_dataflow.core.optim.optimizers import (
     TrainState,
     at_step,
@@ -317,13 +323,18 @@ class ServerStep:
         old_copies = jax.tree.leaves(
             server.copy(self._state.params, section) if server.copies else masters
         )
+        scales = _product_scales(masters) if training.optimizer == "muon" else {}
         copies, work = [], []
         for leaf, old, new, gradient, copy in zip(
             leaves, before, after, gradients, old_copies, strict=True
         ):
             update, unit = host_optimizer.update, 1
             if leaf.matrices is not None:
-                update = functools.partial(host_optimizer.update_matrices, matrices=leaf.matrices)
+                update = functools.partial(
+                    host_optimizer.update_matrices,
+                    matrices=leaf.matrices,
+                    scale=scales.get(leaf.path, 1.0),
+                )
                 unit = math.prod(leaf.matrices.unit)
             if not server.copies or leaf.device_dtype == new.parameter.dtype:
                 copy = None
@@ -431,6 +442,18 @@ def _leaves(facts, trees, section) -> list[Leaf]:
         Leaf(p, m, next(second, None) if leaf.matrices is None else None)
         for leaf, p, m in zip(facts, params, mu, strict=True)
     ]
+
+
+def _product_scales(masters):
+    """Returns {path: `muon.product_scales`} of all factors of a section, before their update."""
+    leaves = dict(jax.tree_util.tree_leaves_with_path(masters))
+    scales = {}
+    for path, leaf in leaves.items():
+        if path[-1].key == FACTORS[0]:
+            paths = [(*path[:-1], jax.tree_util.DictKey(name)) for name in FACTORS]
+            pair = product_scales(leaf, leaves[paths[1]])
+            scales |= {of_factor: float(np.squeeze(s)) for of_factor, s in zip(paths, pair)}
+    return scales
 
 
 def _updated_rows(path, alone):

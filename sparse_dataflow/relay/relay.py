@@ -28,6 +28,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.whole import Batch, micro_batches, with_weights
 from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.core.optim.loss_spikes import is_accepted
 from sparse_dataflow.core.optim.optimizers import StepReport, TrainState
 from sparse_dataflow.files.errors import UserError, first_line
@@ -78,7 +79,7 @@ class Relay:
         mesh: Mesh | None = None,
         pinned: bool | None = None,
         changing: bool = True,
-        padded: bool = False,
+        options: relay_programs.Options = relay_programs.NO_OPTIONS,
     ):
         """Compiles the programs.
 
@@ -90,7 +91,7 @@ class Relay:
           pinned: whether the device's copies are in page-locked memory; if None, on every backend
             but the CPU.
           changing: whether layouts may change; see `relay.programs.compile_groups`.
-          padded: whether training batches have weights of their targets, as padded rows do.
+          options: what the training adds to the programs' arguments.
 
         Raises:
           UserError: the mesh does not divide the batch.
@@ -111,15 +112,16 @@ class Relay:
         self._put = functools.partial(_put, self._replicated)
         relay_programs.refuse_unsupported(training, self._rows.num_devices)
         rows = training.batch // training.micro_batches
-        adapted = bool(training.adapter_rank)
+        options = options._replace(adapted=bool(training.adapter_rank))
         self._train_shape = (training.micro_batches, rows, training.sequence)
         self.programs = relay_programs.compile_groups(
-            model, self._train_shape, mesh, changing=changing, padded=padded, adapted=adapted
+            model, self._train_shape, mesh, changing=changing, options=options
         )
         self._eval_shape = (1, *eval_shape) if eval_shape else None
         if self._eval_shape:
+            eval_options = options._replace(padded=False, taught=0)
             self.eval_programs = relay_programs.compile_groups(
-                model, self._eval_shape, mesh, True, changing, adapted=adapted
+                model, self._eval_shape, mesh, True, changing, eval_options
             )
         pinned = jax.default_backend() != "cpu" if pinned is None else pinned
         self.server = ParameterServer(
@@ -161,6 +163,7 @@ class Relay:
         limit: float | None = None,
         *,
         weights: np.ndarray | None = None,
+        teacher: tuple[jax.Array, jax.Array] | None = None,
     ) -> tuple[TrainState, StepReport]:
         """Runs one optimizer step; donates the state.
 
@@ -170,6 +173,7 @@ class Relay:
           limit: highest accepted loss; if the loss is higher, or a gradient is not finite,
             parameters and moments do not change.  None for any.
           weights: float32 [batch, sequence], of the targets; None for their mean.
+          teacher: see `training.teacher.Teacher`; None without one.
 
         Raises:
           UserError: the device failed; earlier checkpoints stay valid.
@@ -183,7 +187,9 @@ class Relay:
         sections = [each for each in sections if jax.tree.leaves(view(state.params, each))]
         with translated_device_errors(f"step {step + 1}"):
             server = ServerStep(self.server, state, sections, learning_rate, self.timeline)
-            batch = self._batch(Batch(tokens, weights), self._train_shape, weights is not None)
+            taught = teacher and TeacherOutput(*teacher, np.float32(self.training.teacher_weight))
+            batch = Batch(tokens, weights, taught)
+            batch = self._batch(batch, self._train_shape, weights is not None)
             loss = self._forward_backward(server, blocks, batch)
             after, norms = server.finish(
                 lambda norms: limit is None or is_accepted(float(loss), norms, limit)
@@ -315,12 +321,15 @@ class Relay:
     def _batch(self, batch, shape, padded=False):
         """Returns `whole.micro_batches` on the device."""
         inputs, context = micro_batches(self.model, with_weights(batch), shape[0], padded=padded)
-        put = lambda rows: _placed([np.ascontiguousarray(rows)], self._rows)[0]  # noqa: E731
-        context = context.map_rows(put)
-        if context.routed is not None:
-            [routed] = _placed([np.asarray(context.routed)], self._replicated)
-            context = dataclasses.replace(context, routed=routed)
-        return put(inputs), context
+
+        def put(sharding, array):
+            return _placed([np.asarray(array, order="C")], sharding)[0]
+
+        rows, context = context.rows, context.with_rows(dict.fromkeys(context.rows))
+        context = jax.tree.map(functools.partial(put, self._replicated), context)
+        put_rows = functools.partial(put, self._rows)
+        context = context.with_rows(jax.tree.map(put_rows, rows))
+        return put_rows(inputs), context
 
 
 @jax.jit

@@ -100,6 +100,10 @@ class RelayExecutor(MultiProgramExecutor):
     ) -> dict[str, Any]:
         assert not isinstance(self.mesh, AbstractMesh), "planned devices do not train"
         held_out = data.validation[0]["weights"].shape
+        options = relay_programs.Options(
+            padded="weights" in data.train.example,
+            taught=data.teacher.width if training.teacher else 0,
+        )
         relay = Relay(
             model,
             training,
@@ -107,7 +111,7 @@ class RelayExecutor(MultiProgramExecutor):
             eval_shape=held_out,
             mesh=self.mesh,
             changing=changing,
-            padded="weights" in data.train.example,
+            options=options,
         )
 
         def train_step(state, layouts, *arguments, **named):

@@ -24,15 +24,33 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.whole import Batch, micro_batches
 from sparse_dataflow.core.layouts.layout import Groups
 from sparse_dataflow.core.model import adapters, gpt, stacks
-from sparse_dataflow.core.model.batch_context import NO_CONTEXT
+from sparse_dataflow.core.model.batch_context import NO_CONTEXT, BatchContext
 from sparse_dataflow.core.model.experts import ROUTER
 from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.files.errors import UserError
 
 DATA_AXIS = "data"
 
 
 T = TypeVar("T")
+
+
+class Options(NamedTuple):
+    """What a training adds to the arguments of the programs.
+
+    Attributes:
+      padded: whether rows of text are padded; see `whole.batch_context`.
+      adapted: whether adapters alone are trained; the other weights are frozen.
+      taught: features of a teacher's hidden states; 0 without a teacher.
+    """
+
+    padded: bool = False
+    adapted: bool = False
+    taught: int = 0
+
+
+NO_OPTIONS = Options()
 
 
 class Programs(NamedTuple, Generic[T]):
@@ -194,8 +212,7 @@ def arguments(
     model: ModelConfig,
     shape: tuple[int, int, int],
     groups: Mapping[str, Groups | None] = {},
-    padded: bool = False,
-    adapted: bool = False,
+    options: Options = NO_OPTIONS,
 ) -> Programs[tuple]:
     """Returns the shapes and dtypes of each program's arguments.
 
@@ -203,11 +220,10 @@ def arguments(
       model: model config of any depth; its first layer gives the shapes of the layouts.
       shape: (micro-batches, sequences in each, tokens in a sequence).
       groups: projection -> groups of its layout, which the programs are specialised to.
-      padded: see `whole.batch_context`.
-      adapted: see `section_weights`.
+      options: of the training.
     """
-    embed, block, head = section_weights(model, adapted)
-    tokens, context = context_shapes(model, shape, padded)
+    embed, block, head = section_weights(model, options.adapted)
+    tokens, context = context_shapes(model, shape, options)
     x = jax.ShapeDtypeStruct((*shape, model.d_model), jnp.dtype(model.compute_dtype))
     stacked = stacks.layout_tables(stacks.layouts(dataclasses.replace(model, num_layers=1)))
     layouts = {
@@ -227,14 +243,21 @@ def arguments(
     )
 
 
-def context_shapes(model: ModelConfig, shape: tuple[int, int, int], padded: bool) -> tuple:
+def context_shapes(model: ModelConfig, shape: tuple[int, int, int], options: Options) -> tuple:
     """Returns the shapes of `whole.micro_batches`; arguments as in `arguments`."""
     count, rows, length = shape
     tokens = jax.ShapeDtypeStruct((count * rows, length + 1), jnp.int32)
     weights = jax.ShapeDtypeStruct((count * rows, length), jnp.float32)
-    return jax.eval_shape(
-        lambda *batch: micro_batches(model, Batch(*batch), count, padded=padded), tokens, weights
-    )
+    teacher = None
+    if options.taught:
+        dtype = jnp.dtype(model.compute_dtype)
+        teacher = TeacherOutput(
+            jax.ShapeDtypeStruct((count * rows, length, options.taught), dtype),
+            jax.ShapeDtypeStruct((model.vocab_size, options.taught), dtype),
+            jax.ShapeDtypeStruct((), jnp.float32),
+        )
+    split = functools.partial(micro_batches, model, count=count, padded=options.padded)
+    return jax.eval_shape(split, Batch(tokens, weights, teacher))
 
 
 def lower(
@@ -271,8 +294,7 @@ def compile_groups(
     mesh: Mesh | None = None,
     evaluation: bool = False,
     changing: bool = True,
-    padded: bool = False,
-    adapted: bool = False,
+    options: Options = NO_OPTIONS,
 ) -> tuple[Programs[Compiled] | EvalPrograms[Compiled], ...]:
     """Compiles the programs of each of `layer_models` for the default backend.
 
@@ -283,8 +305,7 @@ def compile_groups(
       mesh: as in `lower`.
       evaluation: whether to compile the evaluation programs.
       changing: whether layouts may change; otherwise the programs are specialised to their groups.
-      padded: see `whole.batch_context`.
-      adapted: see `section_weights`.
+      options: of the training.
     """
     tables = stacks.layout_tables(stacks.layouts(model))
     structures = [
@@ -298,19 +319,19 @@ def compile_groups(
         (dataclasses.replace(each, num_layers=1, shared_layers=False), structure)
         for each, structure in kinds.items()
     )
-    options = shape, mesh, evaluation, padded, adapted
-    shared = _compiled(*first, *options)
-    return shared, *(_compiled(*each, *options, shared) for each in others)
+    arguments = shape, mesh, evaluation, options
+    shared = _compiled(*first, *arguments)
+    return shared, *(_compiled(*each, *arguments, shared) for each in others)
 
 
 @functools.cache
-def _compiled(model, structure, shape, mesh, evaluation, padded, adapted, shared=None):
+def _compiled(model, structure, shape, mesh, evaluation, options, shared=None):
     """Compiles a model of equal layers; only its block programs if others are `shared`.
 
     `structure` has (projection, groups of its tables).
     """
-    pure = (eval_functions if evaluation else functions)(model, adapted)
-    programs = lower(pure, arguments(model, shape, dict(structure), padded, adapted), mesh)
+    pure = (eval_functions if evaluation else functions)(model, options.adapted)
+    programs = lower(pure, arguments(model, shape, dict(structure), options), mesh)
     compiled = {
         name: program.compile()
         for name, program in programs._asdict().items()
@@ -343,14 +364,15 @@ def _sharded(name, structs, mesh, evaluation):
     rows, replicated = data_shardings(mesh)
     params = {"embed": [0], "forward": [0], "head": [0, 1], "backward": [0], "embed_backward": [2]}
 
-    def placed(number, leaf):
-        alike = number in params[name] or len(leaf.shape) < 2
-        to = replicated if alike else rows
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to)
+    def to(sharding):
+        return lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    structs = tuple(
-        jax.tree.map(functools.partial(placed, number), tree) for number, tree in enumerate(structs)
-    )
+    def placed(number, tree):
+        if isinstance(tree, BatchContext):
+            return jax.tree.map(to(replicated), tree).map_rows(to(rows))
+        return jax.tree.map(to(replicated if number in params[name] else rows), tree)
+
+    structs = tuple(placed(number, tree) for number, tree in enumerate(structs))
     out = {
         "embed": rows,
         "forward": rows,

@@ -48,16 +48,12 @@ class Job:
     Attributes:
       model: of one phase.
       training: its settings.
-      loss: `DataConfig.loss`.
-      evolution: its method where layouts or model change, else "".
-      given_layouts: whether the stored blocks are those of initial weights.
+      evolution: its method where layouts or model change in training, else "".
     """
 
     model: ModelConfig
     training: TrainingConfig
-    loss: str = "all"
     evolution: str = ""
-    given_layouts: bool = False
 
 
 class Rule(NamedTuple):
@@ -80,10 +76,6 @@ class Rule(NamedTuple):
 
 def _experts(job):
     return job.model.experts and f"model.experts={job.model.experts}"
-
-
-def _changes(job):
-    return job.evolution and f"--evolution={job.evolution}"
 
 
 def _of_weights(job):
@@ -110,27 +102,22 @@ def _state_that_stays(job):
     return ""
 
 
+OPTIMIZERS = "`training.optimizer` other than adamw and muon with an `evolution.method`"
+
 RULES = (
     Rule(
-        "`training.teacher`",
-        lambda job: job.training.teacher and "training.teacher",
-        (CONTEXT, TENSOR, FEATURE, STAGE, RELAY),
-        "which cuts the model or its sequences",
-        "the axes data and fsdp",
-    ),
-    Rule(
-        "other `evolution.method` than static",
-        lambda job: not job.given_layouts and _changes(job),
+        "`model.experts`",
+        _experts,
         (FEATURE,),
-        "whose axis feature cuts each stored block",
-        "--evolution=static, or a mesh without feature",
+        "whose axis feature gives a router parts of its inputs, and a choice needs all",
+        "a mesh without feature",
     ),
     Rule(
         "`evolution.method=shared_to_own`",
         lambda job: job.model.shared_layers and "--evolution=shared_to_own",
-        (FEATURE, RELAY_DEPTH),
-        "whose layers do not share one block",
-        "a mesh without stages, and parallel.depth_schedule=constant",
+        (RELAY_DEPTH,),
+        "whose new layers start as the identity, which a block that all share is not",
+        "parallel.depth_schedule=constant",
     ),
     Rule(
         "`training.skip_spikes`",
@@ -138,69 +125,22 @@ RULES = (
             job.training.skip_spikes and f"training.skip_spikes={job.training.skip_spikes:g}"
         ),
         (RELAY_EAGER,),
-        "which updates a section before the gradients of all are known",
+        "which overwrites a section before the gradients of all are known",
         "training.skip_spikes=0, or parallel.clipping=exact",
     ),
     Rule(
-        "`model.experts`",
-        _experts,
-        (RELAY_DEVICES,),
-        "whose devices route their own tokens alone",
-        "one device, or another executor",
-    ),
-    Rule(
-        "`model.experts`",
-        _experts,
-        (FEATURE,),
-        "whose axis feature cuts every weight alike",
-        "a mesh without feature",
-    ),
-    Rule(
-        "`model.experts`",
-        _experts,
-        (CONTEXT,),
-        "whose axis context shards the tokens that experts count",
-        "a mesh without context",
-    ),
-    Rule(
-        "`sparsity.pattern=low_rank`",
-        lambda job: job.model.low_rank_projections and "sparsity.pattern=low_rank",
-        (FEATURE,),
-        "whose axis feature cuts stored blocks or dense weights",
-        "a mesh without feature, or another pattern",
-    ),
-    Rule(
-        "`sparsity.pattern=low_rank` with `training.optimizer=muon`",
-        lambda job: (
-            job.model.low_rank_projections
-            and job.training.optimizer == "muon"
-            and "training.optimizer=muon and sparsity.pattern=low_rank"
-        ),
-        (RELAY,),
-        "which updates one array at a time, and muon needs both factors",
-        "training.optimizer=adamw, or another executor",
-    ),
-    Rule(
-        "`training.optimizer` other than adamw and muon with an `evolution.method` that changes "
-        "the model",
+        OPTIMIZERS,
         _changes_model,
         WAYS,
-        "which knows what becomes of the moments of adamw and muon alone",
+        "whose state does not say what scales as the gradient and what as its square",
         f"training.optimizer={' or '.join(BUILT_IN)}, or --evolution=set or rigl",
     ),
     Rule(
-        "`training.optimizer` with state that is not of a block's shape, with set and rigl",
+        OPTIMIZERS,
         _state_that_stays,
         WAYS,
-        "which moves moments of single weights with their blocks",
+        "whose number for a row of blocks cannot be divided between the blocks",
         f"another optimizer, such as {', '.join(BUILT_IN)}, or --evolution=static",
-    ),
-    Rule(
-        "`run.init_from` with stored blocks",
-        lambda job: job.given_layouts and "--init_from",
-        (FEATURE,),
-        "whose axis feature cuts each stored block",
-        "drawn weights, dense weights, or a mesh without feature",
     ),
 )
 
@@ -224,14 +164,15 @@ def refuse_unsupported(executor: Any, job: Job) -> None:
 
 
 def support_table() -> str:
-    """Returns the table of docs/devices.md: an option in each row, with the ways that lack it."""
-    lines = ["| option | does not work with |", "|---|---|"]
+    """Returns the table of docs/devices.md: each option, the ways that lack it, and why."""
+    lines = ["| option | does not work with | reason |", "|---|---|---|"]
     for option in dict.fromkeys(rule.option for rule in RULES):
-        # Two options together have the rules of the first as well.
-        missing = {way for rule in RULES if option.startswith(rule.option) for way in rule.ways}
+        rules = [rule for rule in RULES if rule.option == option]
+        missing = {way for rule in rules for way in rule.ways}
         kinds = [way for way in WAYS if way in missing and not _is_kind_of_relay(way, missing)]
         cell = "any executor" if missing == set(WAYS) else ", ".join(kinds)
-        lines.append(f"| {option} | {cell} |")
+        reasons = "; ".join(dict.fromkeys(rule.because for rule in rules))
+        lines.append(f"| {option} | {cell} | {reasons} |")
     return "\n".join(lines) + "\n"
 
 

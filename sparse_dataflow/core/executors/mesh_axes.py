@@ -136,8 +136,6 @@ def feature_obstacle(model: ModelConfig, tensor: int, feature: int) -> str:
         return ""
     if model.experts:
         return "cannot cut experts"
-    if model.low_rank_projections:
-        return "cannot cut weights of sparsity.pattern=low_rank"
     if key_value_copies(model, tensor) > 1:
         return f"needs a tensor axis of at most the {model.kv_heads} key/value heads"
     sparse, run = model.sparse_projections, cut_run_length(model)

@@ -147,7 +147,12 @@ class Sharded(Executor):
         axes = self._measured_axes(tokens)
 
         def local(weights, tokens):
-            return block_gradient_norms(model, local_weights(weights), tokens, member, axes)
+            norms = block_gradient_norms(model, local_weights(weights), tokens, member, axes)
+            if member.shard.feature_axis is None:
+                return norms
+            # A device has a strip of each block.
+            squares = jax.tree.map(jnp.square, norms)
+            return jax.tree.map(jnp.sqrt, lax.psum(squares, member.shard.feature_axis))
 
         out_specs = norm_specs(split_groups(weights.tables)[0])
         measure = self._mapped(local, (specs, P(axes or None)), out_specs)
@@ -190,7 +195,7 @@ class Sharded(Executor):
                 longer("tensor"),
                 bool(sharding.axes_of(all_specs["embed"]["tokens"]) & set(MODEL_AXES)),
                 self._kv_copies(model),
-                BATCH_AXES,
+                (*BATCH_AXES, *(("context",) if longer("context") else ())),
                 longer("fsdp") if self.exchange else None,
                 longer("feature"),
                 run_length(model),

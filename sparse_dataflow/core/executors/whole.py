@@ -392,9 +392,10 @@ def member_context(
     if member.context is None:
         return context
     config.check_context(batch.tokens.shape[1] - 1)
-    of_head = {name: member.of_context(getattr(context, name)) for name in ("targets", "weights")}
+    # Attention reads the documents of all tokens.
+    local = {name: member.of_context(a) for name, a in context.rows.items() if name != "documents"}
     positions = member.context.positions(batch.tokens.shape[1] - 1)
-    return dataclasses.replace(context, positions=positions, **of_head)
+    return dataclasses.replace(context.with_rows(local), positions=positions)
 
 
 def _residual(config, embed, weights, tokens, context, member):
@@ -412,7 +413,7 @@ def routed_tokens(
     """Returns the number of tokens of a batch, on all devices, that have experts; at least 1."""
     if not padded:
         return batch.tokens[:, 1:].size * member.batch_shards
-    count, axes = _real(config, batch.tokens).sum(), member.shard.row_axes
+    count, axes = member.of_context(_real(config, batch.tokens)).sum(), member.shard.row_axes
     return jnp.maximum(lax.psum(count, axes) if axes else count, 1)
 
 

@@ -407,7 +407,7 @@ def head_loss(
     """Last section: float32 sum of weights * negative log-likelihood, in nats.
 
     The context has the targets and their weights.  If it has a teacher, the result is
-    `distillation_loss`; the shard must then be whole.
+    `distillation_loss`.
 
     The output layer is "output" of the params, else the token embedding.
 
@@ -415,18 +415,19 @@ def head_loss(
     device's share of the sum.
     """
     x = head(config, params, x_BxTxD, shard)
-    targets_BxT, weights_BxT = context.targets, context.weights
+    targets_BxT, weights_BxT, taught = context.targets, context.weights, context.taught
     if shard.vocabulary:
         x = shard.gather(x)
     else:
         targets_BxT, weights_BxT = (shard.slice(a, axis=1) for a in (targets_BxT, weights_BxT))
         weights_BxT = weights_BxT / shard.equal_rows
+        taught = None if taught is None else shard.slice(taught, axis=1)
     x_NxD, targets, weights = _rows(x), targets_BxT.reshape(-1), weights_BxT.reshape(-1)
     x_NxD, output = output_layer(params, embedding_VxD, x_NxD)
-    if context.teacher is not None:
-        teacher = TeacherOutput(_rows(context.taught), *context.teacher)
-        return distillation_loss(x_NxD, output, targets, weights, teacher)
     axes, size, cap = shard.vocabulary_axes, config.vocab_size, config.logit_cap
+    if context.teacher is not None:
+        teacher = TeacherOutput(_rows(taught), *context.teacher)
+        return distillation_loss(x_NxD, output, targets, weights, teacher, axes, size)
     return cross_entropy.weighted_loss(x_NxD, output, targets, weights, axes, size, cap)
 
 

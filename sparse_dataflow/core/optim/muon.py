@@ -172,12 +172,22 @@ def with_bounded_products(updates: Any, params: Any) -> Any:
         return updates
     if FACTORS[0] not in updates:
         return {name: with_bounded_products(updates[name], params[name]) for name in updates}
-    (inputs, rank), outputs = params[FACTORS[0]].shape[-2:], params[FACTORS[1]].shape[-1]
-    norms = spectral_bound(params[FACTORS[0]]) + spectral_bound(params[FACTORS[1]])
-    scale = math.sqrt(max(inputs, outputs)) / (norms + 1)
-    sides = dict(zip(FACTORS, (max(inputs, rank), max(rank, outputs))))
-    scaled = {name: updates[name] * (scale / math.sqrt(side)) for name, side in sides.items()}
+    scales = product_scales(*(params[name] for name in FACTORS))
+    scaled = {name: updates[name] * scale for name, scale in zip(FACTORS, scales)}
     return {**updates, **scaled}
+
+
+def product_scales(first: Any, second: Any) -> tuple[Any, Any]:
+    """Returns the factors [..., 1, 1] of the updates of two factors; see `with_bounded_products`.
+
+    Args:
+      first: float32 [..., inputs, rank], before the update.
+      second: float32 [..., rank, outputs].
+    """
+    (inputs, rank), outputs = first.shape[-2:], second.shape[-1]
+    norms = spectral_bound(first) + spectral_bound(second)
+    scale = math.sqrt(max(inputs, outputs)) / (norms + 1)
+    return scale / math.sqrt(max(inputs, rank)), scale / math.sqrt(max(rank, outputs))
 
 
 def spectral_bound(stack: Any) -> Any:

@@ -79,6 +79,9 @@ MODELS = {
     ),
     "shared": sparse("monarch", num_layers=3, shared_layers=True),
     "low_rank": DENSE.with_linears(LinearSpec("low_rank", "low_rank", 0.5)),
+    "low_rank_experts": dataclasses.replace(DENSE, experts=2, top_k=1).with_linears(
+        LinearSpec("low_rank", "low_rank", 0.5), ["qkv", "attn_out"]
+    ),
     "sparse_gated": sparse("monarch", num_heads=8, gated_mlp=True),
     "sparse_gated_full": sparse("monarch", num_heads=8, gated_mlp=True, remat="full"),
     "dense_deep": dataclasses.replace(DENSE, num_layers=8),
@@ -215,7 +218,9 @@ def train(model, executor, micro_batches, start=None, padded=False, **changes):
     counted = {"weights": weights / weights.sum()} if training.adapter_rank or padded else {}
     batches = [Rows({"tokens": rows, **counted}, BATCH) for rows in tokens]
     held_out = Rows({"tokens": tokens[0], "weights": weights}, BATCH)
-    teacher = Teacher(DENSE, gpt.init(DENSE, jax.random.key(1)), {}) if training.teacher else None
+    of_teacher = dataclasses.replace(DENSE, vocab_size=model.vocab_size)
+    params = gpt.init(of_teacher, jax.random.key(1))
+    teacher = Teacher(of_teacher, params, {}) if training.teacher else None
     data = TrainingData(batches[0], held_out, 1, held_out, 1, "none", teacher=teacher)
     [programs] = compile_programs([PhaseSpec(0.0, model)], training, data, executor=executor)
     if start is None:

@@ -27,25 +27,14 @@ WAYS = {
     executor.RELAY_EAGER: {"parallel__executor": "relay", "parallel__clipping": "eager"},
 }
 OPTIONS = {
-    "`training.teacher`": {"training__teacher": "DIR"},
     "`evolution.method=shared_to_own`": {"evolution__method": "shared_to_own"},
     "`training.skip_spikes`": {"training__skip_spikes": 4.0},
     "`model.experts`": {"model__experts": 4},
-    "`sparsity.pattern=low_rank`": {"sparsity__pattern": "low_rank"},
-    "`sparsity.pattern=low_rank` with `training.optimizer=muon`": {
-        "sparsity__pattern": "low_rank",
-        "training__optimizer": "muon",
-    },
-    "other `evolution.method` than static": {"evolution__method": "rigl", "evolution__every": 2},
-    "`training.optimizer` other than adamw and muon with an `evolution.method` that changes the "
-    "model": {"training__optimizer": "lion", "evolution__method": "sparse_to_dense"},
-    "`training.optimizer` with state that is not of a block's shape, with set and rigl": {
-        "training__optimizer": "optax:sm3",
-        "evolution__method": "set",
-        "evolution__every": 2,
-    },
-    "`run.init_from` with stored blocks": {"run__init_from": "DIR"},
+    executor.OPTIMIZERS: {"training__optimizer": "lion", "evolution__method": "sparse_to_dense"},
 }
+
+
+SET = {"evolution__method": "set", "evolution__every": 2}
 
 
 def check(config, way):
@@ -87,5 +76,12 @@ def test_the_table_lists_what_is_refused(option, way):
         assert "legal" in words
 
 
+@pytest.mark.parametrize("way", executor.WAYS)
+def test_state_of_parts_of_a_block_is_refused_everywhere(way):
+    with pytest.raises(UserError, match="legal"):
+        check(BASE.change(training__optimizer="optax:sm3", **SET, **WAYS[way]), way)
+
+
 def test_the_page_has_the_table():
+    assert len(executor.support_table().splitlines()) - 2 <= 6
     assert executor.support_table() in PAGE.read_text(encoding="utf-8")
