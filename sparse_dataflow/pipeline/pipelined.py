@@ -273,6 +273,8 @@ class Pipelined(Sharded):
 
     def _cut_layouts(self, weights, model, changing):
         """Stages share one program, so it can be specialised to common groups alone."""
+        if not weights.tables:
+            return {}
         copies = self._kv_copies(model)
         sharded = (
             cuts.cut(group, self.tensor_shards, changing, copies)

@@ -28,6 +28,7 @@ from sparse_dataflow.core.executors.mesh import (
     STATE_AXES,
     AnyMesh,
     batch_shards,
+    describe,
 )
 from sparse_dataflow.core.executors.mesh_axes import key_value_copies
 from sparse_dataflow.core.executors.state_roles import dotted_path, parameter_shapes, roles
@@ -350,6 +351,11 @@ def refuse_exchange(mesh: AnyMesh, model: ModelConfig, zero: int) -> None:
         raise UserError(
             f"{words} with parallel.zero={zero}, which gives every device all experts; legal: "
             "--set parallel.zero=3, or gather."
+        )
+    if mesh.shape["context"] > 1:
+        raise UserError(
+            f"{words} on --mesh={describe(mesh)}, whose axis context cuts the experts' weights "
+            "too; legal: --set parallel.experts=gather, or a mesh without context."
         )
     if model.experts % mesh.shape["fsdp"]:
         sizes = range(1, model.experts + 1)

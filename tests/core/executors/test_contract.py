@@ -210,6 +210,7 @@ STAGES = "stage:2,data:2,tensor:2/3/1/zero_bubble/1"
         # Each device has a strip of every block.
         ("rigl", "on:4,feature:2,tensor:2/3/1"),
         ("set", "on:2,feature:2/0/1"),
+        ("shared_to_own", "on:2,stage:2/0/1/1f1b/1", "on:2,feature:2/0/1"),
         at_night=[
             *((method, "on:4,feature:2,fsdp:2/3/1") for method in ("gradual", "sparse_to_dense")),
             ("rigl", MESH, STAGES),
