@@ -80,9 +80,10 @@ def trip_counts(plan: Plan, places: np.ndarray | None = None) -> dict[str, float
     for action, name in BLOCKS.items():
         blocks = np.where(schedule.action == action, layers[stages, schedule.chunk], 0)
         counts[name] = float(blocks.sum(axis=1).max())
-        for kind in range(0 if places is None else places[..., 0].max() + 1):
+        kinds: Any = () if places is None else places[..., 0]
+        for kind in np.unique(kinds).tolist():
             is_block = np.arange(plan.division.capacity) < layers[..., None]
-            of_kind = (is_block & (places[..., 0] == kind)).sum(axis=-1)
+            of_kind = (is_block & (kinds == kind)).sum(axis=-1)
             blocks = np.where(schedule.action == action, of_kind[stages, schedule.chunk], 0)
             counts[_scope(action, kind)] = float(blocks.sum(axis=1).max())
     for name in ("activation", "gradient"):
@@ -206,10 +207,10 @@ class _Stage:
     def __init__(self, plan, work):
         self.plan, self.work, self.stage = plan, work, lax.axis_index("stage")
         self.layers = jnp.asarray(plan.division.chunk_layers)[self.stage]
-        self.places = None if work.places is None else jnp.asarray(work.places)[self.stage]
+        self.places: Any = None if work.places is None else jnp.asarray(work.places)[self.stage]
         self.trains = BACKWARD in plan.schedule.actions
         groups = split_groups(work.params["blocks"])
-        none = ({},) * len(groups)
+        none: tuple[dict, ...] = ({},) * len(groups)
         others = (split_groups(tree or none) for tree in (work.frozen, work.constants))
         self.groups = list(zip(groups, *others, strict=True))
         self.x = jax.eval_shape(lambda: self.embed(work.params["embed"], 0))
@@ -240,7 +241,9 @@ class _Stage:
         return _State(
             jnp.zeros(()),
             jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), self.work.params),
-            *(buffer(name, content, capacity) for name, content in self.contents.items()),
+            buffer("saved", self.contents["saved"], capacity),
+            buffer("recomputed", self.contents["recomputed"], capacity),
+            buffer("pending", self.contents["pending"], capacity),
             buffer("activation", self.x),
             buffer("gradient", self.x),
             jnp.zeros(self.x.shape, self.x.dtype),
@@ -439,7 +442,8 @@ class _KindActions(NamedTuple):
 
 def _actions(kinds, groups, x, context):
     """Returns (`_KindActions` of each kind, {buffer: contents}); kinds share equal contents."""
-    made, contents = [], {"saved": [], "recomputed": [], "pending": []}
+    made = []
+    contents: dict[str, list] = {"saved": [], "recomputed": [], "pending": []}
     for kind in kinds:
         one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), groups[kind.group])
         params, *others = one

@@ -232,13 +232,14 @@ class Pipelined(Sharded):
             layer = whole.rematerialised(remat_kind, functools.partial(block, of_layer))
             return Kind(layer, group, remat_kind == "full")
 
-        kinds, places = self._kinds(model)
+        (kinds, places), (inputs, context) = self._kinds(model), batch
         return pipeline.Work(
             embed,
             head_loss,
             tuple(kind(*each) for each in kinds),
             params,
-            *batch,
+            inputs,
+            context,
             local_weights(weights).tables,
             frozen.get("blocks", ()),
             places,

@@ -113,7 +113,7 @@ def block_places(division: Division, kinds: Sequence[int], groups: Sequence[rang
     by_group = [part(division, layers).block_indices for layers in groups]
     for place in np.ndindex(places.shape[:3]):
         stage, chunk, number = place
-        block = division.block_indices.reshape(places.shape[:3])[place]
+        block = int(division.block_indices.reshape(places.shape[:3])[place])
         if block < 0:
             continue
         group, layers = next((g, r) for g, r in enumerate(groups) if block in r)

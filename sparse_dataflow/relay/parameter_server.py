@@ -447,7 +447,7 @@ def _leaves(facts, trees, section) -> list[Leaf]:
 def _product_scales(masters):
     """Returns {path: `muon.product_scales`} of all factors of a section, before their update."""
     leaves = dict(jax.tree_util.tree_leaves_with_path(masters))
-    scales = {}
+    scales: dict[tuple, float] = {}
     for path, leaf in leaves.items():
         if path[-1].key == FACTORS[0]:
             paths = [(*path[:-1], jax.tree_util.DictKey(name)) for name in FACTORS]

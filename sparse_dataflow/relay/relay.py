@@ -160,7 +160,7 @@ class Relay:
         state: TrainState,
         tokens: np.ndarray,
         learning_rate: float,
-        limit: float | None = None,
+        limit: np.float32 | None = None,
         *,
         weights: np.ndarray | None = None,
         teacher: tuple[jax.Array, jax.Array] | None = None,
@@ -187,7 +187,8 @@ class Relay:
         sections = [each for each in sections if jax.tree.leaves(view(state.params, each))]
         with translated_device_errors(f"step {step + 1}"):
             server = ServerStep(self.server, state, sections, learning_rate, self.timeline)
-            taught = teacher and TeacherOutput(*teacher, np.float32(self.training.teacher_weight))
+            weight = jnp.float32(self.training.teacher_weight)
+            taught = TeacherOutput(*teacher, weight) if teacher else None
             batch = Batch(tokens, weights, taught)
             batch = self._batch(batch, self._train_shape, weights is not None)
             loss = self._forward_backward(server, blocks, batch)

@@ -108,10 +108,10 @@ def section_weights(model: ModelConfig, adapted: bool = False) -> tuple[ModelWei
     """
 
     def draw():
-        params, frozen = gpt.init(model, jax.random.key(0)), {}
+        params: dict = gpt.init(model, jax.random.key(0))
         if adapted:
             return adapters.factors(params), adapters.frozen(model, params, 1.0)
-        return params, frozen
+        return params, {}
 
     params, frozen = jax.eval_shape(draw)
     weights = {
@@ -157,7 +157,10 @@ def functions(model: ModelConfig, adapted: bool = False) -> Programs[Callable]:
 
         def micro_batch(x, context):
             value, pull = jax.vjp(
-                lambda *operands: loss(*operands, context), weights.params, tied.params, x
+                lambda params, tied_params, x: loss(params, tied_params, x, context),
+                weights.params,
+                tied.params,
+                x,
             )
             *gradients, dx = pull(jnp.ones_like(value))
             return dx, (value, tuple(gradients))
@@ -251,11 +254,9 @@ def context_shapes(model: ModelConfig, shape: tuple[int, int, int], options: Opt
     teacher = None
     if options.taught:
         dtype = jnp.dtype(model.compute_dtype)
-        teacher = TeacherOutput(
-            jax.ShapeDtypeStruct((count * rows, length, options.taught), dtype),
-            jax.ShapeDtypeStruct((model.vocab_size, options.taught), dtype),
-            jax.ShapeDtypeStruct((), jnp.float32),
-        )
+        sides = (count * rows, length, options.taught), (model.vocab_size, options.taught)
+        hidden, output = (jax.eval_shape(lambda s=side: jnp.zeros(s, dtype)) for side in sides)
+        teacher = TeacherOutput(hidden, output, jnp.float32(0))
     split = functools.partial(micro_batches, model, count=count, padded=options.padded)
     return jax.eval_shape(split, Batch(tokens, weights, teacher))
 

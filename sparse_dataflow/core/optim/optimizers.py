@@ -129,7 +129,7 @@ def with_steps_left(training: TrainingConfig, moments: Any, step: int = 0) -> An
     return tuple(NewRowsState(left) if isinstance(e, NewRowsState) else e for e in moments)
 
 
-def rows_left_alone(training: TrainingConfig, moments: Any) -> tuple[int, int] | None:
+def rows_left_alone(training: TrainingConfig, moments: Any) -> tuple[int, ...] | None:
     """Returns (first row, number of rows) of the only rows that the next step updates; None if it
     updates all.
 

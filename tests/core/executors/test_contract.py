@@ -235,6 +235,7 @@ def test_layouts_evolve_as_on_one_device(method, texts):
         ("sparse_deep", "stage:2,data:2,tensor:2/3/1/1f1b/1", "relay/device/1"),
         ("llama", "stage:2,tensor:4/3/1/1f1b/1", "data:2,tensor:4/0/1"),
         ("sparse_depth", "relay/device/1"),
+        ("documents", "relay/device/1"),
     ),
 )
 def test_block_gradient_norms_are_those_of_one_device(model, texts):
