@@ -12,11 +12,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.commands import measurement
+from sparse_dataflow.core.model.batch_context import NO_CONTEXT
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.pipeline import pipeline, schedules
 from sparse_dataflow.pipeline.schedules import Schedule
-from sparse_dataflow.pipeline.stages import divide
+from sparse_dataflow.pipeline.stages import Kind, divide
 
 from .schedules_page import schedules_page
 
@@ -113,7 +114,7 @@ def sleeping_block(rest: Callable) -> Callable:
         return jnp.sum(asleep(dy * y)), asleep(dy) * params
 
     sleep.defvjp(forward, backward)
-    return lambda params, held, x: (sleep(params, x), {})
+    return lambda params, frozen, constants, x, context: (sleep(params, x), {})
 
 
 def sleeping_step(schedule: Schedule) -> tuple[Callable[[float], float], list[float]]:
@@ -138,12 +139,11 @@ def sleeping_step(schedule: Schedule) -> tuple[Callable[[float], float], list[fl
     def local(table, params, tokens):
         work = pipeline.Work(
             lambda params, tokens: jnp.ones((*tokens.shape, WIDTH)) * params,
-            block,
-            lambda embed, head, x, targets, weights: (jnp.mean(x) * head, {}),
+            lambda embed, head, x, context: (jnp.mean(x) * head, {}),
+            (Kind(block, recompute=pipeline.RECOMPUTE in schedule.actions),),
             params,
-            {},
             tokens,
-            jnp.ones(tokens[..., 1:].shape),
+            NO_CONTEXT,
         )
         return jax.lax.psum(pipeline.run_stage(plan, table[0], work), "stage")
 
@@ -153,7 +153,7 @@ def sleeping_step(schedule: Schedule) -> tuple[Callable[[float], float], list[fl
     )
     ones = np.ones(schedule.virtual_stages, np.float32)
     params = {"embed": np.float32(1), "blocks": ones, "head": np.float32(1)}
-    arguments = pipeline.rows(plan), params, np.zeros((schedule.micro_batches, 1, 3), np.int32)
+    arguments = pipeline.rows(plan), params, np.zeros((schedule.micro_batches, 1, 2), np.int32)
 
     def step(seconds):
         nonlocal length

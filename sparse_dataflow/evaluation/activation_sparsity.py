@@ -26,6 +26,7 @@ from sparse_dataflow.core.config.layer_groups import (
 )
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.batch_context import BatchContext
 from sparse_dataflow.core.model.inputs import observed_block
 from sparse_dataflow.core.model.projection import InputThreshold, with_threshold
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
@@ -106,18 +107,18 @@ def input_levels(
             "The inputs of experts have no thresholds; legal for a model with experts: "
             "activation_sparsity=0."
         )
-    at = None if positions is None else jnp.asarray(positions)
-    x = gpt.embed(config, jax.tree.map(jnp.asarray, embed), jnp.asarray(tokens), positions_BxT=at)
+    context = BatchContext(None if positions is None else jnp.asarray(positions))
+    x = gpt.embed(config, jax.tree.map(jnp.asarray, embed), jnp.asarray(tokens), context)
     levels = []
     for i, layer in enumerate(layers):
         weights = jax.tree.map(jnp.asarray, layer)
-        x, of_layer = _apply(layer_model(config, i), share, attend, weights, x, at)
+        x, of_layer = _apply(layer_model(config, i), share, attend, weights, x, context)
         levels.append(jax.device_get(of_layer))
     return levels
 
 
 @functools.partial(jax.jit, static_argnames=("model", "share", "attend"))
-def _apply(model, share, attend, weights, x, positions):
+def _apply(model, share, attend, weights, x, context):
     """Applies a block with its thresholds; returns (output, projection -> level)."""
 
     def threshold(name, x, linear):
@@ -125,7 +126,7 @@ def _apply(model, share, attend, weights, x, positions):
         level = magnitude_quantile(hadamard(x, width) if width else x, share)
         return level, with_threshold(linear, level)
 
-    return observed_block(model, weights, x, threshold, attend=attend, positions_BxT=positions)
+    return observed_block(model, weights, x, threshold, context=context, attend=attend)
 
 
 def magnitude_quantile(x: jax.Array, share: float) -> jax.Array:

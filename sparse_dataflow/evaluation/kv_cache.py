@@ -17,6 +17,7 @@ from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables
 from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.batch_context import BatchContext
 from sparse_dataflow.core.model.experts import ROUTER
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.stacks import ModelWeights
@@ -182,12 +183,13 @@ def decode_text(
       (float32 [B, T, vocab] logits of the tokens after each, updated caches).
     """
     positions_BxT = positions_B[:, None] + jnp.arange(tokens_BxT.shape[1])
-    x_BxTxD = gpt.embed(config, weights.embed, tokens_BxT, positions_BxT=positions_BxT)
+    context = BatchContext(positions_BxT)
+    x_BxTxD = gpt.embed(config, weights.embed, tokens_BxT, context)
     new_caches: list[LayerCache] = []
     for i, (layer, cache) in enumerate(zip(weights.layers, caches)):
         attend = functools.partial(cached_attention, new_caches, cache, positions_BxT)
         of_layer = layer_model(config, i)
-        x_BxTxD = gpt.block(of_layer, layer, x_BxTxD, attend=attend, positions_BxT=positions_BxT)
+        x_BxTxD = gpt.block(of_layer, layer, x_BxTxD, context, attend=attend)
     params = {"head": weights.head, "embed": weights.embed}
     return gpt.logits(config, params, x_BxTxD), tuple(new_caches)
 

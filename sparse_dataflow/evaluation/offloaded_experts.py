@@ -27,6 +27,7 @@ from jax.sharding import SingleDeviceSharding
 from sparse_dataflow.core.config.layer_groups import join_groups, layer_model, split_groups
 from sparse_dataflow.core.config.projections import MLP
 from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.batch_context import BatchContext
 from sparse_dataflow.core.model.experts import collect, dispatch, spread
 from sparse_dataflow.core.model.projection import without_layout
 from sparse_dataflow.core.model.shard import WHOLE
@@ -324,8 +325,8 @@ def _predict(config, weights, x_BxTxD):
 @functools.partial(jax.jit, static_argnames="config")
 def _embed(config, embed, first_weights, tokens_BxT, positions_B):
     """Returns the embedded tokens and the predicted experts of the first layer."""
-    positions_BxT = None if positions_B is None else positions_B[:, None]
-    x_BxTxD = gpt.embed(config, embed, tokens_BxT, positions_BxT=positions_BxT)
+    context = BatchContext(None if positions_B is None else positions_B[:, None])
+    x_BxTxD = gpt.embed(config, embed, tokens_BxT, context)
     return x_BxTxD, _predict(config, first_weights, x_BxTxD)
 
 
@@ -347,7 +348,7 @@ def _attention(config, weights, following_weights, x_BxTxD, cache, positions_B, 
         positions_BxT = positions_B[:, None]
         attend = functools.partial(kv_cache.cached_attention, caches, cache, positions_BxT)
     block = gpt.bind_block(config, weights)
-    x_BxTxD, normed_BxTxD = block.attention(x_BxTxD, WHOLE, attend, positions_BxT)
+    x_BxTxD, normed_BxTxD = block.attention(x_BxTxD, BatchContext(positions_BxT), WHOLE, attend)
     gates, experts, _ = block.experts.route(normed_BxTxD.reshape(-1, normed_BxTxD.shape[-1]))
     predicted = _predict(config, following_weights, x_BxTxD)
     return x_BxTxD, (normed_BxTxD, gates, experts, predicted), caches[0]

@@ -21,10 +21,12 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from sparse_dataflow.core import step_metrics
-from sparse_dataflow.pipeline.layer_actions import layer_actions
+from sparse_dataflow.core.config.layer_groups import join_groups, split_groups
+from sparse_dataflow.core.model.batch_context import BatchContext
+from sparse_dataflow.pipeline.layer_actions import LayerActions, layer_actions
 from sparse_dataflow.pipeline.schedule_slots import Slots, allocate
 from sparse_dataflow.pipeline.schedules import BACKWARD, FORWARD, RECOMPUTE, WEIGHTS, Schedule
-from sparse_dataflow.pipeline.stages import Division
+from sparse_dataflow.pipeline.stages import Division, Kind
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,14 +63,30 @@ TICKS, HEAD, EMBED, EMBEDDING = "pipeline_ticks", "head", "embed_input", "embedd
 """Other named scopes: all ticks, head and its gradient, embedding, gradient of the embedding."""
 
 
-def trip_counts(plan: Plan) -> dict[str, float]:
-    """Returns {named scope: trip count per step on the busiest stage}."""
+def _scope(action, kind):
+    """Returns the named scope of the loop that runs a block if it is of a kind."""
+    return f"{BLOCKS[action]}_of_kind_{kind}"
+
+
+def trip_counts(plan: Plan, places: np.ndarray | None = None) -> dict[str, float]:
+    """Returns {named scope: trip count per step on the busiest stage}.
+
+    Args:
+      plan: assignment of work to stages and ticks.
+      places: as in `Work`.
+    """
     schedule, layers = plan.schedule, plan.division.chunk_layers
     counts = dict.fromkeys((EMBED, HEAD, EMBEDDING), float(schedule.micro_batches))
     stages = np.arange(schedule.stages)[:, None]
     for action, name in BLOCKS.items():
         blocks = np.where(schedule.action == action, layers[stages, schedule.chunk], 0)
         counts[name] = float(blocks.sum(axis=1).max())
+        kinds: Any = () if places is None else places[..., 0]
+        for kind in np.unique(kinds).tolist():
+            is_block = np.arange(plan.division.capacity) < layers[..., None]
+            of_kind = (is_block & (kinds == kind)).sum(axis=-1)
+            blocks = np.where(schedule.action == action, of_kind[stages, schedule.chunk], 0)
+            counts[_scope(action, kind)] = float(blocks.sum(axis=1).max())
     for name in ("activation", "gradient"):
         arrives = (getattr(plan.slots, f"{name}_arrives") >= 0).any(axis=0)
         counts[f"send_{name}"] = float(arrives.sum())
@@ -80,23 +98,30 @@ class Work(NamedTuple):
 
     Attributes:
       embed: (params of `embed`, int32 [B, T] tokens) -> x.
-      layer: (params, constants, x) -> (x, metrics), of one block.
-      head_loss: (params of `embed`, params of `head`, x, [B, T] targets, [B, T] weights) -> (loss,
+      head_loss: (params of `embed`, params of `head`, x, context of a micro-batch) -> (loss,
         metrics).
+      kinds: what the blocks are.
+      places: `stages.block_places`; None for blocks of one kind.
       params: {"embed", "blocks", "head"}, to differentiate; leaves of "blocks" are
-        [chunks * capacity, ...], this stage's shard of `stages.to_stages`.
-      constants: other inputs of the blocks, [chunks * capacity, ...].
-      tokens: int32 [micro_batches, B, T + 1].
-      weights: float32 [micro_batches, B, T].
+        [chunks * capacity, ...], this stage's shard of `stages.to_stages`.  Where layers differ in
+        density, "blocks" is a tuple of such trees, one for each group; as are the next two.
+      frozen: parameters of the blocks that are not trained.
+      constants: other inputs of the blocks, such as layouts.
+      shared: whether all blocks share params of one block, [1, ...], and its frozen ones.
+      inputs: int32 [micro_batches, B, T].
+      context: of all micro-batches; its rows are [micro_batches, B, ...].
     """
 
     embed: Callable
-    layer: Callable
     head_loss: Callable
+    kinds: tuple[Kind, ...]
     params: dict
-    constants: Any
-    tokens: jax.Array
-    weights: jax.Array
+    inputs: jax.Array
+    context: BatchContext
+    constants: Any = ()
+    frozen: Any = ()
+    places: Any = None
+    shared: bool = False
 
 
 class _State(NamedTuple):
@@ -186,41 +211,48 @@ class _Stage:
     def __init__(self, plan, work):
         self.plan, self.work, self.stage = plan, work, lax.axis_index("stage")
         self.layers = jnp.asarray(plan.division.chunk_layers)[self.stage]
+        self.places: Any = None if work.places is None else jnp.asarray(work.places)[self.stage]
         self.trains = BACKWARD in plan.schedule.actions
-        self.blocks = work.params["blocks"], work.constants
+        groups = split_groups(work.params["blocks"])
+        none: tuple[dict, ...] = ({},) * len(groups)
+        others = (split_groups(tree or none) for tree in (work.frozen, work.constants))
+        self.groups = list(zip(groups, *others, strict=True))
         self.x = jax.eval_shape(lambda: self.embed(work.params["embed"], 0))
-        self.block = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), self.blocks)
-        recompute = RECOMPUTE in plan.schedule.actions
-        params, constants = self.block
-        self.actions = layer_actions(work.layer, params, constants, self.x, recompute)
+        self.kinds, self.contents, self.block_metrics = _actions(
+            work.kinds, self.groups, self.x, self.block_context
+        )
+
+    def block_context(self, micro_batch):
+        """Returns what the blocks read of a micro-batch."""
+        return self.context(micro_batch).for_blocks()
+
+    def context(self, micro_batch):
+        """Returns what the sections read of a micro-batch."""
+        return self.work.context.map_rows(lambda rows: rows[micro_batch])
 
     def embed(self, params, micro_batch):
-        return self.work.embed(params, self.work.tokens[micro_batch, :, :-1])
+        return self.work.embed(params, self.work.inputs[micro_batch])
 
     def head_loss(self, embed, head, x, micro_batch):
-        targets, weights = self.work.tokens[micro_batch, :, 1:], self.work.weights[micro_batch]
-        return self.work.head_loss(embed, head, x, targets, weights)
+        return self.work.head_loss(embed, head, x, self.context(micro_batch))
 
     def start(self):
         """Returns empty buffers and zero gradients."""
-        capacity, peak, actions = self.plan.division.capacity, self.plan.slots.peak, self.actions
-        _, of_block, saved = jax.eval_shape(actions.forward, *self.block, self.x)
+        capacity, peak = self.plan.division.capacity, self.plan.slots.peak
         ends = self.work.params["embed"], self.work.params["head"]
         _, of_head = jax.eval_shape(lambda x: self.head_loss(*ends, x, 0), self.x)
-        recomputed = jax.eval_shape(actions.recompute, *self.block, saved)
-        _, pending = jax.eval_shape(actions.backward, *self.block, saved, recomputed, self.x)
 
         def buffer(name, content, *inside):
             slots = int(peak[name].max())
             return jax.tree.map(lambda a: jnp.zeros((slots, *inside, *a.shape), a.dtype), content)
 
         return _State(
-            step_metrics.empty(of_block, self.plan.division.chunks * capacity),
+            step_metrics.empty(self.block_metrics, self.plan.division.chunks * capacity),
             step_metrics.empty(of_head),
             jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), self.work.params),
-            buffer("saved", saved, capacity),
-            buffer("recomputed", recomputed, capacity),
-            buffer("pending", pending, capacity),
+            buffer("saved", self.contents["saved"], capacity),
+            buffer("recomputed", self.contents["recomputed"], capacity),
+            buffer("pending", self.contents["pending"], capacity),
             buffer("activation", self.x),
             buffer("gradient", self.x),
             jnp.zeros(self.x.shape, self.x.dtype),
@@ -258,19 +290,18 @@ class _Stage:
         params = self.work.params
         x = self.embed_or_read(state, row)
 
-        def layer(number, carry):
+        def layer(kind, tie, number, carry):
             x, metrics, saved = carry
-            y, more, values = self.actions.forward(*_tied(number, (*self.layer(row, number), x)))
-            index = self.block_index(row, number)
+            operands = _tied(tie, (*self.layer(kind, row, number), x))
+            y, more, values = kind.actions.forward(*operands)
+            index = row.chunk * self.plan.division.capacity + number
             metrics = _write(metrics, step_metrics.combined(_read(metrics, index), more), index)
-            return y, metrics, _write(saved, values, row.saved, number) if self.trains else saved
+            if self.trains:
+                saved = kind.saved.write(saved, values, row.saved, number)
+            return y, metrics, saved
 
-        x, block_metrics, saved = _loop(
-            BLOCKS[FORWARD],
-            self.trips(row, FORWARD),
-            layer,
-            (x, state.block_metrics, state.saved),
-        )
+        carry = x, state.block_metrics, state.saved
+        x, block_metrics, saved = self.each_block(FORWARD, row, layer, carry)
 
         def head(number, carry):
             metrics, embed, head, gradient = carry
@@ -309,33 +340,29 @@ class _Stage:
     def recompute(self, state, row):
         """R of a virtual stage."""
 
-        def layer(number, recomputed):
-            saved = _read(state.saved, row.saved, number)
-            operands = _tied(number, (*self.layer(row, number), saved))
-            values = self.actions.recompute(*operands)
-            return _write(recomputed, values, row.recomputed, number)
+        def layer(kind, tie, number, recomputed):
+            saved = kind.saved.read(state.saved, row.saved, number)
+            operands = _tied(tie, (*self.layer(kind, row, number), saved))
+            values = kind.actions.recompute(*operands)
+            return kind.recomputed.write(recomputed, values, row.recomputed, number)
 
-        trips = self.trips(row, RECOMPUTE)
-        recomputed = _loop(BLOCKS[RECOMPUTE], trips, layer, state.recomputed)
+        recomputed = self.each_block(RECOMPUTE, row, layer, state.recomputed)
         return state._replace(recomputed=recomputed)
 
     def backward(self, state, row):
         """B of a virtual stage, with the embedding's gradient after the first."""
-        trips = self.trips(row, BACKWARD)
 
-        def layer(trip, carry):
+        def layer(kind, tie, number, carry):
             dy, pending = carry
-            # The gradient passes the blocks in reverse, and a loop with a traced count only counts
-            # up.
-            number = trips - 1 - trip
-            saved = _read(state.saved, row.saved, number)
-            recomputed = _read(state.recomputed, row.recomputed, number)
-            operands = _tied(number, (*self.layer(row, number), saved, recomputed, dy))
-            dx, values = self.actions.backward(*operands)
-            return dx, _write(pending, values, row.pending, number)
+            saved = kind.saved.read(state.saved, row.saved, number)
+            recomputed = kind.recomputed.read(state.recomputed, row.recomputed, number)
+            operands = _tied(tie, (*self.layer(kind, row, number), saved, recomputed, dy))
+            dx, values = kind.actions.backward(*operands)
+            return dx, kind.pending.write(pending, values, row.pending, number)
 
         dy = _read(state.gradient, row.gradient)
-        dx, pending = _loop(BLOCKS[BACKWARD], trips, layer, (dy, state.pending))
+        carry = dy, state.pending
+        dx, pending = self.each_block(BACKWARD, row, layer, carry, reverse=True)
 
         def embedding(number, gradient):
             params, dy = _tied(number, (self.work.params["embed"], dx))
@@ -350,18 +377,42 @@ class _Stage:
     def weights(self, state, row):
         """W of a virtual stage."""
 
-        def layer(number, gradients):
-            saved = _read(state.saved, row.saved, number)
-            recomputed = _read(state.recomputed, row.recomputed, number)
-            pending = _read(state.pending, row.pending, number)
-            operands = _tied(number, (*self.layer(row, number), saved, recomputed, pending))
-            new = self.actions.weights(*operands)
-            index = self.block_index(row, number)
-            return jax.tree.map(lambda total, g: total.at[index].add(g), gradients, new)
+        def layer(kind, tie, number, gradients):
+            saved = kind.saved.read(state.saved, row.saved, number)
+            recomputed = kind.recomputed.read(state.recomputed, row.recomputed, number)
+            pending = kind.pending.read(state.pending, row.pending, number)
+            operands = _tied(tie, (*self.layer(kind, row, number), saved, recomputed, pending))
+            new = kind.actions.weights(*operands)
+            index = 0 if self.work.shared else self.block_index(row, number)
+            groups = list(split_groups(gradients))
+            groups[kind.group] = jax.tree.map(
+                lambda total, g: total.at[index].add(g), groups[kind.group], new
+            )
+            return join_groups(groups)
 
-        trips = self.trips(row, WEIGHTS)
-        blocks = _loop(BLOCKS[WEIGHTS], trips, layer, state.gradients["blocks"])
+        blocks = self.each_block(WEIGHTS, row, layer, state.gradients["blocks"])
         return state._replace(gradients=state.gradients | {"blocks": blocks})
+
+    def each_block(self, action, row, body, carry, reverse=False):
+        """Runs `body(kind, loop index, number of the block, carry)` for the row's blocks.
+
+        With several kinds, an inner loop for each runs once if the block is of the kind.  In
+        reverse the number counts down, because a loop with a traced count only counts up.
+        """
+        trips = self.trips(row, action)
+        number = lambda trip: trips - 1 - trip if reverse else trip  # noqa: E731
+
+        def block(trip, carry):
+            if len(self.kinds) == 1:
+                return body(self.kinds[0], number(trip), number(trip), carry)
+            current = self.places[row.chunk, number(trip), 0]
+            for index, kind in enumerate(self.kinds):
+                runs = (current == index).astype(jnp.int32)
+                inner = lambda i, carry, kind=kind: body(kind, i, number(trip), carry)  # noqa: E731
+                carry = _loop(_scope(action, index), runs, inner, carry)
+            return carry
+
+        return _loop(BLOCKS[action], trips, block, carry)
 
     def trips(self, row, action, virtual_stage=None):
         """Returns the trip count of an action in this row.
@@ -376,11 +427,81 @@ class _Stage:
         return runs.astype(jnp.int32)
 
     def block_index(self, row, number):
+        """Returns the index of a block in the arrays of its group."""
+        if self.places is not None:
+            return self.places[row.chunk, number, 1]
         return row.chunk * self.plan.division.capacity + number
 
-    def layer(self, row, number):
-        """Returns (params, constants) of a block of the row's virtual stage."""
-        return _read(self.blocks, self.block_index(row, number))
+    def layer(self, kind, row, number):
+        """Returns (params, (frozen params, constants, context)) of a block."""
+        index, stacked = self.block_index(row, number), self.groups[kind.group]
+        params, frozen, constants = _read(stacked, index)
+        if self.work.shared:
+            params, frozen = _read(stacked[:2], 0)
+        return params, (frozen, constants, self.block_context(row.micro_batch))
+
+
+class _Places(NamedTuple):
+    """Which of the buffers that all kinds share have the values of a kind."""
+
+    indices: tuple[int, ...]
+
+    def read(self, buffers, *at):
+        return _read(tuple(buffers[i] for i in self.indices), *at)
+
+    def write(self, buffers, values, *at):
+        written = _write(tuple(buffers[i] for i in self.indices), values, *at)
+        after = dict(enumerate(buffers)) | dict(zip(self.indices, written))
+        return tuple(after.values())
+
+
+class _KindActions(NamedTuple):
+    """The actions of a kind, and where its values are."""
+
+    actions: LayerActions
+    group: int
+    saved: _Places
+    recomputed: _Places
+    pending: _Places
+
+
+def _actions(kinds, groups, x, context):
+    """Returns (`_KindActions` of each kind, {buffer: contents}, shapes of a block's metrics).
+
+    Kinds share equal contents, and have the same metrics.
+    """
+    made, metrics = [], {}
+    contents: dict[str, list] = {"saved": [], "recomputed": [], "pending": []}
+    for kind in kinds:
+        one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), groups[kind.group])
+        params, *others = one
+        block = params, (*others, jax.eval_shape(lambda: context(0)))
+
+        def layer(params, others, x, kind=kind):
+            return kind.layer(params, *others[:2], x, others[2])
+
+        actions = layer_actions(layer, *block, x, kind.recompute)
+        _, metrics, saved = jax.eval_shape(actions.forward, *block, x)
+        recomputed = jax.eval_shape(actions.recompute, *block, saved)
+        _, pending = jax.eval_shape(actions.backward, *block, saved, recomputed, x)
+        values = {"saved": saved, "recomputed": recomputed, "pending": pending}
+        places = (_places(contents[name], leaves) for name, leaves in values.items())
+        made.append(_KindActions(actions, kind.group, *places))
+    return made, {name: tuple(leaves) for name, leaves in contents.items()}, metrics
+
+
+def _places(shared, leaves):
+    """Returns the `_Places` of a kind's leaves in a shared list, to which it adds what is new."""
+    free, indices = list(range(len(shared))), []
+    for leaf in leaves:
+        same = (i for i in free if (shared[i].shape, shared[i].dtype) == (leaf.shape, leaf.dtype))
+        index = next(same, len(shared))
+        if index == len(shared):
+            shared.append(leaf)
+        else:
+            free.remove(index)
+        indices.append(index)
+    return _Places(tuple(indices))
 
 
 def _loop(scope, trips, body, carry):

@@ -10,15 +10,37 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.core import step_metrics
-from sparse_dataflow.core.config.layer_groups import layer_model
+from sparse_dataflow.core.config import remat
+from sparse_dataflow.core.config.layer_groups import (
+    group_index,
+    group_index_of_path,
+    join_groups,
+    layer_groups,
+    layer_model,
+    split_groups,
+)
 from sparse_dataflow.core.executors import compatibility, cuts, sharding, whole
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.mesh import BATCH_AXES
-from sparse_dataflow.core.executors.sharded import Sharded, local_weights, norm_specs
+from sparse_dataflow.core.executors.sharded import (
+    Sharded,
+    batch_specs,
+    local_weights,
+    norm_specs,
+)
 from sparse_dataflow.core.model import gpt
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.projection import Probe, layer_weights
 from sparse_dataflow.pipeline import pipeline, schedules
-from sparse_dataflow.pipeline.stages import Division, divide, from_stages, to_stages
+from sparse_dataflow.pipeline.stages import (
+    Division,
+    Kind,
+    block_places,
+    divide,
+    from_stages,
+    part,
+    to_stages,
+)
 
 EVERY_AXIS = tuple(meshes.AXES)
 STAGED = P("stage")
@@ -56,22 +78,18 @@ class Pipelined(Sharded):
         rows = len(batch.tokens) // meshes.batch_shards(self.mesh)
         # Evaluation batches have any size; this fills the stages if possible.
         micro_batches = math.gcd(rows, 4 * self.division.stages)
-        stages, chunks, of_layer = self.division.stages, self.division.chunks, layer_model(model, 0)
+        stages, chunks = self.division.stages, self.division.chunks
         schedule = schedules.forward_only(stages, micro_batches, chunks)
         member, specs, _ = self._member(model, weights)
         plan = pipeline.make_plan(self.division, schedule)
 
+        def block(of_layer, params, frozen, tables, x, context):
+            layer = layer_weights(of_layer, merged(params, frozen), tables)
+            return gpt.block(of_layer, layer, x, context, member.shard), {}
+
         def local(table, weights, batch):
-            split = lambda a: a.reshape(micro_batches, -1, a.shape[1])  # noqa: E731
-            full = self._gathered(model, weights.params, specs.params)
-            layouts = local_weights(weights).tables
-            tokens, of_targets = split(batch.tokens), split(batch.weights)
-
-            def layer(params, layouts, x):
-                weights = layer_weights(model, params, layouts)
-                return gpt.block(of_layer, weights, x, member.shard), {}
-
-            work = self._work(model, member, full, layouts, tokens, of_targets, layer)
+            of_batch = whole.micro_batches(model, batch, micro_batches, member)
+            work = self._work(model, member, weights, specs, block, of_batch)
             _, metrics, _ = pipeline.run_stage(plan, table[0], work)
             return lax.psum(metrics["loss"].total, EVERY_AXIS)
 
@@ -79,92 +97,87 @@ class Pipelined(Sharded):
         return self._mapped(local, in_specs, P())(pipeline.rows(plan), weights, batch)
 
     def loss_and_gradients(self, model, weights, batch, how):
-        """See `Executor`; a stage accumulates all gradients in float32, whatever the dtype.
-
-        `check` and `commands.devices` refuse frozen parameters, weights of targets and a teacher.
-        """
-        assert not weights.frozen and batch.weights is None and batch.teacher is None
-        micro_batches, of_layer = how.micro_batches, layer_model(model, 0)
-        plan = self._plan(model, micro_batches)
+        """See `Executor`; a stage accumulates all gradients in float32, whatever the dtype."""
+        micro_batches, plan = how.micro_batches, self._plan(model, how.micro_batches)
         member, specs, gradient_specs = self._member(model, weights)
+        gathered = sharding.gathered_specs(specs.params, self.exchange)
 
-        def local(table, weights, tokens):
-            full = self._gathered(model, weights.params, specs.params)
-            targets = tokens[:, 1:].size * member.batch_shards
-            tokens = whole.split_rows(model, tokens, micro_batches)
-            of_targets = jnp.full(tokens[..., 1:].shape, 1 / targets, jnp.float32)
+        def block(of_layer, params, frozen, tables, x, context):
+            layer = layer_weights(of_layer, merged(params, frozen), tables)
+            return gpt.trained_block(of_layer, layer, x, context, member.shard)
 
-            def block(params, layouts, x):
-                layer = layer_weights(model, params, layouts)
-                return gpt.trained_block(of_layer, layer, x, targets, member.shard)
+        axes_of_a_stage = tuple(axis for axis in EVERY_AXIS if axis != "stage")
 
-            layer = whole.rematerialised(model, block)
-            layouts = local_weights(weights).tables
-            work = self._work(model, member, full, layouts, tokens, of_targets, layer)
+        def local(table, weights, batch):
+            padded = batch.weights is not None
+            batch = whole.with_weights(batch, member.batch_shards)
+            of_batch = whole.micro_batches(model, batch, micro_batches, member, padded)
+            work = self._work(model, member, weights, specs, block, of_batch)
             of_blocks, of_head, gradients = pipeline.run_stage(plan, table[0], work)
             of_blocks = step_metrics.over_devices(of_blocks, axes_of_a_stage)
             of_head = step_metrics.over_devices(of_head, EVERY_AXIS)
-            ends = {name: gradients[name] for name in ("embed", "head")}
-            gradients = gradients | lax.psum(ends, "stage")
+            on_all = {"embed", "head", *(("blocks",) if model.shared_layers else ())}
+            summed = lax.psum({name: gradients[name] for name in on_all}, "stage")
+            gradients = {name: (gradients | summed)[name] for name in specs.params}
             gradients = jax.tree.map(collect, gradients, specs.params, gathered, gradient_specs)
             return of_blocks, of_head, gradients
-
-        axes_of_a_stage = tuple(axis for axis in EVERY_AXIS if axis != "stage")
-        gathered = sharding.gathered_specs(specs.params, self.exchange)
 
         def collect(gradient, param_spec, gathered, spec):
             whole_spec = P() if gathered == param_spec else param_spec
             shard = sharding.reduce_scatter(gradient, whole_spec, spec)
             return sharding.all_reduce(shard, spec, self.mesh)
 
-        in_specs = STAGED, specs, P(BATCH_AXES)
+        in_specs = STAGED, specs, batch_specs(batch)
         out_specs = STAGED, P(), gradient_specs
         of_blocks, of_head, gradients = self._mapped(local, in_specs, out_specs)(
-            pipeline.rows(plan), weights, batch.tokens
+            pipeline.rows(plan), weights, batch
         )
         return {**of_head, **from_stages(self.division, of_blocks)}, gradients
 
     def block_gradient_norms(self, model, weights, tokens):
-        plan, of_layer = self._plan(model, 1, "gpipe"), layer_model(model, 0)
+        plan = self._plan(model, 1, "gpipe")
         member, specs, _ = self._member(model, weights)
         axes = self._measured_axes(tokens)
         shards = math.prod(self.mesh.shape[axis] for axis in axes)
 
+        def probed(of_layer, norms, params, tables, x, context):
+            probe = Probe.of(tables, norms, axes, member.shard)
+            layer = layer_weights(of_layer, params, probe)
+            return gpt.block(of_layer, layer, x, context, member.shard), {}
+
         def local(table, weights, tokens):
-            full = self._gathered(model, weights.params, specs.params)
-            tables = local_weights(weights).tables
-            mean = jnp.full((1, *tokens[:, 1:].shape), 1 / (shards * tokens[:, 1:].size))
-            norms = {
-                name: jnp.zeros((len(t.in_index), t.out_index.shape[1], t.in_index.shape[1]))
-                for name, t in tables.items()
-            }
-
-            def probed(norms, constants, x):
-                params, tables = constants
-                probe = Probe.of(tables, norms, axes, member.shard)
-                weights = layer_weights(model, params, probe)
-                return gpt.block(of_layer, weights, x, member.shard), {}
-
-            layer = whole.rematerialised(model, probed)
-            constants, params = (full["blocks"], tables), full | {"blocks": norms}
-            work = self._work(model, member, params, constants, tokens[None], mean, layer)
-            return pipeline.run_stage(plan, table[0], work)[-1]["blocks"]
+            batch = whole.with_weights(whole.Batch(tokens), shards)
+            of_batch = whole.micro_batches(model, batch, 1, member)
+            work = self._work(model, member, weights, specs, probed, of_batch)
+            norms = [
+                {
+                    name: jnp.zeros((len(t.in_index), t.out_index.shape[1], t.in_index.shape[1]))
+                    for name, t in group.items()
+                }
+                for group in split_groups(work.constants)
+            ]
+            measured = {**work.params, "blocks": join_groups(norms)}
+            work = work._replace(frozen=work.params["blocks"], params=measured)
+            return split_groups(pipeline.run_stage(plan, table[0], work)[-1]["blocks"])
 
         in_specs = STAGED, specs, P(axes or None)
-        norms = self._mapped(local, in_specs, norm_specs(weights.tables))(
+        groups = split_groups(weights.tables)
+        norms = self._mapped(local, in_specs, tuple(map(norm_specs, groups)))(
             pipeline.rows(plan), weights, tokens
         )
-        return self._one_copy(from_stages(self.division, norms), model)
+        by_group = map(from_stages, self._divisions(model), norms)
+        joined = jax.tree.map(lambda *each: jnp.concatenate(each), *by_group)
+        return self._one_copy(joined, model)
 
     def _gradients_like(self, state):
         return state.params
 
     def trip_counts(self, model, micro_batches):
-        return pipeline.trip_counts(self._plan(model, micro_batches))
+        return pipeline.trip_counts(self._plan(model, micro_batches), self._kinds(model)[1])
 
     def _plan(self, model, micro_batches, name=None):
         stages, chunks = self.division.stages, self.division.chunks
-        recompute = model.remat == "full"
+        recompute = "full" in remat.kinds(model.remat, model.num_layers)
         schedule = schedules.make(name or self.schedule, stages, micro_batches, chunks, recompute)
         return pipeline.make_plan(self.division, schedule)
 
@@ -175,18 +188,66 @@ class Pipelined(Sharded):
             for name, section in params.items()
         }
 
-    def _work(self, model, member, params, constants, tokens, weights, layer):
-        def head_loss(embed, head, x, targets, weights):
-            return gpt.head_loss(model, head, embed["tokens"], x, targets, weights, member.shard)
+    def _kinds(self, model):
+        """Returns the kinds of blocks as (remat, layer model, group), and `stages.block_places`,
+        which is None for one kind in one group."""
+        of_layers = [
+            (kind, layer_model(model, layer), group_index(model, layer))
+            for layer, kind in enumerate(remat.kinds(model.remat, model.num_layers))
+        ]
+        kinds = tuple(dict.fromkeys(of_layers))
+        if len(kinds) == 1:
+            return kinds, None
+        groups = [group.layers for group in layer_groups(model)]
+        return kinds, block_places(self.division, list(map(kinds.index, of_layers)), groups)
 
-        embed = lambda params, tokens: gpt.embed(model, params, tokens, member.shard)  # noqa: E731
-        return pipeline.Work(embed, layer, head_loss, params, constants, tokens, weights)
+    def _divisions(self, model):
+        """Returns the division of each layer group."""
+        return tuple(part(self.division, group.layers) for group in layer_groups(model))
+
+    def _work(self, model, member, weights, specs, block, batch):
+        """Returns the work of a stage.
+
+        Args:
+          block: (layer model, params, frozen params, layout tables, x, context) -> x.
+          batch: `whole.micro_batches`.
+        """
+        params, frozen = (
+            {"embed": {}, "head": {}, **self._gathered(model, tree or {}, of_tree or {})}
+            for tree, of_tree in ((weights.params, specs.params), (weights.frozen, specs.frozen))
+        )
+
+        def head_loss(embed, head, x, context):
+            embed, head = merged(embed, frozen["embed"]), merged(head, frozen["head"])
+            return gpt.head_loss(model, head, embed["tokens"], x, context, member.shard)
+
+        def embed(params, tokens):
+            params = merged(params, frozen["embed"])
+            return gpt.embed(model, params, tokens, shard=member.shard)
+
+        def kind(remat_kind, of_layer, group):
+            layer = whole.rematerialised(remat_kind, functools.partial(block, of_layer))
+            return Kind(layer, group, remat_kind == "full")
+
+        (kinds, places), (inputs, context) = self._kinds(model), batch
+        return pipeline.Work(
+            embed,
+            head_loss,
+            tuple(kind(*each) for each in kinds),
+            params,
+            inputs,
+            context,
+            local_weights(weights).tables,
+            frozen.get("blocks", ()),
+            places,
+            model.shared_layers,
+        )
 
     def placed_shapes(self, state, model):
         state = super().placed_shapes(state, model)
-        if self.division.in_order:
+        if self._in_order(model):
             return state
-        shapes = jax.eval_shape(functools.partial(_moved, self.division, to_stages), state)
+        shapes = jax.eval_shape(functools.partial(_moved, self._divisions(model), to_stages), state)
         return jax.tree.map(sharding.abstract, shapes, self.shardings(shapes, model))
 
     def place(self, state, model):
@@ -195,8 +256,13 @@ class Pipelined(Sharded):
     def canonical(self, state, model):
         return super().canonical(self._run(from_stages, state, model), model)
 
+    def _in_order(self, model):
+        """Returns whether the arrays of blocks are in canonical order."""
+        alike = all(division.in_order for division in self._divisions(model))
+        return model.shared_layers or alike
+
     def _run(self, move, state, model):
-        if self.division.in_order:
+        if self._in_order(model):
             return state
         arrays = state._replace(tables=())
         leaves, structure = jax.tree.flatten(arrays)
@@ -205,16 +271,27 @@ class Pipelined(Sharded):
 
     def _cut_layouts(self, weights, model, changing):
         """Stages share one program, so it can be specialised to common groups alone."""
-        sharded = cuts.cut(weights.tables, self.tensor_shards, changing, self._kv_copies(model))
-        return {name: to_stages(self.division, cut.tables) for name, cut in sharded.items()}
+        if not weights.tables:
+            return {}
+        copies = self._kv_copies(model)
+        sharded = (
+            cuts.cut(group, self.tensor_shards, changing, copies)
+            for group in split_groups(weights.tables)
+        )
+        return join_groups(
+            [
+                {name: to_stages(division, cut.tables) for name, cut in group.items()}
+                for division, group in zip(self._divisions(model), sharded, strict=True)
+            ]
+        )
 
 
-def _moved(division, move, arrays):
+def _moved(divisions, move, arrays):
     """Moves all arrays of a state that are stacked over blocks to the stages, or back."""
 
     def move_leaf(path, leaf):
         stacked = any(getattr(key, "key", None) == "blocks" for key in path)
-        return move(division, leaf) if stacked else leaf
+        return move(divisions[group_index_of_path(path)], leaf) if stacked else leaf
 
     return jax.tree_util.tree_map_with_path(move_leaf, arrays)
 
@@ -222,7 +299,7 @@ def _moved(division, move, arrays):
 @functools.cache
 def _mover(executor, model, move, structure, shapes):
     """Returns `_moved` as a jitted function."""
-    function = functools.partial(_moved, executor.division, move)
+    function = functools.partial(_moved, executor._divisions(model), move)
     moved = jax.eval_shape(function, jax.tree.unflatten(structure, shapes))
     return jax.jit(function, out_shardings=executor.shardings(moved, model))
 

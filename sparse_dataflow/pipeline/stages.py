@@ -1,7 +1,9 @@
 """Assignment of a model's blocks to the stages of a pipeline."""
 
 import dataclasses
-from typing import Any
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -70,6 +72,56 @@ def divide(num_layers: int, stages: int, chunks: int = 1) -> Division:
     each, remainder = divmod(num_layers, virtual_stages)
     layers = tuple(each + (number < remainder) for number in range(virtual_stages))
     return Division(stages, chunks, layers)
+
+
+def part(division: Division, layers: range) -> Division:
+    """Returns the division of some of the model's blocks, each of which stays at its stage."""
+    ends = np.cumsum((0, *division.layers))
+    counts = (
+        max(0, min(stop, layers.stop) - max(start, layers.start))
+        for start, stop in itertools.pairwise(ends.tolist())
+    )
+    return Division(division.stages, division.chunks, tuple(counts))
+
+
+class Kind(NamedTuple):
+    """Blocks that run the same program.
+
+    Attributes:
+      layer: (params, frozen params, constants, x, context of a micro-batch) -> (x, metrics), of
+        one block.
+      group: index of the stacked arrays that have these blocks.
+      recompute: whether the recomputation is an action of its own.
+    """
+
+    layer: Callable
+    group: int = 0
+    recompute: bool = False
+
+
+def block_places(division: Division, kinds: Sequence[int], groups: Sequence[range]) -> np.ndarray:
+    """Returns what each block of each chunk is, int32 [stages, chunks, capacity, 2].
+
+    Args:
+      division: of all blocks.
+      kinds: kind of each block of the model, in order.
+      groups: blocks of each group, whose arrays `to_stages` divides by `part`.
+
+    Returns:
+      (kind, index in the arrays of its group that its stage has); zeros for padding.
+    """
+    places = np.zeros((division.stages, division.chunks, division.capacity, 2), np.int32)
+    by_group = [part(division, layers).block_indices for layers in groups]
+    for place in np.ndindex(places.shape[:3]):
+        stage, chunk, number = place
+        block = int(division.block_indices.reshape(places.shape[:3])[place])
+        if block < 0:
+            continue
+        group, layers = next((g, r) for g, r in enumerate(groups) if block in r)
+        of_stage = by_group[group].reshape(division.stages, -1)[stage]
+        index = np.flatnonzero(of_stage == block - layers.start)[0]
+        places[stage, chunk, number] = kinds[block], index
+    return places
 
 
 def to_stages(division: Division, blocks: Any) -> Any:

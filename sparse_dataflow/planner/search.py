@@ -329,14 +329,14 @@ def violations(request: Request, plan: ParallelPlan, memory) -> dict[str, np.nda
         "feature": (np.asarray(plan.feature) > 1)
         & ((stage > 1) | _uncut(config, tensor, plan.feature)),
         "context": (np.asarray(plan.context) > 1)
-        & (
-            (stage > 1)
-            | bool(config.experts)
-            # Twice, because a device has a chunk from either end (`executors.context`).
-            | (request.sequence % (2 * np.asarray(plan.context) * tensor) != 0)
-        ),
+        # Twice, because a device has a chunk from either end (`executors.context`).
+        & ((stage > 1) | (request.sequence % (2 * np.asarray(plan.context) * tensor) != 0)),
         "experts": plan.exchanges
-        & ((plan.zero < 3) | (config.experts % np.asarray(plan.fsdp) != 0)),
+        & (
+            (plan.zero < 3)
+            | (config.experts % np.asarray(plan.fsdp) != 0)
+            | (np.asarray(plan.context) > 1)
+        ),
         "chips": np.asarray(plan.chips) != request.chips,
         "layers": config.num_layers % (stage * chunks) != 0,
         "batch": np.asarray(plan.batch) != request.batch,

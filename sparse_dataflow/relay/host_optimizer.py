@@ -132,10 +132,15 @@ def update_matrices(
     copy: np.ndarray | None = None,
     *,
     matrices: muon.Matrices,
+    scale: float = 1.0,
 ) -> None:
     """Runs one step of Muon on some units of a weight; see `muon.Matrices`.
 
-    Takes the arguments of `update`, and `matrices`, those of the weight.
+    Takes the arguments of `update`, and
+
+    Args:
+      matrices: of the weight.
+      scale: of the updates; of the factors of a product, see `muon.product_scales`.
     """
     for where in pieces(gradient.size, gradient.size, math.prod(matrices.unit)):
         g = widen(gradient[where]) * np.float32(rates.clip)
@@ -144,6 +149,8 @@ def update_matrices(
         block = matrices.unit[-2:]
         momentum, stack = (matrices.join(a.reshape(-1, *block)) for a in (mu, g))
         step = _flat(matrices.split(muon.update(momentum, stack, rates.number)))
+        if scale != 1:
+            step *= np.float32(scale)
         step += np.float32(rates.decay) * before.parameter[where]
         step *= np.float32(rates.learning_rate)
         np.subtract(before.parameter[where], step, out=after.parameter[where])
@@ -160,6 +167,7 @@ def update_weights(
     *,
     training: TrainingConfig,
     path: tuple,
+    rows: slice | None = None,
 ) -> None:
     """Runs one step of an optimizer of `by_weight` on a parameter of any shape, by XLA on the CPU.
 
@@ -168,12 +176,17 @@ def update_weights(
     Args:
       training: names the optimizer.
       path: of the parameter in its section.
+      rows: of the parameter that change; None for all.
     """
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         program = _weights_program(training, path, rates.decay)
         arrays = before.parameter, gradient.reshape(before.parameter.shape), before.mu
         results = program(*arrays, np.float32(rates.clip), np.float32(rates.learning_rate))
     parameter, state = jax.tree.map(np.asarray, results)
+    if rows is not None:
+        new, parameter = parameter, before.parameter.copy()
+        if parameter.ndim:
+            parameter[rows] = new[rows]
     after.parameter[...] = parameter
     for to, array in zip(after.mu, state, strict=True):
         to[...] = array

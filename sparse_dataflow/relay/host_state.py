@@ -13,10 +13,10 @@ import numpy as np
 from sparse_dataflow.core.config.layer_groups import group_index, layer_groups, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model import adapters, gpt, stacks
 from sparse_dataflow.core.model.identity import as_identity
 from sparse_dataflow.core.optim import by_weight
-from sparse_dataflow.core.optim.optimizers import TrainState, make_optimizer
+from sparse_dataflow.core.optim.optimizers import TrainState, make_optimizer, with_steps_left
 
 EMBED, HEAD = "embed", "head"
 Section = str | int
@@ -35,7 +35,9 @@ def all_sections(blocks: int) -> list[Section]:
 
 def view(tree: dict, section: Section) -> Any:
     """Returns views of one section of a tree like the params; writes go to the tree."""
-    return layer_view(tree["blocks"], section) if isinstance(section, int) else tree[section]
+    if isinstance(section, int):
+        return layer_view(tree["blocks"], section)
+    return tree.get(section, {})  # Adapters train no parameter of embed and head.
 
 
 def layer_view(stacked: Any, layer: int) -> Any:
@@ -89,11 +91,18 @@ def abstract_state(model: ModelConfig, training: TrainingConfig) -> TrainState:
 
     def draw():
         key = jax.random.key(training.seed)
-        params = gpt.init(model, key)
+        params, frozen = _parts(model, training, gpt.init(model, key))
         moments = make_optimizer(model, training).init(params)
-        return TrainState(np.zeros((), np.int32), params, moments, (), key)
+        return TrainState(np.zeros((), np.int32), params, moments, (), key, frozen)
 
     return jax.eval_shape(draw)._replace(tables=stacks.layout_tables(stacks.layouts(model)))
+
+
+def _parts(model, training, params):
+    """Returns (trained, frozen) parameters of a model; frozen ones are () without adapters."""
+    if not training.adapter_rank:
+        return params, ()
+    return adapters.factors(params), adapters.frozen(model, params, training.adapter_scale)
 
 
 def zeros(model: ModelConfig, training: TrainingConfig) -> tuple[dict, dict, dict]:
@@ -119,21 +128,29 @@ def fresh_state(
     """
     params, mu, nu = trees or zeros(model, training)
     shapes = abstract_state(model, training)
+    frozen = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes.frozen)
     init_key, key = jax.random.split(jax.random.key(training.seed))
     keys = gpt.init_keys(model, init_key)
+
+    def fill(section, of_section):
+        """Writes one section of the parameters, a tree of the model with it alone."""
+        for tree, drawn in zip((params, frozen), _parts(model, training, of_section), strict=True):
+            if tree:
+                _fill(view(tree, section), view(drawn, 0 if isinstance(section, int) else section))
+
     for section in (EMBED, HEAD):
-        _fill(params[section], _initializer(model, section)(keys[section]))
+        fill(section, {"blocks": {}, section: _initializer(model, section)(keys[section])})
     for number in range(model.stored_layers):
         group_model = layer_groups(model)[group_index(model, number)].model
         block = _initializer(group_model, "block")(keys["blocks"][number])
         if starting_blocks is not None and number >= starting_blocks:
             block = as_identity(block)
-        _fill(view(params, number), block)
+        fill(number, {"blocks": jax.tree.map(lambda leaf: leaf[None], block)})
     if not training.is_built_in:
         for each in all_sections(model.stored_layers):
             _fill(view(mu, each), by_weight.init(training, view(params, each)))
-    moments = with_moments(shapes.moments, 0, mu, nu)
-    return TrainState(np.zeros((), np.int32), params, moments, shapes.tables, key)
+    moments = with_steps_left(training, with_moments(shapes.moments, 0, mu, nu))
+    return TrainState(np.zeros((), np.int32), params, moments, shapes.tables, key, frozen)
 
 
 def copied_state(state: TrainState, trees: tuple[dict, dict, dict]) -> TrainState:

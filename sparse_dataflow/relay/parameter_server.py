@@ -31,7 +31,9 @@ from sparse_dataflow.core.optim import by_weight
 from sparse_dataflow.core.optim.muon import Matrices, matrices_of
 from sparse_dataflow.core.optim.optimizers import (
     TrainState,
+    at_step,
     learning_rate_multipliers,
+    rows_left_alone,
     weight_decays,
 )
 from sparse_dataflow.hardware.detect import cpu_count
@@ -150,6 +152,8 @@ class ParameterServer:
         self._copied: dict | None = None
         self._facts: dict[Section, list[LeafFacts]] = {}
         self._layouts: Any = None
+        self._frozen: Any = None
+        self._frozen_copies: dict[Section, Any] = {}
 
     def copy(self, params: dict, section: Section) -> Any:
         """Returns the host arrays from which the device reads a section's parameters.
@@ -165,13 +169,19 @@ class ParameterServer:
         return self._copies[section]
 
     def section(self, weights: ModelWeights, section: Section) -> Any:
-        """Returns the host arrays of a section that the device reads: params, see `copy`, or the
-        weights of a block."""
+        """Returns the `ModelWeights` of a section, which the device reads from host; see `copy`."""
+        layouts = layer_view(weights.tables, section) if isinstance(section, int) else {}
+        frozen = self._pinned(weights.frozen, section) if weights.frozen else {}
         copy = self.copy(weights.params, section)
-        if not isinstance(section, int):
-            return copy
-        layouts = layer_view(weights.tables, section)
-        return ModelWeights(copy, jax.tree.map(np.asarray, layouts))
+        return ModelWeights(copy, jax.tree.map(np.asarray, layouts), frozen)
+
+    def _pinned(self, frozen: dict, section: Section) -> Any:
+        """Returns the host arrays from which the device reads a section's frozen parameters."""
+        if frozen is not self._frozen:
+            self._frozen, self._frozen_copies = frozen, {}
+        if section not in self._frozen_copies:
+            self._frozen_copies[section] = self.pin(view(frozen, section))
+        return self._frozen_copies[section]
 
     def adopt(self, params: dict, copies: dict[Section, Any]) -> None:
         """Sets the copies of new parameters, which the updates wrote."""
@@ -230,7 +240,7 @@ class ServerStep:
 
         Args:
           state: state with host arrays, which are donated.
-          sections: sections that take part; the others stay unchanged.
+          sections: sections that take part and are trained; the others stay unchanged.
           timeline: receives the spans of all work.
         """
         self._server, self._state, self._timeline = server, state, timeline
@@ -238,11 +248,16 @@ class ServerStep:
         self._count = count_of(state.moments) + 1
         self._before = state.params, *moment_trees(state.moments)
         self._after = server.storage.target(*self._before)
+        self._alone = rows_left_alone(server.training, state.moments)
         self._in_flight: collections.deque[Future] = collections.deque()
         self._gradients: dict[Section, list[np.ndarray]] = {}
         self._squares: dict[Section, dict[str, float]] = {}
         self._updates: dict[Section, list[Future]] = {}
         self._copies: dict[Section, Any] = {}
+
+    def trains(self, section: Section) -> bool:
+        """Returns whether a section takes part and has parameters to train."""
+        return section in self._sections
 
     def fetch(self, section: Section, *more: Any) -> Future:
         """Starts copying a `ParameterServer.section`, and other host arrays, to the device."""
@@ -304,13 +319,18 @@ class ServerStep:
         old_copies = jax.tree.leaves(
             server.copy(self._state.params, section) if server.copies else masters
         )
+        scales = _update_scales(masters) if training.optimizer == "muon" else {}
         copies, work = [], []
         for leaf, old, new, gradient, copy in zip(
             leaves, before, after, gradients, old_copies, strict=True
         ):
             update, unit = host_optimizer.update, 1
             if leaf.matrices is not None:
-                update = functools.partial(host_optimizer.update_matrices, matrices=leaf.matrices)
+                update = functools.partial(
+                    host_optimizer.update_matrices,
+                    matrices=leaf.matrices,
+                    scale=scales.get(leaf.path, 1.0),
+                )
                 unit = math.prod(leaf.matrices.unit)
             if not server.copies or leaf.device_dtype == new.parameter.dtype:
                 copy = None
@@ -320,19 +340,23 @@ class ServerStep:
             rate = self._learning_rate * leaf.multiplier
             betas = training.b1, training.b2, training.epsilon
             rates = Rates(self._count, factor, rate, leaf.decay, *betas)
+            rows = _updated_rows(leaf.path, self._alone)
             if not training.is_built_in:
                 update = functools.partial(
-                    host_optimizer.update_weights, training=training, path=leaf.path
+                    host_optimizer.update_weights, training=training, path=leaf.path, rows=rows
                 )
                 flat = None if copy is None else copy.reshape(-1)
                 whole = functools.partial(update, old, gradient, rates, new, flat)
                 work.append((gradient.size, whole))
                 continue
-            for where in host_optimizer.pieces(gradient.size, server.threads, unit):
+            for where, is_updated in _pieces(gradient, rows, server.threads, unit):
                 rounded = None if copy is None else copy.reshape(-1)[where]
                 flat = gradient.reshape(-1)[where]
+                # Moments of the others change, as under every executor.
+                of_piece = rates if is_updated else rates._replace(learning_rate=0.0)
                 piece = old.piece(where)
-                job = (piece, flat, rates, piece if new is old else new.piece(where), rounded)
+                after_piece = piece if new is old else new.piece(where)
+                job = (piece, flat, of_piece, after_piece, rounded)
                 work.append((flat.size, functools.partial(update, *job)))
         if server.copies:
             self._copies[section] = jax.tree.unflatten(jax.tree.structure(masters), copies)
@@ -357,15 +381,24 @@ class ServerStep:
             views = tuple(view(tree, section) for tree in self._after)
             self._server.storage.updated(section, views)
 
-    def finish(self) -> tuple[TrainState, dict[str, float]]:
+    def finish(
+        self, accepts: Callable[[dict[str, float]], bool] = lambda norms: True
+    ) -> tuple[TrainState, dict[str, float]]:
         """Waits for all gradients and updates.
 
+        Args:
+          accepts: gradient norm by parameter group -> whether parameters and moments change; with
+            eager clipping, some have changed by then.
+
         Returns:
-          (state after the step, gradient norm by parameter group).
+          (state after the step, squared gradient norm by parameter group).
         """
         while self._in_flight:
             self._in_flight.popleft().result()
-        if self._server.clipping == "exact":
+        squares, updated = group_squares(self._squares), self._sections
+        if not accepts({group: math.sqrt(square) for group, square in squares.items()}):
+            updated, self._count = [], self._count - 1
+        elif self._server.clipping == "exact":
             # In the order of the sections, not of arrival. A sum of floats depends on its order,
             # and the same step must give the same bits.
             norm = math.sqrt(
@@ -374,20 +407,18 @@ class ServerStep:
             factor = _clip_factor(norm, self._server.training.clip)
             for section in self._sections:
                 self._update(section, self._gradients[section], factor)
-        for section in self._sections:
+        for section in updated:
             self._finish_update(section)
-        for section in set(all_sections(self._server.model.stored_layers)) - set(self._sections):
+        for section in set(all_sections(self._server.model.stored_layers)) - set(updated):
             self._copy_unchanged(section)
         params, mu, nu = self._after
         params = dict(params)
-        state = self._state._replace(
-            step=np.asarray(self._state.step + 1, np.int32),
-            params=params,
-            moments=with_moments(self._state.moments, self._count, mu, nu),
-        )
+        moments = with_moments(self._state.moments, self._count, mu, nu)
+        state = self._state._replace(params=params, moments=moments)
+        state = at_step(state, np.asarray(self._state.step + 1, np.int32))
         self._server.adopt(params, self._copies)
         self._server.storage.commit(state)
-        return state, group_squares(self._squares)
+        return state, squares
 
     def _copy_unchanged(self, section):
         """Copies a section that took no part to the trees of the results."""
@@ -409,6 +440,33 @@ def _leaves(facts, trees, section) -> list[Leaf]:
         Leaf(p, m, next(second, None) if leaf.matrices is None else None)
         for leaf, p, m in zip(facts, params, mu, strict=True)
     ]
+
+
+def _update_scales(masters):
+    """Returns {path: `Weight.update_scales`} of a section before its update."""
+    scales = by_weight.update_scales(masters)
+    return {path: float(np.squeeze(s)) for path, s in jax.tree_util.tree_leaves_with_path(scales)}
+
+
+def _updated_rows(path, alone):
+    """Returns the rows of a leaf that a step updates, see `optimizers.rows_left_alone`; None for
+    all."""
+    if alone is None:
+        return None
+    first, count = alone if path[-1].key in by_weight.VOCABULARY else (0, 0)
+    return slice(first, first + count)
+
+
+def _pieces(gradient, rows, threads, unit):
+    """Yields (range of elements, whether they are in `rows`) for the jobs of a leaf."""
+    start, stop = 0, gradient.size
+    if rows is not None:
+        inner = gradient.size // len(gradient) if gradient.ndim else 0
+        start, stop = inner * rows.start, inner * rows.stop
+    for first, last, inside in ((0, start, False), (start, stop, True), (stop, None, False)):
+        size = (gradient.size if last is None else last) - first
+        for where in host_optimizer.pieces(size, threads, unit):
+            yield slice(first + where.start, first + where.stop), inside
 
 
 def _batched(work):

@@ -11,6 +11,7 @@ import numpy as np
 
 from sparse_dataflow.core.config.layer_groups import layer_model_index, layer_models
 from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.executors.whole import Batch, micro_batches, with_weights
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.projection import Probe
 from sparse_dataflow.relay import relay_programs as programs
@@ -19,7 +20,7 @@ from sparse_dataflow.relay import relay_programs as programs
 class ProbePrograms(NamedTuple):
     """Compiled programs, as `programs.Programs`.
 
-    `backward` is (weights, x, dy) -> (dx, {projection: float32 [in_blocks, out_blocks]}).
+    `backward` is (weights, x, dy, context) -> (dx, {projection: float32 [in_blocks, out_blocks]}).
     """
 
     embed: Callable
@@ -46,19 +47,19 @@ def block_gradient_norms(
         for each in layer_models(model)
     ]
     block_programs = lambda layer: programs_by_kind[layer_model_index(model, layer)]  # noqa: E731
-    inputs, targets = tokens[None, :, :-1], tokens[None, :, 1:]
-    weights = np.full(targets.shape, 1 / targets.size, np.float32)
+    inputs, context = micro_batches(model, with_weights(Batch(tokens)), 1)
     layers = range(model.num_layers)
     embed = fetch("embed")
     stash = [programs_by_kind[0].embed(embed, inputs)]
     for layer in layers:
-        stash.append(block_programs(layer).forward(fetch(layer), stash[-1]))
+        stash.append(block_programs(layer).forward(fetch(layer), stash[-1], context.for_blocks()))
     head = fetch("head")
-    tied = gpt.tied_output(model, embed)
-    _, dx, _ = programs_by_kind[0].head(head, tied, stash.pop(), targets, weights)
+    tied = programs.tied_output(model, embed)
+    _, dx, _ = programs_by_kind[0].head(head, tied, stash.pop(), context)
     norms = []
     for layer in reversed(layers):
-        dx, block_norms = block_programs(layer).backward(fetch(layer), stash.pop(), dx)
+        arguments = fetch(layer), stash.pop(), dx, context.for_blocks()
+        dx, block_norms = block_programs(layer).backward(*arguments)
         norms.append(jax.device_get(block_norms))
     return {name: np.stack([block[name] for block in norms[::-1]]) for name in norms[0]}
 
@@ -72,10 +73,11 @@ def _compiled(model, shape):
         for name, table in arguments.forward[0].tables.items()
     }
 
-    def backward(weights, x, dy):
+    def backward(weights, x, dy, context):
         def block(x, norms):
             probes = {name: Probe(table, norms[name]) for name, table in weights.tables.items()}
-            return gpt.block(model, dataclasses.replace(weights, layouts=probes).linears(model), x)
+            layer = dataclasses.replace(weights, layouts=probes).linears(model)
+            return gpt.block(model, layer, x, context.map_rows(lambda rows: rows[0]))
 
         _, pull = jax.vjp(block, x[0], jax.tree.map(jnp.asarray, zeros))
         dx, norms = pull(dy[0])

@@ -26,14 +26,15 @@ from sparse_dataflow.core.config.depth import DepthSchedule
 from sparse_dataflow.core.config.layer_groups import layer_model_index
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors.whole import split_rows
-from sparse_dataflow.core.model import gpt
+from sparse_dataflow.core.executors.whole import Batch, micro_batches, with_weights
 from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
+from sparse_dataflow.core.optim.loss_spikes import is_accepted
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.step_metrics import Metrics, Norm, StepReport, stacked
 from sparse_dataflow.files.errors import UserError, first_line
 from sparse_dataflow.relay import relay_programs
-from sparse_dataflow.relay.host_state import EMBED, HEAD, Section, section_name
+from sparse_dataflow.relay.host_state import EMBED, HEAD, Section, section_name, view
 from sparse_dataflow.relay.parameter_server import ParameterServer, ServerStep
 from sparse_dataflow.relay.pinned_memory import PINNED_SETTING
 from sparse_dataflow.relay.timeline import Timeline
@@ -79,6 +80,7 @@ class Relay:
         mesh: Mesh | None = None,
         pinned: bool | None = None,
         changing: bool = True,
+        options: relay_programs.Options = relay_programs.NO_OPTIONS,
     ):
         """Compiles the programs.
 
@@ -90,6 +92,7 @@ class Relay:
           pinned: whether the device's copies are in page-locked memory; if None, on every backend
             but the CPU.
           changing: whether layouts may change; see `relay.programs.compile_groups`.
+          options: what the training adds to the programs' arguments.
 
         Raises:
           UserError: the mesh does not divide the batch.
@@ -110,14 +113,16 @@ class Relay:
         self._put = functools.partial(_put, self._replicated)
         relay_programs.refuse_unsupported(training, self._rows.num_devices)
         rows = training.batch // training.micro_batches
+        options = options._replace(adapted=bool(training.adapter_rank))
         self._train_shape = (training.micro_batches, rows, training.sequence)
         self.programs = relay_programs.compile_groups(
-            model, self._train_shape, mesh, changing=changing
+            model, self._train_shape, mesh, changing=changing, options=options
         )
         self._eval_shape = (1, *eval_shape) if eval_shape else None
         if self._eval_shape:
+            eval_options = options._replace(padded=False, taught=0)
             self.eval_programs = relay_programs.compile_groups(
-                model, self._eval_shape, mesh, True, changing
+                model, self._eval_shape, mesh, True, changing, eval_options
             )
         pinned = jax.default_backend() != "cpu" if pinned is None else pinned
         self.server = ParameterServer(
@@ -152,13 +157,24 @@ class Relay:
         return jax.block_until_ready(jax.tree.map(put, self.server.section(weights, section)))
 
     def train_step(
-        self, state: TrainState, tokens: np.ndarray, learning_rate: float
+        self,
+        state: TrainState,
+        tokens: np.ndarray,
+        learning_rate: float,
+        limit: np.float32 | None = None,
+        *,
+        weights: np.ndarray | None = None,
+        teacher: tuple[jax.Array, jax.Array] | None = None,
     ) -> tuple[TrainState, StepReport]:
         """Runs one optimizer step; donates the state.
 
         Args:
           state: state with host arrays, as of `host_state.fresh_state`.
           tokens: int32 [batch, sequence + 1], the whole batch on every process.
+          limit: highest accepted loss; if the loss is higher, or a gradient is not finite,
+            parameters and moments do not change.  None for any.
+          weights: float32 [batch, sequence], of the targets; None for their mean.
+          teacher: see `training.teacher.Teacher`; None without one.
 
         Raises:
           UserError: the device failed; earlier checkpoints stay valid.
@@ -169,18 +185,25 @@ class Relay:
             self.model.num_layers, step, self.training.steps, self.training.seed
         )
         sections: list[Section] = [EMBED, *((0,) if self.model.shared_layers else blocks), HEAD]
+        sections = [each for each in sections if jax.tree.leaves(view(state.params, each))]
         with translated_device_errors(f"step {step + 1}"):
             server = ServerStep(self.server, state, sections, learning_rate, self.timeline)
-            batch = self._batch(tokens, None, self._train_shape)
+            weight = jnp.float32(self.training.teacher_weight)
+            taught = TeacherOutput(*teacher, weight) if teacher else None
+            batch = Batch(tokens, weights, taught)
+            batch = self._batch(batch, self._train_shape, weights is not None)
             metrics = self._forward_backward(server, blocks, batch)
-            after, squares = server.finish()
+            loss = metrics["loss"].number()
+            after, squares = server.finish(
+                lambda norms: limit is None or is_accepted(loss, norms, limit)
+            )
         return after, StepReport({**metrics, "gradient_norm": Norm(squares)})
 
     def _forward_backward(self, server: ServerStep, blocks: tuple[int, ...], batch) -> Metrics:
         """Runs the forward and the backward pass; returns the metrics of head and blocks."""
         run, stash, last = self._run, [], ()
         of_blocks: list[Metrics] = []
-        inputs, targets, weights = batch
+        inputs, context = batch
         (params,) = server.fetch(EMBED).result()
         x, _ = run(EMBED, "embed", params, inputs)
 
@@ -190,7 +213,7 @@ class Relay:
             # last block survive the loop, for the backward pass, which begins with it.
             last = fetched
             stash.append(self._stashed(x))
-            (x, metrics), done = run(block, "forward", *fetched, x)
+            (x, metrics), done = run(block, "forward", *fetched, x, context.for_blocks())
             of_blocks.append(metrics)
             return done
 
@@ -198,16 +221,17 @@ class Relay:
         _prefetch_loop(blocks, fetch, forward)
 
         params, embed = (server.fetch(section).result()[0] for section in (HEAD, EMBED))
-        tied = gpt.tied_output(self.model, embed)
-        (of_head, dx, (head, embedding)), _ = run(HEAD, "head", params, tied, x, targets, weights)
+        tied = relay_programs.tied_output(self.model, embed)
+        (of_head, dx, (head, embedding)), _ = run(HEAD, "head", params, tied, x, context)
         del x, params, embed, tied
-        server.push(HEAD, head)
+        if server.trains(HEAD):
+            server.push(HEAD, head)
         del head
         total = None
 
         def backward(block, fetched):
             nonlocal dx, total
-            (dx, gradient), done = run(block, "backward", *fetched, dx)
+            (dx, gradient), done = run(block, "backward", *fetched, dx, context.for_blocks())
             if not self.model.shared_layers:
                 server.push(block, gradient)
             elif total is None:
@@ -227,8 +251,9 @@ class Relay:
         _prefetch_loop(blocks[::-1], fetch_again, backward)
         if total is not None:
             server.push(0, total)
-        gradient, _ = run(EMBED, "embed_backward", inputs, dx, embedding)
-        server.push(EMBED, gradient)
+        if server.trains(EMBED):
+            gradient, _ = run(EMBED, "embed_backward", inputs, dx, embedding)
+            server.push(EMBED, gradient)
         of_head, of_blocks = jax.device_get((of_head, of_blocks))
         return {**of_head, **stacked(of_blocks)}
 
@@ -277,7 +302,7 @@ class Relay:
 
     def _evaluate(self, of_model, tokens, weights):
         run, timeline = self.eval_programs[0], Timeline()
-        inputs, targets, weights = self._batch(tokens, weights, self._eval_shape)
+        inputs, context = self._batch(Batch(tokens, weights), self._eval_shape)
         fetch = lambda section, *more: self.server.fetching.submit(  # noqa: E731
             self.to_device, of_model, section, *more
         )
@@ -285,28 +310,34 @@ class Relay:
 
         def forward(block, fetched):
             nonlocal x
-            x = self._group_programs(self.eval_programs, block).forward(*fetched, x)
+            x = self._group_programs(self.eval_programs, block).forward(
+                *fetched, x, context.for_blocks()
+            )
             return self._watching.submit(_watch, x, 0.0, section_name(block), timeline)
 
         blocks = range(self.model.num_layers)
         _prefetch_loop(blocks, self._block_fetch(fetch), forward)
         (head,), (embed,) = (fetch(section).result() for section in (HEAD, EMBED))
-        tied = gpt.tied_output(self.model, embed)
-        return jax.device_get(run.head(head, tied, x, targets, weights))
+        tied = relay_programs.tied_output(self.model, embed)
+        return jax.device_get(run.head(head, tied, x, context))
 
     def _stashed(self, x):
         if self.config.stash == "device":
             return x
         return jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
 
-    def _batch(self, tokens, weights, shape):
-        """Returns (inputs, targets, weights) on the device, split into micro-batches."""
-        if weights is None:
-            weights = np.full(tokens[:, 1:].shape, 1 / tokens[:, 1:].size, np.float32)
-        split = (
-            split_rows(self.model, a, shape[0]) for a in (tokens[:, :-1], tokens[:, 1:], weights)
-        )
-        return tuple(_placed([np.ascontiguousarray(a) for a in split], self._rows))
+    def _batch(self, batch, shape, padded=False):
+        """Returns `whole.micro_batches` on the device."""
+        inputs, context = micro_batches(self.model, with_weights(batch), shape[0], padded=padded)
+
+        def put(sharding, array):
+            return _placed([np.asarray(array, order="C")], sharding)[0]
+
+        rows, context = context.rows, context.with_rows(dict.fromkeys(context.rows))
+        context = jax.tree.map(functools.partial(put, self._replicated), context)
+        put_rows = functools.partial(put, self._rows)
+        context = context.with_rows(jax.tree.map(put_rows, rows))
+        return put_rows(inputs), context
 
 
 @jax.jit

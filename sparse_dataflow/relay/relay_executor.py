@@ -17,7 +17,7 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import compatibility
 from sparse_dataflow.core.executors.executor import MultiProgramExecutor
 from sparse_dataflow.core.optim.finite import non_finite
-from sparse_dataflow.core.optim.optimizers import TrainState
+from sparse_dataflow.core.optim.optimizers import TrainState, with_steps_left
 from sparse_dataflow.relay import host_state, relay_programs, server_files
 from sparse_dataflow.relay.probe import block_gradient_norms
 from sparse_dataflow.relay.relay import Relay, RelayConfig, translated_device_errors
@@ -53,8 +53,9 @@ class RelayExecutor(MultiProgramExecutor):
     @property
     def ways(self) -> tuple[str, ...]:
         depth = (compatibility.RELAY_DEPTH.words,) if self.depth != DepthSchedule() else ()
+        eager = (compatibility.RELAY_EAGER.words,) if self.config.clipping == "eager" else ()
         devices = (compatibility.RELAY_DEVICES.words,) if self.devices > 1 else ()
-        return compatibility.RELAY.words, *depth, *devices
+        return compatibility.RELAY.words, *depth, *devices, *eager
 
     def check(self, model: ModelConfig, training: TrainingConfig) -> None:
         super().check(model, training)
@@ -91,7 +92,7 @@ class RelayExecutor(MultiProgramExecutor):
         """See `MultiProgramExecutor`; zeroed numpy arrays, allocated when a checkpoint is read."""
         shapes = host_state.abstract_state(model, training)
         params, mu, nu = host_state.zeros(model, training)
-        moments = host_state.with_moments(shapes.moments, 0, mu, nu)
+        moments = with_steps_left(training, host_state.with_moments(shapes.moments, 0, mu, nu))
         return shapes._replace(step=np.zeros((), np.int32), params=params, moments=moments)
 
     def programs(
@@ -99,8 +100,18 @@ class RelayExecutor(MultiProgramExecutor):
     ) -> dict[str, Any]:
         assert not isinstance(self.mesh, AbstractMesh), "planned devices do not train"
         held_out = data.validation[0]["weights"].shape
+        options = relay_programs.Options(
+            padded="weights" in data.train.example,
+            taught=data.teacher.width if training.teacher else 0,
+        )
         relay = Relay(
-            model, training, self.config, eval_shape=held_out, mesh=self.mesh, changing=changing
+            model,
+            training,
+            self.config,
+            eval_shape=held_out,
+            mesh=self.mesh,
+            changing=changing,
+            options=options,
         )
 
         def train_step(state, layouts, *arguments, **named):
@@ -137,9 +148,10 @@ class RelayExecutor(MultiProgramExecutor):
         abstract = host_state.abstract_state(model, training)
         files = MappedFiles(self._folder(name), abstract, identity, completed)
         relay.server.storage = files
-        restored = _restore_common_step(files, host_state.training_key(training))
+        restored = _restore_common_step(files, training)
         if restored is not None and (saved is None or int(restored.step) >= saved):
-            return restored
+            # The files have what is trained.
+            return restored._replace(frozen=state().frozen) if training.adapter_rank else restored
         if saved is None and from_seed:
             blocks = self._starting_blocks(model)
             return files.new_state(
@@ -153,21 +165,25 @@ class RelayExecutor(MultiProgramExecutor):
     def place(self, state, model):
         """Converts every array to writable numpy."""
         fields = {"step": state.step, "params": state.params, "moments": state.moments}
-        return state._replace(**jax.tree.map(_writable, fields))
+        frozen = jax.tree.map(np.asarray, state.frozen)
+        return state._replace(**jax.tree.map(_writable, fields), frozen=frozen)
 
     def place_layouts(self, weights, model, changing):
         return weights if changing else weights.with_groups()
 
 
-def _restore_common_step(files, key):
+def _restore_common_step(files, training):
     """Restores the newest step that the files of every process have; None if there is none, or if
     it is not finite."""
+    key = host_state.training_key(training)
     state = files.restore(key)
     step = collectives.minimum(-1 if state is None else int(state.step))
     if state is not None and int(state.step) > step:
         state = files.restore(key, step)
     missing = state is None or int(state.step) != step or bool(non_finite(state))
-    return None if collectives.any_process(missing) else state
+    if collectives.any_process(missing):
+        return None
+    return state._replace(moments=with_steps_left(training, state.moments, step))
 
 
 def _gradient_norms(relay, weights, tokens):

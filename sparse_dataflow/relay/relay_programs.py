@@ -9,7 +9,6 @@ Shapes in names: M micro-batches, B their batch, T tokens, D d_model, V vocabula
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -23,10 +22,13 @@ from sparse_dataflow.core import step_metrics
 from sparse_dataflow.core.config.layer_groups import group_index, layer_model, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors.whole import Batch, micro_batches
 from sparse_dataflow.core.layouts.layout import Groups
-from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model import adapters, gpt, stacks
+from sparse_dataflow.core.model.batch_context import NO_CONTEXT, BatchContext
 from sparse_dataflow.core.model.experts import ROUTER
 from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.files.errors import UserError
 
 DATA_AXIS = "data"
@@ -35,18 +37,37 @@ DATA_AXIS = "data"
 T = TypeVar("T")
 
 
+class Options(NamedTuple):
+    """What a training adds to the arguments of the programs.
+
+    Attributes:
+      padded: whether rows of text are padded; see `whole.batch_context`.
+      adapted: whether adapters alone are trained; the other weights are frozen.
+      taught: features of a teacher's hidden states; 0 without a teacher.
+    """
+
+    padded: bool = False
+    adapted: bool = False
+    taught: int = 0
+
+
+NO_OPTIONS = Options()
+
+
 class Programs(NamedTuple, Generic[T]):
     """The device programs of a training step, or a T for each of them.
 
+    The rows of a context are [M, B, ...]; blocks get it without what the head alone reads.
+
     Attributes:
-      embed: (embed params, int32 inputs [M, B, T]) -> x [M, B, T, D].
-      forward: (`ModelWeights` of a block, x) -> (x after the block, metrics).
-      head: (head params, embedding [V, D] if tied else (), x, int32 targets, float32 weights
-        [M, B, T]) -> (metrics, dx, (gradient of the head, of the embedding)).
-      backward: (`ModelWeights` of a block, x, dy) -> (dx, gradient of its params); recomputes the
-        forward pass and donates dy.
-      embed_backward: (inputs, dx, the head's gradient of the embedding) -> gradient of the embed
-        section; the sum of both gradients of a tied embedding.
+      embed: (`ModelWeights` of the section, int32 inputs [M, B, T]) -> x [M, B, T, D].
+      forward: (`ModelWeights` of a block, x, context) -> (x after the block, metrics).
+      head: (`ModelWeights` of the section, `tied_output`, x, context) -> (metrics, dx, (gradient of
+        the head's params, of the tied output's)).
+      backward: (`ModelWeights` of a block, x, dy, context) -> (dx, gradient of its params);
+        recomputes the forward pass and donates dy.
+      embed_backward: (inputs, dx, the head's gradient of the tied output) -> gradient of the embed
+        section's params; the sum of both gradients of a tied embedding.
     """
 
     embed: T
@@ -80,93 +101,133 @@ def device_params(model: ModelConfig, params: Any) -> Any:
     )
 
 
-def section_shapes(model: ModelConfig) -> tuple[Any, Any, Any]:
-    """Returns the shapes of the float32 params of (embed, one block, head)."""
-    shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
+def section_weights(model: ModelConfig, adapted: bool = False) -> tuple[ModelWeights, ...]:
+    """Returns the shapes of the device's copies of (embed, one block, head), without layouts.
+
+    Args:
+      model: model config.
+      adapted: whether adapters alone are trained.
+    """
+
+    def draw():
+        params: dict = gpt.init(model, jax.random.key(0))
+        if adapted:
+            return adapters.factors(params), adapters.frozen(model, params, 1.0)
+        return params, {}
+
+    params, frozen = jax.eval_shape(draw)
+    weights = {
+        name: ModelWeights(device_params(model, params.get(name, {})), {}, frozen.get(name, {}))
+        for name in ("embed", "blocks", "head")
+    }
     block = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), shapes["blocks"]
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), weights["blocks"]
     )
-    return shapes["embed"], block, shapes["head"]
+    return weights["embed"], block, weights["head"]
 
 
-def functions(model: ModelConfig) -> Programs[Callable]:
-    """Returns the training programs as pure functions."""
-    embed_params = device_params(model, section_shapes(model)[0])
+def tied_output(model: ModelConfig, embed: ModelWeights) -> ModelWeights:
+    """Returns the output layer that the head takes from "embed"; no weights if it has its own."""
 
-    def embed(params, inputs):
-        return _map(lambda tokens: gpt.embed(model, params, tokens), inputs)
+    def tokens(tree):
+        tied = model.tied_embeddings and tree and "tokens" in tree
+        return {"tokens": tree["tokens"]} if tied else {}
 
-    def forward(weights, x):
+    return ModelWeights(tokens(embed.params), {}, tokens(embed.frozen))
+
+
+def _with_params(weights, params):
+    """Returns all parameters of a section with others in place of the trained ones."""
+    return dataclasses.replace(weights, params=params).merged
+
+
+def functions(model: ModelConfig, adapted: bool = False) -> Programs[Callable]:
+    """Returns the training programs as pure functions; arguments as in `section_weights`."""
+    embed_weights = section_weights(model, adapted)[0]
+
+    def embed(weights, inputs):
+        params = weights.merged
+        return _map(lambda tokens, _: gpt.embed(model, params, tokens), NO_CONTEXT, inputs)
+
+    def forward(weights, x, context):
         block = functools.partial(gpt.measured_block, model, weights.linears(model))
-        return _accumulated(block, x)
+        return _accumulated(block, context, x)
 
-    def head(params, embedding, x, targets, weights):
-        def micro_batch(x, targets, weights):
-            loss, pull, metrics = jax.vjp(
-                lambda p, e, x: gpt.head_loss(model, p, e, x, targets, weights),
-                params,
-                embedding,
+    def head(weights, tied, x, context):
+        def loss(params, tied_params, x, context):
+            output = _with_params(tied, tied_params).get("tokens", ())
+            return gpt.head_loss(model, _with_params(weights, params), output, x, context)
+
+        def micro_batch(x, context):
+            value, pull, metrics = jax.vjp(
+                lambda params, tied_params, x: loss(params, tied_params, x, context),
+                weights.params,
+                tied.params,
                 x,
                 has_aux=True,
             )
-            head, embedding_gradient, dx = pull(jnp.ones_like(loss))
-            return dx, (metrics, head, embedding_gradient)
+            *gradients, dx = pull(jnp.ones_like(value))
+            return dx, (metrics, tuple(gradients))
 
-        dx, (metrics, head, embedding_gradient) = _accumulated(micro_batch, x, targets, weights)
-        return metrics, dx, _cast_like((params, embedding), (head, embedding_gradient))
+        dx, (metrics, gradients) = _accumulated(micro_batch, context, x)
+        return metrics, dx, _cast_like((weights.params, tied.params), gradients)
 
-    def backward(weights, x, dy):
-        def micro_batch(x, dy):
+    def backward(weights, x, dy, context):
+        def micro_batch(x, dy, context):
             def block(params, x):
                 layer = dataclasses.replace(weights, params=params)
-                return gpt.trained_block(model, layer.linears(model), x, tokens)[0]
+                return gpt.trained_block(model, layer.linears(model), x, context)[0]
 
             _, pull = jax.vjp(block, weights.params, x)
             gradient, dx = pull(dy)
             return dx, gradient
 
-        tokens = math.prod(x.shape[:-1])
-        dx, gradient = _accumulated(micro_batch, x, dy)
+        dx, gradient = _accumulated(micro_batch, context, x, dy)
         return dx, _cast_like(weights.params, gradient)
 
-    def embed_backward(inputs, dx, embedding_gradient):
+    def embed_backward(inputs, dx, tied_gradient):
         # Embedding is linear in its params, so its gradient does not depend on them.
-        params = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), embed_params)
+        weights = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), embed_weights)
 
-        def micro_batch(tokens, dx):
-            _, pull = jax.vjp(lambda p: gpt.embed(model, p, tokens), params)
+        def micro_batch(tokens, dx, _):
+            _, pull = jax.vjp(
+                lambda params: gpt.embed(model, _with_params(weights, params), tokens),
+                weights.params,
+            )
             return (), pull(dx)[0]
 
-        gradient = dict(_accumulated(micro_batch, inputs, dx)[1])
-        if model.tied_embeddings:
-            gradient["tokens"] += embedding_gradient.astype(gradient["tokens"].dtype)
-        return _cast_like(params, gradient)
+        gradient = dict(_accumulated(micro_batch, NO_CONTEXT, inputs, dx)[1])
+        for name, other in tied_gradient.items():
+            gradient[name] += other.astype(gradient[name].dtype)
+        return _cast_like(weights.params, gradient)
 
     return Programs(embed, forward, head, backward, embed_backward)
 
 
-def eval_functions(model: ModelConfig) -> EvalPrograms[Callable]:
-    """Returns the evaluation programs as pure functions."""
+def eval_functions(model: ModelConfig, adapted: bool = False) -> EvalPrograms[Callable]:
+    """Returns the evaluation programs as pure functions; arguments as in `functions`."""
     model = model.dropless()
-    training = functions(model)
+    training = functions(model, adapted)
 
-    def forward(weights, x):
-        return _map(functools.partial(gpt.block, model, weights.linears(model)), x)
+    def forward(weights, x, context):
+        return _map(functools.partial(gpt.block, model, weights.linears(model)), context, x)
 
-    def head(params, embedding, x, targets, weights):
-        losses = _map(
-            lambda x, t, w: gpt.head_loss(model, params, embedding, x, t, w)[0],
-            x,
-            targets,
-            weights,
-        )
-        return jnp.sum(losses)
+    def head(weights, tied, x, context):
+        params, output = weights.merged, tied.merged.get("tokens", ())
+
+        def loss(x, context):
+            return gpt.head_loss(model, params, output, x, context)[0]
+
+        return jnp.sum(_map(loss, context, x))
 
     return EvalPrograms(training.embed, forward, head)
 
 
 def arguments(
-    model: ModelConfig, shape: tuple[int, int, int], groups: Mapping[str, Groups | None] = {}
+    model: ModelConfig,
+    shape: tuple[int, int, int],
+    groups: Mapping[str, Groups | None] = {},
+    options: Options = NO_OPTIONS,
 ) -> Programs[tuple]:
     """Returns the shapes and dtypes of each program's arguments.
 
@@ -174,10 +235,10 @@ def arguments(
       model: model config of any depth; its first layer gives the shapes of the layouts.
       shape: (micro-batches, sequences in each, tokens in a sequence).
       groups: projection -> groups of its layout, which the programs are specialised to.
+      options: of the training.
     """
-    embed, block, head = (device_params(model, section) for section in section_shapes(model))
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-    weights = jax.ShapeDtypeStruct(shape, jnp.float32)
+    embed, block, head = section_weights(model, options.adapted)
+    tokens, context = context_shapes(model, shape, options)
     x = jax.ShapeDtypeStruct((*shape, model.d_model), jnp.dtype(model.compute_dtype))
     stacked = stacks.layout_tables(stacks.layouts(dataclasses.replace(model, num_layers=1)))
     layouts = {
@@ -186,15 +247,30 @@ def arguments(
         )
         for name, table in stacked.items()
     }
-    layer = ModelWeights(block, layouts)
-    tied = gpt.tied_output(model, embed)
+    layer = dataclasses.replace(block, layouts=layouts)
+    tied = tied_output(model, embed)
     return Programs(
         embed=(embed, tokens),
-        forward=(layer, x),
-        head=(head, tied, x, tokens, weights),
-        backward=(layer, x, x),
-        embed_backward=(tokens, x, tied),
+        forward=(layer, x, context.for_blocks()),
+        head=(head, tied, x, context),
+        backward=(layer, x, x, context.for_blocks()),
+        embed_backward=(tokens, x, tied.params),
     )
+
+
+def context_shapes(model: ModelConfig, shape: tuple[int, int, int], options: Options) -> tuple:
+    """Returns the shapes of `whole.micro_batches`; arguments as in `arguments`."""
+    count, rows, length = shape
+    tokens = jax.ShapeDtypeStruct((count * rows, length + 1), jnp.int32)
+    weights = jax.ShapeDtypeStruct((count * rows, length), jnp.float32)
+    teacher = None
+    if options.taught:
+        dtype = jnp.dtype(model.compute_dtype)
+        sides = (count * rows, length, options.taught), (model.vocab_size, options.taught)
+        hidden, output = (jax.eval_shape(lambda s=side: jnp.zeros(s, dtype)) for side in sides)
+        teacher = TeacherOutput(hidden, output, jnp.float32(0))
+    split = functools.partial(micro_batches, model, count=count, padded=options.padded)
+    return jax.eval_shape(split, Batch(tokens, weights, teacher))
 
 
 def lower(
@@ -232,6 +308,7 @@ def compile_groups(
     mesh: Mesh | None = None,
     evaluation: bool = False,
     changing: bool = True,
+    options: Options = NO_OPTIONS,
 ) -> tuple[Programs[Compiled] | EvalPrograms[Compiled], ...]:
     """Compiles the programs of each of `layer_models` for the default backend.
 
@@ -242,6 +319,7 @@ def compile_groups(
       mesh: as in `lower`.
       evaluation: whether to compile the evaluation programs.
       changing: whether layouts may change; otherwise the programs are specialised to their groups.
+      options: of the training.
     """
     tables = stacks.layout_tables(stacks.layouts(model))
     structures = [
@@ -257,19 +335,19 @@ def compile_groups(
         (dataclasses.replace(each, num_layers=1, shared_layers=False), structure)
         for each, structure in kinds.items()
     )
-    options = shape, mesh, evaluation
-    shared = _compiled(*first, *options)
-    return shared, *(_compiled(*each, *options, shared) for each in others)
+    arguments = shape, mesh, evaluation, options
+    shared = _compiled(*first, *arguments)
+    return shared, *(_compiled(*each, *arguments, shared) for each in others)
 
 
 @functools.cache
-def _compiled(model, structure, shape, mesh, evaluation, shared=None):
+def _compiled(model, structure, shape, mesh, evaluation, options, shared=None):
     """Compiles a model of equal layers; only its block programs if others are `shared`.
 
     `structure` has (projection, groups of its tables).
     """
-    pure = (eval_functions if evaluation else functions)(model)
-    programs = lower(pure, arguments(model, shape, dict(structure)), mesh)
+    pure = (eval_functions if evaluation else functions)(model, options.adapted)
+    programs = lower(pure, arguments(model, shape, dict(structure), options), mesh)
     compiled = {
         name: program.compile()
         for name, program in programs._asdict().items()
@@ -300,14 +378,17 @@ def data_shardings(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
 
 def _sharded(name, structs, mesh, evaluation):
     rows, replicated = data_shardings(mesh)
-    params = {"embed": 1, "forward": 1, "head": 2, "backward": 1, "embed_backward": 0}[name]
-    shardings = [replicated if n < params else rows for n in range(len(structs))]
-    if name == "embed_backward":
-        shardings[-1] = replicated
-    structs = tuple(
-        jax.tree.map(lambda s, to=to: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to), tree)
-        for tree, to in zip(structs, shardings)
-    )
+    params = {"embed": [0], "forward": [0], "head": [0, 1], "backward": [0], "embed_backward": [2]}
+
+    def to(sharding):
+        return lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    def placed(number, tree):
+        if isinstance(tree, BatchContext):
+            return jax.tree.map(to(replicated), tree).map_rows(to(rows))
+        return jax.tree.map(to(replicated if number in params[name] else rows), tree)
+
+    structs = tuple(placed(number, tree) for number, tree in enumerate(structs))
     out = {
         "embed": rows,
         "forward": rows if evaluation else (rows, replicated),
@@ -318,27 +399,33 @@ def _sharded(name, structs, mesh, evaluation):
     return structs, out
 
 
-def _map(function, *batches):
-    """Maps `function` over micro-batches; without a loop for a single one."""
+def _map(function, context, *batches):
+    """Maps `function` over micro-batches and their contexts; without a loop for a single one."""
     if len(batches[0]) == 1:
-        return function(*(batch[0] for batch in batches))[None]
-    return lax.map(lambda micro: function(*micro), batches)
+        return function(*(batch[0] for batch in batches), _first(context))[None]
+    return lax.map(
+        lambda micro: function(*micro[0], context.with_rows(micro[1])), (batches, context.rows)
+    )
 
 
-def _accumulated(function, *batches):
-    """Maps `function` -> (y, gradients or metrics) over micro-batches; returns (all y, the others
+def _accumulated(function, context, *batches):
+    """Maps `function` -> (y, gradients or metrics) as `_map` does; returns (all y, the others
     combined)."""
     if len(batches[0]) == 1:
-        y, one = function(*(batch[0] for batch in batches))
+        y, one = function(*(batch[0] for batch in batches), _first(context))
         return jax.tree.map(lambda leaf: leaf[None], y), one
-    first = jax.eval_shape(function, *(batch[0] for batch in batches))[1]
+    first = jax.eval_shape(function, *(batch[0] for batch in batches), _first(context))[1]
 
     def accumulate(total, micro):
-        y, more = function(*micro)
+        y, more = function(*micro[0], context.with_rows(micro[1]))
         return step_metrics.combined(total, more), y
 
-    total, y = lax.scan(accumulate, step_metrics.empty(first), batches)
+    total, y = lax.scan(accumulate, step_metrics.empty(first), (batches, context.rows))
     return y, total
+
+
+def _first(context):
+    return context.map_rows(lambda rows: rows[0])
 
 
 def _cast_like(params, gradient):

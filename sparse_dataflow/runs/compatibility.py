@@ -375,13 +375,14 @@ def refuse_devices(config: Any, sizes: Mapping[str, int]) -> None:
 
 
 def devices_table() -> str:
-    """Returns the table of docs/devices.md: an option in each row, with the ways that lack it."""
-    lines = ["| option | does not work with |", "|---|---|"]
+    """Returns the table of docs/devices.md: each option, the ways that lack it, and why."""
+    lines = ["| option | does not work with | because |", "|---|---|---|"]
     rows = [row for row in (*core.TABLE, *evolution_rows.ROWS, *SETTINGS, *PARALLEL) if _ways(row)]
     for words in dict.fromkeys(row.option.words for row in rows):
         missing = [way for row in rows if row.option.words == words for way in _ways(row)]
         ordered = [way.words for way in WAYS if way in missing]
-        lines.append(f"| {_code(words)} | {', '.join(ordered)} |")
+        reasons = dict.fromkeys(row.because for row in rows if row.option.words == words)
+        lines.append(f"| {_code(words)} | {', '.join(ordered)} | {'; '.join(reasons)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -3,11 +3,6 @@
 from sparse_dataflow.core.config.training import BUILT_IN
 from sparse_dataflow.core.executors.compatibility import (
     EXPERTS,
-    FEATURE,
-    NO_FEATURE,
-    NO_STAGES,
-    RELAY,
-    STAGE,
     TENSOR,
     WEIGHTS,
     Conflict,
@@ -42,16 +37,6 @@ def _state_that_stays(run):
     return ""
 
 
-ANSWERS = Option(
-    "`data.loss=answers`",
-    lambda run: run.loss == "answers" and "data.loss=answers",
-    {"data.loss": "answers", **WEIGHTS},
-)
-EVOLUTION = Option(
-    "other `evolution.method` than static",
-    lambda run: not run.given_layouts and run.evolution and f"--evolution={run.evolution}",
-    {"evolution.method": "rigl", "evolution.every": 2},
-)
 OTHER_OPTIMIZER = Option(
     "`training.optimizer` other than adamw and muon", _optimizer, {"training.optimizer": "lion"}
 )
@@ -70,9 +55,6 @@ EXCHANGED_BLOCKS = Option(
     lambda run: _evolution(run, True),
     {"evolution.method": "set", "evolution.every": 2},
 )
-GIVEN_BLOCKS = Option(
-    "`run.init_from` with stored blocks", lambda run: run.given_layouts and "--init_from", WEIGHTS
-)
 GIVEN_EXPERTS = Option(
     "`model.experts` with stored blocks of `run.init_from`",
     lambda run: run.given_layouts and EXPERTS.used(run) and f"--init_from and {EXPERTS.used(run)}",
@@ -80,30 +62,17 @@ GIVEN_EXPERTS = Option(
 )
 
 ROWS = (
-    Conflict(ANSWERS, (STAGE, RELAY), "which counts all tokens", NO_STAGES),
-    Conflict(
-        EVOLUTION,
-        (FEATURE,),
-        "whose axis feature cuts each stored block",
-        "legal: --evolution=static, or a mesh without feature",
-    ),
     Conflict(
         OTHER_OPTIMIZER,
         (CHANGED_MODEL,),
-        "which knows what becomes of the moments of adamw and muon alone",
+        "whose state must say what scales as the gradient and what as its square",
         f"legal: training.optimizer={' or '.join(BUILT_IN)}, or --evolution=set or rigl",
     ),
     Conflict(
         STATE_OF_PARTS,
         (EXCHANGED_BLOCKS,),
-        "which moves moments of single weights with their blocks",
+        "which cannot divide a number for a row of blocks between the blocks",
         f"legal: another optimizer, such as {', '.join(BUILT_IN)}, or --evolution=static",
-    ),
-    Conflict(
-        GIVEN_BLOCKS,
-        (FEATURE,),
-        "whose axis feature cuts each stored block",
-        f"{NO_FEATURE}, drawn weights, or dense weights",
     ),
     Conflict(
         GIVEN_EXPERTS,

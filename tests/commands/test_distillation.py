@@ -10,7 +10,6 @@ import pytest
 
 from sparse_dataflow.commands.train import train
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
@@ -100,17 +99,6 @@ def test_other_tokenizers_and_missing_folders_are_refused_before_the_first_step(
 def test_what_has_no_teacher_is_refused(changes, words):
     with pytest.raises(UserError, match=words):
         SMALL.change(training__teacher="folder", **changes)
-
-
-def test_a_mesh_that_cuts_the_model_has_no_teacher():
-    sizes = meshes.parse("tensor:2", 2)
-    sharded = Sharded(jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)))
-    training = TrainingConfig(2, 4, 8, teacher="folder")
-    with pytest.raises(
-        UserError, match="cuts the model or its sequences; legal: the axes data and fsdp"
-    ):
-        sharded.check(MODEL, training)
-    sharded.check(MODEL, dataclasses.replace(training, teacher=""))
 
 
 def test_a_twin_has_no_teacher():

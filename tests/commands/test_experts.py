@@ -46,10 +46,11 @@ def test_adapters_of_experts_are_refused():
         with_adapters(MODEL, 2)
 
 
-def test_relay_on_several_devices_is_refused():
-    with pytest.raises(UserError, match=r"model\.experts=4 with the relay on 2 devices"):
-        RelayExecutor(mesh=mesh("data:2")).check(MODEL, TRAINING)
-    RelayExecutor().check(MODEL, TRAINING)
+def test_tokens_do_not_travel_to_experts_that_the_axis_context_cuts():
+    with pytest.raises(UserError, match=r"axis context cuts .*; legal: .*experts=gather"):
+        Sharded(mesh("fsdp:2,context:2"), exchange=True).check(MODEL, TRAINING)
+    Sharded(mesh("fsdp:2,context:2")).check(MODEL, TRAINING)
+    RelayExecutor(mesh=mesh("data:2")).check(MODEL, TRAINING)
 
 
 def test_a_tensor_axis_that_divides_groups_of_experts_unequally_is_refused():

@@ -261,13 +261,24 @@ def test_a_block_sparse_base_keeps_its_blocks_and_its_export_has_low_rank_terms(
         sd.save(model, place / "no_adapter", "adapter")
 
 
+def test_the_relay_trains_adapters_as_one_device_and_resumes_from_its_files(place, run):
+    """Also where its masters are in files, which have no frozen weights."""
+    changes = {"parallel__executor": "relay", "parallel__server_dir": str(place / "files")}
+    relayed = sd.train(config_of(place, "relayed", **changes))
+    mine, right = (np.asarray(sd.logits(sd.load(each.folder), IDS)) for each in (relayed, run))
+    np.testing.assert_allclose(mine, right, atol=1e-4)
+    shutil.rmtree(checkpoint(relayed.folder, 4))
+    resumed = request.Request(resume=str(relayed.folder)).config(sparse=False)
+    again = sd.train(resumed, resume=True)
+    assert again.finished
+    assert np.array_equal(sd.logits(sd.load(again.folder), IDS), mine)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"run__init_from": ""}, "legal with run.init_from"),
         ({"run__init_from": "", "training__adapter_rank": 0}, "legal with run.init_from"),
-        ({"parallel__executor": "relay"}, "the relay .* which counts all tokens; legal"),
-        ({"parallel__executor": "relay", "training__adapter_rank": 0}, "counts all tokens; legal"),
         ({"training__optimizer": "muon"}, "legal with it: adamw"),
         ({"training__adapter_rank": 25}, r"above 16, .* legal: 1 to 16"),
     ],

@@ -36,7 +36,7 @@ def block(model, params, tables, x):
 def run(model, recompute):
     """Returns (results, stored values, FLOPs of each program)."""
     params, tables, x, dy = second_layer(model)
-    layer = whole.rematerialised(model, functools.partial(block, model))
+    layer = whole.rematerialised(model.remat, functools.partial(block, model))
     actions = layer_actions(layer, params, tables, x, recompute)
     flops = []
 
@@ -101,7 +101,7 @@ def test_weights_are_not_stored():
     for spec in (QUARTER, wide):
         model = dataclasses.replace(DENSE, linears=dict.fromkeys(PROJECTIONS, spec))
         params, tables, x, dy = second_layer(model)
-        layer = whole.rematerialised(model, functools.partial(block, model))
+        layer = whole.rematerialised(model.remat, functools.partial(block, model))
         # Traced tables: layouts of one shape share a program.
         operands = jax.tree.map(jnp.asarray, (params, tables))
         actions = layer_actions(layer, *operands, x, recompute=False)

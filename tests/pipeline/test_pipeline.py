@@ -1,5 +1,7 @@
 """Pipelines over eight virtual devices, in the schedule's memory."""
 
+import itertools
+
 import numpy as np
 import pytest
 from eight_devices import on_eight_devices
@@ -57,6 +59,28 @@ def test_blocks_go_to_their_stages_and_back(division):
     back = stages.from_stages(division, placed)
     for name, leaf in blocks.items():
         np.testing.assert_array_equal(back[name], leaf)
+
+
+@given(divisions(), st.data())
+def test_a_stage_finds_each_block_of_each_group(division, data):
+    """Groups are arrays of their own, each divided as the blocks are."""
+    total = sum(division.layers)
+    cuts = sorted(data.draw(st.sets(st.integers(1, total - 1), max_size=3))) if total > 1 else []
+    groups = [range(*ends) for ends in itertools.pairwise([0, *cuts, total])]
+    kinds = [data.draw(st.integers(0, 2)) for _ in range(total)]
+    places = stages.block_places(division, kinds, groups)
+    arrays = [
+        np.reshape(
+            stages.to_stages(stages.part(division, layers), np.asarray(layers)),
+            (division.stages, -1),
+        )
+        for layers in groups
+    ]
+    for place, block in np.ndenumerate(division.block_indices.reshape(places.shape[:3])):
+        if block >= 0:
+            kind, index = places[place]
+            [group] = [g for g, layers in enumerate(groups) if block in layers]
+            assert kind == kinds[block] and arrays[group][place[0], index] == block
 
 
 def test_the_first_stages_get_the_remainder():

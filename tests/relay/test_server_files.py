@@ -148,7 +148,7 @@ def test_a_step_that_another_process_lacks_is_rolled_back(tmp_path, monkeypatch)
         files = open_files(tmp_path)
         with monkeypatch.context() as patch:
             patch.setattr(collectives, "minimum", lambda step, minimum=minimum: min(step, minimum))
-            state = executor._restore_common_step(files, key())
+            state = executor._restore_common_step(files, TRAINING)
         assert (None if state is None else int(state.step)) == step
         if step == 2:
             assert_same_bits(state, in_memory(2))

@@ -225,7 +225,7 @@ def _program(model, optimizer, vector_rate, teacher_model):
         taught = None
         if teacher_model:
             hidden = whole.hidden_states(teacher_model, weights_of(teacher), tokens)
-            output = gpt.tied_output(teacher_model, teacher["embed"])
+            hidden, output = gpt.output_layer(teacher["head"], teacher["embed"]["tokens"], hidden)
             taught = TeacherOutput(hidden, output, weight)
         metrics, gradients = whole.loss_and_gradients(
             model, weights_of(masked), Batch(tokens, None, taught)

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from sparse_dataflow.core.config.model import REMATS, ModelConfig
+from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
 
@@ -122,8 +122,9 @@ STAGE = _way("stage", mesh="stage:2")
 RELAY = _way("relay", executor="relay")
 RELAY_DEPTH = _way("relay with depth_schedule", executor="relay", depth_schedule="grow:0.5")
 RELAY_DEVICES = _way("relay over several devices", executor="relay", mesh="data:2")
+RELAY_EAGER = _way("relay with clipping=eager", executor="relay", clipping="eager")
 
-WAYS = ROWS, CONTEXT, TENSOR, FEATURE, STAGE, RELAY, RELAY_DEPTH, RELAY_DEVICES
+WAYS = ROWS, CONTEXT, TENSOR, FEATURE, STAGE, RELAY, RELAY_DEPTH, RELAY_DEVICES, RELAY_EAGER
 """Axes of a mesh that are longer than 1, and kinds of the relay, in the order of the page."""
 
 NOTHING: Mapping[str, Any] = {}
@@ -147,31 +148,12 @@ def setting(path: str, example: Any, more: Mapping[str, Any] = NOTHING) -> Optio
     return Option(f"`{path}`", used, {path: example, **more})
 
 
-DOCUMENTS = setting("model.mask_documents", True)
-ADAPTERS = setting("training.adapter_rank", 2, WEIGHTS)
-TEACHER = setting("training.teacher", "DIR")
 SHARED = Option(
     "`evolution.method=shared_to_own`",
     lambda run: run.model.shared_layers and "--evolution=shared_to_own",
     {"evolution.method": "shared_to_own"},
 )
-DEPTH = Option(
-    "`sparsity.budget=depth`",
-    lambda run: run.model.density_by_depth and "--set sparsity.budget=depth",
-    {"sparsity.budget": "depth:2x,1x"},
-)
-KINDS_OF_LAYERS = Option(
-    "`model.layer_types` or `model.rotary_layers` of two kinds",
-    lambda run: next((f"model.{n}={v[:60]}" for n, v in run.model.mixed_layers.items()), ""),
-    {"model.layer_types": "sliding+full", "model.window": 8},
-)
-REMAT_BY_LAYER = Option(
-    "`model.remat` by layer",
-    lambda run: run.model.remat not in REMATS and f"model.remat={run.model.remat[:60]}",
-    {"model.remat": "full:1,none:1"},
-)
 SKIPPED_SPIKES = setting("training.skip_spikes", 4.0)
-NEW_ROWS = setting("training.new_rows_first", 0.5, {"data.extend_vocabulary": 8, **WEIGHTS})
 EXPERTS = setting("model.experts", 4)
 
 
@@ -186,18 +168,6 @@ def _weights(words: str, fits: Callable[[Any], bool], example: str) -> Option:
 
 
 MASKED = _weights("`sparsity.pattern=masked`", lambda kind: kind.has_mask, "masked")
-LOW_RANK = _weights(
-    "`sparsity.pattern=low_rank`", lambda kind: "feature_axis" not in kind.offers, "low_rank"
-)
-FACTORS = _weights("low_rank", lambda kind: "muon_on_relay" not in kind.offers, "low_rank")
-MUON_OF_FACTORS = Option(
-    "`sparsity.pattern=low_rank` with `training.optimizer=muon`",
-    lambda run: (
-        (run.training.optimizer == "muon" and FACTORS.used(run))
-        and f"training.optimizer=muon and {FACTORS.used(run)}"
-    ),
-    {**LOW_RANK.example, "training.optimizer": "muon"},
-)
 SUB_BATCHES = Option(
     "`parallel.sub_batches`",
     lambda run: (n := getattr(run.executor, "sub_batches", 1)) > 1 and f"parallel.sub_batches={n}",
@@ -220,45 +190,32 @@ CUT_STREAM = Option(
     {"parallel.mesh": "feature:2"},
 )
 
-NO_STAGES = "legal: a mesh without stages"
 NO_FEATURE = "legal: a mesh without feature"
-OR_RELAY = f"{NO_STAGES}, or the relay"
-NO_RELAY = "legal: another executor"
-ALIKE = "whose blocks are all treated alike"
 
 TABLE = (
-    Conflict(MASKED, (STAGE, RELAY), "whose blocks see the trained weights alone", NO_STAGES),
-    Conflict(DOCUMENTS, (STAGE, RELAY), "whose blocks do not see the tokens", NO_STAGES),
-    Conflict(ADAPTERS, (STAGE, RELAY), "which trains all weights", NO_STAGES),
     Conflict(
-        TEACHER,
-        (CONTEXT, TENSOR, FEATURE, STAGE, RELAY),
-        "which cuts the model or its sequences",
-        "legal: the axes data and fsdp",
+        EXPERTS,
+        (FEATURE,),
+        "whose axis feature gives a router parts of its inputs, and a choice needs all",
+        NO_FEATURE,
     ),
     Conflict(
         SHARED,
-        (FEATURE, STAGE, RELAY_DEPTH),
-        "whose layers do not share one block",
-        f"{NO_STAGES}, and parallel.depth_schedule=constant",
+        (RELAY_DEPTH,),
+        "whose new layers start as the identity, which a block that all share is not",
+        "legal: parallel.depth_schedule=constant",
     ),
-    Conflict(DEPTH, (STAGE,), "whose stages need one density in all layers", OR_RELAY),
-    Conflict(KINDS_OF_LAYERS, (STAGE,), "whose blocks all run one program", OR_RELAY),
-    Conflict(REMAT_BY_LAYER, (STAGE, RELAY), ALIKE, f"legal: {', '.join(REMATS)}"),
-    Conflict(SKIPPED_SPIKES, (RELAY,), "whose updates in host memory cannot be undone", NO_RELAY),
-    Conflict(NEW_ROWS, (RELAY,), "which updates each section by itself", NO_RELAY),
     Conflict(
-        EXPERTS,
-        (RELAY_DEVICES,),
-        "whose devices route their own tokens alone",
-        "legal: one device, or another executor",
+        SKIPPED_SPIKES,
+        (RELAY_EAGER,),
+        "which overwrites a section before the gradients of all are known",
+        "legal: training.skip_spikes=0, or parallel.clipping=exact",
     ),
-    Conflict(EXPERTS, (FEATURE,), "whose axis feature cuts every weight alike", NO_FEATURE),
     Conflict(
-        EXPERTS,
-        (CONTEXT,),
-        "whose axis context shards the tokens that experts count",
-        "legal: a mesh without context",
+        MASKED,
+        (RELAY,),
+        "whose host memory stores and sends trained weights alone",
+        "legal: another executor, or another sparsity.pattern",
     ),
     Conflict(
         EXPERTS,
@@ -272,8 +229,6 @@ TABLE = (
         "which needs the experts of a layer to be cut over fsdp",
         "legal: parallel.zero=3, or parallel.experts=gather",
     ),
-    Conflict(LOW_RANK, (FEATURE,), "which cuts stored blocks or dense weights", NO_FEATURE),
-    Conflict(MUON_OF_FACTORS, (RELAY,), "which updates one factor at a time", NO_RELAY),
     Conflict(
         CUT_STREAM,
         (STAGE,),

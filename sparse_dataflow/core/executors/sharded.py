@@ -131,10 +131,8 @@ class Sharded(Executor):
             gradients = jax.tree.map(all_reduce, gradients, gradient_specs)
             return step_metrics.over_devices(metrics, self.mesh.axis_names), gradients
 
-        rows: Any = P(BATCH_AXES)
-        taught = batch.teacher and batch.teacher._replace(x=rows, embedding=P(), weight=P())
-        of_batch = whole.Batch(rows, None if batch.weights is None else rows, taught)
-        return self._mapped(local, (specs, of_batch), (P(), gradient_specs))(weights, batch)
+        in_specs = specs, batch_specs(batch)
+        return self._mapped(local, in_specs, (P(), gradient_specs))(weights, batch)
 
     def over_rows(self, function):
         rows = P(BATCH_AXES)
@@ -147,7 +145,12 @@ class Sharded(Executor):
         axes = self._measured_axes(tokens)
 
         def local(weights, tokens):
-            return block_gradient_norms(model, local_weights(weights), tokens, member, axes)
+            norms = block_gradient_norms(model, local_weights(weights), tokens, member, axes)
+            if member.shard.feature_axis is None:
+                return norms
+            # A device has a strip of each block.
+            squares = jax.tree.map(jnp.square, norms)
+            return jax.tree.map(jnp.sqrt, lax.psum(squares, member.shard.feature_axis))
 
         out_specs = norm_specs(split_groups(weights.tables)[0])
         measure = self._mapped(local, (specs, P(axes or None)), out_specs)
@@ -190,7 +193,7 @@ class Sharded(Executor):
                 longer("tensor"),
                 bool(sharding.axes_of(all_specs["embed"]["tokens"]) & set(MODEL_AXES)),
                 self._kv_copies(model),
-                BATCH_AXES,
+                (*BATCH_AXES, *(("context",) if longer("context") else ())),
                 longer("fsdp") if self.exchange else None,
                 longer("feature"),
                 run_length(model),
@@ -364,6 +367,13 @@ class Sharded(Executor):
             return jax.make_array_from_callback((rows, *array.shape[1:]), target, shard)
 
         return {name: put_array(array) for name, array in batch.items()}
+
+
+def batch_specs(batch):
+    """Returns the partition specs of a `whole.Batch`."""
+    rows: Any = P(BATCH_AXES)
+    taught = batch.teacher and batch.teacher._replace(x=rows, embedding=P(), weight=P())
+    return whole.Batch(rows, None if batch.weights is None else rows, taught)
 
 
 def norm_specs(projections):

@@ -28,6 +28,7 @@ from sparse_dataflow.core.executors.mesh import (
     STATE_AXES,
     AnyMesh,
     batch_shards,
+    describe,
 )
 from sparse_dataflow.core.executors.mesh_axes import key_value_copies
 from sparse_dataflow.core.executors.state_roles import dotted_path, parameter_shapes, roles
@@ -339,6 +340,12 @@ def refuse_exchange(mesh: AnyMesh, model: ModelConfig) -> None:
     Raises:
       UserError: naming the legal values.
     """
+    if mesh.shape["context"] > 1:
+        raise UserError(
+            f"--set parallel.experts=exchange on --mesh={describe(mesh)}, whose axis context cuts "
+            "the experts' weights too; legal: --set parallel.experts=gather, or a mesh without "
+            "context."
+        )
     if model.experts % mesh.shape["fsdp"]:
         sizes = range(1, model.experts + 1)
         legal = ", ".join(str(size) for size in sizes if model.experts % size == 0)

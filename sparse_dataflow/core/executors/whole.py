@@ -18,6 +18,7 @@ from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors.context import KEYS_VALUES, Context
 from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.batch_context import NO_CONTEXT, BatchContext
 from sparse_dataflow.core.model.experts import auxiliary_loss
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.shard import WHOLE, Shard
@@ -126,14 +127,11 @@ def apply_blocks(
     weights: ModelWeights,
     x_BxTxD: jax.Array,
     member: Member = ALONE,
-    documents_BxT: jax.Array | None = None,
-    real_BxT: jax.Array | None = None,
-    positions_T: jax.Array | None = None,
+    context: BatchContext = NO_CONTEXT,
 ) -> tuple[jax.Array, Any]:
-    """Runs all blocks on [B, T, D]; tokens attend within their document, if documents are given,
-    and those that are not `real_BxT` have no experts.
+    """Runs all blocks on [B, T, D].
 
-    A member with a context has T / shards tokens at `positions_T`, and documents of all T.
+    A member that shares sequences has T / shards tokens, with positions, and documents of all T.
 
     Fixed layouts are specialised at trace time. Blocks are unrolled if `unrolls` says so.
     Otherwise each layer group is scanned, so that compile time does not depend on depth; with a
@@ -153,17 +151,17 @@ def apply_blocks(
     # An evaluation may have fewer rows than parts.
     parts = math.gcd(member.sub_batches, len(x_BxTxD))
     xs = _split(x_BxTxD, parts)
-    of_part = member.context.attend if member.context else causal_attention
-    attend: list[Callable] = [of_part] * parts
-    if documents_BxT is not None:
-        documents = _split(documents_BxT, parts)
-        attend = [functools.partial(attend[0], documents=part) for part in documents]
+    splits = {name: _split(array, parts) for name, array in context.for_blocks().rows.items()}
+    contexts = [
+        context.for_blocks().with_rows({name: split[part] for name, split in splits.items()})
+        for part in range(parts)
+    ]
     groups = zip(layer_groups(config), split_groups(blocks), split_groups(tables), strict=True)
     for group, (layer_group, group_params, group_tables) in enumerate(groups):
         layers = layer_group.layers
         of_group = tuple(zip(kinds, models))[layers.start : layers.stop]
         run = {
-            each: _layer(each[1], member, group, attend, (positions_T, real_BxT), each[0])
+            each: _layer(each[1], member, group, contexts, each[0])
             for each in dict.fromkeys(of_group)
         }
         if config.shared_layers:
@@ -230,10 +228,10 @@ def _scan(run, loops, x, stacked):
     return x, metrics
 
 
-def _layer(config, member, group, attend, tokens, kind):
+def _layer(config, member, group, contexts, kind):
     """Returns a function (xs, (params, tables) of a layer) -> (xs, metrics), with the remat policy
-    of a kind; `xs` and `attend` are lists over parts of the rows, and `tokens` the positions and
-    `real_BxT`."""
+    of a kind; `xs` and `contexts` are lists over parts of the rows."""
+    attend = member.context.attend if member.context else causal_attention
 
     def run(xs, layer):
         layer_params, layer_tables = layer
@@ -241,7 +239,7 @@ def _layer(config, member, group, attend, tokens, kind):
         weights = layer_weights(config, params, layer_tables)
         block = functools.partial(gpt.measured_block, config, weights)
         outputs = [
-            block(x, member.shard, of_part, *tokens) for x, of_part in zip(xs, attend, strict=True)
+            block(x, context, member.shard, attend) for x, context in zip(xs, contexts, strict=True)
         ]
         metrics = functools.reduce(step_metrics.combined, (part for _, part in outputs))
         return [x for x, _ in outputs], metrics
@@ -259,9 +257,9 @@ def _with_block(run, block):
     return lambda xs, layer: run(xs, (block, layer[1]))
 
 
-def rematerialised(config: ModelConfig, layer: Callable) -> Callable:
-    """Wraps a layer in `jax.checkpoint` with the config's remat policy, that of all blocks."""
-    return layer if config.remat == "none" else _checkpointed(layer, config.remat)
+def rematerialised(kind: str, layer: Callable) -> Callable:
+    """Wraps a layer in `jax.checkpoint` with the policy of a kind of `config.remat`."""
+    return layer if kind == "none" else _checkpointed(layer, kind)
 
 
 def _checkpointed(layer, kind):
@@ -350,38 +348,94 @@ def measured_loss(
     """
     params = weights.merged
     embed, head = (member.section(params, name) for name in ("embed", "head"))
-    x, metrics = _residual(config, embed, weights, batch.tokens, member, padded)
-    targets, counted = map(member.of_context, (batch.tokens[:, 1:], batch.weights))
+    context = member_context(config, batch, member, padded)
+    x, metrics = _residual(config, embed, weights, batch.tokens, context, member)
     with jax.named_scope("head"):
-        total, of_head = gpt.head_loss(
-            config, head, embed["tokens"], x, targets, counted, member.shard, batch.teacher
-        )
+        total, of_head = gpt.head_loss(config, head, embed["tokens"], x, context, member.shard)
     return total, {**of_head, **metrics}
 
 
-def _residual(config, embed, weights, tokens, member, padded=False):
+def batch_context(config: ModelConfig, batch: Batch, padded: bool = False) -> BatchContext:
+    """Returns what the sections read of a batch; `routed` of a batch of one device.
+
+    Args:
+      batch: with weights of the targets.
+      padded: whether ends of text before an end of text are padding, which has no experts.
+    """
+    tokens, teacher = batch.tokens, batch.teacher
+    return BatchContext(
+        documents=(
+            document_numbers(tokens[:, :-1], config.vocab_size - 1)
+            if config.mask_documents
+            else None
+        ),
+        real=_real(config, tokens) if config.experts and padded else None,
+        targets=tokens[:, 1:],
+        weights=batch.weights,
+        taught=teacher and teacher.x,
+        teacher=teacher and (teacher.embedding, teacher.weight),
+    )
+
+
+def member_context(
+    config: ModelConfig, batch: Batch, member: Member, padded: bool = False
+) -> BatchContext:
+    """Returns `batch_context` of the tokens of a member."""
+    context = batch_context(config, batch, padded)
+    if member.context is None:
+        return context
+    config.check_context(batch.tokens.shape[1] - 1)
+    # Attention reads the documents of all tokens.
+    local = {name: member.of_context(a) for name, a in context.rows.items() if name != "documents"}
+    positions = member.context.positions(batch.tokens.shape[1] - 1)
+    return dataclasses.replace(context.with_rows(local), positions=positions)
+
+
+def _residual(config, embed, weights, tokens, context, member):
     """Returns the residual stream [B, T, D] after all blocks, and the blocks' metrics."""
-    length, positions = tokens.shape[1] - 1, None
-    if member.context is not None:
-        config.check_context(length)
-        positions = member.context.positions(length)
     with jax.named_scope("embed"):
         inputs = member.of_context(tokens[:, :-1])
-        x = gpt.embed(config, embed, inputs, member.shard, positions)
-    documents = None
-    if config.mask_documents:
-        documents = document_numbers(tokens[:, :-1], config.vocab_size - 1)
-    real = _real(config, tokens) if config.experts and padded else None
+        x = gpt.embed(config, embed, inputs, context, member.shard)
     with jax.named_scope("blocks"):
-        return apply_blocks(config, weights, x, member, documents, real, positions)
+        return apply_blocks(config, weights, x, member, context)
 
 
-def _routed_tokens(config, batch, member, padded):
+def routed_tokens(
+    config: ModelConfig, batch: Batch, member: Member = ALONE, padded: bool = False
+) -> Any:
     """Returns the number of tokens of a batch, on all devices, that have experts; at least 1."""
     if not padded:
         return batch.tokens[:, 1:].size * member.batch_shards
-    count, axes = _real(config, batch.tokens).sum(), member.shard.row_axes
+    count, axes = member.of_context(_real(config, batch.tokens)).sum(), member.shard.row_axes
     return jnp.maximum(lax.psum(count, axes) if axes else count, 1)
+
+
+def with_weights(batch: Batch, shards: int = 1) -> Batch:
+    """Returns the batch with weights of its targets; without any, those of their mean.
+
+    Args:
+      shards: number of shards of the rows, each of which is a `batch`.
+    """
+    if batch.weights is not None:
+        return batch
+    targets = batch.tokens[:, 1:]
+    mean = jnp.full(targets.shape, 1 / (targets.size * shards), jnp.float32)
+    return dataclasses.replace(batch, weights=mean)
+
+
+def micro_batches(
+    config: ModelConfig, batch: Batch, count: int, member: Member = ALONE, padded: bool = False
+) -> tuple[Any, BatchContext]:
+    """Returns the inputs of a batch and its `batch_context`, as `count` micro-batches.
+
+    What has rows [B, ...] becomes [count, B / count, ...].
+    """
+    split = functools.partial(split_rows, config, count=count)
+    context = batch_context(config, batch, padded).map_rows(split)
+    if config.experts:
+        routed = jnp.float32(routed_tokens(config, batch, member, padded))
+        context = dataclasses.replace(context, routed=routed)
+    return split(batch.tokens[:, :-1]), context
 
 
 def split_rows(config: ModelConfig, rows: T, count: int) -> T:
@@ -404,7 +458,8 @@ def _real(config, tokens):
 def hidden_states(config: ModelConfig, weights: ModelWeights, tokens: jax.Array) -> jax.Array:
     """Returns the normalised hidden states [B, T, D] of int32 [B, T + 1] tokens but the last."""
     params = weights.merged
-    x, _ = _residual(config, params["embed"], weights, tokens, ALONE)
+    context = batch_context(config, Batch(tokens))
+    x, _ = _residual(config, params["embed"], weights, tokens, context, ALONE)
     return gpt.head(config, params["head"], x)
 
 
@@ -430,8 +485,9 @@ def token_scores(
     params = weights.merged
     embed, head = (member.section(params, name) for name in ("embed", "head"))
     positions = member.context.positions(tokens.shape[1] - 1) if member.context else None
-    x = gpt.embed(config, embed, member.of_context(tokens[:, :-1]), member.shard, positions)
-    x, _ = apply_blocks(config, weights, x, member, positions_T=positions)
+    context = BatchContext(positions)
+    x = gpt.embed(config, embed, member.of_context(tokens[:, :-1]), context, member.shard)
+    x, _ = apply_blocks(config, weights, x, member, context)
     if member.context is not None:
         x = member.shard.slice(member.context.gather(member.shard.gather(x)), axis=1)
     targets = tokens[:, 1:]
@@ -462,12 +518,9 @@ def loss_and_gradients(
     For a model with experts, the gradient is that of the loss plus `experts.auxiliary_loss`, which
     is divided by the tokens of the batch that are no padding.
     """
-    targets, teacher = batch.tokens[:, 1:], batch.teacher
     # Batches whose targets have weights are rows of text, padded at their end.
-    of_targets, padded = batch.weights, batch.weights is not None
-    if of_targets is None:
-        mean = 1 / (targets.size * member.batch_shards)
-        of_targets = jnp.full(targets.shape, mean, jnp.float32)
+    padded, teacher = batch.weights is not None, batch.teacher
+    batch = with_weights(batch, member.batch_shards)
 
     def micro_batch(params, tokens, weight, *hidden):
         taught = teacher._replace(x=hidden[0]) if teacher else None
@@ -486,8 +539,8 @@ def loss_and_gradients(
         return metrics, member.collect(gradients)
 
     params = weights.params
-    routed = _routed_tokens(config, batch, member, padded) if config.experts else 0
-    arrays = (batch.tokens, of_targets, *((teacher.x,) if teacher else ()))
+    routed = routed_tokens(config, batch, member, padded) if config.experts else 0
+    arrays = (batch.tokens, batch.weights, *((teacher.x,) if teacher else ()))
     if how.micro_batches == 1:
         return micro_batch(params, *arrays)
     batches = tuple(split_rows(config, array, how.micro_batches) for array in arrays)

@@ -45,7 +45,6 @@ Shapes in names: B batch, T tokens, D d_model, H heads, N = B * T.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +59,7 @@ from sparse_dataflow.core.config.attention_settings import (
 from sparse_dataflow.core.config.layer_groups import join_groups, layer_groups
 from sparse_dataflow.core.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.config.projections import MLP
+from sparse_dataflow.core.model.batch_context import NO_CONTEXT, BatchContext
 from sparse_dataflow.core.model.experts import Experts, auxiliary_loss, with_loss
 from sparse_dataflow.core.model.mlp import Mlp
 from sparse_dataflow.core.model.projection import arrays
@@ -87,10 +87,10 @@ class Embed(nnx.Module):
         self.scale = math.sqrt(config.d_model) if config.scaled_embeddings else 1.0
         self.scale *= config.embedding_scale
 
-    def __call__(self, tokens_BxT, shard=WHOLE, positions_BxT=None):
-        """Embeds int32 [B, T] -> [B, T, D] in the compute dtype; T / devices tokens under a shard.
+    def __call__(self, tokens_BxT, context=NO_CONTEXT, shard=WHOLE):
+        """Embeds int32 [B, T] -> [B, T, D] in the compute dtype.
 
-        Positions are int32 [B, T] or [T]; None is 0 to T - 1.
+        Under a shard, the result has T / devices tokens.
         """
         table_VxD = self.tokens[...].astype(self.dtype)
         if shard.vocabulary:
@@ -103,10 +103,10 @@ class Embed(nnx.Module):
             x_BxTxD *= jnp.asarray(self.scale, self.dtype)
         if self.learned:
             table_LxD = self.positions[...].astype(self.dtype)
-            if positions_BxT is None:
+            if context.positions is None:
                 positions = table_LxD[: tokens_BxT.shape[1]]
             else:
-                positions = lookup(table_LxD, positions_BxT)
+                positions = lookup(table_LxD, context.positions)
             positions = shard.slice_features(shard.slice(positions, axis=-2), shard.residual_run)
             x_BxTxD += broadcast_like(positions, x_BxTxD)
         return x_BxTxD
@@ -152,36 +152,30 @@ class Block(Mlp):
         if config.attention_scalar:
             self.query_scale *= math.sqrt(config.head_width / config.attention_scalar)
 
-    def __call__(self, x_BxTxD, shard=WHOLE, attend=causal_attention, positions_BxT=None):
+    def __call__(self, x_BxTxD, context=NO_CONTEXT, shard=WHOLE, attend=causal_attention):
         """Applies the block: [B, T, D] -> [B, T, D]; T / devices tokens under a shard.
 
         Args:
           x_BxTxD: residual stream.
+          context: positions, documents and padding of the tokens.
           shard: shard of the weights.
           attend: attention, called as attend(queries [B, T, H, K], keys [B, T, kv heads, K],
-            values like keys, window=config.window, cap=config.attention_cap).
-          positions_BxT: int32 positions of the tokens; None is 0 to T - 1.
+            values like keys, window=config.window, cap=config.attention_cap), with `documents` if
+            the context has them.
         """
-        return self.residuals(x_BxTxD, shard, attend, positions_BxT)[1]
+        return self.residuals(x_BxTxD, context, shard, attend)[1]
 
-    def residuals(
-        self,
-        x_BxTxD,
-        shard=WHOLE,
-        attend=causal_attention,
-        positions_BxT=None,
-        real_BxT=None,
-    ):
+    def residuals(self, x_BxTxD, context=NO_CONTEXT, shard=WHOLE, attend=causal_attention):
         """Returns the residual stream [B, T, D] after attention and after the MLP, and the metrics
-        of the block; tokens that are not `real_BxT` have no experts."""
-        x_BxTxD, normed = self.attention(x_BxTxD, shard, attend, positions_BxT)
+        of the block."""
+        x_BxTxD, normed = self.attention(x_BxTxD, context, shard, attend)
         if self.config.experts:
-            y_BxTxD, metrics = self.experts(normed, shard, real_BxT)
+            y_BxTxD, metrics = self.experts(normed, shard, context.real)
         else:
             y_BxTxD, metrics = self.mlp(normed, shard), {}
         return x_BxTxD, self.add_mlp(x_BxTxD, y_BxTxD, shard), metrics
 
-    def attention(self, x_BxTxD, shard, attend, positions_BxT):
+    def attention(self, x_BxTxD, context, shard, attend):
         """Returns the residual stream [B, T, D] after attention, and the input of the MLP, with
         the tokens of all devices of the shard."""
         config = self.config
@@ -190,9 +184,11 @@ class Block(Mlp):
         if config.qk_norm:
             q, k = map(self.normed_heads, config.qk_norms, (q, k), (shard, shard))
         if config.positions == "rotary":
-            q, k = rotate(config, q, positions_BxT), rotate(config, k, positions_BxT)
+            q, k = (rotate(config, heads, context.positions) for heads in (q, k))
         if self.query_scale != 1:
             q *= self.query_scale
+        if context.documents is not None:
+            attend = functools.partial(attend, documents=context.documents)
         attended = attend(q, k, v, window=config.window, cap=config.attention_cap)
         attended = shard.gather_features(attended.reshape(*attended.shape[:2], -1))
         y_BxTxD = self._add("norm1_out", x_BxTxD, self.attn_out(attended, shard.reduce), shard)
@@ -307,82 +303,70 @@ def embed(
     config: ModelConfig,
     params: dict,
     tokens_BxT: jax.Array,
+    context: BatchContext = NO_CONTEXT,
     shard: Shard = WHOLE,
-    positions_BxT: jax.Array | None = None,
 ) -> jax.Array:
     """First section: int32 [B, T] -> [B, T, D] in the compute dtype; T / devices under a shard.
 
     Args:
       params: of the section "embed".
       tokens_BxT: token ids.
+      context: positions of the tokens.
       shard: shard of the parameters.
-      positions_BxT: int32 positions of the tokens; None is 0 to T - 1.
 
     Raises:
       UserError: T exceeds the positions that the model has.
     """
     config.check_context(tokens_BxT.shape[1])
-    return _bind(Embed, config, params)(tokens_BxT, shard, positions_BxT)
+    return _bind(Embed, config, params)(tokens_BxT, context, shard)
 
 
 def block(
     config: ModelConfig,
     weights: dict,
     x_BxTxD: jax.Array,
+    context: BatchContext = NO_CONTEXT,
     shard: Shard = WHOLE,
     attend: Callable = causal_attention,
-    positions_BxT: jax.Array | None = None,
 ) -> jax.Array:
     """Middle section: [B, T, D] -> [B, T, D], with the `layer_weights` of one layer.
 
-    Under a shard, x has T / devices tokens, and the weights are sharded.  See `Block` for `attend`
-    and `positions_BxT`.
+    Under a shard, x has T / devices tokens, and the weights are sharded.  See `Block` for `attend`.
     """
-    return measured_block(config, weights, x_BxTxD, shard, attend, positions_BxT)[0]
+    return measured_block(config, weights, x_BxTxD, context, shard, attend)[0]
 
 
 def measured_block(
     config: ModelConfig,
     weights: dict,
     x_BxTxD: jax.Array,
+    context: BatchContext = NO_CONTEXT,
     shard: Shard = WHOLE,
     attend: Callable = causal_attention,
-    positions_BxT: jax.Array | None = None,
-    real_BxT: jax.Array | None = None,
 ) -> tuple[jax.Array, Metrics]:
-    """Returns `block` and its metrics.
-
-    Tokens that are not `real_BxT`, bool, are padding and have no experts; None is all.
-    """
+    """Returns `block` and its metrics."""
     module = bind_block(config, shard.local(weights))
-    return module.residuals(x_BxTxD, shard, attend, positions_BxT, real_BxT)[1:]
+    return module.residuals(x_BxTxD, context, shard, attend)[1:]
 
 
 def trained_block(
     config: ModelConfig,
     weights: dict,
     x_BxTxD: jax.Array,
-    tokens: int,
+    context: BatchContext = NO_CONTEXT,
     shard: Shard = WHOLE,
 ) -> tuple[jax.Array, Metrics]:
-    """Returns `measured_block`, whose gradient has the auxiliary losses of its experts too.
-
-    `tokens` is the number of tokens of the batch, of which x has some.
-    """
-    x_BxTxD, metrics = measured_block(config, weights, x_BxTxD, shard)
+    """Returns `measured_block`, whose gradient has the auxiliary losses of its experts too."""
+    x_BxTxD, metrics = measured_block(config, weights, x_BxTxD, context, shard)
     if config.experts:
-        x_BxTxD = with_loss(x_BxTxD, auxiliary_loss(config, metrics) / (tokens * shard.devices))
+        share = context.routed * shard.devices
+        x_BxTxD = with_loss(x_BxTxD, auxiliary_loss(config, metrics) / share)
     return x_BxTxD, metrics
 
 
 def bind_block(config: ModelConfig, weights: dict) -> Block:
     """Returns the Block module with the `layer_weights` of one layer."""
     return _bind(Block, config, weights)
-
-
-def tied_output(config: ModelConfig, embed_params: dict) -> Any:
-    """Returns the output layer that the head takes from "embed", or () if it has its own."""
-    return embed_params["tokens"] if config.tied_embeddings else ()
 
 
 def head(config: ModelConfig, params: dict, x_BxTxD: jax.Array, shard: Shard = WHOLE) -> jax.Array:
@@ -418,15 +402,13 @@ def head_loss(
     params: dict,
     embedding_VxD: jax.Array,
     x_BxTxD: jax.Array,
-    targets_BxT: jax.Array,
-    weights_BxT: jax.Array,
+    context: BatchContext,
     shard: Shard = WHOLE,
-    teacher: TeacherOutput | None = None,
 ) -> tuple[jax.Array, Metrics]:
     """Last section: float32 sum of weights * negative log-likelihood, in nats; and its metrics.
 
-    With a teacher, whose x is [B, T, D of the teacher], it is `distillation_loss`; the shard must
-    then be whole.
+    The context has the targets and their weights.  If it has a teacher, the result is
+    `distillation_loss`.
 
     The output layer is "output" of the params, else the token embedding.
 
@@ -434,18 +416,20 @@ def head_loss(
     device's share of the sum.
     """
     x = head(config, params, x_BxTxD, shard)
+    targets_BxT, weights_BxT, taught = context.targets, context.weights, context.taught
     if shard.vocabulary:
         x = shard.gather(x)
     else:
         targets_BxT, weights_BxT = (shard.slice(a, axis=1) for a in (targets_BxT, weights_BxT))
         weights_BxT = weights_BxT / shard.equal_rows
+        taught = None if taught is None else shard.slice(taught, axis=1)
     x_NxD, targets, weights = _rows(x), targets_BxT.reshape(-1), weights_BxT.reshape(-1)
     x_NxD, output = output_layer(params, embedding_VxD, x_NxD)
-    if teacher is not None:
-        teacher = teacher._replace(x=_rows(teacher.x))
-        loss = distillation_loss(x_NxD, output, targets, weights, teacher)
+    axes, size, cap = shard.vocabulary_axes, config.vocab_size, config.logit_cap
+    if context.teacher is not None:
+        teacher = TeacherOutput(_rows(taught), *context.teacher)
+        loss = distillation_loss(x_NxD, output, targets, weights, teacher, axes, size)
     else:
-        axes, size, cap = shard.vocabulary_axes, config.vocab_size, config.logit_cap
         loss = cross_entropy.weighted_loss(x_NxD, output, targets, weights, axes, size, cap)
     return loss, {"loss": Sum(loss)}
 

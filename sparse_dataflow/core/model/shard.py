@@ -66,7 +66,7 @@ class Shard:
       vocabulary: whether the rows of the embedding are sharded; otherwise it is replicated.
       kv_copies: devices that compute the same key/value head.  Above 1, the parameters of `k`, `v`
         and `k_norms` are replicated, and each device computes with the columns of its own head.
-      row_axes: mesh axes that shard the rows of the batch.
+      row_axes: mesh axes that shard the rows of the batch, or their tokens.
       expert_axis: mesh axis whose devices have different experts, which tokens travel to; None if
         every device has the weights of all experts.
       feature_axis: mesh axis that cuts the features of the residual stream; None for none.

@@ -203,7 +203,7 @@ class ModelWeights:
 
     def linears(self, config: ModelConfig) -> dict:
         """Returns the `layer_weights` of the weights of one layer."""
-        return layer_weights(config, self.params, self.tables)
+        return layer_weights(config, self.merged, self.tables)
 
     def layout_at(self, path: tuple) -> LayoutTables | None:
         """Returns the layouts of the stacked weight at a `jax.tree_util` path of `params`; None for

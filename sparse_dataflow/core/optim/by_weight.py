@@ -78,21 +78,27 @@ def without_muon(tree: Any) -> Any:
     return tuple(map(without_muon, tree)) if isinstance(tree, tuple) else tree
 
 
-def bounded(updates: Any, params: Any) -> Any:
-    """Returns Muon's updates, each weight's by the bound of its kind; see `Weight.bounded`.
+def update_scales(params: Any) -> Any:
+    """Returns the factors of Muon's updates, see `Weight.update_scales`, of params or a section.
 
-    Args:
-      updates: a tree like the params.
-      params: before the update.
+    Returns:
+      A tree like the params that lacks what has no factor.
     """
+    if isinstance(params, tuple):
+        return tuple(map(update_scales, params))
+    if form := stored_form(params):
+        return form.update_scales(params)
+    scales = {n: update_scales(p) for n, p in params.items() if isinstance(p, dict | tuple)}
+    return {name: tree for name, tree in scales.items() if tree}
+
+
+def scaled(updates: Any, scales: Any) -> Any:
+    """Returns updates times the factors of `update_scales`."""
     if isinstance(updates, tuple):
-        return tuple(map(bounded, updates, params))
-    if not isinstance(updates, dict):
-        return updates
-    if form := stored_form(updates):
-        names = form.leaves()
-        return updates | form.bounded(*({n: tree[n] for n in names} for tree in (updates, params)))
-    return {name: bounded(updates[name], params[name]) for name in updates}
+        return tuple(map(scaled, updates, scales or ({},) * len(updates)))
+    if isinstance(updates, dict):
+        return {n: scaled(u, scales[n]) if n in scales else u for n, u in updates.items()}
+    return updates * scales
 
 
 def init(training: TrainingConfig, params: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -123,6 +124,24 @@ class NewRowsState(NamedTuple):
     left: Any
 
 
+def with_steps_left(training: TrainingConfig, moments: Any, step: int = 0) -> Any:
+    """Returns an optimizer state whose `NewRowsState` is the one after `step` steps of the run."""
+    left = np.asarray(max(0, training.new_rows_steps - step), np.int32)
+    return tuple(NewRowsState(left) if isinstance(e, NewRowsState) else e for e in moments)
+
+
+def rows_left_alone(training: TrainingConfig, moments: Any) -> tuple[int, ...] | None:
+    """Returns (first row, number of rows) of the only rows that the next step updates; None if it
+    updates all.
+
+    Args:
+      training: names the rows of new tokens.
+      moments: the optimizer state before the step, on the host.
+    """
+    left = next((int(entry.left) for entry in moments if isinstance(entry, NewRowsState)), 0)
+    return training.new_rows if left > 0 else None
+
+
 def _new_rows_alone(updates, rows, alone):
     """Returns the updates; those of the rows of new tokens alone where `alone`, bool [], is true.
 
@@ -188,7 +207,7 @@ def _moments(training, mesh):
 
         updates = with_matrices(move, updates, mu, gradients)
         if has_muon:
-            updates = by_weight.bounded(updates, params)
+            updates = by_weight.scaled(updates, by_weight.update_scales(params))
         return updates, rounded(small._replace(mu=mu))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -287,7 +306,7 @@ def learning_rate_multipliers(
     Muon's update of a matrix of m inputs changes its output by sqrt(m).  An output sums f / m
     matrices, whose changes are about as coherent as Adam's, so it changes by f / sqrt(m).  Muon's
     factor is that of Adam times sqrt(m / SUPAR_WIDTH): a dense weight's is the root of Adam's.  So
-    is that of two factors, whose product moves as far (`LowRank.bounded`).
+    is that of two factors, whose product moves as far (`LowRank.update_scales`).
 
     Under Adam the factors of a low-rank weight have the multipliers of what they read, as in
     arXiv 2406.06248, section 3: the first all inputs, the second rank / inputs as its density.

@@ -218,19 +218,7 @@ def compile_programs(
 def _compile(phase, training, data, executor):
     start = time.perf_counter()
     model = phase.model
-    if isinstance(executor, MultiProgramExecutor):
-        programs = executor.programs(model, training, data, phase.runtime_layouts)
-        return Compiled(**programs, seconds=time.perf_counter() - start)
-    place = functools.partial(executor.place_layouts, model=model, changing=phase.runtime_layouts)
-    shapes = executor.placed_shapes(abstract_state(model, training, executor), model)
-    canonical = shapes._replace(tables=stacks.layout_tables(stacks.layouts(model))).weights
-    weights = place(canonical)
-    replicated = executor.replicated()
-    train_step = jitted_train_step(model, training, executor, shapes)
-    eval_step = jax.jit(make_eval_step(model, executor), out_shardings=replicated)
     batch = executor.put(data.train.example, data.train.batch_size)
-    held_out = executor.put(data.validation[0], data.validation.batch_size)
-    windows = held_out["tokens"], held_out["weights"]
     teach = None
     if training.teacher:
         if data.teacher is None:
@@ -239,6 +227,18 @@ def _compile(phase, training, data, executor):
                 "out."
             )
         teach = data.teacher.program(model, executor, batch["tokens"], training.micro_batches)
+    if isinstance(executor, MultiProgramExecutor):
+        programs = executor.programs(model, training, data, phase.runtime_layouts)
+        return Compiled(**programs, seconds=time.perf_counter() - start, teach=teach)
+    place = functools.partial(executor.place_layouts, model=model, changing=phase.runtime_layouts)
+    shapes = executor.placed_shapes(abstract_state(model, training, executor), model)
+    canonical = shapes._replace(tables=stacks.layout_tables(stacks.layouts(model))).weights
+    weights = place(canonical)
+    replicated = executor.replicated()
+    train_step = jitted_train_step(model, training, executor, shapes)
+    eval_step = jax.jit(make_eval_step(model, executor), out_shardings=replicated)
+    held_out = executor.put(data.validation[0], data.validation.batch_size)
+    windows = held_out["tokens"], held_out["weights"]
     arguments, named = _step_arguments(batch, 0.0, no_loss_limit(training), teach)
     return Compiled(
         train_step.lower(shapes, weights.layouts, *arguments, **named).compile(),

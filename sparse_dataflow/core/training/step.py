@@ -23,6 +23,7 @@ from sparse_dataflow.core.optim.optimizers import (
     at_step,
     group_squares,
     make_optimizer,
+    with_steps_left,
 )
 from sparse_dataflow.core.step_metrics import Norm, StepReport
 
@@ -39,8 +40,8 @@ def initial_state(
     tables = stacks.layout_tables(stacks.layouts(model))
     # The number of steps does not change the draw; without it, `_draw` is cached across runs.
     state = _draw(model, dataclasses.replace(training, steps=1), executor)()
-    state = state._replace(tables=tables)
-    return executor.place(state, model)
+    moments = with_steps_left(training, state.moments)
+    return executor.place(state._replace(tables=tables, moments=moments), model)
 
 
 def abstract_state(

@@ -37,6 +37,11 @@ class Teacher:
         """Returns the FLOPs of the forward pass for one token of a sequence of this length."""
         return cost.flops_per_token(self.model, sequence, training=False).total
 
+    @property
+    def width(self) -> int:
+        """Features of the hidden states, with that of an output bias."""
+        return self.model.d_model + self.model.output_bias
+
     def program(
         self, student: ModelConfig, executor: Executor, tokens: jax.Array, micro_batches: int
     ) -> Callable:

@@ -32,7 +32,6 @@ ABILITIES = {
     "experts": "experts",
     "quantised_products": "products of fp8 or int8 operands",
     "feature_axis": "the mesh axis feature",
-    "muon_on_relay": "Muon under the relay",
     "evolution": "methods that change which weights are stored",
     "budget": "densities by projection or layer",
     "given": "a given dense weight to begin with",
@@ -242,9 +241,10 @@ class Weight:
         return matrix[0]
 
     @classmethod
-    def bounded(cls, updates: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
-        """Returns Muon's updates of the arrays, so that W moves as a dense weight does."""
-        return updates
+    def update_scales(cls, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns factors of Muon's updates by array, [..., 1, 1], so that W moves as a dense one
+        does; {} for none.  Takes numpy and jax arrays, before the update."""
+        return {}
 
     @classmethod
     def describe(cls, spec: LinearSpec, sides: tuple[int, int]) -> str:

@@ -38,11 +38,16 @@ class LowRank(Weight):
     kind = "low_rank"
     words = "low-rank weights"
     is_pattern = True
+    offers = frozenset({"feature_axis"})
 
     a_factor: Any = dataclasses.field(
         metadata={
             LEAF: Leaf(
-                MATRIX, columns=(("fsdp",),), rows=(("tensor", "fsdp"),), input_dim=0, has_muon=True
+                MATRIX,
+                columns=(("feature", "fsdp"),),
+                rows=(("tensor", "fsdp"),),
+                input_dim=0,
+                has_muon=True,
             )
         }
     )
@@ -51,7 +56,7 @@ class LowRank(Weight):
             LEAF: Leaf(
                 MATRIX,
                 columns=((), ("tensor", "fsdp")),
-                rows=((), ("fsdp",)),
+                rows=((), ("feature", "fsdp")),
                 output_dim=1,
                 has_muon=True,
             )
@@ -112,7 +117,7 @@ class LowRank(Weight):
         return sides[0]
 
     @classmethod
-    def bounded(cls, updates, params):
+    def update_scales(cls, params):
         """See `Weight`: Spectron (arXiv 2602.12429, algorithm 1).
 
         It orthogonalises the momentum of both factors and divides the learning rate by |A| + |B| +
@@ -125,7 +130,7 @@ class LowRank(Weight):
         norms = spectral_bound(params["a_factor"]) + spectral_bound(params["b_factor"])
         scale = math.sqrt(max(inputs, outputs)) / (norms + 1)
         sides = {"a_factor": max(inputs, rank), "b_factor": max(rank, outputs)}
-        return {name: updates[name] * (scale / math.sqrt(side)) for name, side in sides.items()}
+        return {name: scale / math.sqrt(side) for name, side in sides.items()}
 
     @classmethod
     def describe(cls, spec, sides):

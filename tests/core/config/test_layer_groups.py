@@ -19,6 +19,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.batch_context import BatchContext
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training import cost
@@ -144,7 +145,8 @@ def layer_by_layer(model, params, tokens):
             number += 1
     weights = jnp.full(tokens[:, 1:].shape, 1 / tokens[:, 1:].size)
     embedding = params["embed"]["tokens"]
-    return gpt.head_loss(dense, params["head"], embedding, x, tokens[:, 1:], weights)[0]
+    context = BatchContext(targets=tokens[:, 1:], weights=weights)
+    return gpt.head_loss(dense, params["head"], embedding, x, context)[0]
 
 
 @pytest.fixture(scope="module")

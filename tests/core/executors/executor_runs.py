@@ -83,6 +83,9 @@ MODELS = {
     ),
     "shared": sparse("monarch", num_layers=3, shared_layers=True),
     "low_rank": DENSE.with_linears(LinearSpec("low_rank", "low_rank", 0.5)),
+    "low_rank_experts": dataclasses.replace(DENSE, experts=2, top_k=1).with_linears(
+        LinearSpec("low_rank", "low_rank", 0.5), ["qkv", "attn_out"]
+    ),
     "sparse_gated": sparse("monarch", num_heads=8, gated_mlp=True),
     "sparse_gated_full": sparse("monarch", num_heads=8, gated_mlp=True, remat="full"),
     "dense_deep": dataclasses.replace(DENSE, num_layers=8),
@@ -97,6 +100,14 @@ MODELS = {
         vocab_size=7,
         mask_documents=True,
     ),
+    "documents": dataclasses.replace(
+        DENSE,
+        **FAMILIES["llama"],
+        num_kv_heads=2,
+        vocab_size=7,
+        mask_documents=True,
+        remat="full",
+    ).with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8), ["mlp_in", "mlp_out"]),
     "qwen3": dataclasses.replace(DENSE, **FAMILIES["qwen3"], num_kv_heads=2, head_dim=12),
     "gemma2": dataclasses.replace(DENSE, **small_models.GEMMA2).with_linears(
         LinearSpec("block_sparse", "monarch", 0.5, 8)
@@ -173,6 +184,9 @@ OPTIONS = {
     "teacher": {"teacher": "folder"},
     # Two steps of these rows alone, then one of all weights. Axes of two and four cut the rows.
     "new_rows": {"new_rows": (10, 30), "new_rows_first": 0.67},
+    "new_rows_lion": {"new_rows": (10, 30), "new_rows_first": 0.67, "optimizer": "lion"},
+    # The second step is a spike.
+    "spikes": {"skip_spikes": 4.0},
     "answers": {"padded": True},
     "measured": {"measured": True},
 }
@@ -188,8 +202,8 @@ def measured():
     """Adds a metric of each kind to the sections."""
     residuals, head_loss = gpt.Block.residuals, gpt.head_loss
 
-    def with_metrics(block, x, *arguments):
-        middle, after, metrics = residuals(block, x, *arguments)
+    def with_metrics(block, x, *arguments, **named):
+        middle, after, metrics = residuals(block, x, *arguments, **named)
         y = lax.stop_gradient(after.astype(jnp.float32))
         counts = {
             "largest_stream": Max(jnp.abs(y).max()),
@@ -247,7 +261,9 @@ def train_once(model, executor, micro_batches, start=None, padded=False, **chang
     counted = {"weights": weights / weights.sum()} if training.adapter_rank or padded else {}
     batches = [Rows({"tokens": rows, **counted}, BATCH) for rows in tokens]
     held_out = Rows({"tokens": tokens[0], "weights": weights}, BATCH)
-    teacher = Teacher(DENSE, gpt.init(DENSE, jax.random.key(1)), {}) if training.teacher else None
+    of_teacher = dataclasses.replace(DENSE, vocab_size=model.vocab_size)
+    params = gpt.init(of_teacher, jax.random.key(1))
+    teacher = Teacher(of_teacher, params, {}) if training.teacher else None
     data = TrainingData(batches[0], held_out, 1, held_out, 1, "none", teacher=teacher)
     [programs] = compile_programs([PhaseSpec(0.0, model)], training, data, executor=executor)
     if start is None:
@@ -257,9 +273,10 @@ def train_once(model, executor, micro_batches, start=None, padded=False, **chang
         state = jax.tree.map(jnp.copy, start._replace(tables=()))
         state = executor.place(state._replace(tables=start.tables), model)
     reports, first = [], None
-    for rows in batches:
+    for step, rows in enumerate(batches):
         batch = executor.put(rows.example, BATCH)
-        state, report = run_step(programs, state, batch, np.float32(1e-3))
+        limit = np.float32(0 if step == 1 else np.inf) if training.skip_spikes else None
+        state, report = run_step(programs, state, batch, np.float32(1e-3), limit)
         reports.append(jax.device_get(report))
         first = first or canonical(executor, state, model)["moments"]
     rows = executor.put(held_out.example, BATCH)

@@ -40,7 +40,9 @@ TRAINED = [
     ("dense+bfloat16", "data:2,fsdp:2,tensor:2/3/2", "stage:2,fsdp:4/2/2/1f1b/1"),
     # A dense kernel and a group are one matrix on all devices; single blocks stay in place.
     ("sparse_mlp+muon", "data:2,fsdp:2,tensor:2/3/2", "stage:2,fsdp:2,tensor:2/2/2/1f1b/1"),
-    ("sparse+teacher", "data:2,fsdp:4/3/2"),
+    ("sparse+teacher", "data:2,fsdp:4/3/2", "fsdp:2,feature:2,tensor:2/3/1", "relay/device/2"),
+    ("dense_odd+teacher", "on:2,tensor:2/0/1", "fsdp:2,context:2,tensor:2/3/1"),
+    ("llama+teacher", "on:4,stage:2,tensor:2/3/2/1f1b/1"),
     ("dense+new_rows", "on:2,data:2/0/1", "on:2,fsdp:2/3/1", "on:4,data:2,tensor:2/1/2"),
     ("dense_odd+new_rows", "on:2,tensor:2/0/1", "on:4,stage:2,fsdp:2/2/2/1f1b/1"),
     # State arrays with some of their weight's axes, reordered, padded and divided over stages.
@@ -51,6 +53,27 @@ TRAINED = [
     ("packed", "context:4,tensor:2/0/1"),
     ("sparse_depth", "halves,fsdp:2,context:2,feature:2/3/1"),
     ("sparse_mlp+muon", "fsdp:4,context:2/2/2"),
+    # What blocks and head read of a micro-batch: documents, padding, weights of targets.
+    ("documents", "on:4,stage:2,tensor:2/2/2/1f1b/1", "on:2,stage:2/0/4/zero_bubble/1"),
+    ("documents", "relay/device/2", "relay/host/1"),
+    ("llama+answers", "on:4,stage:2,fsdp:2/2/2/interleaved/1"),
+    ("experts_alone+answers", "on:4,stage:2,fsdp:2/2/2/1f1b/1"),
+    ("packed+answers", "relay/device/2"),
+    ("experts+answers", "relay/device/2"),
+    # Stages whose blocks are of several kinds: windows, rotary positions, remat, density.
+    ("gemma3", "on:2,stage:2/0/2/1f1b/1", "on:4,stage:2,tensor:2/3/2/interleaved/1/2+1"),
+    ("gemma2", "on:4,stage:2,fsdp:2/2/2/zero_bubble/1"),
+    ("smollm3", "on:2,stage:2/0/2/1f1b/1"),
+    ("sparse_depth", "on:4,stage:2,fsdp:2/3/2/1f1b/1", "on:2,stage:2/0/2/gpipe/1/1+2"),
+    ("shared", "on:4,stage:2,tensor:2/2/2/1f1b/1"),
+    ("llama+adapters", "on:4,stage:2,fsdp:2/3/2/1f1b/1"),
+    ("sparse_depth+adapters", "on:2,stage:2/0/2/zero_bubble/1"),
+    ("dense+int8", "on:2,stage:2/0/2/1f1b/1"),
+    ("low_rank", "on:4,feature:2,tensor:2/0/1"),
+    ("low_rank+muon", "on:4,feature:2,fsdp:2/3/2"),
+    ("experts+answers", "on:4,fsdp:2,context:2/3/2"),
+    ("experts_sparse", "on:4,context:2,tensor:2/0/1", "on:2,context:2/1/2"),
+    ("experts_sparse", "relay,data:2/device/2"),
     # Pipelines: each schedule, even and uneven divisions.
     ("low_rank+muon", "stage:2,fsdp:2,tensor:2/3/2/gpipe/1"),
     ("qwen3+measured", "stage:2,data:2,tensor:2/1/2/zero_bubble/1"),
@@ -58,9 +81,17 @@ TRAINED = [
     ("experts", "exchange,stage:2,fsdp:2,tensor:2/3/1/1f1b/1"),
     ("sparse_deep_full+measured", "stage:2,fsdp:2,tensor:2/2/2/interleaved/2/2+1+1+1"),
     # The relay: one block at a time.
+    ("llama+adapters", "relay/device/2"),
+    ("sparse_depth+adapters", "relay/host/1"),
+    ("dense+int8", "relay/device/1", "relay,data:2/device/1"),
+    ("dense+new_rows", "relay/device/1", "relay/host/2"),
+    ("phi+new_rows_lion", "relay/device/1"),
+    ("sparse+spikes", "relay/device/2", "on:2,stage:2/0/2/1f1b/1"),
     ("dense", "relay/device/1", "relay/host/2"),
     ("llama+measured", "relay/device/2", "relay/host/2", "relay,data:2/device/2"),
     ("sparse_rank+muon", "relay/device/1"),
+    ("low_rank+muon", "relay/device/2"),
+    ("low_rank_experts+muon", "relay/device/1"),
     ("sparse_rank+adafactor", "relay/device/1"),
     ("dense+bfloat16", "relay/device/1"),
     ("dense+bfloat16_muon", "relay/device/1"),
@@ -177,7 +208,12 @@ STAGES = "stage:2,data:2,tensor:2/3/1/zero_bubble/1"
         ("rigl+depth", f"halves,{MESH}"),
         ("rigl", "fsdp:2,context:2,tensor:2/3/1"),
         ("rigl", "relay/device/1"),
+        # Each device has a strip of every block.
+        ("rigl", "on:4,feature:2,tensor:2/3/1"),
+        ("set", "on:2,feature:2/0/1"),
+        ("shared_to_own", "on:2,stage:2/0/1/1f1b/1", "on:2,feature:2/0/1"),
         at_night=[
+            *((method, "on:4,feature:2,fsdp:2/3/1") for method in ("gradual", "sparse_to_dense")),
             ("rigl", MESH, STAGES),
             ("set", MESH, STAGES, "relay/device/1"),
             ("sparse_to_dense", MESH, STAGES, "relay/device/1"),
@@ -200,6 +236,7 @@ def test_layouts_evolve_as_on_one_device(method, texts):
         ("sparse_deep", "stage:2,data:2,tensor:2/3/1/1f1b/1", "relay/device/1"),
         ("llama", "stage:2,tensor:4/3/1/1f1b/1", "data:2,tensor:4/0/1"),
         ("sparse_depth", "relay/device/1"),
+        ("documents", "relay/device/1"),
     ),
 )
 def test_block_gradient_norms_are_those_of_one_device(model, texts):

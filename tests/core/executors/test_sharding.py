@@ -221,12 +221,6 @@ def test_the_planner_prices_replicated_key_value_weights(tensor, sparse):
             r"model.experts=4 with .*; legal: a mesh without feature",
         ),
         (
-            "feature:2",
-            {"linears": {"qkv": LinearSpec("low_rank", density=0.5)}},
-            {},
-            r"low_rank with .*; legal: a mesh without feature, or another pattern",
-        ),
-        (
             "feature:2,tensor:4",
             {"num_kv_heads": 2, "fused_qkv": False},
             {},

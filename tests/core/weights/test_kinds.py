@@ -31,7 +31,6 @@ from sparse_dataflow.core.weights.kind import LEAF, LEAVES, MATRIX, Leaf, Weight
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.equivalent_forms import dense_form
 from sparse_dataflow.planner import plan_memory
-from sparse_dataflow.relay.relay_executor import RelayExecutor
 from sparse_dataflow.runs.run_config import preset
 
 PACKAGE = pathlib.Path(__file__).parents[3] / "sparse_dataflow"
@@ -182,10 +181,6 @@ def test_a_pattern_chooses_a_kind_of_somebody_else_in_a_run():
         (lambda m: dataclasses.replace(m, precision="int8"), "precision=int8 .*Kronecker"),
         (lambda m: LinearSpec("kronecker", rank=2), "rank=2 does not go with Kronecker"),
         (lambda m: LinearSpec("kronecker", turned_dense=True), "turned_dense=True does not"),
-        (
-            lambda m: RelayExecutor().check(m, TrainingConfig(2, 4, 8, optimizer="muon")),
-            "legal: another executor",
-        ),
     ],
 )
 def test_what_a_kind_does_not_offer_is_refused(feature, words):

@@ -320,8 +320,8 @@ def document_numbers(tokens: jax.Array, eot_id: int) -> jax.Array:
     """Returns the number of each token's document in its window, int32 [batch, tokens].
 
     Args:
-      tokens: int32 [batch, tokens].
+      tokens: int32 [batch, tokens], in jax or numpy, as the result is.
       eot_id: the token that ends a document, and belongs to it.
     """
     ends = (tokens == eot_id).astype(jnp.int32)
-    return jnp.cumsum(ends, axis=1) - ends
+    return ends.cumsum(axis=1, dtype=jnp.int32) - ends

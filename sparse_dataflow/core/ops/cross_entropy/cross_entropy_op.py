@@ -287,6 +287,8 @@ def distillation_loss(
     targets: jax.Array,
     weights: jax.Array,
     teacher: TeacherOutput,
+    axis: Axis | None = None,
+    size: int | None = None,
 ) -> jax.Array:
     """Return the sum over tokens of weights * ((1 - w) * loss + w * divergence), w of the teacher.
 
@@ -300,23 +302,45 @@ def distillation_loss(
       targets: int32 [tokens].
       weights: float32 [tokens].
       teacher: of the same tokens and vocabulary; x is [tokens, teacher's d_model].
+      axis: axes of `shard_map` that shard the embedding's rows, not the teacher's; None for none.
+      size: vocabulary size, if the embedding has padding rows after it.
 
     Returns:
-      A float32 scalar.
+      A float32 scalar.  Over an axis, devices return parts of the sum, and of dx.
     """
-    return _distillation_loss(None, x, embedding, targets, weights, teacher)
+    rows = len(embedding) * (1 if axis is None else lax.axis_size(axis))
+    output = teacher.embedding
+    if rows > len(output):
+        output = jnp.pad(output, [(0, rows - len(output)), (0, 0)])
+    if axis is not None:
+        first = lax.axis_index(axis) * len(embedding)
+        output = lax.dynamic_slice_in_dim(output, first, len(embedding))
+    teacher = teacher._replace(embedding=output)
+    return _distillation_loss((axis, size), x, embedding, targets, weights, teacher)
 
 
-def _distillation_value(_, *operands):
-    return _distil(_, *operands)[0]
+def _distillation_value(options, *operands):
+    return _distil(options, *operands)[0]
 
 
-def _distil(_, x, embedding, targets, weights, teacher):
+def _distil(options, x, embedding, targets, weights, teacher):
+    axis, size = options
+
+    def log_probabilities(logits):
+        masked = mask_padding(logits, size, axis)
+        if axis is None:
+            result = jax.nn.log_softmax(masked)
+        else:
+            result = masked - logsumexp(masked, axis)[:, None]
+        # A product with the probability 0 of padding must be 0.
+        return result if masked is logits else jnp.maximum(result, jnp.finfo(result.dtype).min)
+
     def chunk(x, targets, weights, teacher_x):
-        log_student = jax.nn.log_softmax(logits_of(x, embedding))
-        log_teacher = jax.nn.log_softmax(logits_of(teacher_x, teacher.embedding))
+        log_student = log_probabilities(logits_of(x, embedding))
+        log_teacher = log_probabilities(logits_of(teacher_x, teacher.embedding))
         soft = teacher.weight * jnp.exp(log_teacher)
-        hard = jax.nn.one_hot(targets, len(embedding), dtype=soft.dtype)
+        rows = local_rows(targets, len(embedding), axis)
+        hard = jax.nn.one_hot(rows, len(embedding), dtype=soft.dtype)
         probabilities = (1 - teacher.weight) * hard + soft
         losses = jnp.sum(soft * log_teacher - probabilities * log_student, axis=1)
         # The probabilities of a token add up to 1.
