@@ -86,6 +86,7 @@ MODELS = {
     "low_rank_experts": dataclasses.replace(DENSE, experts=2, top_k=1).with_linears(
         LinearSpec("low_rank", "low_rank", 0.5), ["qkv", "attn_out"]
     ),
+    "masked": DENSE.with_linears(LinearSpec("masked", "masked", 0.5, 1, span=4)),
     "sparse_gated": sparse("monarch", num_heads=8, gated_mlp=True),
     "sparse_gated_full": sparse("monarch", num_heads=8, gated_mlp=True, remat="full"),
     "dense_deep": dataclasses.replace(DENSE, num_layers=8),
