@@ -13,8 +13,9 @@ import numpy as np
 from sparse_dataflow.core.config.layer_groups import group_index, layer_groups, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.model import adapters, gpt, stacks
+from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.identity import as_identity
+from sparse_dataflow.core.model.partition import trained_and_rest
 from sparse_dataflow.core.optim import by_weight
 from sparse_dataflow.core.optim.optimizers import TrainState, make_optimizer, with_steps_left
 
@@ -99,10 +100,9 @@ def abstract_state(model: ModelConfig, training: TrainingConfig) -> TrainState:
 
 
 def _parts(model, training, params):
-    """Returns (trained, frozen) parameters of a model; frozen ones are () without adapters."""
-    if not training.adapter_rank:
-        return params, ()
-    return adapters.factors(params), adapters.frozen(model, params, training.adapter_scale)
+    """Returns `partition.trained_and_rest` of a model or of a section."""
+    scale = training.adapter_scale if training.adapter_rank else None
+    return trained_and_rest(model, params, scale)
 
 
 def zeros(model: ModelConfig, training: TrainingConfig) -> tuple[dict, dict, dict]:
@@ -135,7 +135,7 @@ def fresh_state(
     def fill(section, of_section):
         """Writes one section of the parameters, a tree of the model with it alone."""
         for tree, drawn in zip((params, frozen), _parts(model, training, of_section), strict=True):
-            if tree:
+            if tree and drawn:
                 _fill(view(tree, section), view(drawn, 0 if isinstance(section, int) else section))
 
     for section in (EMBED, HEAD):

@@ -24,9 +24,10 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.whole import Batch, micro_batches
 from sparse_dataflow.core.layouts.layout import Groups
-from sparse_dataflow.core.model import adapters, gpt, stacks
+from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.batch_context import NO_CONTEXT, BatchContext
 from sparse_dataflow.core.model.experts import ROUTER
+from sparse_dataflow.core.model.partition import trained_and_rest
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.files.errors import UserError
@@ -111,9 +112,8 @@ def section_weights(model: ModelConfig, adapted: bool = False) -> tuple[ModelWei
 
     def draw():
         params: dict = gpt.init(model, jax.random.key(0))
-        if adapted:
-            return adapters.factors(params), adapters.frozen(model, params, 1.0)
-        return params, {}
+        trained, rest = trained_and_rest(model, params, 1.0 if adapted else None)
+        return trained, rest or {}
 
     params, frozen = jax.eval_shape(draw)
     weights = {

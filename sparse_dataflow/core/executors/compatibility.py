@@ -157,17 +157,6 @@ SKIPPED_SPIKES = setting("training.skip_spikes", 4.0)
 EXPERTS = setting("model.experts", 4)
 
 
-def _weights(words: str, fits: Callable[[Any], bool], example: str) -> Option:
-    """Returns the option of a model with a weight whose kind fits, by `sparsity.pattern`."""
-
-    def used(run):
-        kinds = (spec.kind for spec in dict(run.model.linears).values() if fits(spec.weight))
-        return next((f"sparsity.pattern={kind}" for kind in kinds), "")
-
-    return Option(words, used, {"sparsity.pattern": example})
-
-
-MASKED = _weights("`sparsity.pattern=masked`", lambda kind: kind.has_mask, "masked")
 SUB_BATCHES = Option(
     "`parallel.sub_batches`",
     lambda run: (n := getattr(run.executor, "sub_batches", 1)) > 1 and f"parallel.sub_batches={n}",
@@ -210,12 +199,6 @@ TABLE = (
         (RELAY_EAGER,),
         "which overwrites a section before the gradients of all are known",
         "legal: training.skip_spikes=0, or parallel.clipping=exact",
-    ),
-    Conflict(
-        MASKED,
-        (RELAY,),
-        "whose host memory stores and sends trained weights alone",
-        "legal: another executor, or another sparsity.pattern",
     ),
     Conflict(
         EXPERTS,

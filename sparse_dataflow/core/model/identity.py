@@ -7,6 +7,7 @@ import numpy as np
 
 from sparse_dataflow.core.config.projections import ROW_PARALLEL
 from sparse_dataflow.core.model.shard import output_dim
+from sparse_dataflow.core.weights.kind import is_table
 
 _OUTPUT_NORMS = ("norm1_out", "norm2_out")
 
@@ -28,7 +29,8 @@ def _silent(name, module):
     if name in ("experts", "shared"):
         return as_identity(module)
     if name in ROW_PARALLEL:
-        return {n: a if output_dim(n) is None else np.zeros_like(a) for n, a in module.items()}
+        silent = {n for n in module if output_dim(n) is not None and not is_table(n)}
+        return {n: np.zeros_like(a) if n in silent else a for n, a in module.items()}
     if name in _OUTPUT_NORMS and "bias" in module:
         return {**module, "bias": np.zeros_like(module["bias"])}
     return module

@@ -9,7 +9,22 @@ from typing import Any
 
 import jax
 
-from sparse_dataflow.core.weights.kind import TABLE, leaf_of
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.model import adapters
+from sparse_dataflow.core.weights.kind import is_table
+
+
+def trained_and_rest(
+    model: ModelConfig, params: Any, adapter_scale: float | None = None
+) -> tuple[Any, Any]:
+    """Returns a parameter tree as (what is trained, what is not); () for nothing.
+
+    Args:
+      adapter_scale: of adapters, which alone are trained then; None for a model without.
+    """
+    if adapter_scale is None:
+        return without_tables(params)
+    return adapters.factors(params), adapters.frozen(model, params, adapter_scale)
 
 
 def without_tables(params: Any) -> tuple[Any, Any]:
@@ -26,8 +41,7 @@ def without_tables(params: Any) -> tuple[Any, Any]:
 
 
 def _is_table(path):
-    leaf = leaf_of(path)
-    return leaf is not None and leaf.role == TABLE
+    return is_table(path[-1].key)
 
 
 def _part(tree: Any, fits: Callable[[tuple], bool], path: tuple = ()) -> Any:

@@ -14,8 +14,8 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import sharding
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
 from sparse_dataflow.core.executors.whole import Accumulation, Batch
-from sparse_dataflow.core.model import adapters, gpt, stacks
-from sparse_dataflow.core.model.partition import without_tables
+from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.partition import trained_and_rest
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.core.optim.optimizers import (
@@ -65,11 +65,8 @@ def _draw(model, training, executor):
     def draw():
         init_key, key = jax.random.split(jax.random.key(training.seed))
         params: Any = gpt.init(model, init_key)
-        if training.adapter_rank:
-            frozen: Any = adapters.frozen(model, params, training.adapter_scale)
-            params = adapters.factors(params)
-        else:
-            params, frozen = without_tables(params)
+        scale = training.adapter_scale if training.adapter_rank else None
+        params, frozen = trained_and_rest(model, params, scale)
         step, moments = jnp.zeros((), jnp.int32), optimizer.init(params)
         return TrainState(step, params, moments, (), key, frozen)
 

@@ -343,6 +343,11 @@ def stored_form(arrays: Mapping[str, Any]) -> type[Weight] | None:
     return _FORMS.get(frozenset(name for name in arrays if name in LEAVES and name not in TERMS))
 
 
+def is_table(name: str) -> bool:
+    """Returns whether an array of this name is a table, which is not trained."""
+    return name in LEAVES and LEAVES[name].role == TABLE
+
+
 def leaf_of(path: tuple) -> Leaf | None:
     """Returns what the array at a `jax.tree_util` path is; None if it is of no weight."""
     return LEAVES.get(getattr(path[-1], "key", None))  # type: ignore[arg-type]

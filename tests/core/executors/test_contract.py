@@ -76,6 +76,7 @@ TRAINED = [
     ("experts_sparse", "relay,data:2/device/2"),
     # Masks are not trained: they are cut as kernels are, and stay.
     ("masked", "fsdp:2,feature:2,tensor:2/3/2", "stage:2,fsdp:2,tensor:2/2/2/1f1b/1"),
+    ("masked+muon", "relay/device/2"),
     # Pipelines: each schedule, even and uneven divisions.
     ("low_rank+muon", "stage:2,fsdp:2,tensor:2/3/2/gpipe/1"),
     ("qwen3+measured", "stage:2,data:2,tensor:2/1/2/zero_bubble/1"),
