@@ -503,5 +503,5 @@ def group_squares(squares: dict[Section, dict[str, float]]) -> dict[str, float]:
 
 
 def _clip_factor(norm, limit):
-    """Returns the factor of `optax.clip_by_global_norm`; not finite if the norm is not."""
+    """Returns the factor of `optax.clip_by_global_norm`: 0 if the norm is infinite, NaN if NaN."""
     return 1.0 if norm < limit else limit / norm

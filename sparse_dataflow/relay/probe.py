@@ -52,7 +52,8 @@ def block_gradient_norms(
     embed = fetch("embed")
     stash = [programs_by_kind[0].embed(embed, inputs)]
     for layer in layers:
-        stash.append(block_programs(layer).forward(fetch(layer), stash[-1], context.for_blocks()))
+        x, _ = block_programs(layer).forward(fetch(layer), stash[-1], context.for_blocks())
+        stash.append(x)
     head = fetch("head")
     tied = programs.tied_output(model, embed)
     _, dx, _ = programs_by_kind[0].head(head, tied, stash.pop(), context)

@@ -23,7 +23,6 @@ import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from sparse_dataflow.core.config.depth import DepthSchedule
-from sparse_dataflow.core.config.layer_groups import layer_model_index
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.whole import Batch, micro_batches, with_weights
@@ -118,6 +117,8 @@ class Relay:
         self.programs = relay_programs.compile_groups(
             model, self._train_shape, mesh, changing=changing, options=options
         )
+        kinds = relay_programs.layer_kinds(model, changing)
+        self._kind_of_layer = tuple(map(list(dict.fromkeys(kinds)).index, kinds))
         self._eval_shape = (1, *eval_shape) if eval_shape else None
         if self._eval_shape:
             eval_options = options._replace(padded=False, taught=0)
@@ -287,7 +288,7 @@ class Relay:
 
     def _group_programs(self, programs, section):
         """Returns the programs of a section."""
-        return programs[layer_model_index(self.model, section) if isinstance(section, int) else 0]
+        return programs[self._kind_of_layer[section] if isinstance(section, int) else 0]
 
     def eval_step(self, of_model: ModelWeights, tokens, weights) -> np.ndarray:
         """Returns the float32 [] sum of weighted losses in nats of int32 [B, T + 1] tokens.

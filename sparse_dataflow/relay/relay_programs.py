@@ -302,6 +302,26 @@ def lower(
     return type(programs)(**lowered)
 
 
+@functools.cache
+def layer_kinds(model: ModelConfig, changing: bool) -> tuple[tuple[ModelConfig, frozenset], ...]:
+    """Returns for each layer what its programs depend on: its model, and its layouts' groups.
+
+    Layers of one density that are not neighbours may have other groups.
+    """
+    tables = stacks.layout_tables(stacks.layouts(model))
+    structures = [
+        frozenset((name, stacked.groups) for name, stacked in group.items())
+        for group in split_groups(tables if changing else stacks.with_groups(tables))
+    ]
+    # A block's program does not depend on depth, so its model has depth 1. A model that grows in
+    # depth compiles nothing again.
+    one = functools.partial(dataclasses.replace, num_layers=1, shared_layers=False)
+    return tuple(
+        (one(layer_model(model, layer)), structures[group_index(model, layer)])
+        for layer in range(model.num_layers)
+    )
+
+
 def compile_groups(
     model: ModelConfig,
     shape: tuple[int, int, int],
@@ -310,7 +330,7 @@ def compile_groups(
     changing: bool = True,
     options: Options = NO_OPTIONS,
 ) -> tuple[Programs[Compiled] | EvalPrograms[Compiled], ...]:
-    """Compiles the programs of each of `layer_models` for the default backend.
+    """Compiles the programs of each of `layer_kinds` for the default backend.
 
     Programs are cached; models that differ in depth alone share them.
 
@@ -321,20 +341,7 @@ def compile_groups(
       changing: whether layouts may change; otherwise the programs are specialised to their groups.
       options: of the training.
     """
-    tables = stacks.layout_tables(stacks.layouts(model))
-    structures = [
-        frozenset((name, stacked.groups) for name, stacked in group.items())
-        for group in split_groups(tables if changing else stacks.with_groups(tables))
-    ]
-    kinds: dict[ModelConfig, frozenset] = {}
-    for layer in range(model.num_layers):
-        kinds.setdefault(layer_model(model, layer), structures[group_index(model, layer)])
-    first, *others = (
-        # A block's program does not depend on depth, so the key of the cache has depth 1. A model
-        # that grows in depth compiles nothing again.
-        (dataclasses.replace(each, num_layers=1, shared_layers=False), structure)
-        for each, structure in kinds.items()
-    )
+    first, *others = dict.fromkeys(layer_kinds(model, changing))
     arguments = shape, mesh, evaluation, options
     shared = _compiled(*first, *arguments)
     return shared, *(_compiled(*each, *arguments, shared) for each in others)

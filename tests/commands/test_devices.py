@@ -11,7 +11,6 @@ from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.pipeline.pipelined import Pipelined
 from sparse_dataflow.runs.run_config import SIZES
-from sparse_dataflow.runs.variants import variants
 
 
 def executor(*arguments):
@@ -92,11 +91,6 @@ def test_a_schedule_that_cannot_be_is_refused_before_anything_runs(
             ["--mesh=stage:2,feature:2"],
             "whose stages send the whole residual stream; legal with sta",
         ),
-        (
-            ["--mesh=feature:2", "--evolution=rigl"],
-            "--evolution=rigl with --mesh=feature:2.*legal: --evolution=static, or a mesh without",
-        ),
-        (["--mesh=feature:2", "--evolution=shared_to_own"], "legal: --evolution=static"),
     ],
 )
 def test_what_the_axis_feature_cannot_cut_is_refused_in_words(arguments, message):
@@ -122,15 +116,3 @@ def test_sub_batches_divide_the_sequences_of_a_device():
         made.check(model, TrainingConfig(1, 6, 16))
     with pytest.raises(UserError, match=r"experts=2 with parallel.sub_batches=2, which"):
         made.check(dataclasses.replace(model, experts=2), TrainingConfig(1, 8, 16))
-
-
-def test_given_blocks_on_the_axis_feature_are_refused_by_their_flag():
-    [request] = command_line.arguments(
-        ["toy", "--scale=pico", "--block=16", "--mesh=feature:2"], tuple(NAMED), None
-    )
-    config = request.config()
-    [drawn] = [each for each in variants(config) if each.name == "sparse"]
-    given = dataclasses.replace(drawn.evolution, given_layouts=True)
-    begun = dataclasses.replace(drawn, evolution=given)
-    with pytest.raises(UserError, match=r"--init_from with .*legal: drawn weights, dense weights"):
-        devices.check(devices.executor(config, described=0), config, [begun])

@@ -86,6 +86,10 @@ MODELS = {
     "low_rank_experts": dataclasses.replace(DENSE, experts=2, top_k=1).with_linears(
         LinearSpec("low_rank", "low_rank", 0.5), ["qkv", "attn_out"]
     ),
+    # The first and the last layer have one density, and other groups.
+    "rotated_depth": dataclasses.replace(
+        DENSE, num_layers=3, density_by_depth=(1.0, 0.5, 1.0)
+    ).with_linears(LinearSpec("block_sparse", "butterfly", 0.25, 4), ["qkv", "attn_out", "mlp_in"]),
     "masked": DENSE.with_linears(LinearSpec("masked", "masked", 0.5, 1, span=4)),
     "sparse_gated": sparse("monarch", num_heads=8, gated_mlp=True),
     "sparse_gated_full": sparse("monarch", num_heads=8, gated_mlp=True, remat="full"),

@@ -77,6 +77,7 @@ TRAINED = [
     # Masks are not trained: they are cut as kernels are, and stay.
     ("masked", "fsdp:2,feature:2,tensor:2/3/2", "stage:2,fsdp:2,tensor:2/2/2/1f1b/1"),
     ("masked+muon", "relay/device/2"),
+    ("rotated_depth", "relay/device/1"),
     # Pipelines: each schedule, even and uneven divisions.
     ("low_rank+muon", "stage:2,fsdp:2,tensor:2/3/2/gpipe/1"),
     ("qwen3+measured", "stage:2,data:2,tensor:2/1/2/zero_bubble/1"),

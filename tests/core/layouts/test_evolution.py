@@ -177,7 +177,7 @@ def test_some_projections_become_dense_first():
         (MODEL, {"method": "rigl", "share": 1.0}, r"\(0, 1\)"),
         (MODEL, {"method": "rigl", "max_fan_out": 1.0}, "above 1"),
         (MODEL, {"method": "set", "row_shards": 3}, "the 16 input blocks of .*; legal: 1, 2, 4"),
-        (MODEL.with_linears(LinearSpec()), {"method": "set"}, "needs a block-sparse projection"),
+        (MODEL.with_linears(LinearSpec()), {"method": "set"}, "needs a sparse projection"),
         (MODEL, {"method": "low_rank_tail"}, "sparsity.rank; legal: 1 or more"),
         (
             dataclasses.replace(MODEL, density_by_depth=(1.0, 1 / SPARSE.density)),
