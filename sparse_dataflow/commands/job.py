@@ -152,7 +152,6 @@ class Job:
         resume = self._resume
         self.config = settling.settled_remat(self.config, self.chip, self.executor)
         config, folder = self.config, self.folder
-        trackers.tracker_names(config.run.trackers)  # Refuses illegal ones before any work.
         record = self._saved_record() if resume else None
         self._began = record.init_from if record else None
         self._refuse_unfit_machine()

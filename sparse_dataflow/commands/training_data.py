@@ -12,7 +12,7 @@ from sparse_dataflow.data import cache
 from sparse_dataflow.data.answers import AnswerBatches, AnswerEvalBatches, AnswerRows
 from sparse_dataflow.data.batches import EvalBatches, TokenMixture, TrainBatches
 from sparse_dataflow.data.cache import TokenArray
-from sparse_dataflow.data.corpora import Corpus, load_corpus
+from sparse_dataflow.data.corpora import Corpus, load_corpus, refuse_other_tokenizer
 from sparse_dataflow.data.examples import encode
 from sparse_dataflow.data.stream_batches import NO_TOKENS, StreamBatches
 from sparse_dataflow.data.streamed import Stream
@@ -40,17 +40,7 @@ def tokenizer_of(config: RunConfig, corpus: Corpus) -> Tokenizer:
     """Returns the tokenizer that a config names, which may be trained on the corpus."""
     name, size = config.data.tokenizer, config.model.vocab_size
     has_ids = any(source.ids for source in (corpus, *(s for _, s, _ in corpus.mixture)))
-    if has_ids and name == "bpe":
-        raise UserError(
-            f"--corpus={corpus.name} has token ids and no text to train a tokenizer on; legal for "
-            "data.tokenizer: the one that wrote them (gpt2, DIR, hf:NAME), or none with its size "
-            "in model.vocab_size."
-        )
-    if name == "none" and not has_ids:
-        raise UserError(
-            f"data.tokenizer=none is for a corpus of token ids, and --corpus={corpus.name} is "
-            "text; legal: bpe, gpt2, DIR, hf:NAME."
-        )
+    refuse_other_tokenizer(name, corpus.name, has_ids)
     if name in KINDS:
         return load_tokenizer(name, corpus, size, cache.FOLDER)
     return named_tokenizer(name)

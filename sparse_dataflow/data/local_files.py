@@ -96,6 +96,23 @@ class LocalSource:
             raise UserError(f"The corpus {self.path} has no {legal} file.")
         return files
 
+    def refuse_empty(self, others: tuple[str, ...] = ()) -> None:
+        """Refuses a path without any file that is read; the first such file ends the search.
+
+        Args:
+          others: endings of files that are read in another way.
+
+        Raises:
+          UserError: it is missing, or has none.
+        """
+        suffixes = (*(JSON_LINES if self.examples else SUFFIXES), *others)
+        for _, folders, names in os.walk(self.path):
+            folders[:] = [name for name in folders if name[0] != "."]
+            if any(name[0] != "." and name.lower().endswith(suffixes) for name in names):
+                return
+        if not (self.path.is_file() and self.path.name.lower().endswith(others)):
+            self._files()
+
     def _name_links(self) -> None:
         """Names folders that are links: what is below them is not read here."""
         for parent, folders, _ in os.walk(self.path):

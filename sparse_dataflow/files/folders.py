@@ -98,6 +98,19 @@ def refuse_foreign(
     )
 
 
+def refuse_unwritable(folder: Path, flag: str = "--out") -> None:
+    """Refuses a folder that this process cannot make or write; changes nothing.
+
+    Raises:
+      UserError: naming the flag.
+    """
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not place.is_dir():
+        raise _unwritable(folder, NotADirectoryError(errno.ENOTDIR, "Not a directory"), flag)
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise _unwritable(folder, PermissionError(errno.EACCES, "Permission denied"), flag)
+
+
 def claim(
     folder: Path,
     owner: str,
