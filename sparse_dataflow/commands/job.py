@@ -200,7 +200,7 @@ class Job:
                 if resume:
                     say(f"{v.name:>6}: resumes after step {trainer.step} of {v.training.steps}")
             progress.time_left.begin()
-            with stop_on_signals(say) as stop:
+            with stop_on_signals(say, config.run.grace) as stop:
                 self._advance(trainers, stop, goodput_log)
             # Also where a signal came after the last step.
             stopped = collectives.any_process(bool(stop()))

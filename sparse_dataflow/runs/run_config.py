@@ -196,6 +196,13 @@ class RunSettings(Readable):
         legal=between(0, 65535),
         resumed=FRESH,
     )
+    grace: float = setting(
+        60.0,
+        "Seconds after SIGTERM in which a step must end, so that the run saves; else it ends "
+        "without.",
+        legal=between(0, MOST_SECONDS),
+        resumed=FRESH,
+    )
     stall_alert: float = setting(
         600.0,
         "Seconds without progress after which trackers get an alert; 0 is never.",
