@@ -145,6 +145,12 @@ def test_every_command_is_legal_and_run_by_a_test_or_has_its_needs(page):
     assert {line: run for line in lines for run in runners(line) if run not in RUN} == {}
 
 
+def test_pages_have_commands_of_a_wheel_and_name_those_of_a_clone_once():
+    text = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+    modules = [name for name, page in text.items() for _ in page.split("python -m experiments")[1:]]
+    assert modules == ["install.md"]
+
+
 def test_commands_in_the_experiments_docstrings_are_legal():
     lines = [line for _, line in docstring_commands()]
     assert len(lines) > 20
