@@ -184,14 +184,15 @@ def memory_table(settled: Settled) -> str:
     if others > 1:
         sizes["states of other models"] = others
     low, high = plan_memory.ERROR
-    rows = [("GiB on the fullest device", "")]
-    rows += [(name.replace("_", " "), f"{size / GIB:,.2f}") for name, size in sizes.items()]
-    rows.append(("all", f"{settled.chip_bytes / GIB:,.2f}"))
-    total = settled.chip_bytes / GIB
+    unit, name_of_unit = (GIB, "GiB") if settled.chip_bytes >= GIB else (MIB, "MiB")
+    rows = [(f"{name_of_unit} on the fullest device", "")]
+    rows += [(name.replace("_", " "), f"{size / unit:,.2f}") for name, size in sizes.items()]
+    rows.append(("all", f"{settled.chip_bytes / unit:,.2f}"))
+    total = settled.chip_bytes / unit
     lines = [f"  {line}" for line in output.aligned(rows).splitlines()]
-    room = "" if usable is None else f" of {usable / GIB:,.1f}"
-    between = f"{total * (1 + low):,.1f} to {total * (1 + high):,.1f}"
-    lines.append(f"  by the compiler {between}{room} GiB")
+    room = "" if usable is None else f" of {usable / GIB:,.1f} GiB"
+    between = f"{total * (1 + low):,.1f} to {total * (1 + high):,.1f} {name_of_unit}"
+    lines.append(f"  by the compiler {between}{room}")
     return "\n".join(lines)
 
 
@@ -223,6 +224,7 @@ def long_steps(settled: Settled) -> str:
     )
 
 
+MIB = 2**20
 STEP_TERMS = ("head", "bubble", "sends", "state", "optimizer", "waits")
 """Terms of a step's time that are not those of blocks."""
 
