@@ -36,7 +36,7 @@ from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.training import cost, hooks
 from sparse_dataflow.core.training.clock import Clock
 from sparse_dataflow.core.training.loop import Trainer, advance_side_by_side
-from sparse_dataflow.core.training.phases import Variant, refuse_unfit
+from sparse_dataflow.core.training.phases import FULL_DEPTH, Variant, refuse_unfit
 from sparse_dataflow.core.training.programs import Compiled, TrainingData, compile_programs
 from sparse_dataflow.core.training.saved_state import FrozenBase
 from sparse_dataflow.data import cache, hub
@@ -393,6 +393,7 @@ class Job:
                 *every,
                 v.training.skip_spikes,
                 record=hooks.Record(mfu, progress.note),
+                budget=self._budget(v),
                 last=[Show(progress, *every)],
             ),
             executor=executor,
@@ -404,6 +405,15 @@ class Job:
             ),
             metrics=functools.partial(MetricsWriter, tracker_names=names, config=config.to_json()),
         )
+
+    def _budget(self, v: Variant) -> hooks.Hook | None:
+        """Keeps a model to its minutes; None where its number of steps is given, or decides more
+        than the learning rate: when layouts, layers or the model change, or a rate falls."""
+        config = self.config
+        moves = v.evolution.method != "static" or v.training.schedule == "wsd"
+        if config.training.steps or moves or self.executor.depth != FULL_DEPTH:
+            return None
+        return hooks.TimeBudget(60 * config.run.minutes)
 
     def _advance(self, trainers: list[Trainer], stop, goodput_log: goodput.GoodputLog) -> None:
         """Trains all to the end, or until `stop()`; saves."""

@@ -119,7 +119,7 @@ def _variant(folder, trainer, chip, timed, token_seconds):
     evaluation = _final(history)
     tokens_a_step = training.batch * training.sequence
     of_phase = _step_seconds(trainer, train, tokens_a_step)
-    step_seconds = float(np.dot(of_phase, [p.steps for p in trainer.phases]) / training.steps)
+    step_seconds = float(np.dot(of_phase, [p.steps for p in trainer.phases]) / trainer.step)
     flops = trainer.flops / trainer.tokens
     phases = [phase.model for phase in trainer.phases]
     sizes = executor_plan.memory_of(phases, training, trainer.executor, chip)

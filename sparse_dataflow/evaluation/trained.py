@@ -194,7 +194,9 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
         raise UserError(f"The run {folder} has no checkpoint of {variant} yet: {path} is empty.")
     state, facts = restored
     step = int(state.step)
-    shape = model_phases[phase_before(model_phases, step)].model
+    shape = model_phases[
+        phase_before(SavedProgress.from_extra(facts, model_phases).phases, step)
+    ].model
     params = evaluated(training, state.moments, state.params)
     if shape.shared_layers:
         params = {**params, "blocks": copied_blocks(params["blocks"], shape.num_layers)}

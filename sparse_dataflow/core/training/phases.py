@@ -253,3 +253,8 @@ def with_starts(phases: tuple[Phase, ...], starts: list[int]) -> tuple[Phase, ..
         dataclasses.replace(phase, start=start, stop=stop)
         for phase, start, stop in zip(phases, starts, stops, strict=True)
     )
+
+
+def with_stop(phases: tuple[Phase, ...], stop: int) -> tuple[Phase, ...]:
+    """Returns the phases with another end of the last one."""
+    return (*phases[:-1], dataclasses.replace(phases[-1], stop=stop))
