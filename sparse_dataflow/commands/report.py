@@ -13,7 +13,7 @@ from sparse_dataflow.commands.models import evaluation_report
 from sparse_dataflow.commands.preflight import executor_plan
 from sparse_dataflow.core.config.model import PRECISIONS
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
-from sparse_dataflow.core.messages import say
+from sparse_dataflow.core.messages import say, say_result
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.loop import Trainer
@@ -27,6 +27,7 @@ from sparse_dataflow.monitoring import goodput
 from sparse_dataflow.monitoring.metrics import read_metrics
 from sparse_dataflow.monitoring.sections import section_seconds
 from sparse_dataflow.relay import timeline
+from sparse_dataflow.reporting.page import headline
 from sparse_dataflow.reporting.report import PAGE, write_report
 from sparse_dataflow.reporting.report_data import (
     Continuation,
@@ -108,6 +109,8 @@ def write(
             f"intact; free some space, then use --resume={folder}."
         ) from error
     write_report(data, folder / PAGE)
+    if len(variants) > 1:
+        say_result(headline(sorted(variants, key=lambda v: v.name)))
     losses = (f"{v.name} {v.bits_per_byte:.4f} after {v.tokens:,} tokens" for v in variants)
     return f"held-out bits per byte: {', '.join(losses)}"
 
