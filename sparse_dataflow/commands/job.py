@@ -56,6 +56,7 @@ from sparse_dataflow.interchange.starting_point import StartingPoint
 from sparse_dataflow.monitoring import goodput, trackers
 from sparse_dataflow.monitoring.goodput import stall_alerts
 from sparse_dataflow.monitoring.metrics import MetricsWriter, read_metrics
+from sparse_dataflow.monitoring.time_budget import TimeBudget
 from sparse_dataflow.monitoring.time_left import Progress, Show, TimeLeft
 from sparse_dataflow.planner import memory
 from sparse_dataflow.relay.relay_executor import RelayExecutor
@@ -209,7 +210,7 @@ class Job:
                 say(f"left out of {corpus.name}: {words}")
             if finished:
                 for trainer in trainers:
-                    progress.stage(f"evaluating {trainer.name} on all held-out text")
+                    progress.stage(f"evaluating {trainer.name} on held-out text")
                     trainer.evaluate_finally()
                     progress.time_left.evaluated(trainer.name)
                 progress.stage("writing the report")
@@ -413,7 +414,7 @@ class Job:
         moves = v.evolution.method != "static" or v.training.schedule == "wsd"
         if config.training.steps or moves or self.executor.depth != FULL_DEPTH:
             return None
-        return hooks.TimeBudget(60 * config.run.minutes)
+        return TimeBudget(60 * config.run.minutes)
 
     def _advance(self, trainers: list[Trainer], stop, goodput_log: goodput.GoodputLog) -> None:
         """Trains all to the end, or until `stop()`; saves."""

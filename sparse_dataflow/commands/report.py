@@ -111,8 +111,17 @@ def write(
     write_report(data, folder / PAGE)
     if len(variants) > 1:
         say_result(headline(sorted(variants, key=lambda v: v.name)))
-    losses = (f"{v.name} {v.bits_per_byte:.4f} after {v.tokens:,} tokens" for v in variants)
+    losses = (
+        f"{v.name} {v.bits_per_byte:.4f}{_spread(v.history)} after {v.tokens:,} tokens"
+        for v in variants
+    )
     return f"held-out bits per byte: {', '.join(losses)}"
+
+
+def _spread(history):
+    """Returns the error of the last held-out loss in words; "" where it is unknown."""
+    value = _final(history).get("bits_per_byte_error")
+    return f" ± {value:.4f}" if value else ""
 
 
 def _variant(folder, trainer, chip, timed, token_seconds):

@@ -50,6 +50,7 @@ NAMED: dict[str, tuple[str, str]] = {
     "init_from": ("run.init_from", ""),
     "mesh": ("parallel.mesh", ""),
     "executor": ("parallel.executor", ""),
+    "evaluate": ("run.evaluate", ""),
     "grace": ("run.grace", ""),
     "describe": ("", ""),
     "chips": ("", ""),

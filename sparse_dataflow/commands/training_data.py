@@ -27,7 +27,10 @@ EVALUATION_WINDOWS = 64
 """Windows of each corpus in a periodic evaluation, at most, at equal distances over the split."""
 
 FINAL_WINDOWS = 2048
-"""Windows of each corpus in the evaluation after the last step, at most: the first ones."""
+"""Windows of a corpus that the command `evaluate` and studies read, at most: the first ones."""
+
+PART_WINDOWS = 512
+"""Windows of each corpus in the evaluation after the last step, at most, at equal distances."""
 
 
 def corpus_of(data: DataConfig, name: str = "") -> Corpus:
@@ -86,7 +89,8 @@ def training_data(
         split = split_tokens(source, "validation", tokenizer, cache.FOLDER)
         say(f"  held out{' of ' * bool(name)}{name}: {split.documents:,} documents")
         periodic = EvalBatches(split.tokens, *shape, EVALUATION_WINDOWS, rows, True)
-        final = EvalBatches(split.tokens, *shape, FINAL_WINDOWS, rows)
+        most = PART_WINDOWS if config.run.evaluate == "part" else None
+        final = EvalBatches(split.tokens, *shape, most, rows, True)
         sizes = [windows.total_bytes(tokenizer.token_bytes) for windows in (periodic, final)]
         held_out.append(HeldOut(name, weight, periodic, sizes[0], final, sizes[1]))
     first = held_out[0]
@@ -243,7 +247,8 @@ def _answers(config, variant, corpus, tokenizer, executor):
     pack = config.model.mask_documents
     train, held_out = answer_rows(corpus, tokenizer, training.sequence, pack)
     periodic = AnswerEvalBatches(held_out, *shape, EVALUATION_WINDOWS, local, True)
-    final = AnswerEvalBatches(held_out, *shape, FINAL_WINDOWS, local)
+    most = PART_WINDOWS if config.run.evaluate == "part" else None
+    final = AnswerEvalBatches(held_out, *shape, most, local, True)
     return TrainingData(
         AnswerBatches(train, *shape, config.training.seed, local),
         periodic,

@@ -165,13 +165,19 @@ def headline(variants: Sequence[VariantData]) -> str:
     clock = quantities.durations([seconds])[0]
     start = f"At equal wall-clock time ({clock} each)"
     rival = "dense" if "dense" in scores else next(n for n in scores if n != "sparse")
-    text = _pair(start, scores, rival, unit)
+    by_name = {v.name: v for v in variants}
+
+    def error(other):
+        return _error([by_name["sparse"], by_name[other]]) if field == "bits_per_byte" else 0.0
+
+    text = _pair(start, scores, rival, unit, error(rival))
     if len(variants) < 3:
         return text
     sparse, narrow = scores["sparse"], scores["narrow"]
     word = "better" if narrow < sparse else "worse"
     verdict = f"{abs(narrow - sparse) / sparse:.1%} {word} than the sparse model"
-    noise = ", within the noise of one seed" if _is_noise(sparse, narrow) else ""
+    unsure = _is_noise(sparse, narrow, error("narrow"))
+    noise = ", within the noise of one seed" if unsure else ""
     return (
         f"{text} A narrower model without sparse weights, of equal FLOPs per token, reaches "
         f"{narrow:.3f}: {verdict}{noise}."
@@ -205,8 +211,19 @@ def _at_equal_seconds(
         # A model that ended at the shortest time may have its last evaluation right there.
         if not known or not known[0][0] <= shortest <= 1.01 * known[-1][0]:
             return {}, 0.0
-        scores[v.name] = float(np.interp(shortest, *zip(*known, strict=True)))
+        x, y = np.array(known).T
+        scores[v.name] = float(np.interp(shortest, x, y))
     return scores, shortest
+
+
+def _error(variants: Sequence[VariantData]) -> float:
+    """Returns the standard error of the difference of held-out losses, in bits per byte, as if the
+    models were not evaluated on the same text: an upper bound."""
+    errors = []
+    for v in variants:
+        finals = [row for row in v.history if row.get("kind") == "final"]
+        errors.append(finite(finals[-1].get("bits_per_byte_error")) or 0.0 if finals else 0.0)
+    return math.hypot(*errors)
 
 
 def _unequal(variants, field, unit):
@@ -221,7 +238,7 @@ def _unequal(variants, field, unit):
     return f"{text[:1].upper()}{text[1:]}, in {unit}: the times differ, so this decides nothing."
 
 
-def _pair(start, scores, rival, unit):
+def _pair(start, scores, rival, unit, error):
     """Compares the sparse model with another one."""
     title = {"sparse": "sparse model", "dense": "dense twin", "narrow": "narrower model"}
     shown = {name: f"{value:.3f}" for name, value in scores.items()}
@@ -229,7 +246,7 @@ def _pair(start, scores, rival, unit):
         both = f"the sparse model and its {title[rival]}"
         return f"{start} {both} both reach {shown['sparse']} {unit}."
     better, worse = sorted(("sparse", rival), key=scores.__getitem__)
-    if _is_noise(scores[better], scores[worse]):
+    if _is_noise(scores[better], scores[worse], error):
         return (
             f"{start} the sparse model reaches {shown['sparse']} and its {title[rival]} "
             f"{shown[rival]} {unit}: within the noise of one seed."
@@ -290,9 +307,10 @@ NOISE = (
 )
 
 
-def _is_noise(first: float, second: float) -> bool:
-    """Returns whether two held-out losses of one seed each may differ by chance."""
-    return abs(first - second) < SEED_SPREAD * min(first, second)
+def _is_noise(first: float, second: float, error: float = 0.0) -> bool:
+    """Returns whether two held-out losses of one seed each may differ by chance: of the seed, or of
+    the text, for which `error` is the standard error of their difference."""
+    return abs(first - second) < max(SEED_SPREAD * min(first, second), 2 * error)
 
 
 def _is_within_noise(variants: Sequence[VariantData], name: str) -> bool:

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from test_loop import TRAINING, trainer
 
 from sparse_dataflow.core.optim.optimizers import learning_rate_schedule
-from sparse_dataflow.core.training import hooks, loop
+from sparse_dataflow.core.training import loop
 from sparse_dataflow.core.training.length import Length
 from sparse_dataflow.monitoring.metrics import read_metrics
+from sparse_dataflow.monitoring.time_budget import TimeBudget
 
 LONG = dataclasses.replace(TRAINING, steps=200, warmup=0.1)
 
@@ -77,7 +78,7 @@ def run(folder, speed, monkeypatch, budget=200.0):
     machine = Machine(speed)
     monkeypatch.setattr(loop.time, "perf_counter", machine.perf_counter)
     rarely = {"eval_every": 10**6, "checkpoint_every": 10**6}
-    return trainer(folder, training=LONG, budget=hooks.TimeBudget(budget), **rarely)
+    return trainer(folder, training=LONG, budget=TimeBudget(budget), **rarely)
 
 
 @pytest.mark.parametrize("name", SPEEDS)
@@ -129,4 +130,6 @@ def test_models_side_by_side_get_equal_seconds(tmp_path, monkeypatch):
         chosen = min(running, key=lambda i: trainers[i].progress)
         monkeypatch.setattr(loop.time, "perf_counter", machines[chosen].perf_counter)
         trainers[chosen].advance()
+    for made in trainers:
+        made.close()
     assert [t.seconds for t in trainers] == [pytest.approx(200, rel=0.03)] * 2
