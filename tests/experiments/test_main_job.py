@@ -22,7 +22,7 @@ TRAIN_KEYS = {
     "kind", "step", "tokens", "seconds", "loss", "learning_rate", "gradient_norm",
     "tokens_per_second", "mfu",
 }  # fmt: skip
-EVAL_KEYS = {"kind", "step", "tokens", "seconds", "loss", "bits_per_byte"}
+EVAL_KEYS = {"kind", "step", "tokens", "seconds", "loss", "bits_per_byte", "bits_per_byte_error"}
 
 
 def record_of(folder):
