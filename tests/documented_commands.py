@@ -91,7 +91,7 @@ def inline_commands(page):
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     for span in re.findall(r"`([^`]+)`", text.replace("\n", " ")):
         # Cluster commands within a sentence need no comment.
-        if re.match(r"(python|make|sh|\.ci/run)( |$)", span):
+        if re.match(r"(python|sparse-dataflow(?= [a-z])|make|sh|\.ci/run)( |$)", span):
             yield span
 
 

@@ -27,8 +27,8 @@ from sparse_dataflow.core.config.projections import MLP, PROJECTIONS
 from sparse_dataflow.core.config.sparsity import SparsityConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
+from sparse_dataflow.core.layouts.model_layouts import expert_layout
 from sparse_dataflow.core.model import adapters, gpt, stacks
-from sparse_dataflow.core.model.experts import expert_layout
 from sparse_dataflow.core.model.partition import without_tables
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.by_weight import VOCABULARY

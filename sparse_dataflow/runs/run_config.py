@@ -95,6 +95,7 @@ VARIANTS = ("sparse", "dense", "narrow")
 """Names of the models that runs train."""
 
 PRUNE_TO = ("blocks", "pattern")
+EVALUATED = ("part", "all")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -194,6 +195,20 @@ class RunSettings(Readable):
         0,
         "Port on 127.0.0.1 where a POST to /trace?seconds=5 traces the running job; 0 is none.",
         legal=between(0, 65535),
+        resumed=FRESH,
+    )
+    evaluate: str = setting(
+        "part",
+        "Held-out text after the last step: part, 512 windows at equal distances, the same ones "
+        "for all models; or all.",
+        choices=EVALUATED,
+        resumed=ADOPTED,
+    )
+    grace: float = setting(
+        60.0,
+        "Seconds after SIGTERM in which a step must end, so that the run saves; else it ends "
+        "without.",
+        legal=between(0, MOST_SECONDS),
         resumed=FRESH,
     )
     stall_alert: float = setting(

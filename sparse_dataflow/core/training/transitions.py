@@ -32,6 +32,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors.sharding import COLUMN_PARALLEL
 from sparse_dataflow.core.layouts.evolution import Update, block_sources, largest_blocks
 from sparse_dataflow.core.layouts.layout import BlockLayout
+from sparse_dataflow.core.layouts.model_layouts import with_room
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.blocks import (
     collect,
@@ -40,7 +41,6 @@ from sparse_dataflow.core.model.blocks import (
     grid_norms,
     stored_norms,
 )
-from sparse_dataflow.core.model.projection import with_room
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
 from sparse_dataflow.core.optim.optimizers import TrainState, adam_state, map_moments
 from sparse_dataflow.core.optim.weight_state import WeightState
