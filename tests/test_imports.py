@@ -14,7 +14,7 @@ ROOMS = [
     "files", "hardware",
     "core.collectives", "core.messages", "core.config", "core.layouts", "core.ops", "core.weights",
     "core.model", "core.optim", "core.checkpoint", "core.executors", "core.training",
-    "pipeline", "relay", "layers", "cluster", "monitoring", "runs", "chips", "data", "planner",
+    "pruning", "pipeline", "relay", "layers", "cluster", "monitoring", "runs", "chips", "data", "planner",
     "compile", "evaluation", "interchange", "reporting", "commands", "__main__", "experiments",
 ]  # fmt: skip
 """Lowest first.  Below the core are two rooms; what is above it the core never imports."""
