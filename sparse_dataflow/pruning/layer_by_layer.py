@@ -19,6 +19,7 @@ from sparse_dataflow.core.config.model import PRECISIONS, ModelConfig
 from sparse_dataflow.core.config.projections import MLP, ROW_PARALLEL
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.inputs import observed_block
+from sparse_dataflow.core.model.projection import arrays
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.weights.weight import Dense, Linear
 from sparse_dataflow.files.errors import UserError
@@ -188,10 +189,7 @@ def _applied(config, before, after, x_dense, x_pruned):
 
 def as_params(layers: Sequence[Mapping[str, Any]], model: ModelConfig) -> Any:
     """Returns layers of dense weights as the "blocks" of a dense model's parameters."""
-    from sparse_dataflow.core.model.projection import arrays
-
-    trees = [
-        {name: arrays(each) if isinstance(each, Linear) else each for name, each in layer.items()}
-        for layer in layers
-    ]
+    is_linear = lambda node: isinstance(node, Linear)  # noqa: E731
+    by_name = lambda node: arrays(node) if is_linear(node) else node  # noqa: E731
+    trees = [jax.tree.map(by_name, dict(layer), is_leaf=is_linear) for layer in layers]
     return stacks.stacked_layers(model, trees)

@@ -63,7 +63,7 @@ class Moments:
         return bool(np.isfinite(self.input_sum).all() and np.isfinite(self.squares).all())
 
     def centred(self) -> "Moments":
-        """Returns the moments of inputs and outputs minus their means, which a bias makes up for."""
+        """Returns the moments of deviations from the means, for which a bias makes up."""
         mean_x, mean_y = self.means
         return dataclasses.replace(
             self,
@@ -80,7 +80,7 @@ class Moments:
         return self.input_sum / self.tokens, self.output_sum / self.tokens
 
     def error(self, weights: np.ndarray) -> float:
-        """Returns the squared error of the outputs of weights [in, out], relative to the outputs."""
+        """Returns the squared error of weights [in, out], relative to the squared outputs."""
         weights = np.asarray(weights, np.float64)
         fitted = np.einsum("io,io->", weights, self.inputs @ weights - 2 * self.products)
         return float((fitted + self.squares.sum()) / (self.squares.sum() or 1.0))

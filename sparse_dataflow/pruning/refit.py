@@ -1,19 +1,15 @@
-"""Least-squares weights on a support, and the damping with which they are fitted.
+"""Least-squares weights on a support.
 
 The fit is that of arXiv 2301.00774 (SparseGPT) on its support, exactly: the weights that stay make
 up for those that go, for the inputs that the layer reads.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from scipy import linalg
 
 from sparse_dataflow.pruning.moments import Moments
-
-DAMPINGS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
-"""Dampings that are tried, relative to the mean squared input."""
 
 
 class Problem(NamedTuple):
@@ -75,38 +71,3 @@ def refit(problem: Problem, mask: np.ndarray, cols: int = 1) -> np.ndarray:
         solution = linalg.cho_solve(factor, products, check_finite=False)
         weights[np.ix_(chosen, outputs)] = solution
     return weights
-
-
-class Fitted(NamedTuple):
-    """The weights of a support.
-
-    Attributes:
-      weights: float64 [in, out].
-      damping: the one of least held-out error.
-      error: squared error on held-out tokens, relative to the squared outputs.
-    """
-
-    weights: np.ndarray
-    damping: float
-    error: float
-
-
-def best_fit(
-    fit: Moments,
-    held_out: Moments,
-    kernel: np.ndarray,
-    mask: np.ndarray,
-    cols: int = 1,
-    dampings: Sequence[float] = DAMPINGS,
-) -> Fitted:
-    """Returns the weights of the damping whose fit has the least error on held-out tokens.
-
-    The damping is chosen by fits to `fit`; the weights are fitted to all tokens with it.
-    """
-    errors = {
-        damping: held_out.error(refit(Problem.of(fit, kernel, damping), mask, cols))
-        for damping in dampings
-    }
-    damping = min(errors, key=lambda each: errors[each])
-    weights = refit(Problem.of(fit + held_out, kernel, damping), mask, cols)
-    return Fitted(weights, damping, errors[damping])

@@ -154,7 +154,7 @@ def test_the_column_order_has_the_error_of_sparse_gpt(seed, density, lines):
 
 @pytest.mark.parametrize("damping", [1e-6, 1e-2, 1.0])
 def test_damping_alone_changes_no_weight(damping):
-    x, kernel, y = drawn(9)
+    x, kernel, _ = drawn(9)
     x[:, 3] = 0  # An input that no token has.
     problem = exact(x, x @ kernel, kernel, damping)
     weights = refit.refit(problem, np.ones(kernel.shape, bool), kernel.shape[1])

@@ -1,0 +1,167 @@
+"""Prunes one projection: which groups of weights stay, the weights that are left, their damping."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from scipy import linalg
+
+from sparse_dataflow.core.layouts.balance import balanced_top
+from sparse_dataflow.core.ops.hadamard.transform import hadamard
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.pruning import second_order
+from sparse_dataflow.pruning.groups import Groups
+from sparse_dataflow.pruning.moments import Moments
+from sparse_dataflow.pruning.refit import Problem, refit
+
+DAMPINGS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+"""Dampings that are tried, relative to the mean squared input."""
+FIRST = DAMPINGS.index(1e-2)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Target:
+    """What is left of a projection.
+
+    Attributes:
+      groups: what is kept or removed together.
+      stay: groups of each pool that stay.
+      rounds: in how many rounds the others go; see `second_order`.
+      fan_out: groups that stay along each input; 0 for any numbers.
+      allowed: bool [in groups, out groups] that may stay; None for all.
+      support: bool [in groups, out groups] that stay, where that is decided; else None.
+      hadamard: width of the Walsh-Hadamard transform of the inputs that the weights read; or 0.
+    """
+
+    groups: Groups
+    stay: int
+    rounds: int = 1
+    fan_out: int = 0
+    allowed: np.ndarray | None = None
+    support: np.ndarray | None = None
+    hadamard: int = 0
+
+    @classmethod
+    def balanced(
+        cls, shape: tuple[int, int], block: int, density: float, rounds: int, **others: Any
+    ) -> "Target":
+        """Returns the target of square blocks with equal fan-in and equal fan-out.
+
+        Args:
+          shape: [in, out] of the matrix.
+          block: side of a block.
+          density: one that a balanced layout has.
+          rounds: see `Target`.
+          **others: further attributes.
+        """
+        groups = Groups(block, block)
+        rows, cols = groups.grid(shape)
+        ring = math.gcd(rows, cols)
+        degree = round(density * ring)
+        fans = {"stay": degree * rows // ring, "fan_out": degree * cols // ring}
+        return cls(groups, rounds=rounds, **fans, **others)
+
+
+class Pruned(NamedTuple):
+    """A pruned projection.
+
+    Attributes:
+      kernel: float64 [in, out], zero outside of the mask.
+      mask: bool [in groups, out groups] that stay.
+      damping: the one of least held-out error.
+      error: squared error of the outputs on held-out tokens, relative to the squared outputs.
+    """
+
+    kernel: np.ndarray
+    mask: np.ndarray
+    damping: float
+    error: float
+
+
+def prune(fit: Moments, held_out: Moments, kernel: np.ndarray, target: Target) -> Pruned:
+    """Returns a projection with few weights, whose outputs are nearest to the wanted ones.
+
+    The damping is the one with which one round of selection and a fit to `fit` give the least error
+    on held-out tokens.  With it, groups and weights are chosen from all tokens.
+
+    Raises:
+      UserError: the moments have no positive definite matrix at any damping.
+    """
+    if target.hadamard:
+        bare = dataclasses.replace(target, hadamard=0)
+        mixed = [_mixed(each, target.hadamard) for each in (fit, held_out)]
+        result = prune(*mixed, _transformed(kernel, target.hadamard), bare)
+        return result._replace(kernel=_transformed(result.kernel, target.hadamard))
+    one_round = dataclasses.replace(target, rounds=1)
+
+    def error(damping, target):
+        try:
+            problem = Problem.of(fit, kernel, damping)
+            mask = chosen_groups(problem, target)
+            return held_out.error(_refit(problem, mask, target.groups))
+        except linalg.LinAlgError:
+            return math.inf
+
+    damping = _least(lambda each: error(each, one_round))
+    problem = Problem.of(fit + held_out, kernel, damping)
+    try:
+        mask = chosen_groups(problem, target)
+        weights = _refit(problem, mask, target.groups)
+    except linalg.LinAlgError:
+        raise UserError(
+            "The inputs have no positive definite second moments; legal: finite activations."
+        ) from None
+    return Pruned(weights, mask, damping, error(damping, dataclasses.replace(target, support=mask)))
+
+
+def chosen_groups(problem: Problem, target: Target) -> np.ndarray:
+    """Returns bool [in groups, out groups] that stay."""
+    if target.support is not None:
+        return target.support
+    groups, stay = target.groups, target.stay
+    costs = second_order.costs(problem, groups, stay, target.rounds, target.allowed)
+    if not target.fan_out:
+        return second_order.select(costs, groups, stay)
+    forbidden = None if target.allowed is None else ~target.allowed
+    finite = np.where(np.isfinite(costs), costs, 0.0)
+    return balanced_top(finite, stay, target.fan_out, forbidden=forbidden)
+
+
+def _least(error):
+    """Returns the damping of least error, walking from the middle as long as the error falls."""
+    errors = {}
+
+    def at(number):
+        if number not in errors:
+            errors[number] = error(DAMPINGS[number]) if 0 <= number < len(DAMPINGS) else math.inf
+        return errors[number]
+
+    best = FIRST
+    for step in (-1, 1):
+        while at(best + step) < at(best):
+            best += step
+        if best != FIRST:
+            break
+    return DAMPINGS[best]
+
+
+def _refit(problem, mask, groups):
+    return refit(problem, second_order.expanded(mask, groups), groups.cols)
+
+
+def _transformed(rows: np.ndarray, width: int) -> np.ndarray:
+    """Returns the Walsh-Hadamard transform of the first axis."""
+    return np.asarray(hadamard(jnp.asarray(rows.T, jnp.float32), width), np.float64).T
+
+
+def _mixed(moments: Moments, width: int) -> Moments:
+    """Returns the moments of transformed inputs."""
+    halves: Any = _transformed(_transformed(moments.inputs, width).T, width)
+    return dataclasses.replace(
+        moments,
+        inputs=(halves + halves.T) / 2,
+        products=_transformed(moments.products, width),
+        input_sum=_transformed(moments.input_sum[:, None], width)[:, 0],
+    )
