@@ -23,10 +23,7 @@ from sparse_dataflow.core.model.projection import arrays
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.weights.weight import Dense, Linear
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.pruning.moments import Moments, batch_sums
-
-HELD_OUT = 5
-"""One in so many tokens of a batch is held out."""
+from sparse_dataflow.pruning.moments import HELD_OUT, Moments, batch_sums
 
 
 class Site(NamedTuple):

@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+HELD_OUT = 5
+"""One in so many tokens of a batch, the last ones, is held out of fits."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Moments:
@@ -83,7 +86,7 @@ class Moments:
         """Returns the squared error of weights [in, out], relative to the squared outputs."""
         weights = np.asarray(weights, np.float64)
         fitted = np.einsum("io,io->", weights, self.inputs @ weights - 2 * self.products)
-        return float((fitted + self.squares.sum()) / (self.squares.sum() or 1.0))
+        return max(0.0, float((fitted + self.squares.sum()) / (self.squares.sum() or 1.0)))
 
 
 @jax.jit

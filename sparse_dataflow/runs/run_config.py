@@ -141,7 +141,7 @@ class RunSettings(Readable):
     )
     prune_by: str = setting(
         "rebuild",
-        "How the stored blocks of run.init_from are chosen: rebuild, by the error that other weights "
+        "How the stored blocks of run.init_from are chosen: rebuild, by the error that others "
         "cannot make up for, and fitted to the dense outputs; or by the norm of the weights times "
         "the activations that they read, or of the weights alone.",
         choices=PRUNE_BY,
