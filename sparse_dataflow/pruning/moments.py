@@ -51,7 +51,7 @@ class Moments:
         fields = dataclasses.fields(self)
         return Moments(*(getattr(self, f.name) + getattr(other, f.name) for f in fields))
 
-    def outputs(self, columns: slice) -> "Moments":
+    def outputs(self, columns: slice | np.ndarray) -> "Moments":
         """Returns the moments of some of the outputs."""
         return dataclasses.replace(
             self,

@@ -19,6 +19,9 @@ from sparse_dataflow.pruning.refit import Problem, refit
 DAMPINGS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Dampings that are tried, relative to the mean squared input."""
 FIRST = DAMPINGS.index(1e-2)
+"""The first damping that is tried."""
+SAMPLE = 64
+"""Groups of outputs that the damping is chosen by."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,6 +66,14 @@ class Target:
         fans = {"stay": degree * rows // ring, "fan_out": degree * cols // ring}
         return cls(groups, rounds=rounds, **fans, **others)
 
+    def of_outputs(self, outputs: np.ndarray) -> "Target":
+        """Returns the target of some groups of outputs, in one round and with any fan-out."""
+        masks = {
+            name: None if mask is None else mask[:, outputs]
+            for name, mask in (("allowed", self.allowed), ("support", self.support))
+        }
+        return dataclasses.replace(self, rounds=1, fan_out=0, **masks)
+
 
 class Pruned(NamedTuple):
     """A pruned projection.
@@ -84,7 +95,8 @@ def prune(fit: Moments, held_out: Moments, kernel: np.ndarray, target: Target) -
     """Returns a projection with few weights, whose outputs are nearest to the wanted ones.
 
     The damping is the one with which one round of selection and a fit to `fit` give the least error
-    on held-out tokens.  With it, groups and weights are chosen from all tokens.
+    on held-out tokens, over at most `SAMPLE` groups of outputs.  With it, groups and weights are
+    chosen from all tokens.
 
     Raises:
       UserError: the moments have no positive definite matrix at any damping.
@@ -94,16 +106,21 @@ def prune(fit: Moments, held_out: Moments, kernel: np.ndarray, target: Target) -
         mixed = [_mixed(each, target.hadamard) for each in (fit, held_out)]
         result = prune(*mixed, _transformed(kernel, target.hadamard), bare)
         return result._replace(kernel=_transformed(result.kernel, target.hadamard))
-    one_round = dataclasses.replace(target, rounds=1)
+    count = kernel.shape[1] // target.groups.cols
+    sample = np.unique(np.linspace(0, count - 1, min(count, SAMPLE)).astype(int))
+    columns = second_order.expanded(np.isin(np.arange(count), sample)[None], target.groups)[0]
+    columns = np.flatnonzero(columns)
+    few_fit, few_held_out = fit.outputs(columns), held_out.outputs(columns)
 
     def error(damping, target):
         try:
-            problem = Problem.of(fit, kernel, damping)
+            problem = Problem.of(few_fit, kernel[:, columns], damping)
             mask = chosen_groups(problem, target)
-            return held_out.error(_refit(problem, mask, target.groups))
+            return few_held_out.error(_refit(problem, mask, target.groups))
         except linalg.LinAlgError:
             return math.inf
 
+    one_round = target.of_outputs(sample)
     damping = _least(lambda each: error(each, one_round))
     problem = Problem.of(fit + held_out, kernel, damping)
     try:
@@ -113,7 +130,8 @@ def prune(fit: Moments, held_out: Moments, kernel: np.ndarray, target: Target) -
         raise UserError(
             "The inputs have no positive definite second moments; legal: finite activations."
         ) from None
-    return Pruned(weights, mask, damping, error(damping, dataclasses.replace(target, support=mask)))
+    kept = dataclasses.replace(one_round, support=mask[:, sample])
+    return Pruned(weights, mask, damping, error(damping, kept))
 
 
 def chosen_groups(problem: Problem, target: Target) -> np.ndarray:

@@ -44,7 +44,7 @@ def test_every_target_is_a_model_that_is_saved_and_loaded(block, tmp_path):
     if block == "narrow":
         assert pruned.model.model.d_ff == MODEL.model.d_ff // 2
     elif block == 16:
-        assert pruned.model.model.sparse_projections == MODEL.model.projections
+        assert set(pruned.model.model.sparse_projections) == set(MODEL.model.projections)
     else:
         kernel = np.asarray(pruned.model.params["blocks"]["mlp_in"]["kernel"])
         assert not kernel[~pruned.masks["mlp_in"]].any()
