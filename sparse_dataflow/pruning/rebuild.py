@@ -19,7 +19,7 @@ from sparse_dataflow.pruning.groups import Groups
 from sparse_dataflow.pruning.layer_by_layer import Site, as_params, pruned_layers
 from sparse_dataflow.pruning.projection import Pruned, Target, prune
 
-ROUNDS = 8
+ROUNDS = 4
 """Rounds of selection: more change little."""
 
 
