@@ -5,9 +5,9 @@
 
 DIR has config.json, safetensors and a tokenizer.  Features change places, so that the blocks of
 the pattern `monarch` store the largest weights times the activations of a few batches.  These
-blocks are fitted to the outputs of the dense model, which then teaches the pruned one.  Keys and values stay dense: with grouped queries they are
-small.  The export is a directory of the same architecture, which transformers loads.  A minute on
-two CPU cores without --model.
+blocks are fitted to the outputs of the dense model, which then teaches the pruned one.  Keys and
+values stay dense: with grouped queries they are small.  The export is a directory of the same
+architecture, which transformers loads.  A minute on two CPU cores without --model.
 """
 
 import argparse

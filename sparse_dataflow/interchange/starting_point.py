@@ -359,9 +359,10 @@ def initial_state_from(
     start = start._replace(model=larger, params=weights.params, tables=weights.tables)
     _refuse_mismatch(start.model, model)
     stacks.check_layouts(model)
-    rebuilding = prune_by == "rebuild" and rebuild.is_possible(start.model, model)
+    reads = prune_by != "weights" and rebuild.prunes(start.model, model)
+    rebuilding = reads and prune_by == "rebuild" and rebuild.is_possible(start.model)
     norms = None
-    if prune_by != "weights" and (not rebuilding or prune_to == "pattern"):
+    if reads and (not rebuilding or prune_to == "pattern"):
         mixed = {name: model.linear(name).hadamard for name in model.projections}
         shape = dataclasses.replace(start.model, compute_dtype=model.compute_dtype)
         norms = input_norms(shape, start.weights, calibration, mixed)

@@ -98,15 +98,19 @@ def becomes_sparser(old: ModelConfig, new: ModelConfig, name: str) -> bool:
     return any((a.kind, a.density) != (b.kind, b.density) for a, b in specs)
 
 
-def is_possible(old: ModelConfig, new: ModelConfig) -> bool:
-    """Returns whether `to_blocks` has something to prune, and reads all that the weights store.
+def prunes(old: ModelConfig, new: ModelConfig) -> bool:
+    """Returns whether a projection stores fewer blocks in `new`."""
+    return any(becomes_sparser(old, new, name) for name in new.projections)
+
+
+def is_possible(model: ModelConfig) -> bool:
+    """Returns whether `to_blocks` loses nothing of a model but blocks.
 
     It would lose a low-rank term, and layouts of experts.
     """
-    stored = old.sparse_projections
-    lost = any(old.linear(name).rank for name in stored)
-    lost |= bool(old.experts and set(stored) & set(MLP))
-    return not lost and any(becomes_sparser(old, new, name) for name in new.projections)
+    stored = model.sparse_projections
+    ranks = any(model.linear(name).rank for name in stored)
+    return not ranks and not (model.experts and set(stored) & set(MLP))
 
 
 def to_blocks(
