@@ -63,7 +63,7 @@ def prune_linears(
             "`where`."
         )
     results: dict[str, Pruned] = {}
-    biases: dict[str, np.ndarray] = {}
+    biases: dict[str, np.ndarray | None] = {}
     for path, count in order.items():
         moments = _moments(before, after, path, count, batches, call)
         results[path], biases[path] = _pruned(path, after[1][path].linear, moments, targets[path])
@@ -216,7 +216,8 @@ def _pruned(path, linear, moments, target) -> tuple[Pruned, np.ndarray | None]:
     tokens = moments[0].tokens
     if linear.bias is not None:
         moments = [each.centred() for each in moments]
-    result = prune(*moments, kernel, target)
+    fit, held_out = moments
+    result = prune(fit, held_out, kernel, target)
     say(progress(path, tokens, result))
     linear.kernel[...] = jnp.asarray(result.kernel, linear.kernel.dtype)
     if linear.bias is None:

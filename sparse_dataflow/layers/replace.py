@@ -294,7 +294,7 @@ def homes_of(model: nnx.Module) -> dict[int, list[str]]:
     return homes
 
 
-def check_replaceable(node: nnx.Module, homes: Mapping[int, list[str]]) -> None:
+def check_replaceable(node: Any, homes: Mapping[int, list[str]]) -> None:
     """Raises UserError if a linear has something that its block-sparse layer would not have."""
     if not is_registered(node):
         if type(node) not in FLAX_LINEARS:

@@ -63,16 +63,15 @@ class Target:
         rows, cols = groups.grid(shape)
         ring = math.gcd(rows, cols)
         degree = round(density * ring)
-        fans = {"stay": degree * rows // ring, "fan_out": degree * cols // ring}
-        return cls(groups, rounds=rounds, **fans, **others)
+        fan_in, fan_out = degree * rows // ring, degree * cols // ring
+        return cls(groups, fan_in, rounds, fan_out, **others)
 
     def of_outputs(self, outputs: np.ndarray) -> "Target":
         """Returns the target of some groups of outputs, in one round and with any fan-out."""
-        masks = {
-            name: None if mask is None else mask[:, outputs]
-            for name, mask in (("allowed", self.allowed), ("support", self.support))
-        }
-        return dataclasses.replace(self, rounds=1, fan_out=0, **masks)
+        allowed, support = (
+            None if mask is None else mask[:, outputs] for mask in (self.allowed, self.support)
+        )
+        return dataclasses.replace(self, rounds=1, fan_out=0, allowed=allowed, support=support)
 
 
 class Pruned(NamedTuple):
@@ -103,8 +102,8 @@ def prune(fit: Moments, held_out: Moments, kernel: np.ndarray, target: Target) -
     """
     if target.hadamard:
         bare = dataclasses.replace(target, hadamard=0)
-        mixed = [_mixed(each, target.hadamard) for each in (fit, held_out)]
-        result = prune(*mixed, _transformed(kernel, target.hadamard), bare)
+        first, second = (_mixed(each, target.hadamard) for each in (fit, held_out))
+        result = prune(first, second, _transformed(kernel, target.hadamard), bare)
         return result._replace(kernel=_transformed(result.kernel, target.hadamard))
     count = kernel.shape[1] // target.groups.cols
     sample = np.unique(np.linspace(0, count - 1, min(count, SAMPLE)).astype(int))

@@ -54,8 +54,7 @@ def select(costs: np.ndarray, groups: Groups, stay: int) -> np.ndarray:
     order = np.argsort(-pools, axis=1, kind="stable")[:, :stay]
     mask = np.zeros(pools.shape, bool)
     np.put_along_axis(mask, order, True, axis=1)
-    mask = mask.reshape(costs.shape)
-    return mask & np.isfinite(costs)
+    return mask.reshape(costs.shape) & np.isfinite(costs)
 
 
 def expanded(mask: np.ndarray, groups: Groups) -> np.ndarray:
@@ -97,7 +96,7 @@ def _column_costs(inverse, weights, alive, groups, total, stay, rounds):
     pool, rows = groups.pool or total, groups.rows
     result, last = np.full(total, -np.inf), 0.0
     # Groups of a pool that are not allowed may leave fewer than stay.
-    present = np.bincount(alive // pool, minlength=total // pool).max(initial=0)
+    present = max(np.bincount(alive // pool, minlength=total // pool).tolist())
     for number in range(1, rounds + 1):
         goal = round(present * (stay / present) ** (number / rounds)) if present > stay else stay
         scores = np.maximum(_scores(inverse, weights, rows), last)
