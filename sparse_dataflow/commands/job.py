@@ -461,11 +461,11 @@ class Job:
             return None
 
         def initial():
-            run, calibration = self.config.run, None
+            run, calibration = self.config.run, []
             start = self._weights()
             if v.training.adapter_rank:
                 return starting_point.adapter_state_from(start, v.model, v.training, self.executor)
-            if run.prune_by == "activations" and v.model.partial_projections:
+            if run.prune_by != "weights" and v.model.partial_projections:
                 calibration = [
                     rows
                     for step in range(run.prune_batches)
@@ -476,7 +476,7 @@ class Job:
                 ]
             model = v.phases[0].model
             return starting_point.initial_state_from(
-                start, model, v.training, self.executor, calibration, run.prune_to
+                start, model, v.training, self.executor, calibration, run.prune_by, run.prune_to
             )
 
         return initial

@@ -61,7 +61,7 @@ class Evolve(Hook):
         """Exchanges blocks; returns the share of new blocks of each projection, and of all of them,
         for the row."""
         before = stacks.layouts_from_tables(trainer.model, trainer.state.tables)
-        masks = host_masks(trainer.state)
+        masks = host_masks(trainer.state.frozen)
         # Read ahead: training reads the same batches again, so a resumed run does as well.
         batches = map(trainer.batch, itertools.count(trainer.step))
         trainer.state = evolve_layouts(
@@ -76,7 +76,7 @@ class Evolve(Hook):
         after = stacks.layouts_from_tables(trainer.model, trainer.state.tables)
         shares = new_shares(before, after)
         stored = {name: sum(layout.nnz for layout in after[name]) for name in shares}
-        for name, mask in host_masks(trainer.state).items():
+        for name, mask in host_masks(trainer.state.frozen).items():
             stored[name] = int(mask.sum())
             shares[name] = float((mask & ~masks[name]).sum() / stored[name])
         new = sum(share * stored[name] for name, share in shares.items())

@@ -126,10 +126,10 @@ def _with_exchanged_masks(state, model, share, gradient_norms, gain):
     return state
 
 
-def host_masks(state: TrainState) -> dict[str, np.ndarray]:
-    """Returns masked projection -> bool [layers, in, out], in numpy."""
+def host_masks(frozen: Any) -> dict[str, np.ndarray]:
+    """Returns masked projection -> bool [layers, in, out] of `TrainState.frozen`, in numpy."""
     masks: dict[str, list[np.ndarray]] = {}
-    for group in split_groups((state.frozen or {}).get("blocks", {})):
+    for group in split_groups((frozen or {}).get("blocks", {})):
         for name, module in group.items():
             if MASK in module:
                 masks.setdefault(name, []).append(to_host(module[MASK]))
@@ -244,13 +244,15 @@ def _change_projection(
     if after.weight.has_mask:
         assert not before.weight.stores_blocks  # `_refuse_mismatch` and phases have none.
         if (before.weight, before.density) != (after.weight, after.density):
+            if not before.weight.has_mask:
+                state = _merge_hadamard(state, place, after.hadamard)
             module = place.module(state.params)
             kernel = module[KERNEL] if scale is None else module[KERNEL] * scale[:, :, None]
             allowed = place.module(state.frozen)[MASK] if before.weight.has_mask else None
             mask = after.weight.best(after.weight.scores(kernel, after), after, allowed)
             state = _with_mask(state, place, mask)
     elif before.weight.has_mask:
-        state = _without_mask(state, place)
+        state = _merge_hadamard(_without_mask(state, place), place, before.hadamard)
     elif (before.weight, before.density) != (after.weight, after.density):
         if not after.weight.stores_blocks:
             assert stored is not None
