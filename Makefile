@@ -17,6 +17,9 @@ export PYTHON LOCKED
 # Of the same shape, and of the same FLOPs, unless the arguments say which models there are.
 DEMO_TWIN := $(if $(filter --twin% --notwin% --resume% --init_from% --scale%,$(ARGS)),,--twin=narrow)
 
+# A minute for each model, so that the first result takes five in all.
+DEMO_MINUTES := $(if $(filter --minutes% --steps% --resume%,$(ARGS)),,--minutes=1)
+
 # An environment whose Python was since removed is made anew.
 GONE := $(shell test -x $(BIN)/python || echo FORCE)
 
@@ -45,7 +48,7 @@ $(READY): setup.cfg setup.py pyproject.toml $(GONE)
 	@sh launch/make_env.sh $(VENV)
 
 demo: $(READY) ## train a sparse GPT and two dense ones here; ARGS="--help" lists the flags
-	@$(BIN)/python -m experiments.gpt13b_sparse $(DEMO_TWIN) $(ARGS)
+	@$(BIN)/python -m experiments.gpt13b_sparse $(DEMO_TWIN) $(DEMO_MINUTES) $(ARGS)
 
 test: $(READY) ## run the tests; TESTS="tests/core/layouts -k layout" runs some
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10 $(TESTS)

@@ -54,7 +54,17 @@ REFERENCE = {
         "block_sparse_matmul",
     ],
     "Training": ["preset", "RunConfig", "ModelConfig", "LinearSpec", "train"],
-    "Models": ["Model", "Tokenizer", "init", "loss", "logits", "generate", "load", "save"],
+    "Models": [
+        "Model",
+        "Tokenizer",
+        "init",
+        "loss",
+        "logits",
+        "generate",
+        "prune",
+        "load",
+        "save",
+    ],
     "Counts and errors": ["flops_per_token", "parameter_count", "UserError"],
 }
 """Page -> the public names on it."""

@@ -4,10 +4,10 @@
     python examples/prune_a_llama.py --model=DIR        your Llama, Mistral, Qwen, OPT or GPT-2
 
 DIR has config.json, safetensors and a tokenizer.  Features change places, so that the blocks of
-the pattern `monarch` store the largest weights times the activations of a few batches, and the
-dense model teaches the pruned one.  Keys and values stay dense: with grouped queries they are
-small.  The export is a directory of the same architecture, which transformers loads.  A minute on
-two CPU cores without --model.
+the pattern `monarch` store the largest weights times the activations of a few batches.  These
+blocks are fitted to the outputs of the dense model, which then teaches the pruned one.  Keys and
+values stay dense: with grouped queries they are small.  The export is a directory of the same
+architecture, which transformers loads.  A minute on two CPU cores without --model.
 """
 
 import argparse
@@ -64,7 +64,6 @@ def main(model="", folder=None, density=0.25, block=16, steps=120, texts=60):
         sparsity__projections=tuple(n for n in config.model.projections if n in PRUNED),
         sparsity__density=density,
         sparsity__block=block,
-        run__prune_by="activations",
         run__prune_to="pattern",
         run__twin="no",
         run__eval_every=max(1, steps // 6),

@@ -17,6 +17,9 @@ SHARED = tuple(
 
 def main(request):
     """Trains and reports; see `commands.train.run`."""
+    from sparse_dataflow.commands.preflight import early
+
+    early.refuse(request, "gpt13b_dense", sparse=False)
     from sparse_dataflow.commands import train
 
     return train.run(request, "gpt13b_dense", sparse=False)

@@ -25,6 +25,9 @@ SHARED = tuple(NAMED)
 
 def main(request):
     """Trains and reports; see `commands.train.run`."""
+    from sparse_dataflow.commands.preflight import early
+
+    early.refuse(request, "gpt13b_sparse")
     from sparse_dataflow.commands import train
 
     return train.run(request, "gpt13b_sparse")

@@ -19,6 +19,7 @@ A language model of this project:
 | train a language model | `preset`, `RunConfig`, `ModelConfig`, `LinearSpec`, `train` |
 | the same in your own loop | `init`, `loss`, `logits`, `Model`, `Tokenizer` |
 | use a model | `load`, `save`, `generate` |
+| prune a model, of this project or of your own | `prune` |
 | count | `flops_per_token`, `parameter_count` |
 
 `sd.__version__` is the installed version.
@@ -33,6 +34,7 @@ import typing as _typing
 
 if _typing.TYPE_CHECKING:
     from sparse_dataflow.commands.library import init, logits, loss, preset, save
+    from sparse_dataflow.commands.prune import prune
     from sparse_dataflow.commands.train import train
     from sparse_dataflow.core.config.model import ModelConfig
     from sparse_dataflow.core.config.projections import LinearSpec
@@ -78,6 +80,7 @@ __all__ = [
     "parameter_count",
     "partition_specs",
     "preset",
+    "prune",
     "register_linear",
     "save",
     "set_layouts",
@@ -111,6 +114,7 @@ _HOMES = {
     "parameter_count": "core.training.cost",
     "partition_specs": "layers.replace",
     "preset": "commands.library",
+    "prune": "commands.prune",
     "register_linear": "layers.registered",
     "save": "commands.library",
     "set_layouts": "layers.saved_layouts",

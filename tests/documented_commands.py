@@ -41,6 +41,7 @@ RUN = {
     "experiments.sparse_scaling_law": E + "test_scaling_law_runs.py::test_a_small_grid",
     "experiments.step_bench": E + "test_benches.py::test_step_bench",
     "examples/own_training_loop.py": "tests/examples/test_examples.py::test_the_loop_of",
+    "examples/compare_pruning.py": "tests/examples/test_compare_pruning.py::test_shapes_are",
     "examples/prune_a_llama.py": "tests/examples/test_prune_a_llama.py::test_a_llama_is",
     "examples/sparsify_mlp.py": "tests/examples/test_examples.py::test_the_mlp_is_trained",
     "experiments.watch": "tests/commands/test_watch.py::test_the_experiment_serves",
@@ -91,7 +92,7 @@ def inline_commands(page):
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     for span in re.findall(r"`([^`]+)`", text.replace("\n", " ")):
         # Cluster commands within a sentence need no comment.
-        if re.match(r"(python|make|sh|\.ci/run)( |$)", span):
+        if re.match(r"(python|sparse-dataflow(?= [a-z])|make|sh|\.ci/run)( |$)", span):
             yield span
 
 

@@ -45,7 +45,7 @@ FOREIGN = (
 SETTINGS = settings.by_path(RunConfig)
 EXTRAS = set(re.findall(r"^([a-z]+) =$", (ROOT / "setup.cfg").read_text(), re.M))
 CONFIGS = "|".join(sorted({path.partition(".")[0] for path in SETTINGS}))
-README_WORDS = 900
+README_WORDS = 1000
 LINE = 100
 CELL_WORDS = 25
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -143,6 +143,12 @@ def test_every_command_is_legal_and_run_by_a_test_or_has_its_needs(page):
     wrong = {line: reason for line in lines if (reason := problem(line))}
     assert not wrong
     assert {line: run for line in lines for run in runners(line) if run not in RUN} == {}
+
+
+def test_pages_have_commands_of_a_wheel_and_name_those_of_a_clone_once():
+    text = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+    modules = [name for name, page in text.items() for _ in page.split("python -m experiments")[1:]]
+    assert modules == ["install.md"]
 
 
 def test_commands_in_the_experiments_docstrings_are_legal():
@@ -252,6 +258,12 @@ def test_every_flag_and_setting_is_legal(page):
                     settings.parsed(SETTINGS[path], value)
 
 
+@pytest.mark.parametrize("name, words", [("cluster", 400), ("data", 800), ("own_model", 800)])
+def test_the_page_of_what_a_reader_has_is_short(name, words):
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= words
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= README_WORDS
 
@@ -283,7 +295,7 @@ def test_the_readme_example_runs():
     block = re.search(r"## A sparse layer\n\n```python\n(.*?)^```", text, re.M | re.S)[1]
     names = {}
     exec(block, names)
-    assert names["y"].shape == (8, 4096)
+    assert names["y"].shape == (2048, 8192)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ ROOMS = [
     "files", "hardware",
     "core.collectives", "core.messages", "core.step_metrics",
     "core.config", "core.layouts", "core.ops", "core.weights", "core.model", "core.optim",
-    "core.checkpoint", "core.executors", "core.training",
+    "core.checkpoint", "core.executors", "core.training", "pruning",
     "pipeline", "relay", "layers", "cluster", "monitoring", "runs", "chips", "data", "planner",
     "compile", "evaluation", "interchange", "reporting", "commands", "__main__", "experiments",
 ]  # fmt: skip

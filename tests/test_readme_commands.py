@@ -17,7 +17,6 @@ TINY = "--scale=pico --block=16 --notwin --steps=2"
 SMALLER = {
     "--corpus=~/notes --minutes=20 --density=0.25": "--corpus=~/notes --minutes=0.02 "
     "--density=0.25 --scale=pico --block=16 --notwin",
-    "--scale=3m --block=32": "--scale=pico --block=16 --notwin --steps=2",
 }
 
 

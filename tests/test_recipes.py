@@ -56,7 +56,7 @@ def row(result):
     sparse = "{} ({} to {})".format(*losses[0])
     dense = losses[1][0] if len(losses) > 1 else "-"
     [size] = re.findall(rf"^  all +{NUMBER}$", text, re.M)
-    [sizes] = re.findall(rf"by the compiler {NUMBER} to {NUMBER} of {NUMBER} GiB", text)
+    [sizes] = re.findall(rf"by the compiler {NUMBER} to {NUMBER} GiB of {NUMBER} GiB", text)
     cells = (
         f"{head[1]}, {head[2]} {head[3]}",
         tokens,

@@ -32,6 +32,7 @@ def wheel(tmp_path_factory):
     command = ["-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(copy)]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert not (copy / "build").exists()  # It would be what `python -m build` imports there.
     return next(out.glob("*.whl"))
 
 
@@ -90,6 +91,18 @@ def test_a_pattern_of_your_own_and_printed_commands_run_from_the_wheel_alone(out
     assert str(ROOT) not in where.stdout
 
 
+@pytest.mark.slow
+def test_every_command_of_the_pages_is_one_of_the_wheel(outside):
+    pages = [*ROOT.glob("docs/*.md"), *ROOT.glob("launch/*.md"), ROOT / "README.md"]
+    text = "\n".join(page.read_text() for page in pages)
+    names = sorted(set(re.findall(rf"\b{console.SCRIPT} ([a-z][a-z0-9_-]+)", text)))
+    assert len(names) > 20
+    find = "import sys, importlib; from sparse_dataflow.__main__ import _experiment, commands; "
+    find += "[commands.experiment(_experiment(name)) for name in sys.argv[1:]]"
+    done = outside("-c", find, *names)
+    assert done.returncode == 0, done.stderr
+
+
 def texts_of(path):
     """Returns the strings of a module that are no docstrings."""
     tree = ast.parse(path.read_text())
@@ -100,8 +113,16 @@ def texts_of(path):
 
 def test_no_sentence_of_the_package_names_a_module_that_a_wheel_lacks():
     homes = {"console.py", "command_line.py"}  # Those that know how a command is written.
-    paths = [p for p in (ROOT / "sparse_dataflow").rglob("*.py") if p.name not in homes]
+    clone_only = {
+        "sparse_dataflow": r"\bexperiments\.[a-z]",
+        "experiments": r"-m experiments\.[a-z]",
+    }
     sentences = {
-        p.name: t for p in paths for t in texts_of(p) if re.search(r"\bexperiments\.[a-z]", t)
+        path.name: text
+        for package, module in clone_only.items()
+        for path in (ROOT / package).rglob("*.py")
+        if path.name not in homes
+        for text in texts_of(path)
+        if re.search(module, text)
     }
     assert not sentences

@@ -8,10 +8,12 @@ training the first one saves, and the second ends the process at once.
 Python runs a signal handler between two bytecodes of the main thread. A step or a compiler may run
 for minutes before that, and libraries swallow the exceptions of a handler that runs in one of
 their callbacks. So a thread gets the signals too (`signal.set_wakeup_fd`), and ends the process
-where the main thread does not.
+where the main thread does not: at the second SIGINT, or where no step ends within the seconds that
+a training has after SIGTERM or SIGHUP.  Checkpoints that are whole stay.
 """
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -61,12 +63,15 @@ class _State:
       training: number of the training that signals stop after saving; 0 outside of training.
       trainings: number of trainings begun.
       handled: number of SIGINTs that the main thread has handled.
+      noticed: number of the training that stops because it has seen a signal, between two steps.
+      grace: seconds after SIGTERM or SIGHUP in which the training must have noticed it.
       announce: says once that a training stops.
     """
 
     def __init__(self):
-        self.raised = self.training = self.trainings = self.handled = 0
+        self.raised = self.training = self.trainings = self.handled = self.noticed = 0
         self.stopped = self.swallowed = False
+        self.grace = math.inf
         self.announce: Callable[[], None] = lambda: None
 
 
@@ -154,12 +159,21 @@ def _end_if_stuck(reader):
     first, since = 0, 0.0  # The first of ENDING that came outside training, and its time.
     # Where the last SIGINT came, and how many the main thread had handled before it.
     pressed, handled = -1, 0
+    # The training that SIGTERM or SIGHUP is to stop, and the time by which it must notice.
+    stopping, deadline = 0, math.inf
     while True:
         # Read before the wait: the main thread may handle a SIGINT before this thread wakes up.
         # Read after it, the count would include that SIGINT. Then a second one would end the
         # process, although the first was handled.
         before = _state.handled
-        if not select.select([reader], [], [], _POLL_SECONDS if first else None)[0]:
+        if not select.select([reader], [], [], _POLL_SECONDS if first or stopping else None)[0]:
+            if stopping in (_state.noticed, 0) or stopping != _state.training:
+                stopping = 0
+            if stopping and time.monotonic() > deadline:
+                words = f"stopped: no step ended within {_state.grace:g} seconds (run.grace)"
+                _end(TEMPORARY, f"{words}; resume from the last checkpoint")
+            if not first:
+                continue
             if _state.swallowed:
                 _state.swallowed, _state.raised = False, 0
                 os.kill(os.getpid(), first)
@@ -173,6 +187,8 @@ def _end_if_stuck(reader):
         number, handler = received[0], signal.getsignal(received[0])
         if _state.training and number in (signal.SIGINT, *ENDING):
             _state.announce()
+        if number in ENDING and _state.training not in (0, stopping, _state.noticed):
+            stopping, deadline = _state.training, time.monotonic() + _state.grace
         if number == signal.SIGINT and (_state.training or handler in _INTERRUPTING):
             # Outside training, a long call of the main thread may keep it from handling the first.
             outside = pressed == _state.training == 0 and _state.handled == handled
@@ -201,14 +217,19 @@ def _end(status, words):
 
 
 @contextlib.contextmanager
-def stop_on_signals(say: Callable[[str], None]) -> Iterator[Callable[[], int]]:
+def stop_on_signals(
+    say: Callable[[str], None], grace: float = math.inf
+) -> Iterator[Callable[[], int]]:
     """Yields a function that returns the first of SIGINT, SIGTERM and SIGHUP, 0 while none came.
 
-    A second SIGINT interrupts; inside `ended_by_signals` it ends the process at once. A signal that
-    is ignored stays ignored. Outside the main thread, no signal comes.
+    It is called between two steps. A second SIGINT interrupts; inside `ended_by_signals` it ends
+    the process at once. A signal that is ignored stays ignored. Outside the main thread, no signal
+    comes.
 
     Args:
       say: logs a line.
+      grace: seconds between SIGTERM or SIGHUP and the next such call, after which the process ends
+        with `TEMPORARY`, inside `ended_by_signals`.
 
     Raises:
       Ended: a signal came before, and a library swallowed the exception.
@@ -238,13 +259,20 @@ def stop_on_signals(say: Callable[[str], None]) -> Iterator[Callable[[], int]]:
         for number in (signal.SIGINT, *ENDING)
         if signal.getsignal(number) != signal.SIG_IGN
     }
-    outer = _state.training, _state.announce
+    outer = _state.training, _state.announce, _state.grace
     _state.trainings += 1
-    _state.training, _state.announce = _state.trainings, announce
+    _state.training, _state.announce, _state.grace = _state.trainings, announce, grace
+    number_of_training = _state.trainings
+
+    def first():
+        if signals:
+            _state.noticed = number_of_training
+        return signals[0] if signals else 0
+
     try:
-        yield lambda: signals[0] if signals else 0
+        yield first
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         _state.stopped |= any(number in ENDING for number in signals)
-        _state.training, _state.announce = outer
+        _state.training, _state.announce, _state.grace = outer

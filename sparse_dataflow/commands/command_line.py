@@ -36,7 +36,14 @@ from sparse_dataflow.core.config import settings
 from sparse_dataflow.core.config.settings import Setting
 from sparse_dataflow.files import console, json_files, output, storage
 from sparse_dataflow.files.console import SCRIPT
-from sparse_dataflow.files.errors import TEMPORARY, UserError, in_words, is_exhausted
+from sparse_dataflow.files.errors import (
+    TEMPORARY,
+    Mistakes,
+    UserError,
+    in_words,
+    is_exhausted,
+    lines,
+)
 from sparse_dataflow.files.output import best_effort_errors, flush_or_exit
 from sparse_dataflow.hardware import detect
 from sparse_dataflow.runs.run_config import RunConfig
@@ -176,21 +183,22 @@ class _Parser(absl_flags.ArgumentParser):
 
 
 def parse(
-    argv: Sequence[str], flags: Sequence[Flag], sets: bool
+    argv: Sequence[str], flags: Sequence[Flag], sets: bool, mistakes: Mistakes
 ) -> tuple[dict[str, Any], list[str]]:
-    """Reads a command line.
+    """Reads a command line as far as it is legal.
 
     Args:
       argv: program name, then arguments.
       flags: the legal flags.
       sets: whether --set is legal.
+      mistakes: gets an error for each unknown flag, illegal or missing value, flag that is given
+        twice and positional argument.
 
     Returns:
       (flag -> value, of the flags that are given; the texts of every --set).
 
     Raises:
-      UserError: for an unknown flag, an illegal value, a missing value, a flag that is given twice
-        or a positional argument.
+      UserError: a --flagfile cannot be read.
     """
     values = absl_flags.FlagValues()
     for flag in flags:
@@ -205,13 +213,55 @@ def parse(
     if sets:
         absl_flags.DEFINE_multi_string(_SET, [], "path=value", flag_values=values)
     folders = {f.name for f in flags if f.name in ("resume", "run") and not f.setting.is_switch}
-    argv = _with_newest(_with_flagfiles(argv), folders)
-    for word in argv[1:]:
-        name = word.lstrip("-").partition("=")[0]
-        if word.startswith("-") and len(name) > _LONGEST_FLAG:  # absl's hint recurses by letters.
-            raise UserError(_unknown(name, flags, sets))
+    with_value = {f.name for f in flags if not f.setting.is_switch} | {_SET} & set(values)
+    for words in _flag_words(
+        _with_newest(_with_flagfiles(argv), folders)[1:], with_value, set(values)
+    ):
+        with mistakes.collected():
+            _parse_flag(words, values, flags, sets)
+    flag_values = {f.name: values[f.name].value for f in flags if values[f.name].present}
+    for name in flag_values:
+        with mistakes.collected():
+            if values[name].present > 1:
+                raise UserError(f"--{name} is given twice; give it once.")
+    return flag_values, list(values[_SET].value or ()) if sets else []
+
+
+def _flag_words(argv: Sequence[str], with_value: Collection[str], names: Collection[str]):
+    """Yields the words of one flag, or of one argument that is none; a word after an unknown flag
+    is its value."""
+    waiting = list(reversed(argv))
+    while waiting:
+        word = waiting.pop()
+        if word == "--":
+            yield from (["--", rest] for rest in reversed(waiting))
+            return
+        words, name = [word], word.lstrip("-")
+        if word.startswith("-") and "=" not in word and waiting:
+            follows = not waiting[-1].startswith("-") and not _is_flag(name, names)
+            if name in with_value or (name and follows):
+                words.append(waiting.pop())
+        yield words
+
+
+def _is_flag(name, names):
+    return name in names or name.removeprefix("no") in names
+
+
+def _parse_flag(words: Sequence[str], values, flags: Sequence[Flag], sets: bool) -> None:
+    """Reads one of `_flag_words` into the values; raises UserError if it is not legal."""
+    name, equals, _ = words[0].lstrip("-").partition("=")
+    if not words[0].startswith("-") or not name:
+        name, equals, _ = words[-1].partition("=")
+        near = settings.did_you_mean(name, [f.name for f in flags], "--") if equals else ""
+        raise UserError(
+            f"unexpected argument {settings.shown(words[-1])!r}; flags are written --name=value"
+            + (f", {near}" if near else ".")
+        )
+    if len(name) > _LONGEST_FLAG or not _is_flag(name, values):
+        raise UserError(_unknown(name, flags, sets))  # absl's own hint recurses by letters.
     try:
-        rest = values(argv)[1:]
+        values(["", *words])
     except absl_flags.UnrecognizedFlagError as error:
         raise UserError(_unknown(error.flagname.split("=")[0], flags, sets)) from None
     except absl_flags.IllegalFlagValueError as error:
@@ -219,20 +269,8 @@ def parse(
         name, equals, text = assignment.partition("=")
         raise UserError(f"{name}{equals}{settings.shown(text)} {reason}") from None
     except (absl_flags.Error, ValueError) as error:
-        words = str(error)
-        raise UserError(f"{words[:1].lower()}{words[1:]}; write --name=value.") from None
-    if rest:
-        name, equals, _ = rest[0].partition("=")
-        near = settings.did_you_mean(name, [f.name for f in flags], "--") if equals else ""
-        raise UserError(
-            f"unexpected argument {settings.shown(rest[0])!r}; flags are written --name=value"
-            + (f", {near}" if near else ".")
-        )
-    flag_values = {f.name: values[f.name].value for f in flags if values[f.name].present}
-    twice = [f"--{name}" for name in flag_values if values[name].present > 1]
-    if twice:
-        raise UserError(f"{twice[0]} is given twice; give it once.")
-    return flag_values, list(values[_SET].value or ()) if sets else []
+        reason = str(error)
+        raise UserError(f"{reason[:1].lower()}{reason[1:]}; write --name=value.") from None
 
 
 def _with_flagfiles(argv: Sequence[str]) -> list[str]:
@@ -367,7 +405,8 @@ def _run(main, doc, shared, options, defaults, argv) -> None:
         status = main(*arguments(argv, shared, options, defaults))
         sys.stdout.flush()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        for line in lines(error):
+            print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -430,7 +469,8 @@ def arguments(
       UserError: the command line is not legal.
     """
     flags = flags_of(shared, options)
-    flag_values, sets = parse(argv, flags, bool(shared))
+    mistakes = Mistakes()
+    flag_values, sets = parse(argv, flags, bool(shared), mistakes)
     if flag_values.pop(_QUIET.name, False):
         output.be_quiet()
     for name in ("resume", "run"):
@@ -439,18 +479,24 @@ def arguments(
             output.LOGGER.info("--%s=%s, the newest run", name, flag_values[name])
     arguments: list[Any] = []
     if shared:
-        arguments.append(_request(flags, flag_values, sets).with_defaults(defaults))
+        arguments.append(_request(flags, flag_values, sets, mistakes).with_defaults(defaults))
+    mistakes.refuse()
     if options is not None:
         option_names = {s.name for s in settings.settings(options)}
         arguments.append(options(**{n: v for n, v in flag_values.items() if n in option_names}))
     return arguments
 
 
-def _request(flags: Sequence[Flag], flag_values: Mapping[str, Any], sets: Sequence[str]) -> Request:
+def _request(
+    flags: Sequence[Flag],
+    flag_values: Mapping[str, Any],
+    sets: Sequence[str],
+    mistakes: Mistakes,
+) -> Request:
     start = {n: v for n, v in flag_values.items() if n in request.START}
     changes = {f.path: flag_values[f.name] for f in flags if f.path and f.name in flag_values}
     spelled = {f.path: f"--{f.name}" for f in flags if f.path in changes}
-    return request.checked(start, changes, spelled, sets)
+    return request.checked(start, changes, spelled, sets, mistakes)
 
 
 def program() -> str:

@@ -36,7 +36,7 @@ from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.training import cost, hooks
 from sparse_dataflow.core.training.clock import Clock
 from sparse_dataflow.core.training.loop import StepDone, Trainer, advance_side_by_side
-from sparse_dataflow.core.training.phases import Variant, refuse_unfit
+from sparse_dataflow.core.training.phases import FULL_DEPTH, Variant, refuse_unfit
 from sparse_dataflow.core.training.programs import Compiled, TrainingData, compile_programs
 from sparse_dataflow.core.training.saved_state import FrozenBase
 from sparse_dataflow.data import cache, hub
@@ -56,6 +56,7 @@ from sparse_dataflow.interchange.starting_point import StartingPoint
 from sparse_dataflow.monitoring import goodput, trackers
 from sparse_dataflow.monitoring.goodput import stall_alerts
 from sparse_dataflow.monitoring.metrics import MetricsWriter, read_metrics
+from sparse_dataflow.monitoring.time_budget import TimeBudget
 from sparse_dataflow.monitoring.time_left import Progress, Show, TimeLeft
 from sparse_dataflow.monitoring.user_metrics import UserMetrics
 from sparse_dataflow.planner import memory
@@ -157,7 +158,6 @@ class Job:
         resume = self._resume
         self.config = settling.settled_remat(self.config, self.chip, self.executor)
         config, folder = self.config, self.folder
-        trackers.tracker_names(config.run.trackers)  # Refuses illegal ones before any work.
         record = self._saved_record() if resume else None
         self._began = record.init_from if record else None
         self._refuse_unfit_machine()
@@ -206,7 +206,7 @@ class Job:
                 if resume:
                     say(f"{v.name:>6}: resumes after step {trainer.step} of {v.training.steps}")
             progress.time_left.begin()
-            with stop_on_signals(say) as stop:
+            with stop_on_signals(say, config.run.grace) as stop:
                 self._advance(trainers, stop, goodput_log)
             # Also where a signal came after the last step.
             stopped = collectives.any_process(bool(stop()))
@@ -215,7 +215,7 @@ class Job:
                 say(f"left out of {corpus.name}: {words}")
             if finished:
                 for trainer in trainers:
-                    progress.stage(f"evaluating {trainer.name} on all held-out text")
+                    progress.stage(f"evaluating {trainer.name} on held-out text")
                     trainer.evaluate_finally()
                     progress.time_left.evaluated(trainer.name)
                 progress.stage("writing the report")
@@ -401,6 +401,7 @@ class Job:
                 *every,
                 v.training.skip_spikes,
                 record=hooks.Record(mfu, progress.note, UserMetrics(self.user_metrics)),
+                budget=self._budget(v),
                 last=[Show(progress, *every)],
             ),
             executor=executor,
@@ -412,6 +413,15 @@ class Job:
             ),
             metrics=functools.partial(MetricsWriter, tracker_names=names, config=config.to_json()),
         )
+
+    def _budget(self, v: Variant) -> hooks.Hook | None:
+        """Keeps a model to its minutes; None where its number of steps is given, or decides more
+        than the learning rate: when layouts, layers or the model change, or a rate falls."""
+        config = self.config
+        moves = v.evolution.method != "static" or v.training.schedule == "wsd"
+        if config.training.steps or moves or self.executor.depth != FULL_DEPTH:
+            return None
+        return TimeBudget(60 * config.run.minutes)
 
     def _advance(self, trainers: list[Trainer], stop, goodput_log: goodput.GoodputLog) -> None:
         """Trains all to the end, or until `stop()`; saves."""
@@ -451,11 +461,11 @@ class Job:
             return None
 
         def initial():
-            run, calibration = self.config.run, None
+            run, calibration = self.config.run, []
             start = self._weights()
             if v.training.adapter_rank:
                 return starting_point.adapter_state_from(start, v.model, v.training, self.executor)
-            if run.prune_by == "activations" and v.model.partial_projections:
+            if run.prune_by != "weights" and v.model.partial_projections:
                 calibration = [
                     rows
                     for step in range(run.prune_batches)
@@ -466,7 +476,7 @@ class Job:
                 ]
             model = v.phases[0].model
             return starting_point.initial_state_from(
-                start, model, v.training, self.executor, calibration, run.prune_to
+                start, model, v.training, self.executor, calibration, run.prune_by, run.prune_to
             )
 
         return initial

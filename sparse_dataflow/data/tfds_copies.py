@@ -143,6 +143,30 @@ def refuse_unprepared(name: str, cache_dir: Path) -> None:
         )
 
 
+def refuse_unknown(name: str, cache_dir: Path, legal: str) -> None:
+    """Refuses a name that tfds does not have and no prepared copy has; loads no jax.
+
+    Raises:
+      UserError: naming a similar name.
+    """
+    refuse_unprepared(name, cache_dir)
+    base = re.split("[/:]", name)[0]
+    if _located(name, cache_dir)[1] is not None or name.startswith(f"{base}:"):
+        return  # A namespace before the colon is one of the community.
+    import tensorflow_datasets as tfds
+    import tensorflow_datasets.text
+
+    if base not in tfds.list_builders(with_community_datasets=False):
+        raise _unknown(name, tfds, legal)
+
+
+def _unknown(name, tfds, legal) -> UserError:
+    names = ["python_stdlib", "sotu", *tfds.list_builders(with_community_datasets=False)]
+    matches = difflib.get_close_matches(re.split("[/:]", name)[0], names, n=1)
+    hint = f" Did you mean '{matches[0]}'?" if matches else ""
+    return UserError(f"There is no corpus '{name}'.{hint} Legal: {legal}.")
+
+
 def _located(name: str, cache_dir: Path) -> tuple[Path, Path | None]:
     """Returns the folder of all prepared copies and that of the copy, None if there is none."""
     root = Path(os.environ.get("TFDS_DATA_DIR", cache_dir / "tfds")).expanduser()
@@ -184,10 +208,7 @@ def _prepared(name, root, cache_dir, column, legal) -> Copy:
     except UserError:
         raise
     except tfds.core.DatasetNotFoundError as error:
-        names = ["python_stdlib", "sotu", *tfds.list_builders(with_community_datasets=False)]
-        matches = difflib.get_close_matches(re.split("[/:]", name)[0], names, n=1)
-        hint = f" Did you mean '{matches[0]}'?" if matches else ""
-        raise UserError(f"There is no corpus '{name}'.{hint} Legal: {legal}.") from error
+        raise _unknown(name, tfds, legal) from error
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else ""
         needs = f"it needs the package {missing}" if missing else first_line(error)

@@ -298,7 +298,7 @@ def _refuse_unsupported(model: Model, slots: int) -> None:
 def _experts(layer):
     """Returns the projections of the experts of a layer, without their layouts.
 
-    Every layer of the experts has the layout of `experts.expert_layout`.
+    Every layer of the experts has the layout of `model_layouts.expert_layout`.
     """
     return {
         name: without_layout(linear) for name, linear in layer["experts"].items() if name in MLP

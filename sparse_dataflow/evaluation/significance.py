@@ -14,6 +14,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 CONFIDENCE = 0.95
+NORMAL = 1.959964
+"""Quantile of the normal distribution for `CONFIDENCE`."""
+
 METHOD = (
     "Paired differences over items, standard errors clustered by document (arXiv 2411.00640), "
     "two-sided t-test with one degree of freedom fewer than documents. Where no item differs, the "
@@ -71,6 +74,37 @@ def clustered_mean(values: np.ndarray, documents: Sequence) -> ClusteredMean:
     if count > 1:
         error = math.sqrt(count / (count - 1) * float(residuals @ residuals)) / len(values)
     return ClusteredMean(float(values.mean()), error, len(values), count)
+
+
+def is_share(metric: str) -> bool:
+    """Returns whether a metric is a share of right answers, whose items are 0 or 1."""
+    # A filter of the outputs may follow the name.
+    return metric.partition(",")[0] in ("acc", "acc_norm", "exact_match")
+
+
+def share_interval(
+    share: float, error: float | None, items: int, documents: int
+) -> tuple[float, float]:
+    """Returns the 95% interval of a share of right answers by Wilson (JASA 22, 1927).
+
+    It stays within 0 and 1, and does not shrink to a point where all items are right or wrong.
+
+    Args:
+      share: mean of items that are 0 or 1.
+      error: its clustered standard error, which says how many independent items the documents are
+        worth; None if unknown.
+      items: number of items.
+      documents: number of documents, which are the independent items where no item differs.
+    """
+    independent = float(documents)
+    if error and 0 < share < 1:
+        independent = min(float(items), share * (1 - share) / error**2)
+    z2 = NORMAL**2
+    middle = (share + z2 / (2 * independent)) / (1 + z2 / independent)
+    spread = math.sqrt(share * (1 - share) / independent + z2 / (4 * independent**2))
+    margin = NORMAL * spread / (1 + z2 / independent)
+    low, high = max(0.0, middle - margin), min(1.0, middle + margin)
+    return min(low, share), max(high, share)
 
 
 def paired_difference(

@@ -141,8 +141,8 @@ class _Static:
     def __init__(self, model: Model):
         self.model, self.has_masks = model, bool(model.params)
         tables = hashlib.sha256()
-        parts = jax.tree_util.tree_leaves_with_path(model.tables)
-        for path, table in (*parts, *jax.tree_util.tree_leaves_with_path(model.params)):
+        table_leaves = jax.tree_util.tree_leaves_with_path(model.tables)
+        for path, table in (*table_leaves, *jax.tree_util.tree_leaves_with_path(model.params)):
             tables.update(f"{path}{table.shape}".encode() + np.asarray(table).tobytes())
         config = (model.variant, model.model, model.training, model.tokenizer.content_hash)
         self.layouts = tables.hexdigest()
@@ -206,7 +206,9 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
         raise UserError(f"The run {folder} has no checkpoint of {variant} yet: {path} is empty.")
     state, facts = restored
     step = int(state.step)
-    shape = model_phases[phase_before(model_phases, step)].model
+    shape = model_phases[
+        phase_before(SavedProgress.from_extra(facts, model_phases).phases, step)
+    ].model
     params = adapters.merged(evaluated(training, state.moments, state.params), state.frozen)
     if shape.shared_layers:
         params = {**params, "blocks": copied_blocks(params["blocks"], shape.num_layers)}

@@ -20,7 +20,7 @@ EVERYDAY = {
 }
 """Short name -> experiment, in the order in which they are listed."""
 
-_AS_MODULE = re.compile(r"python -m experiments\.([a-z0-9_]*)")
+_AS_MODULE = re.compile(r"python -m (?:sparse_dataflow\.)?experiments\.([a-z0-9_]*)")
 
 
 def command(experiment: str) -> str:

@@ -5,6 +5,7 @@ hold none. A user may put either into a command by mistake; errors, logs, config
 trackers and model cards then show `***`.
 """
 
+import contextlib
 import errno
 import functools
 import html
@@ -13,7 +14,7 @@ import os
 import re
 import traceback
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 HIDDEN = "***"
@@ -139,6 +140,49 @@ class UserError(ValueError):
         text = escaped(redact(super().__str__()))
         half = LONGEST // 2
         return text if len(text) <= LONGEST else f"{text[:half]} ... {text[-half:]}"
+
+
+class Mistakes:
+    """Errors that are found one after another, and then raised together."""
+
+    def __init__(self) -> None:
+        self._errors: list[UserError] = []
+
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[None]:
+        """Keeps a `UserError` of the block for `refuse`."""
+        try:
+            yield
+        except UserError as error:
+            self._errors.append(error)
+
+    def refuse(self) -> None:
+        """Raises what was collected.
+
+        Raises:
+          UserError: the only error, or a `UserErrors`.
+        """
+        if len(self._errors) > 1:
+            raise UserErrors(self._errors)
+        if self._errors:
+            raise self._errors[0]
+
+
+class UserErrors(UserError):
+    """Several errors, of which each is shown in a line of its own.
+
+    Attributes:
+      errors: the errors, in the order of the input.
+    """
+
+    def __init__(self, errors: Iterable[UserError]):
+        self.errors = tuple(errors)
+        super().__init__(" ".join(map(str, self.errors)))
+
+
+def lines(error: UserError) -> list[str]:
+    """Returns the error as one line, or each of several as one."""
+    return [str(each) for each in getattr(error, "errors", (error,))]
 
 
 def escaped(text: str) -> str:

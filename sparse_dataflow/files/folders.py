@@ -98,6 +98,19 @@ def refuse_foreign(
     )
 
 
+def refuse_unwritable(folder: Path, flag: str = "--out") -> None:
+    """Refuses a folder that this process cannot make or write; changes nothing.
+
+    Raises:
+      UserError: naming the flag.
+    """
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not place.is_dir():
+        raise _unwritable(folder, NotADirectoryError(errno.ENOTDIR, "Not a directory"), flag)
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise _unwritable(folder, PermissionError(errno.EACCES, "Permission denied"), flag)
+
+
 def claim(
     folder: Path,
     owner: str,
@@ -432,11 +445,11 @@ def _read(path) -> dict[str, Any]:
 
 def _same_file(file: int, path: Path) -> bool:
     try:
-        there = os.stat(path, follow_symlinks=False)
+        by_path = os.stat(path, follow_symlinks=False)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    here = os.fstat(file)
-    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+    by_handle = os.fstat(file)
+    return (by_handle.st_dev, by_handle.st_ino) == (by_path.st_dev, by_path.st_ino)
 
 
 def is_alive(owner: dict[str, Any]) -> bool:

@@ -6,6 +6,8 @@ Data sheets are in `chips.py`.  Importing this module loads no jax.
 import ctypes
 import dataclasses
 import functools
+import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -206,6 +208,16 @@ def cpu_count() -> int:
     """Returns the number of cores available to this process."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def only_cpu(environment: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether jax can find nothing but CPUs: its platform is named, or no package of
+    another one is installed.  Loads no jax."""
+    if platforms := environment.get("JAX_PLATFORMS"):
+        return platforms == "cpu"
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    spaces = importlib.util.find_spec("jax_plugins")
+    return not plugins and spaces is None and importlib.util.find_spec("libtpu") is None
 
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8  # glibc's malloc.h

@@ -10,8 +10,8 @@ import numpy as np
 from sparse_dataflow.core.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.config.projections import MLP, PRECISIONS
 from sparse_dataflow.core.layouts.layout import BlockLayout
+from sparse_dataflow.core.layouts.model_layouts import expert_layout
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.model.experts import expert_layout
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
 from sparse_dataflow.core.weights.dense import Dense

@@ -19,8 +19,9 @@ from sparse_dataflow.core.config.attention_settings import ALL_HEADS, MIXTURE
 from sparse_dataflow.core.config.layer_groups import split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, PROJECTIONS, ROW_PARALLEL
+from sparse_dataflow.core.layouts.model_layouts import expert_layout
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.experts import ROUTER, expert_layout
+from sparse_dataflow.core.model.experts import ROUTER
 from sparse_dataflow.core.model.identity import as_identity
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.weights.kind import LEAVES, TERMS

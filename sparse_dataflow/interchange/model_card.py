@@ -1,10 +1,13 @@
 """README.md of an exported model: its sizes, training data, losses and task scores."""
 
 import dataclasses
+import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
 from sparse_dataflow.core.training import cost
+from sparse_dataflow.evaluation.significance import is_share, share_interval
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files import console, json_files
 from sparse_dataflow.files.errors import UserError
@@ -57,7 +60,7 @@ def model_card(trained: Model, form: str, versions: Mapping[str, str]) -> str:
     name = f"{Path(trained.folder).name}, {trained.variant}"
     return "\n\n".join(
         [
-            f"---\ntags:\n- sparse_dataflow\n- block-sparse\n- {record.experiment}\n---",
+            _metadata(trained, record, form),
             f"# {name}",
             _sentence(trained, record),
             markdown(("", ""), _shape(trained)),
@@ -69,13 +72,58 @@ def model_card(trained: Model, form: str, versions: Mapping[str, str]) -> str:
     ).lstrip("\n")
 
 
+_LIBRARIES = {"dense": "transformers", "sparse": "sparse_dataflow", "adapter": "peft"}
+
+
+def _metadata(trained, record, form):
+    """The YAML by which the hub lists a model."""
+    kinds = trained.model.weight_words or ("dense weights",)
+    lines = [f"library_name: {_LIBRARIES[form]}", "pipeline_tag: text-generation"]
+    source = _on_hub((record.init_from or {}).get("path"))
+    if source:
+        lines.append(f"base_model: {source}")
+        lines.append(f"base_model_relation: {'adapter' if form == 'adapter' else 'finetune'}")
+    if corpus := _on_hub(record.corpus):
+        lines += ["datasets:", f"- {'/'.join(corpus.split('/')[:2])}"]
+    tags = ["sparse_dataflow", *(words.removesuffix(" weights") for words in kinds)]
+    lines += ["tags:", *(f"- {tag}" for tag in (*tags, record.experiment))]
+    return "\n".join(["---", *lines, "---"])
+
+
+def _on_hub(place):
+    """OWNER/NAME of a model or dataset on the hub; "" for any other place."""
+    match = re.fullmatch(r"hf:([\w.-]+(?:/[\w.-]+)*)(?:@\S+)?", str(place or ""))
+    return match[1] if match else ""
+
+
+_FOLDERS = re.compile(r"(^|[=,])((?:~[^/=,]*|\.{1,2})?/[^,]*)")
+
+
+def _public(word: str) -> str:
+    """Returns a word of a command with the last names of its paths, which say nothing about the
+    machine that it ran on."""
+    return _FOLDERS.sub(lambda m: m[1] + m[2].rstrip("/").rpartition("/")[2], word)
+
+
+_PATHS = re.compile(r"(?<==['\"])((?:~[^/'\"]*|\.{1,2})?/[^'\"]*)(?=['\"])")
+"""Paths among the arguments of a Python call."""
+
+
+def _name_of(match):
+    return match[1].rstrip("/").rpartition("/")[2]
+
+
+def _public_command(command: str) -> str:
+    return console.with_commands(shlex.join(map(_public, shlex.split(command))))
+
+
 def _use(form, record):
     """How the form is read; the numpy reader without its docstring, which is about this package."""
     reader = Path(numpy_reader.__file__).read_text(encoding="utf-8")
     source = record.init_from or {}
     words = {
         "reader": reader.split('"""', 2)[2].strip(),
-        "base": str(source.get("path")),
+        "base": _on_hub(source.get("path")) or _public(str(source.get("path"))),
         "weights": str(source.get("weights")),
     }
     text = _READERS[form]
@@ -88,11 +136,12 @@ def _sentence(trained, record):
     seen = trained.step * trained.training.batch * trained.training.sequence
     words = " and ".join(trained.model.weight_words) or "dense weights"
     start = record.init_from
-    began = f" It began with the weights of {start['path']}." if start else ""
+    began = f" It began with the weights of {_public(str(start['path']))}." if start else ""
     if rank := trained.training.adapter_rank:
         began += f" Adapters of rank {rank} were trained, and these weights were frozen."
+    corpus = _public(record.corpus)
     return (
-        f"A GPT of {words}, trained on {seen:,} tokens of the corpus `{record.corpus}` (content "
+        f"A GPT of {words}, trained on {seen:,} tokens of the corpus `{corpus}` (content "
         f"{record.corpus_hash[:12]}) by sparse_dataflow.{began}"
     )
 
@@ -161,12 +210,25 @@ def _scores(trained, result):
     for row in result["rows"]:
         model = row["models"][trained.variant]
         baselines = (row["baselines"].get(name) for name in ("unigram", "bigram"))
-        numbers = model["value"], model["error"], row["chance"], *baselines
         shots = "" if row["shots"] is None else row["shots"]
-        cells = ("" if number is None else f"{number:.4g}" for number in numbers)
+        text = lambda number: "" if number is None else f"{number:.4g}"  # noqa: E731
+        error = "" if model["error"] is None else f"± {text(model['error'])}"
+        if error and is_share(row["metric"]):
+            sizes = row["items"], row["documents"]
+            interval = share_interval(model["value"], model["error"], *sizes)
+            error = " to ".join(map(text, interval))
+        cells = text(model["value"]), error, text(row["chance"]), *map(text, baselines)
         rows.append((row["task"], shots, row["metric"], f"{row['items']:,}", *cells))
-    head = "task, shots, metric, items, value, standard error, chance, unigram, bigram"
-    return f"{markdown(head.split(', '), rows)}\n\n`{console.with_commands(result['command'])}`"
+    head = "task, shots, metric, items, value, error, chance, unigram, bigram"
+    words = "± is a standard error; shares have their 95% interval by Wilson."
+    return (
+        f"{markdown(head.split(', '), rows)}\n\n{words}\n\n`{_public_command(result['command'])}`"
+    )
+
+
+def _command(record):
+    python_call = len(record.command) == 1 and record.replay == record.command[0]
+    return _PATHS.sub(_name_of, record.replay) if python_call else _public_command(record.replay)
 
 
 def _provenance(record, versions):
@@ -175,7 +237,7 @@ def _provenance(record, versions):
     trained_with = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     exported = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
-        f"## How it was made\n`{console.with_commands(record.replay)}`\n\n"
+        f"## How it was made\n`{_command(record)}`\n\n"
         f"Trained {record.date} on {record.machine} with {trained_with}. "
         f"Exported with {exported}.{code}{seed}\n"
     )

@@ -1,7 +1,7 @@
 """Pruning to the layouts of a pattern, so that programs are specialised to them."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -73,6 +73,7 @@ def to_pattern(
     old: ModelConfig,
     new: ModelConfig,
     input_norms: Mapping[str, np.ndarray] | None,
+    refit: Callable[[ModelConfig, dict, ModelConfig, Mapping], dict] | None = None,
 ) -> TrainState:
     """Returns a state of model `old` as a state of `new` with the layouts of its patterns.
 
@@ -83,6 +84,8 @@ def to_pattern(
       state: canonical, without moments and with concrete tables; it must not be used again.
       old: config of the state's model; `refuse` refuses others.
       input_norms: see `transitions.change_model`.
+      refit: (dense model, its params, new model, layouts) -> params that are fitted on the blocks
+        of the layouts; None keeps the weights of these blocks.
     """
     layouts = stacks.layouts(new)
     stored = _stored(old, state.tables)
@@ -98,7 +101,10 @@ def to_pattern(
         f"{'weights' if input_norms is None else 'weights times activations'}, and "
         f"{order.before:.1%} before features changed places"
     )
-    params = jax.tree.map(jax.numpy.asarray, width.reordered(old, params, order.sources))
+    params = width.reordered(old, params, order.sources)
+    if refit is not None:
+        params = refit(old, params, new, layouts)
+    params = jax.tree.map(jax.numpy.asarray, params)
     return change_model(state._replace(params=params), old, new, given=layouts)
 
 

@@ -1,7 +1,8 @@
 """Initial weights of a training: from another run, a Hugging Face directory or an export.
 
-A projection that becomes sparser keeps its largest blocks, by the norm of their weights or of their
-weights times activations (one-shot pruning). A projection that becomes denser computes the same
+A projection that becomes sparser keeps the blocks whose loss the others make up for least, with
+weights fitted to the dense outputs (`pruning.rebuild`), or its largest blocks, by the norm of their
+weights or of their weights times activations. A projection that becomes denser computes the same
 function; a larger model begins with it too (`growth`). The optimizer state is new.
 """
 
@@ -27,8 +28,9 @@ from sparse_dataflow.core.config.projections import MLP, PROJECTIONS
 from sparse_dataflow.core.config.sparsity import SparsityConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
+from sparse_dataflow.core.layouts.layout import BlockLayout
+from sparse_dataflow.core.layouts.model_layouts import expert_layout
 from sparse_dataflow.core.model import adapters, gpt, stacks
-from sparse_dataflow.core.model.experts import expert_layout
 from sparse_dataflow.core.model.partition import without_tables
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.by_weight import VOCABULARY
@@ -50,6 +52,7 @@ from sparse_dataflow.interchange import (
 )
 from sparse_dataflow.interchange.calibration import input_norms
 from sparse_dataflow.interchange.fetched_model import on_this_machine, origin
+from sparse_dataflow.pruning import rebuild
 from sparse_dataflow.runs.run_config import (
     LONGEST_SEQUENCE,
     PRUNE_TO,
@@ -335,7 +338,8 @@ def initial_state_from(
     model: ModelConfig,
     training: TrainingConfig,
     executor: Executor = SINGLE_DEVICE,
-    calibration: Sequence[np.ndarray] | None = None,
+    calibration: Sequence[np.ndarray] = (),
+    prune_by: str = "weights",
     prune_to: str = PRUNE_TO[0],
 ) -> TrainState:
     """Returns the training state at step 0 of `model`, with the weights of `start`.
@@ -344,8 +348,9 @@ def initial_state_from(
       model: config of the new model.
       training: gives the optimizer and the seed.
       executor: places the state.
-      calibration: int32 [B, T] token batches. With them a block scores by its norm after each
-        input feature is multiplied by the norm of its activations; None scores by the norm.
+      calibration: int32 [B, T] token batches, which `prune_by` reads; not for "weights".
+      prune_by: as in `RunSettings`.  Weights with a low-rank term, and models with block-sparse
+        experts, are pruned by "activations" in place of "rebuild".
       prune_to: as in `RunSettings`.
 
     Raises:
@@ -356,21 +361,48 @@ def initial_state_from(
     start = start._replace(model=larger, params=weights.params, tables=weights.tables)
     _refuse_mismatch(start.model, model)
     stacks.check_layouts(model)
+    reads = prune_by != "weights" and rebuild.prunes(start.model, model)
+    rebuilding = reads and prune_by == "rebuild" and rebuild.is_possible(start.model)
     norms = None
-    if calibration is not None:
+    to_pattern = prune_to == "pattern" and bool(model.sparse_projections)
+    if reads and (not rebuilding or to_pattern):
         mixed = {name: model.linear(name).hadamard for name in model.projections}
         shape = dataclasses.replace(start.model, compute_dtype=model.compute_dtype)
         norms = input_norms(shape, start.weights, calibration, mixed)
         norms = collectives.broadcast_arrays(norms)  # Each process has other rows of the batches.
     params, masks = without_tables(jax.tree.map(jnp.array, start.params))
     state = TrainState(step, params, (), start.tables, key, masks)
-    if prune_to == "pattern":
+    if to_pattern:
         pattern_pruning.refuse(start.model, start.tables, model)
-        state = pattern_pruning.to_pattern(state, start.model, model, norms)
+        refit = functools.partial(_refitted, batches=calibration) if rebuilding else None
+        state = pattern_pruning.to_pattern(state, start.model, model, norms, refit)
+    elif rebuilding:
+        dense, params, layouts = _rebuilt(start.model, start.weights, model, calibration)
+        state = state._replace(params=jax.tree.map(jnp.array, params), tables={}, frozen=())
+        state = change_model(state, dense, model, given=layouts)
     else:
         state = change_model(state, start.model, model, norms)
     moments = jax.jit(make_optimizer(model, training).init)(state.params)
     return executor.place(state._replace(moments=moments), model)
+
+
+def _refitted(old, params, new, layouts, batches):
+    """Returns dense params that are fitted on the blocks of layouts."""
+    return _rebuilt(old, ModelWeights(params, {}), new, batches, layouts)[1]
+
+
+def _rebuilt(old, weights, new, batches, given=None):
+    """Returns (dense model, its params, layouts) of `rebuild.to_blocks`, equal on all processes."""
+    result, layouts = rebuild.to_blocks(old, weights, new, batches, given)
+    # Each process has other rows of the batches.
+    params, masks = collectives.broadcast_arrays(
+        (result.params, {name: np.stack([e.mask for e in each]) for name, each in layouts.items()})
+    )
+    layouts = {
+        name: [BlockLayout.from_mask(mask, new.linear(name).block) for mask in np.asarray(layers)]
+        for name, layers in masks.items()
+    }
+    return result.model, params, layouts
 
 
 def adapter_state_from(
@@ -450,10 +482,11 @@ def _refuse_mismatch(start: ModelConfig, model: ModelConfig) -> None:
             after.weight,
         ):
             differences.append(_difference(name, before.weight.words, after.weight.words))
-        if before.weight.stores_blocks and after.weight.stores_blocks:
+        if before.weight.is_partial and after.weight.is_partial:
             if before.hadamard != after.hadamard:
                 setting = f"{name}: --set sparsity.hadamard"
                 differences.append(_difference(setting, before.hadamard, after.hadamard))
+        if before.weight.stores_blocks and after.weight.stores_blocks:
             if before.block != after.block:
                 differences.append(_difference(f"{name}: block size", before.block, after.block))
             if before.max_fan_out > after.max_fan_out and before.density == after.density:

@@ -19,8 +19,8 @@ from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables, stack_tables
+from sparse_dataflow.core.layouts.model_layouts import with_room
 from sparse_dataflow.core.layouts.patterns import has_layout, make_layout
-from sparse_dataflow.core.model.projection import with_room
 from sparse_dataflow.core.ops.derivatives import broadcast_like
 from sparse_dataflow.core.weights.block_sparse import BlockSparse
 from sparse_dataflow.core.weights.kind import Weight

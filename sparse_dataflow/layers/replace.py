@@ -99,7 +99,7 @@ def sparsify(
     names: list[str] = []
     selected: list[str] = []
     first = sum(isinstance(node, BlockSparseLinear) for _, node in nnx.iter_modules(model))
-    homes = _homes(model)
+    homes = homes_of(model)
 
     def replace(path, node):
         if not is_linear(node):
@@ -109,32 +109,17 @@ def sparsify(
             return node
         selected.append(names[-1])
         try:
-            _check_replaceable(node, homes)
+            check_replaceable(node, homes)
             number = first + len(selected) - 1
             settings = pattern, _density_of(density, names[-1]), block, evolving, number
-            if is_registered(node):
-                contraction, linear, attributes = read_linear(node)
-                layer = _sparse(linear, *settings)
-                return BlockSparseRegistered(layer, contraction, node, attributes)
-            if isinstance(node, nnx.Linear):
-                return _sparse(node, *settings)
-            contraction = Contraction.of(node)
-            kind = BlockSparseEinsum if isinstance(node, nnx.Einsum) else BlockSparseGeneral
-            return kind(_sparse(contraction.linear(node), *settings), contraction, node)
+            return with_matrix(node, lambda linear: _sparse(linear, *settings))
         except UserError as error:
             raise UserError(f"{names[-1]}: {error} Or leave it out with `where`.") from None
 
     sparse = nnx.recursive_map(replace, model)
     if not selected:
-        if names:
-            words = f"`where` selects no linear of the model; legal: {', '.join(names)}."
-        else:
-            words = f"The model has no linear; legal: {_KINDS}."
-        if classes := dense_classes(model):
-            kind, path = classes[0]
-            words += f" {path} is a {kind.__name__}; if that is a linear: {registration(kind)}."
-        raise UserError(words)
-    sparse = _unshared(sparse, model)
+        raise none_selected(model, names)
+    sparse = unshared(sparse, model)
     say_replaced(sparse, selected)
     return sparse
 
@@ -159,15 +144,9 @@ def densify(model: Model) -> Model:
     block_sparse_layers(model, None)
 
     def replace(path, node):  # A node follows its children.
-        if isinstance(node, BlockSparseLinear):
-            return _dense(node)
-        if isinstance(node, BlockSparseRegistered):
-            return node.dense()
-        if isinstance(node, BlockSparseGeneral):
-            return node.contraction.module(node.linear)
-        return node
+        return _dense(node) if isinstance(node, BlockSparseLinear) else with_dense_matrix(node)
 
-    return _unshared(nnx.recursive_map(replace, model), model)
+    return unshared(nnx.recursive_map(replace, model), model)
 
 
 @arguments.checked
@@ -247,13 +226,51 @@ def block_sparse_layers(model: nnx.Module, where: Where | None) -> dict[tuple, B
     return selected
 
 
+def with_matrix(node: Any, change: Callable[[nnx.Linear], Any]) -> Any:
+    """Returns a linear of any class with a changed matrix.
+
+    Args:
+      node: a linear; see `is_linear`.
+      change: (its matrix as an nnx.Linear) -> the module in its place.
+    """
+    if is_registered(node):
+        contraction, linear, attributes = read_linear(node)
+        return BlockSparseRegistered(change(linear), contraction, node, attributes)
+    if isinstance(node, nnx.Linear):
+        return change(node)
+    contraction = Contraction.of(node)
+    kind = BlockSparseEinsum if isinstance(node, nnx.Einsum) else BlockSparseGeneral
+    return kind(change(contraction.linear(node)), contraction, node)
+
+
+def with_dense_matrix(node: Any) -> Any:
+    """Returns the module of its own class whose matrix is an nnx.Linear; others as they are."""
+    if isinstance(node, BlockSparseRegistered):
+        return node.dense()
+    if isinstance(node, BlockSparseGeneral):
+        return node.contraction.module(node.linear)
+    return node
+
+
+def none_selected(model: nnx.Module, names: list[str]) -> UserError:
+    """Returns the error of a `where` that selects none of a model's linears."""
+    if names:
+        words = f"`where` selects no linear of the model; legal: {', '.join(names)}."
+    else:
+        words = f"The model has no linear; legal: {_KINDS}."
+    if classes := dense_classes(model):
+        kind, path = classes[0]
+        words += f" {path} is a {kind.__name__}; if that is a linear: {registration(kind)}."
+    return UserError(words)
+
+
 def balanced_degree(sides: tuple[int, int], block: int, density: float) -> int:
     """Returns the degree of a balanced layout (see `patterns`); UserError names legal values."""
     layout = make_layout("cyclic", *sides, block, density)
     return int(layout.fan_in[0]) * math.gcd(*layout.mask.shape) // layout.in_blocks
 
 
-def _unshared(new, model):
+def unshared(new: Model, model: Model) -> Model:
     """Returns a model with variables of its own, and copies of the arrays of `model` that it has.
 
     So training it, and donating its buffers, leaves `model` as it is.
@@ -267,7 +284,7 @@ def _unshared(new, model):
     return nnx.merge(graph, jax.tree.map(copy, state))
 
 
-def _homes(model):
+def homes_of(model: nnx.Module) -> dict[int, list[str]]:
     """Returns id of a variable -> paths of the modules that have it."""
     homes: dict[int, list[str]] = {}
     for path, module in nnx.iter_modules(model):
@@ -277,7 +294,7 @@ def _homes(model):
     return homes
 
 
-def _check_replaceable(node, homes):
+def check_replaceable(node: Any, homes: Mapping[int, list[str]]) -> None:
     """Raises UserError if a linear has something that its block-sparse layer would not have."""
     if not is_registered(node):
         if type(node) not in FLAX_LINEARS:
@@ -311,7 +328,7 @@ def _sparse(linear, pattern, density, block, evolving, number):
     """Returns the block-sparse layer of an nnx.Linear, the `number`-th of its model."""
     kernel = over_auto_axes(linear.kernel[...])
     sides = linear.in_features, linear.out_features
-    stack, full = kernel.shape[:-2], filled_up(sides, block, density)
+    full = filled_up(sides, block, density)
     dense = fill_up(kernel.reshape(-1, *sides), full)
     if pattern == MAGNITUDE:
         degree = balanced_degree(full, block, density)
@@ -323,7 +340,28 @@ def _sparse(linear, pattern, density, block, evolving, number):
     else:
         layout = make_layout(pattern, *full, block, density, number)
         layouts, scale = [layout], 1 / math.sqrt(layout.density)
-    values = collect(*positions(layouts, len(dense)), dense, block) * scale
+    return block_sparse(linear, layouts, dense, scale, evolving)
+
+
+def block_sparse(
+    linear: nnx.Linear,
+    layouts: list[BlockLayout],
+    dense: jax.Array,
+    scale: float = 1.0,
+    evolving: bool = False,
+) -> BlockSparseLinear:
+    """Returns the block-sparse layer of an nnx.Linear.
+
+    Args:
+      linear: gives sides, settings, mesh axes and bias.
+      layouts: one for all layers of a stack, or one each.
+      dense: [layers, in, out], the kernels, filled up to whole blocks.
+      scale: multiplies the kernels.
+      evolving: whether `sd.evolve` may change the layouts.
+    """
+    kernel, sides = over_auto_axes(linear.kernel[...]), (linear.in_features, linear.out_features)
+    stack = kernel.shape[:-2]
+    values = collect(*positions(layouts, len(dense)), dense, layouts[0].block) * scale
     layer = module_like(BlockSparseLinear, *sides, like=linear, layout=layouts[0])
     values = values.astype(kernel.dtype).reshape(*stack, *values.shape[1:])
     lead = len(stack)

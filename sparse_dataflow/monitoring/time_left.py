@@ -275,7 +275,7 @@ class Show(Hook):
 
 def remaining(trainer: Trainer, eval_every: int, checkpoint_every: int) -> Remaining:
     """Returns what a trainer still has to do."""
-    step, steps, number = trainer.step, trainer.training.steps, trainer.phase_number
+    step, steps, number = trainer.step, trainer.length.total, trainer.phase_number
     sequence = trainer.training.sequence
 
     def events(every):

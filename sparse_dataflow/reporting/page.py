@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from sparse_dataflow.reporting import quantities
 from sparse_dataflow.reporting.figures import drawings, svg
 from sparse_dataflow.reporting.figures.timeline import timeline
@@ -89,6 +91,7 @@ def contents(data: ReportData) -> dict[str, Any]:
         "data": data,
         "names": [v.name for v in variants],
         "headline": headline(variants),
+        "longer": LONGER if len(variants) == 3 else "",
         "compared": compared(variants),
         "table": table(variants, data.flop_ceiling),
         "run_table": [(label, text([getattr(v, field) for v in variants]))
@@ -152,38 +155,107 @@ def headline(variants: Sequence[VariantData]) -> str:
         field, unit = "loss", "nats per token of held-out text"
     if any(finite(getattr(v, field)) is None for v in variants):
         return "This run has no held-out evaluation of all its models."
-    score = {v.name: f"{getattr(v, field):.3f}" for v in variants}
-    clock = {v.name: quantities.durations([v.train_seconds])[0] for v in variants}
     if len(variants) == 1:
-        (name,) = score
-        return f"The {name} model reaches {score[name]} {unit} after {clock[name]} of training."
-    if len(variants) == 3:
-        first = headline([v for v in variants if v.name != "narrow"])
-        values = [float(score[name]) for name in ("sparse", "narrow")]
-        noise = ", within the noise of one seed" if _is_noise(*values) else ""
-        return (
-            f"{first} A narrower model without sparse weights, of equal FLOPs per token, reaches "
-            f"{score['narrow']} after {clock['narrow']}{noise}."
-        )
-    times = [v.train_seconds for v in variants]
-    if max(times) - min(times) > _EQUAL_TIME_TOLERANCE * max(times):
-        return (
-            f"The sparse model reaches {score['sparse']} {unit} after {clock['sparse']} of "
-            f"training; its dense twin reaches {score['dense']} after {clock['dense']}."
-        )
-    start = f"At equal wall-clock time ({quantities.durations([sum(times) / 2])[0]} each)"
-    if score["sparse"] == score["dense"]:
-        return f"{start} the sparse model and its dense twin both reach {score['sparse']} {unit}."
-    title = {"sparse": "sparse model", "dense": "dense twin"}
-    better, worse = sorted(score, key=lambda name: float(score[name]))
-    if _is_noise(float(score[better]), float(score[worse])):
-        return (
-            f"{start} the sparse model reaches {score['sparse']} and its dense twin "
-            f"{score['dense']} {unit}: within the noise of one seed."
-        )
+        (only,) = variants
+        clock = quantities.durations([only.train_seconds])[0]
+        score = f"{getattr(only, field):.3f}"
+        return f"The {only.name} model reaches {score} {unit} after {clock} of training."
+    scores, seconds = _at_equal_seconds(variants, field)
+    if not scores:
+        return _unequal(variants, field, unit)
+    clock = quantities.durations([seconds])[0]
+    start = f"At equal wall-clock time ({clock} each)"
+    rival = "dense" if "dense" in scores else next(n for n in scores if n != "sparse")
+    by_name = {v.name: v for v in variants}
+
+    def error(other):
+        return _error([by_name["sparse"], by_name[other]]) if field == "bits_per_byte" else 0.0
+
+    text = _pair(start, scores, rival, unit, error(rival))
+    if len(variants) < 3:
+        return text
+    sparse, narrow = scores["sparse"], scores["narrow"]
+    word = "better" if narrow < sparse else "worse"
+    verdict = f"{abs(narrow - sparse) / sparse:.1%} {word} than the sparse model"
+    unsure = _is_noise(sparse, narrow, error("narrow"))
+    noise = ", within the noise of one seed" if unsure else ""
     return (
-        f"{start} the {title[better]} is better: {score[better]} {unit}; the {title[worse]} "
-        f"reaches {score[worse]}."
+        f"{text} A narrower model without sparse weights, of equal FLOPs per token, reaches "
+        f"{narrow:.3f}: {verdict}{noise}."
+    )
+
+
+LONGER = (
+    "A longer training favours the narrower model, and memory that limits you the sparse one: see "
+    "docs/quality.md."
+)
+"""What turns the comparison of a sparse model with a narrower one."""
+
+
+def _at_equal_seconds(
+    variants: Sequence[VariantData], field: str
+) -> tuple[dict[str, float], float]:
+    """Returns the losses of the models after equal training time, and that time.
+
+    Those after the last steps where the times are equal; else those of the shortest time, between
+    the held-out losses that were measured while the models trained; {} where there are none.
+    """
+    times = [v.train_seconds for v in variants]
+    shortest = min(times)
+    if max(times) - shortest <= _EQUAL_TIME_TOLERANCE * max(times):
+        return {v.name: float(getattr(v, field)) for v in variants}, sum(times) / len(times)
+    scores = {}
+    for v in variants:
+        rows = [row for row in v.history if row.get("kind") == "eval"]
+        points = [(finite(row.get("seconds")), finite(row.get(field))) for row in rows]
+        measured = sorted((x, y) for x, y in points if x is not None and y is not None)
+        # A model that ended at the shortest time may have its last evaluation right there.
+        if not measured or not measured[0][0] <= shortest <= 1.01 * measured[-1][0]:
+            return {}, 0.0
+        x, y = np.array(measured).T
+        scores[v.name] = float(np.interp(shortest, x, y))
+    return scores, shortest
+
+
+def _error(variants: Sequence[VariantData]) -> float:
+    """Returns the standard error of the difference of held-out losses, in bits per byte, as if the
+    models were not evaluated on the same text: an upper bound."""
+    errors = []
+    for v in variants:
+        finals = [row for row in v.history if row.get("kind") == "final"]
+        errors.append(finite(finals[-1].get("bits_per_byte_error")) or 0.0 if finals else 0.0)
+    return math.hypot(*errors)
+
+
+def _unequal(variants, field, unit):
+    """States the losses of models that were trained for different times."""
+    titles = {"sparse": "the sparse model", "dense": "its dense twin", "narrow": "the narrower one"}
+    times = {v.name: quantities.durations([v.train_seconds])[0] for v in variants}
+    clauses = [
+        f"{titles[v.name]} {getattr(v, field):.3f} after {times[v.name]}"
+        for v in sorted(variants, key=lambda v: list(titles).index(v.name))
+    ]
+    text = f"{clauses[0].replace('model ', 'model reaches ', 1)}; {'; '.join(clauses[1:])}"
+    return f"{text[:1].upper()}{text[1:]}, in {unit}: the times differ, so this decides nothing."
+
+
+def _pair(start, scores, rival, unit, error):
+    """Compares the sparse model with another one."""
+    title = {"sparse": "sparse model", "dense": "dense twin", "narrow": "narrower model"}
+    shown = {name: f"{value:.3f}" for name, value in scores.items()}
+    if shown["sparse"] == shown[rival]:
+        both = f"the sparse model and its {title[rival]}"
+        return f"{start} {both} both reach {shown['sparse']} {unit}."
+    better, worse = sorted(("sparse", rival), key=scores.__getitem__)
+    if _is_noise(scores[better], scores[worse], error):
+        return (
+            f"{start} the sparse model reaches {shown['sparse']} and its {title[rival]} "
+            f"{shown[rival]} {unit}: within the noise of one seed."
+        )
+    share = (scores[worse] - scores[better]) / scores[worse]
+    return (
+        f"{start} the {title[better]} is better: {shown[better]} {unit}, {share:.1%} less than the "
+        f"{shown[worse]} of the {title[worse]}."
     )
 
 
@@ -236,9 +308,10 @@ NOISE = (
 )
 
 
-def _is_noise(first: float, second: float) -> bool:
-    """Returns whether two held-out losses of one seed each may differ by chance."""
-    return abs(first - second) < SEED_SPREAD * min(first, second)
+def _is_noise(first: float, second: float, error: float = 0.0) -> bool:
+    """Returns whether two held-out losses of one seed each may differ by chance: of the seed, or of
+    the text, for which `error` is the standard error of their difference."""
+    return abs(first - second) < max(SEED_SPREAD * min(first, second), 2 * error)
 
 
 def _is_within_noise(variants: Sequence[VariantData], name: str) -> bool:
@@ -278,8 +351,15 @@ def facts(data: ReportData) -> list[str]:
 
 
 def _curves(variants: Sequence[VariantData]) -> list[dict[str, Any]]:
-    histories = {v.name: v.history for v in variants}
-    curves = [(x, drawings.loss_curves(histories, x, f"loss-{x}")) for x in ("tokens", "seconds")]
+    histories = {
+        v.name: [
+            row | {"flops": tokens * (finite(v.flops_per_token) or 0.0)}
+            for row in v.history
+            if (tokens := finite(row.get("tokens"))) is not None
+        ]
+        for v in variants
+    }
+    curves = [(x, drawings.loss_curves(histories, x, f"loss-{x}")) for x in ("seconds", "flops")]
     return [{"x": x, "svg": curve[0], "clipped": curve[1]} for x, curve in curves if curve]
 
 

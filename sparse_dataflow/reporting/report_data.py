@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from sparse_dataflow.evaluation.significance import is_share, share_interval
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.reporting.quantities import MISSING
 
@@ -242,12 +243,6 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def is_share(metric: str) -> bool:
-    """Returns whether a metric is a share of right answers, whose items are 0 or 1."""
-    # A filter of the outputs may follow the name.
-    return metric.partition(",")[0] in ("acc", "acc_norm", "exact_match")
-
-
 def evaluation_table(evaluation: EvaluationData) -> list[dict[str, Any]]:
     """Returns the rows of the evaluation table.
 
@@ -265,6 +260,15 @@ def evaluation_table(evaluation: EvaluationData) -> list[dict[str, Any]]:
             if low * high > 0:
                 better = (low < 0) == row["lower_is_better"]
         models = [row["models"].get(name, {}) for name in evaluation.models]
+
+        def error(model, row=row, text=text):
+            if model.get("error") is None:
+                return ""
+            if not is_share(row["metric"]):
+                return f"± {text(model['error'])}"
+            sizes = row["items"], row["documents"]
+            return " to ".join(map(text, share_interval(model["value"], model["error"], *sizes)))
+
         difference = compared["difference"]
         rows.append({
             "task": row["task"],
@@ -272,11 +276,7 @@ def evaluation_table(evaluation: EvaluationData) -> list[dict[str, Any]]:
             "metric": row["metric"],
             "items": f"{row['items']:,}",
             "documents": f"{row['documents']:,}",
-            "cells": [
-                (text(model.get("value")),
-                 f"± {text(model['error'])}" if model.get("error") is not None else "")
-                for model in models
-            ],
+            "cells": [(text(model.get("value")), error(model)) for model in models],
             "baselines": [
                 text(v) for v in (row["chance"], *map(row["baselines"].get, ("unigram", "bigram")))
             ],

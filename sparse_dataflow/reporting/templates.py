@@ -5,6 +5,7 @@ from typing import Any
 
 import jinja2
 
+from sparse_dataflow.files import console
 from sparse_dataflow.files.errors import redact
 from sparse_dataflow.reporting.quantities import visible
 
@@ -25,4 +26,6 @@ def html(template: str, contents: Mapping[str, Any]) -> str:
         # Texts of a run or process can have any characters; Markup values are figures.
         finalize=lambda value: visible(value) if type(value) is str else value,
     )
+    # A page may be read where the package is installed in another way than where it was made.
+    environment.filters["command"] = console.with_commands
     return redact(environment.get_template(template).render(contents))

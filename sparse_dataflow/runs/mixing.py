@@ -7,7 +7,7 @@ import numpy as np
 from sparse_dataflow.core.config.layer_groups import layer_linear
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP
-from sparse_dataflow.core.model.projection import projection_layout
+from sparse_dataflow.core.layouts.model_layouts import projection_layout
 
 
 def isolated_components(model: ModelConfig) -> int:

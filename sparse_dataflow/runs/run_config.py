@@ -90,11 +90,12 @@ class DataConfig(Readable):
 
 
 TWINS = ("no", "yes", "narrow")
-PRUNE_BY = ("weights", "activations")
+PRUNE_BY = ("rebuild", "activations", "weights")
 VARIANTS = ("sparse", "dense", "narrow")
 """Names of the models that runs train."""
 
 PRUNE_TO = ("blocks", "pattern")
+EVALUATED = ("part", "all")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -104,8 +105,10 @@ class RunSettings(Readable):
     Attributes:
       minutes: training time where `training.steps` is 0.
       twin: True and False are "yes" and "no".
-      prune_by: "activations" multiplies each input feature by the norm of its activations in
-        `prune_batches` training batches (arXiv 2306.11695).
+      prune_by: "rebuild" removes the blocks whose loss the other weights make up for best, and fits
+        these to the outputs of the dense model (`pruning.rebuild`).  "activations" multiplies each
+        input feature by the norm of its activations (arXiv 2306.11695).  Both read
+        `prune_batches` training batches.
       prune_to: "pattern" keeps the function of a dense model (`interchange.feature_order`).  Its
         layouts are those of drawn weights, so programs are specialised to them.
       trackers: names in `monitoring.trackers`.  A resumed run imports no tracker that only
@@ -138,9 +141,10 @@ class RunSettings(Readable):
         choices=VARIANTS,
     )
     prune_by: str = setting(
-        "weights",
-        "Score of the blocks of run.init_from that are stored: norm of the weights, or of the "
-        "weights times the activations that they read.",
+        "rebuild",
+        "How the stored blocks of run.init_from are chosen: rebuild, by the error that others "
+        "cannot make up for, and fitted to the dense outputs; or by the norm of the weights times "
+        "the activations that they read, or of the weights alone.",
         choices=PRUNE_BY,
     )
     prune_to: str = setting(
@@ -150,7 +154,9 @@ class RunSettings(Readable):
         choices=PRUNE_TO,
     )
     prune_batches: int = setting(
-        8, "Training batches that run.prune_by=activations reads.", legal=between(1, MOST_STEPS)
+        8,
+        "Training batches that run.prune_by reads, unless it is weights.",
+        legal=between(1, MOST_STEPS),
     )
     out: str = setting(
         "",
@@ -194,6 +200,20 @@ class RunSettings(Readable):
         0,
         "Port on 127.0.0.1 where a POST to /trace?seconds=5 traces the running job; 0 is none.",
         legal=between(0, 65535),
+        resumed=FRESH,
+    )
+    evaluate: str = setting(
+        "part",
+        "Held-out text after the last step: part, 512 windows at equal distances, the same ones "
+        "for all models; or all.",
+        choices=EVALUATED,
+        resumed=ADOPTED,
+    )
+    grace: float = setting(
+        60.0,
+        "Seconds after SIGTERM in which a step must end, so that the run saves; else it ends "
+        "without.",
+        legal=between(0, MOST_SECONDS),
         resumed=FRESH,
     )
     stall_alert: float = setting(

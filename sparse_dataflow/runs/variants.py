@@ -3,13 +3,14 @@
 import dataclasses
 from collections.abc import Mapping
 
+from sparse_dataflow.core.config.adapted_model import with_adapters
 from sparse_dataflow.core.config.layer_groups import layer_groups
 from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS, EvolutionConfig
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.evolution import (
     phase_specs,
 )
-from sparse_dataflow.core.model import adapters, stacks
 from sparse_dataflow.core.training.phases import Variant, mean_flops_per_token
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs.allocation import allocate
@@ -64,7 +65,7 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
         plain = dataclasses.replace(config.training, teacher="")
         config = dataclasses.replace(config, training=plain)
     if name == "dense":
-        model = adapters.with_adapters(dense, *adapted)
+        model = with_adapters(dense, *adapted)
         shared = config.evolution.method == "shared_to_own" and not config.sparsity.projections
         evolution = config.evolution if shared else EvolutionConfig()
         return Variant(name, model, config.training, evolution)
@@ -72,8 +73,8 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
         sparse = variant(config, "sparse", vocab_size)
         return at_flops_of(Variant(name, dense, config.training), sparse)
     model = dataclasses.replace(dense, linears=config.sparsity.linears(config.model))
-    model = adapters.with_adapters(allocate(model, config.sparsity.budget), *adapted)
-    stacks.check_layouts(model)
+    model = with_adapters(allocate(model, config.sparsity.budget), *adapted)
+    model_layouts.check_layouts(model)
     given = bool(config.run.init_from) and config.run.prune_to == "blocks"
     evolution = dataclasses.replace(config.evolution, given_layouts=given)
     sparse = Variant(name, model, config.training, evolution)
@@ -105,7 +106,7 @@ def _refuse_unequal_layers(model):
     """Raises UserError if layers are to share a block and have different layouts."""
     if not model.shared_layers:
         return
-    for name, (first, *others) in stacks.layouts(model).items():
+    for name, (first, *others) in model_layouts.layouts(model).items():
         if any(layout != first for layout in others):
             raise UserError(
                 "--evolution=shared_to_own trains one block for all layers, and the pattern "
@@ -130,7 +131,7 @@ def _refuse_unequal_groups(spec):
         )
     for group in layer_groups(spec.model):
         first = dataclasses.replace(group.model, num_layers=1)
-        for projection, (layout,) in stacks.layouts(first).items():
+        for projection, (layout,) in model_layouts.layouts(first).items():
             if layout.groups is None:
                 pattern = spec.model.linear(projection).pattern
                 raise UserError(f"{head}, and {pattern} has none in {projection}; {legal}")

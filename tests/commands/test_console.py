@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import os
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -68,3 +70,28 @@ def test_a_command_refuses_flags_as_its_module_does():
         ),
     ]  # fmt: skip
     assert both[0].stderr == both[1].stderr and both[0].returncode == both[1].returncode == 2
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_a_page_shows_each_command_as_everybody_has_it():
+    templates = list((ROOT / "sparse_dataflow/reporting").glob("*.jinja"))
+    shown = [
+        s for t in templates for s in re.findall(r"\{\{ ([^}]*\.command\b[^}]*)\}\}", t.read_text())
+    ]
+    assert len(shown) >= 5 and all(each.endswith("| command ") for each in shown)
+
+
+@pytest.mark.parametrize(
+    "written, everybody",
+    [
+        ("python -m experiments.gpt13b_sparse --steps=3", "sparse-dataflow train --steps=3"),
+        ("python -m sparse_dataflow.experiments.evaluate", "sparse-dataflow evaluate"),
+        ("python -m experiments.iso_flop", "sparse-dataflow iso_flop"),
+        ("sparse-dataflow plan --chips=8", "sparse-dataflow plan --chips=8"),
+        ("python mine.py --steps=3", "python mine.py --steps=3"),
+    ],
+)
+def test_a_saved_command_is_shown_as_everybody_has_it(written, everybody):
+    assert console.with_commands(written) == everybody

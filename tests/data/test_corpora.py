@@ -161,7 +161,7 @@ def test_a_long_text_becomes_several_documents(tmp_path, cache, text, suffix):
     read = list(source.documents())
     assert "".join(document.text for document in read) == text.removeprefix("\ufeff")
     assert len({document.id for document in read}) == len(read) > 8
-    assert max(len(document.text.encode()) for document in read) <= 2 * local_files.PART
+    assert max(len(document.text.encode()) for document in read) <= 2 * local_files.PIECE
     if "\n" in text:
         assert all(document.text.endswith("\n") for document in read)
     corpus = load_corpus(str(tmp_path / f"long.{suffix}"), cache)

@@ -6,7 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from sparse_dataflow.evaluation.significance import clustered_mean, paired_difference
+from sparse_dataflow.evaluation.significance import (
+    clustered_mean,
+    paired_difference,
+    share_interval,
+)
 
 VALUES = st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=40)
 
@@ -72,3 +76,38 @@ def test_items_that_differ_and_cancel_have_students_interval():
     a, b = np.array([1.0, 0.0] * 8), np.array([0.0, 1.0] * 8)
     result = paired_difference(a, b, range(16), bounded=True)
     assert result.difference == 0 and result.high > 3 / 16 and result.p == pytest.approx(1.0)
+
+
+@given(st.integers(1, 300), st.data())
+def test_the_interval_of_a_share_is_wilsons_where_items_are_independent(items, data):
+    right = data.draw(st.integers(0, items))
+    values = np.arange(items) < right
+    error = clustered_mean(values, range(items)).error
+    # The error of `clustered_mean` has n - 1 in it, so it stands for one item fewer.
+    count = items - 1 if 0 < right < items else items
+    low, high = share_interval(right / items, error, items, items)
+    reference = stats.binomtest(right, items).proportion_ci(method="wilson")
+    if count == items:
+        assert (low, high) == (pytest.approx(reference.low), pytest.approx(reference.high))
+    assert 0 <= low <= right / items <= high <= 1 and high - low > 0
+    assert high - low >= reference.high - reference.low - 1e-9
+
+
+@pytest.mark.parametrize(
+    "share, documents, low, high",
+    [(1.0, 3, 0.4385, 1.0), (0.0, 3, 0.0, 0.5615), (1.0, 10, 0.7225, 1.0), (0.0, 1, 0.0, 0.7935)],
+)
+def test_items_that_are_all_right_leave_an_interval(share, documents, low, high):
+    """Values of the table of Newcombe (1998), or n / (n + 1.96^2) by hand."""
+    interval = share_interval(share, 0.0, 10 * documents, documents)
+    assert interval == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
+
+
+def test_items_of_few_documents_have_a_wider_interval():
+    values = np.repeat([1.0, 0.0, 1.0, 0.0], 50)
+    width = []
+    for documents in (range(200), np.repeat(range(4), 50)):
+        result = clustered_mean(values, documents)
+        low, high = share_interval(0.5, result.error, 200, result.documents)
+        width.append(high - low)
+    assert width[1] > 4 * width[0]

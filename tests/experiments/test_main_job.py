@@ -22,7 +22,7 @@ TRAIN_KEYS = {
     "kind", "step", "tokens", "seconds", "loss", "learning_rate", "gradient_norm",
     "tokens_per_second", "mfu",
 }  # fmt: skip
-EVAL_KEYS = {"kind", "step", "tokens", "seconds", "loss", "bits_per_byte"}
+EVAL_KEYS = {"kind", "step", "tokens", "seconds", "loss", "bits_per_byte", "bits_per_byte_error"}
 
 
 def record_of(folder):
@@ -155,7 +155,7 @@ def test_the_page_needs_no_network(undisturbed):
 
 @pytest.mark.slow
 def test_the_dense_experiment_alone_keeps_its_plan(job, undisturbed, tmp_path):
-    """The steps that were planned from --minutes stay, however fast the machine is later."""
+    """The schedule that was planned from --minutes stays, however fast the machine is later."""
     folder = tmp_path / "run"
     flags = ("--scale=pico", "--minutes=0.02", f"--corpus={job.corpus}", f"--out={folder}")
     stop = (r"dense/checkpoints/[1-9]\d*\.saving", 1, "SIGINT")
@@ -168,7 +168,8 @@ def test_the_dense_experiment_alone_keeps_its_plan(job, undisturbed, tmp_path):
     assert done.returncode == 0 and "planned" not in done.stderr, done.stderr
     assert "relay" not in done.stderr, done.stderr
     train = [row for row in rows(folder, "dense") if row["kind"] == "train"]
-    assert [row["step"] for row in train] == list(range(1, steps + 1))
+    assert [row["step"] for row in train] == list(range(1, len(train) + 1))
+    assert record_of(folder).steps["dense"] == steps
     assert [v.name for v in report_of(folder).variants] == ["dense"]
     assert not (folder / "sparse").exists() and (folder / "report.html").exists()
     assert report_of(folder).flop_ceiling is None

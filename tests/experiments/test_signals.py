@@ -117,6 +117,21 @@ def test_a_signal_ends_a_process_that_is_inside_a_long_call(job, undisturbed, tm
 
 
 @pytest.mark.slow
+def test_a_long_step_after_sigterm_ends_without_a_save_and_what_was_saved_stays(job, tmp_path):
+    folder = tmp_path / "run"
+    stuck = "sparse_dataflow.core.training.loop.run_step"
+    happening = [(stuck, 6, "SIGTERM in a long call")]
+    done = job.new(folder, "--notwin", "--grace=0.5", calls=happening)
+    assert_quiet(done, 75)
+    assert "no step ended within 0.5 seconds" in done.stderr
+    assert checkpoint_steps(folder, "sparse") == [3]
+    manifest.verify(folder / "sparse/checkpoints/3")
+    resumed = job.resume(folder)
+    assert_quiet(resumed, 0)
+    assert checkpoint_steps(folder, "sparse")[-1] == 12
+
+
+@pytest.mark.slow
 def test_a_hangup_saves(job, tmp_path):
     done = job.new(tmp_path / "run", "--notwin", events=[(FIRST_SAVE, 1, "SIGHUP")])
     assert_quiet(done, 75)

@@ -59,7 +59,7 @@ def test_the_blocks_of_largest_score_are_stored(before, mixed):
         LinearSpec("block_sparse", "random", 0.25, 8, hadamard=mixed), names
     )
     start = start_of(before)
-    state = initial_state_from(start, after, TRAINING, calibration=BATCHES)
+    state = initial_state_from(start, after, TRAINING, calibration=BATCHES, prune_by="activations")
     plain = initial_state_from(start, after, TRAINING)
     layouts, by_weight = (stacks.layouts_from_tables(after, s.tables) for s in (state, plain))
     norms = input_norms(before, start.weights, BATCHES, dict.fromkeys(layouts, mixed))
@@ -92,8 +92,8 @@ def test_a_weight_that_reads_loud_inputs_is_pruned_with_less_error():
     after = LLAMA.with_linears(LinearSpec("block_sparse", "random", 0.5, 4), ("mlp_in",))
     exact = whole.logits(LLAMA, weights_of(start.params, {}), BATCHES[0])
     errors = []
-    for calibration in (BATCHES, None):
-        state = initial_state_from(start, after, TRAINING, calibration=calibration)
+    for prune_by in ("activations", "weights"):
+        state = initial_state_from(start, after, TRAINING, calibration=BATCHES, prune_by=prune_by)
         tables = jax.tree.map(np.asarray, state.tables)
         errors.append(
             np.linalg.norm(

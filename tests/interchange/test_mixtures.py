@@ -50,10 +50,10 @@ def test_experts_of_equal_storage_keep_every_bit(experts):
     assert all(jax.tree.leaves(same))
 
 
-@pytest.mark.parametrize("calibration", [None, [IDS]], ids=["weights", "activations"])
-def test_attention_of_a_mixture_is_pruned(calibration):
+@pytest.mark.parametrize("prune_by", ["weights", "activations", "rebuild"])
+def test_attention_of_a_mixture_is_pruned(prune_by):
     start, model = start_of(MIXTURE), MIXTURE.with_linears(STORED, ATTENTION)
-    state = initial_state_from(start, model, TRAINING, calibration=calibration)
+    state = initial_state_from(start, model, TRAINING, calibration=[IDS], prune_by=prune_by)
     same = jax.tree.map(
         np.array_equal, state.params["blocks"]["experts"], start.params["blocks"]["experts"]
     )

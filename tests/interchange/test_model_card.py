@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from make_fixture import BYTES
 from models import DENSE, DEPTH, LOW_RANK, SPARSE, SUPAR, export, random_model
 from small_models import NEWER
@@ -47,6 +48,7 @@ def write_evaluation(folder, run=None, step=7):
     row = {
         "metric": "acc",
         "items": 1200,
+        "documents": 600,
         "chance": 0.25,
         "models": {"sparse": {"value": 0.375, "error": 0.0125}},
     }
@@ -82,7 +84,7 @@ def test_it_has_data_sizes_density_losses_tasks_command_and_versions(trained, fo
             "safetensors 9.8",
             "sparse-dataflow evaluate",
         ),
-        "| cloze | 5 | acc | 1,200 | 0.375 | 0.0125 | 0.25 | 0.26 | 0.3 |",
+        "| cloze | 5 | acc | 1,200 | 0.375 | 0.348 to 0.4027 | 0.25 | 0.26 | 0.3 |",
     ):
         assert fact in text, fact
     assert "None" not in CODE.sub("", text) and text.endswith(".\n")
@@ -97,6 +99,55 @@ def test_measurements_of_another_model_are_not_shown(trained, tmp_path):
     assert "None was evaluated" in card(trained)
     write_evaluation(trained.folder, step=3)
     assert "after step 3 only" in card(trained) and "0.375" not in card(trained)
+
+
+PRIVATE = [
+    ("sparse-dataflow train", "--corpus=/home/ann/notes", "--steps=7"),
+    ("python /home/ann/work/mine.py", "--set", "data.validation=/home/ann/held out.txt"),
+    ("sparse-dataflow train", "--corpus=~/a:0.5,/home/ann/b:0.5", "--out=../ann/run"),
+    ("sd.train(sd.preset('pico').change(data__corpus='/home/ann/notes'))",),
+    ("python -m experiments.gpt13b_sparse", "--set=run.init_from=/home/ann=2/model/"),
+]
+
+
+@pytest.mark.parametrize("command", PRIVATE)
+@pytest.mark.parametrize("form", huggingface.FORMS)
+def test_a_card_has_no_path_of_the_machine(trained, command, form):
+    start = {"path": "/home/ann/models/base", "weights": "c" * 64}
+    corpus = "/home/ann/notes"
+    record = dataclasses.replace(RECORD, command=command, init_from=start, corpus=corpus)
+    write_evaluation(trained.folder)
+    evaluation = trained.folder / "evaluation.json"
+    fields = json.loads(evaluation.read_text())
+    fields["command"] = f"sparse-dataflow evaluate --run={trained.folder}"
+    evaluation.write_text(json.dumps(fields))
+    text = card(dataclasses.replace(trained, record=record), form)
+    assert "ann" not in re.sub("channel|scanned|planned", "", CODE.sub("", text))
+    assert "/" not in re.sub("https?://\\S+|`arXiv.*`", "", text.split("## How it was made")[1])
+    assert f"--run={trained.folder.name}" in text and "corpus `notes`" in text
+    assert "weights of base" in text
+
+
+@pytest.mark.parametrize(
+    "form, corpus, base, lines",
+    [
+        ("dense", "hf:allenai/c4/en@abc", None, ["library_name: transformers", "- allenai/c4"]),
+        ("sparse", "letters", "hf:Qwen/Qwen3-0.6B@1234", ["base_model: Qwen/Qwen3-0.6B"]),
+        ("dense", "hf:a/b", "hf:gpt2@12", ["base_model: gpt2", "base_model_relation: finetune"]),
+        ("adapter", "/home/x", "hf:o/n", ["library_name: peft", "base_model_relation: adapter"]),
+        ("sparse", "s3://bucket/text", "/home/x", ["library_name: sparse_dataflow"]),
+    ],
+)
+def test_a_card_begins_with_the_block_by_which_the_hub_lists_it(trained, form, corpus, base, lines):
+    start = {"path": base, "weights": "c" * 64} if base else None
+    record = dataclasses.replace(RECORD, corpus=corpus, init_from=start)
+    text = card(dataclasses.replace(trained, record=record), form)
+    _, block, _ = text.split("---\n", 2)
+    fields = yaml.safe_load(block)
+    assert fields["pipeline_tag"] == "text-generation" and "block-sparse" in fields["tags"]
+    assert set(lines) <= set(block.splitlines())
+    assert ("base_model" in fields) == bool(base and base.startswith("hf:"))
+    assert ("datasets" in fields) == corpus.startswith("hf:")
 
 
 READABLE = {

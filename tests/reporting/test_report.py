@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from parsed import parse
 from report_sample import bare
 
+from sparse_dataflow.files import console
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.reporting import page, quantities
 from sparse_dataflow.reporting.report import write_report
@@ -165,7 +166,7 @@ def test_the_page_shows_all_data(sample):
     words = "".join(parsed.text)
     for value in (data.title, data.date, data.machine, data.corpus, data.tokenizer, *data.notes):
         assert value in words
-    assert "\n" + data.command in parsed.pre
+    assert "\n" + console.with_commands(data.command) in parsed.pre
     assert all(f"{name}=={version}" in words for name, version in data.versions.items())
     pictures = {(layout.projection, str(layout.mask)) for layout in data.layouts}
     charts = 2 * any(math.isfinite(row["loss"]) for v in data.variants for row in v.history)
@@ -270,7 +271,11 @@ def test_the_speed_up_is_shown_with_its_ceiling(tmp_path_factory):
         ((1.345, 60), (1.234, 61), "sparse model is better: 1.234 bits per byte"),
         ((1.234, 60), (1.345, 60), "dense twin is better: 1.234 bits per byte"),
         ((1.2341, 60), (1.2342, 60), "both reach 1.234 bits per byte"),
-        ((1.345, 60), (1.234, 30), "model reaches 1.234 bits per byte of held-out text after"),
+        (
+            (1.345, 60),
+            (1.234, 30),
+            "model reaches 1.234 after 30.0\N{NO-BREAK SPACE}s; its dense twin 1.345",
+        ),
         ((None, 60), (1.234, 60), "is better: 2.598 nats per token"),
     ],
 )
@@ -284,6 +289,54 @@ def test_the_headline_states_the_result(dense, sparse, text):
     assert text in sentence
     equal_times = abs(dense[1] - sparse[1]) <= 1
     assert ("equal wall-clock" in sentence) == equal_times
+
+
+def trained_until(name, seconds, losses, end):
+    """A variant that ended at `end` seconds, with held-out losses at some of them."""
+    rows = [
+        {"kind": "eval", "step": i + 1, "tokens": 9, "seconds": s, "loss": v, "bits_per_byte": v}
+        for i, (s, v) in enumerate(zip(seconds, losses, strict=True))
+    ]
+    return report_sample.variant(name, history=rows, train_seconds=end, bits_per_byte=losses[-1])
+
+
+@pytest.mark.parametrize(
+    "dense, narrow, text",
+    [
+        # At 100 s the dense twin had 2.5, at its own end 1.0.
+        (([50, 150, 200], [3.0, 2.0, 1.0], 200), None, "the sparse model is better: 2.000 bits"),
+        (([50, 150], [1.0, 0.5], 150), None, "dense twin is better: 0.750 bits"),
+        (
+            ([50, 150, 200], [3.0, 2.0, 1.0], 200),
+            ([80, 100, 130], [2.2, 1.9, 1.2], 130),
+            "of equal FLOPs per token, reaches 1.900: 5.0% better than the sparse model.",
+        ),
+        (
+            ([50, 100], [3.0, 2.5], 100),
+            ([50, 100], [2.2, 1.99], 100),
+            "0.5% better than the sparse model, within the noise of one seed.",
+        ),
+    ],
+)
+def test_models_are_compared_at_equal_seconds(dense, narrow, text):
+    variants = [
+        trained_until("dense", *dense),
+        *([trained_until("narrow", *narrow)] if narrow else []),
+        trained_until("sparse", [50, 100], [2.5, 2.0], 100),
+    ]
+    sentence = page.headline(variants)
+    assert text in sentence and "At equal wall-clock time (100 s each)" in sentence.replace(
+        "\N{NO-BREAK SPACE}", " "
+    )
+
+
+def test_the_first_screen_has_the_verdict_and_the_two_curves(tmp_path_factory):
+    data = report_sample.report("sparse", "dense", "narrow", layouts=[])
+    text = rendered(tmp_path_factory, data)
+    curves = [text.index(f"Loss against {x}.") for x in ("wall-clock time", "training FLOPs")]
+    order = [text.index('class="headline"'), *curves, text.index('id="numbers"')]
+    order += [text.index(data.notes[0][:20]), text.index("<h3>Versions")]
+    assert order == sorted(order)
 
 
 def test_the_headline_without_an_evaluation():

@@ -18,7 +18,7 @@ import numpy as np
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.evaluation.significance import paired_difference
-from sparse_dataflow.files import output
+from sparse_dataflow.files import console, output
 from sparse_dataflow.hardware.detect import cpu_name
 
 from . import arms, inputs, reconstruction, runs, study, text, training
@@ -229,7 +229,10 @@ def page(lines: runs.Lines) -> str:
         Cell(*(line[field.name] for field in dataclasses.fields(Cell))) for line in lines
     )
     parts = ["# Recovery of a trained model", "", "Commands:", ""]
-    parts += [f"    {command}" for command in sorted({line["command"] for line in lines})]
+    parts += [
+        f"    {console.with_commands(command)}"
+        for command in sorted({line["command"] for line in lines})
+    ]
     trained = {line["seed"]: line["trained"] for line in lines}
     parts += ["", f"The trained model: {np.mean(list(trained.values())):.4f} bits a symbol."]
     for percent in sorted({cell.length for cell in cells}):

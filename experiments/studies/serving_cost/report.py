@@ -12,7 +12,7 @@ import numpy as np
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.evaluation.significance import paired_difference
-from sparse_dataflow.files import output
+from sparse_dataflow.files import console, output
 from sparse_dataflow.runs.equal_cost import stored_parameters
 
 from .. import panels
@@ -176,7 +176,7 @@ def _served(narrow, names):
 def page(result: Mapping) -> str:
     """Returns the Markdown tables of the result file."""
     parts = ["# Equal served and training FLOPs", "Commands:", ""]
-    parts += [f"    {command}" for command in result["commands"]]
+    parts += [f"    {console.with_commands(command)}" for command in result["commands"]]
     served = output.markdown(
         (
             "arm", "d_model", "d_ff", "density", "served FLOPs", "in projections",

@@ -34,7 +34,7 @@ from sparse_dataflow.evaluation.harness import HarnessLM
 from sparse_dataflow.evaluation.ngrams import Ngrams
 from sparse_dataflow.evaluation.over_mesh import mesh_forward
 from sparse_dataflow.evaluation.run_files import RunRecord, read_config, read_record
-from sparse_dataflow.evaluation.significance import clustered_mean, paired_difference
+from sparse_dataflow.evaluation.significance import clustered_mean, is_share, paired_difference
 from sparse_dataflow.evaluation.trained import NEWEST, Model
 from sparse_dataflow.files import output
 from sparse_dataflow.files.errors import UserError
@@ -43,7 +43,6 @@ from sparse_dataflow.hardware.detect import keep_freed_memory
 from sparse_dataflow.interchange.hub_models import hub_name, local_folder
 from sparse_dataflow.interchange.huggingface import is_directory
 from sparse_dataflow.interchange.load import load, variants
-from sparse_dataflow.reporting.report_data import is_share
 from sparse_dataflow.runs.run_config import DataConfig
 
 BASELINES = ("unigram", "bigram")

@@ -51,7 +51,9 @@ def text(result: Mapping[str, Any]) -> str:
                 row["documents"],
             ]
         )
-    footer = "± is a standard error." + (f" {METHOD}" if pair else "")
+    footer = "± is a standard error; shares have their 95% interval by Wilson." + (
+        f" {METHOD}" if pair else ""
+    )
     return "\n".join([output.aligned(lines, left=3), footer, *shown.notes])
 
 

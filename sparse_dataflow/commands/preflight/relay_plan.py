@@ -22,6 +22,7 @@ from sparse_dataflow.relay import timeline
 from sparse_dataflow.relay.pinned_memory import PINNED_GIB, PINNED_SETTING
 from sparse_dataflow.relay.relay import RelayConfig
 from sparse_dataflow.relay.relay_executor import RelayExecutor
+from sparse_dataflow.reporting.quantities import size
 
 
 def estimate(
@@ -158,9 +159,9 @@ def measured(spans) -> str:
     times = ", ".join(f"{kind} {value:.3g} s" for kind, value in seconds.items())
     stats = jax.local_devices()[0].memory_stats() or {}
     peak = stats.get("peak_bytes_in_use")
-    used = "" if peak is None else f"; most device memory {peak / GIB:,.2f} GiB"
+    used = "" if peak is None else f"; most device memory {size([peak])[0]}"
     return (
         f"relay measured, last step: {times}; {timeline.hidden_share(spans):.0%} of the transfer "
         f"and {timeline.hidden_share(spans, ('update',)):.0%} of the updates were hidden behind "
-        f"computing{used}; host memory {psutil.Process().memory_info().rss / GIB:,.2f} GiB"
+        f"computing{used}; host memory {size([psutil.Process().memory_info().rss])[0]}"
     )

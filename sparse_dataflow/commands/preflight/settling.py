@@ -34,6 +34,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip, Network
 from sparse_dataflow.hardware.detect import cpu_count, host_memory_bytes
 from sparse_dataflow.hardware.machines import Machine
+from sparse_dataflow.monitoring.time_left import in_words
 from sparse_dataflow.planner import memory, plan_memory, remat, settle_advice
 from sparse_dataflow.planner import settle as planning
 from sparse_dataflow.planner.efficiency import for_family
@@ -111,6 +112,8 @@ def settled(config: RunConfig, chip: Chip, free_micro_batches: bool = False) -> 
         result = fitting()
         if result.chosen:
             say(words(result))
+        if sentence := long_steps(result):
+            say(f"note: {sentence}")
         return {path.replace(".", "__", 1): value for path, value in result.chosen.items()}
 
     try:
@@ -170,17 +173,47 @@ def memory_table(settled: Settled) -> str:
     if others > 1:
         sizes["states of other models"] = others
     low, high = plan_memory.ERROR
-    rows = [("GiB on the fullest device", "")]
-    rows += [(name.replace("_", " "), f"{size / GIB:,.2f}") for name, size in sizes.items()]
-    rows.append(("all", f"{settled.chip_bytes / GIB:,.2f}"))
-    total = settled.chip_bytes / GIB
+    unit, name_of_unit = (GIB, "GiB") if settled.chip_bytes >= GIB else (MIB, "MiB")
+    rows = [(f"{name_of_unit} on the fullest device", "")]
+    rows += [(name.replace("_", " "), f"{size / unit:,.2f}") for name, size in sizes.items()]
+    rows.append(("all", f"{settled.chip_bytes / unit:,.2f}"))
+    total = settled.chip_bytes / unit
     lines = [f"  {line}" for line in output.aligned(rows).splitlines()]
-    room = "" if usable is None else f" of {usable / GIB:,.1f}"
-    between = f"{total * (1 + low):,.1f} to {total * (1 + high):,.1f}"
-    lines.append(f"  by the compiler {between}{room} GiB")
+    room = "" if usable is None else f" of {usable / GIB:,.1f} GiB"
+    between = f"{total * (1 + low):,.1f} to {total * (1 + high):,.1f} {name_of_unit}"
+    lines.append(f"  by the compiler {between}{room}")
     return "\n".join(lines)
 
 
+LONG_STEP = 60.0
+"""Seconds of a step above which a run says so before its first one."""
+
+
+def long_steps(settled: Settled) -> str:
+    """Returns a sentence where a step takes longer than `LONG_STEP` by the plan; else ""."""
+    request, plan = settled.request, settled.plan
+    times: list[float] = []
+    if request and plan:
+        with contextlib.suppress(UserError):  # No rates are known.
+            times = [float(request.model_seconds(plan, phases)) for phases in request.models]
+    else:
+        times = [settled.seconds or 0.0]
+    shown = [
+        f"{in_words(seconds)} ({name})"
+        for name, seconds in zip(settled.config.variants, times, strict=False)
+        if seconds > LONG_STEP
+    ]
+    if not shown:
+        return ""
+    grace = settled.config.run.grace
+    return (
+        f"by the plan a step takes {', '.join(shown)}. A run is saved between steps alone: SIGTERM "
+        f"ends it without where none ends within --grace={grace:g} seconds. A smaller --batch has "
+        "shorter steps."
+    )
+
+
+MIB = 2**20
 STEP_TERMS = ("head", "bubble", "sends", "state", "optimizer", "waits")
 """Terms of a step's time that are not those of blocks."""
 

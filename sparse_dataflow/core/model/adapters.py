@@ -13,12 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from sparse_dataflow.core.config.adapted_model import with_adapters as with_adapters
+from sparse_dataflow.core.config.adapted_model import without_adapters as without_adapters
 from sparse_dataflow.core.config.layer_groups import join_groups, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.weights.dense import Dense, Quantised
 from sparse_dataflow.core.weights.kind import MATRIX, TERMS, leaf_of, stored_form
 from sparse_dataflow.core.weights.low_rank import PlusLowRank
-from sparse_dataflow.files.errors import UserError
 
 FACTORS = tuple(name for name, leaf in PlusLowRank.leaves().items() if leaf.role == MATRIX)
 """Leaves of a projection that are trained."""
@@ -26,48 +27,6 @@ FACTORS = tuple(name for name, leaf in PlusLowRank.leaves().items() if leaf.role
 OTHER_MATRICES = ("tokens", "positions", "output")
 """Leaves of no projection that a frozen base stores in the compute dtype, as the matrices of
 projections.  Vectors stay float32."""
-
-
-def with_adapters(model: ModelConfig, rank: int, frozen_dtype: str = "compute") -> ModelConfig:
-    """Returns the model with an adapter on every projection; the model itself for rank 0.
-
-    Args:
-      model: config without adapters.
-      rank: of every adapter.
-      frozen_dtype: of the weights under them; see `LinearSpec`.
-
-    Raises:
-      UserError: a projection is narrower than the rank, has a low-rank term already, or stores
-        blocks and is to be int8.
-    """
-    if not rank:
-        return model
-    model.refuse_experts(f"training.adapter_rank={rank}", "0")
-    if frozen_dtype == "int8":
-        model.require("frozen_int8", "training.frozen_dtype=int8", "compute")
-    narrowest = min(min(model.projection_shape(name)) for name in model.projections)
-    if rank > narrowest:
-        raise UserError(
-            f"training.adapter_rank={rank} is above {narrowest}, the features of the narrowest "
-            f"projection; legal: 1 to {narrowest}."
-        )
-    with_term = [name for name in model.projections if model.linear(name).rank]
-    if with_term:
-        raise UserError(
-            f"training.adapter_rank={rank} on weights whose {', '.join(with_term)} have a low-rank "
-            "term already; legal: weights without one, such as the dense form that "
-            "sparse-dataflow export writes."
-        )
-    changes: dict[str, Any] = {"rank": rank, "frozen_dtype": frozen_dtype}
-    specs = {n: dataclasses.replace(model.linear(n), **changes) for n in model.projections}
-    return dataclasses.replace(model, linears=specs)
-
-
-def without_adapters(model: ModelConfig) -> ModelConfig:
-    """Returns the base of `with_adapters`."""
-    changes: dict[str, Any] = {"rank": 0, "frozen_dtype": "compute"}
-    specs = {n: dataclasses.replace(spec, **changes) for n, spec in dict(model.linears).items()}
-    return dataclasses.replace(model, linears=specs)
 
 
 def factors(params: dict) -> dict:
@@ -94,8 +53,8 @@ def frozen(model: ModelConfig, params: dict, scale: float) -> dict:
     dtype = jnp.dtype(model.compute_dtype)
 
     def cast(path, leaf):
-        known, name = leaf_of(path), path[-1].key
-        matrix = name in OTHER_MATRICES or (known is not None and known.role == MATRIX)
+        fact, name = leaf_of(path), path[-1].key
+        matrix = name in OTHER_MATRICES or (fact is not None and fact.role == MATRIX)
         matrix = matrix and leaf.dtype != jnp.int8
         return leaf.astype(dtype) if matrix else leaf
 

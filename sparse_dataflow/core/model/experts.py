@@ -8,7 +8,6 @@ token, E experts, S rows, T tiles, D and F features.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -23,14 +22,12 @@ from sparse_dataflow.core.config.expert_rows import exchanged_rows
 from sparse_dataflow.core.config.expert_rows import expert_rows as capacity
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, ROW_PARALLEL
-from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS
-from sparse_dataflow.core.layouts.layout import BlockLayout, Groups
+from sparse_dataflow.core.layouts.model_layouts import expert_layout
 from sparse_dataflow.core.model.mlp import Mlp, activate, gain
-from sparse_dataflow.core.model.projection import linear, normal, projection_layout
+from sparse_dataflow.core.model.projection import linear, normal
 from sparse_dataflow.core.ops.derivatives import broadcast_like, lookup
 from sparse_dataflow.core.step_metrics import Load, Mean, Metric
 from sparse_dataflow.core.weights.weight import PROJECTION_OUTPUT, Linear
-from sparse_dataflow.files.errors import UserError
 
 MOST_ROWS = 128
 """Rows of the largest tile."""
@@ -419,22 +416,3 @@ def draw_experts(config: ModelConfig, projection: str, rngs: nnx.Rngs) -> Linear
     if projection in config.biases:
         parameters["bias"] = jnp.zeros((config.experts, sides[1]))
     return linear(config, projection, parameters, layout)
-
-
-@functools.lru_cache(maxsize=64)
-def expert_layout(config: ModelConfig, projection: str) -> BlockLayout:
-    """Returns a layout of a block-sparse projection of the experts, with the groups of all layers.
-
-    Raises:
-      UserError: the layouts do not consist of equal groups that all layers share.
-    """
-    layouts = [projection_layout(config, projection, layer) for layer in range(config.num_layers)]
-    groups: set[Groups | None] = {layout.groups for layout in layouts}
-    if None in groups or len(groups) > 1:
-        raise UserError(
-            f"The experts of {projection} have layouts of the pattern "
-            f"{config.linear(projection).pattern}, whose blocks are not equal groups, the same in "
-            f"every layer; legal for experts: sparsity.pattern={' or '.join(GROUPED_PATTERNS)}, or "
-            "sparsity.projections of attention alone."
-        )
-    return layouts[0]

@@ -10,52 +10,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sparse_dataflow.core.config.layer_groups import layer_linear
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.projections import (
-    KEY_VALUE,
-    PRECISIONS,
-    PROJECTIONS,
-    ROW_PARALLEL,
-    LinearSpec,
-)
-from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables
-from sparse_dataflow.core.layouts.patterns import make_layout
+from sparse_dataflow.core.config.projections import KEY_VALUE, PRECISIONS, PROJECTIONS
+from sparse_dataflow.core.layouts.layout import LayoutTables
+from sparse_dataflow.core.layouts.model_layouts import projection_layout
 from sparse_dataflow.core.model.shard import WHOLE, Shard
 from sparse_dataflow.core.weights.kind import TERMS, Weight, stored_form
 from sparse_dataflow.core.weights.low_rank import PlusLowRank
 from sparse_dataflow.core.weights.weight import Hadamard, Linear, Probed, Thresholded
-from sparse_dataflow.files.errors import UserError
-
-
-def projection_layout(config: ModelConfig, projection: str, layer: int) -> BlockLayout:
-    """Returns the initial layout of one block-sparse projection of one layer.
-
-    Raises:
-      UserError: the spec has no balanced layout; names the legal values.
-    """
-    spec = layer_linear(config, projection, layer)
-    names = config.projections
-    offset = config.seed + layer * len(names) + names.index(projection)
-    in_features, out_features = config.projection_shape(projection)
-    shape = (in_features, out_features, spec.block, spec.density, offset)
-    reads_residual = projection not in ROW_PARALLEL
-    try:
-        return with_room(make_layout(spec.pattern, *shape, reads_residual), spec)
-    except UserError as error:
-        raise UserError(
-            f"{projection}: {error} Or leave {projection} dense: sparsity.projections names the "
-            "others."
-        ) from None
-
-
-def with_room(layout: BlockLayout, spec: LinearSpec) -> BlockLayout:
-    """Returns the layout with tables as wide as `LinearSpec.max_fan_out` asks."""
-    if spec.max_fan_out == 1:
-        return layout
-    mean = layout.nnz / layout.in_blocks
-    width = min(layout.out_blocks, math.ceil(spec.max_fan_out * mean))
-    return dataclasses.replace(layout, max_fan_out=width)
 
 
 def linear(

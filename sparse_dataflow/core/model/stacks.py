@@ -17,40 +17,18 @@ from sparse_dataflow.core.config.layer_groups import (
     split_groups,
 )
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.projections import MLP
 from sparse_dataflow.core.layouts.layout import (
     BlockLayout,
     LayoutTables,
     blocks_text,
     stack_tables,
 )
+from sparse_dataflow.core.layouts.model_layouts import check_layouts as check_layouts
+from sparse_dataflow.core.layouts.model_layouts import layouts as layouts
 from sparse_dataflow.core.model import adapters
-from sparse_dataflow.core.model.experts import expert_layout
-from sparse_dataflow.core.model.projection import InputThreshold, layer_weights, projection_layout
+from sparse_dataflow.core.model.projection import InputThreshold, layer_weights
 from sparse_dataflow.core.weights.kind import leaf_of
 from sparse_dataflow.core.weights.texts import array_text
-
-
-def layouts(config: ModelConfig) -> dict[str, list[BlockLayout]]:
-    """Returns the initial layouts of each sparse projection, one for each layer.
-
-    Raises:
-      UserError: a projection has no balanced layout of its density.
-    """
-    return {
-        projection: [projection_layout(config, projection, i) for i in range(config.num_layers)]
-        for projection in config.projections
-        if config.linear(projection).weight.stores_blocks
-    }
-
-
-def check_layouts(config: ModelConfig) -> None:
-    """Raises UserError where `layouts` does, but builds only one layer of each group."""
-    for group in layer_groups(config):
-        layouts(dataclasses.replace(group.model, num_layers=1))
-    if config.experts:
-        for name in set(config.sparse_projections) & set(MLP):
-            expert_layout(config, name)
 
 
 def layout_tables(layouts: dict[str, list[BlockLayout]]) -> Any:
@@ -108,8 +86,8 @@ def layers(blocks: Any, tables: Any) -> Iterator[tuple[dict, dict]]:
 
 def weights(config: ModelConfig, of_model: Any) -> Iterator[dict]:
     """Yields the `layer_weights` of each layer in order, from `ModelWeights`."""
-    for params, layouts in layers(of_model.merged["blocks"], of_model.tables):
-        yield layer_weights(config, params, layouts)
+    for params, tables in layers(of_model.merged["blocks"], of_model.tables):
+        yield layer_weights(config, params, tables)
 
 
 def stacked_layers(config: ModelConfig, trees: Sequence) -> Any:

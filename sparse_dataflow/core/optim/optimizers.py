@@ -31,7 +31,7 @@ optimizer; docs/quality.md compares others."""
 
 
 @functools.cache
-def learning_rate_schedule(training: TrainingConfig) -> Callable[[int], float]:
+def learning_rate_schedule(training: TrainingConfig) -> Callable[[float], float]:
     """Returns step (from 0) -> learning rate: linear warm-up, then `training.schedule`."""
     warmup = training.warmup_stop
     peak = training.learning_rate

@@ -4,46 +4,56 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.training.programs import Compiled, EvalBatches, HeldOut, TrainingData
 
 
-def nats(programs: Compiled, weights: ModelWeights, batches: Iterable) -> float:
-    """Returns the sum of weighted next-token losses over `batches`, in nats.
+def nats(programs: Compiled, weights: ModelWeights, batches: Iterable) -> list[float]:
+    """Returns the sum of weighted next-token losses of each of `batches`, in nats.
 
     The executor has put the batches, which have "tokens" and "weights".
     """
-    return sum(
+    return [
         float(programs.eval_step(weights, batch["tokens"], batch["weights"])) for batch in batches
-    )
+    ]
 
 
 def losses(
     data: TrainingData,
     windows: Callable[[Any], tuple[EvalBatches, int]],
-    total_nats: Callable[[EvalBatches], float],
+    batch_nats: Callable[[EvalBatches], list[float]],
 ) -> dict[str, float]:
     """Returns "loss", in nats a token, and "bits_per_byte"; of a mixture also those of each corpus,
-    with "/" and its name.
+    with "/" and its name, and of one corpus "bits_per_byte_error".
+
+    The error is the standard error of a mean over the batches, whose windows are of different
+    documents.
 
     The loss of a mixture is that of text drawn with its weights.
 
     Args:
       data: the corpora.
       windows: `data`, or a `HeldOut` of its mixture -> the windows and their UTF-8 bytes.
-      total_nats: windows -> sum of their losses.
+      batch_nats: windows -> sum of the losses of each batch.
     """
 
     def measured(corpus: TrainingData | HeldOut):
         """Returns (nats a token, bits per byte, part of the mixture's bytes in a token)."""
         batches, total_bytes = windows(corpus)
-        total = total_nats(batches)
+        each = batch_nats(batches)
+        total = sum(each)
         share = getattr(corpus, "weight", 1.0) * total_bytes / batches.total_tokens
+        spread = float(np.std(each, ddof=1)) * math.sqrt(len(each)) if len(each) > 1 else math.nan
+        errors.append(bits_per_byte(spread, total_bytes))
         return total / batches.total_tokens, bits_per_byte(total, total_bytes), share
 
+    errors: list[float] = []
     if not data.mixture:
         loss, bits, _ = measured(data)
-        return {"loss": loss, "bits_per_byte": bits}
+        error = {"bits_per_byte_error": errors[0]} if math.isfinite(errors[0]) else {}
+        return {"loss": loss, "bits_per_byte": bits, **error}
     values = {"loss": 0.0, "bits_per_byte": 0.0}
     token_bytes = 0.0
     for corpus in data.mixture:

@@ -61,7 +61,7 @@ class Evolve(Hook):
         """Exchanges blocks; returns the share of new blocks of each projection, and of all of them,
         for the row."""
         before = stacks.layouts_from_tables(trainer.model, trainer.state.tables)
-        masks = host_masks(trainer.state)
+        masks = host_masks(trainer.state.frozen)
         # Read ahead: training reads the same batches again, so a resumed run does as well.
         batches = map(trainer.batch, itertools.count(trainer.step))
         trainer.state = evolve_layouts(
@@ -76,7 +76,7 @@ class Evolve(Hook):
         after = stacks.layouts_from_tables(trainer.model, trainer.state.tables)
         shares = new_shares(before, after)
         stored = {name: sum(layout.nnz for layout in after[name]) for name in shares}
-        for name, mask in host_masks(trainer.state).items():
+        for name, mask in host_masks(trainer.state.frozen).items():
             stored[name] = int(mask.sum())
             shares[name] = float((mask & ~masks[name]).sum() / stored[name])
         new = sum(share * stored[name] for name, share in shares.items())
@@ -173,7 +173,7 @@ class Record(Hook):
             "mfu": self._mfu(trainer, speed),
         }
         row = trainer.write("train", row)
-        self._note(trainer.name, trainer.step, training.steps, row)
+        self._note(trainer.name, trainer.step, trainer.length.total, row)
 
 
 class Evaluate(Hook):
@@ -235,6 +235,7 @@ def usual(
     skip_spikes: float = 0.0,
     *,
     record: Hook | None = None,
+    budget: Hook | None = None,
     last: Sequence[Hook] = (),
 ) -> list[Hook]:
     """Returns the hooks of a training of this project, in their order.
@@ -244,8 +245,10 @@ def usual(
       checkpoint_every: steps between checkpoints.
       skip_spikes: `TrainingConfig.skip_spikes`; 0 for none.
       record: writes the rows "train"; `Record()` if None.
+      budget: may revise the number of steps, before other hooks ask whether a step is the last.
       last: hooks after all others, such as one that shows the time left.
     """
     spikes = [SkipSpikes(skip_spikes)] if skip_spikes else []
     saves = [Evaluate(eval_every), Save(checkpoint_every)]
-    return [Evolve(), *spikes, record or Record(), *saves, *last]
+    budgets = [budget] if budget else []
+    return [Evolve(), *spikes, *budgets, record or Record(), *saves, *last]

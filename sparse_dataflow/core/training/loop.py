@@ -25,6 +25,7 @@ from sparse_dataflow.core.optim.optimizers import TrainState, at_step, learning_
 from sparse_dataflow.core.step_metrics import StepReport
 from sparse_dataflow.core.training import held_out
 from sparse_dataflow.core.training.clock import Clock
+from sparse_dataflow.core.training.length import Length
 from sparse_dataflow.core.training.phases import (
     Phase,
     Variant,
@@ -32,6 +33,7 @@ from sparse_dataflow.core.training.phases import (
     phases_flops,
     refuse_unfit,
     token_flops,
+    with_stop,
 )
 from sparse_dataflow.core.training.programs import Compiled, TrainingData, run_step
 from sparse_dataflow.core.training.saved_state import (
@@ -155,6 +157,7 @@ class Trainer:
       executor: runs the programs.
       clock: records what this process is doing.
       phases: the models that are trained in turn; a hook may move their first steps.
+      length: the number of steps; `revise` changes it.
       phase_number: index of the phase of the state.
       state: as placed by the executor, with canonical tables.
       step: number of steps done.
@@ -214,6 +217,7 @@ class Trainer:
         )
         restored, progress = self._restore(variant.phases)
         self.phases, self.seconds = progress.phases, progress.seconds
+        self.length = progress.length or Length(self.training.steps)
         saved_step = None if restored is None else int(restored.step)
 
         def first_state():
@@ -243,7 +247,7 @@ class Trainer:
             self.seconds = self._metrics.seconds_at(self.step, self.seconds)
         self.last_evaluation: dict | None = None
         if saved_step is not None:
-            self.alert("restart", f"resumed after step {self.step} of {self.training.steps}")
+            self.alert("restart", f"resumed after step {self.step} of {self.length.total}")
         if start is not None and restored is None:
             self.save()  # So that a resumed run does not need `start` again.
 
@@ -308,7 +312,18 @@ class Trainer:
     @property
     def finished(self) -> bool:
         """Whether the last step is done."""
-        return self.step >= self.training.steps
+        return self.step >= self.length.total
+
+    @property
+    def progress(self) -> float:
+        """Fraction of the training that is done."""
+        return self.length.schedule_step(self.step) / self.training.steps
+
+    def revise(self, total: int) -> None:
+        """Gives the training another number of steps, at least those that are done; the rest of the
+        learning rate's schedule is spread over them."""
+        self.length = self.length.revised(self.step, total)
+        self.phases = with_stop(self.phases, self.length.total)
 
     def alert(self, kind: str, text: str) -> None:
         """Hands an alert to the trackers; any thread may call."""
@@ -330,7 +345,7 @@ class Trainer:
         limit = min(limits, default=None)
         with self.clock.during("step"):
             start = time.perf_counter()
-            rate = learning_rate_schedule(self.training)(self.step)
+            rate = learning_rate_schedule(self.training)(self.length.schedule_step(self.step))
             self.state, report = run_step(self.programs, self.state, batch, rate, limit)
             report = jax.device_get(report)
             elapsed = time.perf_counter() - start
@@ -426,6 +441,8 @@ class Trainer:
             "bits_per_byte": metric,
             "starts": [phase.start for phase in self.phases],
         }
+        if self.length.revisions:
+            extra["length"] = self.length.revisions
         for hook in self._hooks:
             extra |= hook.saved()
         if (positions := self._data.train.positions(self.step)) is not None:
@@ -508,8 +525,8 @@ def _make_folder(folder: Path) -> None:
 def advance_side_by_side(trainers: list[Trainer], stop: Callable[[], bool]) -> Iterator[Trainer]:
     """Advances the trainers in turns until all are finished or `stop()`; yields each after a step.
 
-    The next step goes to the trainer with the smallest fraction of its steps done, so that all see
-    the same drift of the machine's speed.  After `stop()`, every trainer is saved.
+    The next step goes to the trainer with the smallest fraction of its schedule done, so that all
+    see the same drift of the machine's speed.  After `stop()`, every trainer is saved.
     """
     while running := [t for t in trainers if not t.finished]:
         stopping, *retries = collectives.any_process(
@@ -522,7 +539,7 @@ def advance_side_by_side(trainers: list[Trainer], stop: Callable[[], bool]) -> I
             return
         for trainer in itertools.compress(running, retries):
             trainer.save()
-        trainer = min(running, key=lambda t: t.step / t.training.steps)
+        trainer = min(running, key=lambda t: t.progress)
         trainer.advance()
         yield trainer
     for trainer in trainers:

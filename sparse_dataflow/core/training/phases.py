@@ -3,13 +3,12 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparse_dataflow.core.config.depth import DepthSchedule
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors.block_gradients import portions
 from sparse_dataflow.core.layouts.evolution import (
     METHODS,
     PhaseSpec,
@@ -18,8 +17,10 @@ from sparse_dataflow.core.layouts.evolution import (
     until,
 )
 from sparse_dataflow.core.training import cost
-from sparse_dataflow.core.training.teacher import Teacher
 from sparse_dataflow.files.errors import UserError
+
+if TYPE_CHECKING:
+    from sparse_dataflow.core.training.teacher import Teacher
 
 FULL_DEPTH = DepthSchedule()
 
@@ -100,7 +101,7 @@ def run_flops(
     model: ModelConfig,
     evolution: EvolutionConfig,
     training: TrainingConfig,
-    teacher: Teacher | None = None,
+    teacher: "Teacher | None" = None,
 ) -> float:
     """Returns the model FLOPs of a training as planned, with its layout updates and teacher."""
     return phases_flops(phases(model, evolution, training.steps), evolution, training, teacher)
@@ -109,7 +110,7 @@ def run_flops(
 def token_flops(
     model: ModelConfig,
     training: TrainingConfig,
-    teacher: Teacher | None = None,
+    teacher: "Teacher | None" = None,
     depth: float = 1.0,
 ) -> float:
     """Returns the model FLOPs of a training token, with those of a teacher's forward pass.
@@ -128,7 +129,7 @@ def phases_flops(
     run_phases: tuple[Phase, ...],
     evolution: EvolutionConfig,
     training: TrainingConfig,
-    teacher: Teacher | None = None,
+    teacher: "Teacher | None" = None,
     depth: DepthSchedule = FULL_DEPTH,
 ) -> float:
     """Returns the model FLOPs of a training in these phases, with its layout updates.
@@ -142,6 +143,8 @@ def phases_flops(
         share = depth.mean_share(phase.model.num_layers, *span)
         total += phase.steps * tokens * token_flops(phase.model, training, teacher, share)
     if METHODS[evolution.method].reads_gradients:
+        from sparse_dataflow.core.executors.block_gradients import portions  # Loads jax.
+
         rows, calls, _ = portions(training, evolution.sequences)
         measured = rows * calls * training.sequence
         norms = cost.gradient_norms_flops(run_phases[0].model, measured, training.sequence)
@@ -250,3 +253,8 @@ def with_starts(phases: tuple[Phase, ...], starts: list[int]) -> tuple[Phase, ..
         dataclasses.replace(phase, start=start, stop=stop)
         for phase, start, stop in zip(phases, starts, stops, strict=True)
     )
+
+
+def with_stop(phases: tuple[Phase, ...], stop: int) -> tuple[Phase, ...]:
+    """Returns the phases with another end of the last one."""
+    return (*phases[:-1], dataclasses.replace(phases[-1], stop=stop))

@@ -13,7 +13,8 @@ from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.layouts.evolution import METHODS
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.optim.optimizers import TrainState
-from sparse_dataflow.core.training.phases import Phase, phase_before, with_starts
+from sparse_dataflow.core.training.length import Length
+from sparse_dataflow.core.training.phases import Phase, phase_before, with_starts, with_stop
 from sparse_dataflow.core.training.step import abstract_state
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
@@ -135,11 +136,13 @@ class SavedProgress:
       seconds: training time until the checkpoint's step.
       phases: with the first steps known then.
       positions: of a streamed corpus; see `TrainBatches.positions`.
+      length: the number of steps as revised until then; None before the first checkpoint.
     """
 
     seconds: float
     phases: tuple[Phase, ...]
     positions: Any = None
+    length: Length | None = None
 
     @classmethod
     def from_extra(cls, extra: Mapping[str, Any], planned: tuple[Phase, ...]) -> "SavedProgress":
@@ -156,7 +159,9 @@ class SavedProgress:
             starts, seconds = extra["starts"], float(extra["seconds"])
             if not all(type(start) is int for start in starts) or sorted(starts) != starts:
                 raise ValueError("its phases are out of order")
-            return cls(seconds, with_starts(planned, starts), extra.get("data_positions"))
+            length = Length.from_json(planned[-1].stop, extra.get("length"))
+            phases = with_stop(with_starts(planned, starts), length.total)
+            return cls(seconds, phases, extra.get("data_positions"), length)
 
 
 @contextlib.contextmanager

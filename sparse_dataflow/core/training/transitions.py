@@ -32,6 +32,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors.sharding import COLUMN_PARALLEL
 from sparse_dataflow.core.layouts.evolution import Update, block_sources, largest_blocks
 from sparse_dataflow.core.layouts.layout import BlockLayout
+from sparse_dataflow.core.layouts.model_layouts import with_room
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.blocks import (
     collect,
@@ -40,7 +41,6 @@ from sparse_dataflow.core.model.blocks import (
     grid_norms,
     stored_norms,
 )
-from sparse_dataflow.core.model.projection import with_room
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
 from sparse_dataflow.core.optim.optimizers import TrainState, adam_state, map_moments
 from sparse_dataflow.core.optim.weight_state import WeightState
@@ -126,10 +126,10 @@ def _with_exchanged_masks(state, model, share, gradient_norms, gain):
     return state
 
 
-def host_masks(state: TrainState) -> dict[str, np.ndarray]:
-    """Returns masked projection -> bool [layers, in, out], in numpy."""
+def host_masks(frozen: Any) -> dict[str, np.ndarray]:
+    """Returns masked projection -> bool [layers, in, out] of `TrainState.frozen`, in numpy."""
     masks: dict[str, list[np.ndarray]] = {}
-    for group in split_groups((state.frozen or {}).get("blocks", {})):
+    for group in split_groups((frozen or {}).get("blocks", {})):
         for name, module in group.items():
             if MASK in module:
                 masks.setdefault(name, []).append(to_host(module[MASK]))
@@ -244,13 +244,15 @@ def _change_projection(
     if after.weight.has_mask:
         assert not before.weight.stores_blocks  # `_refuse_mismatch` and phases have none.
         if (before.weight, before.density) != (after.weight, after.density):
+            if not before.weight.has_mask:
+                state = _merge_hadamard(state, place, after.hadamard)
             module = place.module(state.params)
             kernel = module[KERNEL] if scale is None else module[KERNEL] * scale[:, :, None]
             allowed = place.module(state.frozen)[MASK] if before.weight.has_mask else None
             mask = after.weight.best(after.weight.scores(kernel, after), after, allowed)
             state = _with_mask(state, place, mask)
     elif before.weight.has_mask:
-        state = _without_mask(state, place)
+        state = _merge_hadamard(_without_mask(state, place), place, before.hadamard)
     elif (before.weight, before.density) != (after.weight, after.density):
         if not after.weight.stores_blocks:
             assert stored is not None

@@ -87,6 +87,9 @@ def bits_per_nat(histories: Mapping[str, Sequence[Row]]) -> float | None:
     return float(np.median(ratios)) if np.ptp(ratios) <= 1e-3 * np.median(ratios) else None
 
 
+_X = {"tokens": "tokens", "seconds": "wall-clock time", "flops": "training FLOPs"}
+
+
 def loss_curves(
     histories: Mapping[str, Sequence[Row]], x: str, key: str
 ) -> tuple[Markup, bool] | None:
@@ -94,7 +97,7 @@ def loss_curves(
 
     Args:
       histories: variant name -> metrics rows.
-      x: "tokens" or "seconds".
+      x: number of the rows, "tokens", "seconds" or "flops".
       key: prefix of the figure's ids, unique on the page.
 
     Returns:
@@ -149,7 +152,7 @@ def _loss_curves(
         axes.set_xlim(left=0)
         axes.set(xlabel=label, ylabel="loss, nats per token")
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=_TICK_STEPS))
-        if x == "tokens":
+        if x != "seconds":
             axes.xaxis.set_major_formatter(EngFormatter(sep="\N{NO-BREAK SPACE}"))
         _bits_axis(axes, bits_per_nat(histories))
         handles = [
@@ -158,7 +161,7 @@ def _loss_curves(
             for n in histories
         ]  # fmt: skip
         axes.legend(handles=handles, loc="upper right", frameon=False, handlelength=2.2)
-        title = f"Loss against {'tokens' if x == 'tokens' else 'wall-clock time'}"
+        title = f"Loss against {_X[x]}"
         return svg.inline(figure, key, title, _describe_curves(lines, marks, x)), clipped
 
 
@@ -315,8 +318,8 @@ def load_picture(loads: Sequence[Sequence[float]], key: str, title: str) -> Mark
 
 
 def _x_unit(x: str, largest: float) -> tuple[float, str]:
-    if x == "tokens":
-        return 1, "training tokens"
+    if x != "seconds":
+        return 1, f"training {x.replace('flops', 'FLOPs')}"
     scale, unit = next(
         (u for u in ((3600, "hours"), (60, "minutes")) if largest >= 3 * u[0]), (1, "seconds")
     )
@@ -357,7 +360,11 @@ def _describe_curves(lines: Mapping, marks: Mapping, x: str) -> str:
     def x_text(value):
         if x == "seconds":
             return quantities.durations([value])[0]
-        return f"{quantities.count([value])[0]} tokens"
+        return (
+            quantities.flops([value])[0]
+            if x == "flops"
+            else f"{quantities.count([value])[0]} tokens"
+        )
 
     sentences = []
     for name in lines:

@@ -62,3 +62,29 @@ def test_what_does_not_fit_names_a_scale_that_does():
         settled(preset("13b").change(training__batch=8), 1.2 * GIB)
     scale = re.search(r"fits is --scale=(\w+)\.", str(refused.value))[1]
     assert settled(preset(scale), 1.2 * GIB).training.micro_batches >= 1
+
+
+CPU = Chip("this CPU", peak_flops={"float32": 6e10}, memory_bytes=2**45, bandwidth=4e10)
+
+
+@pytest.mark.parametrize("scale, batch, twin, named", [
+    ("pico", 200_000, "no", ["sparse"]),
+    ("pico", 20_000, "yes", ["dense"]),
+    ("nano", 4_000, "narrow", ["sparse", "dense", "narrow"]),
+    ("nano", 8, "yes", []),
+])  # fmt: skip
+def test_a_step_of_more_than_a_minute_is_announced(scale, batch, twin, named, capsys):
+    changes = {"training__batch": batch, "run__twin": twin, "run__grace": 7}
+    settling.settled(preset(scale).change(**changes), CPU)
+    said = capsys.readouterr().err
+    notes = [
+        line for line in said.splitlines() if line.startswith("note: by the plan a step takes")
+    ]
+    assert len(notes) == bool(named)
+    for note in notes:
+        assert re.findall(r"\((\w+)\)", note) == named and "--grace=7 seconds" in note
+
+
+def test_a_chip_without_known_rates_announces_nothing(capsys):
+    settled(preset("nano").change(training__batch=100_000), 2**50)
+    assert "note:" not in capsys.readouterr().err

@@ -23,8 +23,8 @@ from sparse_dataflow.core.layouts.evolution import (
     phase_specs,
     register,
 )
+from sparse_dataflow.core.layouts.model_layouts import projection_layout
 from sparse_dataflow.core.layouts.patterns import make_layout
-from sparse_dataflow.core.model.projection import projection_layout
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs.run_config import SIZES
 

@@ -12,8 +12,8 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.layouts.evolution import exchange
 from sparse_dataflow.core.layouts.layout import BlockLayout
+from sparse_dataflow.core.layouts.model_layouts import with_room
 from sparse_dataflow.core.layouts.patterns import make_layout
-from sparse_dataflow.core.model.projection import with_room
 
 ROOM = EvolutionConfig().max_fan_out
 

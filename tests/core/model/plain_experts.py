@@ -5,14 +5,14 @@ import math
 import numpy as np
 from activation_formulas import FORMULAS
 
-from sparse_dataflow.core.model import experts
+from sparse_dataflow.core.layouts import model_layouts
 
 
 def product(config, module, name, x, expert=None):
     """Applies a projection of one expert, or of the shared one, to one token."""
     leaves = {k: v if expert is None else v[expert] for k, v in module[name].items()}
     if "values" in leaves:
-        weight = experts.expert_layout(config, name).to_dense(leaves["values"])
+        weight = model_layouts.expert_layout(config, name).to_dense(leaves["values"])
     else:
         weight = leaves["kernel"]
     return x @ weight + leaves.get("bias", 0.0)

@@ -11,14 +11,9 @@ from flax import nnx
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.layouts.model_layouts import projection_layout
 from sparse_dataflow.core.layouts.patterns import make_layout
-from sparse_dataflow.core.model.projection import (
-    arrays,
-    draw,
-    linear,
-    projection_layout,
-    with_threshold,
-)
+from sparse_dataflow.core.model.projection import arrays, draw, linear, with_threshold
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs.run_config import SIZES

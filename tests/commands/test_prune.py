@@ -1,0 +1,92 @@
+"""`sd.prune` of language models: every target by one function, and what it refuses."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import sparse_dataflow as sd
+from sparse_dataflow.core.config.projections import LinearSpec
+
+
+def dense(**change):
+    config = sd.preset("pico").dense().change(model__num_layers=1, model__d_model=64, **change)
+    model = sd.init(config, jax.random.key(0))
+    params = jax.tree.map(lambda leaf: leaf * 2, model.params)  # Far from the identity.
+    return dataclasses.replace(model, params=params)
+
+
+MODEL = dense()
+TOKENS = [np.random.default_rng(n).integers(0, 512, (8, 32)) for n in range(4)]
+OTHERS = np.random.default_rng(9).integers(0, 512, (4, 32))
+
+
+def error(pruned, model=MODEL):
+    exact = np.asarray(sd.logits(model, OTHERS))
+    return np.linalg.norm(sd.logits(pruned, OTHERS) - exact)
+
+
+@pytest.mark.parametrize("block", [16, "1x16", 1, "2:4", "narrow"])
+def test_every_target_is_a_model_that_is_saved_and_loaded(block, tmp_path):
+    pruned = sd.prune(MODEL, TOKENS, block=block)
+    nothing = dataclasses.replace(MODEL, params={**MODEL.params, "blocks": jax.tree.map(
+        np.zeros_like, MODEL.params["blocks"])})  # fmt: skip
+    assert error(pruned.model) < error(nothing)
+    again = sd.load(sd.save(pruned.model, tmp_path / "model"))
+    assert again.model == pruned.model.model
+    np.testing.assert_allclose(
+        sd.logits(again, OTHERS), sd.logits(pruned.model, OTHERS), rtol=1e-5, atol=1e-5
+    )
+    for name, mask in pruned.masks.items():
+        assert mask.shape == (1, *MODEL.model.projection_shape(name))
+        assert mask.mean() == 0.5
+    if block == "narrow":
+        assert pruned.model.model.d_ff == MODEL.model.d_ff // 2
+    elif block == 16:
+        assert set(pruned.model.model.sparse_projections) == set(MODEL.model.projections)
+    else:
+        kernel = np.asarray(pruned.model.params["blocks"]["mlp_in"]["kernel"])
+        assert not kernel[~pruned.masks["mlp_in"]].any()
+
+
+def test_finer_shapes_lose_less():
+    errors = [error(sd.prune(MODEL, TOKENS, block=block).model) for block in (1, "1x16", 16)]
+    assert errors == sorted(errors)
+
+
+def test_a_folder_is_loaded_and_texts_are_tokenized(tmp_path):
+    folder = sd.save(MODEL, tmp_path / "model")
+    texts = ["def main():\n    return 1\n" * 20, "import os\n" * 60]
+    pruned = sd.prune(folder, texts, where=lambda name, shape: name == "mlp_in", block=16)
+    assert pruned.model.model.sparse_projections == ("mlp_in",)
+    assert list(pruned.errors) == ["layer 1, mlp_in"]
+    assert "1 projections, 50.0% of their weights" in repr(pruned)
+
+
+SPARSE = dataclasses.replace(MODEL, model=MODEL.model.with_linears(LinearSpec("block_sparse")))
+
+
+@pytest.mark.parametrize(
+    ("model", "batches", "options", "words"),
+    [
+        (MODEL, [TOKENS[0] * 100], {}, r"ids from \d+ to \d+; legal: 0 to 511"),
+        (MODEL, [np.zeros((2, 9999), int)], {}, r"sequences of 9999 tokens; legal: at most"),
+        (MODEL, [TOKENS[0] / 2], {}, r"A batch is float64 .* legal: integers"),
+        (MODEL, [TOKENS[0][0]], {}, r"A batch is int64 of shape \(32,\); legal: integers"),
+        (MODEL, [TOKENS[0][:1, :4]], {}, r"fewer than 10 tokens"),
+        (MODEL, ["text", TOKENS[0]], {}, r"A batch is .* or only texts"),
+        (MODEL, [""], {}, r"fewer than 10 tokens"),
+        (MODEL, None, {}, r"not a list of batches"),
+        (MODEL, TOKENS, {"density": 0.4}, r"qkv: Density 0.4 has no"),
+        (MODEL, TOKENS, {"density": 0.4, "block": "narrow"}, r"legal: multiples of 1/"),
+        (MODEL, TOKENS, {"where": lambda *_: False}, r"selects no projection; legal: qkv"),
+        (MODEL, TOKENS, {"call": lambda *_: None}, r"call is for nnx models"),
+        (SPARSE, TOKENS, {}, r"attn_out has block-sparse weights already; legal: a dense"),
+        (3, TOKENS, {}, r"model is a int; legal: sd.Model"),
+        ("/no/such/folder", TOKENS, {}, r"."),
+    ],
+)
+def test_what_cannot_be_pruned_is_one_sentence(model, batches, options, words):
+    with pytest.raises(sd.UserError, match=words):
+        sd.prune(model, batches, **options)

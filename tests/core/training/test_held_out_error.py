@@ -1,0 +1,37 @@
+"""The held-out loss has the standard error of a mean over its batches."""
+
+import math
+import types
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_dataflow.core.training import held_out
+
+WINDOWS = types.SimpleNamespace(total_tokens=640)
+DATA = types.SimpleNamespace(mixture=())
+
+
+@given(st.lists(st.floats(0.1, 50), min_size=2, max_size=30))
+def test_the_error_is_that_of_a_sum_of_independent_batches(each):
+    values = held_out.losses(DATA, lambda corpus: (WINDOWS, 2000), lambda batches: each)
+    assert values["bits_per_byte"] == pytest.approx(sum(each) / math.log(2) / 2000)
+    by_numpy = np.std(each, ddof=1) / math.sqrt(len(each)) * len(each) / math.log(2) / 2000
+    assert values["bits_per_byte_error"] == pytest.approx(by_numpy)
+
+
+def test_one_batch_has_no_error():
+    values = held_out.losses(DATA, lambda corpus: (WINDOWS, 2000), lambda batches: [3.0])
+    assert set(values) == {"loss", "bits_per_byte"}
+
+
+@pytest.mark.parametrize("spread", [0.5, 1.0, 2.0])
+def test_larger_differences_between_batches_have_a_larger_error(spread):
+    errors = [
+        held_out.losses(DATA, lambda c: (WINDOWS, 9), lambda b, s=s: [10 - s, 10 + s])
+        for s in (spread, 2 * spread)
+    ]
+    small, large = (values["bits_per_byte_error"] for values in errors)
+    assert large == pytest.approx(2 * small)

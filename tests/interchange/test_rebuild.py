@@ -1,0 +1,173 @@
+"""Rebuilding keeps the blocks whose loss the others make up for least, and fits what is left."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from models import DENSE, LOW_RANK, SPARSE, random_model
+
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.model import adapters, stacks
+from sparse_dataflow.core.model.partition import without_tables
+from sparse_dataflow.core.model.stacks import weights_of
+from sparse_dataflow.core.training.transitions import host_masks
+from sparse_dataflow.data.tokenizer import Tokenizer
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
+from sparse_dataflow.pruning import rebuild
+from sparse_dataflow.runs.families import FAMILIES
+
+TRAINING = TrainingConfig(steps=2, batch=2, sequence=8, learning_rate=1e-3)
+NO_TOKENIZER = Tokenizer(tuple(chr(300 + n) for n in range(256)), (), 257)
+BATCHES = [np.random.default_rng(n).integers(0, 260, (4, 12), np.int32) for n in range(6)]
+OTHERS = np.random.default_rng(99).integers(0, 260, (8, 12), np.int32)
+LLAMA = dataclasses.replace(DENSE, **FAMILIES["llama"], num_kv_heads=2)
+PARALLEL = dataclasses.replace(DENSE, residual="parallel")
+POST = dataclasses.replace(LLAMA, post_norms=True, pre_norms=False)
+
+
+def start_of(config):
+    params, tables = random_model(config)
+    return StartingPoint(config, params, tables, NO_TOKENIZER, {})
+
+
+def error(start, model, state):
+    exact = whole.logits(start.model, start.weights, OTHERS)
+    tables = jax.tree.map(np.asarray, state.tables)
+    return np.linalg.norm(whole.logits(model, weights_of(state.params, tables), OTHERS) - exact)
+
+
+@pytest.mark.parametrize("prune_to", ["blocks", "pattern"])
+@pytest.mark.parametrize(
+    ("before", "hadamard"),
+    [(DENSE, 0), (LLAMA, 0), (PARALLEL, 0), (POST, 0), (SPARSE, 0), (DENSE, 4)],
+    ids=["gpt", "llama", "parallel", "post norms", "sparse", "hadamard"],
+)
+def test_outputs_are_nearer_to_the_dense_ones_than_by_norms(before, hadamard, prune_to):
+    if prune_to == "pattern" and (hadamard or before in (SPARSE, POST)):
+        pytest.skip("refused, or the same as another case")
+    names = [name for name in before.projections if name not in ("k", "v")]
+    after = before.with_linears(
+        LinearSpec(
+            "block_sparse", "monarch", 0.5 if before != SPARSE else 0.25, 8, hadamard=hadamard
+        ),
+        names,
+    )
+    start = start_of(before)
+    errors = {}
+    for prune_by in ("rebuild", "activations", "weights"):
+        state = initial_state_from(
+            start, after, TRAINING, calibration=BATCHES, prune_by=prune_by, prune_to=prune_to
+        )
+        errors[prune_by] = error(start, after, state)
+        for layouts in stacks.layouts_from_tables(after, state.tables).values():
+            assert all(layout.balanced for layout in layouts)
+    assert errors["rebuild"] < 0.95 * min(errors["activations"], errors["weights"]), errors
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        LinearSpec("masked", density=0.25, block=1),
+        LinearSpec("masked", density=0.5, block=1, span=4),
+        LinearSpec("masked", density=0.5, block=8),
+        LinearSpec("masked", density=0.25, block=1, hadamard=4),
+    ],
+    ids=["single weights", "2 of 4", "blocks", "hadamard"],
+)
+@pytest.mark.parametrize("masked_before", [False, True], ids=["dense", "masked"])
+def test_masked_weights_are_fitted_under_their_mask(spec, masked_before):
+    names = ("mlp_in", "attn_out")
+    wider = dataclasses.replace(spec, density=0.75 if spec.span else 2 * spec.density)
+    before, after, start = DENSE, DENSE.with_linears(spec, names), start_of(DENSE)
+    if masked_before:
+        before = DENSE.with_linears(wider, names)
+        state = initial_state_from(start, before, TRAINING)
+        params = jax.device_get(adapters.merged(state.params, state.frozen))
+        start = StartingPoint(before, params, {}, NO_TOKENIZER, {})
+    old_masks = host_masks(without_tables(start.params)[1])
+    errors = {}
+    for prune_by in ("rebuild", "weights"):
+        state = initial_state_from(start, after, TRAINING, calibration=BATCHES, prune_by=prune_by)
+        masks = host_masks(state.frozen)
+        merged = adapters.merged(state.params, state.frozen)
+        exact = whole.logits(before, start.weights, OTHERS)
+        errors[prune_by] = np.linalg.norm(
+            whole.logits(after, weights_of(merged, {}), OTHERS) - exact
+        )
+        for name in names:
+            kernel = np.asarray(state.params["blocks"][name]["kernel"])
+            assert not kernel[~masks[name]].any()
+            spans = masks[name].reshape(2, -1, spec.span or len(masks[name][0]), kernel.shape[-1])
+            assert (spans.mean(2) == spec.density).all()
+            if masked_before:
+                assert not (masks[name] & ~old_masks[name]).any()
+    assert errors["rebuild"] < 0.95 * errors["weights"], errors
+
+
+@pytest.mark.parametrize("prune_by", ["weights", "activations", "rebuild"])
+def test_blocks_that_are_not_stored_stay_away(prune_by):
+    after = SPARSE.with_linears(LinearSpec("block_sparse", "random", 0.25, 8))
+    start = start_of(SPARSE)
+    state = initial_state_from(start, after, TRAINING, calibration=BATCHES, prune_by=prune_by)
+    old, new = (
+        stacks.layouts_from_tables(model, tables)
+        for model, tables in ((SPARSE, start.tables), (after, state.tables))
+    )
+    for name, layers in new.items():
+        for before, layout in zip(old[name], layers):
+            assert not (layout.mask & ~before.mask).any()
+
+
+@pytest.mark.parametrize("config", [DENSE, SPARSE, LOW_RANK], ids=["dense", "sparse", "low rank"])
+def test_weights_that_fit_already_keep_every_bit(config):
+    start = start_of(config)
+    state = initial_state_from(start, config, TRAINING, prune_by="rebuild")  # Reads no batches.
+    same = jax.tree.map(np.array_equal, jax.device_get(state.params), start.params)
+    assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.parametrize("config", [DENSE, LLAMA, PARALLEL], ids=["gpt", "llama", "parallel"])
+def test_a_narrow_model_makes_up_for_its_heads_and_features(config):
+    start = start_of(config)
+    exact = whole.logits(config, start.weights, OTHERS)
+    result = rebuild.narrowed(config, start.weights, BATCHES, 0.5)
+    assert result.model.d_ff == config.d_ff // 2
+    assert result.model.num_heads == config.num_heads // 2
+    logits = whole.logits(result.model, weights_of(result.params, {}), OTHERS)
+    zeros = jax.tree.map(np.zeros_like, start.params["blocks"])
+    nothing = whole.logits(config, weights_of({**start.params, "blocks": zeros}, {}), OTHERS)
+    assert np.linalg.norm(logits - exact) < np.linalg.norm(nothing - exact)
+
+
+def test_all_heads_and_features_give_the_same_function():
+    start = start_of(LLAMA)
+    result = rebuild.narrowed(LLAMA, start.weights, BATCHES, 1.0)
+    exact = whole.logits(LLAMA, start.weights, OTHERS)
+    np.testing.assert_allclose(
+        whole.logits(result.model, weights_of(result.params, {}), OTHERS), exact, atol=1e-3
+    )
+
+
+def test_activations_that_are_not_finite_are_named():
+    start = start_of(LLAMA)
+    kernel = np.array(start.params["blocks"]["mlp_in"]["kernel"])
+    kernel[1, 0, 0] = np.inf
+    blocks = {**start.params["blocks"], "mlp_in": {"kernel": kernel}}
+    start = start._replace(params={**start.params, "blocks": blocks})
+    after = LLAMA.with_linears(LinearSpec("block_sparse", "random", 0.5, 8), ("mlp_in",))
+    with pytest.raises(UserError, match=r"^layer 2, mlp_in .* not finite; legal"):
+        initial_state_from(start, after, TRAINING, calibration=BATCHES, prune_by="rebuild")
+
+
+def test_few_tokens_are_said(capfd):
+    start = start_of(LLAMA)
+    after = LLAMA.with_linears(LinearSpec("block_sparse", "random", 0.5, 8), ("mlp_in",))
+    few = [BATCHES[0][:2, :8]]
+    initial_state_from(start, after, TRAINING, calibration=few, prune_by="rebuild")
+    lines = capfd.readouterr().err
+    assert "layer 1 of 2, mlp_in: keeps 50.0%, held-out error" in lines
+    assert "13 tokens for 32 inputs are few, so the damping is" in lines
