@@ -22,7 +22,6 @@ class Kronecker(Weight):
 
     kind = "kronecker"
     words = "Kronecker products"
-    is_pattern = True
 
     first: Any = dataclasses.field(metadata={LEAF: Leaf(MATRIX, has_muon=True)})
     second: Any = dataclasses.field(
