@@ -146,7 +146,7 @@ def test_sections_are_timed_only_where_that_is_asked_for(monkeypatch, timed):
 
 def test_the_page_needs_no_network(undisturbed):
     page = (undisturbed / "report.html").read_text()
-    assert "gpt13b_sparse" in page and "python -m experiments.gpt13b_sparse" in page
+    assert "gpt13b_sparse" in page and "sparse-dataflow train" in page
     for reference in ('src="http', 'href="http', "@import", "url(http"):
         assert reference not in page
     for variant in report_of(undisturbed).variants:

@@ -141,12 +141,13 @@ def test_a_masked_model_is_the_dense_model_with_zeros():
             mask = state.frozen["blocks"][name]["mask"]
             module = kernels["blocks"][name]
             kernels["blocks"][name] = {**module, "kernel": module["kernel"] * mask}
-        metrics, _ = whole.loss_and_gradients(MODEL, weights_of(kernels, {}), whole.Batch(TOKENS))
+        weights = weights_of(kernels, {})
+        metrics, _ = whole.loss_and_gradients(MODEL, weights, whole.Batch(TOKENS))
         return metrics["loss"].total
 
     metrics, gradients = whole.loss_and_gradients(model, state.weights, whole.Batch(TOKENS))
     expected, slopes = jax.value_and_grad(dense_loss)(state.params)
-    np.testing.assert_allclose(metrics["loss"].total, expected, rtol=1e-6)
+    np.testing.assert_allclose(metrics["loss"].number(), expected, rtol=1e-6)
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), gradients, slopes
     )
@@ -270,3 +271,20 @@ def test_parameters_of_a_masked_model_are_its_leaves_without_masks():
             assert np.array_equal(halved.params["blocks"][name]["mask"], module["mask"])
     other = sd.init(config.change(training__seed=1), jax.random.key(1))
     assert jax.tree.structure(model) == jax.tree.structure(halved) != jax.tree.structure(other)
+
+
+@pytest.mark.parametrize(("width", "names"), [(2, ("mlp_in",)), (8, ("qkv", "mlp_out")), (32, ())])
+def test_a_mask_of_transformed_inputs_computes_the_dense_function(width, names):
+    """A mask of everything loses nothing, and the way back merges the transform in again."""
+    names = names or MODEL.projections
+    spec = dataclasses.replace(SINGLE, density=1.0, hadamard=width)
+    masked = MODEL.with_linears(spec, names)
+    state = initial_state(MODEL, TRAINING, SINGLE_DEVICE)
+    logits = lambda model, state: np.asarray(  # noqa: E731
+        whole.logits(model, weights_of(merged(state.params, state.frozen), {}), TOKENS)
+    )
+    exact = logits(MODEL, state)
+    state = change_model(state, MODEL, masked)
+    np.testing.assert_allclose(logits(masked, state), exact, atol=1e-4)
+    state = change_model(state, masked, MODEL)
+    np.testing.assert_allclose(logits(MODEL, state), exact, atol=1e-4)
