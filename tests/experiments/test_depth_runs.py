@@ -52,10 +52,6 @@ def test_what_it_stores_is_what_it_tells_scores_and_others_begin_with(job, refus
     ("arguments", "words"),
     [
         (
-            ["--mesh=stage:2", "--describe"],
-            ["--executor=pipeline", "legal: --executor=whole or relay"],
-        ),
-        (
             ["--set=sparsity.budget=depth:1x,2x,1x"],
             ["3 parts of the depth", "2 layers", "legal: 1, 2"],
         ),

@@ -78,14 +78,20 @@ def refuse_text(data: DataConfig, run: RunSettings) -> None:
     if run.init_from:
         return
     if data.tokenizer not in KINDS:
-        refuse_missing("data.tokenizer", data.tokenizer)
+        legal = f"{', '.join(KINDS)}, or a folder that does"
+        refuse_missing("data.tokenizer", data.tokenizer, legal)
     has_ids = None if examples else corpora.has_ids(data.corpus, data.column)
     if has_ids is not None:
         corpora.refuse_other_tokenizer(data.tokenizer, data.corpus, has_ids)
 
 
-def refuse_missing(flag: str, place: str) -> None:
+def refuse_missing(flag: str, place: str, legal: str = "a folder that does") -> None:
     """Refuses a path that does not exist; other names may be those of a hub.
+
+    Args:
+      flag: of the path.
+      place: the path, an address or a name.
+      legal: completes "legal: ".
 
     Raises:
       UserError: naming the flag.
@@ -95,4 +101,4 @@ def refuse_missing(flag: str, place: str) -> None:
     with contextlib.suppress(OSError):  # Who reads it says what is wrong with the storage.
         os.stat(Path(place).expanduser())
         return
-    raise UserError(f"{flag}={place} does not exist; legal: a folder that does.")
+    raise UserError(f"{flag}={place} does not exist; legal: {legal}.")
