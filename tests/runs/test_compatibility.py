@@ -7,7 +7,6 @@ from compatible_runs import BASE, accepted, merged
 from eight_devices import on_eight_devices
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.compatibility import WAYS, ResolvedRun, violations
 from sparse_dataflow.files.errors import UserError
@@ -45,18 +44,19 @@ def test_all_violated_rows_are_named_at_once():
         "count; legal with it: every other value."
     )
     with pytest.raises(UserError) as refused:
-        accepted({"sparsity.pattern": "masked", "training.skip_spikes": 4.0,
-                  "parallel.executor": "relay", "parallel.clipping": "eager"})  # fmt: skip
+        accepted({"evolution.method": "shared_to_own", "training.skip_spikes": 4.0,
+                  "parallel.executor": "relay", "parallel.clipping": "eager",
+                  "parallel.depth_schedule": "grow:0.5"})  # fmt: skip
     words = str(refused.value)
-    for option in ("sparsity.pattern=masked", "training.skip_spikes=4.0"):
+    for option in ("--evolution=shared_to_own", "training.skip_spikes=4.0"):
         assert f"{option} with the relay on 1 device" in words
 
 
 def test_an_executor_without_a_run_refuses_in_the_same_words():
-    executor, _ = accepted({"parallel.executor": "relay"})
-    model = ModelConfig(2, 32, 2, 64, 64, 16).with_linears(LinearSpec("masked", "masked", 0.5, 8))
-    with pytest.raises(UserError, match=r"pattern=masked with the relay .*; legal: another exec"):
-        executor.check(model, TrainingConfig(1, 4, 16))
+    executor, _ = accepted({"parallel.executor": "relay", "parallel.clipping": "eager"})
+    training = TrainingConfig(1, 4, 16, skip_spikes=4.0)
+    with pytest.raises(UserError, match=r"skip_spikes=4.0 with the relay .*; legal: training.skip"):
+        executor.check(ModelConfig(2, 32, 2, 64, 64, 16), training)
 
 
 def test_rows_that_read_absent_parts_do_not_apply():

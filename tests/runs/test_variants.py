@@ -2,15 +2,11 @@
 
 import dataclasses
 
-import jax
 import pytest
 
 from sparse_dataflow.core.config.depth import DepthSchedule
-from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.training.phases import mean_flops_per_token, run_flops
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.pipeline.pipelined import Pipelined
-from sparse_dataflow.pipeline.stages import divide
 from sparse_dataflow.relay.relay import RelayConfig
 from sparse_dataflow.relay.relay_executor import RelayExecutor
 from sparse_dataflow.runs import equal_cost
@@ -52,13 +48,10 @@ def test_layers_that_cannot_share_a_block_are_refused(changes, words):
 def test_executors_without_all_layers_refuse_a_shared_block():
     model = variants(SHARED)[0].phases[0].model
     training = SHARED.without_auto().training
-    mesh = meshes.make(meshes.parse("stage:1", 1), jax.devices()[:1])
-    staged = Pipelined(mesh, division=divide(model.num_layers, 1, 1))
-    dropping = RelayExecutor(RelayConfig(depth=DepthSchedule("drop", 0.5)))
-    for executor in (staged, dropping):
-        with pytest.raises(UserError, match=r"shared_to_own .*; legal: a mesh without .*=constant"):
-            executor.check(model, training)
-        executor.check(dataclasses.replace(model, shared_layers=False), training)
+    executor = RelayExecutor(RelayConfig(depth=DepthSchedule("drop", 0.5)))
+    with pytest.raises(UserError, match=r"shared_to_own .*; legal: .*depth_schedule=constant"):
+        executor.check(model, training)
+    executor.check(dataclasses.replace(model, shared_layers=False), training)
 
 
 def test_a_dense_model_shares_its_block_and_a_dense_twin_does_not():
