@@ -52,23 +52,32 @@ with ended_by_signals():
 """
 
 
-def ended(code, *sent, seconds=30):
-    """Runs a script; sends it (seconds, signal) after its "ready"; returns (status, lines)."""
+def ended(code, *sent, seconds=30, each_ready=False):
+    """Runs a script; sends it (seconds, signal) after its "ready", or after one each; returns
+    (status, lines)."""
     script = subprocess.Popen(
         [sys.executable, "-c", START + textwrap.dedent(code)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
+    read = []
+
+    def ready():
+        while (line := script.stdout.readline()) != "ready\n":
+            assert line or script.poll() is None, script.stderr.read()
+            read.append(line)
+
     try:
-        while script.stdout.readline() != "ready\n":
-            assert script.poll() is None, script.stderr.read()
-        for pause, number in sent:
+        ready()
+        for i, (pause, number) in enumerate(sent):
+            if i and each_ready:
+                ready()
             time.sleep(pause)
             if script.poll() is None:
                 script.send_signal(number)
         out, errors = script.communicate(timeout=seconds)
     finally:
         script.kill()
-    return script.returncode, [*out.splitlines(), *errors.splitlines()]
+    return script.returncode, [*"".join(read).splitlines(), *out.splitlines(), *errors.splitlines()]
 
 
 TERM, HANGUP, INT = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
@@ -215,7 +224,7 @@ def test_each_training_has_its_own_first_ctrl_c():
                 say("saved")
         sys.exit(3)
     """
-    status, lines = ended(code, *[(0.4, INT)] * 3)
+    status, lines = ended(code, *[(0.1, INT)] * 3, each_ready=True)
     assert status == 3 and lines.count("saved") == 3
 
 
