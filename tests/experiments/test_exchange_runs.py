@@ -9,7 +9,6 @@ import pytest
 
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.evaluation.generate import generate
-from sparse_dataflow.files import console
 from sparse_dataflow.interchange import huggingface
 
 pytestmark = pytest.mark.slow  # Every command is a process of its own.
@@ -46,7 +45,9 @@ def test_a_run_writes_exports_and_is_begun_from(job, refused, undisturbed, tmp_p
             f"jax {record['versions']['jax']}",
         ):
             assert fact in card
-        assert console.with_commands(" ".join(record["command"])) in card
+        options = [word for word in record["command"][1:] if str(job.corpus.parent) not in word]
+        assert "sparse-dataflow train" in card and all(option in card for option in options)
+        assert str(job.corpus.parent) not in card
     sparse = huggingface.read(tmp_path / "sparse")
     assert sparse.model == model.model and sparse.tokenizer == model.tokenizer
     again = (f"--run={undisturbed}", f"--to={tmp_path / 'dense'}")
@@ -60,10 +61,11 @@ def test_a_run_writes_exports_and_is_begun_from(job, refused, undisturbed, tmp_p
     record = json.loads((begun / "run.json").read_text())
     assert record["init_from"]["path"] == str(tmp_path / "dense")
     first = trained.load(begun, "sparse", "0")
-    # The largest quarter of the blocks are those that were stored, as the others are zeros.
+    # The best quarter of the blocks are those that were stored, as the others are zeros, and the
+    # fit returns their weights to rounding.
     for name in ("qkv", "mlp_out"):
         was, now = (m.params["blocks"][name]["values"] for m in (model, first))
-        np.testing.assert_allclose(np.sum(np.square(was)), np.sum(np.square(now)), rtol=1e-5)
+        np.testing.assert_allclose(np.sum(np.square(was)), np.sum(np.square(now)), rtol=1e-4)
 
 
 def test_a_greedy_text_of_the_dense_twin_is_the_same_with_drafts_of_the_sparse_model(
