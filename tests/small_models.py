@@ -9,6 +9,7 @@ import numpy as np
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.stacks import ModelWeights, weights_of
 from sparse_dataflow.runs.families import FAMILIES
@@ -83,7 +84,7 @@ def arbitrary_params(config, seed=0, scale=0.2):
 
 def tables_of(config):
     """Returns the stacked tables of the initial layouts."""
-    return stacks.layout_tables(stacks.layouts(config))
+    return stacks.layout_tables(model_layouts.layouts(config))
 
 
 def arbitrary_weights(config, seed=0, scale=0.2):
@@ -105,7 +106,7 @@ def as_dense(config, params):
     """Returns the dense (config, params) of equal weights."""
     linears = {name: dataclasses.replace(spec, kind="dense") for name, spec in config.linears}
     blocks = {name: dict(module) for name, module in params["blocks"].items()}
-    for name, layers in stacks.layouts(config).items():
+    for name, layers in model_layouts.layouts(config).items():
         values = blocks[name].pop("values")
         blocks[name]["kernel"] = np.stack([lay.to_dense(v) for lay, v in zip(layers, values)])
     return dataclasses.replace(config, linears=linears), {**params, "blocks": blocks}

@@ -12,7 +12,7 @@ from sparse_dataflow.commands.planning import options
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.detect import keep_freed_memory
@@ -130,7 +130,7 @@ def named_model(
       UserError: block and density have no layout.
     """
     model = options.named_model(scale, density, block, dtype)
-    stacks.check_layouts(model)
+    model_layouts.check_layouts(model)
     return model
 
 

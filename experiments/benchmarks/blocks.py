@@ -10,6 +10,7 @@ from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.training import cost
@@ -56,7 +57,7 @@ def _program(model: ModelConfig, training: TrainingConfig) -> Program:
     shallow = dataclasses.replace(model, num_layers=1)
     dtype = jnp.dtype(model.compute_dtype)
     # As in training: index tables are data, the groups of a layout are structure.
-    stacked = stacks.with_groups(stacks.layout_tables(stacks.layouts(shallow)))
+    stacked = stacks.with_groups(stacks.layout_tables(model_layouts.layouts(shallow)))
     tables = jax.tree.map(lambda t: jnp.asarray(t[0]), stacked)
 
     @jax.jit

@@ -111,17 +111,18 @@ def _step(model, batch=8, cpus=0) -> dict[str, float]:
 
 def _layouts(blocks: int, folder: Path) -> dict[str, float]:
     """Layouts of the shape of 13B, whose tables have about so many blocks."""
+    from sparse_dataflow.core.layouts import model_layouts
     from sparse_dataflow.core.model import stacks
     from sparse_dataflow.runs.run_config import preset
     from sparse_dataflow.runs.variants import variant
 
     model = variant(preset("13b"), "sparse").model
     model = dataclasses.replace(model, num_layers=max(1, blocks // 2400))
-    layouts = stacks.layouts(model)
+    layouts = model_layouts.layouts(model)
     tables = stacks.layout_tables(layouts)
     return {
         "size": float(sum(layout.nnz for layers in layouts.values() for layout in layers)),
-        "layouts seconds": _seconds(lambda: stacks.layouts(model)),
+        "layouts seconds": _seconds(lambda: model_layouts.layouts(model)),
         "tables seconds": _seconds(lambda: stacks.layout_tables(layouts)),
         "layouts of tables seconds": _seconds(lambda: stacks.layouts_from_tables(model, tables)),
     }
@@ -142,13 +143,14 @@ def _feature_order(width: int, folder: Path) -> dict[str, float]:
     import jax
     import numpy as np
 
-    from sparse_dataflow.core.model import gpt, stacks
+    from sparse_dataflow.core.layouts import model_layouts
+    from sparse_dataflow.core.model import gpt
     from sparse_dataflow.interchange import feature_order
 
     sparse = _model(width)
     dense = dataclasses.replace(sparse, linears={})
     params = jax.tree.map(np.asarray, gpt.init(dense, jax.random.key(0)))
-    layouts = stacks.layouts(sparse)
+    layouts = model_layouts.layouts(sparse)
     search = lambda: feature_order.search(dense, params, layouts)  # noqa: E731
     return {"size": float(12 * 2 * width**2), "feature order seconds": _seconds(search, 1)}
 

@@ -15,6 +15,7 @@ import numpy as np
 from sparse_dataflow.core.config.layer_groups import layer_model
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.stacks import Fixed
 from sparse_dataflow.core.training.step import initial_state, make_train_step
@@ -96,5 +97,5 @@ def with_width(model: ModelConfig, d_model: int) -> ModelConfig:
     wide = dataclasses.replace(
         model, d_model=d_model, num_heads=heads, num_kv_heads=kv_heads, d_ff=d_ff
     )
-    stacks.check_layouts(wide)
+    model_layouts.check_layouts(wide)
     return wide

@@ -11,6 +11,7 @@ from typing import Any
 from sparse_dataflow.core.config.attention_settings import FAMILY_FIELDS, MIXTURE
 from sparse_dataflow.core.config.model import GROWN
 from sparse_dataflow.core.config.projections import PROJECTIONS
+from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.executors.compatibility import WEIGHTS, Conflict, Option, refuse
 from sparse_dataflow.runs.parallel import ONLY_RELAY
 
@@ -65,6 +66,21 @@ def _while(
     return Option(words, used, example)
 
 
+METHOD = EvolutionConfig().method
+"""The method of evolution of a command line that names none."""
+
+
+def _other_method(example: str, *names: str) -> Option:
+    """Returns the option that the method of evolution is none of some."""
+    return _while(
+        f"another evolution.method than {' and '.join(names)}",
+        "evolution.method",
+        METHOD,
+        lambda method: method not in names,
+        {"evolution.method": example},
+    )
+
+
 def _stored(given):
     """The settings of stored blocks and of a twin."""
     paths = [p for p in given.changes if p.startswith(("sparsity.", "evolution."))]
@@ -93,26 +109,14 @@ NO_RELAY = _while(
     lambda executor: executor != "relay",
     {"parallel.executor": "whole"},
 )
-NO_EXCHANGE = _while(
-    "another evolution.method than set and rigl",
-    "evolution.method",
-    "static",
-    lambda method: method not in ("set", "rigl"),
-    {"evolution.method": "gradual"},
-)
-NO_PHASES = _while(
-    "another evolution.method than sparse_to_dense",
-    "evolution.method",
-    "static",
-    lambda method: method != "sparse_to_dense",
-    {"evolution.method": "rigl"},
-)
+NO_EXCHANGE = _other_method("gradual", "set", "rigl")
+NO_PHASES = _other_method("rigl", "sparse_to_dense")
 STATIC = _while(
-    "evolution.method=static",
+    f"evolution.method={METHOD}",
     "evolution.method",
-    "static",
-    lambda method: method == "static",
-    {"evolution.method": "static"},
+    METHOD,
+    lambda method: method == METHOD,
+    {"evolution.method": METHOD},
 )
 GIVEN_WEIGHTS = _while("run.init_from", "run.init_from", "", bool, WEIGHTS)
 

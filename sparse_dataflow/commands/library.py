@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.data.tokenizer import Tokenizer, byte_tokenizer
@@ -90,7 +91,7 @@ def init(config: RunConfig, key: jax.Array, tokenizer: Tokenizer | None = None) 
     tokenizer = tokenizer or byte_tokenizer(config.model.vocab_size)
     chosen = variant(config, config.variants[0], tokenizer.vocab_size)
     params = jax.jit(gpt.init, static_argnums=0)(chosen.model, key)
-    tables = stacks.layout_tables(stacks.layouts(chosen.model))
+    tables = stacks.layout_tables(model_layouts.layouts(chosen.model))
     return Model(
         folder=Path(),
         variant=chosen.name,

@@ -13,6 +13,7 @@ from flax import nnx
 
 from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.projections import MLP, LinearSpec
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.training.transitions import change_model
@@ -116,7 +117,7 @@ def _prune_language_model(model, batches, groups, density, where, rounds):
     if groups.rows == groups.cols > 1:
         spec = LinearSpec("block_sparse", "random", _half(density), groups.rows)
         new = old.with_linears(spec, names)
-        stacks.check_layouts(new)
+        model_layouts.check_layouts(new)
         result, layouts = rebuild.to_blocks(old, weights, new, batches, rounds=rounds)
         key = jax.random.key(0)
         params = jax.tree.map(jnp.array, result.params)

@@ -13,6 +13,7 @@ from sparse_dataflow.commands.models import evaluation_report
 from sparse_dataflow.commands.preflight import executor_plan
 from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.messages import say, say_result
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.training import cost
@@ -305,7 +306,7 @@ def _about_sections(executor, variants, timed):
 def _layouts(trainers, model):
     """Returns the trained layouts; for a model that ended dense, its last sparse ones."""
     trained = [t for t in trainers if t.model == model]
-    layouts = stacks.layouts(model)
+    layouts = model_layouts.layouts(model)
     if trained:
         layouts = stacks.layouts_from_tables(model, trained[0].state.tables)
     rows = []

@@ -18,6 +18,7 @@ from sparse_dataflow.compile import hlo, topologies, traced
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import Executor
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.training.step import abstract_state, jitted_train_step
 from sparse_dataflow.planner import memory
@@ -108,7 +109,7 @@ def abstract_arguments(
     """
     shape = (training.batch, training.sequence + 1)
     batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
-    layouts = stacks.layout_tables(stacks.layouts(model))
+    layouts = stacks.layout_tables(model_layouts.layouts(model))
     described = abstract_state(model, training)._replace(tables=layouts)
     arrays = executor.arrays(described, model, changing, batch)
     runtime_tables = jax.tree.map(

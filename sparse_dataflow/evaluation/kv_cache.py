@@ -15,16 +15,16 @@ import jax.numpy as jnp
 
 from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.batch_context import BatchContext
-from sparse_dataflow.core.model.experts import ROUTER
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.attention.dot_product import masked_attention
-from sparse_dataflow.core.weights.kind import SCALE, TABLE, leaf_of
+from sparse_dataflow.core.weights.kind import ROUTER, SCALE, TABLE, leaf_of
 from sparse_dataflow.evaluation.sampling import Sampler
 
 MOST_TOKENS = 32
@@ -100,7 +100,7 @@ def _layer(stacked, i, dtype):
 
 def random_weights(config: ModelConfig, seed: int) -> Weights:
     """Initialises weights layer by layer, so that at most one layer exists in float32."""
-    tables = stacks.layout_tables(stacks.layouts(config))
+    tables = stacks.layout_tables(model_layouts.layouts(config))
     layers: list[dict] = []
     key = jax.random.key(seed)
     for group, stacked in zip(layer_groups(config), split_groups(tables), strict=True):

@@ -21,10 +21,9 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, PROJECTIONS, ROW_PARALLEL
 from sparse_dataflow.core.layouts.model_layouts import expert_layout
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.experts import ROUTER
 from sparse_dataflow.core.model.identity import as_identity
 from sparse_dataflow.core.model.stacks import ModelWeights
-from sparse_dataflow.core.weights.kind import LEAVES, TERMS
+from sparse_dataflow.core.weights.kind import LEAVES, ROUTER, TERMS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.equivalent_forms import dense_module
 from sparse_dataflow.interchange.width import SPREAD, WIDTHS, head_sources, wider

@@ -8,6 +8,7 @@ import numpy as np
 
 from sparse_dataflow.core.config.model import GROWN, ModelConfig
 from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.model import stacks
@@ -24,7 +25,7 @@ def is_grouped(model: ModelConfig, tables: Mapping) -> bool:
     patterns = {model.linear(name).pattern for name in model.sparse_projections}
     if not patterns or not patterns <= set(GROUPED_PATTERNS):
         return False
-    return _stored(model, tables) == stacks.layouts(model)
+    return _stored(model, tables) == model_layouts.layouts(model)
 
 
 def refuse(old: ModelConfig, tables: Mapping, new: ModelConfig) -> None:
@@ -35,7 +36,7 @@ def refuse(old: ModelConfig, tables: Mapping, new: ModelConfig) -> None:
     """
     if any(getattr(old, name) != getattr(new, name) for name in GROWN):
         return  # The larger weights are judged once they are made.
-    layouts, stored = stacks.layouts(new), _stored(old, tables)
+    layouts, stored = model_layouts.layouts(new), _stored(old, tables)
     if all(stored.get(name) == layers for name, layers in layouts.items()):
         return
     if new.experts:
@@ -61,7 +62,7 @@ def refuse(old: ModelConfig, tables: Mapping, new: ModelConfig) -> None:
 
 def refuse_other_layouts(old: ModelConfig, tables: Mapping, new: ModelConfig) -> None:
     """Raises UserError unless weights have the layouts of a model's patterns already."""
-    if _stored(old, tables) != stacks.layouts(new):
+    if _stored(old, tables) != model_layouts.layouts(new):
         raise UserError(
             "training.adapter_rank freezes the weights of run.init_from, which have other blocks "
             "than the pattern; legal: run.prune_to=blocks."
@@ -87,7 +88,7 @@ def to_pattern(
       refit: (dense model, its params, new model, layouts) -> params that are fitted on the blocks
         of the layouts; None keeps the weights of these blocks.
     """
-    layouts = stacks.layouts(new)
+    layouts = model_layouts.layouts(new)
     stored = _stored(old, state.tables)
     if not layouts or all(stored.get(name) == layers for name, layers in layouts.items()):
         return change_model(state, old, new)

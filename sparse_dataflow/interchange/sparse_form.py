@@ -19,6 +19,7 @@ import numpy as np
 
 from sparse_dataflow.core.checkpoint.named_arrays import flatten
 from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.files import json_files
@@ -74,7 +75,7 @@ def read(folder: str | Path) -> tuple[ModelConfig, dict, dict]:
     model = read_config(folder)
     files = tensors.Tensors(folder)
     shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
-    expected = stacks.layout_tables(stacks.layouts(model))
+    expected = stacks.layout_tables(model_layouts.layouts(model))
     layer_shapes = jax.eval_shape(
         lambda *stacked: list(stacks.layers(*stacked)), shapes["blocks"], expected
     )

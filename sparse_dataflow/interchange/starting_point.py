@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.core import collectives
-from sparse_dataflow.core.config import remat
+from sparse_dataflow.core.config import adapted_model, remat
 from sparse_dataflow.core.config.attention_settings import EXPERT_TRAINING
 from sparse_dataflow.core.config.layer_groups import layer_linear
 from sparse_dataflow.core.config.model import ModelConfig
@@ -28,9 +28,10 @@ from sparse_dataflow.core.config.projections import MLP, PROJECTIONS
 from sparse_dataflow.core.config.sparsity import SparsityConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.layouts.model_layouts import expert_layout
-from sparse_dataflow.core.model import adapters, gpt, stacks
+from sparse_dataflow.core.model import adapters, gpt
 from sparse_dataflow.core.model.partition import without_tables
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.by_weight import VOCABULARY
@@ -360,7 +361,7 @@ def initial_state_from(
     larger, weights = growth.grown(start.model, start.weights, model, key)
     start = start._replace(model=larger, params=weights.params, tables=weights.tables)
     _refuse_mismatch(start.model, model)
-    stacks.check_layouts(model)
+    model_layouts.check_layouts(model)
     reads = prune_by != "weights" and rebuild.prunes(start.model, model)
     rebuilding = reads and prune_by == "rebuild" and rebuild.is_possible(start.model)
     norms = None
@@ -439,7 +440,7 @@ def frozen_base(start: StartingPoint, model: ModelConfig, training: TrainingConf
 
 def refuse_other_base(start: StartingPoint, model: ModelConfig) -> None:
     """Raises UserError unless `model` is the model of `start` with adapters."""
-    base = adapters.without_adapters(model)
+    base = adapted_model.without_adapters(model)
     _refuse_mismatch(start.model, base)
     for name in base.projections:
         for layer in range(base.num_layers):
@@ -455,8 +456,9 @@ def refuse_other_base(start: StartingPoint, model: ModelConfig) -> None:
 
 
 def _stored_words(spec):
+    words = spec.weight.words.removesuffix(" weights")
     if not spec.weight.stores_blocks:
-        return spec.weight.words.removesuffix(" weights")
+        return f"{words} at density {spec.density:g}" if spec.weight.is_partial else words
     mixed = f", hadamard {spec.hadamard}" if spec.hadamard else ""
     return f"block-sparse at density {spec.density:g} (block {spec.block}, {spec.pattern}{mixed})"
 

@@ -10,7 +10,7 @@ import numpy as np
 from sparse_dataflow.core.checkpoint.named_arrays import flatten
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.experts import ROUTER
+from sparse_dataflow.core.weights.kind import ROUTER
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.architectures import Architecture
 from sparse_dataflow.interchange.equivalent_forms import (

@@ -25,9 +25,8 @@ from sparse_dataflow.core.config.projections import (
 )
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.model.experts import ROUTER
 from sparse_dataflow.core.model.stacks import ModelWeights
-from sparse_dataflow.core.weights.kind import BIAS, LEAVES
+from sparse_dataflow.core.weights.kind import BIAS, LEAVES, ROUTER
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.equivalent_forms import dense_module
 

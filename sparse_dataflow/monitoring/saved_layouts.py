@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparse_dataflow.core.checkpoint import named_arrays
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.training.phases import Variant, phase_before
@@ -54,7 +55,7 @@ class LayoutReader:
         """
         evolution = self._variant.evolution
         if self._first is None and not evolution.given_layouts:
-            self._first = 0, stacks.layouts(self._variant.phases[0].model)
+            self._first = 0, model_layouts.layouts(self._variant.phases[0].model)
         steps = named_arrays.saved_steps(self._folder)
         if self._first is None and steps:
             self._first = steps[0], self._read(steps[0])
@@ -71,7 +72,7 @@ class LayoutReader:
         def tables(extra):
             phases = SavedProgress.from_extra(extra, planned).phases
             models.append(phases[phase_before(phases, step)].model)
-            return {"tables": stacks.layout_tables(stacks.layouts(models[0]))}
+            return {"tables": stacks.layout_tables(model_layouts.layouts(models[0]))}
 
         arrays = named_arrays.read_part(self._folder, step, tables)
         return stacks.layouts_from_tables(models[0], arrays["tables"])

@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sparse_dataflow.core.config.activations import ACTIVATIONS
 from sparse_dataflow.core.config.attention_settings import (
     DENSE_TOKENS,
     SEQUENTIAL,
@@ -303,12 +302,7 @@ def has_one_op_mlp(config: ModelConfig) -> bool:
 
     Remat "dots" then recomputes mlp_in.  Gated MLPs are one op on TPUs alone and are not counted.
     """
-    names = ("mlp_in", "mlp_out")
-    specs = [config.linear(name) for name in names]
-    plain = all(s.weight.stores_blocks and not s.rank and not s.hadamard for s in specs)
-    fused = bool(ACTIVATIONS[config.activation].fused)
-    fitting = fused and "mlp_in" in config.biases and not config.gated_mlp
-    return plain and fitting and not (config.experts or config.quantized)
+    return config.has_fused_mlp and not (config.gated_mlp or config.experts)
 
 
 WIDEST_HEAD = 256

@@ -13,6 +13,7 @@ import numpy as np
 from sparse_dataflow.core.config.layer_groups import group_index, layer_groups, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.identity import as_identity
 from sparse_dataflow.core.model.partition import trained_and_rest
@@ -96,7 +97,7 @@ def abstract_state(model: ModelConfig, training: TrainingConfig) -> TrainState:
         moments = make_optimizer(model, training).init(params)
         return TrainState(np.zeros((), np.int32), params, moments, (), key, frozen)
 
-    return jax.eval_shape(draw)._replace(tables=stacks.layout_tables(stacks.layouts(model)))
+    return jax.eval_shape(draw)._replace(tables=stacks.layout_tables(model_layouts.layouts(model)))
 
 
 def _parts(model, training, params):

@@ -11,6 +11,7 @@ import numpy as np
 
 from sparse_dataflow.core.config.layer_groups import layer_model_index, layer_models
 from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.executors.block_gradients import norms_of_masks, opened_masks
 from sparse_dataflow.core.executors.whole import Batch, micro_batches, with_weights
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.projection import Probe
@@ -39,7 +40,7 @@ def block_gradient_norms(
       tokens: int32 [rows, sequence + 1].
 
     Returns:
-      {block-sparse projection: float32 [layers, in_blocks, out_blocks]}.
+      {block-sparse or masked projection: float32 [layers, in_blocks, out_blocks]}.
     """
     rows, length = tokens.shape[0], tokens.shape[1] - 1
     programs_by_kind = [
@@ -75,14 +76,18 @@ def _compiled(model, shape):
     }
 
     def backward(weights, x, dy, context):
-        def block(x, norms):
+        opened = opened_masks(weights)
+
+        def block(x, norms, masked):
             probes = {name: Probe(table, norms[name]) for name, table in weights.tables.items()}
-            layer = dataclasses.replace(weights, layouts=probes).linears(model)
+            params = {**weights.params, **masked}
+            layer = dataclasses.replace(opened, layouts=probes, params=params).linears(model)
             return gpt.block(model, layer, x, context.map_rows(lambda rows: rows[0]))
 
-        _, pull = jax.vjp(block, x[0], jax.tree.map(jnp.asarray, zeros))
-        dx, norms = pull(dy[0])
-        return dx[None], norms
+        masked = {name: weights.params[name] for name in model.masked_projections}
+        _, pull = jax.vjp(block, x[0], jax.tree.map(jnp.asarray, zeros), masked)
+        dx, norms, gradients = pull(dy[0])
+        return dx[None], norms | norms_of_masks(model, gradients)
 
     probes = ProbePrograms(functions.embed, functions.forward, functions.head, backward)
     return ProbePrograms(

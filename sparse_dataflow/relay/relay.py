@@ -186,7 +186,8 @@ class Relay:
             self.model.num_layers, step, self.training.steps, self.training.seed
         )
         sections: list[Section] = [EMBED, *((0,) if self.model.shared_layers else blocks), HEAD]
-        sections = [each for each in sections if jax.tree.leaves(view(state.params, each))]
+        if self.training.adapter_rank:  # Adapters train no parameter of embed and head.
+            sections = [each for each in sections if jax.tree.leaves(view(state.params, each))]
         with translated_device_errors(f"step {step + 1}"):
             server = ServerStep(self.server, state, sections, learning_rate, self.timeline)
             weight = jnp.float32(self.training.teacher_weight)
@@ -205,6 +206,7 @@ class Relay:
         run, stash, last = self._run, [], ()
         of_blocks: list[Metrics] = []
         inputs, context = batch
+        of_layers = context.for_blocks()
         (params,) = server.fetch(EMBED).result()
         x, _ = run(EMBED, "embed", params, inputs)
 
@@ -214,7 +216,7 @@ class Relay:
             # last block survive the loop, for the backward pass, which begins with it.
             last = fetched
             stash.append(self._stashed(x))
-            (x, metrics), done = run(block, "forward", *fetched, x, context.for_blocks())
+            (x, metrics), done = run(block, "forward", *fetched, x, of_layers)
             of_blocks.append(metrics)
             return done
 
@@ -232,7 +234,7 @@ class Relay:
 
         def backward(block, fetched):
             nonlocal dx, total
-            (dx, gradient), done = run(block, "backward", *fetched, dx, context.for_blocks())
+            (dx, gradient), done = run(block, "backward", *fetched, dx, of_layers)
             if not self.model.shared_layers:
                 server.push(block, gradient)
             elif total is None:
@@ -331,14 +333,15 @@ class Relay:
         """Returns `whole.micro_batches` on the device."""
         inputs, context = micro_batches(self.model, with_weights(batch), shape[0], padded=padded)
 
-        def put(sharding, array):
-            return _placed([np.asarray(array, order="C")], sharding)[0]
+        def put(tree, sharding):
+            structure: Any
+            leaves, structure = jax.tree.flatten(tree)
+            leaves = [np.asarray(leaf, order="C") for leaf in leaves]
+            return structure.unflatten(_placed(leaves, sharding))
 
         rows, context = context.rows, context.with_rows(dict.fromkeys(context.rows))
-        context = jax.tree.map(functools.partial(put, self._replicated), context)
-        put_rows = functools.partial(put, self._rows)
-        context = context.with_rows(jax.tree.map(put_rows, rows))
-        return put_rows(inputs), context
+        inputs, rows = put((inputs, rows), self._rows)
+        return inputs, put(context, self._replicated).with_rows(rows)
 
 
 @jax.jit

@@ -23,13 +23,14 @@ from sparse_dataflow.core.config.layer_groups import group_index, layer_model, s
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.whole import Batch, micro_batches
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.layout import Groups
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.batch_context import NO_CONTEXT, BatchContext
-from sparse_dataflow.core.model.experts import ROUTER
 from sparse_dataflow.core.model.partition import trained_and_rest
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
+from sparse_dataflow.core.weights.kind import ROUTER
 from sparse_dataflow.files.errors import UserError
 
 DATA_AXIS = "data"
@@ -240,7 +241,7 @@ def arguments(
     embed, block, head = section_weights(model, options.adapted)
     tokens, context = context_shapes(model, shape, options)
     x = jax.ShapeDtypeStruct((*shape, model.d_model), jnp.dtype(model.compute_dtype))
-    stacked = stacks.layout_tables(stacks.layouts(dataclasses.replace(model, num_layers=1)))
+    stacked = stacks.layout_tables(model_layouts.layouts(dataclasses.replace(model, num_layers=1)))
     layouts = {
         name: jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape[1:], t.dtype), table)._replace(
             groups=groups.get(name)
@@ -308,7 +309,7 @@ def layer_kinds(model: ModelConfig, changing: bool) -> tuple[tuple[ModelConfig, 
 
     Layers of one density that are not neighbours may have other groups.
     """
-    tables = stacks.layout_tables(stacks.layouts(model))
+    tables = stacks.layout_tables(model_layouts.layouts(model))
     structures = [
         frozenset((name, stacked.groups) for name, stacked in group.items())
         for group in split_groups(tables if changing else stacks.with_groups(tables))

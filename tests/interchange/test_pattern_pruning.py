@@ -11,6 +11,7 @@ from models import BYTES, DENSE, logits, random_model
 import sparse_dataflow as sd
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.files.errors import UserError
@@ -51,7 +52,7 @@ def test_features_change_places_and_the_logits_stay(family):
     shape = dict(FAMILIES.get(family, {})) | {"num_kv_heads": heads}
     config = dataclasses.replace(DENSE, **shape)
     params, _ = random_model(config)
-    order = feature_order.search(config, params, stacks.layouts(pruned(config)))
+    order = feature_order.search(config, params, model_layouts.layouts(pruned(config)))
     moved = width.reordered(config, params, order.sources)
     assert not np.array_equal(order.sources[0].stream, np.arange(config.d_model))
     expected, actual = (logits(config, each, {}, TOKENS) for each in (params, moved))
@@ -61,7 +62,7 @@ def test_features_change_places_and_the_logits_stay(family):
 @pytest.mark.parametrize("pattern", ["monarch", "shuffle", "random"])
 def test_the_search_reports_what_the_layouts_store(pattern):
     params, _ = random_model(DENSE)
-    layouts = stacks.layouts(pruned(DENSE, pattern))
+    layouts = model_layouts.layouts(pruned(DENSE, pattern))
     order = feature_order.search(DENSE, params, layouts)
     shares = []
     for each in (params, width.reordered(DENSE, params, order.sources)):
@@ -81,7 +82,7 @@ def test_groups_that_were_shuffled_are_found_again():
     model = pruned(DENSE, density=0.5)
     params, _ = random_model(DENSE)
     rng = np.random.default_rng(3)
-    layouts = stacks.layouts(model)
+    layouts = model_layouts.layouts(model)
     for name, of_layers in layouts.items():
         kernel = np.array(params["blocks"][name]["kernel"])
         for layer, layout in enumerate(of_layers):
@@ -103,15 +104,15 @@ def test_groups_that_were_shuffled_are_found_again():
 def test_the_stored_blocks_are_those_of_the_pattern(pattern):
     model = pruned(DENSE, pattern)
     state = initial_state_from(start_of(DENSE), model, TRAINING, prune_to="pattern")
-    assert stacks.layouts_from_tables(model, state.tables) == stacks.layouts(model)
-    assert all(lay.groups for layers in stacks.layouts(model).values() for lay in layers)
+    assert stacks.layouts_from_tables(model, state.tables) == model_layouts.layouts(model)
+    assert all(lay.groups for layers in model_layouts.layouts(model).values() for lay in layers)
 
 
 def test_activations_weigh_the_inputs():
     """With loud inputs the blocks that read them are stored, even if their weights are small."""
     model = pruned(DENSE)
     start = start_of(DENSE)
-    params, layouts = start.params, stacks.layouts(model)
+    params, layouts = start.params, model_layouts.layouts(model)
     shapes = {name: DENSE.projection_shape(name) for name in layouts}
     norms = {name: np.ones((2, rows)) for name, (rows, _) in shapes.items()}
     norms["mlp_out"][:, ::2] = 100.0
@@ -139,7 +140,7 @@ def test_weights_that_have_the_blocks_keep_every_bit():
 def test_sparser_groups_are_made_of_groups():
     before, after = pruned(DENSE, density=0.5), pruned(DENSE, density=0.25)
     state = initial_state_from(start_of(before), after, TRAINING, prune_to="pattern")
-    assert stacks.layouts_from_tables(after, state.tables) == stacks.layouts(after)
+    assert stacks.layouts_from_tables(after, state.tables) == model_layouts.layouts(after)
     kernels, all_stored = dense_weights(after, state), start_of(before).params["blocks"]
     for name, kernel in kernels.items():
         assert set(np.abs(kernel[kernel != 0])) <= set(np.abs(np.ravel(all_stored[name]["values"])))
@@ -149,7 +150,9 @@ def test_the_search_is_no_worse_than_the_best_exchange_of_two():
     """No exchange of two features of one MLP would store more."""
     model = pruned(DENSE)
     params, _ = random_model(DENSE)
-    layouts = {n: lay for n, lay in stacks.layouts(model).items() if n in ("mlp_in", "mlp_out")}
+    layouts = {
+        n: lay for n, lay in model_layouts.layouts(model).items() if n in ("mlp_in", "mlp_out")
+    }
     order = feature_order.search(DENSE, params, layouts)
     moved = width.reordered(DENSE, params, order.sources)
     for layer in range(2):
@@ -205,7 +208,7 @@ def test_only_blocks_of_equal_groups_are_those_of_a_pattern():
         model = pruned(DENSE, pattern)
         assert pattern_pruning.is_grouped(model, random_model(model)[1]) == grouped
     model = pruned(DENSE)
-    layouts = stacks.layouts(model)
+    layouts = model_layouts.layouts(model)
     layouts["mlp_in"][1] = make_layout("random", DENSE.d_model, DENSE.d_ff, 8, 0.5, 1)
     assert not pattern_pruning.is_grouped(model, stacks.layout_tables(layouts))
     assert not pattern_pruning.is_grouped(DENSE, {})

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from test_architectures import order_of
 
 from sparse_dataflow.commands.library import save
+from sparse_dataflow.core.config import adapted_model
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model import adapters
 from sparse_dataflow.evaluation.run_files import RunRecord
@@ -36,7 +37,7 @@ each_architecture = pytest.mark.parametrize(
 def trained_model(name, folder, factors=None, training=TRAINING):
     """A model as a run of adapters on a fixture gives it, with random factors if None."""
     start = starting_point.read(str(FOLDERS[name]))
-    model = adapters.with_adapters(start.model, training.adapter_rank, training.frozen_dtype)
+    model = adapted_model.with_adapters(start.model, training.adapter_rank, training.frozen_dtype)
     state = starting_point.adapter_state_from(start, model, training)
     rng = np.random.default_rng(2)
     draw = lambda leaf: rng.normal(size=leaf.shape, scale=0.3).astype("f4")  # noqa: E731

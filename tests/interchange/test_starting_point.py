@@ -13,6 +13,7 @@ from sparse_dataflow.core.config.layer_groups import split_groups
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.evolution import phase_specs
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.data.tokenizer import Tokenizer
@@ -87,7 +88,7 @@ def test_the_largest_blocks_are_kept_and_balanced():
 def test_layouts_that_rigl_will_change_get_wide_tables(start):
     (phase,) = phase_specs(SPARSE, EvolutionConfig("rigl", given_layouts=True))
     state = initial_state_from(start_of(start), phase.model, TRAINING)
-    expected = stacks.layout_tables(stacks.layouts(phase.model))
+    expected = stacks.layout_tables(model_layouts.layouts(phase.model))
     assert jax.tree.map(np.shape, state.tables) == jax.tree.map(np.shape, expected)
 
 

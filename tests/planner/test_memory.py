@@ -14,7 +14,8 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import SparsityConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.layouts import model_layouts
+from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.planner import memory, plan_memory, scales
@@ -92,7 +93,7 @@ def test_parameters_of_published_checkpoints_to_the_last_one(scale, published):
 @pytest.mark.parametrize("scale", ["llama3-1b", "llama3-8b", "qwen3-0.6b", "qwen3-8b"])
 def test_blocks_of_the_preset_divide_published_widths(scale):
     model = dataclasses.replace(SIZES[scale], num_layers=1)
-    stacks.layouts(dataclasses.replace(model, linears=SparsityConfig().linears(model)))
+    model_layouts.layouts(dataclasses.replace(model, linears=SparsityConfig().linears(model)))
 
 
 def test_parameters_of_a_small_model_counted_by_hand():

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparse_dataflow.core.config import adapted_model
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import ROW_PARALLEL, LinearSpec
-from sparse_dataflow.core.model import adapters
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.pipeline import schedules
 from sparse_dataflow.planner import memory
@@ -28,7 +28,9 @@ LOW_RANK = MODEL.with_linears(LinearSpec("low_rank", "low_rank", density=1 / 8))
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_one_chip_copies_the_adapters_alone(dtype, remat):
     """The frozen weights have the compute dtype already."""
-    adapted = adapters.with_adapters(dataclasses.replace(SIZES["nano"], compute_dtype=dtype), 4)
+    adapted = adapted_model.with_adapters(
+        dataclasses.replace(SIZES["nano"], compute_dtype=dtype), 4
+    )
     plan = ParallelPlan(remat=remat)
     copy = run_bytes(adapted, 64, plan, adapters=True).working_copy
     layers = adapted.num_layers if remat == "none" else 1

@@ -14,6 +14,7 @@ from server_process import IDENTITY, MODEL, TRAINING, advance, first_state, key,
 from sparse_dataflow.core import collectives
 from sparse_dataflow.core.config.projections import KINDS, PATTERN_NAMES, LinearSpec
 from sparse_dataflow.core.config.training import BUILT_IN
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.optim.optimizers import adam_state
 from sparse_dataflow.files.errors import UserError
@@ -84,7 +85,7 @@ def test_layouts_that_are_read_equal_those_that_were_written(tmp_path, pattern):
     files.close()
     read = open_files(tmp_path, model).restore(key())
     assert_same_bits(read, written)
-    assert stacks.layouts_from_tables(model, read.tables) == stacks.layouts(model)
+    assert stacks.layouts_from_tables(model, read.tables) == model_layouts.layouts(model)
     with_groups = stacks.with_groups(read.tables)
     assert jax.tree.structure(with_groups) == jax.tree.structure(stacks.with_groups(written.tables))
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import sparse_dataflow.core.layouts.evolution  # noqa: F401  Registers the patterns.
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs import equal_cost
@@ -48,7 +48,7 @@ def test_a_model_costs_its_budget(scale, budget, density, pattern, projections, 
     head = base.d_model / base.num_heads
     assert abs(math.log(model.d_model / model.num_heads / head)) <= math.log(equal_cost.HEAD_RATIO)
     assert model.sparse_projections == (base.sparse_projections if density < 1 else ())
-    for layouts in stacks.layouts(dataclasses.replace(model, num_layers=1)).values():
+    for layouts in model_layouts.layouts(dataclasses.replace(model, num_layers=1)).values():
         for layout in layouts:
             stored = layout.nnz / (layout.in_blocks * layout.out_blocks)
             ratio = stored / density

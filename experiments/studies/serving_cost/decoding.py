@@ -17,7 +17,7 @@ import numpy as np
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.files import json_files
@@ -121,7 +121,7 @@ def _legal(model, arm, density, block):
         spec = LinearSpec("block_sparse", pattern, density=count / ring, block=block)
         try:
             chosen = model.with_linears(spec, arm.pruned)
-            stacks.check_layouts(chosen)
+            model_layouts.check_layouts(chosen)
         except UserError:
             continue
         return chosen

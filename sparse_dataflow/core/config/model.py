@@ -7,7 +7,7 @@ from typing import Any
 
 from sparse_dataflow.core.config import arguments, remat
 from sparse_dataflow.core.config import attention_settings as families
-from sparse_dataflow.core.config.activations import ACTIVATION_NAMES
+from sparse_dataflow.core.config.activations import ACTIVATION_NAMES, ACTIVATIONS
 from sparse_dataflow.core.config.attention_settings import (
     FAMILY_FIELDS,
     AttentionSettings,
@@ -472,6 +472,16 @@ class ModelConfig(AttentionSettings, RotarySettings):
         return self.precision != PRECISIONS[0]
 
     @property
+    def has_fused_mlp(self) -> bool:
+        """Whether an op computes a whole MLP, see `model.mlp`: gated ones without biases, and those
+        with a bias and no gate, whose weights are stored blocks and nothing else."""
+        biases = {"mlp_gate", "mlp_in"} & set(self.biases)
+        fused = not biases if self.gated_mlp else biases and ACTIVATIONS[self.activation].fused
+        specs = [self.linear(name) for name in self.projections if name in MLP]
+        plain = all(s.weight.stores_blocks and not s.rank and not s.hadamard for s in specs)
+        return bool(fused) and plain and not self.quantized
+
+    @property
     def weight_words(self) -> tuple[str, ...]:
         """Words of the kinds of its weights, sorted, without dense ones."""
         kinds = {spec.weight for spec in dict(self.linears).values()} - {DENSE.weight}
@@ -482,6 +492,12 @@ class ModelConfig(AttentionSettings, RotarySettings):
         """Names of the projections that are a part of a dense weight, which may change."""
         linears = dict(self.linears)
         return tuple(name for name, spec in linears.items() if spec.weight.is_partial)
+
+    @property
+    def masked_projections(self) -> tuple[str, ...]:
+        """Names of the projections that are whole kernels under a mask."""
+        linears = dict(self.linears)
+        return tuple(name for name, spec in linears.items() if spec.weight.has_mask)
 
     @property
     def sparse_projections(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from jax import lax
 from sparse_dataflow.core.config.layer_groups import join_groups, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.executors import sharding, whole
 from sparse_dataflow.core.model.projection import Probe
 from sparse_dataflow.core.model.stacks import ModelWeights
 
@@ -68,7 +68,11 @@ def block_gradient_norms(
 
 
 def mask_gradient_norms(
-    loss_and_gradients: Callable, model: ModelConfig, weights: ModelWeights, tokens: jax.Array
+    loss_and_gradients: Callable,
+    model: ModelConfig,
+    weights: ModelWeights,
+    tokens: jax.Array,
+    features: np.ndarray | None = None,
 ) -> dict[str, jax.Array]:
     """Returns the norms of the dense gradient of masked weights, by the blocks of their masks.
 
@@ -76,24 +80,55 @@ def mask_gradient_norms(
       loss_and_gradients: of an executor.
       weights: of the model, as placed.
       tokens: int32 [rows, sequence + 1].
+      features: order of the residual stream's features as placed; None for that of the model.
 
     Returns:
       {masked projection: float32 [layers, in_blocks, out_blocks]}.
     """
-    specs = {n: spec for n, spec in dict(model.linears).items() if spec.weight.has_mask}
-    if not specs:
+    if not model.masked_projections:
         return {}
-    # What is not under a mask is zero, so under masks of ones the gradient is that of the dense
-    # weight.
-    ones = jax.tree.map(jnp.ones_like, weights.frozen)
-    opened = dataclasses.replace(weights, frozen=ones)
+    opened = opened_masks(weights)
     _, gradients = loss_and_gradients(model, opened, whole.Batch(tokens), whole.Accumulation())
-    norms = {}
-    for name, spec in specs.items():
-        modules = [group[name] for group in split_groups(gradients["blocks"])]
-        squares = [spec.weight.gradient_scores(module, spec) for module in modules]
-        norms[name] = jnp.sqrt(jnp.concatenate(squares))
-    return norms
+    groups = [
+        norms_of_masks(model, _in_order(model, group, features))
+        for group in split_groups(gradients["blocks"])
+    ]
+    return jax.tree.map(lambda *norms: jnp.concatenate(norms), *groups)
+
+
+def _in_order(model, gradients, features):
+    """Returns the gradients of masked projections with the features in the order of the model."""
+    if features is None:
+        return gradients
+    back = np.argsort(features)
+
+    def in_order(name, leaf, array):
+        dim = sharding.residual_dim(f"blocks.{name}.{leaf}")
+        return array if dim is None else jnp.take(array, back, axis=dim)
+
+    return {
+        name: {leaf: in_order(name, leaf, array) for leaf, array in gradients[name].items()}
+        for name in model.masked_projections
+    }
+
+
+def opened_masks(weights: ModelWeights) -> ModelWeights:
+    """Returns weights with masks of ones, of a model without adapters.
+
+    What is not under a mask is zero, so they compute the same, and their gradient is that of dense
+    weights.
+    """
+    return dataclasses.replace(weights, frozen=jax.tree.map(jnp.ones_like, weights.frozen))
+
+
+def norms_of_masks(model: ModelConfig, gradients: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Returns the norms of the gradients of masked projections, by the blocks of their masks.
+
+    Args:
+      gradients: of a block or of several, with `opened_masks`.
+    """
+    specs = {name: model.linear(name) for name in model.masked_projections}
+    return {n: jnp.sqrt(s.weight.gradient_scores(gradients[n], s)) for n, s in specs.items()}
 
 
 class Portions(NamedTuple):

@@ -11,7 +11,10 @@ import numpy as np
 from sparse_dataflow.core.config.depth import DepthSchedule
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors import compatibility, whole
-from sparse_dataflow.core.executors.block_gradients import block_gradient_norms
+from sparse_dataflow.core.executors.block_gradients import (
+    block_gradient_norms,
+    mask_gradient_norms,
+)
 from sparse_dataflow.core.executors.whole import Accumulation, Batch
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import gradient_arrays
@@ -80,6 +83,20 @@ class Executor:
     ) -> dict[str, jax.Array]:
         """Returns `block_gradients.block_gradient_norms` in canonical order."""
         return block_gradient_norms(model, weights, tokens)
+
+    def growth_norms(
+        self, model: ModelConfig, weights: ModelWeights, tokens: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Returns the norms of the dense gradient by which stored blocks and masks grow."""
+        norms = self.block_gradient_norms(model, weights, tokens) if weights.tables else {}
+        features = self.residual_order(model)
+        masks = mask_gradient_norms(self.loss_and_gradients, model, weights, tokens, features)
+        return norms | masks
+
+    def residual_order(self, model: ModelConfig) -> np.ndarray | None:
+        """Returns the order of the residual stream's features as placed, int32 [d_model]; None for
+        that of the model."""
+        return None
 
     def shardings(self, state: Any, model: ModelConfig) -> Any:
         """Returns the shardings of a state without layouts, for `jax.jit`; None for the default."""

@@ -28,6 +28,7 @@ from sparse_dataflow.core.executors.mesh_axes import MOST_SUB_BATCHES, key_value
 from sparse_dataflow.core.executors.mesh_axes import cut_run_length as run_length
 from sparse_dataflow.core.executors.sharding import COLUMN_PARALLEL
 from sparse_dataflow.core.executors.state_roles import Role, parameter_shapes, roles
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import adapters, stacks
 from sparse_dataflow.core.model.shard import Shard
 from sparse_dataflow.core.model.stacks import ModelWeights
@@ -87,7 +88,7 @@ class Sharded(Executor):
                 f"a micro-batch on a device; legal: {legal}."
             )
         residual.refuse(self.mesh, model)
-        for group in split_groups(stacks.layout_tables(stacks.layouts(model))):
+        for group in split_groups(stacks.layout_tables(model_layouts.layouts(model))):
             sharded = cuts.cut(group, self.tensor_shards, False, self._kv_copies(model))
             for name in set(sharded) & set(MLP) if model.experts else ():
                 if sharded[name].tables.groups is None:
@@ -285,7 +286,7 @@ class Sharded(Executor):
                 sharded = cuts.cut(tables, self.tensor_shards, False, self._kv_copies(model))
                 orders |= {(group, n): c.order for n, c in sharded.items() if c.order is not None}
         arrays = state._replace(tables=())
-        features = residual.order(model, self.mesh)
+        features = self.residual_order(model)
 
         parameters = parameter_shapes(arrays)
 
@@ -311,6 +312,9 @@ class Sharded(Executor):
             place, arrays, self.shardings(arrays, model), roles(arrays)
         )
         return placed._replace(tables=state.tables)
+
+    def residual_order(self, model):
+        return residual.order(model, self.mesh)
 
     def place_layouts(self, weights, model, changing):
         target = NamedSharding(self.mesh, TABLES)

@@ -419,7 +419,8 @@ def with_weights(batch: Batch, shards: int = 1) -> Batch:
     if batch.weights is not None:
         return batch
     targets = batch.tokens[:, 1:]
-    mean = jnp.full(targets.shape, 1 / (targets.size * shards), jnp.float32)
+    xp: Any = np if isinstance(targets, np.ndarray) else jnp  # The relay's batch is on the host.
+    mean = xp.full(targets.shape, 1 / (targets.size * shards), np.float32)
     return dataclasses.replace(batch, weights=mean)
 
 

@@ -13,20 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparse_dataflow.core.config.adapted_model import with_adapters as with_adapters
-from sparse_dataflow.core.config.adapted_model import without_adapters as without_adapters
 from sparse_dataflow.core.config.layer_groups import join_groups, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.weights.dense import Dense, Quantised
-from sparse_dataflow.core.weights.kind import MATRIX, TERMS, leaf_of, stored_form
+from sparse_dataflow.core.weights.kind import EMBEDDINGS, MATRIX, TERMS, leaf_of, stored_form
 from sparse_dataflow.core.weights.low_rank import PlusLowRank
 
 FACTORS = tuple(name for name, leaf in PlusLowRank.leaves().items() if leaf.role == MATRIX)
 """Leaves of a projection that are trained."""
-
-OTHER_MATRICES = ("tokens", "positions", "output")
-"""Leaves of no projection that a frozen base stores in the compute dtype, as the matrices of
-projections.  Vectors stay float32."""
 
 
 def factors(params: dict) -> dict:
@@ -54,7 +48,7 @@ def frozen(model: ModelConfig, params: dict, scale: float) -> dict:
 
     def cast(path, leaf):
         fact, name = leaf_of(path), path[-1].key
-        matrix = name in OTHER_MATRICES or (fact is not None and fact.role == MATRIX)
+        matrix = name in EMBEDDINGS or (fact is not None and fact.role == MATRIX)
         matrix = matrix and leaf.dtype != jnp.int8
         return leaf.astype(dtype) if matrix else leaf
 

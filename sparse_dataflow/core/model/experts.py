@@ -226,10 +226,6 @@ def _take(rows, indices):
     return rows.at[indices].get(mode="fill", fill_value=0)
 
 
-ROUTER = "router"
-"""Leaf of the router's weight, which computes in float32 whatever the compute dtype."""
-
-
 def auxiliary_loss(config: ModelConfig, metrics: Mapping[str, Any]) -> jax.Array:
     """Returns the sum over tokens of the auxiliary losses of a layer, or of all if stacked.
 

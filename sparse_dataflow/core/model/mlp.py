@@ -6,7 +6,6 @@ from collections.abc import Iterable
 import jax
 from flax import nnx
 
-from sparse_dataflow.core.config.activations import ACTIVATIONS
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, ROW_PARALLEL
 from sparse_dataflow.core.model.projection import draw
@@ -46,16 +45,11 @@ class Mlp(nnx.Module):
     def _fused(self, x_BxTxD):
         """Returns mlp_out's product if a fused op computes the whole MLP, else None.
 
-        There are ops for gated MLPs without biases, and for those with a bias and no gate, whose
-        weights are stored blocks and nothing else.
+        A weight with a probe or a threshold multiplies by itself.
         """
         config = self.config
-        if config.gated_mlp:
-            has_fused_op = not {"mlp_gate", "mlp_in"} & set(config.biases)
-        else:
-            has_fused_op = bool(ACTIVATIONS[config.activation].fused) and "mlp_in" in config.biases
         weights = [getattr(self, name).weight for name in config.projections if name in MLP]
-        if not has_fused_op or config.quantized or {type(w) for w in weights} != {BlockSparse}:
+        if not config.has_fused_mlp or {type(w) for w in weights} != {BlockSparse}:
             return None
         values = [weight.values.astype(x_BxTxD.dtype) for weight in weights]
         tables = [weight.tables for weight in weights]

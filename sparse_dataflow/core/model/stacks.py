@@ -23,8 +23,6 @@ from sparse_dataflow.core.layouts.layout import (
     blocks_text,
     stack_tables,
 )
-from sparse_dataflow.core.layouts.model_layouts import check_layouts as check_layouts
-from sparse_dataflow.core.layouts.model_layouts import layouts as layouts
 from sparse_dataflow.core.model import adapters
 from sparse_dataflow.core.model.projection import InputThreshold, layer_weights
 from sparse_dataflow.core.weights.kind import leaf_of

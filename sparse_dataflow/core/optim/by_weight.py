@@ -20,16 +20,18 @@ from jax import lax
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.optim import factories
 from sparse_dataflow.core.optim.weight_state import WeightState, axis_names
-from sparse_dataflow.core.weights.kind import LEAVES, MATRIX, ROLE_AXES, leaf_of, stored_form
-
-ROUTER = "router"
-"""The one matrix of no projection that multiplies activations."""
+from sparse_dataflow.core.weights.kind import (
+    EMBEDDINGS,
+    LEAVES,
+    MATRIX,
+    ROLE_AXES,
+    ROUTER,
+    leaf_of,
+    stored_form,
+)
 
 VOCABULARY = ("tokens", "output", "output_bias")
 """Leaves with a row for each token."""
-
-OTHER_MATRICES = (ROUTER, "tokens", "output", "positions")
-"""Leaves of no projection of which a weight has two axes."""
 
 
 class WeightStates(NamedTuple):
@@ -50,7 +52,7 @@ def weight_axes(path: tuple) -> int:
     """
     if leaf := leaf_of(path):
         return ROLE_AXES[leaf.role]
-    return 2 if path[-1].key in OTHER_MATRICES else 1
+    return 2 if is_matrix(path) else 1
 
 
 def is_linear_matrix(path: tuple) -> bool:
@@ -61,7 +63,7 @@ def is_linear_matrix(path: tuple) -> bool:
 
 def is_matrix(path: tuple) -> bool:
     """Returns whether a weight of a parameter has two axes."""
-    return is_linear_matrix(path) or path[-1].key in OTHER_MATRICES
+    return is_linear_matrix(path) or path[-1].key in EMBEDDINGS
 
 
 def has_muon(path: tuple) -> bool:

@@ -19,7 +19,7 @@ from sparse_dataflow.core.config.model import DENSE, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim import by_weight, muon
-from sparse_dataflow.core.weights.kind import TERMS
+from sparse_dataflow.core.weights.kind import ROUTER, TERMS
 from sparse_dataflow.core.weights.low_rank import PlusLowRank
 
 SPARSE_RATE_DENSITY = 1 / 8
@@ -324,7 +324,7 @@ def learning_rate_multipliers(
             return training.vector_rate
         projection = path[-2].key
         spec, sides = DENSE, (model.d_model, 0)
-        if name != by_weight.ROUTER:
+        if name != ROUTER:
             spec = layer_groups(model)[group_index_of_path(path)].model.linear(projection)
             sides = model.projection_shape(projection)
         has_muon = training.optimizer == "muon" and by_weight.has_muon(path)

@@ -162,10 +162,10 @@ def gradient_norms_flops(config: ModelConfig, tokens: int, sequence: int) -> flo
     """Returns the FLOPs of the block norms of the dense gradient over `tokens` tokens.
 
     The sum of a forward pass, a backward pass without weight gradients, and the dense xᵀ dy of
-    every block-sparse projection.
+    every projection whose stored weights change.
     """
     forward = flops_per_token(config, sequence, training=False)
-    sides = [config.projection_shape(name) for name in config.sparse_projections]
+    sides = [config.projection_shape(name) for name in config.partial_projections]
     dense = 2.0 * config.num_layers * sum(fan_in * fan_out for fan_in, fan_out in sides)
     # Attention has two backward products for each forward product.
     return tokens * (2 * forward.total + forward.attention + dense)

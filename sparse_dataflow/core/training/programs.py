@@ -12,12 +12,9 @@ import numpy as np
 
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors.block_gradients import (
-    mask_gradient_norms,
-    mean_norms,
-    portions,
-)
+from sparse_dataflow.core.executors.block_gradients import mean_norms, portions
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.evolution import METHODS, PhaseSpec
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
@@ -232,7 +229,7 @@ def _compile(phase, training, data, executor):
         return Compiled(**programs, seconds=time.perf_counter() - start, teach=teach)
     place = functools.partial(executor.place_layouts, model=model, changing=phase.runtime_layouts)
     shapes = executor.placed_shapes(abstract_state(model, training, executor), model)
-    canonical = shapes._replace(tables=stacks.layout_tables(stacks.layouts(model))).weights
+    canonical = shapes._replace(tables=stacks.layout_tables(model_layouts.layouts(model))).weights
     weights = place(canonical)
     replicated = executor.replicated()
     train_step = jitted_train_step(model, training, executor, shapes)
@@ -271,7 +268,7 @@ def _with_updates(programs, phase, training, data, evolution, executor):
         refuse_row_shards(evolution, executor)
     if method.reads_gradients:
         measure = programs.gradient_norms or jax.jit(
-            functools.partial(_growth_norms, executor, model),
+            functools.partial(executor.growth_norms, model),
             out_shardings=executor.replicated(),
         )
         division = portions(training, evolution.sequences)
@@ -292,12 +289,6 @@ def _with_updates(programs, phase, training, data, evolution, executor):
         state = evolve_layouts(state, model, programs, evolution, share, batches, executor)
         seconds = time.perf_counter() - start
     return dataclasses.replace(programs, update_seconds=seconds)
-
-
-def _growth_norms(executor, model, weights, tokens):
-    """Returns the norms of the dense gradient by which stored blocks and masks grow."""
-    norms = executor.block_gradient_norms(model, weights, tokens) if weights.tables else {}
-    return norms | mask_gradient_norms(executor.loss_and_gradients, model, weights, tokens)
 
 
 def refuse_row_shards(evolution: EvolutionConfig, executor: Executor) -> None:

@@ -10,6 +10,7 @@ from sparse_dataflow.core.config.projections import PRECISIONS, LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.evolution import METHODS
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.optim.optimizers import TrainState
@@ -185,7 +186,7 @@ def refuse_other_layouts(state: TrainState, phase: Phase) -> None:
     if phase.runtime_layouts:
         return
     saved = stacks.layouts_from_tables(phase.model, state.tables)
-    expected = stacks.layouts(phase.model)
+    expected = model_layouts.layouts(phase.model)
     if names := sorted(name for name in expected if saved[name] != expected[name]):
         raise UserError(
             f"The checkpoint's layouts of {', '.join(names)} are not those of its pattern, which "
@@ -206,4 +207,4 @@ def abstract_saved_state(
     model = phases[phase_before(phases, step)].model
     state = abstract_state(model, training, executor)
     frozen = () if training.adapter_rank else state.frozen
-    return state._replace(tables=stacks.layout_tables(stacks.layouts(model)), frozen=frozen)
+    return state._replace(tables=stacks.layout_tables(model_layouts.layouts(model)), frozen=frozen)

@@ -14,6 +14,7 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import sharding
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
 from sparse_dataflow.core.executors.whole import Accumulation, Batch
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.partition import trained_and_rest
 from sparse_dataflow.core.model.stacks import ModelWeights
@@ -37,7 +38,7 @@ def initial_state(
     """
     if isinstance(executor, MultiProgramExecutor):
         return executor.initial_state(model, training)
-    tables = stacks.layout_tables(stacks.layouts(model))
+    tables = stacks.layout_tables(model_layouts.layouts(model))
     # The number of steps does not change the draw; without it, `_draw` is cached across runs.
     state = _draw(model, dataclasses.replace(training, steps=1), executor)()
     moments = with_steps_left(training, state.moments)

@@ -59,7 +59,7 @@ def update_layouts(
     state: TrainState,
     model: ModelConfig,
     update: Update,
-    share: Callable[[int], float],
+    share: float | Callable[[int], float],
     gradient_norms: dict[str, np.ndarray] | None = None,
     row_shards: int = 1,
     mask_gain: float = 0.0,
@@ -72,11 +72,12 @@ def update_layouts(
       state: canonical, with concrete tables; must not be used again.
       model: config of the state's model.
       update: update rule of a method; see `layouts.evolution`.
-      share: number of stored blocks of a weight -> fraction of them to exchange.
+      share: fraction of stored blocks to exchange, or number of stored blocks of a weight -> it.
       gradient_norms: from `block_gradient_norms`; None if the update does not read them.
       row_shards: see `EvolutionConfig.row_shards`.
       mask_gain: see `Method`.
     """
+    share_of: Any = share if callable(share) else lambda _: share
     key = jax.random.key_data(jax.random.fold_in(state.key, state.step))
     seed = np.asarray(jax.device_get(key)).ravel().tolist()
     layouts = stacks.layouts_from_tables(model, state.tables)
@@ -89,13 +90,15 @@ def update_layouts(
                 gradients = None if gradient_norms is None else gradient_norms[name][layer]
                 rng = np.random.default_rng([*seed, model.projections.index(name), layer])
                 new.append(
-                    update(old[layer], layer_norms, gradients, share(old[layer].nnz), shards, rng)
+                    update(
+                        old[layer], layer_norms, gradients, share_of(old[layer].nnz), shards, rng
+                    )
                 )
             layers = slice(place.layers.start, place.layers.stop)
             state = _moved_blocks(state, place, old[layers], new[layers])
         layouts[name] = new
     state = state._replace(tables=stacks.layout_tables(layouts))
-    return _with_exchanged_masks(state, model, share, gradient_norms, mask_gain)
+    return _with_exchanged_masks(state, model, share_of, gradient_norms, mask_gain)
 
 
 def _with_exchanged_masks(state, model, share, gradient_norms, gain):
@@ -473,8 +476,9 @@ def _convert_leaf(tree, place, before, after, convert, counts=None):
     is_state = isinstance(leaf, WeightState)
     new = leaf.map(convert, counts) if is_state else convert(leaf)
     module[after] = jax.block_until_ready(new)
+    stays = set(map(id, jax.tree.leaves(new)))
     for array in jax.tree.leaves(leaf):
-        if isinstance(array, jax.Array):
+        if isinstance(array, jax.Array) and id(array) not in stays:
             array.delete()
     return place.with_module(tree, module)
 

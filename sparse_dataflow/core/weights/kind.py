@@ -10,6 +10,7 @@ its inputs (rows); see `config.projections.ROW_PARALLEL`.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
@@ -87,6 +88,11 @@ LEAVES: dict[str, Leaf] = {}
 BIAS = Leaf(VECTOR, output_dim=0)
 """The bias of a projection, which is of no kind of weight."""
 
+EMBEDDINGS = ("tokens", "output", "positions")
+ROUTER = "router"
+"""Matrices that are of no weight: tables with a row for each token or position, and what chooses
+experts, in float32 whatever the compute dtype."""
+
 TERMS: set[str] = set()
 """Names of the arrays of added terms, which any stored form may have beside it."""
 
@@ -153,6 +159,7 @@ class Weight:
         return function(self)
 
     @classmethod
+    @functools.cache
     def leaves(cls) -> dict[str, Leaf]:
         """Returns the arrays of the class by name."""
         fields: Any = dataclasses.fields(cls)  # type: ignore[arg-type]
@@ -297,7 +304,9 @@ def register(weight: Kind) -> Kind:
     if weight.kind:
         bases = weight.__mro__[: weight.__mro__.index(Weight)]
         own = {name for base in bases for name in vars(base)}
-        absent = [n for n in ("words", "__rmatmul__", "dense", "shapes", "draw") if n not in own]
+        needed = ["words", "__rmatmul__", "dense", "shapes", "draw"]
+        needed += ["expert_products"] * ("experts" in weight.offers)
+        absent = [name for name in needed if name not in own]
         if absent:
             raise UserError(f"The kind of weight {weight.kind!r} lacks {', '.join(absent)}.")
         if unknown := weight.offers - set(ABILITIES):

@@ -18,6 +18,7 @@ from sparse_dataflow.core.config.layer_groups import layer_groups, layer_linear,
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.batch_context import BatchContext
 from sparse_dataflow.core.model.projection import layer_weights
@@ -71,7 +72,7 @@ def test_groups_are_runs_of_layers_of_equal_density(model_and_depth):
 def test_parameters_tables_and_flops_follow_the_layouts(model_and_depth):
     model, _ = model_and_depth
     shapes = shapes_of(model)
-    layouts = stacks.layouts(model)
+    layouts = model_layouts.layouts(model)
     tables = stacks.layout_tables(layouts)
     count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))  # noqa: E731
     assert count(shapes) == cost.parameter_count(model)
@@ -129,7 +130,7 @@ def layer_by_layer(model, params, tokens):
         model, linears={n: LinearSpec(rank=s.rank) for n, s in model.linears}
     )
     x = gpt.embed(dense, params["embed"], tokens[:, :-1])
-    layouts, number = stacks.layouts(model), 0
+    layouts, number = model_layouts.layouts(model), 0
     for blocks in split_groups(params["blocks"]):
         for i in range(len(blocks["norm1"]["scale"])):
             layer = {

@@ -30,6 +30,7 @@ from jax.sharding import Mesh
 from sparse_dataflow.compile import hlo
 from sparse_dataflow.compile.programs import abstract_arguments
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
+from sparse_dataflow.core.config import adapted_model
 from sparse_dataflow.core.config.layer_groups import split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
@@ -39,8 +40,9 @@ from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.executors.sharded import Sharded
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.evolution import PhaseSpec, phase_specs
-from sparse_dataflow.core.model import adapters, gpt, stacks
+from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.optim.optimizers import map_moments
 from sparse_dataflow.core.step_metrics import Max, Mean, Norm, Sum
 from sparse_dataflow.core.training import hooks
@@ -91,6 +93,9 @@ MODELS = {
         DENSE, num_layers=3, density_by_depth=(1.0, 0.5, 1.0)
     ).with_linears(LinearSpec("block_sparse", "butterfly", 0.25, 4), ["qkv", "attn_out", "mlp_in"]),
     "masked": DENSE.with_linears(LinearSpec("masked", "masked", 0.5, 1, span=4)),
+    "masked_and_stored": sparse("monarch").with_linears(
+        LinearSpec("masked", "masked", 0.5, 4), ["attn_out", "mlp_in"]
+    ),
     "sparse_gated": sparse("monarch", num_heads=8, gated_mlp=True),
     "sparse_gated_full": sparse("monarch", num_heads=8, gated_mlp=True, remat="full"),
     "dense_deep": dataclasses.replace(DENSE, num_layers=8),
@@ -253,7 +258,7 @@ def train_once(model, executor, micro_batches, start=None, padded=False, **chang
         STEPS, BATCH, SEQUENCE, micro_batches, learning_rate=1e-3, clip=CLIP, sparse_rate=2.0,
         **changes,
     )  # fmt: skip
-    model = adapters.with_adapters(model, training.adapter_rank, training.frozen_dtype)
+    model = adapted_model.with_adapters(model, training.adapter_rank, training.frozen_dtype)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, model.vocab_size, (STEPS, BATCH, SEQUENCE + 1)).astype(np.int32)
     weights = rng.uniform(size=(BATCH, SEQUENCE)).astype(np.float32)
@@ -355,9 +360,7 @@ def norms(name, texts):
         if isinstance(runs, RelayExecutor):
             fetch = functools.partial(Relay(model, training).to_first_device, weights)
             return probe.block_gradient_norms(model, fetch, rows)
-        return jax.device_get(
-            jax.jit(functools.partial(runs.block_gradient_norms, model))(weights, rows)
-        )
+        return jax.device_get(jax.jit(functools.partial(runs.growth_norms, model))(weights, rows))
 
     right = measured(SINGLE_DEVICE)
     return {text: error(measured(executor(text, model)[0]), right) for text in texts}
@@ -412,7 +415,7 @@ def compare(name, texts):
     name, _, option = name.partition("+")
     model, changes, errors = MODELS[name], OPTIONS[option], {}
     start = initial_state(
-        adapters.with_adapters(
+        adapted_model.with_adapters(
             model, changes.get("adapter_rank", 0), changes.get("frozen_dtype", "compute")
         ),
         TrainingConfig(
@@ -445,7 +448,7 @@ def move(name, texts):
     """Saves a state on each mesh and restores it on the next; returns {text: bits are equal}."""
     model, results = MODELS[name], {}
     training = TrainingConfig(STEPS, BATCH, SEQUENCE)
-    tables = stacks.layout_tables(stacks.layouts(model))
+    tables = stacks.layout_tables(model_layouts.layouts(model))
     right = initial_state(model, training)
     key = jax.random.key_data(right.key)
     noise = lambda tree: jax.tree.map(lambda a: a + jnp.arange(a.size).reshape(a.shape), tree)  # noqa: E731

@@ -241,6 +241,10 @@ def test_layouts_evolve_as_on_one_device(method, texts):
         ("llama", "stage:2,tensor:4/3/1/1f1b/1", "data:2,tensor:4/0/1"),
         ("sparse_depth", "relay/device/1"),
         ("documents", "relay/device/1"),
+        # Of masks, whose kernels are reordered where "feature" cuts runs of the residual stream.
+        ("masked", "relay/device/1"),
+        ("masked", "on:4,feature:2,tensor:2/3/1", "stage:2,fsdp:2,tensor:2/2/2/1f1b/1"),
+        ("masked_and_stored", "on:4,feature:2,fsdp:2/3/1", "on:2,stage:2/0/1/1f1b/1"),
     ),
 )
 def test_block_gradient_norms_are_those_of_one_device(model, texts):

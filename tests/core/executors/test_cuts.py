@@ -8,6 +8,7 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.executors import cuts
 from sparse_dataflow.core.executors.sharding import COLUMN_PARALLEL
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.evolution import phase_specs, rigl_blocks
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.training import programs
@@ -39,7 +40,7 @@ def exchanged(layouts, row_shards):
 def test_shards_of_exchanged_layouts_have_the_same_shapes():
     evolution = EvolutionConfig("rigl", row_shards=SHARDS)
     (phase,) = phase_specs(MODEL, evolution)
-    before = stacks.layouts(phase.model)
+    before = model_layouts.layouts(phase.model)
     after = exchanged(before, SHARDS)
     sharded = [
         cuts.cut(stacks.layout_tables(layouts), SHARDS, changing=True)
@@ -53,7 +54,7 @@ def test_shards_of_exchanged_layouts_have_the_same_shapes():
 
 def test_blocks_that_move_between_shards_are_refused_before_the_first_step():
     (phase,) = phase_specs(MODEL, EvolutionConfig("rigl"))
-    tables = stacks.layout_tables(exchanged(stacks.layouts(phase.model), row_shards=1))
+    tables = stacks.layout_tables(exchanged(model_layouts.layouts(phase.model), row_shards=1))
     with pytest.raises(UserError, match="Shards would store from"):
         cuts.cut(tables, SHARDS, changing=True)
 

@@ -12,7 +12,8 @@ from small_models import EACH_KIND as MODEL
 
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.layouts import model_layouts
+from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.stacks import weights_of
 
@@ -172,7 +173,7 @@ def test_a_program_for_changing_layouts_does_not_grow_with_depth(array_sizes):
 def test_each_layer_uses_its_weights_and_layouts():
     """Compares with a loop over the layers."""
     params, tables, tokens = arbitrary_params(MODEL), tables_of(MODEL), tokens_of(MODEL)
-    assert len(set(stacks.layouts(MODEL)["attn_out"])) > 1
+    assert len(set(model_layouts.layouts(MODEL)["attn_out"])) > 1
 
     def by_hand(params, tokens):
         x = gpt.embed(MODEL, params["embed"], tokens)

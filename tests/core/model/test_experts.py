@@ -14,6 +14,7 @@ from small_models import arbitrary_params
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import experts, gpt, stacks
 from sparse_dataflow.core.model.experts import Experts, auxiliary_loss
 from sparse_dataflow.core.model.projection import layer_weights
@@ -64,7 +65,7 @@ def bound(config, params):
 
 
 def tables_of(config):
-    tables = stacks.layout_tables(stacks.layouts(config))
+    tables = stacks.layout_tables(model_layouts.layouts(config))
     return stacks.with_groups(jax.tree.map(lambda table: table[0], tables)) if tables else {}
 
 
@@ -192,7 +193,7 @@ def test_illegal_storage_of_experts_is_refused(spec, depth, words):
 def test_layouts_without_equal_groups_are_refused():
     spec = LinearSpec("block_sparse", "random", density=0.25, block=2)
     with pytest.raises(UserError, match=r"legal for experts: sparsity\.pattern=monarch or shuffle"):
-        stacks.check_layouts(TINY.with_linears(spec, ["mlp_in"]))
+        model_layouts.check_layouts(TINY.with_linears(spec, ["mlp_in"]))
 
 
 @settings(deadline=None, max_examples=5)

@@ -22,7 +22,8 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.layouts import model_layouts
+from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.rotary import rotate
 from sparse_dataflow.core.model.stacks import Fixed, weights_of
 from sparse_dataflow.core.training.cost import parameter_count
@@ -80,7 +81,7 @@ def test_density_one_equals_the_dense_model(pattern):
     full = DENSE.with_linears(LinearSpec("block_sparse", pattern, density=1.0, block=8))
     dense_params = arbitrary_params(DENSE)
     blocks = {name: dict(module) for name, module in dense_params["blocks"].items()}
-    for name, layers in stacks.layouts(full).items():
+    for name, layers in model_layouts.layouts(full).items():
         kernels = blocks[name].pop("kernel")
         blocks[name]["values"] = np.stack([la.from_dense(k) for la, k in zip(layers, kernels)])
     tokens = tokens_of(DENSE)
@@ -206,7 +207,7 @@ TRAINING = TrainingConfig(steps=10, batch=2, sequence=4)
 def test_a_training_state_holds_stored_blocks_only():
     state = jax.eval_shape(lambda: initial_state(THIN, TRAINING))
     parameters = jax.tree.map(lambda leaf: leaf.shape, state.params)
-    for name, layers in stacks.layouts(THIN).items():
+    for name, layers in model_layouts.layouts(THIN).items():
         assert parameters["blocks"][name]["values"] == (2, layers[0].nnz, 8, 8)
         assert layers[0].density == 1 / 16
     adam = next(moment for moment in state.moments if hasattr(moment, "mu"))

@@ -11,6 +11,7 @@ import pytest
 
 from sparse_dataflow.compile import hlo, topologies
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.evaluation import kv_cache
@@ -30,7 +31,7 @@ def compiled_token(pattern, batch, kind):
     model = DENSE
     if pattern:
         model = DENSE.with_linears(LinearSpec("block_sparse", pattern, 1 / 8, 128))
-    tables = stacks.layout_tables(stacks.layouts(model))
+    tables = stacks.layout_tables(model_layouts.layouts(model))
     with topologies.tracing_for(topologies.gpu_devices(kind)[0]):
         weights = jax.eval_shape(
             lambda key: kv_cache.prepare(model, ModelWeights(gpt.init(model, key), tables)),

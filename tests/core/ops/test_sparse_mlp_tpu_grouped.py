@@ -14,6 +14,7 @@ from sparse_dataflow.chips.tpu import grouped_mlp as kernels
 from sparse_dataflow.chips.tpu import grouped_mlp_tuning as tuning_grouped
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.layout import Groups
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.model import gpt, stacks
@@ -136,7 +137,7 @@ def block_of(config):
     """
     params = gpt.init(config, jax.random.key(0))["blocks"]
     params = jax.tree.map(lambda leaf: leaf[0], params)
-    tables = stacks.with_groups(stacks.layout_tables(stacks.layouts(config)))
+    tables = stacks.with_groups(stacks.layout_tables(model_layouts.layouts(config)))
     tables = jax.tree.map(lambda table: table[0], tables)
     x = np.random.default_rng(0).normal(size=(2, 16, config.d_model)).astype(np.float32)
 

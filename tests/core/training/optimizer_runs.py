@@ -18,6 +18,7 @@ from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.executors import mesh
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.executors.sharded import Sharded
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training.step import abstract_state, initial_state, jitted_train_step
@@ -40,7 +41,7 @@ def main(optimizer, name, folder):
     model, training = variant.model, variant.training
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 250, (STEPS, 8, 17)).astype(np.int32)
-    tables = stacks.layout_tables(stacks.layouts(model))
+    tables = stacks.layout_tables(model_layouts.layouts(model))
     checkpoints = Checkpoints(pathlib.Path(folder), config={})
 
     def run(executor, save=False):

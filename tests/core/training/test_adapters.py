@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from small_models import tables_of
 
+from sparse_dataflow.core.config import adapted_model
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
@@ -45,7 +46,7 @@ each_base = pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 
 def start(base, training=TRAINING):
     """Returns (config with adapters, initial state, layout tables)."""
-    model = adapters.with_adapters(base, training.adapter_rank, training.frozen_dtype)
+    model = adapted_model.with_adapters(base, training.adapter_rank, training.frozen_dtype)
     tables = tables_of(model)
     return model, initial_state(model, training)._replace(tables=Fixed(tables)), tables
 
@@ -175,7 +176,7 @@ def test_the_plan_of_memory_is_that_of_the_compiled_step(remat):
     layers = whole.UNROLL_LAYERS + 1
     base = ModelConfig(layers, 256, 4, 1024, 512, 128, remat=remat)
     training = TrainingConfig(steps=1, batch=2, sequence=128, adapter_rank=4)
-    model = adapters.with_adapters(base, 4)
+    model = adapted_model.with_adapters(base, 4)
     shapes = abstract_state(model, training)
     step = jitted_train_step(model, training, SINGLE_DEVICE, shapes)
     tokens = jax.ShapeDtypeStruct((2, 129), jnp.int32)
@@ -192,7 +193,7 @@ def test_the_plan_of_memory_is_that_of_the_compiled_step(remat):
 
 
 def test_flops_leave_out_the_gradients_of_frozen_weights():
-    model = adapters.with_adapters(DENSE, 3)
+    model = adapted_model.with_adapters(DENSE, 3)
     forward = cost.flops_per_token(model, 8, training=False)
     steps = cost.flops_per_token(model, 8, adapters=True).sections
     every = cost.flops_per_token(model, 8).sections
@@ -212,7 +213,7 @@ def test_flops_leave_out_the_gradients_of_frozen_weights():
 )
 def test_a_model_that_takes_no_adapters_is_named(base, rank, words):
     with pytest.raises(UserError, match=words):
-        adapters.with_adapters(base, rank)
+        adapted_model.with_adapters(base, rank)
 
 
 def test_muon_has_nothing_to_train():

@@ -11,6 +11,7 @@ from evolving import EVOLUTIONS, MODEL, MODELS, TRAINING, train, trainer
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.block_gradients import Portions, mean_norms, portions
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.core.training import cost, hooks
@@ -41,7 +42,7 @@ def untimed(path):
 def test_a_share_that_rounds_to_no_block_exchanges_one_of_each_layer(tmp_path, share):
     evolution = dataclasses.replace(EVOLUTIONS["set"], share=share)
     t = train(trainer(tmp_path, "set", evolution), until=3)
-    first = stacks.layouts(MODEL)
+    first = model_layouts.layouts(MODEL)
     last = stacks.layouts_from_tables(MODEL, t.state.tables)
     new = {
         name: [int((b.mask & ~a.mask).sum()) for a, b in zip(first[name], last[name], strict=True)]
@@ -104,7 +105,7 @@ def test_a_plateau_starts_the_dense_phase_early_also_after_a_resume(tmp_path, st
 )
 def test_layouts_change_and_keep_their_fan_in(tmp_path, method):
     t, model = train(trainer(tmp_path, method)), MODELS[method]
-    first, last = stacks.layouts(model), stacks.layouts_from_tables(model, t.state.tables)
+    first, last = model_layouts.layouts(model), stacks.layouts_from_tables(model, t.state.tables)
     for name in model.sparse_projections:
         for before, after in zip(first[name], last[name], strict=True):
             np.testing.assert_array_equal(after.fan_in, before.fan_in)

@@ -9,6 +9,7 @@ import pytest
 from test_adapters import BASES, DENSE, TOKENS, TRAINING, same_bits, start
 
 from sparse_dataflow.commands.preflight.settling import settle
+from sparse_dataflow.core.config import adapted_model
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import adapters
 from sparse_dataflow.core.training import cost
@@ -97,7 +98,7 @@ def test_gradients_are_those_of_the_scaled_weights():
 
 @pytest.mark.parametrize("name", ["dense", "llama", "bfloat16"])
 def test_the_plan_counts_the_bytes_of_the_arrays(name):
-    model = adapters.with_adapters(BASES[name], INT8.adapter_rank, "int8")
+    model = adapted_model.with_adapters(BASES[name], INT8.adapter_rank, "int8")
     state = abstract_state(model, INT8)
     arrays = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.frozen))
     assert memory.frozen_bytes(model) == arrays
@@ -146,7 +147,7 @@ def test_stored_blocks_are_refused():
         UserError,
         match=r"attn_out: .*frozen_dtype=int8 does not go with block-sparse weights; legal: c",
     ):
-        adapters.with_adapters(BASES["sparse"], 3, "int8")
+        adapted_model.with_adapters(BASES["sparse"], 3, "int8")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.evolution import METHODS, phase_specs
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import weights_of
@@ -100,7 +101,7 @@ def test_an_update_keeps_old_blocks_bit_by_bit_and_starts_new_ones_at_zero(metho
     rng = np.random.default_rng(0)
     gradients = {
         name: rng.random((2, *layers[0].mask.shape))
-        for name, layers in stacks.layouts(model).items()
+        for name, layers in model_layouts.layouts(model).items()
     }
     update = METHODS[method].update
     after = update_layouts(trained_state(model), model, update, lambda _: 0.3, gradients)
@@ -146,7 +147,7 @@ def test_dense_is_the_same_function_with_the_same_moments(model):
     assert_shaped_like(after, dense)
     np.testing.assert_allclose(logits_of(dense, after), logits, rtol=1e-5, atol=1e-5)
     assert np.abs(logits).max() > 0.1
-    for name, layers in stacks.layouts(model).items():
+    for name, layers in model_layouts.layouts(model).items():
         for layer, layout in enumerate(layers):
             for tree, (theirs, mine) in enumerate(zip(trees(original), trees(after))):
                 module = jax.tree.map(lambda leaf, i=layer: leaf[i], theirs["blocks"][name])
@@ -166,7 +167,7 @@ def test_a_weight_with_a_hadamard_transform_becomes_a_dense_one_of_the_same_func
     after = change_model(before, MIXED, dense)
     assert_shaped_like(after, dense)
     np.testing.assert_allclose(logits_of(dense, after), logits, rtol=1e-5, atol=1e-5)
-    for name, layers in stacks.layouts(MIXED).items():
+    for name, layers in model_layouts.layouts(MIXED).items():
         inside = MIXED.projection_shape(name)[0]
         turn = np.kron(np.eye(inside // 16), scipy.linalg.hadamard(16) / 4)
         # Variances of independent gradients transform with the squares.

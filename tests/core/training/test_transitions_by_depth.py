@@ -13,6 +13,7 @@ from sparse_dataflow.core.config.layer_groups import layer_groups, layer_linear
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.evolution import METHODS, phase_specs
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.optim.optimizers import map_moments
@@ -37,7 +38,8 @@ CHANGES = {
 }
 RNG = np.random.default_rng(0)
 NORMS = {
-    name: RNG.random((3, *layouts[0].mask.shape)) for name, layouts in stacks.layouts(ALIKE).items()
+    name: RNG.random((3, *layouts[0].mask.shape))
+    for name, layouts in model_layouts.layouts(ALIKE).items()
 }
 
 
@@ -78,7 +80,7 @@ def state_of_layers(states, model):
 
     params, mu, nu = (combine(*each) for each in zip(*map(trees, states)))
     moments = map_moments(lambda _: mu, states[0].moments, second=lambda _: nu)
-    tables = stacks.layout_tables(stacks.layouts(model))
+    tables = stacks.layout_tables(model_layouts.layouts(model))
     return states[0]._replace(params=params, moments=moments, tables=tables)
 
 

@@ -217,6 +217,7 @@ def incomplete(**changes):
         ({"draw": None}, "'mine' lacks draw"),
         ({"dense": None, "shapes": None}, "'mine' lacks dense, shapes"),
         ({"words": None}, "'mine' lacks words"),
+        ({"offers": frozenset({"experts"})}, "'mine' lacks expert_products"),
         ({"kind": "dense"}, "'dense' is registered twice"),
         ({"offers": frozenset({"rank", "speed"})}, "offers speed; legal: .*experts"),
         (

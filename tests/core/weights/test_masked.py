@@ -194,6 +194,18 @@ def test_an_update_moves_weights_and_their_moments(method, name):
     step(after, TOKENS, 1e-2)
 
 
+def test_an_update_keeps_what_an_optimizer_knows_of_a_whole_weight():
+    """Counts of an optimizer of `factories` stay, and are not freed with the old arrays."""
+    model = MODEL.with_linears(SINGLE)
+    training = dataclasses.replace(TRAINING, optimizer="lion")
+    state = initial_state(model, training)
+    step = jax.jit(make_train_step(model, training))
+    for _ in range(2):
+        state, report = step(state, TOKENS, 1e-3)
+        state = update_layouts(state, model, METHODS["set"].update, 0.5)
+    assert np.isfinite(report.loss)
+
+
 def test_an_update_needs_no_new_program():
     model = MODEL.with_linears(SINGLE)
     state, traces = initial_state(model, TRAINING), []
@@ -206,7 +218,7 @@ def test_an_update_needs_no_new_program():
 
     for _ in range(3):
         state, _ = step(state, TOKENS)
-        state = update_layouts(state, model, METHODS["set"].update, lambda _: 0.5)
+        state = update_layouts(state, model, METHODS["set"].update, 0.5)
     assert len(traces) == 1
 
 
