@@ -58,20 +58,17 @@ RUN = {
     "tests/launch/test_gke.py": "tests/launch/test_gke.py::test_manifests_equal_the_golden_ones",
     "build": "tests/test_wheel.py::wheel",
     "venv": "tests/launch/test_make_env.py::test_it_is_created_once",
-    "make aot-gpu": "tests/core/ops/test_pallas_hopper_compiles.py::test_",
     "make bench-schedule": S + "test_compiles.py::test_cycles",
     "make bench-schedule-gpu": S + "test_gpu_compiles.py::test_kernels",
     "make bench": E + "test_benches.py::test_step_bench",
     "make chip-report": E + "test_benches.py::test_this_cpu_is_measured",
     "make docs": "tests/test_documentation.py::test_the_site_is_whole",
-    "make optional": E + "test_optional_packages.py::test_",
     "make faults": E + "test_faults.py::test_kills",
 }
 """Module, script or make target -> FILE::PREFIX of the test or fixture that runs it."""
 
-NOT_RUN = ("clean", "format", "lock", "nightly")
-"""Targets that delete or rewrite files, need the network or take hours; only their recipes are
-read."""
+NOT_RUN = ("clean", "format", "lock")
+"""Targets that delete or rewrite files, or need the network; only their recipes are read."""
 
 
 def join_continued_lines(text):

@@ -219,6 +219,7 @@ def test_a_base_that_has_changed_or_gone_is_named(run, place):
         starting_point.read.cache_clear()
 
 
+@pytest.mark.slow
 def test_an_adapter_run_on_a_run_checks_its_checkpoint(place):
     """The base is a run of the same shape, whose newest checkpoint is another one later."""
     whole = sd.train(
@@ -234,6 +235,7 @@ def test_an_adapter_run_on_a_run_checks_its_checkpoint(place):
         sd.load(run.folder)
 
 
+@pytest.mark.slow
 def test_a_block_sparse_base_keeps_its_blocks_and_its_export_has_low_rank_terms(place):
     shape = {"num_layers": 1, "d_model": 32, "num_heads": 2, "d_ff": 64}
     config = sd.preset("pico").change(
@@ -261,6 +263,7 @@ def test_a_block_sparse_base_keeps_its_blocks_and_its_export_has_low_rank_terms(
         sd.save(model, place / "no_adapter", "adapter")
 
 
+@pytest.mark.slow
 def test_the_relay_trains_adapters_as_one_device_and_resumes_from_its_files(place, run):
     """Also where its masters are in files, which have no frozen weights."""
     changes = {"parallel__executor": "relay", "parallel__server_dir": str(place / "files")}

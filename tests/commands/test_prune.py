@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from marks import some
 
 import sparse_dataflow as sd
 from sparse_dataflow.core.config.projections import LinearSpec
@@ -27,7 +28,7 @@ def error(pruned, model=MODEL):
     return np.linalg.norm(sd.logits(pruned, OTHERS) - exact)
 
 
-@pytest.mark.parametrize("block", [16, "1x16", 1, "2:4", "narrow"])
+@pytest.mark.parametrize("block", some([16, "1x16", 1, "2:4", "narrow"], "1x16", 1, "narrow"))
 def test_every_target_is_a_model_that_is_saved_and_loaded(block, tmp_path):
     pruned = sd.prune(MODEL, TOKENS, block=block)
     nothing = dataclasses.replace(MODEL, params={**MODEL.params, "blocks": jax.tree.map(
@@ -50,6 +51,7 @@ def test_every_target_is_a_model_that_is_saved_and_loaded(block, tmp_path):
         assert not kernel[~pruned.masks["mlp_in"]].any()
 
 
+@pytest.mark.slow
 def test_finer_shapes_lose_less():
     errors = [error(sd.prune(MODEL, TOKENS, block=block).model) for block in (1, "1x16", 16)]
     assert errors == sorted(errors)

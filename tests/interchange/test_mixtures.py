@@ -106,6 +106,7 @@ def changes_of(corpus, init_from, out):
     }
 
 
+@pytest.mark.slow
 def test_a_directory_begins_a_run_that_is_exported_again(tmp_path, corpus):
     changes = changes_of(corpus, FOLDERS["mixtral"], tmp_path / "run") | {
         "sparsity.projections": ("q", "attn_out"),

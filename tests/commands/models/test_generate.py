@@ -89,6 +89,7 @@ def test_activation_sparsity_is_refused_without_a_run(monkeypatch, capsys, flags
     assert left.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_experts_in_host_memory_write_the_same_text_and_the_traffic_is_said(monkeypatch, capsys):
     shape = {"d_model": 32, "num_heads": 2, "d_ff": 64, "experts": 4, "top_k": 2}
     config = sd.preset("pico").change(sparsity__block=8, sparsity__density=0.5)

@@ -157,6 +157,7 @@ def expected():
     return tokens, by_layer(arbitrary(MODEL))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("remat", "traced_tables", "deepest"),
     [
