@@ -24,7 +24,7 @@ DEMO_MINUTES := $(if $(filter --minutes% --steps% --resume%,$(ARGS)),,--minutes=
 GONE := $(shell test -x $(BIN)/python || echo FORCE)
 
 # What `make test` runs; BUILD.md has the rule by which tests are marked.
-EACH_CONTRACT := not slow and not nightly
+EACH_CONTRACT := --hypothesis-profile=fewer-draws -m 'not slow and not nightly'
 
 # Tests of what a compiler for a chip that is not there makes.
 TPU_COMPILES := test_pallas_tpu_compiles.py test_pallas_tpu_grouped_compiles.py test_splash_compiles.py test_step_compiles.py test_quantized_compiles.py
@@ -54,7 +54,7 @@ demo: $(READY) ## train a sparse GPT and two dense ones here; ARGS="--help" list
 	@$(BIN)/python -m experiments.gpt13b_sparse $(DEMO_TWIN) $(DEMO_MINUTES) $(ARGS)
 
 test: $(READY) ## run each contract once, in ten minutes; TESTS="tests/core/layouts -k layout" runs some
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10 -m '$(EACH_CONTRACT)' $(TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10 $(EACH_CONTRACT) $(TESTS)
 
 test-all: $(READY) ## run these tests and the slow ones, which show more instances
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10 $(TESTS)
@@ -74,7 +74,7 @@ faults: $(READY) ## every fault test, measured for docs/surviving.md; ARGS="--ki
 
 aot-tpu: ## compile each TPU kernel and a step of each chip, v4 to v6e, without one (fetches libtpu: 200 MB in .venv-tpu)
 	@sh launch/make_env.sh .venv-tpu dev,aot
-	.venv-tpu/bin/python -m pytest -n $(WORKERS) --dist worksteal -m '$(EACH_CONTRACT)' $(addprefix tests/core/ops/,$(TPU_COMPILES)) tests/relay/test_compiles.py tests/compile/test_plans_compile.py tests/compile/test_overlaps.py tests/experiments/benchmarks/schedules/test_compiles.py $(TESTS)
+	.venv-tpu/bin/python -m pytest -n $(WORKERS) --dist worksteal $(EACH_CONTRACT) $(addprefix tests/core/ops/,$(TPU_COMPILES)) tests/relay/test_compiles.py tests/compile/test_plans_compile.py tests/compile/test_overlaps.py tests/experiments/benchmarks/schedules/test_compiles.py $(TESTS)
 
 aot-gpu: ## compile the GPU programs for a T4 to a B200, without one (fetches CUDA: 4 GB in .venv-gpu)
 	@sh launch/make_env.sh .venv-gpu dev,cuda

@@ -1,5 +1,8 @@
-"""Marks most cases of a table slow, so that `make test` runs a few of them."""
+"""What `make test` leaves out of a test: most cases of a table, and two of three examples."""
 
+import math
+
+import hypothesis
 import pytest
 
 
@@ -19,3 +22,9 @@ def some(cases, *chosen):
         params.append(pytest.param(*values, marks=marks, id=None if name is None else str(name)))
     assert all(name in keys for name in chosen), f"{chosen} are not all in the table: {keys}"
     return params
+
+
+def examples(number):
+    """Returns max_examples of a costly property: a third of the number in `make test`."""
+    fewer = hypothesis.settings.get_current_profile_name() == "fewer-draws"
+    return math.ceil(number / 3) if fewer else number

@@ -93,6 +93,7 @@ def test_a_run_names_its_base_and_its_checkpoints_hold_the_adapters_alone(run, p
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_a_loaded_run_is_its_base_with_adapters_and_an_export_has_them_merged(run, place):
     model, base = sd.load(run.folder), sd.load(place / "base")
     assert np.array_equal(

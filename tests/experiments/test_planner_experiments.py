@@ -73,6 +73,7 @@ def test_a_sparse_search_prints_the_sparse_command(tmp_path, capsys):
     assert [v.name for v in variants(config)] == ["sparse"]
 
 
+@pytest.mark.slow
 def test_a_sparse_search_says_how_much_faster_it_is_and_that_it_is_extrapolated(tmp_path, capsys):
     flags = ("--scale=1.3b", "--chips=8", "--batch=256", "--density=0.125", "--verify=0")
     assert exit_status(layout_search, *flags, f"--out={tmp_path}") == 0

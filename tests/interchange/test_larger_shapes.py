@@ -90,10 +90,14 @@ REPEATED = {"d_model": 64, "num_heads": 8, "d_ff": 128}
             dataclasses.replace(DEPTH, parametrization="supar"),
             {"num_layers": 3, "density_by_depth": (2.0, 1.0, 1.0), **REPEATED},
         ),
-        (SPARSE, {"d_ff": 72, "linears": {}}),
+        pytest.param(SPARSE, {"d_ff": 72, "linears": {}}, marks=pytest.mark.slow),
         (DENSE, {"experts": 4, "top_k": 2, "shared_expert": True, **REPEATED}),
         (dataclasses.replace(SPARSE, experts=2, top_k=2), {"num_layers": 3}),
-        (dataclasses.replace(DENSE, experts=2, top_k=1), {"num_layers": 3, **REPEATED}),
+        pytest.param(
+            dataclasses.replace(DENSE, experts=2, top_k=1),
+            {"num_layers": 3, **REPEATED},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["stored", "stored to dense", "to experts", "block-sparse experts", "dense experts"],
 )

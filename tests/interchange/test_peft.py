@@ -143,7 +143,7 @@ def logits_of_export(folder, form):
     return logits_of_export(added, "dense")
 
 
-@pytest.mark.parametrize("form", ["dense", "sparse", "adapter"])
+@pytest.mark.parametrize("form", some(["dense", "sparse", "adapter"], "sparse", "adapter"))
 @pytest.mark.parametrize(
     "options",
     [{}, {"adapter_alpha": 3.0}, {"adapter_rank": 5}, {"frozen_dtype": "int8"},

@@ -9,6 +9,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from marks import some
 
 import sparse_dataflow as sd
 from sparse_dataflow.layers.layout_state import MARK_SIZE, layout_name
@@ -198,7 +199,7 @@ def unrolled(blocks, x, layers=3):
 
 
 @each_kind
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", some([False, True], True))
 def test_scan_and_remat(evolving, remat):
     blocks, x = stack(evolving), inputs(4)
     apply = lambda x, block: block(x)  # noqa: E731

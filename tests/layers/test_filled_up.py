@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from marks import some
 
 import sparse_dataflow as sd
 from sparse_dataflow.core.layouts.patterns import has_layout
@@ -74,7 +75,7 @@ def test_a_width_that_the_block_divides_is_filled_up_where_the_density_needs_it(
 
 
 @each_shape
-@pytest.mark.parametrize("evolving", [False, True])
+@pytest.mark.parametrize("evolving", some([False, True], True))
 def test_product_and_gradients_are_those_of_the_dense_kernel(inputs, outputs, block, evolving):
     layer = layer_of(inputs, outputs, block, evolving=evolving)
     dense = sd.densify(layer)

@@ -120,7 +120,7 @@ def test_offloaded_blocks_are_copied_to_pinned_host_memory(remat, copies, monkey
     assert ('_xla_buffer_placement = "pinned_host"' in program) == copies
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", some(["none", "full"], "full"))
 @pytest.mark.parametrize("unrolled", [True, False])
 def test_traced_tables_change_nothing(result, remat, unrolled, monkeypatch):
     monkeypatch.setattr(whole, "UNROLL_CHANGING_LAYERS", 2 if unrolled else 1)
@@ -144,6 +144,7 @@ def test_scanning_concrete_tables_changes_nothing(result, monkeypatch):
     np.testing.assert_allclose(loss_alone(), result[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_jit_changes_nothing(result):
     np.testing.assert_allclose(loss_alone(jit=False), result[0], rtol=1e-5)
 
@@ -189,7 +190,9 @@ def test_each_layer_uses_its_weights_and_layouts():
     np.testing.assert_allclose(jax.jit(by_hand)(params, tokens), logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "unrolled"), [("sparse", True), ("experts", False)])
+@pytest.mark.parametrize(
+    ("kind", "unrolled"), some([("sparse", True), ("experts", False)], "experts")
+)
 def test_the_gradient_of_a_shared_block_is_the_sum_over_the_layers(kind, unrolled, monkeypatch):
     """Compares with a model whose layers have equal weights of their own."""
     monkeypatch.setattr(whole, "unrolls", lambda *_: unrolled)
@@ -241,6 +244,7 @@ def test_the_initial_loss_is_that_of_a_uniform_guess():
     assert float(loss) == pytest.approx(np.log(MODEL.vocab_size), rel=0.05)
 
 
+@pytest.mark.slow
 def test_bfloat16_compute_stays_near_float32_and_keeps_float32_masters(result):
     loss, gradients = result
     narrow_loss, narrow = run(dataclasses.replace(MODEL, compute_dtype="bfloat16"))
@@ -252,7 +256,7 @@ def test_bfloat16_compute_stays_near_float32_and_keeps_float32_masters(result):
         assert difference < 0.1 * np.linalg.norm(exact)
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", some(["none", "full"], "full"))
 def test_masked_documents_have_the_loss_of_each_alone(remat):
     """Rotary positions are relative, so a document's place in the window changes nothing."""
     config = dataclasses.replace(MODEL, positions="rotary", mask_documents=True, remat=remat)

@@ -10,6 +10,7 @@ import pytest
 from activation_formulas import FORMULAS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import examples, some
 from small_models import DENSE, MONARCH, arbitrary_params, as_dense, logits_of, tokens_of
 
 from sparse_dataflow.core.config.activations import ACTIVATIONS
@@ -83,7 +84,7 @@ def configs(draw):
     )
 
 
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=examples(24), deadline=None)
 @given(configs(), st.integers(0, 9))
 def test_logits_are_those_of_plain_numpy(config, seed):
     params, tokens = arbitrary_params(config, seed), tokens_of(config, 1, 9, seed)
@@ -105,7 +106,10 @@ def assert_equals_its_dense_model(config):
     )
 
 
-@pytest.mark.parametrize("projection", ["q", "k", "v", "attn_out", "mlp_gate", "mlp_in", "mlp_out"])
+@pytest.mark.parametrize(
+    "projection",
+    some(["q", "k", "v", "attn_out", "mlp_gate", "mlp_in", "mlp_out"], "k", "attn_out", "mlp_gate"),
+)
 def test_each_projection_of_a_gated_model_may_be_block_sparse_or_low_rank(projection):
     llama = dataclasses.replace(DENSE, **FAMILIES["llama"], num_kv_heads=2)
     config = llama.with_linears(dataclasses.replace(MONARCH, rank=2), [projection])

@@ -162,6 +162,7 @@ def test_norms():
     np.testing.assert_allclose(rms, expected, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_initial_scale_of_activations_does_not_depend_on_density():
     base = ModelConfig(num_layers=2, d_model=128, num_heads=4, d_ff=512, vocab_size=9, max_len=64)
     specs = [LinearSpec()]

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from marks import examples, some
 from simulated import simulated_tpu
 from simulated_hopper import simulated_hopper
 from simulated_triton import simulated_triton
@@ -229,7 +230,7 @@ def assert_close(actual, operands, layout):
 
 @every_implementation
 def test_products_match_the_dense_product(implementation):
-    @settings(max_examples=implementation.examples)
+    @settings(max_examples=examples(implementation.examples))
     @given(case=cases(implementation))
     def check(case):
         operands = draw_operands(case.layout, case.tokens, case.dtype, case.seed)
@@ -241,7 +242,7 @@ def test_products_match_the_dense_product(implementation):
     check()
 
 
-@pytest.mark.parametrize("batched", ["x", "values", "both"])
+@pytest.mark.parametrize("batched", some(["x", "values", "both"], "both"))
 @every_implementation
 def test_vmap_is_a_loop(implementation, batched):
     layout = make_layout(
