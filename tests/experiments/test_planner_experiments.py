@@ -63,6 +63,7 @@ def test_the_page_of_a_search_is_one_file_with_four_figures(tmp_path, capsys):
     assert "Frontier's own plan" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_sparse_search_prints_the_sparse_command(tmp_path, capsys):
     flags = ("--scale=1.3b", "--chips=8", "--batch=256", "--density=0.125", "--sequence=1024")
     assert exit_status(layout_search, *flags, f"--out={tmp_path}") == 0

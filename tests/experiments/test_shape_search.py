@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 from exit_status import exit_status
-from marks import some
 
 from experiments import shape_search
 from experiments.studies.serving_cost import arms, candidates, shape_law, shapes, study
@@ -105,17 +104,15 @@ def test_the_excess_is_that_of_the_results_of_like_shape_density_and_length(stud
     assert other.excess(result.model, result.density, length * 2**5) == np.inf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "budget",
-    some(
-        [
-            Budget(30000, NO_LIMIT, 2e11, NO_LIMIT),
-            Budget(NO_LIMIT, 70000, 2e11, NO_LIMIT),
-            Budget(30000, 66000, NO_LIMIT, 1e6),
-            Budget(30000, NO_LIMIT, 2e11, 1e6),
-        ],
+    [
+        Budget(30000, NO_LIMIT, 2e11, NO_LIMIT),
         Budget(NO_LIMIT, 70000, 2e11, NO_LIMIT),
-    ),
+        Budget(30000, 66000, NO_LIMIT, 1e6),
+        Budget(30000, NO_LIMIT, 2e11, 1e6),
+    ],
 )
 def test_candidates_keep_to_the_budget_and_are_ranked_by_the_law(studies, budget):
     ranked = candidates.search(studies, budget)

@@ -31,7 +31,7 @@ MIXTURES = {
 }
 
 
-@pytest.mark.parametrize(("old", "fields"), some(MIXTURES, "llama", "prototypes"))
+@pytest.mark.parametrize(("old", "fields"), some(MIXTURES, "shared expert"))
 def test_a_mixture_begins_with_the_function_of_a_dense_model(old, fields):
     state = begun_with_equal_logits(old, dataclasses.replace(old, **fields), IDS)
     router = np.asarray(state.params["blocks"]["experts"]["router"])
@@ -39,7 +39,9 @@ def test_a_mixture_begins_with_the_function_of_a_dense_model(old, fields):
     assert np.isclose(router.std(), 1 / np.sqrt(32), rtol=0.2)
 
 
-@pytest.mark.parametrize("old", [SPARSE, DEPTH], ids=["uniform", "by depth, low rank, hadamard"])
+@pytest.mark.parametrize(
+    "old", some({"uniform": SPARSE, "by depth, low rank, hadamard": DEPTH}, "uniform")
+)
 def test_stored_blocks_become_dense_experts(old):
     dense_mlp = {name: spec for name, spec in old.linears if not name.startswith("mlp")}
     begun_with_equal_logits(old, dataclasses.replace(old, linears=dense_mlp, **MIXTURE), IDS)

@@ -91,7 +91,11 @@ REPEATED = {"d_model": 64, "num_heads": 8, "d_ff": 128}
             {"num_layers": 3, "density_by_depth": (2.0, 1.0, 1.0), **REPEATED},
         ),
         pytest.param(SPARSE, {"d_ff": 72, "linears": {}}, marks=pytest.mark.slow),
-        (DENSE, {"experts": 4, "top_k": 2, "shared_expert": True, **REPEATED}),
+        pytest.param(
+            DENSE,
+            {"experts": 4, "top_k": 2, "shared_expert": True, **REPEATED},
+            marks=pytest.mark.slow,
+        ),
         (dataclasses.replace(SPARSE, experts=2, top_k=2), {"num_layers": 3}),
         pytest.param(
             dataclasses.replace(DENSE, experts=2, top_k=1),

@@ -46,7 +46,7 @@ def test_all_sections_add_up_to_the_step(model):
     jax.tree.map(np.testing.assert_array_equal, before, state)
 
 
-@pytest.mark.parametrize("model", [SIZES["pico"], DEPTH], ids=["dense", "by depth"])
+@pytest.mark.parametrize("model", some({"dense": SIZES["pico"], "by depth": DEPTH}, "dense"))
 def test_sections_count_every_layer_and_micro_batch(monkeypatch, model):
     """Every timing is one second."""
     monkeypatch.setattr(sections, "_median", lambda run: 1.0)

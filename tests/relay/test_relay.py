@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import small_models
 from executor_runs import MODELS
+from marks import some
 
 from sparse_dataflow.core.config.depth import DepthSchedule
 from sparse_dataflow.core.config.projections import LinearSpec
@@ -114,7 +115,7 @@ def test_the_products_of_groups_are_quantised():
     np.testing.assert_allclose(losses["int8"], losses["compute_dtype"], rtol=1e-2)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", some(OPTIMIZERS, "muon", "adafactor"))
 @pytest.mark.parametrize("name", ["sparse_rank", "sparse_depth", "shared"])
 def test_initial_state_equals_that_of_the_whole_executor(name, optimizer):
     model, how = MODELS[name], training(optimizer=optimizer)

@@ -32,7 +32,7 @@ ONCE = [
     ("sparse_depth", "halves,fsdp:2,context:2,feature:2/3/1"),
     ("sparse_deep_full+measured", "stage:2,fsdp:2,tensor:2/2/2/interleaved/2/2+1+1+1"),
     ("dense", "relay/device/1", "relay/host/2"),
-    ("experts_sparse+measured", "relay/device/2"),
+    ("sparse_depth", "relay/device/2"),
 ]
 DAILY = [
     # "multi_query" has fewer key/value heads than the axis tensor has devices.
@@ -112,7 +112,7 @@ DAILY = [
     ("gemma2", "relay/device/2"),
     ("gemma3", "relay/device/2"),
     *((name, "relay/device/2") for name in ("phi", "olmo2", "smollm3", "granite")),
-    ("sparse_depth", "relay/device/2"),
+    ("experts_sparse+measured", "relay/device/2"),
 ]
 AT_NIGHT = [
     ("stablelm2_12b", "fsdp:2,tensor:4/3/2", "fsdp:4,feature:2/3/2"),

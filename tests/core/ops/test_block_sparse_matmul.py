@@ -87,10 +87,10 @@ SUITE = [
 ]
 
 
-def suite(*, keep=lambda implementation: True):
-    return pytest.mark.parametrize(
-        "implementation", [i for i in SUITE if keep(i)], ids=lambda i: i.name
-    )
+def suite(*chosen, keep=lambda implementation: True):
+    """Parametrizes with each implementation; those that are not chosen, if any is, are slow."""
+    cases = {i.name: (i,) for i in SUITE if keep(i)}
+    return pytest.mark.parametrize("implementation", some(cases, *(chosen or cases)))
 
 
 every_implementation = suite()
@@ -306,7 +306,7 @@ def test_forward_mode_is_the_sum_of_two_products(implementation):
     )
 
 
-@with_runtime_tables
+@suite("reference", "xla", "pallas_triton", keep=lambda i: i.runtime_tables)
 def test_changed_tables_run_in_the_same_program(implementation):
     block = implementation.blocks[-1]
     traces = []
@@ -323,7 +323,7 @@ def test_changed_tables_run_in_the_same_program(implementation):
     assert len(traces) == products._cache_size() == 1
 
 
-@with_runtime_tables
+@suite("reference", "xla", "pallas_triton", keep=lambda i: i.runtime_tables)
 def test_a_program_with_runtime_tables_does_not_grow_with_the_layout(array_sizes, implementation):
     block = implementation.blocks[-1]
 
