@@ -79,6 +79,7 @@ def checkpoint(folder, step):
     return folder / "dense" / "checkpoints" / str(step)
 
 
+@pytest.mark.slow
 def test_a_run_names_its_base_and_its_checkpoints_hold_the_adapters_alone(run, place):
     assert run.finished
     record = json.loads((run.folder / "run.json").read_text())["init_from"]

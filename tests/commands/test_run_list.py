@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from marks import some
 
 from sparse_dataflow.commands import command_line, peer_flags, request, run_list
 from sparse_dataflow.files.errors import UserError
@@ -50,7 +49,8 @@ def test_without_runs_the_flag_needs_a_value(tmp_path, monkeypatch):
         command_line.arguments(["x", "--resume"], ["resume"], None)
 
 
-@pytest.mark.parametrize("command", some(["generate", "evaluate", "watch"], "watch"))
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["generate", "evaluate", "watch"])
 def test_commands_list_the_runs(runs, command):
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     for words in ([], ["--run=runs"]):

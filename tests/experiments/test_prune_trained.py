@@ -37,6 +37,7 @@ def loss(model, params, tokens):
     return float(whole.loss(model, weights_of(params), Batch(tokens, even)))
 
 
+@pytest.mark.slow
 def test_the_narrowed_model_is_the_wide_one_without_features_that_are_zero():
     rng = np.random.default_rng(0)
     params = jax.tree.map(np.array, gpt.init(WIDE, jax.random.key(0)))

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 from exit_status import exit_status
-from marks import some
 
 from experiments import serving_cost
 from experiments.studies.serving_cost import (
@@ -68,7 +67,8 @@ def test_the_same_number_of_the_best_blocks_stays_in_each_layer():
     assert pruning.kept_shares(masks, arm) == {"mlp_in": 0.25}
 
 
-@pytest.mark.parametrize("keep", some(arms.KEEP, "reconstruction"))
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", arms.KEEP)
 def test_cut_weights_stay_cut_and_the_loss_is_the_served_one(keep):
     text = Text(
         {

@@ -444,7 +444,6 @@ def test_an_import_is_exported_to_the_same_tensors(tmp_path, name):
     ("config", "expected"),
     some(
         OWN, "gpt", "block-sparse", "llama", "some biases", "mixtral of stored blocks", "gemma2",
-        "phi", "neox of separate projections", "gpt_neo",
     ),
 )  # fmt: skip
 def test_the_dense_form_of_our_own_models_keeps_their_logits(tmp_path, config, expected):

@@ -110,6 +110,7 @@ def test_stored_blocks_and_experts_grow(old, fields):
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(adam_state(state.moments).mu))
 
 
+@pytest.mark.slow
 def test_the_first_loss_is_equal_and_three_steps_part_the_copies():
     new = dataclasses.replace(SMALL, num_layers=3, **WIDE)
     start, state = begun(SMALL, new)

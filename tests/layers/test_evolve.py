@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from marks import some
 
 import sparse_dataflow as sd
 from sparse_dataflow.core.layouts.evolution import rigl_blocks
@@ -56,7 +57,7 @@ def moments(optimizer, name):
     return [getattr(state, order)[name]["values"][...] for order in ("mu", "nu")]
 
 
-@each_kind
+@pytest.mark.parametrize("evolving", some([False, True], True))
 @pytest.mark.parametrize("method", ARGUMENTS)
 def test_blocks_that_stay_keep_weights_and_moments_and_new_ones_are_zero(method, evolving):
     model = Mlp(evolving)
@@ -132,7 +133,7 @@ def test_a_gradual_schedule_begins_dense():
     assert np.abs(np.asarray(model.up.values[...])).sum() > 0.25 * largest
 
 
-@each_kind
+@pytest.mark.parametrize("evolving", some([False, True], True))
 def test_scanned_layers_evolve_each_or_together(evolving):
     @nnx.split_rngs(splits=3)
     @nnx.vmap

@@ -41,7 +41,7 @@ def error(model, other):
 
 
 @pytest.mark.parametrize("use_bias", some([True, False], True))
-@pytest.mark.parametrize("block", some([16, "1x8", 1, "2:4", "4x8"], 1, "2:4", "4x8"))
+@pytest.mark.parametrize("block", some([16, "1x8", 1, "2:4", "4x8"], 16, "2:4"))
 def test_outputs_stay_nearer_than_with_the_largest_blocks(block, use_bias):
     model = Net(nnx.Rngs(0), use_bias)
     before = jax.tree.map(jnp.copy, nnx.state(model))

@@ -56,6 +56,7 @@ def test_gradients_are_those_of_the_plain_loss(result):
     assert_same(result, plain_result)
 
 
+@pytest.mark.slow
 def test_accumulation_equals_one_batch(result):
     assert_same(result, run(micro_batches=2))
 
@@ -235,6 +236,7 @@ def test_loss_weights_select_tokens():
     np.testing.assert_allclose(loss(tokens, weights), 2 * each[0] + 0.5 * each[1], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_initial_loss_is_that_of_a_uniform_guess():
     tables, tokens = tables_of(MODEL), tokens_of(MODEL)
     weights = np.full((4, 10), 1 / 40, np.float32)

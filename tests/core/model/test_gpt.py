@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import some
 from small_models import (
     DENSE,
     MONARCH,
@@ -41,7 +42,9 @@ VARIANTS = {"dense": DENSE, "low_rank": LOW_RANK, "mixed": MIXED, "rotary": ROTA
 
 
 def variants(*names):
-    return pytest.mark.parametrize("config", [VARIANTS[name] for name in names], ids=names)
+    """Parametrizes with variants; all but the first are slow."""
+    cases = {name: VARIANTS[name] for name in names}
+    return pytest.mark.parametrize("config", some(cases, names[0]))
 
 
 @variants("dense", "mixed", "rotary")
