@@ -34,7 +34,7 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("name", some(ARCHITECTURES, "gpt2"))
+@pytest.mark.parametrize("name", some([*ARCHITECTURES], "gpt2"))
 def test_a_directory_generates_the_greedy_tokens_of_its_logits(name):
     model = sd.load(FOLDERS[name])
     assert model.variant == "dense" and model.step == 0 and model.record is None

@@ -56,6 +56,7 @@ def test_a_share_that_rounds_to_no_block_exchanges_one_of_each_layer(tmp_path, s
     assert row["exchanged"] == pytest.approx(sum(map(sum, new.values())) / stored)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [
