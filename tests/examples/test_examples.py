@@ -47,6 +47,7 @@ def test_an_example_uses_public_names_alone(path):
     assert names and names <= set(sd.__all__)
 
 
+@pytest.mark.slow
 def test_the_mlp_is_trained_dense_and_sparse():
     losses = load("sparsify_mlp").main(steps=5, width=64, block=8, evolve_every=2)
     assert set(losses) == {"dense", "sparse"} and np.isfinite(list(losses.values())).all()
