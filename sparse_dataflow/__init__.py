@@ -139,12 +139,21 @@ _HOMES = {
 }
 
 
+_BORDER = ("errors", "extras")
+
+
 def __getattr__(name: str) -> _typing.Any:
     if name == "__version__":
         return _importlib.import_module(f"{__name__}.files.console").version()
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(_importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    try:
+        value = getattr(_importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        errors, extras = (_importlib.import_module(f"{__name__}.files.{m}") for m in _BORDER)
+        if text := extras.missing(error, f"sd.{name}"):
+            raise errors.UserError(text) from error
+        raise
     globals()[name] = value
     return value
 
