@@ -40,6 +40,8 @@ RUN = {
     "experiments.sparse_quality": E + "test_sparse_quality.py::test_a_small_comparison",
     "experiments.sparse_scaling_law": E + "test_scaling_law_runs.py::test_a_small_grid",
     "experiments.step_bench": E + "test_benches.py::test_step_bench",
+    "examples/plain_optax.py": "tests/layers/test_frameworks.py::test_the_example_of_a_framework",
+    "examples/linen_layer.py": "tests/layers/test_frameworks.py::test_the_example_of_a_framework",
     "examples/own_training_loop.py": "tests/examples/test_examples.py::test_the_loop_of",
     "examples/compare_pruning.py": "tests/examples/test_compare_pruning.py::test_shapes_are",
     "examples/prune_a_llama.py": "tests/examples/test_prune_a_llama.py::test_a_llama_is",

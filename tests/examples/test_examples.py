@@ -10,6 +10,7 @@ import pytest
 import sparse_dataflow as sd
 
 FOLDER = pathlib.Path(__file__).parents[2] / "examples"
+FRAMEWORKS = pathlib.Path(__file__).parents[1] / "layers" / "test_frameworks.py"
 
 
 def load(name):
@@ -20,10 +21,11 @@ def load(name):
 
 
 def test_every_example_has_a_test():
-    tests = pathlib.Path(__file__).parent.glob("test_*.py")
+    tests = [*pathlib.Path(__file__).parent.glob("test_*.py"), FRAMEWORKS]
     source = "".join(path.read_text(encoding="utf-8") for path in tests)
     for path in FOLDER.glob("*.py"):
-        assert f'load("{path.stem}")' in source or f'"{path.name}"' in source
+        names = f'load("{path.stem}")', f'"{path.name}"', f'"{path.stem}": ('
+        assert any(name in source for name in names)
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)

@@ -24,7 +24,8 @@ def platform() -> str:
     The abstract mesh's device decides where there is one, else the default backend.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
-    name = jax.default_backend() if device is None else device.platform
+    # Descriptions of devices have a platform since jax 0.10; before, none is made of another one.
+    name = getattr(device, "platform", None) or jax.default_backend()
     return "gpu" if name in ("cuda", "rocm") else name
 
 
