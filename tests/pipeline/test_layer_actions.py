@@ -66,7 +66,7 @@ def whole_layer(model):
 
 @pytest.mark.parametrize(
     ("remat", "recompute"),
-    [("none", False), ("dots", False), ("full", True), pytest.param("dots", True, marks=NIGHTLY)],
+    [("none", False), ("keep", False), ("full", True), pytest.param("keep", True, marks=NIGHTLY)],
 )
 def test_the_programs_compute_the_layer_and_its_gradient(remat, recompute):
     model = dataclasses.replace(MODEL, remat=remat)

@@ -75,7 +75,7 @@ def test_sub_batches_change_nothing():
     assert_same(gradients, expected)
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", ["keep", "full"])
 def test_remat_changes_nothing(result, remat):
     assert_same(result, run(dataclasses.replace(MODEL, remat=remat)))
 
@@ -89,7 +89,7 @@ def test_blocks_of_different_remat_change_nothing(unrolled, monkeypatch):
     assert_same(run(plan), run(deep))
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "full:2,none:3"])
+@pytest.mark.parametrize("remat", ["none", "keep", "full:2,none:3"])
 @pytest.mark.parametrize("layer_types", ["sliding+full", "full+sliding+sliding"])
 def test_scanned_layers_keep_their_windows(remat, layer_types, monkeypatch):
     local = dict(window=2, layer_types=layer_types, rotary_local_base=20.0)
@@ -99,10 +99,10 @@ def test_scanned_layers_keep_their_windows(remat, layer_types, monkeypatch):
     assert_same(run(deep), unrolled)
 
 
-MIXED = "offload+none:2,dots:1"
+MIXED = "offload+none:2,keep:1"
 
 
-@pytest.mark.parametrize(("remat", "copies"), [("offload", True), (MIXED, True), ("dots", False)])
+@pytest.mark.parametrize(("remat", "copies"), [("offload", True), (MIXED, True), ("keep", False)])
 def test_offloaded_blocks_are_copied_to_pinned_host_memory(remat, copies, monkeypatch):
     """In the program for a TPU, before its compiler."""
     monkeypatch.setattr(whole, "UNROLL_LAYERS", 1)
