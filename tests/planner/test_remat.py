@@ -126,7 +126,7 @@ def test_loops_of_any_part_have_its_kinds(data, first, second):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "keep", "full:0", "full:", "none:2,", "full+some:2", "3:full"]
+    "text", ["", "kept", "full:0", "full:", "none:2,", "full+some:2", "3:full"]
 )
 def test_texts_that_are_not_legal_name_what_is(text):
     with pytest.raises(UserError, match=r"Legal: none, keep, full, offload, or counts"):

@@ -13,7 +13,6 @@ from experiments import generate
 from sparse_dataflow.commands import command_line
 from sparse_dataflow.commands.models import load_model
 from sparse_dataflow.commands.models.generate import read_prompts, write_file
-from sparse_dataflow.data import cache
 from sparse_dataflow.data.tokenizer import gpt2_tokenizer
 from sparse_dataflow.evaluation import generate as generation
 from sparse_dataflow.evaluation.composition import OneModel
