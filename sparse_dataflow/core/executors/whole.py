@@ -296,13 +296,16 @@ UNROLL_GPU_LAYERS = 48
 
 
 def unrolls(config: ModelConfig, weights: ModelWeights, member: Member = ALONE) -> bool:
-    """Returns whether `apply_blocks` unrolls: for a shallow model on a CPU, and on a single GPU.
+    """Returns whether `apply_blocks` unrolls: for a shallow model on a CPU, and on a single GPU
+    where no layer recomputes.
 
     A loop on a CPU copies its stacked operands, and cannot be specialised to fixed layouts.  A loop
     on a GPU copies what kernels write into stacks for the backward pass, and zeros the stacks.
+    With recomputation it saves little, and each unrolled layer copies its weights.
     """
     if dispatch.platform() == "gpu":
-        return member is ALONE and config.num_layers <= UNROLL_GPU_LAYERS
+        keeps_all = set(remat.kinds(config.remat, config.num_layers)) == {"none"}
+        return member is ALONE and keeps_all and config.num_layers <= UNROLL_GPU_LAYERS
     changing = jax.tree.leaves(weights.layouts)
     deepest = UNROLL_CHANGING_LAYERS if changing else UNROLL_LAYERS
     return dispatch.platform() == "cpu" and config.num_layers <= deepest

@@ -10,6 +10,7 @@ import pytest
 from small_models import DENSE, arbitrary_params, assert_same, tables_of, tokens_of
 from small_models import EACH_KIND as MODEL
 
+from sparse_dataflow.compile import traced
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.layouts import model_layouts
@@ -272,3 +273,39 @@ def test_masked_documents_have_the_loss_of_each_alone(remat):
         abs(whole.loss(plain, weights_of(params, tables), whole.Batch(tokens, weights)) - together)
         > 1e-3
     )
+
+
+KEPT = {
+    "dense": {},
+    "gated": {"gated_mlp": True, "activation": "silu", "biases": ()},
+    "separate": {"fused_qkv": False},
+    "sparse": {"linears": {}},
+}
+
+
+@pytest.mark.parametrize("traced_tables", [False, True])
+@pytest.mark.parametrize("name", KEPT)
+def test_keep_repeats_no_product_but_the_scores(name, traced_tables):
+    """Of dense and of block-sparse weights alike; a softmax without a kernel needs its scores."""
+    config = dataclasses.replace(DENSE, num_layers=3, **KEPT[name])
+    if name == "sparse":
+        config = config.with_linears(LinearSpec("block_sparse", "monarch", 0.5, 4))
+    tokens = tokens_of(config)
+    scores = 2 * config.num_layers * tokens[:, 1:].size * config.d_model * (tokens.shape[1] - 1)
+
+    def flops(remat):
+        model = dataclasses.replace(config, remat=remat)
+        tables = tables_of(model)
+
+        def step(params, tables):
+            weights = weights_of(params, tables)
+            return whole.loss_and_gradients(model, weights, whole.Batch(tokens))[1]
+
+        if not traced_tables:
+            jaxpr = jax.make_jaxpr(lambda p: step(p, tables))(arbitrary_params(model))
+        else:
+            jaxpr = jax.make_jaxpr(step)(arbitrary_params(model), tables)
+        return traced.count(jaxpr.jaxpr, {}).flops
+
+    assert flops("keep") == flops("none") + scores
+    assert flops("full") > flops("keep")
