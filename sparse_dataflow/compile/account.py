@@ -13,7 +13,7 @@ from sparse_dataflow.compile import hlo
 SHALLOW, DEEP = 2, 4
 """Layers of the compiled steps."""
 
-PARTS = (
+SECTIONS = (
     "products",
     "attention",
     "activation and bias",
@@ -58,7 +58,7 @@ class Traffic:
 
 
 Account = dict[str, Traffic]
-"""Name in PARTS -> its traffic."""
+"""Name in SECTIONS -> its traffic."""
 
 
 def account(text: str) -> Account:
@@ -70,14 +70,14 @@ def account(text: str) -> Account:
     Raises:
       ValueError: a kernel is in a loop without a known trip count.
     """
-    result = dict.fromkeys(PARTS, Traffic())
+    result = dict.fromkeys(SECTIONS, Traffic())
     for kernel in hlo.kernels(text):
         traffic = Traffic(kernel.times, kernel.times * kernel.bytes)
-        result[part_of(kernel)] += traffic
+        result[section_of(kernel)] += traffic
     return result
 
 
-def part_of(kernel: hlo.Kernel) -> str:
+def section_of(kernel: hlo.Kernel) -> str:
     """Returns the part that a kernel belongs to, from its target and its path."""
     scopes = set(re.findall(r"[\w.\-]+", kernel.scope))
     last = kernel.scope.rpartition("/")[2]
@@ -92,7 +92,7 @@ def part_of(kernel: hlo.Kernel) -> str:
     loop = {"dynamic_slice", "dynamic_update_slice", "split", "broadcast_in_dim", "concatenate"}
     if last in loop or "layers" in scopes or "weights" in scopes or not kernel.scope:
         return "layer loop and weights: slices, copies, casts"
-    for scope, part in (
+    for scope, section in (
         ("mlp", "activation and bias"),
         ("heads", "heads: q, k, v split and joined"),
         ("norm", "norms"),
@@ -100,15 +100,15 @@ def part_of(kernel: hlo.Kernel) -> str:
         ("residual", "residual"),
     ):
         if scope in scopes:
-            return part
+            return section
     return "residual" if "add_any" in last else "other"
 
 
 def scaled(shallow: Account, deep: Account, layers: int) -> Account:
     """Returns the account of a step with more layers, linear in them."""
     return {
-        part: shallow[part] + (deep[part] + shallow[part] * -1) * slope
-        for part in PARTS
+        section: shallow[section] + (deep[section] + shallow[section] * -1) * slope
+        for section in SECTIONS
         for slope in [(layers - SHALLOW) / (DEEP - SHALLOW)]
     }
 
@@ -126,18 +126,23 @@ def seconds(
     """
     rates = {"products": GROUP_RATE if grouped else DENSE_RATE, "attention": ATTENTION_RATE}
     result = {}
-    for part, moved in traffic.items():
-        rate = STREAM_RATE if part in _STREAMS or part in rates else PASS_RATE
+    for section, moved in traffic.items():
+        rate = STREAM_RATE if section in _STREAMS or section in rates else PASS_RATE
         time = moved.bytes / (rate * bandwidth)
-        result[part] = max(time, flops.get(part, 0.0) / (rates.get(part, 1.0) * peak))
+        result[section] = max(time, flops.get(section, 0.0) / (rates.get(section, 1.0) * peak))
     return result
 
 
 def table(traffic: Account, estimate: Mapping[str, float]) -> list[tuple[str, ...]]:
     """Returns rows of a text table, with a head and a total."""
     rows = [
-        (part, f"{moved.launches:,.0f}", f"{moved.bytes / 1e9:.1f}", f"{1e3 * estimate[part]:.1f}")
-        for part, moved in traffic.items()
+        (
+            section,
+            f"{moved.launches:,.0f}",
+            f"{moved.bytes / 1e9:.1f}",
+            f"{1e3 * estimate[section]:.1f}",
+        )
+        for section, moved in traffic.items()
         if moved.launches
     ]
     total = sum(traffic.values(), Traffic())

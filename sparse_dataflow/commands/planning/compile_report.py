@@ -137,8 +137,8 @@ def account_text(plan: CompilePlan) -> str:
     # Of forward's two products, the backward kernel has five.
     passes = 1 + 5 / 2 + (kinds[0] in ("full", "offload"))
     attention = forward * passes * int(plan.parallel.batch) * plan.sequence
-    of_layers = layers * (steps[1].flops - steps[0].flops) / (account.DEEP - account.SHALLOW)
-    flops = {"products": of_layers - attention, "attention": attention}
+    layer_flops = layers * (steps[1].flops - steps[0].flops) / (account.DEEP - account.SHALLOW)
+    flops = {"products": layer_flops - attention, "attention": attention}
     chip = topology.chip
     peak, bandwidth = chip.peak(plan.config.compute_dtype), chip.bandwidth
     assert peak and bandwidth

@@ -23,8 +23,7 @@ KINDS = ("none", "keep", "full", "offload")
 a block, offload copies the block's input and the outputs of products to host memory."""
 
 PROJECTION_OUTPUT = "projection_output"
-"""Checkpoint name of every projection's output, for remat policies.  The hidden features of an MLP
-that is one op have it before the activation, as a projection's output has."""
+"""Checkpoint name of every projection's output, also within an op that is a whole MLP."""
 
 ATTENTION_OUTPUT = "attention_output"
 """Checkpoint name of attention's output, and of the statistics of its softmax."""

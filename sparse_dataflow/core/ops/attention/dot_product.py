@@ -154,8 +154,8 @@ def _forward(window, cap, query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, que
         result = jnp.moveaxis(weighted / total[..., None], 3, 1)
         return result.astype(q.dtype), largest + jnp.log(total)
 
-    found = lax.map(of_queries, (query_CxBxTxNxGxK, queries))
-    result, log_sums = (checkpoint_name(array, ATTENTION_OUTPUT) for array in found)
+    outputs = lax.map(of_queries, (query_CxBxTxNxGxK, queries))
+    result, log_sums = (checkpoint_name(array, ATTENTION_OUTPUT) for array in outputs)
     residuals = query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, queries, keys, result, log_sums
     return result, residuals
 
