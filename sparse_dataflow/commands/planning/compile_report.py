@@ -132,7 +132,8 @@ def account_text(plan: CompilePlan) -> str:
         )
         for depth in (account.SHALLOW, account.DEEP)
     ]
-    traffic = account.scaled(*(account.account(step.program.as_text()) for step in steps), layers)
+    shallow, deep = (account.account(step.program.as_text()) for step in steps)
+    traffic = account.scaled(shallow, deep, layers)
     forward = cost.flops_per_token(plan.config, plan.sequence, training=False).attention
     # Of forward's two products, the backward kernel has five.
     passes = 1 + 5 / 2 + (kinds[0] in ("full", "offload"))

@@ -258,7 +258,9 @@ def _layer(config, member, group, contexts, kind):
         return [x for x, _ in outputs], metrics
 
     if kind != "none":
-        return _checkpointed(run, kind)
+        # A GPU scans these layers: recomputation is in another loop, so nothing can merge it with
+        # the forward pass, and barriers against that only end fusions.
+        return _checkpointed(run, kind, prevent_cse=dispatch.platform() != "gpu")
     if member.gather is not None:
         policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED, KEYS_VALUES)
         return jax.checkpoint(run, policy=policy)
@@ -275,13 +277,14 @@ def rematerialised(kind: str, layer: Callable) -> Callable:
     return layer if kind == "none" else _checkpointed(layer, kind)
 
 
-def _checkpointed(layer, kind):
+def _checkpointed(layer, kind, prevent_cse=True):
     def named(x, *rest):
         name = functools.partial(checkpoint_name, name=BLOCK_INPUT)
         return layer(jax.tree.map(name, x), *rest)
 
     # Only a name lets a policy move the input, which jax.checkpoint else saves on the device.
-    return jax.checkpoint(named if kind == "offload" else layer, policy=_REMAT_POLICIES[kind])
+    chosen = named if kind == "offload" else layer
+    return jax.checkpoint(chosen, policy=_REMAT_POLICIES[kind], prevent_cse=prevent_cse)
 
 
 UNROLL_LAYERS = 16
