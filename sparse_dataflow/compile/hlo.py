@@ -125,12 +125,14 @@ class Kernel:
       bytes: read and written by one execution, if each operand is read once.  Operands that are
         sliced or gathered count with what is taken, buffers that are updated in place with the
         update.
+      scope: path of `jax.named_scope`s and primitives that it comes from; "" if unknown.
     """
 
     name: str
     target: str
     times: float
     bytes: int
+    scope: str = ""
 
     @property
     def multiplies(self) -> bool:
@@ -156,6 +158,7 @@ def kernels(text: str) -> list[Kernel]:
             _target(name, kernel, computations),
             times[of],
             _moved(kernel, computations[of], computations),
+            _scope(kernel, computations),
         )
         for of in scheduled_computations(computations)
         for name, kernel in computations[of].items()
@@ -173,6 +176,16 @@ def scheduled_computations(computations) -> list[str]:
         loops = [i for i in computations[name].values() if i.opcode in ("while", "conditional")]
         scheduled += [c for i in loops for c in CALLED.findall(i.rest) if c in computations]
     return scheduled
+
+
+def _scope(kernel, computations):
+    """Returns the path of an instruction; of a fusion without one, that of its last with one."""
+    called = [c for c in CALLED.findall(kernel.rest) if c in computations]
+    inside = (i for c in called for i in reversed(computations[c].values()))
+    for instruction in (kernel, *inside):
+        if path := re.search(r'op_name="([^"]*)"', instruction.rest):
+            return path[1]
+    return ""
 
 
 def _target(name, kernel, computations):

@@ -68,8 +68,8 @@ def whole_layer(model):
 @pytest.mark.parametrize(
     ("remat", "recompute"),
     [
-        *some([("none", False), ("dots", False), ("full", True)], "full"),
-        pytest.param("dots", True, marks=NIGHTLY),
+        *some([("none", False), ("keep", False), ("full", True)], "full"),
+        pytest.param("keep", True, marks=NIGHTLY),
     ],
 )
 def test_the_programs_compute_the_layer_and_its_gradient(remat, recompute):

@@ -49,6 +49,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.core.config.attention_settings import (
     ALL_HEADS,
@@ -59,6 +60,7 @@ from sparse_dataflow.core.config.attention_settings import (
 from sparse_dataflow.core.config.layer_groups import join_groups, layer_groups
 from sparse_dataflow.core.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.config.projections import MLP
+from sparse_dataflow.core.config.remat import ATTENTION_OUTPUT
 from sparse_dataflow.core.model.batch_context import NO_CONTEXT, BatchContext
 from sparse_dataflow.core.model.experts import Experts, auxiliary_loss, with_loss
 from sparse_dataflow.core.model.mlp import Mlp
@@ -180,7 +182,8 @@ class Block(Mlp):
         the tokens of all devices of the shard."""
         config = self.config
         normed = self._read("norm1", x_BxTxD, shard)
-        q, k, v = self._heads(normed, shard)
+        with jax.named_scope("heads"):
+            q, k, v = self._heads(normed, shard)
         if config.qk_norm:
             q, k = map(self.normed_heads, config.qk_norms, (q, k), (shard, shard))
         if config.positions == "rotary":
@@ -189,7 +192,9 @@ class Block(Mlp):
             q *= self.query_scale
         if context.documents is not None:
             attend = functools.partial(attend, documents=context.documents)
-        attended = attend(q, k, v, window=config.window, cap=config.attention_cap)
+        with jax.named_scope("attention"):
+            attended = attend(q, k, v, window=config.window, cap=config.attention_cap)
+        attended = checkpoint_name(attended, ATTENTION_OUTPUT)
         attended = shard.gather_features(attended.reshape(*attended.shape[:2], -1))
         y_BxTxD = self._add("norm1_out", x_BxTxD, self.attn_out(attended, shard.reduce), shard)
         if config.residual == SHARED_NORM:
@@ -213,15 +218,17 @@ class Block(Mlp):
 
     def _read(self, norm, x_BxTxD, shard):
         if self.config.pre_norms:
-            x_BxTxD = shard.normalise(getattr(self, norm), x_BxTxD)
+            with jax.named_scope("norm"):
+                x_BxTxD = shard.normalise(getattr(self, norm), x_BxTxD)
         return shard.gather(x_BxTxD)
 
     def _add(self, norm, x_BxTxD, y_BxTxD, shard):
         if self.config.post_norms:
             y_BxTxD = shard.normalise(getattr(self, norm), y_BxTxD)
-        if self.config.residual_scale != 1:
-            y_BxTxD *= self.config.residual_scale
-        return x_BxTxD + y_BxTxD
+        with jax.named_scope("residual"):
+            if self.config.residual_scale != 1:
+                y_BxTxD *= self.config.residual_scale
+            return x_BxTxD + y_BxTxD
 
     def normed_heads(self, name, x_BxTxHxK, shard=WHOLE):
         """Applies one of `qk_norms` to the heads of this device."""

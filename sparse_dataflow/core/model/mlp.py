@@ -33,14 +33,15 @@ class Mlp(nnx.Module):
 
     def mlp(self, x_BxTxD, shard):
         """Applies the MLP to gathered tokens; each device of the shard gets its tokens' outputs."""
-        # With a feature axis, devices exchange hidden features.
-        if shard.feature_axis is None and (y := self._fused(x_BxTxD)) is not None:
-            return self.mlp_out.plus_bias(shard.reduce(y))
-        products = [self.mlp_in(x_BxTxD, shard.reduce_features)]
-        if self.config.gated_mlp:
-            products.append(self.mlp_gate(x_BxTxD, shard.reduce_features))
-        hidden = shard.gather_features(activate(self.config, *products))
-        return self.mlp_out(hidden, shard.reduce)
+        with jax.named_scope("mlp"):
+            # With a feature axis, devices exchange hidden features.
+            if shard.feature_axis is None and (y := self._fused(x_BxTxD)) is not None:
+                return self.mlp_out.plus_bias(shard.reduce(y))
+            products = [self.mlp_in(x_BxTxD, shard.reduce_features)]
+            if self.config.gated_mlp:
+                products.append(self.mlp_gate(x_BxTxD, shard.reduce_features))
+            hidden = shard.gather_features(activate(self.config, *products))
+            return self.mlp_out(hidden, shard.reduce)
 
     def _fused(self, x_BxTxD):
         """Returns mlp_out's product if a fused op computes the whole MLP, else None.

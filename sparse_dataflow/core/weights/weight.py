@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.core.config.projections import KINDS
+from sparse_dataflow.core.config.remat import PROJECTION_OUTPUT
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.ops.derivatives import broadcast_like
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
@@ -126,10 +127,6 @@ class WithDenseGradient(Wrapper):
 
     def __rmatmul__(self, x):
         return with_dense_gradient(x @ self.base, x, self.zeros)
-
-
-PROJECTION_OUTPUT = "projection_output"
-"""Checkpoint name of every projection's output, for remat policies."""
 
 
 @jax.tree_util.register_dataclass

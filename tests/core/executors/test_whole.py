@@ -11,6 +11,7 @@ from marks import some
 from small_models import DENSE, arbitrary_params, assert_same, tables_of, tokens_of
 from small_models import EACH_KIND as MODEL
 
+from sparse_dataflow.compile import traced
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.layouts import model_layouts
@@ -78,7 +79,7 @@ def test_sub_batches_change_nothing():
     assert_same(gradients, expected)
 
 
-@pytest.mark.parametrize("remat", some(["dots", "full"], "full"))
+@pytest.mark.parametrize("remat", some(["keep", "full"], "full"))
 def test_remat_changes_nothing(result, remat):
     assert_same(result, run(dataclasses.replace(MODEL, remat=remat)))
 
@@ -93,7 +94,7 @@ def test_blocks_of_different_remat_change_nothing(unrolled, monkeypatch):
     assert_same(run(plan), run(deep))
 
 
-@pytest.mark.parametrize("remat", some(["none", "dots", "full:2,none:3"], "full:2,none:3"))
+@pytest.mark.parametrize("remat", some(["none", "keep", "full:2,none:3"], "full:2,none:3"))
 @pytest.mark.parametrize(
     "layer_types", some(["sliding+full", "full+sliding+sliding"], "full+sliding+sliding")
 )
@@ -105,10 +106,10 @@ def test_scanned_layers_keep_their_windows(remat, layer_types, monkeypatch):
     assert_same(run(deep), unrolled)
 
 
-MIXED = "offload+none:2,dots:1"
+MIXED = "offload+none:2,keep:1"
 
 
-@pytest.mark.parametrize(("remat", "copies"), [("offload", True), (MIXED, True), ("dots", False)])
+@pytest.mark.parametrize(("remat", "copies"), [("offload", True), (MIXED, True), ("keep", False)])
 def test_offloaded_blocks_are_copied_to_pinned_host_memory(remat, copies, monkeypatch):
     """In the program for a TPU, before its compiler."""
     monkeypatch.setattr(whole, "UNROLL_LAYERS", 1)
@@ -283,3 +284,39 @@ def test_masked_documents_have_the_loss_of_each_alone(remat):
         abs(whole.loss(plain, weights_of(params, tables), whole.Batch(tokens, weights)) - together)
         > 1e-3
     )
+
+
+KEPT = {
+    "dense": {},
+    "gated": {"gated_mlp": True, "activation": "silu", "biases": ()},
+    "separate": {"fused_qkv": False},
+    "sparse": {"linears": {}},
+}
+
+
+@pytest.mark.parametrize("traced_tables", [False, True])
+@pytest.mark.parametrize("name", KEPT)
+def test_keep_repeats_no_product_but_the_scores(name, traced_tables):
+    """Of dense and of block-sparse weights alike; a softmax without a kernel needs its scores."""
+    config = dataclasses.replace(DENSE, num_layers=3, **KEPT[name])
+    if name == "sparse":
+        config = config.with_linears(LinearSpec("block_sparse", "monarch", 0.5, 4))
+    tokens = tokens_of(config)
+    scores = 2 * config.num_layers * tokens[:, 1:].size * config.d_model * (tokens.shape[1] - 1)
+
+    def flops(remat):
+        model = dataclasses.replace(config, remat=remat)
+        tables = tables_of(model)
+
+        def step(params, tables):
+            weights = weights_of(params, tables)
+            return whole.loss_and_gradients(model, weights, whole.Batch(tokens))[1]
+
+        if not traced_tables:
+            jaxpr = jax.make_jaxpr(lambda p: step(p, tables))(arbitrary_params(model))
+        else:
+            jaxpr = jax.make_jaxpr(step)(arbitrary_params(model), tables)
+        return traced.count(jaxpr.jaxpr, {}).flops
+
+    assert flops("keep") == flops("none") + scores
+    assert flops("full") > flops("keep")

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.core.config.activations import ACTIVATIONS, fused_names
+from sparse_dataflow.core.config.remat import PROJECTION_OUTPUT
 from sparse_dataflow.core.layouts.layout import LayoutTables
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.activation import activation as activation_op
@@ -69,7 +71,7 @@ def refusal(mlp: Operands) -> str:
 def run(mlp: Operands) -> jax.Array:
     """Compute the MLP of x [..., in_features]."""
     hidden = block_sparse_matmul(mlp.x, mlp.values_in, mlp.tables_in)
-    hidden += broadcast_like(mlp.bias_in, hidden)
+    hidden = checkpoint_name(hidden + broadcast_like(mlp.bias_in, hidden), PROJECTION_OUTPUT)
     return block_sparse_matmul(
         activation_op(mlp.activation)(hidden), mlp.values_out, mlp.tables_out
     )
