@@ -142,11 +142,14 @@ _KERNELS = ("fusion", "fusion-start", "custom-call", "copy", "transpose", "reduc
 _WORKSPACE = re.compile(r", s8\[\d+\]\{0\}\)")
 
 
-def kernels(text: str) -> list[Kernel]:
+def kernels(text: str, counted: bool = True) -> list[Kernel]:
     """Returns the kernels of a compiled GPU program.
 
+    Args:
+      counted: whether `Kernel.times` is needed.
+
     Raises:
-      ValueError: a kernel is in a loop without a known trip count.
+      ValueError: a kernel whose times are needed is in a loop without a known trip count.
     """
     computations = read_computations(text)
     times = executions(computations, {})
@@ -161,7 +164,7 @@ def kernels(text: str) -> list[Kernel]:
         for name, kernel in computations[of].items()
         if kernel.opcode in _KERNELS
     ]
-    if any(math.isnan(kernel.times) for kernel in result):
+    if counted and any(math.isnan(kernel.times) for kernel in result):
         raise ValueError("The program has a kernel in a loop without a known trip count.")
     return result
 
