@@ -12,6 +12,7 @@ from sparse_dataflow.compile import programs as described
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
+from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.step import initial_state, jitted_train_step
 from sparse_dataflow.runs.run_config import SIZES, preset
@@ -81,10 +82,12 @@ class Case:
     Attributes:
       sparse: whether its projections are block-sparse at DENSITY.
       changes: settings by path, on top of full remat.
+      without: ops that do without the kernels of the platform, see `dispatch.without`.
     """
 
     sparse: bool
     changes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    without: tuple[str, ...] = ()
 
     def model(self, sizes: Sizes, layers: int | None = None) -> ModelConfig:
         """Returns the model; of the scale's own depth if `layers` is None.
@@ -133,10 +136,13 @@ def fresh_state(model: ModelConfig, training: TrainingConfig) -> tuple:
     return state._replace(tables=()), placed.layouts
 
 
-def lowered_step(model: ModelConfig, training: TrainingConfig) -> jax.stages.Lowered:
-    """Returns a training step of one device, lowered from shapes alone."""
+def lowered_step(
+    model: ModelConfig, training: TrainingConfig, without: tuple[str, ...] = ()
+) -> jax.stages.Lowered:
+    """Returns a training step of one device, lowered from shapes alone; see `Case.without`."""
     arguments = step_shapes(model, training)
-    return jitted_train_step(model, training, SINGLE_DEVICE, arguments[0]).lower(*arguments)
+    with dispatch.without(*without):
+        return jitted_train_step(model, training, SINGLE_DEVICE, arguments[0]).lower(*arguments)
 
 
 def step_programs(sizes: Sizes, name: str, case: Case, *depths: int) -> dict[str, Lower]:
@@ -144,7 +150,7 @@ def step_programs(sizes: Sizes, name: str, case: Case, *depths: int) -> dict[str
     training = step_training(sizes)
     return {
         case.name(name, layers): functools.partial(
-            lowered_step, case.model(sizes, layers), training
+            lowered_step, case.model(sizes, layers), training, case.without
         )
         for layers in depths
     }

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.step import make_eval_step
 from sparse_dataflow.evaluation import kv_cache
@@ -29,7 +30,8 @@ from .program_pool import Lower, ProgramPool
 KEPT = {"model.remat": "keep", "model.unroll": "all"}
 """Settings of the policy that keeps activations and unrolls the layers."""
 
-PASS_KERNELS = "model.pass_kernels"
+PASSES = ("residual_norm", "bias_activation")
+"""Ops of `core.ops` whose kernels replace passes inside layers."""
 
 POLICIES = {
     "dense": Case(False),
@@ -40,10 +42,14 @@ POLICIES = {
 }
 
 KERNELS = {
-    f"{name}, kernels {kernels}": Case(name == "sparse", {PASS_KERNELS: kernels})
+    f"{name}, {text}": Case(name == "sparse", without=without)
     for name in ("dense", "sparse")
-    for kernels in ("none", "norm", "activation", "all")
-} | {"sparse, kept, unrolled, kernels all": Case(True, {**KEPT, PASS_KERNELS: "all"})}
+    for text, without in (
+        ("no kernel", PASSES),
+        *((f"kernel of {op}", tuple(other for other in PASSES if other != op)) for op in PASSES),
+        ("all kernels", ()),
+    )
+}
 
 HEADLINE = {name: POLICIES[name] for name in ("dense", "sparse", "sparse, kept, unrolled")}
 
@@ -146,6 +152,21 @@ def _slope_programs(cases, sizes, chip):
     return _known(cases, lambda name, case: models.step_programs(
         sizes, name, case, sizes.few, sizes.many
     ))  # fmt: skip
+
+
+def _kernel_programs(sizes, chip):
+    return {} if dispatch.platform() == "cpu" else _slope_programs(KERNELS, sizes, chip)
+
+
+def pass_kernels(study: Study) -> dict[str, Any]:
+    """Runs `slopes` of KERNELS.
+
+    Raises:
+      Skipped: this is a CPU, or no case can run.
+    """
+    if dispatch.platform() == "cpu":
+        raise Skipped("These kernels run on GPUs; this is a CPU.")
+    return slopes(KERNELS, study)
 
 
 def _known(cases, programs):
@@ -415,8 +436,8 @@ ROWS = (
         "kernels",
         "Time of a layer of the step, with each kernel of its passes",
         60,
-        functools.partial(_slope_programs, KERNELS),
-        functools.partial(slopes, KERNELS),
+        _kernel_programs,
+        pass_kernels,
     ),
     Row("decoding", "Kernels of generated tokens", 30, _decode_programs, decoded),
     Row(

@@ -33,8 +33,10 @@ def kept(path):
 
 
 @pytest.fixture
-def collect(tmp_path):
+def collect(tmp_path, monkeypatch):
     """collect({name: function of the study}) runs such rows; returns names in order of starting."""
+
+    monkeypatch.setattr(study.gc, "collect", lambda: 0)  # Seconds beside all tests.
 
     def collect(measures, seconds=100.0, least=0.0, chip="abacus"):
         order = []
