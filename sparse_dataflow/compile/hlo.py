@@ -119,8 +119,8 @@ class Kernel:
 
     Attributes:
       name: of its instruction.
-      target: custom-call target, "gemm_fusion" for a product that XLA compiles itself, else the
-        opcode.
+      target: custom-call target, "triton:" and its name for a Pallas kernel in Triton,
+        "gemm_fusion" for a product that XLA compiles itself, else the opcode.
       times: executions per run of the program, including loops.
       bytes: read and written by one execution, if each operand is read once.  Operands that are
         sliced or gathered count with what is taken, buffers that are updated in place with the
@@ -135,7 +135,11 @@ class Kernel:
     @property
     def multiplies(self) -> bool:
         """Whether it is a product: of XLA, of a vendor's library, or a Pallas kernel."""
-        return self.target.startswith(("gemm_fusion", "__cublas", "__gpu$xla.gpu.triton", "mosaic"))
+        return self.target.startswith(_PRODUCTS)
+
+
+_PRODUCTS = ("gemm_fusion", "__cublas", "triton:block_sparse", "mosaic")
+_TRITON = "__gpu$xla.gpu.triton"
 
 
 _KERNELS = ("fusion", "fusion-start", "custom-call", "copy", "transpose", "reduce", "dot", "sort")
@@ -183,7 +187,8 @@ def _target(name, kernel, computations):
     for call in (kernel, *(i for c in called for i in computations[c].values())):
         # Of the kernel, or of a library's product that reads or writes slices.
         if target := re.search(r'custom_call_target="([^"]*)"', call.rest):
-            return target[1]
+            kernel_name = re.search(r', name = "(\w+)"', call.rest)
+            return f"triton:{kernel_name[1]}" if target[1] == _TRITON and kernel_name else target[1]
     return "gemm_fusion" if name.startswith("gemm_fusion") else kernel.opcode
 
 
