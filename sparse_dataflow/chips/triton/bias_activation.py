@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from sparse_dataflow.chips.triton import target
 from sparse_dataflow.core.config.activations import ACTIVATIONS
-from sparse_dataflow.core.ops import derivatives
+from sparse_dataflow.core.ops import derivatives, dispatch
 from sparse_dataflow.core.ops.activation import value_and_derivative
 
 COLUMNS, ROWS = 256, 16
@@ -39,6 +39,7 @@ def refusal(x: jax.Array, bias: jax.Array, activation: str) -> str:
 
 def run(x: jax.Array, bias: jax.Array, activation: str) -> jax.Array:
     """Compute the op; see `bias_activation_op`."""
+    x, bias = dispatch.equally_varying(x, bias)
     flat = x.reshape(-1, x.shape[-1])
     return _op(activation, flat, bias).reshape(x.shape)
 
