@@ -91,15 +91,15 @@ def table(kernels: list[KernelTime], runs: int, text: str = "") -> dict[str, Any
             "calls": kernel.calls / runs,
             "ms": 1e3 * kernel.seconds / runs,
         }
-        if found := moved.get(kernel.name):
-            row["target"], row["bytes"] = found.target, found.bytes
-            row["tb_per_second"] = 1e-12 * found.bytes * kernel.calls / (kernel.seconds or 1)
+        if kernel_bytes := moved.get(kernel.name):
+            row["target"], row["bytes"] = kernel_bytes.target, kernel_bytes.bytes
+            row["tb_per_second"] = 1e-12 * kernel_bytes.bytes * kernel.calls / (kernel.seconds or 1)
         rows.append(row)
-    known = [row for row in rows if "bytes" in row]
+    counted_rows = [row for row in rows if "bytes" in row]
     return {
         "kernels_per_run": sum(row["calls"] for row in rows),
         "ms_per_run": sum(row["ms"] for row in rows),
-        "bytes_per_run": sum(row["bytes"] * row["calls"] for row in known),
-        "ms_with_bytes": sum(row["ms"] for row in known),
+        "bytes_per_run": sum(row["bytes"] * row["calls"] for row in counted_rows),
+        "ms_with_bytes": sum(row["ms"] for row in counted_rows),
         "kernels": rows,
     }

@@ -170,12 +170,12 @@ class States:
         model = dataclasses.replace(case.model(self._sizes, layers), remat="full")
         if key not in self._states:
             self._states[key] = list(fresh_state(model, training))
-        held = self._states[key]
+        shared = self._states[key]
         tokens = steps.random_tokens(model, training)
         rate = np.float32(steps.LEARNING_RATE)
 
         def run():
-            held[0], report = program(held[0], held[1], tokens, rate)
+            shared[0], report = program(shared[0], shared[1], tokens, rate)
             return report.loss
 
         return run

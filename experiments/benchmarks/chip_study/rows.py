@@ -27,7 +27,7 @@ from . import kernel_times, models, text
 from .models import Case, Sizes, States
 from .program_pool import Lower, ProgramPool
 
-KEPT = {"model.remat": "keep", "model.unroll": "all"}
+UNROLLED = {"model.remat": "keep", "model.unroll": "all"}
 """Settings of the policy that keeps activations and unrolls the layers."""
 
 PASSES = ("residual_norm", "bias_activation")
@@ -37,8 +37,8 @@ POLICIES = {
     "dense": Case(False),
     "sparse": Case(True),
     "sparse, kept": Case(True, {"model.remat": "keep"}),
-    "sparse, kept, unrolled": Case(True, KEPT),
-    "dense, kept, unrolled": Case(False, KEPT),
+    "sparse, kept, unrolled": Case(True, UNROLLED),
+    "dense, kept, unrolled": Case(False, UNROLLED),
 }
 
 KERNELS = {
@@ -149,7 +149,7 @@ def rates(study: Study) -> dict[str, Any]:
 
 def _slope_programs(cases, sizes, chip):
     del chip
-    return _known(cases, lambda name, case: models.step_programs(
+    return _available(cases, lambda name, case: models.step_programs(
         sizes, name, case, sizes.few, sizes.many
     ))  # fmt: skip
 
@@ -169,7 +169,7 @@ def pass_kernels(study: Study) -> dict[str, Any]:
     return slopes(KERNELS, study)
 
 
-def _known(cases, programs):
+def _available(cases, programs):
     """Returns the programs of the cases whose settings exist here."""
     result: dict[str, Lower] = {}
     for name, case in cases.items():
@@ -231,7 +231,9 @@ def slopes(cases: Mapping[str, Case], study: Study) -> dict[str, Any]:
 
 def _profile_programs(sizes, chip):
     del chip
-    return _known(POLICIES, lambda name, case: models.step_programs(sizes, name, case, sizes.few))
+    return _available(
+        POLICIES, lambda name, case: models.step_programs(sizes, name, case, sizes.few)
+    )
 
 
 def profiles(study: Study) -> dict[str, Any]:
@@ -315,7 +317,7 @@ def _training_programs(sizes, chip):
 def trainings(study: Study) -> dict[str, Any]:
     """Trains models on text for equal times; the held-out loss every few seconds."""
     sizes, training = study.sizes, models.trained_training(study.sizes)
-    corpus = text.text_here(study.text, sizes.text_bytes)
+    corpus = text.load_text(study.text, sizes.text_bytes)
     by_name = models.trained_models(sizes)
     each = (study.left() - SETTLE_SECONDS) / len(by_name) if study.left() < math.inf else math.inf
     seconds = max(min(sizes.train_seconds, each), 0.1 * sizes.train_seconds)
@@ -373,7 +375,7 @@ def _trained(model, training, step, loss, corpus, seconds, every):
 
 
 def _whole_programs(sizes, chip):
-    return {} if _too_small(sizes, chip) else _known(
+    return {} if _too_small(sizes, chip) else _available(
         HEADLINE,
         lambda name, case: models.step_programs(sizes, name, case, SIZES[sizes.scale].num_layers),
     )  # fmt: skip

@@ -43,7 +43,7 @@ class Text:
         return np.stack([self.held_out[s : s + sequence + 1] for s in starts]).astype(np.int32)
 
 
-def text_here(path: str, most: int) -> Text:
+def load_text(path: str, most: int) -> Text:
     """Returns the text of a file, or that of the Python sources installed here.
 
     Args:
@@ -72,20 +72,20 @@ def text_here(path: str, most: int) -> Text:
         seen.add(digest)
         left -= len(content)
         packages[package] = packages.get(package, 0) + len(content)
-        part = held_out if int.from_bytes(digest[:4], "big") % HELD_OUT == 0 else train
-        part.append(content)
+        split = held_out if int.from_bytes(digest[:4], "big") % HELD_OUT == 0 else train
+        split.append(content)
         if left < 2**12:
             break
     return _text(train, held_out, {"python_sources": packages})
 
 
 def _text(train, held_out, origin):
-    parts = [np.frombuffer(b"".join(part), np.uint8) for part in (train, held_out)]
+    splits = [np.frombuffer(b"".join(files), np.uint8) for files in (train, held_out)]
     digest = hashlib.sha256(b"".join([*train, *held_out])).hexdigest()
-    if min(map(len, parts)) < 2**14:
+    if min(map(len, splits)) < 2**14:
         raise UserError(f"The text is too short; legal: at least {HELD_OUT * 2**14} bytes.")
-    lengths = {"train_bytes": len(parts[0]), "held_out_bytes": len(parts[1])}
-    return Text(*parts, {**origin, **lengths, "sha256": digest})
+    lengths = {"train_bytes": len(splits[0]), "held_out_bytes": len(splits[1])}
+    return Text(*splits, {**origin, **lengths, "sha256": digest})
 
 
 def _sources():

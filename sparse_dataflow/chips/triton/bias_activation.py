@@ -17,7 +17,7 @@ from sparse_dataflow.core.ops.activation import value_and_derivative
 COLUMNS, ROWS = 256, 16
 """Most columns and rows of a tile: 4,096 elements, 16 a thread."""
 
-NARROWEST, PARTS = 64, 32
+NARROWEST, PROGRAMS = 64, 32
 """Fewest columns of a tile, and most programs along the rows, each of which writes a sum."""
 
 WARPS = 8
@@ -44,10 +44,12 @@ def run(x: jax.Array, bias: jax.Array, activation: str) -> jax.Array:
     return _op(activation, flat, bias).reshape(x.shape)
 
 
-def _parts(rows):
+def _programs(rows):
     """Returns the number of programs along the rows."""
     tiles = rows // ROWS
-    return next(parts for parts in range(min(PARTS, tiles), 0, -1) if tiles % parts == 0)
+    return next(
+        programs for programs in range(min(PROGRAMS, tiles), 0, -1) if tiles % programs == 0
+    )
 
 
 def _columns(features):
@@ -79,31 +81,31 @@ def _value(activation, x, bias):
 def _gradients(activation, x, bias, dy):
     """Returns (dx, the sums of dx over the rows of each program)."""
     (rows, features), columns = x.shape, _columns(x.shape[-1])
-    parts = _parts(rows)
-    tiles = rows // ROWS // parts
+    programs = _programs(rows)
+    tiles = rows // ROWS // programs
 
     def bias_activation_gradient(x, bias, dy, dx, sums):
-        part, first = pl.program_id(0), pl.program_id(1) * columns
+        program, first = pl.program_id(0), pl.program_id(1) * columns
         of_columns = pl.ds(first, columns)
         added = bias[of_columns].astype(jnp.float32)[None]
 
         def add(number, total):
-            tile = pl.ds((part * tiles + number) * ROWS, ROWS), of_columns
+            tile = pl.ds((program * tiles + number) * ROWS, ROWS), of_columns
             slope = value_and_derivative(activation, x[tile].astype(jnp.float32) + added)[1]
             gradient = dy[tile].astype(jnp.float32) * slope
             dx[tile] = gradient.astype(dx.dtype)
             return total + gradient
 
         zeros = jnp.zeros((ROWS, columns), jnp.float32)
-        sums[part, of_columns] = lax.fori_loop(0, tiles, add, zeros).sum(0)
+        sums[program, of_columns] = lax.fori_loop(0, tiles, add, zeros).sum(0)
 
     shapes = [
         jax.ShapeDtypeStruct(x.shape, x.dtype),
-        jax.ShapeDtypeStruct((parts, features), jnp.float32),
+        jax.ShapeDtypeStruct((programs, features), jnp.float32),
     ]
     return pl.pallas_call(
         bias_activation_gradient,
-        grid=(parts, features // columns),
+        grid=(programs, features // columns),
         in_specs=[target.whole(array) for array in (x, bias, dy)],
         out_specs=[target.whole(shape) for shape in shapes],
         out_shape=shapes,

@@ -74,11 +74,11 @@ def _wide(ref, *index):
 
 
 @derivatives.batchable
-def _kernel(norm, x, *arrays, given):
-    """Computes (residual, normed) of x [rows, features] and the given of y, bias, scale, shift."""
+def _kernel(norm, x, *arrays, names):
+    """Computes (residual, normed) of x [rows, features] and the other arrays by name."""
 
     def residual_norm(*refs):
-        named = dict(zip(("x", *given), refs))
+        named = dict(zip(("x", *names), refs))
         *residual, normed = refs[len(named) :]
         row, columns = pl.program_id(0), _chunks(x.shape[-1])
         values = []
@@ -100,7 +100,7 @@ def _kernel(norm, x, *arrays, given):
             normed[row, chunk] = result.astype(normed.dtype)
 
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    count = 2 if "y" in given else 1
+    count = 2 if "y" in names else 1
     kernel = (
         residual_norm if count == 2 else lambda *refs: residual_norm(*refs[:-1], None, refs[-1])
     )
@@ -169,7 +169,7 @@ def _value(options, arrays, parameters):
     named = {"y": None, "bias": None} if alone else {"y": added[0], "bias": bias}
     named |= {"scale": scale, "shift": shift}
     named = {name: array for name, array in named.items() if array is not None}
-    outputs = _kernel(norm, x, *named.values(), given=tuple(named))
+    outputs = _kernel(norm, x, *named.values(), names=tuple(named))
     return (x, *outputs) if alone else tuple(outputs)
 
 
@@ -181,11 +181,11 @@ def _forward(options, arrays, parameters):
 def _backward(options, saved, cotangents):
     norm, alone = options
     residual, (bias, scale, shift) = saved
-    given = {"bias": bias, "scale": scale, "shift": shift}
-    sums = tuple(name for name, array in given.items() if array is not None)
+    names = {"bias": bias, "scale": scale, "shift": shift}
+    sums = tuple(name for name, array in names.items() if array is not None)
     dx, *totals = _gradients(norm, residual, scale, *cotangents, sums=sums)
-    by_name = {n: t.sum(0).astype(given[n].dtype) for n, t in zip(sums, totals)}
-    return (dx, None if alone else dx), tuple(by_name.get(name) for name in given)
+    by_name = {n: t.sum(0).astype(names[n].dtype) for n, t in zip(sums, totals)}
+    return (dx, None if alone else dx), tuple(by_name.get(name) for name in names)
 
 
 def _tangent(options, saved, tangents):

@@ -20,8 +20,8 @@ def refusal() -> str:
     # An abstract device has no compute capability; NVIDIA's names before Ampere say "Tesla".
     capability = getattr(device, "compute_capability", None)
     major = capability.partition(".")[0] if isinstance(capability, str) else ""
-    known = major.isdecimal() and int(major) >= OLDEST
-    if known or (not major and device.device_kind.startswith("NVIDIA")):
+    recent = major.isdecimal() and int(major) >= OLDEST
+    if recent or (not major and device.device_kind.startswith("NVIDIA")):
         return ""
     return f"this is {device.device_kind}; legal: NVIDIA GPUs of compute capability {OLDEST}.0 on."
 

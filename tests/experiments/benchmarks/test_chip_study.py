@@ -161,7 +161,7 @@ def test_a_folder_without_a_trace_is_said(tmp_path):
 
 @pytest.mark.parametrize("most", [2**21, 3 * 2**20])
 def test_text_has_an_origin_a_limit_and_other_files_held_out(most):
-    here, again = text.text_here("", most), text.text_here("", most)
+    here, again = text.load_text("", most), text.load_text("", most)
     assert here.origin == again.origin
     total = len(here.train) + len(here.held_out)
     assert 0.9 * most < total <= most
@@ -175,7 +175,7 @@ def test_text_has_an_origin_a_limit_and_other_files_held_out(most):
 def test_text_that_was_carried_along_is_read_from_its_file(tmp_path, size):
     content = np.random.default_rng(size).integers(256, size=size, dtype=np.uint8)
     (tmp_path / "some.txt").write_bytes(content.tobytes())
-    corpus = text.text_here(str(tmp_path / "some.txt"), 2**21)
+    corpus = text.load_text(str(tmp_path / "some.txt"), 2**21)
     assert np.array_equal(np.concatenate([corpus.train, corpus.held_out]), content)
     batch = corpus.batch(np.random.default_rng(0), 3, 100)
     assert batch.shape == (3, 101) and batch.dtype == np.int32
@@ -187,7 +187,7 @@ def test_text_that_is_absent_or_short_is_refused(tmp_path, content):
     if content:
         (tmp_path / "some.txt").write_bytes(content)
     with pytest.raises(UserError, match=r"cannot be read|too short"):
-        text.text_here(str(tmp_path / "some.txt"), 2**21)
+        text.load_text(str(tmp_path / "some.txt"), 2**21)
 
 
 @pytest.mark.parametrize("scale", ["350m", "1.3b", "6.7b"])
