@@ -84,9 +84,9 @@ def table(kernels: list[KernelTime], runs: int, text: str = "") -> dict[str, Any
       text: HLO text of the program, from which the bytes of its kernels come; "" for none.
     """
     moved = {kernel.name: kernel for kernel in hlo.kernels(text, counted=False)} if text else {}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for kernel in kernels:
-        row = {
+        row: dict[str, Any] = {
             "name": kernel.name,
             "calls": kernel.calls / runs,
             "ms": 1e3 * kernel.seconds / runs,

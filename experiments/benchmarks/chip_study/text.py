@@ -85,7 +85,7 @@ def _text(train, held_out, origin):
     if min(map(len, splits)) < 2**14:
         raise UserError(f"The text is too short; legal: at least {HELD_OUT * 2**14} bytes.")
     lengths = {"train_bytes": len(splits[0]), "held_out_bytes": len(splits[1])}
-    return Text(*splits, {**origin, **lengths, "sha256": digest})
+    return Text(splits[0], splits[1], {**origin, **lengths, "sha256": digest})
 
 
 def _sources():

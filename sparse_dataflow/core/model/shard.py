@@ -180,6 +180,7 @@ class Shard:
         if self.feature_axis is not None:
             return None
         shift = getattr(norm, "bias", None)
+        assert norm.scale is not None
         parameters = norm.scale[...], None if shift is None else shift[...]
         kind = residual_norm_op.Norm(isinstance(norm, nnx.LayerNorm), norm.epsilon)
         return residual_norm_op.fused(kind, residual_norm_op.Operands(x, y, bias, *parameters))

@@ -51,6 +51,7 @@ def differentiable(
     def jvp(options, operands, tangents):
         tree: Any
         saved_tree: Any
+        y_tree: Any
         y, saved = forward(options, *operands)
         leaves, tree = jax.tree.flatten(tangents)
         moving = [place for place, leaf in enumerate(leaves) if not _is_constant(leaf)]
