@@ -72,7 +72,7 @@ from sparse_dataflow.core.ops.cross_entropy import cross_entropy_op as cross_ent
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput, distillation_loss
 from sparse_dataflow.core.ops.derivatives import broadcast_like, lookup
 from sparse_dataflow.core.step_metrics import Metrics, Sum
-from sparse_dataflow.core.weights.weight import Linear
+from sparse_dataflow.core.weights.weight import Linear, named_output
 
 
 class Embed(nnx.Module):
@@ -181,7 +181,7 @@ class Block(Mlp):
         """Returns the residual stream [B, T, D] after attention, and the input of the MLP, with
         the tokens of all devices of the shard."""
         config = self.config
-        normed = self._read("norm1", x_BxTxD, shard)
+        x_BxTxD, normed = self._pass_and_read("norm1", x_BxTxD, shard)
         with jax.named_scope("heads"):
             q, k, v = self._heads(normed, shard)
         if config.qk_norm:
@@ -196,7 +196,14 @@ class Block(Mlp):
             attended = attend(q, k, v, window=config.window, cap=config.attention_cap)
         attended = checkpoint_name(attended, ATTENTION_OUTPUT)
         attended = shard.gather_features(attended.reshape(*attended.shape[:2], -1))
-        y_BxTxD = self._add("norm1_out", x_BxTxD, self.attn_out(attended, shard.reduce), shard)
+        y_BxTxD = shard.reduce(attended @ self.attn_out.weight)
+        if self._adds_at_once and (
+            fused := shard.add_and_normalise(
+                self.norm2, x_BxTxD, named_output(y_BxTxD), self.attn_out.bias
+            )
+        ):
+            return fused[0], shard.gather(fused[1])
+        y_BxTxD = self._add("norm1_out", x_BxTxD, self.attn_out.plus_bias(y_BxTxD), shard)
         if config.residual == SHARED_NORM:
             return y_BxTxD, normed
         return y_BxTxD, self.mlp_input(x_BxTxD if config.residual == PARALLEL else y_BxTxD, shard)
@@ -215,6 +222,24 @@ class Block(Mlp):
         for name in names:
             if name in config.norms:
                 setattr(self, name, _norm(config, rngs))
+
+    @property
+    def _adds_at_once(self):
+        """Whether norm2 reads what attention adds to the residual stream, as it is."""
+        config = self.config
+        sequential = config.residual not in (PARALLEL, SHARED_NORM) and config.residual_scale == 1
+        return sequential and config.pre_norms and not config.post_norms
+
+    def _pass_and_read(self, norm, x_BxTxD, shard):
+        """Returns the residual stream, and what a half of the block reads of it.
+
+        A kernel of the norm adds the gradients of both.
+        """
+        if self.config.pre_norms:
+            fused = shard.add_and_normalise(getattr(self, norm), x_BxTxD)
+            if fused:
+                return fused[0], shard.gather(fused[1])
+        return x_BxTxD, self._read(norm, x_BxTxD, shard)
 
     def _read(self, norm, x_BxTxD, shard):
         if self.config.pre_norms:

@@ -10,6 +10,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, ROW_PARALLEL
 from sparse_dataflow.core.model.projection import draw
 from sparse_dataflow.core.ops.activation import activation
+from sparse_dataflow.core.ops.bias_activation.bias_activation_op import bias_activation
 from sparse_dataflow.core.ops.sparse_mlp.mlp_op import gated_sparse_mlp, sparse_mlp
 from sparse_dataflow.core.weights.block_sparse import BlockSparse
 from sparse_dataflow.core.weights.weight import Linear
@@ -37,6 +38,10 @@ class Mlp(nnx.Module):
             # With a feature axis, devices exchange hidden features.
             if shard.feature_axis is None and (y := self._fused(x_BxTxD)) is not None:
                 return self.mlp_out.plus_bias(shard.reduce(y))
+            if not self.config.gated_mlp and self.mlp_in.bias is not None:
+                hidden = self.mlp_in.product(x_BxTxD, shard.reduce_features)
+                hidden = bias_activation(hidden, self.mlp_in.bias, self.config.activation)
+                return self.mlp_out(shard.gather_features(hidden), shard.reduce)
             products = [self.mlp_in(x_BxTxD, shard.reduce_features)]
             if self.config.gated_mlp:
                 products.append(self.mlp_gate(x_BxTxD, shard.reduce_features))

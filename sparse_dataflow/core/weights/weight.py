@@ -129,6 +129,11 @@ class WithDenseGradient(Wrapper):
         return with_dense_gradient(x @ self.base, x, self.zeros)
 
 
+def named_output(y: jax.Array) -> jax.Array:
+    """Names an output of a projection for remat policies."""
+    return checkpoint_name(y, PROJECTION_OUTPUT)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Linear:
@@ -155,8 +160,14 @@ class Linear:
         """
         return self.plus_bias(reduce(x @ self.weight))
 
+    def product(
+        self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y
+    ) -> jax.Array:
+        """Returns the projection without its bias, which the caller adds, named as the output."""
+        return named_output(reduce(x @ self.weight))
+
     def plus_bias(self, y: jax.Array) -> jax.Array:
         """Adds the bias, if there is one, and names the output for remat policies."""
         if self.bias is not None:
             y += broadcast_like(self.bias, y)
-        return checkpoint_name(y, PROJECTION_OUTPUT)
+        return named_output(y)
