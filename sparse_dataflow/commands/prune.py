@@ -6,11 +6,11 @@ from typing import Any
 from flax import nnx
 
 from sparse_dataflow.core.config import arguments
+from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.layers.prune import prune_linears
 from sparse_dataflow.layers.replace import Where
 from sparse_dataflow.pruning.groups import Groups
-from sparse_dataflow.pruning.rebuild import ROUNDS
 from sparse_dataflow.pruning.result import PrunedModel
 
 NARROW = "narrow"
@@ -24,7 +24,8 @@ def prune(
     density: float | None = None,
     block: int | str = 16,
     where: Where | None = None,
-    rounds: int = ROUNDS,
+    rounds: int | None = None,
+    pattern: str = "",
     call: Callable[[Any, Any], Any] | None = None,
 ) -> PrunedModel:
     """Removes weights of a trained model, and fits the others to the outputs of the whole model.
@@ -35,7 +36,8 @@ def prune(
     tokens.  The model does not change.
 
     Square blocks become block-sparse weights, which store and compute less.  Other shapes become
-    dense weights with zeros.
+    masked weights: `sd.save` stores less, and products are as fast as dense ones.  Of an nnx model
+    they become zeros in its own linears.
 
     Args:
       model: an `sd.Model`; a run folder, Hugging Face directory or name on the hub, which is
@@ -49,7 +51,11 @@ def prune(
         language model, which becomes a smaller dense one).
       where: (path, linear) -> whether to prune it; None for all.  For a language model it gets the
         name of a projection, such as "mlp_in", and its shape.
-      rounds: in how many rounds weights go.
+      rounds: in how many rounds weights go; None for 4, or for the fastest selection where these
+        would take more than a minute for a projection.
+      pattern: of square blocks of a language model, "monarch" or "shuffle", whose products are the
+        fastest: features change places first, so that its blocks have the largest weights times
+        activations.  "" for the blocks that cost most to remove.
       call: (model, batch) applies an nnx model; None for `model(batch)`.
 
     Raises:
@@ -65,12 +71,20 @@ def prune(
         >>> sorted(pruned.masks)
         ['attn_out', 'mlp_in', 'mlp_out', 'qkv']
     """
-    if rounds < 1:
-        raise UserError(f"rounds={rounds}; legal: 1 or more.")
+    if rounds is not None and rounds < 1:
+        raise UserError(f"rounds={rounds}; legal: 1 or more, or None.")
+    rounds = rounds or 0
     groups = None if block == NARROW else Groups.parse(block)
+    if pattern and (pattern not in GROUPED_PATTERNS or groups is None or not groups.is_square):
+        raise UserError(
+            f"pattern={pattern!r} with block={block}; legal: {' and '.join(GROUPED_PATTERNS)}, of "
+            "square blocks."
+        )
     if isinstance(model, nnx.Module):
         if groups is None:
             raise UserError('block="narrow" is for language models; legal for nnx models: a shape.')
+        if pattern:
+            raise UserError("pattern is for language models; legal for nnx models: none.")
         inputs = _listed(batches)
         apply = call or (lambda module, batch: module(batch))
         return prune_linears(model, inputs, groups, density, rounds, where, apply)
@@ -79,7 +93,7 @@ def prune(
     # Reads tokenizers and checkpoints, which a model of nnx does not need.
     from sparse_dataflow.commands.prune_language_model import prune_language_model
 
-    return prune_language_model(model, _listed(batches), groups, density, where, rounds)
+    return prune_language_model(model, _listed(batches), groups, density, where, rounds, pattern)
 
 
 def _listed(batches) -> list:

@@ -1,7 +1,6 @@
 """Prunes the projections of a language model of this project: see `sd.prune`."""
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, LinearSpec
 from sparse_dataflow.core.layouts import model_layouts
-from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.model import adapters, stacks
+from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.training.transitions import change_model
 from sparse_dataflow.core.weights.dense import Dense
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.interchange import pattern_pruning
+from sparse_dataflow.interchange.calibration import input_norms
 from sparse_dataflow.interchange.load import load
 from sparse_dataflow.layers.replace import Where
 from sparse_dataflow.pruning import rebuild, second_order
 from sparse_dataflow.pruning.groups import Groups
-from sparse_dataflow.pruning.projection import Target
 from sparse_dataflow.pruning.rebuild import Rebuilt
 from sparse_dataflow.pruning.result import PrunedModel
 
@@ -37,6 +39,7 @@ def prune_language_model(
     density: float | None,
     where: Where | None,
     rounds: int,
+    pattern: str,
 ) -> PrunedModel:
     """Prunes an `sd.Model`, or the one that a folder or a name leads to; see `sd.prune`.
 
@@ -57,24 +60,47 @@ def prune_language_model(
             raise UserError('where does not go with block="narrow", which prunes all projections.')
         return _result(model, rebuild.narrowed(old, weights, batches, _half(density), rounds), None)
     names = _selected(old, where)
-    if groups.rows == groups.cols > 1:
-        spec = LinearSpec("block_sparse", "random", _half(density), groups.rows)
-        new = old.with_linears(spec, names)
-        model_layouts.check_layouts(new)
-        result, layouts = rebuild.to_blocks(old, weights, new, batches, rounds=rounds)
-        key = jax.random.key(0)
-        params = jax.tree.map(jnp.array, result.params)
-        state = TrainState(jnp.zeros((), jnp.int32), params, (), {}, key)
-        state = change_model(state, result.model, new, given=layouts)
-        return _result(model, result, groups, new, state)
-    targets = {
-        name: Target(groups, groups.count(old.projection_shape(name), density), rounds)
-        for name in names
-    }
-    alike = {
-        name: functools.partial(lambda target, _: target, each) for name, each in targets.items()
-    }
-    return _result(model, rebuild.rebuilt(old, weights, batches, alike), groups)
+    specs = {name: _spec(old, name, groups, density, pattern) for name in names}
+    new = dataclasses.replace(old, linears={**dict(old.linears), **specs})
+    model_layouts.check_layouts(new)
+    if pattern:
+        old, weights, given = _in_places(old, weights, new, batches)
+    else:
+        given = None
+    result, stored = rebuild.to_blocks(old, weights, new, batches, given, rounds)
+    params = jax.tree.map(jnp.array, result.params)
+    result = result._replace(params={})  # Frees a copy of the model.
+    state = TrainState(jnp.zeros((), jnp.int32), params, (), {}, jax.random.key(0))
+    state = change_model(state, result.model, new, given=stored)
+    return _result(model, result, groups, new, state)
+
+
+def _in_places(old, weights, new, batches):
+    """Returns (model, weights, layouts): the dense weights with features in the places that suit
+    the patterns of `new`."""
+    if old.linears:
+        raise UserError("pattern moves the features of all projections; legal: a dense model.")
+    pattern_pruning.refuse(old, {}, new)
+    norms = input_norms(old, weights, batches, dict.fromkeys(old.projections, 0))
+    params, layouts = pattern_pruning.moved(old, weights.merged, new, norms, "sd.prune")
+    return old, ModelWeights(params, {}), layouts
+
+
+def _spec(
+    model: ModelConfig, name: str, groups: Groups, density: float | None, pattern: str
+) -> LinearSpec:
+    """Returns how a projection of which groups of weights stay is stored."""
+    if groups.is_square:
+        return LinearSpec("block_sparse", pattern or "random", _half(density), groups.rows)
+    shape = model.projection_shape(name)
+    try:
+        share = groups.count(shape, density) / (groups.pool or groups.grid(shape)[0])
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
+    outputs = groups.cols if groups.cols != groups.rows else 0
+    return LinearSpec(
+        "masked", "masked", share, groups.rows, span=groups.pool, block_outputs=outputs
+    )
 
 
 def _result(model: Model, result: Rebuilt, groups, new=None, state=None) -> PrunedModel:
@@ -83,7 +109,9 @@ def _result(model: Model, result: Rebuilt, groups, new=None, state=None) -> Prun
         name: np.stack([second_order.expanded(mask, groups) for mask in layers])
         for name, layers in result.masks.items()
     }
-    params, tables = (state.params, state.tables) if state else (result.params, {})
+    params, tables = result.params, {}
+    if state:
+        params, tables = adapters.merged(state.params, state.frozen), state.tables
     pruned = dataclasses.replace(
         model,
         folder=Path(),
@@ -104,15 +132,18 @@ def _half(density):
 
 def _selected(model, where):
     """Returns the projections that are pruned."""
-    for name, spec in dict(model.linears).items():
-        if spec.weight is not Dense:
-            raise UserError(f"{name} has {spec.weight.words} already; legal: a dense model.")
     shapes = {name: model.projection_shape(name) for name in model.projections}
     if model.experts:
         shapes = {name: shape for name, shape in shapes.items() if name not in MLP}
     names = [name for name, shape in shapes.items() if where is None or where(name, shape)]
     if not names:
         raise UserError(f"`where` selects no projection; legal: {', '.join(shapes)}.")
+    for name in names:
+        if (weight := model.linear(name).weight) is not Dense:
+            raise UserError(
+                f"{name} has {weight.words} already; legal: dense weights. Or leave it out with "
+                "`where`."
+            )
     return names
 
 
