@@ -6,8 +6,7 @@ The nearest test files of a fault run until the first failure.  At the end, the 
 run on a copy without a fault: one that fails there too has caught nothing.
 """
 
-# mutmut and cosmic-ray change every operator of whole modules, thousands of faults.  Neither takes a
-# list of chosen texts, each with the tests nearest to it.
+# mutmut and cosmic-ray change every operator of whole modules; neither takes a list of texts.
 
 import argparse
 import concurrent.futures
