@@ -14,6 +14,7 @@ import importlib.util
 import os
 import queue
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,9 +26,10 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent))
 
 import fault_list
+import pytest
 
-SELECTIONS = {"test": "not slow and not nightly", "test-all": "not nightly"}
-"""Target of the Makefile -> the marks of its tests."""
+SELECTIONS = {"test": ["-m", "not slow and not nightly"], "test-all": ["-m", "not nightly"]}
+"""Target of the Makefile -> the options of pytest that select its tests."""
 
 LEAST_CAUGHT = 0.95
 PROGRAMS = Path(".pytest_cache") / "programs"
@@ -70,14 +72,20 @@ def write(path: Path, text: str) -> None:
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
-def run_tests(copy: Path, tests: list[str], marks: str, limit: float, *options: str) -> Outcome:
-    """Runs tests of a copy of the project in a process of their own."""
+def run_tests(copy: Path, tests: list[str], selection: list[str], limit: float) -> Outcome:
+    """Runs tests of a copy of the project in a process of their own.
+
+    Args:
+      tests: files, or ids of tests.
+      selection: options of pytest.
+      limit: most seconds.
+    """
     command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider"]
     command += ["-p", "mutation.first_failure"]
     path = os.pathsep.join([str(copy), str(copy / "tests")])
     started = time.monotonic()
     with subprocess.Popen(
-        [*command, "-m", marks, *options, *tests],
+        [*command, *selection, *tests],
         cwd=copy,
         env=os.environ | {"PYTHONPATH": path},
         stdout=subprocess.PIPE,
@@ -93,22 +101,21 @@ def run_tests(copy: Path, tests: list[str], marks: str, limit: float, *options: 
             output, _ = process.communicate()
             return Outcome((), f"no end in {limit:.0f} s", limit)
     seconds = time.monotonic() - started
-    failed = FAILED.findall(output)
-    if process.returncode == 0:
+    if process.returncode == pytest.ExitCode.OK:
         return Outcome((), "survived", seconds)
-    if not failed:
+    if process.returncode != pytest.ExitCode.TESTS_FAILED:  # Such as a file that has no tests.
         last = output.strip().splitlines()[-1:] or ["no output"]
         return Outcome((), f"pytest ended with {process.returncode}: {last[0]}", seconds)
-    return Outcome(tuple(failed), "", seconds)
+    return Outcome(tuple(FAILED.findall(output)), "", seconds)
 
 
-def try_fault(fault: fault_list.Fault, copy: Path, marks: str, limit: float) -> Outcome:
+def try_fault(fault: fault_list.Fault, copy: Path, selection: list[str], limit: float) -> Outcome:
     """Runs the nearest tests of a fault on a copy of the project, which is whole again after."""
     path = copy / fault.file
     before = path.read_text(encoding="utf-8")
     write(path, fault.source())
     try:
-        return run_tests(copy, fault.tests, marks, limit, "-x")
+        return run_tests(copy, fault.tests, ["-x", *selection], limit)
     finally:
         write(path, before)
 
@@ -130,7 +137,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="faults that run side by side")
     parser.add_argument("--limit", type=float, default=300, help="most seconds of a fault")
     options = parser.parse_args()
-    marks = SELECTIONS[options.selection] if options.marks is None else options.marks
+    selection = SELECTIONS[options.selection]
+    if options.marks is not None:
+        selection = ["-m", options.marks]
     chosen = re.compile(options.only)
     faults = [f for f in fault_list.read() if chosen.search(f"{f.name} {f.file}")]
     for fault in faults:
@@ -143,7 +152,7 @@ def main() -> int:
         def attempt(fault):
             copy = copies.get()
             try:
-                outcome = try_fault(fault, copy, marks, options.limit)
+                outcome = try_fault(fault, copy, selection, options.limit)
             finally:
                 copies.put(copy)
             report(fault, outcome)
@@ -152,7 +161,9 @@ def main() -> int:
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
             outcomes = list(pool.map(attempt, faults))
         catching = sorted({test for outcome in outcomes for test in outcome.failed})
-        healthy = run_tests(copies.get(), catching, marks, 3600) if catching else Outcome((), "", 0)
+        healthy = Outcome((), "survived", 0)
+        if catching:
+            healthy = run_tests(copies.get(), catching, selection, 3600)
     broken = set(healthy.failed)
     caught = [bool(set(outcome.failed) - broken) for outcome in outcomes]
     for test in sorted(broken):
@@ -160,7 +171,7 @@ def main() -> int:
     if healthy.words not in ("", "survived"):
         print(f"The tests without a fault: {healthy.words}")
         return 1
-    print(f"{sum(caught)} of {len(faults)} faults are caught by tests with the marks '{marks}'")
+    print(f"{sum(caught)} of {len(faults)} faults are caught by: {shlex.join(selection)}")
     for fault, was_caught in zip(faults, caught, strict=True):
         if not was_caught:
             print(f"SURVIVED {fault.name} in {fault.file}: {fault.why}")
