@@ -37,7 +37,7 @@ FAULT_TESTS := $(addprefix tests/,borders experiments/test_faults.py experiments
 OPTIONAL_TESTS := $(addprefix tests/,experiments/test_optional_packages.py experiments/benchmarks/test_step_peers.py monitoring/test_tracker_packages.py interchange/test_architectures.py interchange/test_generations.py interchange/test_published_tokenizers.py layers/test_frameworks.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all nightly optional faults aot-tpu aot-gpu bench bench-schedule bench-schedule-gpu chip-report package lint format docs lock clean FORCE
+.PHONY: help env demo test test-all nightly optional faults mutants aot-tpu aot-gpu bench bench-schedule bench-schedule-gpu chip-report package lint format docs lock clean FORCE
 
 help: ## list the targets
 	@echo 'usage: make TARGET [ARGS="--flag=value ..."] [VENV=.venv] [PYTHON=python3.12]'
@@ -71,6 +71,9 @@ optional: ## run what needs torch, transformers of four releases, wandb, mlflow 
 faults: $(READY) ## every fault test, measured for docs/surviving.md; ARGS="--kills=200"
 	FAULTS=$(CURDIR)/tests/experiments/faults.json $(BIN)/python -m pytest -m "" --hypothesis-profile=new-draws $(FAULT_TESTS) $(TESTS) $(ARGS); \
 	ended=$$?; $(BIN)/python tests/experiments/fault_records.py && exit $$ended
+
+mutants: $(READY) ## apply small faults one by one, and report which tests catch them; ARGS="--only=padding"
+	@$(BIN)/python tests/mutation/run.py $(ARGS)
 
 aot-tpu: ## compile each TPU kernel and a step of each chip, v4 to v6e, without one (fetches libtpu: 200 MB in .venv-tpu)
 	@sh launch/make_env.sh .venv-tpu dev,aot

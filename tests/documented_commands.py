@@ -66,6 +66,7 @@ RUN = {
     "make chip-report": E + "test_benches.py::test_this_cpu_is_measured",
     "make docs": "tests/test_documentation.py::test_the_site_is_whole",
     "make faults": E + "test_faults.py::test_kills",
+    "make mutants": "tests/mutation/test_fault_list.py::test_a_fault_still_applies",
 }
 """Module, script or make target -> FILE::PREFIX of the test or fixture that runs it."""
 

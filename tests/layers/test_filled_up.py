@@ -136,3 +136,19 @@ def test_outputs_of_a_last_block_have_the_variance_of_the_others():
     variances = np.var(np.asarray(y), axis=0)
     assert abs(variances[1024:].mean() / variances[:1024].mean() - 1) < 0.1
     assert abs(variances.mean() - 1) < 0.1
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "block"), [(40, 64, 32), (37, 60, 8), (17, 33, 16)])
+def test_a_layer_that_stores_all_blocks_has_the_kernel_that_is_drawn(inputs, outputs, block):
+    """What fills up the last block is no input, so that it scales no weight."""
+    kernel = np.random.default_rng(0).normal(size=(inputs, outputs)).astype(np.float32)
+    layer = sd.BlockSparseLinear(
+        inputs,
+        outputs,
+        block=block,
+        density=1,
+        kernel_init=lambda *_: jnp.asarray(kernel),
+        rngs=nnx.Rngs(0),
+    )
+    dense = layer.layout.to_dense(np.asarray(layer.values[...]))[:inputs, :outputs]
+    np.testing.assert_allclose(dense, kernel, rtol=1e-6)

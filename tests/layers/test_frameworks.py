@@ -79,9 +79,7 @@ def bonsai_vit():
         image_size=(16, 16), patch_size=(4, 4), num_channels=3, hidden_dim=64, mlp_dim=128,
         attn_dropout_prob=0.0, dropout_prob=0.0, num_heads=4, eps=1e-6, num_layers=2, num_labels=32,
     )  # fmt: skip
-    kind = next(
-        k for n, k in vars(module).items() if n.startswith("ViT") and hasattr(k, "__call__")
-    )
+    kind = next(k for n, k in vars(module).items() if n.startswith("ViT") and callable(k))
     images = np.linspace(-1, 1, 2 * 16 * 16 * 3, dtype=np.float32).reshape(2, 16, 16, 3)
     make = lambda: kind(config, rngs=nnx.Rngs(0))  # noqa: E731
     return make, lambda model: model(images, rngs=None), 2 * 6

@@ -154,14 +154,18 @@ def test_page_locked_copies_change_nothing():
 
 
 @pytest.mark.slow
-def test_eager_clipping_keeps_the_global_norm_below_the_limit():
-    """Each section has an equal share; if none exceeds it, eager equals exact."""
+def test_eager_clipping_that_clips_nothing_is_exact():
     model = DENSE
     loose = training(clip=1e3)
     _, eager = relay_run(
         Relay(model, loose, RelayConfig(clipping="eager")), fresh_state(model, loose)
     )
     assert_same_reports(eager, whole_run(model, loose), rtol=2e-6)
+
+
+def test_eager_clipping_keeps_the_global_norm_below_the_limit():
+    """Each section has an equal share, so the norm is the limit where all exceed theirs."""
+    model = DENSE
     tight = training(clip=1e-2)
     state = fresh_state(model, tight)
     state, _ = Relay(model, tight, RelayConfig(clipping="eager")).train_step(
@@ -170,7 +174,7 @@ def test_eager_clipping_keeps_the_global_norm_below_the_limit():
     # After one step the first moments are 0.1 of the clipped gradients.
     mu = next(moments.mu for moments in state.moments if hasattr(moments, "mu"))
     norm = np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(mu)))
-    assert 0.5 * tight.clip < 10 * norm <= tight.clip * 1.0001
+    assert 0.9 * tight.clip < 10 * norm <= tight.clip * 1.0001
 
 
 # Blocks that are large relative to the activations between them.

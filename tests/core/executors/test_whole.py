@@ -320,3 +320,31 @@ def test_keep_repeats_no_product_but_the_scores(name, traced_tables):
 
     assert flops("keep") == flops("none") + scores
     assert flops("full") > flops("keep")
+
+
+EOT = 39
+ROWS = np.array([[EOT, 5, 6, EOT, 7, EOT, EOT, EOT], [1, EOT, EOT, 2, 3, 4, 5, 6]], np.int32)
+
+
+def test_padding_is_an_end_of_text_before_another():
+    """The end of a text is one of its tokens, also as the first of a row."""
+    config = dataclasses.replace(DENSE, experts=2, top_k=1, vocab_size=EOT + 1)
+    real = whole.batch_context(config, whole.Batch(ROWS), padded=True).real
+    expected = [[1, 1, 1, 1, 1, 0, 0], [1, 0, 1, 1, 1, 1, 1]]
+    np.testing.assert_array_equal(real, np.array(expected, bool))
+    assert whole.batch_context(config, whole.Batch(ROWS)).real is None
+    assert whole.routed_tokens(config, whole.Batch(ROWS), padded=True) == 11
+    assert whole.routed_tokens(config, whole.Batch(ROWS)) == 14
+
+
+def test_documents_are_those_of_the_inputs():
+    config = dataclasses.replace(DENSE, mask_documents=True, vocab_size=EOT + 1)
+    documents = whole.batch_context(config, whole.Batch(ROWS)).documents
+    expected = [[0, 1, 1, 1, 2, 2, 3], [0, 0, 1, 2, 2, 2, 2]]
+    np.testing.assert_array_equal(documents, expected)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_weights_of_a_mean_add_up_over_the_shards(shards):
+    weights = whole.with_weights(whole.Batch(ROWS), shards).weights
+    assert weights.sum() * shards == pytest.approx(1)
