@@ -196,7 +196,7 @@ class Block(Mlp):
             attended = attend(q, k, v, window=config.window, cap=config.attention_cap)
         attended = checkpoint_name(attended, ATTENTION_OUTPUT)
         attended = shard.gather_features(attended.reshape(*attended.shape[:2], -1))
-        y_BxTxD = shard.reduce(attended @ self.attn_out.weight)
+        y_BxTxD = self.attn_out.product(attended, shard.reduce)
         if self._adds_at_once and (
             fused := shard.add_and_normalise(
                 self.norm2, x_BxTxD, named_output(y_BxTxD), self.attn_out.bias

@@ -13,7 +13,7 @@ from sparse_dataflow.core.ops.activation import activation
 from sparse_dataflow.core.ops.bias_activation.bias_activation_op import bias_activation
 from sparse_dataflow.core.ops.sparse_mlp.mlp_op import gated_sparse_mlp, sparse_mlp
 from sparse_dataflow.core.weights.block_sparse import BlockSparse
-from sparse_dataflow.core.weights.weight import Linear
+from sparse_dataflow.core.weights.weight import Linear, named_output
 
 
 class Mlp(nnx.Module):
@@ -39,7 +39,7 @@ class Mlp(nnx.Module):
             if shard.feature_axis is None and (y := self._fused(x_BxTxD)) is not None:
                 return self.mlp_out.plus_bias(shard.reduce(y))
             if not self.config.gated_mlp and self.mlp_in.bias is not None:
-                hidden = self.mlp_in.product(x_BxTxD, shard.reduce_features)
+                hidden = named_output(self.mlp_in.product(x_BxTxD, shard.reduce_features))
                 hidden = bias_activation(hidden, self.mlp_in.bias, self.config.activation)
                 return self.mlp_out(shard.gather_features(hidden), shard.reduce)
             products = [self.mlp_in(x_BxTxD, shard.reduce_features)]

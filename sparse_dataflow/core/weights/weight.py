@@ -158,13 +158,13 @@ class Linear:
           x: the input, or its features for this shard of a weight that is cut by inputs.
           reduce: sums the partial products of a weight that is cut by inputs over its shards.
         """
-        return self.plus_bias(reduce(x @ self.weight))
+        return self.plus_bias(self.product(x, reduce))
 
     def product(
         self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y
     ) -> jax.Array:
-        """Returns the projection without its bias, which the caller adds, named as the output."""
-        return named_output(reduce(x @ self.weight))
+        """Returns the projection without its bias; arguments as in a call."""
+        return reduce(x @ self.weight)
 
     def plus_bias(self, y: jax.Array) -> jax.Array:
         """Adds the bias, if there is one, and names the output for remat policies."""
