@@ -146,6 +146,8 @@ class RelayExecutor(MultiProgramExecutor):
             return self.place(state(), relay.model)
         model = relay.model
         abstract = host_state.abstract_state(model, training)
+        if training.adapter_rank:
+            abstract = abstract._replace(frozen=())
         files = MappedFiles(self._folder(name), abstract, identity, completed)
         relay.server.storage = files
         restored = _restore_common_step(files, training)

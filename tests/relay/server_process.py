@@ -36,7 +36,8 @@ def first_state(params, mu, nu, model=MODEL, training=TRAINING):
         leaf[...] = rng.normal(size=leaf.shape)
     shapes = host_state.abstract_state(model, training)
     moments = host_state.with_moments(shapes.moments, 0, mu, nu)
-    return TrainState(np.zeros((), np.int32), params, moments, shapes.tables, key())
+    masks = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), shapes.frozen)
+    return TrainState(np.zeros((), np.int32), params, moments, shapes.tables, key(), masks)
 
 
 def key():

@@ -90,6 +90,22 @@ def test_layouts_that_are_read_equal_those_that_were_written(tmp_path, pattern):
     assert jax.tree.structure(with_groups) == jax.tree.structure(stacks.with_groups(written.tables))
 
 
+def test_masks_that_are_read_equal_those_that_were_written(tmp_path):
+    """Also where a step after the first has other masks."""
+    model = MODEL.with_linears(LinearSpec("masked", "masked", 0.5, block=1))
+    files = open_files(tmp_path, model)
+    state = files.new_state(lambda *trees: first_state(*trees, model))
+    masks = jax.tree.map(
+        lambda leaf: np.arange(leaf.size).reshape(leaf.shape) % 3 > 0, state.frozen
+    )
+    assert jax.tree.leaves(masks)
+    written = advance(state._replace(frozen=masks), files, 3, model=model)
+    files.close()
+    read = open_files(tmp_path, model).restore(key())
+    assert_same_bits(read, written)
+    assert jax.tree.all(jax.tree.map(np.array_equal, read.frozen, masks))
+
+
 @pytest.mark.parametrize("optimizer", BUILT_IN)
 def test_bfloat16_moments_that_are_read_equal_those_that_were_written(tmp_path, optimizer):
     """In less space, and a training that goes on from them has the same bits."""
