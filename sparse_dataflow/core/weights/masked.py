@@ -150,6 +150,16 @@ class Masked(Weight):
         return cls.scores(gradients["kernel"], spec)
 
     @classmethod
+    def per_span(cls, spec: Any, inputs: int) -> tuple[int, int]:
+        """Returns the input blocks of a span, and how many of them each output stores.
+
+        Args:
+          inputs: input blocks of the weight.
+        """
+        span = spec.span or inputs
+        return span, max(1, round(span * spec.density))
+
+    @classmethod
     def best(cls, scores: Any, spec: Any, allowed: Any = None) -> Any:
         """Returns the mask of the blocks with the largest scores.
 
@@ -163,8 +173,7 @@ class Masked(Weight):
         import jax.numpy as jnp
 
         *stack, inputs, outputs = scores.shape
-        span = spec.span or inputs
-        count = max(1, round(span * spec.density))
+        span, count = cls.per_span(spec, inputs)
         if allowed is not None:
             scores = jnp.where(cls.block_mask(allowed, spec), scores, -1)
         grid = scores.reshape(*stack, inputs // span, span, outputs)
