@@ -88,8 +88,9 @@ class Masked(Weight):
         if sides[0] % (spec.block * span) or sides[1] % spec.block_sides[1]:
             raise UserError(
                 f"{name}: {sides[0]} x {sides[1]} features are not whole blocks of "
-                f"{spec.block} x {spec.block_sides[1]} in spans of {span}; legal: sides that "
-                "divide them."
+                f"{spec.block} x {spec.block_sides[1]}"
+                f"{f' in spans of {span}' if spec.span else ''} (sparsity.block, "
+                "block_outputs, span); legal: sides that divide them."
             )
         if spec.span and abs(rows - round(rows)) > 1e-6:
             raise UserError(
