@@ -15,6 +15,7 @@ from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.projections import MLP, LinearSpec
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.training.transitions import change_model
 from sparse_dataflow.core.weights.dense import Dense
@@ -108,7 +109,7 @@ def prune(
 
 
 def _prune_language_model(model, batches, groups, density, where, rounds):
-    old, weights = model.model, stacks.weights_of(jax.device_get(model.params), model.tables)
+    old, weights = model.model, ModelWeights(jax.device_get(model.params))
     if groups is None:
         if where is not None:
             raise UserError('where does not go with block="narrow", which prunes all projections.')
@@ -121,7 +122,7 @@ def _prune_language_model(model, batches, groups, density, where, rounds):
         result, layouts = rebuild.to_blocks(old, weights, new, batches, rounds=rounds)
         key = jax.random.key(0)
         params = jax.tree.map(jnp.array, result.params)
-        state = TrainState(jnp.zeros((), jnp.int32), params, (), {}, key)
+        state = TrainState(jnp.zeros((), jnp.int32), params, (), key)
         state = change_model(state, result.model, new, given=layouts)
         return _result(model, result, groups, new, state)
     targets = {
@@ -140,14 +141,13 @@ def _result(model: Model, result: Rebuilt, groups, new=None, state=None) -> Prun
         name: np.stack([second_order.expanded(mask, groups) for mask in layers])
         for name, layers in result.masks.items()
     }
-    params, tables = (state.params, state.tables) if state else (result.params, {})
+    params = state.weights.merged if state else result.params
     pruned = dataclasses.replace(
         model,
         folder=Path(),
         variant="sparse" if state else "dense",
         model=new or result.model,
-        params=jax.tree.map(jnp.asarray, params),
-        tables=jax.tree.map(np.asarray, tables),
+        params=stacks.map_arrays(jnp.asarray, params),
         step=0,
         record=None,
         facts={},

@@ -58,8 +58,7 @@ class Imported(NamedTuple):
     """An imported model.
 
     Attributes:
-      params: parameter tree in numpy float32; see `gpt`.
-      tables: layout tables; empty if the model is dense.
+      params: parameter tree in numpy float32, with layouts; see `gpt`.
       tokenizer: tokenizer with this project's order of ids, as the embedding of `params`.
       digest: sha256 (hex) of the weight files.
       architecture: name in `architectures.ARCHITECTURES`; "" for the sparse form.
@@ -67,7 +66,6 @@ class Imported(NamedTuple):
 
     model: ModelConfig
     params: dict
-    tables: dict
     tokenizer: Tokenizer
     digest: str
     architecture: str
@@ -75,7 +73,7 @@ class Imported(NamedTuple):
     @property
     def weights(self) -> ModelWeights:
         """Parameters with their layouts."""
-        return ModelWeights(self.params, self.tables)
+        return ModelWeights(self.params)
 
 
 def is_directory(folder: str | Path) -> bool:
@@ -150,10 +148,9 @@ def read(folder: str | Path) -> Imported:
     fields, model, tokenizer, order = describe(folder)
     _described.cache_clear()
     architecture = fields["model_type"]
-    tables: dict = {}
     if architecture == MODEL_TYPE:
         architecture = ""
-        model, params, tables = sparse_form.read(folder)
+        model, params = sparse_form.read(folder)
         source = fields.get(SOURCE)
     else:
         files = tensors.Tensors(folder)
@@ -164,7 +161,7 @@ def read(folder: str | Path) -> Imported:
     if source:
         tokenizer = _with_source(tokenizer, source)
     params = _reordered(params, order)
-    return Imported(model, params, tables, tokenizer, tensors.digest(folder), architecture)
+    return Imported(model, params, tokenizer, tensors.digest(folder), architecture)
 
 
 def _with_own_output(folder, fields, model, files):

@@ -19,8 +19,8 @@ import numpy as np
 
 from sparse_dataflow.core.checkpoint.named_arrays import flatten
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
@@ -52,20 +52,20 @@ def write(
     (folder / CONFIG).write_text(json.dumps(fields, indent=1) + "\n")
     other_sections = {name: section for name, section in params.items() if name != "blocks"}
     arrays = {name: np.asarray(leaf, np.float32) for name, leaf in flatten(other_sections).items()}
-    layers = stacks.layers(params["blocks"], weights.tables)
-    for i, (of_layer, layouts) in enumerate(layers):
+    for i, layer in enumerate(stacks.layers(params["blocks"])):
+        of_layer, layouts = stacks.split_layouts(layer)
         for name, leaf in flatten(of_layer).items():
             arrays[f"blocks.{i}.{name}"] = np.asarray(leaf, np.float32)
-        for name, table in flatten(layouts).items():
+        for name, table in flatten(stacks.tables_by_name(layouts)).items():
             arrays[f"blocks.{i}.{name}"] = np.asarray(table)
     return tensors.write(folder, arrays, {"sparse_dataflow": FORMAT})
 
 
-def read(folder: str | Path) -> tuple[ModelConfig, dict, dict]:
+def read(folder: str | Path) -> tuple[ModelConfig, dict]:
     """Reads the model that `write` wrote.
 
     Returns:
-      (config, parameter tree in numpy float32, layout tables in numpy int32).
+      (config, parameter tree in numpy float32 with its layouts).
 
     Raises:
       UserError: the folder has another format, or a tensor is missing, damaged or of another
@@ -75,28 +75,24 @@ def read(folder: str | Path) -> tuple[ModelConfig, dict, dict]:
     model = read_config(folder)
     files = tensors.Tensors(folder)
     shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
-    expected = stacks.layout_tables(model_layouts.layouts(model))
-    layer_shapes = jax.eval_shape(
-        lambda *stacked: list(stacks.layers(*stacked)), shapes["blocks"], expected
-    )
-    layers = [
-        (
-            _read_tree(files.read, param_shapes, f"blocks.{i}."),
-            _read_tree(files.read_integers, table_shapes, f"blocks.{i}."),
-        )
-        for i, (param_shapes, table_shapes) in enumerate(layer_shapes)
-    ]
-    blocks, tables = (stacks.stacked_layers(model, trees) for trees in zip(*layers))
+    expected = merged(shapes["blocks"], stacks.with_layouts(model, {}).get("blocks", ()))
+    layers = []
+    for i, layer in enumerate(jax.eval_shape(lambda tree: list(stacks.layers(tree)), expected)):
+        of_layer, layouts = stacks.split_layouts(layer)
+        tables = _read_tree(files.read_integers, stacks.tables_by_name(layouts), f"blocks.{i}.")
+        arrays = _read_tree(files.read, of_layer, f"blocks.{i}.")
+        layers.append(merged(arrays, stacks.beside(model, tables)["blocks"]) if tables else arrays)
     other_sections = {name: section for name, section in shapes.items() if name != "blocks"}
+    blocks = stacks.stacked_layers(model, layers)
     params = {**_read_tree(files.read, other_sections), "blocks": blocks}
-    stacks.layouts_from_tables(model, tables)  # Raises UserError for tables of no legal layout.
-    digest = _digest(ModelWeights(params, tables))
+    stacks.layouts_of(model, params)  # Raises UserError for tables of no legal layout.
+    digest = _digest(ModelWeights(params))
     if json_files.load(folder / CONFIG).get("layout") not in (None, digest):
         raise UserError(
             f"{folder} has the tables of another layout than its config.json; restore its files "
             "from one export."
         )
-    return model, params, tables
+    return model, params
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -118,7 +114,7 @@ def read_config(folder: Path) -> ModelConfig:
 def _digest(weights):
     """Returns the sha256 (hex) of the layout tables of all layers."""
     combined = hashlib.sha256()
-    for name, table in sorted(flatten(weights.tables).items()):
+    for name, table in sorted(flatten(stacks.tables_by_name(weights.merged)).items()):
         combined.update(f"{name}{np.shape(table)}".encode())
         combined.update(np.ascontiguousarray(table, "<i4").tobytes())
     return combined.hexdigest()

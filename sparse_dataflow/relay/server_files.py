@@ -26,6 +26,8 @@ import jax
 import numpy as np
 from absl import logging
 
+from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.stacks import split_layouts, tables_by_name, with_tables
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.files import folders, manifest, storage
 from sparse_dataflow.files.errors import UserError
@@ -67,7 +69,7 @@ class MappedFiles:
         """Opens or creates the folder, and reserves space for both slots.
 
         Args:
-          abstract: result of `host_state.abstract_state`.
+          abstract: result of `host_state.abstract_state`, without a base of adapters.
           identity: JSON-able settings that must equal those of the saved steps.
           completed: saved identity, which may be older than a setting -> as it is now.
 
@@ -77,7 +79,9 @@ class MappedFiles:
         """
         self.folder, self._abstract = Path(folder).absolute(), abstract
         self._identity, self._completed = json.loads(json.dumps(identity)), completed
-        self._shapes = abstract.params, *moment_trees(abstract.moments), abstract.tables
+        masks, layouts = split_layouts(abstract.rest)
+        trained = abstract.params, *moment_trees(abstract.moments)
+        self._shapes = *trained, tables_by_name(layouts), masks
         self._sections = all_sections(depth_of(abstract.params))
         self._digests: dict[Section, int] = {}
         self._lock, self._warned = threading.Lock(), False
@@ -95,7 +99,7 @@ class MappedFiles:
 
     def new_state(self, init) -> TrainState:
         """Starts at a new state: `init(params, mu, nu)` fills the zeroed trees and returns it."""
-        params, mu, nu, _ = self._trees[0]
+        params, mu, nu, *_ = self._trees[0]
         for leaf in jax.tree.leaves((params, mu, nu)):
             leaf[...] = 0
         state = init(params, mu, nu)
@@ -119,9 +123,9 @@ class MappedFiles:
         if not commits:
             return None
         for number, commit in enumerate(commits):
-            params, mu, nu, tables = trees = self._trees[commit["slot"]]
+            params, mu, nu, *rest = trees = self._trees[commit["slot"]]
             content = {section_name(s): [view(t, s) for t in trees[:3]] for s in self._sections}
-            content["tables"] = tables
+            content |= _named(*rest)
             digests = commit["digests"]
             damaged = next((n for n, tree in content.items() if _digest(tree) != digests[n]), "")
             if damaged:
@@ -134,13 +138,18 @@ class MappedFiles:
                 np.asarray(commit["step"], np.int32),
                 params,
                 with_moments(self._abstract.moments, commit["count"], mu, nu),
-                jax.tree.map(np.array, tables),
                 key,
+                self._rest(*jax.tree.map(np.array, rest)),
             )
         raise UserError(
             f"All complete steps in {self.folder} are damaged; remove the folder to continue from "
             "the run's last checkpoint."
         )
+
+    def _rest(self, tables, masks):
+        """Returns what is not trained of a state."""
+        _, layouts = split_layouts(self._abstract.rest)
+        return merged(masks or {}, with_tables(layouts, tables)) or ()
 
     def target(self, params: dict, mu: dict, nu: dict) -> tuple[dict, dict, dict]:
         """Returns the trees of the free slot."""
@@ -159,16 +168,18 @@ class MappedFiles:
           UserError: it cannot be written; the previous step stays the last complete one.
         """
         slot = self._free_slot()
-        *_, tables = self._trees[slot]
+        *_, tables, masks = self._trees[slot]
+        of_state, layouts = split_layouts(state.rest)
         # A step's tables may have the groups of their layouts, which follow from the arrays.
-        for to, table in zip(jax.tree.leaves(tables), jax.tree.leaves(state.tables), strict=True):
-            np.copyto(to, table, casting="no")
+        given = jax.tree.leaves((tables_by_name(layouts), of_state if masks else ()))
+        for to, array in zip(jax.tree.leaves((tables, masks)), given, strict=True):
+            np.copyto(to, array, casting="no")
         digests = {section_name(s): self._digests[s] for s in self._sections}
         newest = {
             "step": int(state.step),
             "count": count_of(state.moments),
             "slot": slot,
-            "digests": digests | {"tables": _digest(tables)},
+            "digests": digests | {n: _digest(tree) for n, tree in _named(tables, masks).items()},
             "identity": self._identity,
         }
         commits = [newest, *self._commits[:1]]
@@ -350,6 +361,11 @@ def _digest(tree) -> int:
     for leaf in jax.tree.leaves(tree):
         value = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data, value)
     return value
+
+
+def _named(tables, masks) -> dict[str, Any]:
+    """Returns what a slot has besides sections, by name; models without masks have none."""
+    return {"tables": tables, **({"masks": masks} if masks else {})}
 
 
 def _text_digest(commits) -> int:

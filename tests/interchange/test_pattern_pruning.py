@@ -14,6 +14,7 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import feature_order, pattern_pruning, width
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
@@ -33,11 +34,11 @@ def pruned(config, pattern="monarch", density=0.5, block=8):
 def start_of(config, params=None, tables=None):
     if params is None:
         params, tables = random_model(config)
-    return StartingPoint(config, params, tables, BYTES, {})
+    return StartingPoint(config, merged(params, tables), BYTES, {})
 
 
 def dense_weights(model, state):
-    layouts = stacks.layouts_from_tables(model, state.tables)
+    layouts = stacks.layouts_of(model, state.rest)
     return {
         name: np.stack(
             [lay.to_dense(v) for lay, v in zip(of_layers, state.params["blocks"][name]["values"])]
@@ -96,7 +97,7 @@ def test_groups_that_were_shuffled_are_found_again():
     ]
     params = width.reordered(DENSE, params, shuffled)
     state = initial_state_from(start_of(DENSE, params, {}), model, TRAINING, prune_to="pattern")
-    actual = logits(model, state.params, jax.tree.map(np.asarray, state.tables), TOKENS)
+    actual = logits(model, state.params, jax.tree.map(np.asarray, state.rest), TOKENS)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
@@ -104,7 +105,7 @@ def test_groups_that_were_shuffled_are_found_again():
 def test_the_stored_blocks_are_those_of_the_pattern(pattern):
     model = pruned(DENSE, pattern)
     state = initial_state_from(start_of(DENSE), model, TRAINING, prune_to="pattern")
-    assert stacks.layouts_from_tables(model, state.tables) == model_layouts.layouts(model)
+    assert stacks.layouts_of(model, state.rest) == model_layouts.layouts(model)
     assert all(lay.groups for layers in model_layouts.layouts(model).values() for lay in layers)
 
 
@@ -140,7 +141,7 @@ def test_weights_that_have_the_blocks_keep_every_bit():
 def test_sparser_groups_are_made_of_groups():
     before, after = pruned(DENSE, density=0.5), pruned(DENSE, density=0.25)
     state = initial_state_from(start_of(before), after, TRAINING, prune_to="pattern")
-    assert stacks.layouts_from_tables(after, state.tables) == model_layouts.layouts(after)
+    assert stacks.layouts_of(after, state.rest) == model_layouts.layouts(after)
     kernels, all_stored = dense_weights(after, state), start_of(before).params["blocks"]
     for name, kernel in kernels.items():
         assert set(np.abs(kernel[kernel != 0])) <= set(np.abs(np.ravel(all_stored[name]["values"])))

@@ -128,7 +128,7 @@ def logits_of_export(folder, form):
     """The logits of an export; adapters are added to the weights of the base that it names."""
     if form != "adapter":
         read = huggingface.read(folder)
-        return logits(read.model, read.params, read.tables, IDS)
+        return logits(read.model, read.params, (), IDS)
     fields = json.loads((folder / peft.CONFIG).read_text())
     base = Path(fields["base_model_name_or_path"])
     weights, factors = load_file(base / "model.safetensors"), load_file(folder / peft.WEIGHTS)

@@ -36,7 +36,7 @@ def first_state(params, mu, nu, model=MODEL, training=TRAINING):
         leaf[...] = rng.normal(size=leaf.shape)
     shapes = host_state.abstract_state(model, training)
     moments = host_state.with_moments(shapes.moments, 0, mu, nu)
-    return TrainState(np.zeros((), np.int32), params, moments, shapes.tables, key())
+    return TrainState(np.zeros((), np.int32), params, moments, key(), shapes.rest)
 
 
 def key():
@@ -55,9 +55,9 @@ def advance(state, storage, steps, clipping="exact", model=MODEL, training=TRAIN
     server = ParameterServer(model, training, None, clipping=clipping)
     server.storage = storage
     sections = host_state.all_sections(model.num_layers)
-    tables = state.tables
+    tables = state.rest
     while state.step < steps:
-        runtime = state._replace(tables=stacks.with_groups(tables))
+        runtime = state._replace(rest=stacks.with_groups(tables))
         step = ServerStep(server, runtime, sections, 1e-2, Timeline())
         for number, section in enumerate(sections):
             rng = np.random.default_rng([int(state.step), number])
@@ -67,7 +67,7 @@ def advance(state, storage, steps, clipping="exact", model=MODEL, training=TRAIN
             )
             step.push(section, jax.tree.map(draw, views))
         state, _ = step.finish()
-    return state._replace(tables=tables)
+    return state._replace(rest=tables)
 
 
 def die():

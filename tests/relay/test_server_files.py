@@ -34,8 +34,8 @@ def in_memory(steps):
 def assert_same_bits(mine, theirs):
     assert int(mine.step) == int(theirs.step)
     for actual, expected in zip(
-        jax.tree.leaves((mine.params, mine.moments, mine.tables)),
-        jax.tree.leaves((theirs.params, theirs.moments, theirs.tables)),
+        jax.tree.leaves((mine.params, mine.moments, mine.rest)),
+        jax.tree.leaves((theirs.params, theirs.moments, theirs.rest)),
         strict=True,
     ):
         assert np.asarray(actual).tobytes() == np.asarray(expected).tobytes()
@@ -85,9 +85,9 @@ def test_layouts_that_are_read_equal_those_that_were_written(tmp_path, pattern):
     files.close()
     read = open_files(tmp_path, model).restore(key())
     assert_same_bits(read, written)
-    assert stacks.layouts_from_tables(model, read.tables) == model_layouts.layouts(model)
-    with_groups = stacks.with_groups(read.tables)
-    assert jax.tree.structure(with_groups) == jax.tree.structure(stacks.with_groups(written.tables))
+    assert stacks.layouts_of(model, read.rest) == model_layouts.layouts(model)
+    with_groups = stacks.with_groups(read.rest)
+    assert jax.tree.structure(with_groups) == jax.tree.structure(stacks.with_groups(written.rest))
 
 
 @pytest.mark.parametrize("optimizer", BUILT_IN)

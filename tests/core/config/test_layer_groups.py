@@ -73,7 +73,7 @@ def test_parameters_tables_and_flops_follow_the_layouts(model_and_depth):
     model, _ = model_and_depth
     shapes = shapes_of(model)
     layouts = model_layouts.layouts(model)
-    tables = stacks.layout_tables(layouts)
+    tables = stacks.stored_layouts(model, layouts)
     count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))  # noqa: E731
     assert count(shapes) == cost.parameter_count(model)
     assert 4 * count(tables) == memory.table_bytes(model)
@@ -83,9 +83,9 @@ def test_parameters_tables_and_flops_follow_the_layouts(model_and_depth):
         stored = sum(layout.nnz * layout.block**2 for layout in layers)
         assert flops[name] == pytest.approx(2 * (stored + model.num_layers * rank))
         assert len(layers) == model.num_layers
-    assert stacks.layouts_from_tables(model, tables) == layouts
+    assert stacks.layouts_of(model, tables) == layouts
     for blocks, group, stacked in zip(
-        split_groups(shapes["blocks"]), layer_groups(model), split_groups(tables)
+        split_groups(shapes["blocks"]), layer_groups(model), split_groups(tables["blocks"])
     ):
         leaves = jax.tree.leaves((blocks, stacked))
         assert {len(leaf) for leaf in leaves if leaf.shape} == {len(group.layers)}
@@ -142,7 +142,7 @@ def layer_by_layer(model, params, tokens):
                 grid = grid.at[layout.rows, layout.cols].set(values)
                 sides = model.projection_shape(name)
                 layer[name]["kernel"] = grid.swapaxes(1, 2).reshape(sides)
-            x = gpt.block(dense, layer_weights(dense, layer, {}), x)
+            x = gpt.block(dense, layer_weights(dense, layer), x)
             number += 1
     weights = jnp.full(tokens[:, 1:].shape, 1 / tokens[:, 1:].size)
     embedding = params["embed"]["tokens"]
