@@ -23,6 +23,9 @@ DEMO_MINUTES := $(if $(filter --minutes% --steps% --resume%,$(ARGS)),,--minutes=
 # An environment whose Python was since removed is made anew.
 GONE := $(shell test -x $(BIN)/python || echo FORCE)
 
+# What `make test` runs; BUILD.md has the rule by which tests are marked.
+EACH_CONTRACT := --hypothesis-profile=fewer-draws -m 'not slow and not nightly'
+
 # Tests of what a compiler for a chip that is not there makes.
 TPU_COMPILES := test_pallas_tpu_compiles.py test_pallas_tpu_grouped_compiles.py test_splash_compiles.py test_step_compiles.py test_quantized_compiles.py
 GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_compiles.py test_grouped_compiles.py test_decoding_compiles.py test_pallas_triton_compiles.py test_quantized_compiles.py
@@ -31,10 +34,10 @@ GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_
 FAULT_TESTS := $(addprefix tests/,borders experiments/test_faults.py experiments/test_mirror_runs.py experiments/test_power_cut.py experiments/test_random_kills.py experiments/test_storm.py experiments/test_three_processes.py experiments/test_tools_killed.py experiments/test_exhausted_runs.py)
 
 # Tests of code that runs only where an optional package is installed.
-OPTIONAL_TESTS := $(addprefix tests/,experiments/test_optional_packages.py experiments/benchmarks/test_step_peers.py monitoring/test_tracker_packages.py interchange/test_architectures.py interchange/test_generations.py interchange/test_published_tokenizers.py)
+OPTIONAL_TESTS := $(addprefix tests/,experiments/test_optional_packages.py experiments/benchmarks/test_step_peers.py monitoring/test_tracker_packages.py interchange/test_architectures.py interchange/test_generations.py interchange/test_published_tokenizers.py layers/test_frameworks.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test quick nightly optional faults aot-tpu aot-gpu bench bench-schedule bench-schedule-gpu chip-report package lint format docs lock clean FORCE
+.PHONY: help env demo test test-all nightly optional faults mutants aot-tpu aot-gpu bench bench-schedule bench-schedule-gpu chip-report package lint format docs lock clean FORCE
 
 help: ## list the targets
 	@echo 'usage: make TARGET [ARGS="--flag=value ..."] [VENV=.venv] [PYTHON=python3.12]'
@@ -50,11 +53,11 @@ $(READY): setup.cfg setup.py pyproject.toml $(GONE)
 demo: $(READY) ## train a sparse GPT and two dense ones here; ARGS="--help" lists the flags
 	@$(BIN)/python -m experiments.gpt13b_sparse $(DEMO_TWIN) $(DEMO_MINUTES) $(ARGS)
 
-test: $(READY) ## run the tests; TESTS="tests/core/layouts -k layout" runs some
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10 $(TESTS)
+test: $(READY) ## run each contract once, in ten minutes; TESTS="tests/core/layouts -k layout" runs some
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10 $(EACH_CONTRACT) $(TESTS)
 
-quick: $(READY) ## run the tests that are not marked slow
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow and not nightly' $(TESTS)
+test-all: $(READY) ## run these tests and the slow ones, which show more instances
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10 $(TESTS)
 
 nightly: $(READY) ## run the tests that are too long for every day, and new draws of the drawn ones
 	$(BIN)/python -m pytest -m 'nightly or hypothesis' --hypothesis-profile=new-draws $(TESTS)
@@ -69,9 +72,12 @@ faults: $(READY) ## every fault test, measured for docs/surviving.md; ARGS="--ki
 	FAULTS=$(CURDIR)/tests/experiments/faults.json $(BIN)/python -m pytest -m "" --hypothesis-profile=new-draws $(FAULT_TESTS) $(TESTS) $(ARGS); \
 	ended=$$?; $(BIN)/python tests/experiments/fault_records.py && exit $$ended
 
-aot-tpu: ## compile the TPU kernels and plans for v4 to v6e, without one (fetches libtpu: 200 MB in .venv-tpu)
+mutants: $(READY) ## apply small faults one by one, and report which tests catch them; ARGS="--only=padding"
+	@$(BIN)/python tests/mutation/run.py $(ARGS)
+
+aot-tpu: ## compile each TPU kernel and a step of each chip, v4 to v6e, without one (fetches libtpu: 200 MB in .venv-tpu)
 	@sh launch/make_env.sh .venv-tpu dev,aot
-	.venv-tpu/bin/python -m pytest -n $(WORKERS) --dist worksteal $(addprefix tests/core/ops/,$(TPU_COMPILES)) tests/relay/test_compiles.py tests/compile/test_plans_compile.py tests/compile/test_overlaps.py tests/experiments/benchmarks/schedules/test_compiles.py $(TESTS)
+	.venv-tpu/bin/python -m pytest -n $(WORKERS) --dist worksteal $(EACH_CONTRACT) $(addprefix tests/core/ops/,$(TPU_COMPILES)) tests/relay/test_compiles.py tests/compile/test_plans_compile.py tests/compile/test_overlaps.py tests/experiments/benchmarks/schedules/test_compiles.py $(TESTS)
 
 aot-gpu: ## compile the GPU programs for a T4 to a B200, without one (fetches CUDA: 4 GB in .venv-gpu)
 	@sh launch/make_env.sh .venv-gpu dev,cuda

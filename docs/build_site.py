@@ -47,6 +47,12 @@ REFERENCE = {
         "layouts",
         "set_layouts",
     ],
+    "Without flax nnx": [
+        "draw_blocks",
+        "cut_blocks",
+        "join_blocks",
+        "evolve_blocks",
+    ],
     "Layouts and products": [
         "BlockLayout",
         "make_layout",

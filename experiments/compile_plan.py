@@ -15,6 +15,11 @@ answered with the nearest that does, found by compiling.
     python -m experiments.compile_plan --scale=13b --topology=h200:1 --batch=1 --mesh=fsdp:1 \\
         --state_dtype=bfloat16
 
+With --account it says where a step's bytes go instead:
+
+    python -m experiments.compile_plan --scale=13b --density=0.125 --topology=h200:1 --batch=2 \\
+        --mesh=fsdp:1 --state_dtype=bfloat16 --remat=none --account
+
 Needs the compiler of the chips: make aot-tpu, or make aot-gpu, installs it. Without --mesh the
 planner's search chooses the plan. Takes half a minute to two minutes of one core, and 2 GB.
 """
@@ -72,6 +77,11 @@ class Options(ModelOptions):
         3,
         "Plans that are compiled in search of one that fits, where this one does not.",
         legal=AT_LEAST_ZERO,
+    )
+    account: bool = setting(
+        False,
+        "Print the bytes that each part of a GPU's step moves, from compiled steps of 2 and 4 "
+        "layers, scaled to the model's.",
     )
     out: str = setting("", "Folder for the JSON of the plan; empty writes none.", path=True)
 

@@ -18,6 +18,7 @@ from sparse_dataflow.commands.models.load_model import ModelOptions
 from sparse_dataflow.core.config.settings import setting
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.architectures import ARCHITECTURES, AUTO
+from sparse_dataflow.interchange.tensors import DTYPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Options(ModelOptions):
     architecture: str = setting(
         AUTO, "Architecture of the dense form.", choices=(AUTO, *ARCHITECTURES)
     )
+    dtype: str = setting(DTYPES[0], "Of the numbers; bfloat16 rounds them.", choices=DTYPES)
 
 
 def main(options):
@@ -39,7 +41,7 @@ def main(options):
     from sparse_dataflow.commands.models import load_model
 
     trained = load_model.load(options)
-    path = library.save(trained, options.to, options.form, options.architecture)
+    path = library.save(trained, options.to, options.form, options.architecture, options.dtype)
     print(f"{trained.variant} after step {trained.step}: {path}")
 
 

@@ -9,6 +9,7 @@ leave it memory.
 
     python -m experiments.step_bench
     python -m experiments.step_bench --scale=micro --density=0.25
+    python -m experiments.step_bench --scale=nano --set model.num_layers=2   fewer layers
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.98 python -m experiments.step_bench --scale=13b --block=128 \\
         --batch=1 --set model.remat=full --set training.state_dtype=bfloat16 \\
         --rounds=3   # needs h200:1, which the dense one fills

@@ -21,7 +21,8 @@ new=$folder/env/bin
 "$python" -m uv venv -q --python "$python" "$folder/env"
 set --
 [ -n "${LOCKED:-}" ] && set -- -c "$here/constraints.txt"
-"$python" -m uv pip install -q --python "$new/python" "$@" "$folder"/dist/*.whl
+wheel=$(echo "$folder"/dist/*.whl)
+"$python" -m uv pip install -q --python "$new/python" "$@" "$wheel"
 
 cd "$folder"
 number=0
@@ -29,6 +30,17 @@ while [ "$number" -lt 40 ]; do
     number=$((number + 1))
     seq "$number" 700 > "texts/$number.txt"
 done
+JAX_PLATFORMS=cpu "$new/python" -c 'if True:
+    import jax, sparse_dataflow as sd
+    from flax import nnx
+    layer = sd.BlockSparseLinear(64, 64, density=0.25, block=16, rngs=nnx.Rngs(0))
+    layer(jax.numpy.ones((2, 64)))'
+if "$new/sparse-dataflow" train --describe 2> train.log; then
+    echo "the wheel alone trains, so layers install more than they need" >&2
+    exit 1
+fi
+grep "pip install 'sparse_dataflow\[train\]'" train.log > /dev/null
+"$python" -m uv pip install -q --python "$new/python" "$@" "$wheel[train]"
 "$new/sparse-dataflow" --version
 "$new/python" -c 'import sparse_dataflow as sd; sd.BlockSparseLinear, sd.train'
 if "$new/python" -Pc 'import experiments' 2> /dev/null; then

@@ -16,6 +16,7 @@ A language model of this project:
 | layers of your own | `BlockSparseLinear`, `sparsify`, `densify`, `evolve`, `partition_specs` |
 | linear classes of your own, layouts to save | `register_linear`, `layouts`, `set_layouts` |
 | a product alone | `make_layout`, `legal_densities`, `BlockLayout`, `block_sparse_matmul` |
+| its weights, without flax nnx | `draw_blocks`, `cut_blocks`, `join_blocks`, `evolve_blocks` |
 | train a language model | `preset`, `RunConfig`, `ModelConfig`, `LinearSpec`, `train` |
 | the same in your own loop | `init`, `loss`, `logits`, `Model`, `Tokenizer` |
 | use a model | `load`, `save`, `generate` |
@@ -47,7 +48,14 @@ if _typing.TYPE_CHECKING:
     from sparse_dataflow.evaluation.trained import Model
     from sparse_dataflow.files.errors import UserError
     from sparse_dataflow.interchange.load import load
+    from sparse_dataflow.layers.block_arrays import (
+        cut_blocks,
+        draw_blocks,
+        evolve_blocks,
+        join_blocks,
+    )
     from sparse_dataflow.layers.block_sparse_linear import BlockSparseLinear
+    from sparse_dataflow.layers.densities import cubic_density, erk_densities
     from sparse_dataflow.layers.evolve import evolve
     from sparse_dataflow.layers.registered import register_linear
     from sparse_dataflow.layers.replace import densify, partition_specs, sparsify
@@ -65,12 +73,16 @@ __all__ = [
     "UserError",
     "block_sparse_matmul",
     "cubic_density",
+    "cut_blocks",
     "densify",
+    "draw_blocks",
     "erk_densities",
     "evolve",
+    "evolve_blocks",
     "flops_per_token",
     "generate",
     "init",
+    "join_blocks",
     "layouts",
     "legal_densities",
     "load",
@@ -99,12 +111,16 @@ _HOMES = {
     "UserError": "files.errors",
     "block_sparse_matmul": "core.ops.block_sparse_matmul.matmul_op",
     "cubic_density": "layers.densities",
+    "cut_blocks": "layers.block_arrays",
     "densify": "layers.replace",
+    "draw_blocks": "layers.block_arrays",
     "erk_densities": "layers.densities",
     "evolve": "layers.evolve",
+    "evolve_blocks": "layers.block_arrays",
     "flops_per_token": "core.training.cost",
     "generate": "evaluation.generate",
     "init": "commands.library",
+    "join_blocks": "layers.block_arrays",
     "layouts": "layers.saved_layouts",
     "legal_densities": "core.layouts.patterns",
     "load": "interchange.load",
@@ -123,12 +139,21 @@ _HOMES = {
 }
 
 
+_BORDER = ("errors", "extras")
+
+
 def __getattr__(name: str) -> _typing.Any:
     if name == "__version__":
         return _importlib.import_module(f"{__name__}.files.console").version()
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(_importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    try:
+        value = getattr(_importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        errors, extras = (_importlib.import_module(f"{__name__}.files.{m}") for m in _BORDER)
+        if text := extras.missing(error, f"sd.{name}"):
+            raise errors.UserError(text) from error
+        raise
     globals()[name] = value
     return value
 

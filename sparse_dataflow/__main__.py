@@ -4,7 +4,7 @@ import runpy
 import sys
 
 from sparse_dataflow.commands import command_line as commands
-from sparse_dataflow.files import console
+from sparse_dataflow.files import console, extras
 from sparse_dataflow.files.errors import UserError
 
 
@@ -25,7 +25,13 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     sys.argv = sys.argv[:1] + arguments[1:]
-    runpy.run_module(f"{commands.PACKAGE}.{experiment}", run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(f"{commands.PACKAGE}.{experiment}", run_name="__main__", alter_sys=True)
+    except ModuleNotFoundError as error:
+        if not (text := extras.missing(error, "This command")):
+            raise
+        print(f"error: {text}", file=sys.stderr)
+        sys.exit(2)
 
 
 def _experiment(word):

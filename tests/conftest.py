@@ -13,15 +13,19 @@ import jax
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+# The runs of executors are compared in three rooms.
+sys.path.insert(1, str(pathlib.Path(__file__).parent / "core" / "executors"))
 
 # A busy machine is slow, which is no failure of a test. The same code has the same result every
-# day; the nightly targets draw new inputs with --hypothesis-profile=new-draws.
+# day; the nightly targets draw new inputs with --hypothesis-profile=new-draws. `make test` draws
+# fewer for costly properties (`marks.examples`).
 hypothesis.settings.register_profile(
     "new-draws", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.register_profile(
     "same-draws", hypothesis.settings.get_profile("new-draws"), derandomize=True
 )
+hypothesis.settings.register_profile("fewer-draws", hypothesis.settings.get_profile("same-draws"))
 hypothesis.settings.load_profile("same-draws")
 
 # The interpreter of GPU kernels blocks threads of XLA's pool, which has one thread per core. With

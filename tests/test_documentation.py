@@ -49,7 +49,13 @@ README_WORDS = 1000
 LINE = 100
 CELL_WORDS = 25
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-CI_TARGETS = re.findall(r"^ *make ([a-z-]+)", (ROOT / ".ci" / "run").read_text(), re.M)
+CI_TARGETS = [
+    target
+    for name in ("run", "nightly")
+    for target in re.findall(
+        r"^ *(?:part )?make ([a-z-]+)", (ROOT / ".ci" / name).read_text(), re.M
+    )
+]
 RUN_CONFIG = preset("pico")
 
 

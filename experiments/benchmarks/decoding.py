@@ -1,6 +1,9 @@
 """Tokens that a model writes from a cache, or switches of models, for `decode_bench`."""
 
+import functools
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -151,19 +154,40 @@ def _with_zeros(
 def _program(
     model: ModelConfig, weights: kv_cache.Weights, batch: int, cached: int, tokens: int
 ) -> Program:
-    """Writes `tokens` tokens of each text as generation does, always after `cached` zeros."""
-    shape = (batch, model.kv_heads, cached + tokens, model.head_width)
-    empty = jnp.zeros(shape, model.compute_dtype)
-    caches = (kv_cache.LayerCache(empty, empty),) * model.num_layers
-    caches = jax.tree.map(jnp.copy, caches)
-    last, positions = np.zeros(batch, np.int32), np.full(batch, cached, np.int32)
-    sampler = Sampler.of(Sampling(), batch)
-    most = kv_cache.most_tokens()
     start = time.perf_counter()
-    compiled = kv_cache.decode_tokens.lower(
-        model, weights, caches, last, positions, sampler, np.int32(0), np.int32(1), most=most
-    ).compile()
+    compiled = lowered(model, batch, cached, tokens, weights).compile()
     seconds = time.perf_counter() - start
+    return Program(running(compiled, model, weights, batch, cached, tokens), seconds)
+
+
+def lowered(
+    model: ModelConfig, batch: int, cached: int, tokens: int, weights: Any = None
+) -> jax.stages.Lowered:
+    """Returns the program of `running`.
+
+    Args:
+      weights: arrays; None for the shapes of random ones.
+    """
+    if weights is None:
+        weights = jax.eval_shape(functools.partial(kv_cache.random_weights, model, 0))
+    caches = jax.eval_shape(lambda: _caches(model, batch, cached + tokens))
+    arguments = caches, *_start(batch, cached), np.int32(0), np.int32(1)
+    return kv_cache.decode_tokens.lower(model, weights, *arguments, most=kv_cache.most_tokens())
+
+
+def running(
+    compiled: jax.stages.Compiled,
+    model: ModelConfig,
+    weights: kv_cache.Weights,
+    batch: int,
+    cached: int,
+    tokens: int,
+) -> Callable[[], Any]:
+    """Returns a function that writes `tokens` tokens of each text as generation does, always after
+    `cached` zeros."""
+    caches = jax.tree.map(jnp.copy, _caches(model, batch, cached + tokens))
+    last, positions, sampler = _start(batch, cached)
+    most = kv_cache.most_tokens()
 
     def run():
         nonlocal caches
@@ -180,4 +204,15 @@ def _program(
             )
         return written
 
-    return Program(run, seconds)
+    return run
+
+
+def _start(batch, cached):
+    """Returns (last tokens, positions, sampler) of the first written token."""
+    last, positions = np.zeros(batch, np.int32), np.full(batch, cached, np.int32)
+    return last, positions, Sampler.of(Sampling(), batch)
+
+
+def _caches(model, batch, length):
+    empty = jnp.zeros((batch, model.kv_heads, length, model.head_width), model.compute_dtype)
+    return (kv_cache.LayerCache(empty, empty),) * model.num_layers

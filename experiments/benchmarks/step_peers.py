@@ -260,14 +260,14 @@ def _block(model, layer, x_BxTxD):
 
 
 def _rematerialised(model, block, layer, x):
-    """The block under the model's remat: "dots" keeps the outputs of products."""
+    """The block under the model's remat: "keep" keeps the outputs of products."""
     import torch
     from torch.utils import checkpoint
 
     if model.remat == "none":
         return block(layer, x)
     options = {}
-    if model.remat == "dots":
+    if model.remat == "keep":
         products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
         options["context_fn"] = functools.partial(
             checkpoint.create_selective_checkpoint_contexts, products

@@ -61,6 +61,7 @@ def run(request: Request, options) -> None:
     result = benchmark.compared(rows, _line, seconds, "FLOP ceiling", ceiling)
     facts = models.facts(
         inputs="uniform random tokens",
+        layers=by_name["dense"].num_layers,
         state_dtype=training.state_dtype,
         projection_share=share,
         paired=paired,

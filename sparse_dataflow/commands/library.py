@@ -19,7 +19,8 @@ from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files import console
 from sparse_dataflow.files.errors import UserError, redact
 from sparse_dataflow.interchange import hub_models, huggingface, peft, starting_point
-from sparse_dataflow.interchange.model_card import model_card
+from sparse_dataflow.interchange.model_card import model_card, short_card
+from sparse_dataflow.interchange.tensors import DTYPES
 from sparse_dataflow.runs import run_config as run
 from sparse_dataflow.runs.run_config import RunConfig
 from sparse_dataflow.runs.variants import variant
@@ -155,11 +156,16 @@ def loss(model: Model, tokens: ArrayLike | Sequence) -> jax.Array:
 
 @arguments.checked
 def save(
-    model: Model, folder: str | Path, form: str = "sparse", architecture: str = huggingface.AUTO
+    model: Model,
+    folder: str | Path,
+    form: str = "sparse",
+    architecture: str = huggingface.AUTO,
+    dtype: str = DTYPES[0],
 ) -> Path:
     """Writes a model, with its tokenizer, as a Hugging Face directory that `sd.load` reads.
 
-    The sparse form has the stored blocks and the layouts, and a reader in numpy in its README.md.
+    The sparse form has the stored blocks and the layouts, and the card of a run has a reader in
+    numpy.  Of a masked weight it has the entries under the mask, and one bit a block.
     `transformers` loads the dense form.  Optimizer state is not saved.
 
     Args:
@@ -171,6 +177,7 @@ def save(
       architecture: of the dense form: a name in `interchange.architectures`, such as "llama", or
         "auto" for that of the weights that a run began with, else the first that represents the
         model.
+      dtype: of the numbers: "float32", or "bfloat16", which rounds them.
 
     Returns:
       The path of the folder.
@@ -187,6 +194,8 @@ def save(
     """
     if form == "adapter":
         peft.refuse_other(model)
+        if dtype != DTYPES[0]:
+            raise UserError(f"dtype={dtype} with form=adapter; legal: {DTYPES[0]}.")
     versions = {name: importlib.metadata.version(name) for name in ("jax", "safetensors")}
     versions = {"sparse_dataflow": console.version(), **versions}
     if model.record is not None:
@@ -195,7 +204,7 @@ def save(
     else:
         reader = f"`sparse_dataflow.load` of version {versions['sparse_dataflow']}"
         readers = f"{reader} and transformers read" if form == "dense" else f"{reader} reads"
-        card = f"# {Path(folder).name}\n\n{readers} this model.\n"
+        card = short_card(Path(folder).name, f"{readers} this model.", model.model)
     if form == "adapter":
         folder = Path(folder).expanduser()
         with huggingface.new_folder(folder) as partial:
@@ -212,6 +221,7 @@ def save(
         context=model.context,
         card=card,
         architecture=architecture,
+        dtype=dtype,
     )
 
 

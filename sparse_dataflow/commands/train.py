@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from sparse_dataflow.commands import branch, devices, run_folder
+from sparse_dataflow.commands import branch, devices, program_cache, run_folder
 from sparse_dataflow.commands import command_line as commands
 from sparse_dataflow.commands.job import Job, Run
 from sparse_dataflow.commands.planning import described
@@ -84,6 +84,8 @@ def train(
         early.refuse_models(config)
         if texts is None:
             early.refuse_text(config.data, config.run)
+    if config.run.keep_programs:
+        program_cache.keep_programs()
     mirror = config.run.mirror
     with run_folder.opened(experiment, config.run.out, resume, mirror) as (folder, check):
         job = Job(config, experiment, command, folder, clock, check, resume, metrics or {})

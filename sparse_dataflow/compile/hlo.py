@@ -119,34 +119,43 @@ class Kernel:
 
     Attributes:
       name: of its instruction.
-      target: custom-call target, "gemm_fusion" for a product that XLA compiles itself, else the
-        opcode.
+      target: custom-call target, "triton:" and its name for a Pallas kernel in Triton,
+        "gemm_fusion" for a product that XLA compiles itself, else the opcode.
       times: executions per run of the program, including loops.
       bytes: read and written by one execution, if each operand is read once.  Operands that are
         sliced or gathered count with what is taken, buffers that are updated in place with the
         update.
+      scope: path of `jax.named_scope`s and primitives that it comes from; "" if unknown.
     """
 
     name: str
     target: str
     times: float
     bytes: int
+    scope: str = ""
 
     @property
     def multiplies(self) -> bool:
         """Whether it is a product: of XLA, of a vendor's library, or a Pallas kernel."""
-        return self.target.startswith(("gemm_fusion", "__cublas", "__gpu$xla.gpu.triton", "mosaic"))
+        return self.target.startswith(_PRODUCTS)
+
+
+_PRODUCTS = ("gemm_fusion", "__cublas", "triton:block_sparse", "mosaic")
+_TRITON = "__gpu$xla.gpu.triton"
 
 
 _KERNELS = ("fusion", "fusion-start", "custom-call", "copy", "transpose", "reduce", "dot", "sort")
 _WORKSPACE = re.compile(r", s8\[\d+\]\{0\}\)")
 
 
-def kernels(text: str) -> list[Kernel]:
+def kernels(text: str, counted: bool = True) -> list[Kernel]:
     """Returns the kernels of a compiled GPU program.
 
+    Args:
+      counted: whether `Kernel.times` is needed.
+
     Raises:
-      ValueError: a kernel is in a loop without a known trip count.
+      ValueError: a kernel whose times are needed is in a loop without a known trip count.
     """
     computations = read_computations(text)
     times = executions(computations, {})
@@ -156,12 +165,13 @@ def kernels(text: str) -> list[Kernel]:
             _target(name, kernel, computations),
             times[of],
             _moved(kernel, computations[of], computations),
+            _scope(kernel, computations),
         )
         for of in scheduled_computations(computations)
         for name, kernel in computations[of].items()
         if kernel.opcode in _KERNELS
     ]
-    if any(math.isnan(kernel.times) for kernel in result):
+    if counted and any(math.isnan(kernel.times) for kernel in result):
         raise ValueError("The program has a kernel in a loop without a known trip count.")
     return result
 
@@ -175,12 +185,23 @@ def scheduled_computations(computations) -> list[str]:
     return scheduled
 
 
+def _scope(kernel, computations):
+    """Returns the path of an instruction; of a fusion without one, that of its last with one."""
+    called = [c for c in CALLED.findall(kernel.rest) if c in computations]
+    inside = (i for c in called for i in reversed(computations[c].values()))
+    for instruction in (kernel, *inside):
+        if path := re.search(r'op_name="([^"]*)"', instruction.rest):
+            return path[1]
+    return ""
+
+
 def _target(name, kernel, computations):
     called = [c for c in CALLED.findall(kernel.rest) if c in computations]
     for call in (kernel, *(i for c in called for i in computations[c].values())):
         # Of the kernel, or of a library's product that reads or writes slices.
         if target := re.search(r'custom_call_target="([^"]*)"', call.rest):
-            return target[1]
+            kernel_name = re.search(r', name = "(\w+)"', call.rest)
+            return f"triton:{kernel_name[1]}" if target[1] == _TRITON and kernel_name else target[1]
     return "gemm_fusion" if name.startswith("gemm_fusion") else kernel.opcode
 
 

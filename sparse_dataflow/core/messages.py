@@ -1,9 +1,6 @@
 """Lines on standard error."""
 
 import contextlib
-import sys
-
-from tqdm import tqdm
 
 from sparse_dataflow.core import collectives
 from sparse_dataflow.files import output
@@ -28,5 +25,4 @@ def say_result(text: str) -> None:
     if not collectives.is_first():
         return
     with contextlib.suppress(OSError, RuntimeError, ValueError):
-        tqdm.write(printable(redact(text)), file=sys.stderr)
-        sys.stderr.flush()
+        output.write_line(printable(redact(text)))

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from sparse_dataflow.data.chat import checked_example
 from sparse_dataflow.data.documents import Document, files_below, is_file, listing_digest
-from sparse_dataflow.files import json_files, storage
+from sparse_dataflow.files import extras, json_files, storage
 from sparse_dataflow.files.errors import UserError, escaped, first_line
 from sparse_dataflow.files.folders import leads_out, outside
 
@@ -183,7 +183,7 @@ class _NoText(UserError):
 
 
 def needed_module(name: str, purpose: str) -> Any:
-    """Imports a module of the extra `data`.
+    """Imports a module of an extra.
 
     Raises:
       UserError: it is not installed.
@@ -193,7 +193,7 @@ def needed_module(name: str, purpose: str) -> Any:
     except ImportError as error:
         package = name.partition(".")[0]
         raise UserError(
-            f"{purpose} needs the package {package}: pip install 'sparse_dataflow[data]'."
+            f"{purpose} needs the package {package}: {extras.installation(package)}."
         ) from error
 
 

@@ -17,6 +17,8 @@ import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from sparse_dataflow.files import extras
+
 HIDDEN = "***"
 
 _HARMLESS = re.compile(
@@ -216,7 +218,12 @@ def first_line(error: BaseException) -> str:
 
 
 def in_words(error: Exception) -> str:
-    """Returns the words for an error of the machine rather than of the code; "" for others."""
+    """Returns the words for an error of the machine rather than of the code; "" for others.
+
+    A package that is not installed is one of the machine.
+    """
+    if isinstance(error, ImportError) and (text := extras.missing(error, "This command")):
+        return text
     if is_exhausted(error) and isinstance(error, RuntimeError):
         return f"This process may have no more threads; {advice(error)}"
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in first_line(error):

@@ -198,14 +198,19 @@ class _Printer(logging.Handler):
         try:
             warning = "warning: " if record.levelno >= logging.WARNING else ""
             text = printable(redact(f"{warning}{record.getMessage()}"))
-            bars = sys.modules.get("tqdm")
-            if bars is not None:
-                bars.tqdm.write(text, file=sys.stderr)
-            else:
-                print(text, file=sys.stderr)
-            sys.stderr.flush()
+            write_line(text)
         except (OSError, RuntimeError, ValueError):
             return
+
+
+def write_line(text: str) -> None:
+    """Writes a line to standard error, above the progress bars of tqdm if there are any."""
+    bars = sys.modules.get("tqdm")
+    if bars is not None:
+        bars.tqdm.write(text, file=sys.stderr)
+    else:
+        print(text, file=sys.stderr)
+    sys.stderr.flush()
 
 
 def _is_default(handler):

@@ -45,6 +45,7 @@ from sparse_dataflow.interchange.equivalent_forms import (
     with_zero_biases,
 )
 from sparse_dataflow.interchange.sparse_form import CONFIG, MODEL_TYPE, SOURCE
+from sparse_dataflow.interchange.tensors import DTYPES
 
 CARD = "README.md"
 _LOG = logging.getLogger(__name__)
@@ -86,11 +87,11 @@ def is_directory(folder: str | Path) -> bool:
 
 
 def is_sparse_form(folder: str | Path) -> bool:
-    """Returns whether a Hugging Face directory is a sparse form with block-sparse weights."""
+    """Returns whether a Hugging Face directory is a sparse form of weights that are not dense."""
     folder = Path(folder).expanduser()
     if _read_config(folder)["model_type"] != MODEL_TYPE:
         return False
-    return bool(sparse_form.read_config(folder).sparse_projections)
+    return bool(sparse_form.read_config(folder).weight_words)
 
 
 class Described(NamedTuple):
@@ -156,7 +157,8 @@ def read(folder: str | Path) -> Imported:
         files = tensors.Tensors(folder)
         model = _with_own_output(folder, fields, model, files)
         params = tensor_names.read(architectures.row(fields), model, files)
-        source = None if fields == _fields_without_source(architecture, model) else fields
+        plain = _fields_without_source(architecture, model, fields.get("torch_dtype"))
+        source = None if fields == plain else fields
         _say_unread(folder, fields, model)
     if source:
         tokenizer = _with_source(tokenizer, source)
@@ -199,18 +201,18 @@ def _say_unread(folder, fields, model):
         _LOG.warning("%s: not read, and not in an export: %s", folder, ", ".join(others))
 
 
-def _fields_without_source(name, model):
+def _fields_without_source(name, model, dtype):
     """Returns the config.json of an export of a model that was not imported, whose end of text is
     its last token; None if the architecture represents it with other fields."""
     try:
         representation = architectures.represent(name, _plain(model))
     except UserError:
         return None
-    return _fields(representation, dict.fromkeys(_ENDS, model.vocab_size - 1))
+    return _fields(representation, dict.fromkeys(_ENDS, model.vocab_size - 1), dtype)
 
 
-def _fields(representation, special):
-    return {**representation.fields, **special, "torch_dtype": "float32"}
+def _fields(representation, special, dtype):
+    return {**representation.fields, **special, "torch_dtype": dtype}
 
 
 def _with_source(tokenizer, source):
@@ -227,14 +229,14 @@ def _source(tokenizer):
     return None if content is None else json_files.parse(content)
 
 
-def _exported_fields(name, representation, tokenizer):
+def _exported_fields(name, representation, tokenizer, dtype):
     """Returns the config.json of the dense form.
 
     Of an imported model it is the file that it came with, where training changed nothing.
     """
     ids, source = tokenizer.original_ids or range(tokenizer.vocab_size), _source(tokenizer)
     if source is None:
-        return _fields(representation, dict.fromkeys(_ENDS, ids[tokenizer.eot_id]))
+        return _fields(representation, dict.fromkeys(_ENDS, ids[tokenizer.eot_id]), dtype)
     fields = source_config.changed(name, source, representation)
     if fields is None:
         kept = {n: value for n, value in source.items() if n.endswith("_token_id")}
@@ -247,7 +249,7 @@ def _exported_fields(name, representation, tokenizer):
         rest = sorted(ids[number] for number in tokenizer.ends - {tokenizer.eot_id})
         fields["eos_token_id"] = special_tokens.listed([ids[tokenizer.eot_id], *rest])
         _LOG.warning("the export's config.json gets eos_token_id=%s", fields["eos_token_id"])
-    dtypes = dict.fromkeys({"torch_dtype", *({"dtype"} & set(fields))}, "float32")
+    dtypes = dict.fromkeys({"torch_dtype", *({"dtype"} & set(fields))}, dtype)
     return fields | {"architectures": representation.fields["architectures"]} | dtypes
 
 
@@ -296,6 +298,7 @@ def write(
     context: int,
     card: str,
     architecture: str = AUTO,
+    dtype: str = DTYPES[0],
 ) -> Path:
     """Exports a model to a Hugging Face directory. If it fails, no folder is left.
 
@@ -308,6 +311,7 @@ def write(
       card: text of README.md.
       architecture: of the dense form: a name in `architectures.ARCHITECTURES`, or "auto" for the
         first that represents the model.
+      dtype: of the floats, one of DTYPES.
 
     Returns:
       The path of the new folder.
@@ -338,13 +342,13 @@ def write(
         representation = architectures.represent(name, plain)
     with new_folder(Path(folder).expanduser()) as partial:
         if form == "dense":
-            config = _exported_fields(name, representation, tokenizer)
+            config = _exported_fields(name, representation, tokenizer, dtype)
             (partial / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
             arrays = _tensors(name, representation, *dense_form(model, weights))
-            files = tensors.write(partial, arrays, {})
+            files = tensors.write(partial, tensors.as_dtype(arrays, dtype), {})
         else:
             more = {"end_of_text": end_of_text, SOURCE: _source(tokenizer)}
-            files = sparse_form.write(partial, model, weights, context, more)
+            files = sparse_form.write(partial, model, weights, context, more, dtype)
         for path in files:  # safetensors creates files that only their owner can read.
             shutil.copymode(partial / CONFIG, path)
         tokenizer_files.write(partial, tokenizer, context)

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.evaluation.significance import is_share, share_interval
 from sparse_dataflow.evaluation.trained import Model
@@ -161,6 +162,12 @@ def _shape(trained):
         ("forward FLOPs a token", f"{flops.total:.3g}"),
         ("optimizer steps", f"{trained.step:,} of {trained.training.steps:,}"),
     ]
+    return rows + _stored(model)
+
+
+def _stored(model):
+    """Returns a row for each projection that is not dense."""
+    rows = []
     for name, spec in model.linears:
         if words := spec.weight.describe(spec, model.projection_shape(name)):
             rows.append((name, words))
@@ -168,6 +175,12 @@ def _shape(trained):
         times = ", ".join(f"{number:g}" for number in model.density_by_depth)
         rows.append(("density of each layer", f"these times {times}"))
     return rows
+
+
+def short_card(name: str, sentence: str, model: ModelConfig) -> str:
+    """Returns the Markdown of the card of a model without a run."""
+    rows = [("parameters", f"{cost.parameter_count(model):,}"), *_stored(model)]
+    return f"# {name}\n\n{sentence}\n\n{markdown(('', ''), rows)}\n"
 
 
 def _losses(trained):

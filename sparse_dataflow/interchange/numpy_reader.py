@@ -17,7 +17,10 @@ def load(folder):
     tensors: dict = {}
     for path in Path(folder).glob("*.safetensors"):
         tensors |= load_file(path)
-    return config, tensors
+    return config, {
+        name: tensor if tensor.dtype.kind in "iu" else tensor.astype(np.float32)
+        for name, tensor in tensors.items()
+    }
 
 
 def logits(config, tensors, ids):
@@ -73,15 +76,23 @@ def capped(x, cap):
 def linear(config, tensors, x, at):
     """The projection `at`: blocks read the Hadamard transform of x, the low-rank term reads x."""
     size = config["linears"].get(at.split(".")[-1], {}).get("hadamard", 0)
-    y = (hadamard(x, size) if size else x) @ weight(tensors, at)
+    y = (hadamard(x, size) if size else x) @ weight(config, tensors, at)
     if f"{at}.gate" in tensors:
         low_rank = x @ tensors[f"{at}.a_kernel"] @ tensors[f"{at}.b_kernel"]
         y = y + tensors[f"{at}.gate"] * low_rank
     return y + tensors.get(f"{at}.bias", np.float32(0))
 
 
-def weight(tensors, at):
-    """The weight [in, out] of the projection `at`, with zeros where no block is stored."""
+def weight(config, tensors, at):
+    """The weight [in, out] of the projection `at`, with zeros where nothing is stored."""
+    if f"{at}.mask" in tensors:
+        spec, values = config["linears"][at.split(".")[-1]], tensors[f"{at}.kernel"]
+        rows, columns = spec["block"], spec["block_outputs"] or spec["block"]
+        bits = np.unpackbits(tensors[f"{at}.mask"], axis=1, count=len(values) // columns)
+        mask = bits.astype(bool).repeat(rows, 0).repeat(columns, 1)
+        dense = np.zeros(mask.shape, np.float32)
+        dense.T[mask.T] = values.ravel()
+        return dense
     if f"{at}.kernel" in tensors:
         return tensors[f"{at}.kernel"]
     values, index, slot = (tensors[f"{at}.{name}"] for name in ("values", "in_index", "in_slot"))

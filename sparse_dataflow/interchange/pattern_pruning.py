@@ -9,6 +9,7 @@ import numpy as np
 from sparse_dataflow.core.config.model import GROWN, ModelConfig
 from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS
 from sparse_dataflow.core.layouts import model_layouts
+from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.optim.optimizers import TrainState
@@ -98,15 +99,38 @@ def to_pattern(
     if old.linears:
         dense = dataclasses.replace(old, linears={}, density_by_depth=())
         state, old = change_model(state, old, dense), dense
-    params = jax.device_get(state.params)
-    order = feature_order.search(old, params, layouts, input_norms)
-    say(
-        f"run.prune_to=pattern: the stored blocks have {order.after:.1%} of the squared "
-        f"{'weights' if input_norms is None else 'weights times activations'}, and "
-        f"{order.before:.1%} before features changed places"
+    params, layouts = moved(
+        old, jax.device_get(state.params), new, input_norms, "run.prune_to=pattern"
     )
-    params = width.reordered(old, params, order.sources)
     if refit is not None:
         params = refit(old, params, new, layouts)
     params = jax.tree.map(jax.numpy.asarray, params)
     return change_model(state._replace(params=params), old, new, given=layouts)
+
+
+def moved(
+    old: ModelConfig,
+    params: dict,
+    new: ModelConfig,
+    input_norms: Mapping[str, np.ndarray] | None,
+    setting: str,
+) -> tuple[dict, dict[str, list[BlockLayout]]]:
+    """Returns dense parameters whose features changed places, and the layouts of the patterns.
+
+    A line says how much of the weights the stored blocks have.
+
+    Args:
+      old: dense model of the parameters.
+      params: on the host.
+      new: the model with patterns.
+      input_norms: see `transitions.change_model`.
+      setting: what asked for it, for the line.
+    """
+    layouts = model_layouts.layouts(new)
+    order = feature_order.search(old, params, layouts, input_norms)
+    say(
+        f"{setting}: the stored blocks have {order.after:.1%} of the squared "
+        f"{'weights' if input_norms is None else 'weights times activations'}, and "
+        f"{order.before:.1%} before features changed places"
+    )
+    return width.reordered(old, params, order.sources), layouts

@@ -4,10 +4,12 @@ config.json has {"format": FORMAT, "model": the fields of `ModelConfig`, "contex
 "source": config.json of the model that was imported, if one was, "layout": digest of the tables}.
 Tensors have the dotted names of their parameters, with one entry per layer: "embed.tokens",
 "blocks.0.qkv.values", "head.norm.scale". Layout tables have the prefix of their values, for
-example "blocks.0.qkv.in_index" (int32; see `LayoutTables`). `numpy_reader` is a complete reader
-without jax.
+example "blocks.0.qkv.in_index" (int32; see `LayoutTables`). Masked weights have a kernel of the
+entries under the mask, [out, inputs of each], and a mask of one bit a block, uint8 [in_blocks,
+out_blocks / 8] (see `numpy.packbits`). `numpy_reader` is a complete reader without jax.
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -18,13 +20,15 @@ import jax
 import numpy as np
 
 from sparse_dataflow.core.checkpoint.named_arrays import flatten
+from sparse_dataflow.core.config.layer_groups import layer_linear
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.interchange import tensors
+from sparse_dataflow.interchange import masked_file, tensors
+from sparse_dataflow.interchange.tensors import DTYPES
 
 MODEL_TYPE = "sparse_dataflow"
 FORMAT = "sparse_dataflow-1"
@@ -37,9 +41,14 @@ def write(
     weights: ModelWeights,
     context: int,
     more: Mapping[str, Any],
+    dtype: str = DTYPES[0],
 ) -> list[Path]:
     """Writes config.json, with `more` fields, and the weights into an existing folder; returns the
-    weights' files."""
+    weights' files.
+
+    Args:
+      dtype: of DTYPES, of the floats.
+    """
     fields = {
         "model_type": MODEL_TYPE,
         "format": FORMAT,
@@ -51,14 +60,20 @@ def write(
     params = weights.merged
     (folder / CONFIG).write_text(json.dumps(fields, indent=1) + "\n")
     other_sections = {name: section for name, section in params.items() if name != "blocks"}
-    arrays = {name: np.asarray(leaf, np.float32) for name, leaf in flatten(other_sections).items()}
+    arrays = flatten(other_sections)
     for i, layer in enumerate(stacks.layers(params["blocks"])):
-        of_layer, layouts = stacks.split_layouts(layer)
-        for name, leaf in flatten(of_layer).items():
-            arrays[f"blocks.{i}.{name}"] = np.asarray(leaf, np.float32)
-        for name, table in flatten(stacks.tables_by_name(layouts)).items():
-            arrays[f"blocks.{i}.{name}"] = np.asarray(table)
-    return tensors.write(folder, arrays, {"sparse_dataflow": FORMAT})
+        others, layouts = stacks.split_layouts(layer)
+        stored = {name: _to_file(model, name, module, i) for name, module in others.items()}
+        for tree in (stored, stacks.tables_by_name(layouts)):
+            arrays |= {f"blocks.{i}.{name}": leaf for name, leaf in flatten(tree).items()}
+    return tensors.write(folder, tensors.as_dtype(arrays, dtype), {"sparse_dataflow": FORMAT})
+
+
+def _to_file(model, name, module, layer):
+    """Returns the arrays of a module of a layer as they are stored."""
+    if name not in model.masked_projections:
+        return module
+    return masked_file.packed(module, layer_linear(model, name, layer))
 
 
 def read(folder: str | Path) -> tuple[ModelConfig, dict]:
@@ -80,7 +95,7 @@ def read(folder: str | Path) -> tuple[ModelConfig, dict]:
     for i, layer in enumerate(jax.eval_shape(lambda tree: list(stacks.layers(tree)), expected)):
         of_layer, layouts = stacks.split_layouts(layer)
         tables = _read_tree(files.read_integers, stacks.tables_by_name(layouts), f"blocks.{i}.")
-        arrays = _read_tree(files.read, of_layer, f"blocks.{i}.")
+        arrays = _read_layer(files, model, of_layer, i)
         layers.append(merged(arrays, stacks.beside(model, tables)["blocks"]) if tables else arrays)
     other_sections = {name: section for name, section in shapes.items() if name != "blocks"}
     blocks = stacks.stacked_layers(model, layers)
@@ -118,6 +133,32 @@ def _digest(weights):
         combined.update(f"{name}{np.shape(table)}".encode())
         combined.update(np.ascontiguousarray(table, "<i4").tobytes())
     return combined.hexdigest()
+
+
+def _read_layer(files, model, shapes, layer):
+    """Reads the parameters of a layer."""
+
+    def read(at, name, shape, dtype=""):
+        if dtype:
+            return files.read_integers(f"{at}.{name}", shape, dtype)
+        return files.read(f"{at}.{name}", shape)
+
+    modules = {}
+    for name, module in shapes.items():
+        at = f"blocks.{layer}.{name}"
+        packed: dict[str, Any] = {}
+        if name in model.masked_projections:
+            spec, shape = layer_linear(model, name, layer), module[masked_file.KERNEL].shape
+            try:
+                packed = masked_file.unpacked(functools.partial(read, at), shape, spec)
+            except ValueError as error:
+                raise UserError(
+                    f"{files.folder}: {at} is not as its config.json says: {error}; restore its "
+                    "files from one export."
+                ) from None
+        others = {leaf: shape for leaf, shape in module.items() if leaf not in packed}
+        modules[name] = {**_read_tree(files.read, others, f"{at}."), **packed}
+    return modules
 
 
 def _read_tree(read, shapes, prefix=""):

@@ -104,7 +104,7 @@ def run_config(
     """Returns the config of a run that begins with the weights of a folder.
 
     The shape is that of the weights, the recipe that of the preset of nearest size. Block-sparse
-    weights bring their projections, pattern, block, densities, rank and Hadamard transform; those
+    and masked weights bring their projections, pattern, block, densities, rank and transform. Those
     that have the blocks of a pattern of equal groups keep this pattern (`run.prune_to`).
 
     Args:
@@ -130,7 +130,7 @@ def run_config(
         base,
         model=shape,
         sparsity=(
-            _sparsity(model, shape.num_layers) if model.sparse_projections else base.sparsity
+            _sparsity(model, shape.num_layers) if model.partial_projections else base.sparsity
         ),
         training=dataclasses.replace(base.training, sequence=min(shape.longest, LONGEST_SEQUENCE)),
         run=dataclasses.replace(
@@ -143,17 +143,20 @@ def run_config(
 
 
 def _sparsity(model: ModelConfig, num_layers: int) -> SparsityConfig:
-    """Returns the config that gives a block-sparse model's specs to so many layers."""
+    """Returns the config that gives the specs of a block-sparse or masked model to so many
+    layers."""
     by_depth = growth.by_layer(model.density_by_depth, num_layers)
-    specs = {name: model.linear(name) for name in model.sparse_projections}
+    specs = {name: model.linear(name) for name in model.partial_projections}
     first = next(iter(specs.values()))
-    common = {n: getattr(first, n) for n in ("pattern", "block", "rank", "hadamard")}
+    fields = ["pattern", "block", "rank", "hadamard"]
+    fields += ["span", "block_outputs"] * first.weight.has_mask
+    common = {n: getattr(first, n) for n in fields}
     for name, spec in specs.items():
         others = {n: getattr(spec, n) for n in common}
         if others != common:
             raise UserError(
                 f"The initial weights store {name} with {others} and {next(iter(specs))} with "
-                f"{common}; legal: one pattern, block, rank and hadamard for all projections."
+                f"{common}; legal: the same for all projections."
             )
     by_name = {name: spec.density for name, spec in specs.items() if spec.density != first.density}
     budget = "uniform"
@@ -389,17 +392,21 @@ def _refitted(old, params, new, layouts, batches):
 
 
 def _rebuilt(old, weights, new, batches, given=None):
-    """Returns (dense model, its params, layouts) of `rebuild.to_blocks`, equal on all processes."""
-    result, layouts = rebuild.to_blocks(old, weights, new, batches, given)
+    """Returns (dense model, its params, what is stored) of `rebuild.to_blocks`, equal on all
+    processes."""
+    result, stored = rebuild.to_blocks(old, weights, new, batches, given)
+    as_mask = lambda each: each.mask if isinstance(each, BlockLayout) else each  # noqa: E731
     # Each process has other rows of the batches.
     params, masks = collectives.broadcast_arrays(
-        (result.params, {name: np.stack([e.mask for e in each]) for name, each in layouts.items()})
+        (result.params, {name: np.stack([*map(as_mask, each)]) for name, each in stored.items()})
     )
-    layouts = {
+    equal = {
         name: [BlockLayout.from_mask(mask, new.linear(name).block) for mask in np.asarray(layers)]
+        if new.linear(name).weight.stores_blocks
+        else list(np.asarray(layers))
         for name, layers in masks.items()
     }
-    return result.model, params, layouts
+    return result.model, params, equal
 
 
 def adapter_state_from(
@@ -490,6 +497,13 @@ def _refuse_mismatch(start: ModelConfig, model: ModelConfig) -> None:
             if before.max_fan_out > after.max_fan_out and before.density == after.density:
                 setting = f"{name}: evolution.max_fan_out"
                 differences.append(_difference(setting, before.max_fan_out, after.max_fan_out))
+        if before.weight.has_mask and after.weight.has_mask:
+            for field in ("block", "block_outputs", "span"):
+                if getattr(before, field) != getattr(after, field):
+                    setting = f"{name}: sparsity.{field}"
+                    differences.append(
+                        _difference(setting, getattr(before, field), getattr(after, field))
+                    )
         if before.weight.is_partial and after.weight is before.weight:
             if start.num_layers == model.num_layers:
                 differences += _first_denser_layer(start, model, name)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -18,6 +19,8 @@ INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 """Largest file of an export, in bytes; the default of `transformers`."""
 
+DTYPES = ("float32", "bfloat16")
+"""Legal dtypes of the floats of an export."""
 
 MOST_HEADER_BYTES = 2**24
 
@@ -63,15 +66,15 @@ class Tensors:
             raise UserError(f"{self.folder}: {name} has values that are not finite.")
         return tensor
 
-    def read_integers(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Reads an int32 tensor.
+    def read_integers(self, name: str, shape: tuple[int, ...], dtype: str = "int32") -> np.ndarray:
+        """Reads a tensor of integers.
 
         Raises:
           UserError: the tensor is missing, or has another shape or dtype.
         """
         tensor = self._read(name, shape)
-        if tensor.dtype != np.int32:
-            raise UserError(f"{self.folder}: {name} is {tensor.dtype}; legal: int32.")
+        if tensor.dtype != dtype:
+            raise UserError(f"{self.folder}: {name} is {tensor.dtype}; legal: {dtype}.")
         return tensor
 
     def _read(self, name, shape):
@@ -127,6 +130,22 @@ def other_format(names: Iterable[str]) -> str:
 def file_names(folder: Path) -> set[str]:
     """Returns the names of the files of the tensors, with their index."""
     return {path.name for path in _files(folder)} | {INDEX}
+
+
+def as_dtype(tensors: Mapping[str, Any], dtype: str) -> dict[str, np.ndarray]:
+    """Returns tensors in numpy, with floats of a dtype of DTYPES.
+
+    Raises:
+      UserError: there is no such dtype.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"dtype={dtype!r} is unknown; legal: {', '.join(DTYPES)}.")
+
+    def converted(tensor):
+        is_float = jnp.issubdtype(tensor.dtype, jnp.floating)
+        return np.asarray(tensor, jnp.dtype(dtype)) if is_float else np.asarray(tensor)
+
+    return {name: converted(tensor) for name, tensor in tensors.items()}
 
 
 def write(

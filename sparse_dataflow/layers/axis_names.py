@@ -44,9 +44,9 @@ def unfolded(variable: Any, value: jax.Array) -> nnx.Variable:
     mesh = _mesh_of(variable, metadata)
     names = metadata.get(_KERNEL)
     if names is not None and len(names) == value.ndim:
-        metadata |= {"out_sharding": metadata.pop(_KERNEL)}
+        metadata |= {_name_of(metadata): metadata.pop(_KERNEL)}
     elif value.ndim != variable.ndim:
-        metadata.pop("out_sharding", None)
+        metadata.pop(_name_of(metadata), None)
     return variable_of(type(variable), value, metadata, mesh)
 
 
@@ -62,7 +62,7 @@ def joined_names(
     far as there are any.  Names of a mesh whose size does not divide an axis are left out, which
     is logged.
     """
-    metadata = dict(metadata)
+    metadata, key = dict(metadata), _name_of(metadata)
     entries = {name: metadata.pop(name) for name in _NAMES if name in metadata}
     names = next((each for each in entries.values() if each is not None), None)
     if names is None:
@@ -86,7 +86,12 @@ def joined_names(
             )
         new.append(tuple(legal) if len(legal) > 1 else legal[0] if legal else None)
     metadata.setdefault(_KERNEL, names)
-    return {**metadata, "out_sharding": tuple(new)}
+    return {**metadata, key: tuple(new)}
+
+
+def _name_of(metadata):
+    """Returns the name that this version of flax has for the mesh axes of a variable."""
+    return next((name for name in _NAMES if metadata.get(name) is not None), _NAMES[0])
 
 
 def _mesh_axes(entry, metadata, sizes):
@@ -135,7 +140,7 @@ def variable_of(kind: type, value: Any, metadata: Mapping[str, Any], mesh: Any =
     metadata = dict(metadata)
     scope: Any = contextlib.nullcontext()
     eager = metadata.get("eager_sharding", nnx.using_eager_sharding())
-    if metadata.get("out_sharding") and eager and metadata.get("mesh") is None:
+    if metadata.get(_name_of(metadata)) and eager and metadata.get("mesh") is None:
         if jax.sharding.get_abstract_mesh().empty:
             if isinstance(mesh, jax.sharding.Mesh):
                 scope = jax.set_mesh(mesh)

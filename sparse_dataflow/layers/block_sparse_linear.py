@@ -28,6 +28,7 @@ from sparse_dataflow.core.weights.texts import array_text
 from sparse_dataflow.core.weights.weight import WithDenseGradient
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.layers.axis_names import constrained, joined_names, variable_of
+from sparse_dataflow.layers.block_arrays import scaled_blocks
 from sparse_dataflow.layers.layer_products import by_dot_general, in_precision, precision_name
 from sparse_dataflow.layers.layout_state import (
     MARK,
@@ -152,7 +153,7 @@ class BlockSparseLinear(nnx.Module):
                 "as many blocks and up to a quarter more."
             )
         kernel: Any = kernel_init(key, shape, param_dtype)
-        values = blocks_of(layout, getattr(kernel, "raw_value", kernel))
+        values = scaled_blocks(getattr(kernel, "raw_value", kernel), layout)
         metadata = {**kernel_metadata, **getattr(kernel, "metadata", {})}
         metadata = _metadata_of_values(metadata, values.shape)
         self.values = variable_of(nnx.Param, values, metadata)
@@ -358,29 +359,6 @@ def _counts(side, block):
     """Numbers of blocks that a side may have: the fewest, and up to a quarter more, rounded up."""
     fewest = -(-side // block)
     return range(fewest, fewest + 1 + -(-fewest // 4))
-
-
-def fill_up(kernels: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Returns kernels [count, in, out] with zeros up to the shape of their layout."""
-    missing = [(0, full - side) for full, side in zip(shape, kernels.shape[1:])]
-    return jnp.pad(kernels, [(0, 0), *missing])
-
-
-def blocks_of(layout: BlockLayout, kernel: jax.Array) -> jax.Array:
-    """Returns values [nnz, block, block] of a drawn kernel, which zeros fill up to the layout.
-
-    They are scaled by 1 / sqrt(share of the inputs that their output reads), unless the kernel is
-    constant.  So outputs have the variance of those of the dense kernel, whatever the initializer.
-    """
-    block, inputs = layout.block, kernel.shape[0]
-    is_constant = jnp.all(kernel == kernel[0, 0])
-    kernel = fill_up(kernel[None], (layout.in_features, layout.out_features))
-    grid = kernel.reshape(layout.in_blocks, block, layout.out_blocks, block).swapaxes(1, 2)
-    stored = grid[layout.rows, layout.cols]
-    features = np.clip(inputs - block * np.arange(layout.in_blocks), 0, block)
-    read = np.bincount(layout.cols, features[layout.rows], layout.out_blocks)
-    scale = np.sqrt(inputs / np.maximum(1, read[layout.cols]))[:, None, None]
-    return jnp.where(is_constant, stored, (stored * scale).astype(stored.dtype))
 
 
 def _metadata_of_values(metadata, shape):

@@ -17,9 +17,10 @@ from sparse_dataflow.core.model.blocks import stored_norms
 from sparse_dataflow.core.weights.gradient_norms import zeros_of_norms
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.layers.axis_names import placed
+from sparse_dataflow.layers.block_arrays import exchanger, moved, summed
 from sparse_dataflow.layers.block_sparse_linear import BlockSparseLinear, DenseGradient
 from sparse_dataflow.layers.layout_state import MARK, TABLES, layout_name, layout_names
-from sparse_dataflow.layers.optimizer_states import CarriedState, gathered
+from sparse_dataflow.layers.optimizer_states import CarriedState
 from sparse_dataflow.layers.paths import dotted
 from sparse_dataflow.layers.replace import Where, balanced_degree, block_sparse_layers
 
@@ -118,7 +119,7 @@ def evolve(
     for _, layer, layouts, sources in changes.values():
         values = layer.values[...]
         if method != STATIC:
-            layer.values.set_value(gathered(values, sources, values.ndim - 3))
+            layer.values.set_value(moved(values, sources, values.ndim - 3))
         _set_layouts(layer, layouts, layer.evolving and method != STATIC)
     return state.apply()
 
@@ -133,10 +134,7 @@ def _chooser(method, model, layers, share, density, loss, batch, seed):
         return lambda path, index, layout, norms: layout
     if method == GRADUAL:
         return functools.partial(_largest, layers, density)
-    if not 0 < share < 1:
-        raise UserError(f"share is {share}; legal: in (0, 1).")
-    update, gradients = METHODS[method].update, None
-    assert update is not None
+    exchange, gradients = exchanger(method, share), None
     if METHODS[method].reads_gradients:
         if loss is None:
             raise UserError(
@@ -149,7 +147,7 @@ def _chooser(method, model, layers, share, density, loss, batch, seed):
     def exchanged(path, index, layout, norms):
         growth = None if gradients is None else gradients[path][index]
         rng = np.random.default_rng([seed, numbers[path], index])
-        return update(layout, norms, growth, max(share, 1 / layout.nnz), 1, rng)
+        return exchange(layout, norms, growth, rng)
 
     return exchanged
 
@@ -174,7 +172,7 @@ def _change(path, layer, choose):
     norms = np.asarray(stored_norms(values.reshape(-1, *values.shape[-3:])))
     old = layer.layouts()
     if len(old) < len(norms):
-        norms = np.sqrt(np.square(norms).sum(axis=0, keepdims=True))
+        norms = summed(norms)
     new = [choose(path, index, *pair) for index, pair in enumerate(zip(old, norms, strict=True))]
     if len({each.nnz for each in new}) > 1:
         raise UserError(f"{dotted(path)}: the layers of a stack would store unequal blocks.")
@@ -217,7 +215,7 @@ def gradient_norms(
         stacked = np.asarray(norms[dotted(path)])
         stacked = stacked.reshape(-1, *stacked.shape[-2:])
         if len(layer.layouts()) < len(stacked):
-            stacked = np.sqrt(np.square(stacked).sum(axis=0, keepdims=True))
+            stacked = summed(stacked)
         measured[path] = stacked
     return measured
 

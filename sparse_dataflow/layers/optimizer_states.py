@@ -8,9 +8,9 @@ import numpy as np
 from flax import nnx
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
-from sparse_dataflow.core.model.blocks import gather_blocks
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.layers.axis_names import over_auto_axes, placed
+from sparse_dataflow.layers.axis_names import placed
+from sparse_dataflow.layers.block_arrays import moved
 from sparse_dataflow.layers.layout_state import MARK, contradicts, is_mark, table_mark
 from sparse_dataflow.layers.paths import keys_of, names_of
 
@@ -77,7 +77,7 @@ class CarriedState:
             if kind == MARK:
                 return _new_mark(leaf, change)
             axis = _block_axis(path, rest, leaf, change, probe)
-            return leaf if axis is None else gathered(leaf, change.sources, axis)
+            return leaf if axis is None else moved(leaf, change.sources, axis)
 
         return self._renamed(tree_map_with_path(carry, state))
 
@@ -203,18 +203,3 @@ def _named(leaf, name):
     if not isinstance(leaf, nnx.Variable):
         return leaf
     return type(leaf)(leaf.get_raw_value(), **leaf.get_metadata() | {"layout": name})
-
-
-def gathered(array: jax.Array, sources: np.ndarray, axis: int) -> jax.Array:
-    """Returns [*stack, nnz, ...] at new layouts, given sources [1 or layers, new nnz].
-
-    Args:
-      array: a parameter or a moment.
-      sources: slots of the new blocks in the old array; -1 for new ones.
-      axis: axis of the stored blocks, after those of a stack.
-    """
-    stack, rest = array.shape[:axis], array.shape[axis:]
-    layers = over_auto_axes(array).reshape(-1, *rest)
-    wide = np.broadcast_to(sources, (len(layers), sources.shape[1]))
-    new = gather_blocks(layers, wide).reshape(*stack, sources.shape[1], *rest[1:])
-    return placed(new, array)

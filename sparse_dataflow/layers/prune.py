@@ -73,7 +73,7 @@ def prune_linears(
             return node
         result, bias = results[dotted(path)], biases[dotted(path)]
         changed = with_matrix(node, lambda linear: _with_weights(linear, result, bias, groups))
-        return changed if _stores_blocks(groups) else with_dense_matrix(changed)
+        return changed if groups.is_square else with_dense_matrix(changed)
 
     masks = {path: second_order.expanded(result.mask, groups) for path, result in results.items()}
     errors = {path: result.error for path, result in results.items()}
@@ -115,7 +115,7 @@ def _targets(model, groups, density, rounds, where) -> dict[str, Target]:
         if linear.kernel.ndim > 2:
             raise UserError("Its kernel is a stack over layers; legal: one kernel.")
         groups.grid(shape)
-        if not _stores_blocks(groups):
+        if not groups.is_square:
             targets[names[-1]] = Target(groups, groups.count(shape, density), rounds)
             return linear
         share = 0.5 if density is None else density
@@ -138,11 +138,6 @@ def _targets(model, groups, density, rounds, where) -> dict[str, Target]:
     if not targets:
         raise none_selected(model, names)
     return targets
-
-
-def _stores_blocks(groups: Groups) -> bool:
-    """Returns whether what stays is stored as blocks: squares, which a layout has."""
-    return groups.rows == groups.cols > 1
 
 
 def _observed(model, paths) -> tuple[nnx.Module, dict[str, _Observed]]:
@@ -233,7 +228,7 @@ def _with_weights(linear, result, bias, groups):
     new.kernel[...] = jnp.asarray(result.kernel, linear.kernel.dtype)
     if bias is not None:
         new.bias[...] = jnp.asarray(bias, linear.bias.dtype)
-    if not _stores_blocks(groups):
+    if not groups.is_square:
         return new
     layout = BlockLayout.from_mask(result.mask, groups.rows)
     return block_sparse(new, [layout], new.kernel[...][None])

@@ -1,6 +1,7 @@
 """Linear classes of users' own: how each is a product of its input with a kernel."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from flax import nnx
 from sparse_dataflow.core.config import arguments
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.layers.general import BlockSparseGeneral, Contraction, _terms
+from sparse_dataflow.layers.libraries import library_reader
 
 Reader = Callable[[Any], tuple[str, nnx.Variable, nnx.Variable | None]]
 """(module) -> (equation, variable of the kernel, variable of the bias or None)."""
@@ -32,12 +34,6 @@ class _Registered:
 
 
 _registered: dict[type, _Registered] = {}
-
-_LIBRARY_READERS: dict[str, Reader] = {
-    f"tunix.models.{family}.model.Einsum": lambda module: (module.einsum_str, module.w, None)
-    for family in ("gemma", "gemma3", "gemma4", "llama3", "qwen2", "qwen3")
-}
-"""Name of a class of a library that was run with it -> its reader; imports nothing."""
 
 
 @arguments.checked
@@ -89,8 +85,10 @@ def is_registered(module: Any) -> bool:
 
 
 def _registration(cls):
-    reader = _LIBRARY_READERS.get(f"{cls.__module__}.{cls.__qualname__}")
-    return _registered.get(cls) or (reader and _Registered(reader, None))
+    if cls in _registered:
+        return _registered[cls]
+    reader = library_reader(cls)
+    return reader and _Registered(reader, None)
 
 
 def registration(cls: type) -> str:
@@ -218,7 +216,7 @@ def _checked_dtype(module, contraction, linear, stack_axes):
     run: Any = nnx.eval_shape if abstract else lambda function: function()
     words = f"Its registered equation {contraction.equation} of a kernel {contraction.kernel_shape}"
     try:
-        expected = run(lambda: module(x))
+        expected = run(lambda: _call(module, x))
     except Exception as error:
         raise UserError(
             f"{words} takes inputs {x.shape}, and the module does not: {str(error)[:200]}"
@@ -243,6 +241,12 @@ def _checked_dtype(module, contraction, linear, stack_axes):
             "equation of its call, and no more in it than a product and a bias."
         )
     return linear.dtype
+
+
+def _call(module, x):
+    """Returns what a module computes; some ask for the sharding of the result at each call."""
+    options = inspect.signature(type(module).__call__).parameters
+    return module(x, out_sharding=None) if "out_sharding" in options else module(x)
 
 
 def _first(module, stack_axes):

@@ -1,6 +1,5 @@
 """Replaces the linears of any nnx model by block-sparse ones, and back; where arrays of it lie."""
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -16,10 +15,11 @@ from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.layouts.evolution import largest_blocks
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.layouts.patterns import PATTERNS, make_layout
-from sparse_dataflow.core.model.blocks import collect, expand, grid_norms
+from sparse_dataflow.core.model.blocks import grid_norms
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.layers.axis_names import folded, over_auto_axes, unfolded
-from sparse_dataflow.layers.block_sparse_linear import BlockSparseLinear, fill_up, filled_up
+from sparse_dataflow.layers.block_arrays import cut_blocks, join_blocks, summed
+from sparse_dataflow.layers.block_sparse_linear import BlockSparseLinear, filled_up
 from sparse_dataflow.layers.dense_parameters import dense_classes, say_replaced
 from sparse_dataflow.layers.general import (
     BlockSparseEinsum,
@@ -329,12 +329,12 @@ def _sparse(linear, pattern, density, block, evolving, number):
     kernel = over_auto_axes(linear.kernel[...])
     sides = linear.in_features, linear.out_features
     full = filled_up(sides, block, density)
-    dense = fill_up(kernel.reshape(-1, *sides), full)
+    dense = kernel.reshape(-1, *sides)
     if pattern == MAGNITUDE:
         degree = balanced_degree(full, block, density)
-        norms = np.asarray(grid_norms(dense, block))
-        if not evolving:
-            norms = np.sqrt(np.square(norms).sum(axis=0, keepdims=True))
+        missing = [(0, most - side) for side, most in zip(sides, full)]
+        norms = np.asarray(grid_norms(jnp.pad(dense, [(0, 0), *missing]), block))
+        norms = norms if evolving else summed(norms)
         layouts = [largest_blocks(layer, block, degree) for layer in norms]
         scale = 1.0
     else:
@@ -355,13 +355,13 @@ def block_sparse(
     Args:
       linear: gives sides, settings, mesh axes and bias.
       layouts: one for all layers of a stack, or one each.
-      dense: [layers, in, out], the kernels, filled up to whole blocks.
+      dense: [layers, in, out], the kernels.
       scale: multiplies the kernels.
       evolving: whether `sd.evolve` may change the layouts.
     """
     kernel, sides = over_auto_axes(linear.kernel[...]), (linear.in_features, linear.out_features)
     stack = kernel.shape[:-2]
-    values = collect(*positions(layouts, len(dense)), dense, layouts[0].block) * scale
+    values = cut_blocks(dense, layouts) * scale
     layer = module_like(BlockSparseLinear, *sides, like=linear, layout=layouts[0])
     values = values.astype(kernel.dtype).reshape(*stack, *values.shape[1:])
     lead = len(stack)
@@ -372,20 +372,11 @@ def block_sparse(
     return layer
 
 
-def positions(layouts: list[BlockLayout], layers: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (rows, cols), int32 [layers, nnz] each, of one layout for all layers or one each."""
-    rows, cols = (np.stack([getattr(each, side) for each in layouts]) for side in ("rows", "cols"))
-    wide = functools.partial(np.broadcast_to, shape=(layers, rows.shape[1]))
-    return wide(rows), wide(cols)
-
-
 def _dense(layer):
     """Returns the nnx.Linear of a block-sparse layer."""
     values, layouts = over_auto_axes(layer.values[...]), layer.layouts()
     stack, stored = values.shape[:-3], values.reshape(-1, *values.shape[-3:])
-    grid = layouts[0].in_blocks, layouts[0].out_blocks
-    kernel = expand(*positions(layouts, len(stored)), stored, grid)
-    kernel = kernel[..., : layer.in_features, : layer.out_features]
+    kernel = join_blocks(stored, layouts, (layer.in_features, layer.out_features))
     linear = module_like(nnx.Linear, layer.in_features, layer.out_features, like=layer)
     linear.kernel = unfolded(layer.values, kernel.reshape(*stack, *kernel.shape[1:]))
     linear.bias, linear.use_bias = layer.bias, layer.use_bias

@@ -85,7 +85,7 @@ def layer_gathers(config: ModelConfig, tokens, tensor, feature):
     return size * config.d_model / feature, {name: size * n / tensor for name, n in inner.items()}
 
 
-EXCHANGES = {"none": 4, "dots": 6, "full": 6}
+EXCHANGES = {"none": 4, "keep": 6, "full": 6}
 """Remat of the project -> all-to-alls of rows in a layer of experts, in a step of a micro-batch.
 
 Rows travel to the experts and back, and so do their gradients.  Remat repeats the former.

@@ -255,8 +255,8 @@ def activation_bytes(
 
     The counts follow XLA's buffer assignment for a scanned pre-norm block with
     `jax.nn.dot_product_attention` and tanh GELU in float32.  Remat "full" saves the block's input.
-    "dots" adds the projection outputs that the backward pass reads (q, k, v, attn_out and mlp_in, 3
-    d + d + d_ff in GPT-3), without that of mlp_in where the MLP is one op.  "none" saves 9 d + 2
+    "keep" adds the outputs that the backward pass reads (q, k, v, attention, attn_out and mlp_in,
+    3 d + 2 d + d_ff in GPT-3), and float32 statistics of fused attention.  "none" saves 9 d + 2
     d_ff there (inputs and outputs of the norms, 4 d; q, k, v, 3 d; attention's output in two
     memory orders; GELU's input and output) and the scores twice, as logits and as probabilities.  A
     gated MLP saves two more of d_ff (gate and product).  XLA's attention repeats grouped keys and
@@ -286,22 +286,21 @@ def activation_bytes(
     unfused += before_norms - absent
     unfused += sum(config.inner_width(name) for name in config.projections)
     whole_block = (unfused + 3 * active * config.d_ff) * compute + scores
-    products = 0 if has_one_op_mlp(config) else widths.products
+    statistics = 4 * config.num_heads if fused_attention or sequence > DENSE_TOKENS else 0
+    kept = 2 * d + heads + widths.queries + widths.products + rows // 2 + before_norms
     saved = {
         "full": d * compute,
-        "dots": (2 * d + heads + products + rows // 2 + before_norms) * compute,
+        "keep": kept * compute + statistics,
         "none": unfused * compute + scores,
     }[config.remat]
-    # "full": input; "dots": also attn_out's output; "none": also both sums and both norm outputs.
-    boundary = {"full": d, "dots": 2 * d, "none": 5 * d - absent}[config.remat] * compute
+    # "full": input; "keep": also attn_out's output; "none": also both sums and both norm outputs.
+    boundary = {"full": d, "keep": 2 * d, "none": 5 * d - absent}[config.remat] * compute
     return ActivationBytes(saved, boundary, whole_block, 3 * d * compute)
 
 
 def has_one_op_mlp(config: ModelConfig) -> bool:
-    """Returns whether a block-sparse MLP is one op (`model.mlp`), which hides mlp_in's output.
-
-    Remat "dots" then recomputes mlp_in.  Gated MLPs are one op on TPUs alone and are not counted.
-    """
+    """Returns whether a block-sparse MLP is one op (`model.mlp`), which on a TPU has the hidden
+    features on the chip.  Gated MLPs are not counted."""
     return config.has_fused_mlp and not (config.gated_mlp or config.experts)
 
 

@@ -27,6 +27,7 @@ arXiv 2401.10241, table 2).
 
 RECOMPUTED = {
     "none": (),
+    "keep": (),
     "dots": ("attention",),
     "full": ("qkv", "q", "k", "v", "attention", "attn_out", "mlp_gate", "mlp_in"),
     "block": ("qkv", "q", "k", "v", "attention", "attn_out", "mlp_gate", "mlp_in", "mlp_out"),
@@ -38,7 +39,8 @@ RECOMPUTED = {
 }
 """Remat policy -> sections that are recomputed, where the model has them.
 
-"none", "dots" and "full" are policies of this project.  The others describe published runs: "block"
+"none", "keep" and "full" are policies of this project.  The others describe published runs: "dots"
+saves the outputs of products, as Megatron's selective recomputation, "block"
 is Megatron's full recomputation, "keep_qkv", "keep_qkv_out" and "keep_attention" are MaxText's
 policies that save or offload these projections, the last with attention's output, and
 "selective_op" is torchtitan's, which recomputes every second product; "minimal" is MaxText's

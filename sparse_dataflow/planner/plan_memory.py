@@ -41,9 +41,9 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     Args:
       config: the model; its remat is ignored.
       sequence: tokens per sequence.
-      plan: parallel plan; remat policies other than "none" and "dots" count as "full".
+      plan: parallel plan; remat "dots" of published runs counts as "keep", others as "full".
     """
-    policy = plan.remat if plan.remat in ("none", "dots") else "full"
+    policy = {"none": "none", "keep": "keep", "dots": "keep"}.get(plan.remat, "full")
     config = dataclasses.replace(config, remat=policy)
     weights, matrices = stage_parameters(config, plan), stage_matrices(config, plan)
     tokens = np.asarray(plan.micro_batch) * sequence / plan.context
@@ -105,7 +105,7 @@ def run_bytes(
     if kinds:
         means: dict = collections.defaultdict(float)
         for kind, count in collections.Counter(kinds).items():
-            one = dataclasses.replace(plan, remat="dots" if kind == "offload" else kind)
+            one = dataclasses.replace(plan, remat="keep" if kind == "offload" else kind)
             sizes = run_bytes(config, sequence, one, adapters).categories
             if kind == "offload":
                 sizes["activations"] = 0
@@ -229,8 +229,8 @@ def _block_bytes(config, sequence, plan, expert_rows):
         working = working + np.where(masked, sequence * compute, 0)  # cuDNN's, of all heads.
     if config.remat == "none":
         saved = saved + whole_inputs
-        if plan.tpu and memory.has_one_op_mlp(config):
-            saved = saved - compute * config.d_ff / plan.layer_chips
+    if config.remat != "full" and plan.tpu and memory.has_one_op_mlp(config):
+        saved = saved - compute * config.d_ff / plan.layer_chips
     return saved, working + whole_inputs
 
 
@@ -328,7 +328,7 @@ def pipeline_bytes(config: ModelConfig, plan: ParallelPlan, expert_rows=None):
 
     - Remat "full" saves the input.  Its recomputation saves both norm outputs for the whole
       sequence, q, k, v, attention's output twice, GELU's input and output, and six float32 arrays
-      of width d.  "none" saves these but the float32 arrays in the forward pass, "dots" the
+      of width d.  "none" saves these but the float32 arrays in the forward pass, "keep" the
       projection outputs.
     - The backward pass passes on the norm outputs, GELU's output, the gradients of the outputs of
       the four products, and two float32 arrays of width d.
@@ -348,8 +348,8 @@ def pipeline_bytes(config: ModelConfig, plan: ParallelPlan, expert_rows=None):
     saved, recomputed = residual, 0.0 * residual
     if config.remat == "full":
         recomputed = block_buffers + 6 * norm
-    elif config.remat == "dots":
-        saved = 2 * residual + heads + products
+    elif config.remat == "keep":
+        saved = 2 * residual + heads + products + queries
         passed_on = passed_on + residual
     else:
         saved = block_buffers + 2 * residual

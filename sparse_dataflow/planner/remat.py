@@ -24,7 +24,7 @@ from sparse_dataflow.core.config import remat
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB
 
-NAMES = {"none": "keep", "dots": "keep products", "full": "recompute", "offload": "offload"}
+NAMES = {"none": "keep all", "keep": "keep outputs", "full": "recompute", "offload": "offload"}
 """Kind of remat -> its name in the table."""
 
 

@@ -261,7 +261,7 @@ def levels(config: RunConfig, request: Request, staged: bool = False) -> search.
     result["zero"] = (parallel.zero,)
     result["experts"] = (parallel.experts,) if request.config.experts else ("gather",)
     if request.kinds:
-        result["remat"] = ("full" if "full" in request.kinds else "dots",)
+        result["remat"] = ("full" if "full" in request.kinds else "keep",)
     elif config.model.remat != kinds_of_remat.AUTO:
         result["remat"] = (config.model.remat,)
     return result

@@ -32,7 +32,6 @@ from sparse_dataflow.planner.memory import (
     block_and_rest,
     block_widths,
     bytes_of_states,
-    has_one_op_mlp,
     matrix_count,
 )
 from sparse_dataflow.planner.parallel_plan import (
@@ -264,14 +263,15 @@ def _block_seconds(config, sequence, plan, sections, network, efficiency):
     if config.experts:
         block["router"] = 3 * sections["router"].seconds
     recomputed = RECOMPUTED[plan.remat]
-    if plan.remat == "dots" and has_one_op_mlp(config):
-        recomputed = (*recomputed, "mlp_in")
+    if plan.remat == "keep" and not plan.fused_attention:
+        recomputed = (*recomputed, "attention")  # Its scores.
     again = (sections[name].seconds for name in recomputed if name in sections)
     block["recompute"] = sum(again, 0.0)
     # Forward, the gradients of inputs and of weights, and the forward pass that is repeated.
     passes = 4 if "mlp_in" in recomputed else 3
-    # Norms and GELU are recomputed with the products that read them.
-    block["element-wise"] = passes * (sections["norms"].seconds + sections["gelu"].seconds)
+    # Norms and GELU are recomputed with the products that read them, and where only products stay.
+    elementwise = 4 if plan.remat == "keep" else passes
+    block["element-wise"] = elementwise * (sections["norms"].seconds + sections["gelu"].seconds)
     tokens = np.asarray(plan.micro_batch) * sequence / plan.context
     block["tensor"] = plan_collectives.tensor_seconds(config, tokens, plan, network, efficiency)
     block["context"] = plan_collectives.context_seconds(config, tokens, plan, network, efficiency)

@@ -49,6 +49,11 @@ class Groups:
             return f"{self.stay}:{self.pool}"
         return f"{self.rows}x{self.cols}"
 
+    @property
+    def is_square(self) -> bool:
+        """Whether the groups are squares of several weights, which a layout stores as blocks."""
+        return self.rows == self.cols > 1
+
     def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Returns the numbers of groups along the inputs and outputs of a matrix.
 

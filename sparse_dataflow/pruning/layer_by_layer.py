@@ -80,6 +80,7 @@ def pruned_layers(
     embed = jax.tree.map(jnp.asarray, weights.merged["embed"])
     enter = jax.jit(gpt.embed, static_argnums=0)
     streams = [np.asarray(enter(dense, embed, jnp.asarray(tokens))) for tokens in batches]
+    _refuse_not_finite(dense, weights, model, streams)
     pairs = [(stream, stream) for stream in streams]
     for number, sparse in enumerate(stacks.weights(model, weights)):
         config = layer_model(dense, number)
@@ -91,6 +92,29 @@ def pruned_layers(
                 after |= _pruned_stage(config, number, before, after, pairs, chosen, prune)
         yield after
         pairs = [_advanced(config, before, after, *pair) for pair in pairs]
+
+
+def _refuse_not_finite(dense, weights, model, streams):
+    """Raises UserError if the model gives values that are not finite, before anything is pruned."""
+
+    def check(name):
+        if not all(np.isfinite(stream).all() for stream in streams):
+            raise UserError(
+                f"{name} gives activations that are not finite; legal: weights and calibration "
+                "tokens with finite activations."
+            )
+
+    check("embed")
+    for number, layer in enumerate(stacks.weights(model, weights)):
+        config = layer_model(dense, number)
+        device = jax.tree.map(jnp.asarray, {name: _dense(value) for name, value in layer.items()})
+        streams = [np.asarray(_layer(config, device, jnp.asarray(x))) for x in streams]
+        check(f"layer {number + 1}")
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _layer(config, layer, x):
+    return gpt.bind_block(config, layer)(x)
 
 
 def stages(projections: Sequence[str]) -> list[tuple[str, ...]]:
@@ -182,9 +206,18 @@ def _applied(config, before, after, x_dense, x_pruned):
     )
 
 
-def as_params(layers: Sequence[Mapping[str, Any]], model: ModelConfig) -> Any:
-    """Returns layers of dense weights as the "blocks" of a dense model's parameters."""
+def as_params(layers: Iterator[Mapping[str, Any]], num_layers: int) -> Any:
+    """Returns layers of dense weights as the "blocks" of a dense model's parameters.
+
+    Each layer is copied into the stack when it comes, so that no layer is in memory twice.
+    """
     is_linear = lambda node: isinstance(node, Linear)  # noqa: E731
     by_name = lambda node: arrays(node) if is_linear(node) else node  # noqa: E731
-    trees = [jax.tree.map(by_name, dict(layer), is_leaf=is_linear) for layer in layers]
-    return stacks.stacked_layers(model, trees)
+    stacked: Any = None
+    for number, layer in enumerate(layers):
+        tree = jax.tree.map(np.asarray, jax.tree.map(by_name, dict(layer), is_leaf=is_linear))
+        if stacked is None:
+            stacked = jax.tree.map(lambda x: np.empty((num_layers, *x.shape), x.dtype), tree)
+        for stack, leaf in zip(jax.tree.leaves(stacked), jax.tree.leaves(tree), strict=True):
+            stack[number] = leaf
+    return stacked

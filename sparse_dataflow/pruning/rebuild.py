@@ -22,9 +22,6 @@ from sparse_dataflow.pruning.groups import Groups
 from sparse_dataflow.pruning.layer_by_layer import Site, as_params, pruned_layers
 from sparse_dataflow.pruning.projection import Pruned, Target, prune
 
-ROUNDS = 4
-"""Rounds of selection: more change little."""
-
 
 class Rebuilt(NamedTuple):
     """A dense model whose projections have few weights.
@@ -74,9 +71,9 @@ def rebuilt(
         say(progress(site.path, site.fit.tokens, result, model.num_layers))
         return result.kernel
 
-    layers = list(pruned_layers(model, weights, batches, tuple(targets), fitted))
+    layers = pruned_layers(model, weights, batches, tuple(targets), fitted)
     dense = dataclasses.replace(model, linears={}, density_by_depth=())
-    params = {**weights.merged, "blocks": as_params(layers, dense)}
+    params = {**weights.merged, "blocks": as_params(layers, model.num_layers)}
     return Rebuilt(dense, params, masks, errors)
 
 
@@ -127,17 +124,21 @@ def to_blocks(
     new: ModelConfig,
     batches: Sequence[np.ndarray],
     given: Mapping[str, Sequence[BlockLayout]] | None = None,
-    rounds: int = ROUNDS,
-) -> tuple[Rebuilt, dict[str, list[BlockLayout]]]:
-    """Returns dense weights with zeros for a sparser model, and the layouts of its stored blocks.
+    rounds: int = 0,
+) -> tuple[Rebuilt, dict[str, list[Any]]]:
+    """Returns dense weights with zeros for a sparser model, and what it stores.
 
-    Layouts are balanced.  A layer whose density does not change keeps its weights.  A masked weight
-    has no layout: what is left of it is not zero.
+    Layouts are balanced.  A layer whose density does not change keeps its weights.
 
     Args:
       old: of the weights.
       new: the same shape, with sparser projections.
       given: projection -> layout of each layer; None for the blocks that cost most to remove.
+      rounds: see `Target`.
+
+    Returns:
+      The weights, and for each projection the layout of each layer, or the mask, bool [in, out], of
+      a masked weight: `given` of `transitions.change_model`.
     """
     stored = stacks.layouts_of(old, weights.merged)
     old_masks = host_masks(without_tables(weights.merged)[1])
@@ -149,10 +150,11 @@ def to_blocks(
             return None
         shape = new.projection_shape(name)
         if spec.weight.has_mask:
-            groups, step = Groups(spec.block, spec.block, spec.span), spec.block
-            mask = old_masks[name][layer][::step, ::step] if name in old_masks else None
-            stay = max(1, round((spec.span or shape[0] // step) * spec.density))
-            return Target(groups, stay, rounds, allowed=mask, hadamard=spec.hadamard)
+            groups = Groups(*spec.block_sides, spec.span)
+            mask = old_masks.get(name)
+            allowed = None if mask is None else spec.weight.block_mask(mask[layer], spec)
+            stay = max(1, round((spec.span or shape[0] // spec.block) * spec.density))
+            return Target(groups, stay, rounds, allowed=allowed, hadamard=spec.hadamard)
         return Target.balanced(
             shape,
             spec.block,
@@ -165,18 +167,27 @@ def to_blocks(
 
     targets = {name: functools.partial(target, name) for name in names}
     result = rebuilt(old, weights, batches, targets)
-    layouts = {}
-    for name in new.projections:
-        if not new.linear(name).weight.stores_blocks or (new.experts and name in MLP):
+    before: dict[str, Any] = {**stored, **old_masks}
+    kept: dict[str, list[Any]] = {}
+    for name in new.partial_projections:
+        spec = new.linear(name)
+        if new.experts and name in MLP:
             continue
         masks = iter(result.masks.get(name, ()))
-        layouts[name] = [
-            BlockLayout.from_mask(next(masks), new.linear(name).block)
+        kept[name] = [
+            _stored_of(next(masks), spec)
             if name in targets and target(name, layer)
-            else stored[name][layer]
+            else before[name][layer]
             for layer in range(new.num_layers)
         ]
-    return result, layouts
+    return result, kept
+
+
+def _stored_of(mask, spec):
+    """Returns the layout, or the mask of single entries, of a mask by blocks."""
+    if spec.weight.has_mask:
+        return spec.weight.entry_mask(mask, spec)
+    return BlockLayout.from_mask(mask, spec.block)
 
 
 def narrowed(
@@ -184,7 +195,7 @@ def narrowed(
     weights: ModelWeights,
     batches: Sequence[np.ndarray],
     density: float,
-    rounds: int = ROUNDS,
+    rounds: int = 0,
 ) -> Rebuilt:
     """Returns a dense model with fewer heads and hidden features, fitted to the outputs of all.
 

@@ -62,33 +62,48 @@ def expanded(mask: np.ndarray, groups: Groups) -> np.ndarray:
     return np.repeat(np.repeat(mask, groups.rows, 0), groups.cols, 1)
 
 
-def by_columns(problem: Problem, density: float, lines: int = 128) -> np.ndarray:
-    """Returns the single weights of SparseGPT (arXiv 2301.00774, algorithm 1), float64 [in, out].
+def by_columns(
+    problem: Problem, groups: Groups, stay: int, lines: int = 128, equal: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """Prunes single weights in the order of SparseGPT (arXiv 2301.00774, algorithm 1).
 
     Inputs go one by one; what each loses is made up for by those that follow.  One inverse serves
-    all outputs, so it costs in³ + in² out, and suits large layers; `costs` and a refit are better.
+    all outputs, so it costs in³ + in² out.
 
     Args:
       problem: moments of the projection; the dense solution is what is pruned.
-      density: fraction of the weights of each run of inputs that stay.
-      lines: inputs of a run, in which weights are compared with each other.
+      groups: of single weights.
+      stay: weights of each pool that stay.
+      lines: inputs of a run, in which the weights of an output are compared with each other; of
+        N of M a run is a pool.
+      equal: whether equally many weights of each output stay.  As published, those of a run do not
+        differ by outputs.
+
+    Returns:
+      float64 [in, out] weights, and bool [in, out] those that stay.
     """
     inverse = problem.inverse
     weights = inverse @ problem.products
     upper = linalg.cholesky(inverse, check_finite=False)
-    for start in range(0, len(weights), lines):
-        run = slice(start, min(start + lines, len(weights)))
-        diagonal = np.diag(upper)[run]
-        scores = np.square(weights[run] / diagonal[:, None])
-        removed = scores.size - round(density * scores.size)
-        gone = np.zeros(scores.size, bool)
-        gone[np.argsort(scores, axis=None, kind="stable")[:removed]] = True
-        gone = gone.reshape(scores.shape)
-        for line in range(run.start, run.stop):
-            lost = np.where(gone[line - start], weights[line], 0) / upper[line, line]
-            weights[line:] -= np.outer(upper[line, line:], lost)
-            weights[line][gone[line - start]] = 0
-    return weights
+    size, outputs = weights.shape
+    lines = groups.pool or lines
+    mask = np.zeros(weights.shape, bool)
+    for start in range(0, size, lines):
+        run = slice(start, min(start + lines, size))
+        left = stay if groups.pool else round(stay * run.stop / size) - round(stay * start / size)
+        scores = np.square(weights[run] / np.diag(upper)[run, None])
+        if equal:
+            best = np.argsort(-scores, axis=0, kind="stable")[:left]
+            np.put_along_axis(mask[run], best, True, axis=0)
+        else:
+            best = np.argsort(-scores, axis=None, kind="stable")[: left * outputs]
+            mask[run].flat[best] = True
+        lost = np.zeros((run.stop - start, outputs))
+        for line in range(start, run.stop):
+            lost[line - start] = np.where(mask[line], 0, weights[line]) / upper[line, line]
+            weights[line : run.stop] -= np.outer(upper[line, line : run.stop], lost[line - start])
+        weights[run.stop :] -= upper[run, run.stop :].T @ lost
+    return np.where(mask, weights, 0), mask
 
 
 def _column_costs(inverse, weights, alive, groups, total, stay, rounds):

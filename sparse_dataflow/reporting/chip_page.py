@@ -28,7 +28,7 @@ def render(report: ChipReport) -> str:
 
 
 def ratio_text(measure: Measure) -> str:
-    """Returns the ratio of a measure with its bound, e.g. "4.52x of 5.13x"."""
+    """Returns the ratio of a measure with its bound, e.g. "4.52x of 5.89x"."""
     if measure.ratio is None:
         return ""
     bound = "" if measure.bound is None else f" of {measure.bound:.2f}x"

@@ -202,6 +202,12 @@ class RunSettings(Readable):
         legal=between(0, 65535),
         resumed=FRESH,
     )
+    keep_programs: bool = setting(
+        True,
+        "Keep compiled programs in the cache folder, up to 1 GiB, so that a later start does not "
+        "compile them again. JAX_COMPILATION_CACHE_DIR names another folder.",
+        resumed=FRESH,
+    )
     evaluate: str = setting(
         "part",
         "Held-out text after the last step: part, 512 windows at equal distances, the same ones "

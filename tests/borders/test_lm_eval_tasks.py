@@ -96,6 +96,7 @@ def scored(tmp_path, monkeypatch):
     return scored
 
 
+@pytest.mark.slow
 def test_a_foreign_task_of_lm_eval_is_scored_or_refused(scored, tmp_path):
     folder = tmp_path / "tasks"
     folder.mkdir()

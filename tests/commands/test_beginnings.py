@@ -84,6 +84,7 @@ def test_what_a_run_begins_with_is_said_with_its_loss(place, capfd):
     assert f"adapters on the sparse model of {place / 'run'}" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_resumed_run_begins_with_the_model_of_its_record(place, monkeypatch):
     """As runs of earlier versions did, whose configs name no model and which took the twin."""
     out = place / "stopped"

@@ -106,6 +106,7 @@ def test_a_twin_has_no_teacher():
     assert [v.training.teacher for v in variants(config)] == ["folder", ""]
 
 
+@pytest.mark.slow
 def test_a_student_of_itself_has_no_divergence():
     """The loss is then (1 - weight) times that of the next tokens, whatever the micro-batches."""
     params = gpt.init(MODEL, jax.random.key(0))

@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from sparse_dataflow.commands import devices
+from sparse_dataflow.core.config.adapted_model import with_adapters
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
@@ -13,7 +14,6 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.core.layouts.evolution import phase_specs
-from sparse_dataflow.core.model.adapters import with_adapters
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface

@@ -79,6 +79,7 @@ def checkpoint(folder, step):
     return folder / "dense" / "checkpoints" / str(step)
 
 
+@pytest.mark.slow
 def test_a_run_names_its_base_and_its_checkpoints_hold_the_adapters_alone(run, place):
     assert run.finished
     record = json.loads((run.folder / "run.json").read_text())["init_from"]
@@ -93,6 +94,7 @@ def test_a_run_names_its_base_and_its_checkpoints_hold_the_adapters_alone(run, p
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_a_loaded_run_is_its_base_with_adapters_and_an_export_has_them_merged(run, place):
     model, base = sd.load(run.folder), sd.load(place / "base")
     assert np.array_equal(
@@ -219,6 +221,7 @@ def test_a_base_that_has_changed_or_gone_is_named(run, place):
         starting_point.read.cache_clear()
 
 
+@pytest.mark.slow
 def test_an_adapter_run_on_a_run_checks_its_checkpoint(place):
     """The base is a run of the same shape, whose newest checkpoint is another one later."""
     whole = sd.train(
@@ -234,6 +237,7 @@ def test_an_adapter_run_on_a_run_checks_its_checkpoint(place):
         sd.load(run.folder)
 
 
+@pytest.mark.slow
 def test_a_block_sparse_base_keeps_its_blocks_and_its_export_has_low_rank_terms(place):
     shape = {"num_layers": 1, "d_model": 32, "num_heads": 2, "d_ff": 64}
     config = sd.preset("pico").change(
@@ -261,6 +265,7 @@ def test_a_block_sparse_base_keeps_its_blocks_and_its_export_has_low_rank_terms(
         sd.save(model, place / "no_adapter", "adapter")
 
 
+@pytest.mark.slow
 def test_the_relay_trains_adapters_as_one_device_and_resumes_from_its_files(place, run):
     """Also where its masters are in files, which have no frozen weights."""
     changes = {"parallel__executor": "relay", "parallel__server_dir": str(place / "files")}

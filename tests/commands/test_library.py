@@ -116,6 +116,7 @@ def test_the_preset_of_a_folder_begins_with_its_weights(tmp_path):
         sd.preset("nowhere")
 
 
+@pytest.mark.slow
 def test_a_model_without_a_run_is_saved_dense_in_the_architecture_that_is_named(tmp_path):
     model = draw()
     batch = tokens() % 256

@@ -55,6 +55,7 @@ def test_the_recorded_command_trains_the_same_again(tmp_path):
     assert records[0] == records[1] and records[0][1]
 
 
+@pytest.mark.slow
 def test_the_recorded_call_trains_the_same_again(
     tmp_path, monkeypatch, reports_without_continuations
 ):

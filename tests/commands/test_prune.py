@@ -5,9 +5,12 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from marks import some
 
 import sparse_dataflow as sd
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.layouts import model_layouts
+from sparse_dataflow.core.model import stacks
 
 
 def dense(**change):
@@ -27,7 +30,7 @@ def error(pruned, model=MODEL):
     return np.linalg.norm(sd.logits(pruned, OTHERS) - exact)
 
 
-@pytest.mark.parametrize("block", [16, "1x16", 1, "2:4", "narrow"])
+@pytest.mark.parametrize("block", some([16, "1x16", 1, "2:4", "narrow"], "1x16", "narrow"))
 def test_every_target_is_a_model_that_is_saved_and_loaded(block, tmp_path):
     pruned = sd.prune(MODEL, TOKENS, block=block)
     nothing = dataclasses.replace(MODEL, params={**MODEL.params, "blocks": jax.tree.map(
@@ -46,8 +49,35 @@ def test_every_target_is_a_model_that_is_saved_and_loaded(block, tmp_path):
     elif block == 16:
         assert set(pruned.model.model.sparse_projections) == set(MODEL.model.projections)
     else:
+        assert set(pruned.model.model.masked_projections) == set(MODEL.model.projections)
         kernel = np.asarray(pruned.model.params["blocks"]["mlp_in"]["kernel"])
         assert not kernel[~pruned.masks["mlp_in"]].any()
+
+
+@pytest.mark.parametrize("pattern", ["monarch", "shuffle"])
+def test_a_pattern_has_its_layouts_and_the_fit_of_moved_features(pattern):
+    pruned = sd.prune(MODEL, TOKENS, block=16, density=0.25, pattern=pattern)
+    assert pruned.model.model.linear("mlp_in").pattern == pattern
+    layouts = stacks.layouts_of(pruned.model.model, pruned.model.params)
+    assert layouts == model_layouts.layouts(pruned.model.model)
+    for name, mask in pruned.masks.items():
+        assert np.array_equal(mask[0, ::16, ::16], layouts[name][0].mask)
+    # Drawn weights have no better blocks than others; the fit alone has to pay.
+    dense = {**MODEL.params, "blocks": jax.tree.map(np.zeros_like, MODEL.params["blocks"])}
+    assert error(pruned.model) < error(dataclasses.replace(MODEL, params=dense))
+
+
+def test_others_can_be_pruned_in_another_shape_later(tmp_path):
+    mlp = lambda name, _: name.startswith("mlp")  # noqa: E731
+    first = sd.prune(MODEL, TOKENS, block=16, where=mlp).model
+    both = sd.prune(first, TOKENS, block="1x16", where=lambda *each: not mlp(*each)).model
+    assert set(both.model.sparse_projections) == {"mlp_in", "mlp_out"}
+    assert set(both.model.masked_projections) == {"qkv", "attn_out"}
+    for name in ("values", "bias"):
+        arrays = [each.params["blocks"]["mlp_in"][name] for each in (first, both)]
+        if name == "values":
+            assert np.array_equal(*arrays)
+    assert sd.load(sd.save(both, tmp_path / "model")).model == both.model
 
 
 def test_finer_shapes_lose_less():
@@ -64,6 +94,8 @@ def test_a_folder_is_loaded_and_texts_are_tokenized(tmp_path):
     assert "1 projections, 50.0% of their weights" in repr(pruned)
 
 
+INFINITE = dataclasses.replace(MODEL, params=jax.tree.map(np.array, MODEL.params))
+INFINITE.params["blocks"]["mlp_out"]["kernel"][0, 3, 5] = np.nan
 SPARSE = dataclasses.replace(MODEL, model=MODEL.model.with_linears(LinearSpec("block_sparse")))
 
 
@@ -82,7 +114,14 @@ SPARSE = dataclasses.replace(MODEL, model=MODEL.model.with_linears(LinearSpec("b
         (MODEL, TOKENS, {"density": 0.4, "block": "narrow"}, r"legal: multiples of 1/"),
         (MODEL, TOKENS, {"where": lambda *_: False}, r"selects no projection; legal: qkv"),
         (MODEL, TOKENS, {"call": lambda *_: None}, r"call is for nnx models"),
-        (SPARSE, TOKENS, {}, r"attn_out has block-sparse weights already; legal: a dense"),
+        (SPARSE, TOKENS, {}, r"qkv has block-sparse weights already; legal: dense"),
+        (MODEL, TOKENS, {"density": 0.4, "block": "1x16"}, r"^qkv: Density 0.4 has no .* 1/64"),
+        (MODEL, TOKENS, {"density": 0.3, "block": "2:4"}, r"^qkv: density=0.3 with block=2:4"),
+        (MODEL, TOKENS, {"block": "1x5"}, r"^qkv: Groups of 1x5 do not divide a 64 x 192"),
+        (MODEL, TOKENS, {"pattern": "random"}, r"pattern='random' .* monarch and shuffle"),
+        (MODEL, TOKENS, {"pattern": "monarch", "block": 1}, r"legal: .*, of square blocks"),
+        (MODEL, TOKENS, {"rounds": 0}, r"rounds=0; legal: 1 or more, or None"),
+        (INFINITE, TOKENS, {}, r"^layer 1 gives activations that are not finite; legal"),
         (3, TOKENS, {}, r"model is a int; legal: sd.Model"),
         ("/no/such/folder", TOKENS, {}, r"."),
     ],

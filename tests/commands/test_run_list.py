@@ -49,6 +49,7 @@ def test_without_runs_the_flag_needs_a_value(tmp_path, monkeypatch):
         command_line.arguments(["x", "--resume"], ["resume"], None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["generate", "evaluate", "watch"])
 def test_commands_list_the_runs(runs, command):
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))

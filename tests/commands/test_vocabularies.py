@@ -185,6 +185,7 @@ def test_a_resumed_run_ends_at_the_same_bits(place, run):
     assert jax.tree.all(equal)
 
 
+@pytest.mark.slow
 def test_new_rows_alone_are_trained_first(place):
     changes = {"training__new_rows_first": 0.5, "training__optimizer": "muon"}
     config = config_of(place, "gpt2", "first", **changes)

@@ -24,7 +24,6 @@ def tiny_plan(config, topology, **choices):
     return CompilePlan("tiny", config, 256, topologies.parse(topology), parallel)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "choices"),
     [
@@ -46,7 +45,6 @@ def test_a_tiny_plan_is_compiled_for_four_chips(config, choices):
     assert "GiB a chip" in compile_report.report(plan, verdict)
 
 
-@pytest.mark.slow
 def test_a_plan_that_is_too_large_does_not_fit():
     wide = dataclasses.replace(MODEL, num_layers=64, d_model=4096, num_heads=32, d_ff=16384)
     verdict = compile_report.verdict(tiny_plan(wide, "v5e:1x1"))

@@ -16,6 +16,7 @@ KINDS = [
     (lambda x: Sum(x.sum(-1)), lambda x: x.sum()),
     (lambda x: Mean(x.sum(-1), np.float32(x.shape[-1]) + 0 * x[..., 0]), lambda x: x.mean()),
     (lambda x: Max(x.max(-1)), lambda x: x.max()),
+    (lambda x: Max(-np.abs(x).min(-1)), lambda x: -np.abs(x).min()),
     (lambda x: Norm({"a": np.square(x).sum(-1)}), lambda x: math.sqrt(np.square(x).sum())),
     (lambda x: Load(np.abs(x)), lambda x: np.abs(x).sum(0).max() / np.abs(x).sum(0).mean()),
 ]
@@ -64,6 +65,7 @@ def test_a_mean_of_parts_of_other_sizes_is_that_of_all_values():
     each = [Mean(row.sum(), np.float32(len(row))) for row in rows]
     assert functools.reduce(step_metrics.combined, each).number() == 4
     assert each[-1].number() == 0
+    assert Mean(np.float32([1, 9, 0]), np.float32([1, 3, 0])).number() == 2.5
     weighted = Mean(np.float32(0.1), np.float32(0.25))
     assert weighted.number() == pytest.approx(0.4)
 

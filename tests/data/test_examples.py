@@ -45,6 +45,19 @@ def test_without_a_template_the_answer_follows_the_prompt():
     assert encoded.answers.tolist() == [False] * 4 + [True, True]
 
 
+@pytest.mark.parametrize("answer", ["2", "two", "é"])
+def test_the_first_token_of_a_text_is_not_trained(answer):
+    """Nothing comes before it, and the token before it in a row is of another example."""
+    answers_alone = ChatTemplate(
+        "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
+    )
+    tokenizer = Tokenizer(BYTES.tokens, (), 257, chat_template=answers_alone)
+    talks = [document(prompt="hi", answer=text) for text in (answer, "other")]
+    encoded = encode(talks, tokenizer)
+    assert encoded.answers[encoded.starts[:-1]].tolist() == [False, False]
+    assert encoded.answers.sum() >= len(ids(answer)) + len(ids("other")) - 2
+
+
 def test_a_template_renders_every_turn_and_answers_end_with_their_end():
     rendered = pieces(document(messages=TALK), CHAT)
     assert rendered.pieces == [

@@ -133,3 +133,17 @@ def test_a_source_without_a_window_is_refused():
     sources = np.arange(41), np.arange(5)
     with pytest.raises(UserError, match="5 tokens, too few"):
         TrainBatches(TokenMixture(sources, (0.5, 0.5)), batch_size=1, sequence_length=8)
+
+
+@pytest.mark.parametrize(
+    ("weights", "phase", "sources"),
+    [
+        ((0.5, 0.5), 0.0, [0, 1, 0, 1, 0, 1]),
+        ((0.75, 0.25), 0.0, [0, 0, 1, 0, 0, 0]),
+        ((0.5, 0.5), 0.5, [1, 0, 1, 0, 1, 0]),
+        ((0.5, 0.25, 0.25), 0.0, [0, 1, 0, 2, 0, 1]),
+    ],
+)
+def test_sources_take_turns_from_an_offset_each(weights, phase, sources):
+    """Windows of a run are those of every version that resumes it."""
+    assert [drawn(weights, phase, number)[0] for number in range(6)] == sources

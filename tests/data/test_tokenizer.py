@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from marks import some
 
 from sparse_dataflow.data import tokenizer as tokenizer_module
 from sparse_dataflow.data.corpora import corpus_of_texts
@@ -92,7 +93,7 @@ def test_a_long_text_is_split():
     assert max(map(len, pieces)) < 2**18 + 100
 
 
-@pytest.mark.parametrize("word", ["a", " ", "e\u0301", "ab1"])
+@pytest.mark.parametrize("word", some(["a", " ", "e\u0301", "ab1"], "ab1"))
 def test_a_text_of_one_word_is_encoded_in_bounded_pieces_and_decoded(either, word):
     text = word * 2_500_000
     assert max(map(len, tokenizer_module.split_text(text))) <= 2**20

@@ -10,6 +10,7 @@ import pytest
 import sparse_dataflow as sd
 
 FOLDER = pathlib.Path(__file__).parents[2] / "examples"
+FRAMEWORKS = pathlib.Path(__file__).parents[1] / "layers" / "test_frameworks.py"
 
 
 def load(name):
@@ -20,10 +21,11 @@ def load(name):
 
 
 def test_every_example_has_a_test():
-    tests = pathlib.Path(__file__).parent.glob("test_*.py")
+    tests = [*pathlib.Path(__file__).parent.glob("test_*.py"), FRAMEWORKS]
     source = "".join(path.read_text(encoding="utf-8") for path in tests)
     for path in FOLDER.glob("*.py"):
-        assert f'load("{path.stem}")' in source or f'"{path.name}"' in source
+        names = f'load("{path.stem}")', f'"{path.name}"', f'"{path.stem}": ('
+        assert any(name in source for name in names)
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
@@ -47,6 +49,7 @@ def test_an_example_uses_public_names_alone(path):
     assert names and names <= set(sd.__all__)
 
 
+@pytest.mark.slow
 def test_the_mlp_is_trained_dense_and_sparse():
     losses = load("sparsify_mlp").main(steps=5, width=64, block=8, evolve_every=2)
     assert set(losses) == {"dense", "sparse"} and np.isfinite(list(losses.values())).all()

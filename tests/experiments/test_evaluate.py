@@ -40,7 +40,6 @@ def evaluated(job, tmp_path, monkeypatch, capsys):
     return evaluated
 
 
-@pytest.mark.slow
 def test_a_run_and_its_twin(evaluated, copy):
     mine = [GOOD | {"context": context} for context in ("the", "of", "and")]
     (copy / "mine.jsonl").write_text("".join(json.dumps(item) + "\n" for item in mine))

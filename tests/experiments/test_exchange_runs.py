@@ -11,9 +11,8 @@ from sparse_dataflow.evaluation import trained
 from sparse_dataflow.evaluation.generate import generate
 from sparse_dataflow.interchange import huggingface
 
-pytestmark = pytest.mark.slow  # Every command is a process of its own.
 
-
+@pytest.mark.slow
 def test_a_run_writes_exports_and_is_begun_from(job, refused, undisturbed, tmp_path):
     model = trained.load(undisturbed, "sparse")
     prompt = "the of and"
@@ -68,6 +67,7 @@ def test_a_run_writes_exports_and_is_begun_from(job, refused, undisturbed, tmp_p
         np.testing.assert_allclose(np.sum(np.square(was)), np.sum(np.square(now)), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_greedy_text_of_the_dense_twin_is_the_same_with_drafts_of_the_sparse_model(
     job, undisturbed
 ):

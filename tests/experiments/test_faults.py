@@ -46,6 +46,7 @@ def assert_in_words(texts):
         assert "Traceback" not in text, text
 
 
+@pytest.mark.slow
 def test_the_undisturbed_run_has_all_that_faults_may_break(whole):
     kinds = {row["kind"] for row in rows(whole, "sparse")}
     assert {"train", "evolution", "eval", "final"} <= kinds

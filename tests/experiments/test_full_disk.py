@@ -15,7 +15,6 @@ RECORD = RunRecord(
 )
 
 
-@pytest.mark.slow
 def test_a_disk_that_refuses_large_files(job, undisturbed, tmp_path):
     folder = tmp_path / "run"
     error = complaint(job.new(folder, events=[(r"sparse/checkpoints/6\.saving", 1, "full")]))

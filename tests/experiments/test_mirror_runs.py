@@ -56,7 +56,6 @@ def no_waits(monkeypatch):
     monkeypatch.setattr(storage, "WAITS", (0.0,) * 5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_disk_lost_in_the_middle_of_a_save(no_waits, tmp_path, seed):
     lose_disk_in_a_save(tmp_path, seed)
@@ -173,7 +172,6 @@ def test_mirrors_that_cannot_be(job, refused, tmp_path):
     assert (mine / "config.json").read_text() == "mine"
 
 
-@pytest.mark.slow
 def test_the_mirror_of_another_run_is_refused(job, undisturbed, copy, tmp_path):
     other = Path(shutil.copytree(undisturbed, tmp_path / "other"))
     record = json.loads((other / "run.json").read_text())

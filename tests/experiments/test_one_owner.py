@@ -41,7 +41,6 @@ def test_a_running_run_is_neither_resumed_nor_begun_again(job, tmp_path):
     assert not (folder / ".lock").exists()
 
 
-@pytest.mark.slow
 def test_of_two_runs_begun_at_once_one_is_refused(job, tmp_path):
     flags = job.plan(tmp_path / "run", "--notwin", "--steps=2")
     runs = [job.start(*flags) for _ in range(2)]

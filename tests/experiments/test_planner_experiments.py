@@ -52,6 +52,7 @@ def test_layout_search_prints_the_best_and_a_legal_command(tmp_path, capsys):
     assert "EXPERIMENT=gpt13b_dense sbatch --nodes=2 --gpus-per-node=8 launch/slurm.sbatch" in out
 
 
+@pytest.mark.slow
 def test_the_page_of_a_search_is_one_file_with_four_figures(tmp_path, capsys):
     flags = ("--scale=175b", "--hardware=mi250x", "--chips=1024", "--batch=10240", "--verify=0")
     assert exit_status(layout_search, *flags, "--tokens=450e9", f"--out={tmp_path}") == 0
@@ -62,6 +63,7 @@ def test_the_page_of_a_search_is_one_file_with_four_figures(tmp_path, capsys):
     assert "Frontier's own plan" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_sparse_search_prints_the_sparse_command(tmp_path, capsys):
     flags = ("--scale=1.3b", "--chips=8", "--batch=256", "--density=0.125", "--sequence=1024")
     assert exit_status(layout_search, *flags, f"--out={tmp_path}") == 0
@@ -72,6 +74,7 @@ def test_a_sparse_search_prints_the_sparse_command(tmp_path, capsys):
     assert [v.name for v in variants(config)] == ["sparse"]
 
 
+@pytest.mark.slow
 def test_a_sparse_search_says_how_much_faster_it_is_and_that_it_is_extrapolated(tmp_path, capsys):
     flags = ("--scale=1.3b", "--chips=8", "--batch=256", "--density=0.125", "--verify=0")
     assert exit_status(layout_search, *flags, f"--out={tmp_path}") == 0
@@ -106,6 +109,7 @@ def test_what_cannot_be_is_refused_in_words(tmp_path, capsys, arguments, words):
     assert words in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_truth_prints_every_row(tmp_path, capsys):
     assert exit_status(planner_truth, f"--out={tmp_path}") == 0
     out = capsys.readouterr().out

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 from main_job import PICO, PLAN, TIMEOUT, arrays, checkpoint_steps, complaint, rows
+from marks import some
 from object_store import object_store
 from ports import free_port
 
@@ -97,7 +98,6 @@ def test_two_processes_train_like_one_and_as_many_go_on(
     assert_like_one_process(folder, undisturbed)
 
 
-@pytest.mark.slow
 def test_when_one_process_is_killed_the_others_end_in_words(job, tmp_path):
     folder = tmp_path / "run"
     endless = ("--steps=100000", "--set=run.checkpoint_every=100000", "--set=run.eval_every=100000")
@@ -143,8 +143,7 @@ def test_hosts_that_share_no_folder_are_refused_an_address(tmp_path):
     address_runs.refuse_unshared(tmp_path, "s3://runs/first")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("one", [0, 1])
+@pytest.mark.parametrize("one", some([0, 1], 1))
 def test_a_signal_to_one_process_that_compiles_ends_all_with_75(job, tmp_path, one):
     """JAX's runtime would catch SIGTERM itself."""
     stuck = ("sparse_dataflow.commands.job.compile_programs", 1, "SIGTERM in a long call")

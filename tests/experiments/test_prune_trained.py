@@ -37,6 +37,7 @@ def loss(model, params, tokens):
     return float(whole.loss(model, weights_of(params), Batch(tokens, even)))
 
 
+@pytest.mark.slow
 def test_the_narrowed_model_is_the_wide_one_without_features_that_are_zero():
     rng = np.random.default_rng(0)
     params = jax.tree.map(np.array, gpt.init(WIDE, jax.random.key(0)))
@@ -91,6 +92,7 @@ def test_every_method_serves_and_trains_for_the_same_flops(method, served):
         assert course.steps * (3 * flops + of_teacher) * 1024 <= 1.01 * course.flops
 
 
+@pytest.mark.slow
 def test_a_training_begins_with_the_given_weights():
     ids = np.tile(np.arange(40, dtype=np.uint8), 400)
     corpus = Text({name: ids for name in ("train", "tuning", "held_out")}, "", "")
@@ -103,6 +105,7 @@ def test_a_training_begins_with_the_given_weights():
     assert again["held_out"] == pytest.approx(first["held_out"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_small_study_goes_on(tmp_path, capsys):
     small = (
         "--length=1", "--batch=64", "--recoveries=20", "--trials=1", "--served=1/4",

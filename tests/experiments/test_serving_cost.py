@@ -67,6 +67,7 @@ def test_the_same_number_of_the_best_blocks_stays_in_each_layer():
     assert pruning.kept_shares(masks, arm) == {"mlp_in": 0.25}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", arms.KEEP)
 def test_cut_weights_stay_cut_and_the_loss_is_the_served_one(keep):
     text = Text(
@@ -105,6 +106,7 @@ def test_too_few_runs_for_a_law_are_refused():
         law.fit([1e4] * 5, [1e6, 2e6, 3e6, 4e6, 5e6], [3.0, 2.9, 2.8, 2.7, 2.6])
 
 
+@pytest.mark.slow
 def test_a_small_study_goes_on(tmp_path, capsys):
     small = (
         "--width=8", "--hidden=16", "--sequence=16", "--batch=2", "--lengths=1", "--trials=2",

@@ -104,6 +104,7 @@ def test_the_excess_is_that_of_the_results_of_like_shape_density_and_length(stud
     assert other.excess(result.model, result.density, length * 2**5) == np.inf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "budget",
     [
@@ -130,6 +131,7 @@ def test_candidates_keep_to_the_budget_and_are_ranked_by_the_law(studies, budget
         )
 
 
+@pytest.mark.slow
 def test_the_best_dense_shape_is_that_of_the_planted_law(studies):
     budget = Budget(30000, NO_LIMIT, 2e11, NO_LIMIT)
     dense = [c for c in candidates.search(studies, budget) if not c.arm.pruned]
@@ -156,11 +158,21 @@ BUDGET = ("--served_flops=30000", "--training_flops=2e11")
     [
         (("--served_flops=30000",), "no training cost"),
         (("--tokens=1e6",), "no served cost"),
-        (("--served_flops=1", "--tokens=1e6"), "budgets near"),
-        (("--served_flops=1e30", "--tokens=1e6"), "budgets near"),
-        (("--served_flops=30000", "--tokens=1e300"), "budgets near"),
-        (("--served_flops=30000", "--training_flops=1"), "budgets near"),
-        (("--served_ms=1", "--hardware=h100", "--tokens=1e6"), "budgets near"),
+        pytest.param(("--served_flops=1", "--tokens=1e6"), "budgets near", marks=pytest.mark.slow),
+        pytest.param(
+            ("--served_flops=1e30", "--tokens=1e6"), "budgets near", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("--served_flops=30000", "--tokens=1e300"), "budgets near", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("--served_flops=30000", "--training_flops=1"), "budgets near", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("--served_ms=1", "--hardware=h100", "--tokens=1e6"),
+            "budgets near",
+            marks=pytest.mark.slow,
+        ),
         (("--served_ms=1", "--hardware=abacus", "--tokens=1e6"), "matches no chip"),
         (("--served_flops=inf", "--tokens=1e6"), "finite"),
         (("--served_flops=-1", "--tokens=1e6"), "0 or more"),

@@ -38,7 +38,6 @@ def test_a_stopped_run_says_how_to_go_on_and_ends_at_the_same_bits(job, undistur
     assert_same_results(folder, undisturbed)
 
 
-@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once_and_loses_no_checkpoint(job, tmp_path):
     second = (r"dense/checkpoints/\d+\.saving", 1, "SIGINT again")
     done = job.new(tmp_path / "run", events=[(FIRST_SAVE, 1, "SIGINT"), second])
@@ -51,7 +50,6 @@ def test_a_second_ctrl_c_ends_at_once_and_loses_no_checkpoint(job, tmp_path):
             manifest.verify(tmp_path / "run" / variant / "checkpoints" / str(step))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("moment", [r"/tokens/", r"jit_train_step"])
 def test_ctrl_c_before_training_leaves_nothing(job, undisturbed, tmp_path, moment):
     cache = tmp_path / "cache" if "tokens" in moment else None
@@ -105,7 +103,6 @@ def test_a_signal_outside_training_ends_with_75(job, tmp_path, moment, name):
         assert (folder / "report.html").exists()
 
 
-@pytest.mark.slow
 def test_a_signal_ends_a_process_that_is_inside_a_long_call(job, undisturbed, tmp_path):
     """As a compiler is; Python does not run a handler before the call returns."""
     folder = tmp_path / "run"
@@ -131,7 +128,6 @@ def test_a_long_step_after_sigterm_ends_without_a_save_and_what_was_saved_stays(
     assert checkpoint_steps(folder, "sparse")[-1] == 12
 
 
-@pytest.mark.slow
 def test_a_hangup_saves(job, tmp_path):
     done = job.new(tmp_path / "run", "--notwin", events=[(FIRST_SAVE, 1, "SIGHUP")])
     assert_quiet(done, 75)

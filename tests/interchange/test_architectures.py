@@ -11,6 +11,7 @@ import make_fixture
 import numpy as np
 import pytest
 from make_fixture import BYTES, FOLDERS, LLAMA3_SCALING, OPT_SPECIALS, SHAPES
+from marks import some
 from models import DENSE, change_tensors, export, logits, random_model
 from safetensors.numpy import load_file
 
@@ -439,7 +440,12 @@ def test_an_import_is_exported_to_the_same_tensors(tmp_path, name):
     assert all(jax.tree.leaves(same))
 
 
-@each_own
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    some(
+        OWN, "gpt", "block-sparse", "llama", "some biases", "mixtral of stored blocks", "gemma2",
+    ),
+)  # fmt: skip
 def test_the_dense_form_of_our_own_models_keeps_their_logits(tmp_path, config, expected):
     params, tables = export(tmp_path / "model", "dense", config)
     imported = huggingface.read(tmp_path / "model")

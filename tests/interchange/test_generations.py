@@ -14,6 +14,7 @@ import pytest
 from directories import SPECIALS, config, engine, weights, write
 from generations import GENERATIONS
 from make_fixture import FOLDERS
+from marks import some
 
 import sparse_dataflow as sd
 
@@ -116,7 +117,7 @@ def test_every_export_has_our_ids_logits_text_and_end(theirs, ours, family):
         assert len(row["output"]) == len(tokens) + (text.stopped_by == "end")
 
 
-@pytest.mark.parametrize("name", IDENTITIES)
+@pytest.mark.parametrize("name", some([*IDENTITIES], "ends of generation_config.json"))
 def test_the_ends_of_these_directories_differ(ours, name):
     """So that equal texts say something about the ends."""
     stopped = {text.stopped_by for *_, text in ours(name)}

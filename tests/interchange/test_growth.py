@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from make_fixture import BYTES
+from marks import some
 from models import DENSE, DEPTH, SPARSE, begun, begun_with_equal_logits
 
 from sparse_dataflow.commands.request import Request
@@ -30,7 +31,7 @@ MIXTURES = {
 }
 
 
-@pytest.mark.parametrize(("old", "fields"), MIXTURES.values(), ids=MIXTURES)
+@pytest.mark.parametrize(("old", "fields"), some(MIXTURES, "shared expert"))
 def test_a_mixture_begins_with_the_function_of_a_dense_model(old, fields):
     state = begun_with_equal_logits(old, dataclasses.replace(old, **fields), IDS)
     router = np.asarray(state.params["blocks"]["experts"]["router"])
@@ -38,7 +39,9 @@ def test_a_mixture_begins_with_the_function_of_a_dense_model(old, fields):
     assert np.isclose(router.std(), 1 / np.sqrt(32), rtol=0.2)
 
 
-@pytest.mark.parametrize("old", [SPARSE, DEPTH], ids=["uniform", "by depth, low rank, hadamard"])
+@pytest.mark.parametrize(
+    "old", some({"uniform": SPARSE, "by depth, low rank, hadamard": DEPTH}, "uniform")
+)
 def test_stored_blocks_become_dense_experts(old):
     dense_mlp = {name: spec for name, spec in old.linears if not name.startswith("mlp")}
     begun_with_equal_logits(old, dataclasses.replace(old, linears=dense_mlp, **MIXTURE), IDS)
@@ -50,6 +53,7 @@ def test_stored_blocks_stay_in_experts_of_the_same_layout():
     assert state.params["blocks"]["experts"]["mlp_in"]["values"].shape[:2] == (2, 4)
 
 
+@pytest.mark.slow
 def test_the_first_loss_of_a_mixture_is_that_of_the_dense_model():
     new = dataclasses.replace(DENSE, **MIXTURE)
     start, state = begun(DENSE, new)

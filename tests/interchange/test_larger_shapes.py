@@ -90,10 +90,18 @@ REPEATED = {"d_model": 64, "num_heads": 8, "d_ff": 128}
             dataclasses.replace(DEPTH, parametrization="supar"),
             {"num_layers": 3, "density_by_depth": (2.0, 1.0, 1.0), **REPEATED},
         ),
-        (SPARSE, {"d_ff": 72, "linears": {}}),
-        (DENSE, {"experts": 4, "top_k": 2, "shared_expert": True, **REPEATED}),
+        pytest.param(SPARSE, {"d_ff": 72, "linears": {}}, marks=pytest.mark.slow),
+        pytest.param(
+            DENSE,
+            {"experts": 4, "top_k": 2, "shared_expert": True, **REPEATED},
+            marks=pytest.mark.slow,
+        ),
         (dataclasses.replace(SPARSE, experts=2, top_k=2), {"num_layers": 3}),
-        (dataclasses.replace(DENSE, experts=2, top_k=1), {"num_layers": 3, **REPEATED}),
+        pytest.param(
+            dataclasses.replace(DENSE, experts=2, top_k=1),
+            {"num_layers": 3, **REPEATED},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["stored", "stored to dense", "to experts", "block-sparse experts", "dense experts"],
 )
@@ -102,6 +110,7 @@ def test_stored_blocks_and_experts_grow(old, fields):
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(adam_state(state.moments).mu))
 
 
+@pytest.mark.slow
 def test_the_first_loss_is_equal_and_three_steps_part_the_copies():
     new = dataclasses.replace(SMALL, num_layers=3, **WIDE)
     start, state = begun(SMALL, new)

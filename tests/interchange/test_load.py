@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from make_fixture import BYTES, FOLDERS
+from marks import some
 from models import DENSE, DEPTH, SPARSE, change_tensors, export, logits
 from safetensors.numpy import load_file
 
@@ -33,7 +34,7 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", some([*ARCHITECTURES], "gpt2"))
 def test_a_directory_generates_the_greedy_tokens_of_its_logits(name):
     model = sd.load(FOLDERS[name])
     assert model.variant == "dense" and model.step == 0 and model.record is None

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from make_fixture import BYTES, FOLDERS
+from marks import some
 from models import logits, random_model
 
 import sparse_dataflow as sd
@@ -51,7 +52,7 @@ def test_experts_of_equal_storage_keep_every_bit(experts):
     assert all(jax.tree.leaves(same))
 
 
-@pytest.mark.parametrize("prune_by", ["weights", "activations", "rebuild"])
+@pytest.mark.parametrize("prune_by", some(["weights", "activations", "rebuild"], "activations"))
 def test_attention_of_a_mixture_is_pruned(prune_by):
     start, model = start_of(MIXTURE), MIXTURE.with_linears(STORED, ATTENTION)
     state = initial_state_from(start, model, TRAINING, calibration=[IDS], prune_by=prune_by)
@@ -107,6 +108,7 @@ def changes_of(corpus, init_from, out):
     }
 
 
+@pytest.mark.slow
 def test_a_directory_begins_a_run_that_is_exported_again(tmp_path, corpus):
     changes = changes_of(corpus, FOLDERS["mixtral"], tmp_path / "run") | {
         "sparsity.projections": ("q", "attn_out"),

@@ -6,6 +6,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
+from marks import some
 from models import BYTES, DENSE, logits, random_model
 
 import sparse_dataflow as sd
@@ -47,7 +48,12 @@ def dense_weights(model, state):
     }
 
 
-@pytest.mark.parametrize("family", ["gpt", "gpt, grouped queries", *FAMILIES])
+@pytest.mark.parametrize(
+    "family",
+    some(
+        ["gpt", "gpt, grouped queries", *FAMILIES], "gpt, grouped queries", "llama", "phi", "gemma2"
+    ),
+)
 def test_features_change_places_and_the_logits_stay(family):
     heads = 4 if family == "gpt" else 2
     shape = dict(FAMILIES.get(family, {})) | {"num_kv_heads": heads}
@@ -211,7 +217,7 @@ def test_only_blocks_of_equal_groups_are_those_of_a_pattern():
     model = pruned(DENSE)
     layouts = model_layouts.layouts(model)
     layouts["mlp_in"][1] = make_layout("random", DENSE.d_model, DENSE.d_ff, 8, 0.5, 1)
-    assert not pattern_pruning.is_grouped(model, stacks.layout_tables(layouts))
+    assert not pattern_pruning.is_grouped(model, stacks.stored_layouts(model, layouts))
     assert not pattern_pruning.is_grouped(DENSE, {})
 
 

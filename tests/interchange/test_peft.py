@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from make_fixture import BYTES, FOLDERS, MIXTURES
 from make_peft_fixture import ALPHA, MODULES, PEFT_FOLDERS, RANK, library_logits
+from marks import some
 from models import logits
 from safetensors.numpy import load_file, save_file
 from test_architectures import order_of
@@ -28,10 +29,8 @@ from sparse_dataflow.interchange.equivalent_forms import QKV, fuse_qkv
 TRAINING = TrainingConfig(adapter_rank=RANK, adapter_alpha=ALPHA, sequence=16, batch=2)
 IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (2, 12), np.int32)
 each_fixture = pytest.mark.parametrize("name", PEFT_FOLDERS)
-each_architecture = pytest.mark.parametrize(
-    "name",
-    [name for name in ARCHITECTURES if name not in MIXTURES],  # Those have no adapters.
-)
+LINEAR = [name for name in ARCHITECTURES if name not in MIXTURES]  # Those have no adapters.
+each_architecture = pytest.mark.parametrize("name", LINEAR)
 
 
 def trained_model(name, folder, factors=None, training=TRAINING):
@@ -97,7 +96,7 @@ def test_adapters_of_peft_have_its_logits_here_and_are_written_with_its_names(na
     assert trained.saved_record.init_from["weights"] in card and "PeftModel" in card
 
 
-@each_architecture
+@pytest.mark.parametrize("name", some(LINEAR, "gpt2", "llama"))
 def test_merged_weights_have_the_logits_of_weights_and_adapters(name, tmp_path):
     trained = trained_model(name, tmp_path / "run")
     expected = logits(trained.model, trained.params, {}, IDS)
@@ -144,7 +143,7 @@ def logits_of_export(folder, form):
     return logits_of_export(added, "dense")
 
 
-@pytest.mark.parametrize("form", ["dense", "sparse", "adapter"])
+@pytest.mark.parametrize("form", some(["dense", "sparse", "adapter"], "sparse", "adapter"))
 @pytest.mark.parametrize(
     "options",
     [{}, {"adapter_alpha": 3.0}, {"adapter_rank": 5}, {"frozen_dtype": "int8"},

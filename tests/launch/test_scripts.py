@@ -114,6 +114,7 @@ echo "$*" >>"$LOG"
 """
 
 
+@pytest.mark.slow
 def test_a_run_at_an_address_is_started_then_resumed_and_finished_with_its_report(desk):
     desk.program("run", PYTHON_OF_A_RUN)
     command = ("sh", LAUNCH / "start_or_resume.sh", "s3://runs/a", "gpt13b_sparse")

@@ -9,6 +9,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from marks import examples, some
 
 import sparse_dataflow as sd
 from sparse_dataflow.layers.layout_state import MARK_SIZE, layout_name
@@ -46,7 +47,7 @@ def close(a, b):
     st.sampled_from([8, 16]),
     st.sampled_from([(), (3,), (2, 5)]),
 )
-@hypothesis.settings(max_examples=8)
+@hypothesis.settings(max_examples=examples(8))
 def test_it_is_the_product_with_its_dense_matrix(evolving, pattern, density, block, shape):
     layer = make(evolving, pattern=pattern, density=density, block=block)
     x = inputs(*shape)
@@ -154,7 +155,7 @@ def test_grad_is_that_of_the_dense_matrix_at_stored_blocks(evolving):
     assert gradients["bias"].shape == (OUT,)
 
 
-@each_kind
+@pytest.mark.parametrize("evolving", some([False, True], True))
 def test_vmap_over_inputs_and_over_an_ensemble(evolving):
     layer, x = make(evolving), inputs(3, 4)
     close(jax.vmap(layer)(x), dense_product(layer, x))
@@ -198,7 +199,7 @@ def unrolled(blocks, x, layers=3):
 
 
 @each_kind
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", some([False, True], True))
 def test_scan_and_remat(evolving, remat):
     blocks, x = stack(evolving), inputs(4)
     apply = lambda x, block: block(x)  # noqa: E731
@@ -341,7 +342,7 @@ def test_what_does_not_fit_is_refused_in_words():
         make()(jnp.ones((2, 32)))
 
 
-@pytest.mark.parametrize("evolving", [False, True])
+@pytest.mark.parametrize("evolving", some([False, True], True))
 def test_forward_mode_is_that_of_the_dense_layer(evolving):
     layer = sd.BlockSparseLinear(16, 32, density=0.5, block=8, evolving=evolving, rngs=nnx.Rngs(0))
     dense = nnx.Linear(16, 32, rngs=nnx.Rngs(0))

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import examples
 
 import sparse_dataflow as sd
 from sparse_dataflow.files.errors import UserError
@@ -23,7 +24,7 @@ def model_of(shapes):
 sides = st.integers(1, 16).map(lambda blocks: 8 * blocks)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.lists(st.tuples(sides, sides), min_size=1, max_size=5), st.floats(0.05, 1.0))
 def test_densities_are_legal_and_store_at_most_the_budget(shapes, density):
     densities = sd.erk_densities(model_of(shapes), density, block=8)

@@ -6,10 +6,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from marks import some
 
 import sparse_dataflow as sd
 from sparse_dataflow.core.layouts.evolution import rigl_blocks
-from sparse_dataflow.layers.layout_state import TABLES, layout_name
+from sparse_dataflow.layers.layout_state import TABLES, layout_name, named_entry
 
 each_kind = pytest.mark.parametrize("evolving", [False, True])
 
@@ -56,7 +57,7 @@ def moments(optimizer, name):
     return [getattr(state, order)[name]["values"][...] for order in ("mu", "nu")]
 
 
-@each_kind
+@pytest.mark.parametrize("evolving", some([False, True], True))
 @pytest.mark.parametrize("method", ARGUMENTS)
 def test_blocks_that_stay_keep_weights_and_moments_and_new_ones_are_zero(method, evolving):
     model = Mlp(evolving)
@@ -132,7 +133,7 @@ def test_a_gradual_schedule_begins_dense():
     assert np.abs(np.asarray(model.up.values[...])).sum() > 0.25 * largest
 
 
-@each_kind
+@pytest.mark.parametrize("evolving", some([False, True], True))
 def test_scanned_layers_evolve_each_or_together(evolving):
     @nnx.split_rngs(splits=3)
     @nnx.vmap
@@ -198,3 +199,26 @@ def test_a_share_below_a_block_exchanges_one_of_each_layer(method, sides, densit
     loss = lambda model, x: jnp.mean(model(x) ** 2)  # noqa: E731
     sd.evolve(layer, None, method, share=1e-3, loss=loss, batch=(x,), seed=2)
     assert (layer.layout.mask & ~before.mask).sum() == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_layers_that_are_alike_get_blocks_of_their_own(seed):
+    make = lambda: sd.BlockSparseLinear(  # noqa: E731
+        64, 64, pattern="cyclic", density=0.25, block=8, evolving=True, rngs=nnx.Rngs(0)
+    )
+    model = nnx.List([make(), make()])
+    sd.evolve(model, None, "set", share=0.5, seed=seed)
+    assert model[0].layout != model[1].layout
+
+
+@pytest.mark.parametrize("small", [3.7, 4.0, 4.9])
+def test_a_stack_that_shares_a_layout_drops_the_blocks_of_least_squares(small):
+    """Of the two blocks of an output, one has equal norms in both layers and one all in one."""
+    layer = sd.BlockSparseLinear(4, 4, density=1, block=2, use_bias=False, rngs=nnx.Rngs(0))
+    values = np.zeros((2, 4, 2, 2), np.float32)
+    values[:, [0, 3], 0, 0] = small / 2**0.5
+    values[0, [1, 2], 0, 0] = 5
+    layer.values.set_value(jnp.asarray(values))
+    setattr(layer, *named_entry(layer.static_layout, (2,)))
+    sd.evolve(layer, None, "gradual", density=0.5)
+    assert layer.static_layout.rows.tolist() == [1, 0]

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from marks import some
 
 import sparse_dataflow as sd
 from sparse_dataflow.core.layouts.patterns import has_layout
@@ -74,7 +75,7 @@ def test_a_width_that_the_block_divides_is_filled_up_where_the_density_needs_it(
 
 
 @each_shape
-@pytest.mark.parametrize("evolving", [False, True])
+@pytest.mark.parametrize("evolving", some([False, True], True))
 def test_product_and_gradients_are_those_of_the_dense_kernel(inputs, outputs, block, evolving):
     layer = layer_of(inputs, outputs, block, evolving=evolving)
     dense = sd.densify(layer)
@@ -135,3 +136,19 @@ def test_outputs_of_a_last_block_have_the_variance_of_the_others():
     variances = np.var(np.asarray(y), axis=0)
     assert abs(variances[1024:].mean() / variances[:1024].mean() - 1) < 0.1
     assert abs(variances.mean() - 1) < 0.1
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "block"), [(40, 64, 32), (37, 60, 8), (17, 33, 16)])
+def test_a_layer_that_stores_all_blocks_has_the_kernel_that_is_drawn(inputs, outputs, block):
+    """What fills up the last block is no input, so that it scales no weight."""
+    kernel = np.random.default_rng(0).normal(size=(inputs, outputs)).astype(np.float32)
+    layer = sd.BlockSparseLinear(
+        inputs,
+        outputs,
+        block=block,
+        density=1,
+        kernel_init=lambda *_: jnp.asarray(kernel),
+        rngs=nnx.Rngs(0),
+    )
+    dense = layer.layout.to_dense(np.asarray(layer.values[...]))[:inputs, :outputs]
+    np.testing.assert_allclose(dense, kernel, rtol=1e-6)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from marks import examples, some
 
 import sparse_dataflow as sd
 
@@ -66,12 +67,12 @@ def keeps_its_function(module, x, evolving=False):
 
 
 @hypothesis.given(linear_generals(), st.booleans())
-@hypothesis.settings(max_examples=6, deadline=None)
+@hypothesis.settings(max_examples=examples(6), deadline=None)
 def test_a_linear_general_of_any_axes_keeps_its_function(module, evolving):
     keeps_its_function(module, drawn_inputs(), evolving)
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("with_bias", some([False, True], True))
 @pytest.mark.parametrize("equation", EQUATIONS)
 def test_an_einsum_that_is_a_matrix_product_keeps_its_function(equation, with_bias):
     keeps_its_function(einsum(equation, with_bias), drawn_inputs(*EQUATIONS[equation][0]))

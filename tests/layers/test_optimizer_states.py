@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from marks import some
 
 import sparse_dataflow as sd
 from sparse_dataflow.core.layouts.evolution import block_sources
@@ -48,7 +49,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("evolving", [False, True])
+@pytest.mark.parametrize("evolving", some([False, True], True))
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_training_goes_on_after_evolution(name, evolving):
     model = make(evolving)

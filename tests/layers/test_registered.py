@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from marks import some
 
 import sparse_dataflow as sd
 
@@ -59,7 +60,7 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("evolving", [False, True])
+@pytest.mark.parametrize("evolving", some([False, True], False))
 @pytest.mark.parametrize("name", MODULES)
 def test_it_keeps_its_function_and_densify_gives_the_class_back(name, evolving):
     make, shape = MODULES[name]

@@ -32,6 +32,7 @@ def trained(tmp_path_factory):
     return folder, layouts
 
 
+@pytest.mark.slow
 def test_layouts_are_those_of_the_newest_checkpoint_and_of_the_start(trained):
     folder, layouts = trained
     saved = reader(folder, "set").read()

@@ -6,6 +6,7 @@ import math
 import jax
 import numpy as np
 import pytest
+from marks import some
 
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
@@ -33,7 +34,7 @@ DEPTH = dataclasses.replace(SPARSE, density_by_depth=(2.0, 1.0))
 
 
 @pytest.mark.parametrize(
-    "model", [SIZES["pico"], SPARSE, DEPTH], ids=["dense", "sparse", "by depth"]
+    "model", some({"dense": SIZES["pico"], "sparse": SPARSE, "by depth": DEPTH}, "by depth")
 )
 def test_all_sections_add_up_to_the_step(model):
     state = initial_state(model, TRAINING)._replace(key=np.zeros(2, np.uint32))
@@ -45,7 +46,7 @@ def test_all_sections_add_up_to_the_step(model):
     jax.tree.map(np.testing.assert_array_equal, before, state)
 
 
-@pytest.mark.parametrize("model", [SIZES["pico"], DEPTH], ids=["dense", "by depth"])
+@pytest.mark.parametrize("model", some({"dense": SIZES["pico"], "by depth": DEPTH}, "dense"))
 def test_sections_count_every_layer_and_micro_batch(monkeypatch, model):
     """Every timing is one second."""
     monkeypatch.setattr(sections, "_median", lambda run: 1.0)

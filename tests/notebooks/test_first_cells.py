@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shlex
 
 import pytest
 from executed import ROOT
@@ -22,7 +23,7 @@ def installed(path, monkeypatch, source=None):
     lines = []
     for line in second.splitlines():
         before, magic, arguments = line.partition("%pip install -q ")
-        names = [f"f{name!r}" for name in arguments.replace('"', "").split()]
+        names = [f"f{name!r}" for name in shlex.split(arguments)]
         lines.append(f"{before}pip({', '.join(names)})" if magic else line)
     exec("\n".join(lines), values)
     return words
@@ -32,12 +33,14 @@ def installed(path, monkeypatch, source=None):
 def test_a_clone_is_installed_whole(path, monkeypatch):
     monkeypatch.chdir(ROOT / "notebooks")
     source = installed(path, monkeypatch)[0]
-    assert source == str(ROOT) and (ROOT / "setup.cfg").exists()
+    assert source == f"sparse_dataflow[train] @ {ROOT.as_uri()}"
+    assert (ROOT / "setup.cfg").exists()
 
 
 @each_notebook
 def test_another_source_is_taken_and_none_is_said(path, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert installed(path, monkeypatch, "git+https://HOST/REPOSITORY")[0].startswith("git+")
+    source = installed(path, monkeypatch, "git+https://HOST/REPOSITORY")[0]
+    assert source == "sparse_dataflow[train] @ git+https://HOST/REPOSITORY"
     with pytest.raises(AssertionError, match="address of the repository"):
         installed(path, monkeypatch)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import some
 from small_models import DENSE, QUARTER, arbitrary_params, assert_same, tables_of
 from small_models import EACH_KIND as MODEL
 
@@ -67,7 +68,10 @@ def whole_layer(model):
 
 @pytest.mark.parametrize(
     ("remat", "recompute"),
-    [("none", False), ("dots", False), ("full", True), pytest.param("dots", True, marks=NIGHTLY)],
+    [
+        *some([("none", False), ("keep", False), ("full", True)], "full"),
+        pytest.param("keep", True, marks=NIGHTLY),
+    ],
 )
 def test_the_programs_compute_the_layer_and_its_gradient(remat, recompute):
     model = dataclasses.replace(MODEL, remat=remat)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from marks import some
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
@@ -55,7 +56,7 @@ def configs(draw):
         linears=draw(st.dictionaries(st.sampled_from(PROJECTIONS), spec)),
         norm=draw(st.sampled_from(["layernorm", "rmsnorm"])),
         positions=draw(st.sampled_from(["learned", "rotary"])),
-        remat=draw(st.sampled_from(["none", "dots", "full"])),
+        remat=draw(st.sampled_from(["none", "keep", "full"])),
         compute_dtype=draw(st.sampled_from(["float32", "bfloat16"])),
     )
 
@@ -152,12 +153,7 @@ def test_density_one_stores_what_dense_stores(config):
     dense = dataclasses.replace(config, linears={})
     assert cost.parameter_count(full) == cost.parameter_count(dense)
     of_full, of_dense = (training_bytes(c, 1, 64) for c in (full, dense))
-    # A block-sparse MLP is one op, whose hidden features remat "dots" does not save.
-    one_op = config.remat == "dots" and memory.has_one_op_mlp(full)
-    hidden = of_dense.activations - of_full.activations
-    assert (hidden > 0) == one_op
-    changes = {"layout_tables": 0, "activations": of_dense.activations}
-    assert dataclasses.replace(of_full, **changes) == of_dense
+    assert dataclasses.replace(of_full, layout_tables=0) == of_dense
     assert of_full.layout_tables > 0
 
 
@@ -182,7 +178,7 @@ def test_working_copy_is_whole_without_remat_and_of_one_block_with_it(config, la
     assert copy(compute_dtype="float32") == 0
     whole_copy = copy(compute_dtype="bfloat16", remat="none", num_layers=layers)
     assert whole_copy == 2 * cost.parameter_count(deep)
-    for remat in ("dots", "full"):
+    for remat in ("keep", "full"):
         partial = copy(compute_dtype="bfloat16", remat=remat, num_layers=layers)
         assert partial == copy(compute_dtype="bfloat16", remat="none", num_layers=1) < whole_copy
 
@@ -193,17 +189,17 @@ def test_activations_are_linear_in_the_batch_and_fall_with_remat(config, batch, 
     once, twice = (training_bytes(config, b, sequence) for b in (batch, 2 * batch))
     assert twice.activations == 2 * once.activations
     assert twice.state == once.state
-    none, dots, full = (
+    none, keep, full = (
         training_bytes(dataclasses.replace(config, remat=r), batch, sequence).activations
-        for r in ("none", "dots", "full")
+        for r in ("none", "keep", "full")
     )
-    assert none > dots > full
+    assert none > keep > full
     fused = training_bytes(config, batch, sequence, fused_attention=True)
     total = lambda plan: plan.activations + plan.working_set  # noqa: E731
     assert total(fused) < total(once)
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("remat", some(["none", "keep", "full"], "keep"))
 @pytest.mark.parametrize(
     "fields",
     [{}, pytest.param({**FAMILIES["qwen3"], "num_kv_heads": 2}, marks=pytest.mark.slow)],

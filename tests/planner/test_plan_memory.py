@@ -75,15 +75,18 @@ def test_a_pipeline_keeps_its_gathered_weights():
     ("compiled", "choices"),
     [
         (23.4, {"fsdp": 16, "zero": 2, "micro_batch": 1, "accumulation": 16, "remat": "none"}),
-        (21.47, {"fsdp": 16, "zero": 2, "micro_batch": 2, "accumulation": 8, "remat": "dots"}),
-        (21.44, {"data": 4, "fsdp": 4, "zero": 2, "accumulation": 16, "remat": "dots"}),
+        (21.47, {"fsdp": 16, "zero": 2, "micro_batch": 2, "accumulation": 8, "remat": "keep"}),
+        (21.44, {"data": 4, "fsdp": 4, "zero": 2, "accumulation": 16, "remat": "keep"}),
         (12.96, {"data": 2, "fsdp": 8, "zero": 3, "micro_batch": 2, "accumulation": 8}),
-        (9.68, {"fsdp": 16, "zero": 3, "micro_batch": 4, "accumulation": 4, "remat": "dots"}),
+        (10.43, {"fsdp": 16, "zero": 3, "micro_batch": 4, "accumulation": 4, "remat": "keep"}),
         (23.65, {"fsdp": 16, "zero": 1, "micro_batch": 16, "remat": "full"}),
     ],
 )
 def test_memory_of_each_zero_stage_is_near_the_compilers(compiled, choices):
-    """GiB a chip by libtpu 0.0.52, 16 chips: v5e for the search's best plans, v5p for ZeRO 1."""
+    """GiB a chip by libtpu 0.0.52, 16 chips: v5e for the search's best plans, v5p for ZeRO 1.
+
+    Those of "keep" were compiled without attention's output; at 10.43, its 0.75 are added.
+    """
     plan = ParallelPlan(**choices, sequence_parallel=True)
     assert 0.94 < float(plan_bytes(MODEL, 2048, plan).total) / 2**30 / compiled < 1.1
 
@@ -91,7 +94,7 @@ def test_memory_of_each_zero_stage_is_near_the_compilers(compiled, choices):
 @given(
     st.sampled_from(["data", "stage", "fsdp", "tensor"]),
     st.sampled_from([1, 2, 3]),
-    st.sampled_from(["none", "dots", "full"]),
+    st.sampled_from(["none", "keep", "full"]),
 )
 def test_no_axis_increases_memory(axis, zero, remat):
     # From one chip to two, collectives add buffers.
@@ -131,7 +134,7 @@ def test_micro_batches_in_flight_agree_with_the_schedule_table(name, stages, rou
         assert stored.max() == float(in_flight(plan))
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("remat", ["none", "keep", "full"])
 def test_copies_of_key_value_heads_take_the_activations_of_as_many_heads(remat):
     few = ModelConfig(4, 64, 8, 128, 64, 64, num_kv_heads=2, fused_qkv=False, qk_norm=True)
     many = dataclasses.replace(few, num_kv_heads=8)

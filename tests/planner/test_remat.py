@@ -20,9 +20,9 @@ def block(layers=8, transfer=1.0, copied=0.0, fixed=10.0, forward=1.0):
         layers=layers,
         forward=forward,
         backward=2.0,
-        recompute={"none": 0.0, "dots": 0.25, "full": 1.0, "offload": 0.25},
+        recompute={"none": 0.0, "keep": 0.25, "full": 1.0, "offload": 0.25},
         fixed=fixed,
-        saved={"none": 8.0, "dots": 4.0, "full": 1.0, "offload": 0.0},
+        saved={"none": 8.0, "keep": 4.0, "full": 1.0, "offload": 0.0},
         offloaded=4.0,
         transfer=transfer,
         copied=copied,
@@ -126,10 +126,10 @@ def test_loops_of_any_part_have_its_kinds(data, first, second):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "keep", "full:0", "full:", "none:2,", "full+some:2", "3:full"]
+    "text", ["", "kept", "full:0", "full:", "none:2,", "full+some:2", "3:full"]
 )
 def test_texts_that_are_not_legal_name_what_is(text):
-    with pytest.raises(UserError, match=r"Legal: none, dots, full, offload, or counts"):
+    with pytest.raises(UserError, match=r"Legal: none, keep, full, offload, or counts"):
         texts.terms(text)
 
 

@@ -34,7 +34,7 @@ def test_the_13b_gets_a_plan_with_room_that_its_executor_accepts(name):
     config = result.config
     assert result.share <= ROOMY and not result.tight
     assert config.training.batch % config.training.micro_batches == 0
-    assert config.model.remat in ("none", "dots", "full")
+    assert config.model.remat in ("none", "keep", "full")
     sizes = parse_mesh(config.parallel.mesh, result.machine.count)
     assert math.prod(sizes.values()) == result.machine.count
     assert result.plan.batch == config.training.batch

@@ -129,7 +129,7 @@ def test_collectives_by_hand():
 def test_tensor_parallel_reduces_four_times_a_block_and_again_what_is_recomputed():
     size = 2048 * 4096 * 2
     once = collectives.reduce_seconds(size, 8, 8, SWITCH, IDEAL)
-    for remat, reductions in (("none", 4), ("dots", 4), ("full", 5), ("block", 6)):
+    for remat, reductions in (("none", 4), ("keep", 4), ("full", 5), ("block", 6)):
         time = seconds(ParallelPlan(tensor=8, remat=remat))
         assert time.terms["tensor"] == pytest.approx(4 * reductions * once)
 
@@ -296,8 +296,8 @@ def test_fusion_and_keeping_activations_never_cost_time(plan, name):
         return seconds(changed, chip=chip, efficiency=efficiency).total * (1 + 1e-9)
 
     assert total(fused=True) <= total(fused=False) * (1 + 1e-9)
-    assert total(remat="none") <= total(remat="dots") * (1 + 1e-9)
-    assert total(remat="dots") <= total(remat="full") * (1 + 1e-9)
+    assert total(remat="none") <= total(remat="keep") * (1 + 1e-9)
+    assert total(remat="keep") <= total(remat="full") * (1 + 1e-9)
     assert total(remat="full") <= total(remat="block") * (1 + 1e-9)
 
 
@@ -427,7 +427,7 @@ def test_a_repeated_forward_pass_has_the_overhead_of_a_pass():
         ).terms["passes"]
         for remat in RECOMPUTED
     }
-    assert passes["none"] == passes["dots"] == pytest.approx(3e-3 * MODEL.num_layers)
+    assert passes["none"] == passes["keep"] == pytest.approx(3e-3 * MODEL.num_layers)
     assert passes["full"] == passes["block"] == pytest.approx(4e-3 * MODEL.num_layers)
 
 

@@ -116,8 +116,11 @@ def test_rounds_lower_the_error(shape):
     assert errors[1] < errors[0]
 
 
-def sparse_gpt(hessian, kernel, density, lines):
-    """SparseGPT as its section 3 describes it: one input after the other leaves the inverse."""
+def sparse_gpt(hessian, kernel, density, lines, axis=None):
+    """SparseGPT as its section 3 describes it: one input after the other leaves the inverse.
+
+    The weights of a run are compared with all others (axis None) or within their output (axis 0).
+    """
     weights, size = kernel.copy(), len(kernel)
     for start in range(0, size, lines):
         inverse = np.linalg.inv(hessian[start:, start:])
@@ -127,29 +130,55 @@ def sparse_gpt(hessian, kernel, density, lines):
             rest = rest[1:, 1:] - np.outer(rest[1:, 0], rest[0, 1:]) / rest[0, 0]
         run = slice(start, start + len(diagonal))
         scores = np.square(weights[run]) / np.array(diagonal)[:, None]
-        threshold = np.quantile(scores, 1 - density)
+        gone = scores < np.quantile(scores, 1 - density, axis=axis)
         for line, row in enumerate(range(start, start + len(diagonal))):
-            lost = np.where(scores[line] < threshold, weights[row], 0) / inverse[0, 0]
+            lost = np.where(gone[line], weights[row], 0) / inverse[0, 0]
             weights[row:] -= np.outer(inverse[:, 0], lost)
             inverse = inverse[1:, 1:] - np.outer(inverse[1:, 0], inverse[0, 1:]) / inverse[0, 0]
-        run_gone = scores < threshold
-        weights[run][run_gone] = 0
+        weights[run][gone] = 0
     return weights
 
 
+@pytest.mark.parametrize("equal", [False, True], ids=["as published", "equal fan-in"])
 @pytest.mark.parametrize(("seed", "density", "lines"), [(0, 0.5, 128), (1, 0.5, 8), (2, 0.25, 16)])
-def test_the_column_order_has_the_error_of_sparse_gpt(seed, density, lines):
+def test_the_column_order_has_the_error_of_sparse_gpt(seed, density, lines, equal):
     x, kernel, y = drawn(seed, ins=64, outs=48)
-    problem, moments = exact(x, y, kernel, 0.01), Moments.of(x, y)
-    expected = sparse_gpt(problem.hessian, kernel, density, lines)
-    weights = second_order.by_columns(problem, density, lines)
-    assert (weights != 0).mean() == pytest.approx(density, abs=0.01)
+    problem, moments, groups = exact(x, y, kernel, 0.01), Moments.of(x, y), Groups.parse(1)
+    expected = sparse_gpt(problem.hessian, kernel, density, lines, 0 if equal else None)
+    stay = round(density * 64)
+    weights, mask = second_order.by_columns(problem, groups, stay, lines, equal)
+    assert mask.mean() == density
+    assert not weights[~mask].any()
     assert moments.error(weights) == pytest.approx(moments.error(expected), rel=0.01)
-    # Equal numbers of inputs for each output, chosen in rounds and refitted, are better.
-    groups, stay = Groups.parse(1), round(density * 64)
+    # A refit on the same weights is better, and rounds are better still.
+    fitted = moments.error(refit.refit(problem, mask))
+    assert fitted < 0.9 * moments.error(expected)
     costs = second_order.costs(problem, groups, stay, rounds=16)
-    mask = second_order.expanded(second_order.select(costs, groups, stay), groups)
-    assert moments.error(refit.refit(problem, mask)) < moments.error(expected)
+    best = second_order.expanded(second_order.select(costs, groups, stay), groups)
+    assert moments.error(refit.refit(problem, best)) < fitted
+
+
+@pytest.mark.parametrize(("shape", "pool"), [("2:4", 4), ("1:8", 8), ("3:6", 6), ("1", 24)])
+def test_the_column_order_keeps_equally_many_of_each_pool(shape, pool):
+    x, kernel, y = drawn(11)
+    groups = Groups.parse(shape)
+    stay = groups.count(kernel.shape, None if groups.pool else 0.25)
+    _, mask = second_order.by_columns(exact(x, y, kernel, 0.01), groups, stay)
+    assert (mask.reshape(-1, pool, mask.shape[1]).sum(1) == stay).all()
+
+
+@pytest.mark.parametrize("damping", [1e-4, 1e-2, 1.0])
+@pytest.mark.parametrize("shape", ["1", "1x4", "4"])
+def test_conjugate_gradients_find_the_least_squares_weights(shape, damping):
+    x, kernel, y = drawn(12, ins=96, outs=16)
+    groups, problem = Groups.parse(shape), exact(x, y, kernel, damping)
+    stay, moments = groups.count(kernel.shape, 0.5), Moments.of(x, y)
+    mask = second_order.select(second_order.costs(problem, groups, stay), groups, stay)
+    mask = second_order.expanded(mask, groups)
+    weights = refit.by_gradients(problem, mask)
+    assert not weights[~mask].any()
+    expected = moments.error(refit.refit(problem, mask, groups.cols))
+    assert moments.error(weights) == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("damping", [1e-6, 1e-2, 1.0])

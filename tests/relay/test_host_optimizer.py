@@ -83,12 +83,13 @@ def test_updates_of_matrices_equal_those_of_optax(shape, in_place):
     theirs = leaf.parameter.reshape(shape).copy()
     moments = chain.init(theirs)
     for number in range(1, 5):
-        gradient, rate = draw(), 1e-2 / number
-        updates, moments = chain.update(0.5 * gradient.reshape(shape), moments, theirs)
+        # The direction of an update has no scale, so that the same clip in every step is none.
+        gradient, rate, clip = draw(), 1e-2 / number, 1 / number
+        updates, moments = chain.update(clip * gradient.reshape(shape), moments, theirs)
         theirs = theirs + rate * updates
         after = leaf if in_place else Leaf(*(np.empty_like(a) for a in leaf[:2]))
         copy = np.empty(size, ml_dtypes.bfloat16)
-        rates = Rates(number, 0.5, rate, 0.1)
+        rates = Rates(number, clip, rate, 0.1)
         matrices = muon.Matrices(tuple(matrix))
         host_optimizer.update_matrices(leaf, gradient, rates, after, copy, matrices=matrices)
         leaf = after

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import small_models
 from executor_runs import MODELS
+from marks import some
 
 from sparse_dataflow.core.config.depth import DepthSchedule
 from sparse_dataflow.core.config.projections import LinearSpec
@@ -82,7 +83,7 @@ def assert_same_reports(mine, theirs, rtol):
             np.testing.assert_allclose(norms[group], others[group], rtol=100 * rtol, err_msg=group)
 
 
-@pytest.mark.parametrize("clipping", CLIPPINGS)
+@pytest.mark.parametrize("clipping", some(CLIPPINGS, "exact"))
 def test_copies_that_are_not_kept_change_no_bit(clipping):
     model, how = dataclasses.replace(DENSE, compute_dtype="bfloat16"), training()
     runs = []
@@ -114,8 +115,8 @@ def test_the_products_of_groups_are_quantised():
     np.testing.assert_allclose(losses["int8"], losses["compute_dtype"], rtol=1e-2)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", ["sparse_rank", "sparse_depth", "shared"])
+@pytest.mark.parametrize("optimizer", some(OPTIMIZERS, "muon", "adafactor"))
+@pytest.mark.parametrize("name", some(["sparse_rank", "sparse_depth", "shared"], "sparse_depth"))
 def test_initial_state_equals_that_of_the_whole_executor(name, optimizer):
     model, how = MODELS[name], training(optimizer=optimizer)
     mine, theirs = fresh_state(model, how), initial_state(model, how)
@@ -142,6 +143,7 @@ def test_bfloat16_keeps_float32_masters_and_its_copies_follow_them():
         assert copy.dtype == expected.dtype and copy.tobytes() == expected.tobytes()
 
 
+@pytest.mark.slow
 def test_page_locked_copies_change_nothing():
     model, how = dataclasses.replace(SPARSE, compute_dtype="bfloat16"), training()
     runs = [
@@ -152,14 +154,18 @@ def test_page_locked_copies_change_nothing():
 
 
 @pytest.mark.slow
-def test_eager_clipping_keeps_the_global_norm_below_the_limit():
-    """Each section has an equal share; if none exceeds it, eager equals exact."""
+def test_eager_clipping_that_clips_nothing_is_exact():
     model = DENSE
     loose = training(clip=1e3)
     _, eager = relay_run(
         Relay(model, loose, RelayConfig(clipping="eager")), fresh_state(model, loose)
     )
     assert_same_reports(eager, whole_run(model, loose), rtol=2e-6)
+
+
+def test_eager_clipping_keeps_the_global_norm_below_the_limit():
+    """Each section has an equal share, so the norm is the limit where all exceed theirs."""
+    model = DENSE
     tight = training(clip=1e-2)
     state = fresh_state(model, tight)
     state, _ = Relay(model, tight, RelayConfig(clipping="eager")).train_step(
@@ -168,7 +174,7 @@ def test_eager_clipping_keeps_the_global_norm_below_the_limit():
     # After one step the first moments are 0.1 of the clipped gradients.
     mu = next(moments.mu for moments in state.moments if hasattr(moments, "mu"))
     norm = np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(mu)))
-    assert 0.5 * tight.clip < 10 * norm <= tight.clip * 1.0001
+    assert 0.9 * tight.clip < 10 * norm <= tight.clip * 1.0001
 
 
 # Blocks that are large relative to the activations between them.
@@ -233,6 +239,7 @@ def test_device_memory_is_as_planned_however_slow_the_host_is(slow, clipping):
     assert most <= sum(plan.values()) - plan["inside a block"]
 
 
+@pytest.mark.slow
 def test_a_stash_on_the_device_grows_with_the_depth():
     # Boundaries alone: the number of live gradients depends on timing.
     boundary = 4 * math.prod(BOUNDARY)

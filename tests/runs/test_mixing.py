@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from sparse_dataflow.commands import job
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.layouts.model_layouts import layouts
 from sparse_dataflow.core.layouts.patterns import PATTERNS
-from sparse_dataflow.core.model.stacks import layouts
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs.mixing import isolated_components
 from sparse_dataflow.runs.run_config import preset

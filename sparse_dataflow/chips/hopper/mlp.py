@@ -7,8 +7,10 @@ the pre-activation is saved for the backward pass, which recomputes the hidden l
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.chips.hopper import api as products
+from sparse_dataflow.core.config.remat import PROJECTION_OUTPUT
 from sparse_dataflow.core.ops import derivatives
 from sparse_dataflow.core.ops.activation import value_and_derivative
 from sparse_dataflow.core.ops.sparse_mlp.mlp_op import Operands
@@ -37,6 +39,7 @@ def _products(activation, x, values_in, bias_in, values_out, tables_in, tables_o
 
 def _forward(activation, *operands):
     y, preactivation = _value_and_preactivation(activation, *operands)
+    preactivation = checkpoint_name(preactivation, PROJECTION_OUTPUT)
     return y, (*operands, preactivation)
 
 

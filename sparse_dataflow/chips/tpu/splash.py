@@ -9,6 +9,8 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas.ops.tpu import splash_attention
 
+from sparse_dataflow.core.config.remat import ATTENTION_OUTPUT
+
 LANES = 128
 DTYPES = ("bfloat16", "float32")
 MAX_HEAD_DIM = 256
@@ -186,5 +188,6 @@ def _kernel(positions, shards, heads, kv_heads, window, cap, interpret):
             head_shards=1,
             q_seq_shards=shards,
             attn_logits_soft_cap=cap or None,
+            residual_checkpoint_name=ATTENTION_OUTPUT,
             interpret=interpret,
         )

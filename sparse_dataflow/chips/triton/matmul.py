@@ -15,21 +15,15 @@ is gone, `refusal` says so and `xla` runs.
 float32 stays with `xla`, whose products run on the tensor cores in tf32.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from sparse_dataflow.chips.triton import target
 from sparse_dataflow.core.layouts.layout import LayoutTables
 from sparse_dataflow.core.ops import derivatives
 from sparse_dataflow.core.ops.dispatch import Shaped
-
-try:
-    from jax.experimental.pallas import triton
-except ImportError:
-    triton = None  # type: ignore[assignment]
 
 BLOCKS = (32, 64, 128, 256)
 """Legal block sides."""
@@ -41,9 +35,6 @@ STEP = 32
 """Length of the partial sums that are copied at once.  Four stages of two tiles then take 64 KiB of
 shared memory; an L4 has 99 KiB."""
 
-OLDEST = 8
-"""Major compute capability of Ampere, the first with mma of bfloat16."""
-
 
 def block_sparse_matmul(x: jax.Array, values: jax.Array, tables: LayoutTables) -> jax.Array:
     """Compute `api.block_sparse_matmul` of bfloat16 operands."""
@@ -54,9 +45,7 @@ def block_sparse_matmul(x: jax.Array, values: jax.Array, tables: LayoutTables) -
 def refusal(x: Shaped, values: Shaped, tables: LayoutTables) -> str:
     """Return why the target GPU cannot run these operands; empty if it can."""
     del tables  # Every layout is supported.
-    if triton is None:
-        return f"jax {jax.__version__} has no Triton lowering of Pallas."
-    if reason := _too_old():
+    if reason := target.refusal():
         return reason
     if values.shape[-1] not in BLOCKS:
         legal = ", ".join(map(str, BLOCKS))
@@ -64,17 +53,6 @@ def refusal(x: Shaped, values: Shaped, tables: LayoutTables) -> str:
     if (x.dtype, values.dtype) != (jnp.bfloat16, jnp.bfloat16):
         return f"x is {x.dtype} and values are {values.dtype}; legal: bfloat16."
     return ""
-
-
-def _too_old():
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-    # An abstract device has no compute capability; NVIDIA's names before Ampere say "Tesla".
-    capability = getattr(device, "compute_capability", None)
-    major = capability.partition(".")[0] if isinstance(capability, str) else ""
-    known = major.isdecimal() and int(major) >= OLDEST
-    if known or (not major and device.device_kind.startswith("NVIDIA")):
-        return ""
-    return f"this is {device.device_kind}; legal: NVIDIA GPUs of compute capability {OLDEST}.0 on."
 
 
 def _value(_, x, values, tables):
@@ -128,9 +106,9 @@ def _line_product(x, values, index, slot, transposed):
         # Columns first: programs that run at once read the same tokens.
         grid=(lines * parts, len(x) // rows),
         in_specs=[
-            *map(_whole, (index, slot)),
+            *map(target.whole, (index, slot)),
             pl.BlockSpec((rows, x.shape[1]), lambda column, tile: (tile, 0)),
-            *map(_whole, (values, *lengths)),
+            *map(target.whole, (values, *lengths)),
         ],
         out_specs=pl.BlockSpec((rows, side), lambda column, tile: (tile, column)),
         out_shape=jax.ShapeDtypeStruct((len(x), lines * block), x.dtype),
@@ -168,8 +146,8 @@ def _line_gradient(x, dy, values, tables):
     return _call(
         block_sparse_gradient,
         grid=(lines * fan, parts * parts),
-        in_specs=[*map(_whole, operands)],
-        out_specs=_whole(values),
+        in_specs=[*map(target.whole, operands)],
+        out_specs=target.whole(values),
         out_shape=jax.ShapeDtypeStruct(values.shape, values.dtype),
         flops=2 * len(x) * values.size,
     )(*operands)
@@ -189,18 +167,10 @@ def _call(kernel, flops, **arguments):
     moved = 2 * arguments["out_shape"].size
     return pl.pallas_call(
         kernel,
-        compiler_params=triton.CompilerParams(num_warps=8, num_stages=4),
+        compiler_params=target.triton.CompilerParams(num_warps=8, num_stages=4),
         cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0),
         **arguments,
     )
-
-
-def _whole(array):
-    return pl.BlockSpec(array.shape, functools.partial(_origin, array.ndim))
-
-
-def _origin(dimensions, *_):
-    return (0,) * dimensions
 
 
 def _rows(tokens):

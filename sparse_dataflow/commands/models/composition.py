@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jax
 
-from sparse_dataflow.commands.models.load_model import keep_programs
+from sparse_dataflow.commands.program_cache import keep_programs
 from sparse_dataflow.commands.training_data import corpus_of
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.data import cache

@@ -1,9 +1,9 @@
 """Loads the trained model that an experiment's flags name."""
 
-import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
+from sparse_dataflow.commands import program_cache
 from sparse_dataflow.core.config.settings import A_SHARE, setting
 from sparse_dataflow.files.errors import UserError
 
@@ -46,7 +46,7 @@ def load(options: ModelOptions) -> "Model":
     from sparse_dataflow.interchange import load
 
     refuse_no_model(options.run)
-    keep_programs()
+    program_cache.keep_programs()
     return load.load(options.run, options.variant, options.checkpoint)
 
 
@@ -66,30 +66,3 @@ def refuse_no_model(run: str, flag: str = "--run") -> None:
         )
     if not hub_models.hub_name(run) and not huggingface.is_directory(run):
         run_list.refuse_other_folder(flag, run)
-
-
-PROGRAMS = "programs"
-"""Folder of compiled programs in the cache folder."""
-
-_PROGRAMS_BYTES = 2**28
-
-
-def keep_programs() -> None:
-    """Keeps compiled programs in the cache folder, so that a later process starts sooner.
-
-    JAX_COMPILATION_CACHE_DIR, if it is set, decides instead. Without a cache folder nothing is
-    kept.
-    """
-    import jax
-
-    from sparse_dataflow.data import cache
-
-    if jax.config.jax_compilation_cache_dir:
-        return
-    with contextlib.suppress(UserError):
-        folder = cache.resolved(cache.FOLDER)
-        with cache.exclusive(folder, PROGRAMS):  # Claims the folder.
-            jax.config.update("jax_compilation_cache_dir", str(folder / PROGRAMS))
-            jax.config.update("jax_compilation_cache_max_size", _PROGRAMS_BYTES)
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-            jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

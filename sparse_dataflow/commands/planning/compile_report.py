@@ -7,8 +7,9 @@ from typing import Any
 
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.planning import plan_rows
+from sparse_dataflow.compile import account, topologies
 from sparse_dataflow.compile import programs as compile
-from sparse_dataflow.compile import topologies
+from sparse_dataflow.core.config import remat
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh as meshes
@@ -97,6 +98,9 @@ def run(options) -> int:
     plan = plan_of(options)
     if reason := topologies.missing_compiler(plan.topology):
         raise UserError(f"--topology={options.topology}: {reason}")
+    if options.account:
+        print(account_text(plan))
+        return 0
     result = verdict(plan)
     print(report(plan, result))
     if result["verdict"] == FITS:
@@ -108,6 +112,60 @@ def run(options) -> int:
     return 1
 
 
+def account_text(plan: CompilePlan) -> str:
+    """Compiles two shallow steps of a plan for one GPU; returns where the whole step's bytes go.
+
+    Raises:
+      UserError: the plan has several chips, or no GPU.
+    """
+    topology, layers = plan.topology, plan.config.num_layers
+    if topology.platform != "cuda" or topology.size > 1:
+        raise UserError(f"--account with --topology={topology.name}; legal: one GPU, as in h200:1.")
+    device = topologies.devices(topology)[0]
+    kinds = remat.kinds(plan.config.remat, layers)
+    steps = [
+        compile.compile_step(
+            dataclasses.replace(plan.config, num_layers=depth, remat=kinds[0]),
+            _training(plan),
+            SINGLE_DEVICE,
+            device,
+        )
+        for depth in (account.SHALLOW, account.DEEP)
+    ]
+    shallow, deep = (account.account(step.program.as_text()) for step in steps)
+    traffic = account.scaled(shallow, deep, layers)
+    forward = cost.flops_per_token(plan.config, plan.sequence, training=False).attention
+    # Of forward's two products, the backward kernel has five.
+    passes = 1 + 5 / 2 + (kinds[0] in ("full", "offload"))
+    attention = forward * passes * int(plan.parallel.batch) * plan.sequence
+    layer_flops = layers * (steps[1].flops - steps[0].flops) / (account.DEEP - account.SHALLOW)
+    flops = {"products": layer_flops - attention, "attention": attention}
+    chip = topology.chip
+    peak, bandwidth = chip.peak(plan.config.compute_dtype), chip.bandwidth
+    assert peak and bandwidth
+    grouped = bool(plan.config.sparse_projections)
+    estimate = account.seconds(traffic, flops, peak, bandwidth, grouped)
+    head = (
+        f"{plan.scale} {'sparse' if grouped else 'dense'} on {topology.name}, "
+        f"{plan.parallel.batch:,} x {plan.sequence:,} tokens a step, {layers} layers, "
+        f"remat {plan.config.remat}"
+    )
+    compiled = ", ".join(f"{step.compile_seconds:.0f} s" for step in steps)
+    return f"{head}\n\n{output.aligned(account.table(traffic, estimate))}\n\ncompiled in {compiled}"
+
+
+def _training(plan):
+    parallel = plan.parallel
+    return TrainingConfig(
+        1,
+        int(parallel.batch),
+        plan.sequence,
+        int(parallel.accumulation),
+        optimizer=parallel.optimizer,
+        state_dtype=parallel.state_dtype,
+    )
+
+
 def verdict(plan: CompilePlan) -> dict:
     """Compiles a plan; returns the fields of its result file.
 
@@ -116,15 +174,7 @@ def verdict(plan: CompilePlan) -> dict:
     """
     parallel, topology = plan.parallel, plan.topology
     devices = topologies.devices(topology)
-    batch, accumulation = int(parallel.batch), int(parallel.accumulation)
-    training = TrainingConfig(
-        1,
-        batch,
-        plan.sequence,
-        accumulation,
-        optimizer=parallel.optimizer,
-        state_dtype=parallel.state_dtype,
-    )
+    training = _training(plan)
     executor = _executor(plan, devices)
     flops = cost.flops_per_token(plan.config, plan.sequence)
     share = parallel.batch * plan.sequence / parallel.chips

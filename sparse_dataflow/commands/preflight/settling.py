@@ -329,6 +329,7 @@ def model_costs(
     forward = sum(float(s.seconds) for name, s in sections.items() if name != "head")
     forward *= training.micro_batches
     recompute = {kind: max(seconds - block["none"], 0.0) for kind, seconds in block.items()}
+    attention = float(sections["attention"].seconds) * training.micro_batches
     # What a block keeps: its activations, and with "none" its weights in the compute dtype.
     least = float(min(each.working_copy for each in estimates.values()))
     tokens = plans["none"].micro_batch * training.sequence
@@ -337,7 +338,7 @@ def model_costs(
         kind: float(each.activations - ends + each.working_copy - least) / layers
         for kind, each in estimates.items()
     }
-    offloaded = saved["dots"]
+    offloaded = saved["keep"]
     largest = max(estimates.values(), key=_rest)
     parameters = float(estimates["none"].parameters)
     blocks = 1 - cost.embeddings(model) / cost.parameter_count(model)
@@ -348,7 +349,7 @@ def model_costs(
         layers=layers,
         forward=forward,
         backward=max(block["none"] - forward, 0.0),
-        recompute=recompute | {"offload": recompute["dots"]},
+        recompute=recompute | {"offload": recompute["keep"] + attention},
         fixed=other_bytes + _rest(largest) + ends + least,
         saved=saved | {"offload": 0.0},
         offloaded=offloaded,

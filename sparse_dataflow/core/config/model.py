@@ -42,7 +42,7 @@ GROWN = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff
 """Fields of `ModelConfig` in which a model may be larger than the one whose weights it begins
 with."""
 
-REMATS = ("none", "dots", "full")
+REMATS = ("none", "keep", "full")
 """Kinds of remat that the search of layouts prices, for all blocks alike."""
 
 PARAMETRIZATIONS = ("standard", "supar")
@@ -135,7 +135,8 @@ class ModelConfig(AttentionSettings, RotarySettings):
     activation: str = setting("gelu", "Activation of the MLP.", choices=ACTIVATION_NAMES)
     remat: str = setting(
         "none",
-        "Activations recomputed in the backward pass: none, all but matmuls (dots), or all (full); "
+        "Activations recomputed in the backward pass: none, all but the outputs of products and of "
+        "attention (keep), or all (full); "
         "offload copies those of matmuls to host memory. Layers may differ: offload+full:4,none:8. "
         "With auto the planner chooses.",
         resumed=ADOPTED,
@@ -243,6 +244,8 @@ class ModelConfig(AttentionSettings, RotarySettings):
         if isinstance(self.shared_expert, bool):
             object.__setattr__(self, "shared_expert", int(self.shared_expert))
         validate(self, "model")
+        if isinstance(self.remat, str):
+            object.__setattr__(self, "remat", remat.current(self.remat))
         if self.remat != remat.AUTO:
             remat.terms(self.remat)  # Refuses an illegal text.
         object.__setattr__(self, "seed", arguments.argument("seed", int, self.seed))

@@ -55,7 +55,8 @@ class LinearSpec(Readable):
       kind: key of a class of weights, see `weights.kinds`; such as "dense" or "block_sparse".
       pattern: name in `layouts.patterns.PATTERNS` that chooses the blocks (block_sparse only).
       density: fraction of the dense weights stored, in (0, 1]: as blocks, or as factors.
-      block: side of a square block, in features (block_sparse only).
+      block: side of a square block, in features (block-sparse and masked weights).
+      block_outputs: outputs of a block of a masked weight, whose inputs are `block`; 0 is `block`.
       rank: width of an added gated low-rank term `x A B` (Pixelfly, arXiv 2112.00029); 0 for none.
       hadamard: width of the Walsh-Hadamard transform of consecutive input features before a
         block-sparse product (`ops.hadamard`): a power of 2 that divides them; 0 for none.
@@ -83,6 +84,7 @@ class LinearSpec(Readable):
     turned_dense: bool = setting(False)
     max_fan_out: float = setting(1.0, legal=AT_LEAST_ONE)
     span: int = setting(0, legal=between(0, MOST_SIZE))
+    block_outputs: int = setting(0, legal=between(0, MOST_SIZE))
     frozen_dtype: str = setting("compute", choices=FROZEN_DTYPES)
 
     def __post_init__(self):
@@ -91,9 +93,14 @@ class LinearSpec(Readable):
         validate(self, "LinearSpec")
         if self.hadamard and self.hadamard.bit_count() != 1:
             raise UserError(f"hadamard {self.hadamard} is not legal; legal: 0 or a power of 2.")
-        uses = {"turned_dense": self.turned_dense, "rank": self.rank, "hadamard": self.hadamard}
-        for name in (name for name, used in uses.items() if used):
+        uses = ("turned_dense", "rank", "hadamard", "block_outputs")
+        for name in (name for name in uses if getattr(self, name)):
             self.weight.require(name, f"{name}={getattr(self, name)}")
+
+    @property
+    def block_sides(self) -> tuple[int, int]:
+        """Inputs and outputs of a block."""
+        return self.block, self.block_outputs or self.block
 
     @property
     def weight(self) -> Any:

@@ -18,15 +18,29 @@ from sparse_dataflow.files.errors import UserError
 AUTO = "auto"
 """The planner chooses; only a `RunConfig` that it has not settled has this text."""
 
-KINDS = ("none", "dots", "full", "offload")
-"""none keeps all activations, dots keeps the outputs of products, full recomputes all of a block,
-offload copies the block's input and the outputs of products to host memory."""
+KINDS = ("none", "keep", "full", "offload")
+"""none keeps all activations, keep the outputs of products and of attention, full recomputes all of
+a block, offload copies the block's input and the outputs of products to host memory."""
+
+PROJECTION_OUTPUT = "projection_output"
+"""Checkpoint name of every projection's output, also within an op that is a whole MLP."""
+
+ATTENTION_OUTPUT = "attention_output"
+"""Checkpoint name of attention's output, and of the statistics of its softmax."""
+
+_FORMER = re.compile(r"\bdots\b")
 
 MOST_PATTERN = 8
 """Most blocks in a pattern: a loop's body has the program of each of them."""
 
 _TERM = re.compile(r"([a-z]+(?:\+[a-z]+)*):(\d{1,6})")
 _SHOWN = 60
+
+
+def current(text: str) -> str:
+    """Returns the text of a file of any version; "keep" was "dots" until attention was kept."""
+    return _FORMER.sub("keep", text)
+
 
 Terms = tuple[tuple[tuple[str, ...], int], ...]
 """(pattern, repeats) in order of depth."""

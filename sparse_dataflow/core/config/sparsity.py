@@ -70,6 +70,13 @@ class SparsityConfig(Readable):
         legal=between(0, MOST_SIZE),
     )
 
+    block_outputs: int = setting(
+        0,
+        "With --pattern=masked, outputs of a block of --block inputs; 0 is as many. 16 with "
+        "--block=1 is rows of 16.",
+        legal=between(0, MOST_SIZE),
+    )
+
     def __post_init__(self):
         validate(self, "sparsity")
 
@@ -87,6 +94,7 @@ class SparsityConfig(Readable):
             self.rank,
             self.hadamard,
             span=self.span,
+            block_outputs=self.block_outputs,
         )
         return dict.fromkeys(model.selected(self.projections, "sparsity.projections"), spec)
 

@@ -28,7 +28,6 @@ from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.attention.dot_product import document_numbers
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.core.step_metrics import Metrics
-from sparse_dataflow.core.weights.weight import PROJECTION_OUTPUT
 
 T = TypeVar("T", jax.Array, np.ndarray)
 
@@ -38,12 +37,26 @@ GATHERED = "gathered"
 BLOCK_INPUT = "block_input"
 """Checkpoint name of the input of a block that is offloaded."""
 
+_CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
+"""Primitive of jax.nn's cuDNN attention; its results, the output and the statistics of the softmax,
+have no checkpoint name that its backward pass reads."""
+
+_named = jax.checkpoint_policies.save_only_these_names(
+    remat.PROJECTION_OUTPUT, remat.ATTENTION_OUTPUT
+)
+
+
+def _keep(primitive, *operands, **params):
+    """Saves the outputs of products and of attention, with what its gradient reads."""
+    return primitive.name == _CUDNN_ATTENTION or _named(primitive, *operands, **params)
+
+
 _REMAT_POLICIES = {
-    "dots": jax.checkpoint_policies.save_only_these_names(PROJECTION_OUTPUT),
+    "keep": _keep,
     "full": jax.checkpoint_policies.nothing_saveable,
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[BLOCK_INPUT, PROJECTION_OUTPUT],
+        names_which_can_be_offloaded=[BLOCK_INPUT, remat.PROJECTION_OUTPUT],
         offload_src="device",
         offload_dst="pinned_host",
     ),
@@ -143,7 +156,7 @@ def apply_blocks(
       (residual stream [B, T, D], metrics of the blocks stacked over the layers).
     """
     metrics = []
-    unrolled = unrolls(config, weights)
+    unrolled = unrolls(config, weights, member)
     # jax.checkpoint traces concrete tables, whose groups would be lost with them.
     blocks = stacks.with_groups(weights.merged["blocks"])
     kinds = remat.kinds(config.remat, config.num_layers)
@@ -241,7 +254,9 @@ def _layer(config, member, group, contexts, kind):
         return [x for x, _ in outputs], metrics
 
     if kind != "none":
-        return _checkpointed(run, kind)
+        # A GPU scans these layers: recomputation is in another loop, so nothing can merge it with
+        # the forward pass, and barriers against that only end fusions.
+        return _checkpointed(run, kind, prevent_cse=dispatch.platform() != "gpu")
     if member.gather is not None:
         policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED, KEYS_VALUES)
         return jax.checkpoint(run, policy=policy)
@@ -258,13 +273,14 @@ def rematerialised(kind: str, layer: Callable) -> Callable:
     return layer if kind == "none" else _checkpointed(layer, kind)
 
 
-def _checkpointed(layer, kind):
+def _checkpointed(layer, kind, prevent_cse=True):
     def named(x, *rest):
         name = functools.partial(checkpoint_name, name=BLOCK_INPUT)
         return layer(jax.tree.map(name, x), *rest)
 
     # Only a name lets a policy move the input, which jax.checkpoint else saves on the device.
-    return jax.checkpoint(named if kind == "offload" else layer, policy=_REMAT_POLICIES[kind])
+    chosen = named if kind == "offload" else layer
+    return jax.checkpoint(chosen, policy=_REMAT_POLICIES[kind], prevent_cse=prevent_cse)
 
 
 UNROLL_LAYERS = 16
@@ -274,11 +290,21 @@ UNROLL_CHANGING_LAYERS = 8
 """Maximum number of layers that a CPU program unrolls, with layouts that change."""
 
 
-def unrolls(config: ModelConfig, weights: ModelWeights) -> bool:
-    """Returns whether `apply_blocks` unrolls: for a shallow model on a CPU.
+UNROLL_GPU_LAYERS = 48
+"""Maximum number of layers that a program of one GPU unrolls."""
 
-    A loop on a CPU copies its stacked operands, and cannot be specialised to fixed layouts.
+
+def unrolls(config: ModelConfig, weights: ModelWeights, member: Member = ALONE) -> bool:
+    """Returns whether `apply_blocks` unrolls: for a shallow model on a CPU, and on a single GPU
+    where no layer recomputes.
+
+    A loop on a CPU copies its stacked operands, and cannot be specialised to fixed layouts.  A loop
+    on a GPU copies what kernels write into stacks for the backward pass, and zeros the stacks.
+    With recomputation it saves little, and each unrolled layer copies its weights.
     """
+    if dispatch.platform() == "gpu":
+        keeps_all = set(remat.kinds(config.remat, config.num_layers)) == {"none"}
+        return member is ALONE and keeps_all and config.num_layers <= UNROLL_GPU_LAYERS
     deepest = UNROLL_CHANGING_LAYERS if weights.has_changing_layouts else UNROLL_LAYERS
     return dispatch.platform() == "cpu" and config.num_layers <= deepest
 
@@ -540,6 +566,13 @@ def loss_and_gradients(
 
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, how.dtype), params)
         (_, metrics), gradients = jax.value_and_grad(share, has_aux=True)(zeros)
+        if (
+            dispatch.platform() == "gpu"
+            and unrolls(config, weights, member)
+            and gradients.get("blocks")
+        ):
+            # Else each pass of the optimizer reads the layers' gradients apart.
+            gradients = {**gradients, "blocks": lax.optimization_barrier(gradients["blocks"])}
         return metrics, member.collect(gradients)
 
     params = weights.params

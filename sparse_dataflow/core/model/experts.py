@@ -22,13 +22,14 @@ from sparse_dataflow.core.config.expert_rows import exchanged_rows
 from sparse_dataflow.core.config.expert_rows import expert_rows as capacity
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, ROW_PARALLEL
+from sparse_dataflow.core.config.remat import PROJECTION_OUTPUT
 from sparse_dataflow.core.layouts.model_layouts import expert_layout
 from sparse_dataflow.core.model.mlp import Mlp, activate, gain
 from sparse_dataflow.core.model.projection import linear, normal
 from sparse_dataflow.core.ops.derivatives import broadcast_like, lookup
 from sparse_dataflow.core.step_metrics import Load, Mean, Metric
 from sparse_dataflow.core.weights.kind import LAYOUT
-from sparse_dataflow.core.weights.weight import PROJECTION_OUTPUT, Linear
+from sparse_dataflow.core.weights.weight import Linear
 
 MOST_ROWS = 128
 """Rows of the largest tile."""

@@ -49,6 +49,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.core.config.attention_settings import (
     ALL_HEADS,
@@ -59,6 +60,7 @@ from sparse_dataflow.core.config.attention_settings import (
 from sparse_dataflow.core.config.layer_groups import join_groups, layer_groups
 from sparse_dataflow.core.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.config.projections import MLP
+from sparse_dataflow.core.config.remat import ATTENTION_OUTPUT
 from sparse_dataflow.core.model.batch_context import NO_CONTEXT, BatchContext
 from sparse_dataflow.core.model.experts import Experts, auxiliary_loss, with_loss
 from sparse_dataflow.core.model.mlp import Mlp
@@ -70,7 +72,7 @@ from sparse_dataflow.core.ops.cross_entropy import cross_entropy_op as cross_ent
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput, distillation_loss
 from sparse_dataflow.core.ops.derivatives import broadcast_like, lookup
 from sparse_dataflow.core.step_metrics import Metrics, Sum
-from sparse_dataflow.core.weights.weight import Linear
+from sparse_dataflow.core.weights.weight import Linear, named_output
 
 
 class Embed(nnx.Module):
@@ -179,8 +181,9 @@ class Block(Mlp):
         """Returns the residual stream [B, T, D] after attention, and the input of the MLP, with
         the tokens of all devices of the shard."""
         config = self.config
-        normed = self._read("norm1", x_BxTxD, shard)
-        q, k, v = self._heads(normed, shard)
+        x_BxTxD, normed = self._pass_and_read("norm1", x_BxTxD, shard)
+        with jax.named_scope("heads"):
+            q, k, v = self._heads(normed, shard)
         if config.qk_norm:
             q, k = map(self.normed_heads, config.qk_norms, (q, k), (shard, shard))
         if config.positions == "rotary":
@@ -189,9 +192,18 @@ class Block(Mlp):
             q *= self.query_scale
         if context.documents is not None:
             attend = functools.partial(attend, documents=context.documents)
-        attended = attend(q, k, v, window=config.window, cap=config.attention_cap)
+        with jax.named_scope("attention"):
+            attended = attend(q, k, v, window=config.window, cap=config.attention_cap)
+        attended = checkpoint_name(attended, ATTENTION_OUTPUT)
         attended = shard.gather_features(attended.reshape(*attended.shape[:2], -1))
-        y_BxTxD = self._add("norm1_out", x_BxTxD, self.attn_out(attended, shard.reduce), shard)
+        y_BxTxD = self.attn_out.product(attended, shard.reduce)
+        if self._adds_at_once and (
+            fused := shard.add_and_normalise(
+                self.norm2, x_BxTxD, named_output(y_BxTxD), self.attn_out.bias
+            )
+        ):
+            return fused[0], shard.gather(fused[1])
+        y_BxTxD = self._add("norm1_out", x_BxTxD, self.attn_out.plus_bias(y_BxTxD), shard)
         if config.residual == SHARED_NORM:
             return y_BxTxD, normed
         return y_BxTxD, self.mlp_input(x_BxTxD if config.residual == PARALLEL else y_BxTxD, shard)
@@ -211,17 +223,37 @@ class Block(Mlp):
             if name in config.norms:
                 setattr(self, name, _norm(config, rngs))
 
+    @property
+    def _adds_at_once(self):
+        """Whether norm2 reads what attention adds to the residual stream, as it is."""
+        config = self.config
+        sequential = config.residual not in (PARALLEL, SHARED_NORM) and config.residual_scale == 1
+        return sequential and config.pre_norms and not config.post_norms
+
+    def _pass_and_read(self, norm, x_BxTxD, shard):
+        """Returns the residual stream, and what a half of the block reads of it.
+
+        A kernel of the norm adds the gradients of both.
+        """
+        if self.config.pre_norms:
+            fused = shard.add_and_normalise(getattr(self, norm), x_BxTxD)
+            if fused:
+                return fused[0], shard.gather(fused[1])
+        return x_BxTxD, self._read(norm, x_BxTxD, shard)
+
     def _read(self, norm, x_BxTxD, shard):
         if self.config.pre_norms:
-            x_BxTxD = shard.normalise(getattr(self, norm), x_BxTxD)
+            with jax.named_scope("norm"):
+                x_BxTxD = shard.normalise(getattr(self, norm), x_BxTxD)
         return shard.gather(x_BxTxD)
 
     def _add(self, norm, x_BxTxD, y_BxTxD, shard):
         if self.config.post_norms:
             y_BxTxD = shard.normalise(getattr(self, norm), y_BxTxD)
-        if self.config.residual_scale != 1:
-            y_BxTxD *= self.config.residual_scale
-        return x_BxTxD + y_BxTxD
+        with jax.named_scope("residual"):
+            if self.config.residual_scale != 1:
+                y_BxTxD *= self.config.residual_scale
+            return x_BxTxD + y_BxTxD
 
     def normed_heads(self, name, x_BxTxHxK, shard=WHOLE):
         """Applies one of `qk_norms` to the heads of this device."""

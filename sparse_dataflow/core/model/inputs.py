@@ -44,8 +44,14 @@ class _Observed:
 
     def __init__(self, linear, name, observe, observations):
         self.linear, self.name, self.observe = linear, name, observe
-        self.observations = observations
+        self.observations, self.bias = observations, linear.bias
 
     def __call__(self, x, *arguments):
+        return self.plus_bias(self.product(x, *arguments))
+
+    def product(self, x, *arguments):
         self.observations[self.name], linear = self.observe(self.name, x, self.linear)
-        return linear(x, *arguments)
+        return linear.product(x, *arguments)
+
+    def plus_bias(self, y):
+        return self.linear.plus_bias(y)

@@ -10,9 +10,10 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, ROW_PARALLEL
 from sparse_dataflow.core.model.projection import draw
 from sparse_dataflow.core.ops.activation import activation
+from sparse_dataflow.core.ops.bias_activation.bias_activation_op import bias_activation
 from sparse_dataflow.core.ops.sparse_mlp.mlp_op import gated_sparse_mlp, sparse_mlp
 from sparse_dataflow.core.weights.block_sparse import BlockSparse
-from sparse_dataflow.core.weights.weight import Linear
+from sparse_dataflow.core.weights.weight import Linear, named_output
 
 
 class Mlp(nnx.Module):
@@ -33,14 +34,19 @@ class Mlp(nnx.Module):
 
     def mlp(self, x_BxTxD, shard):
         """Applies the MLP to gathered tokens; each device of the shard gets its tokens' outputs."""
-        # With a feature axis, devices exchange hidden features.
-        if shard.feature_axis is None and (y := self._fused(x_BxTxD)) is not None:
-            return self.mlp_out.plus_bias(shard.reduce(y))
-        products = [self.mlp_in(x_BxTxD, shard.reduce_features)]
-        if self.config.gated_mlp:
-            products.append(self.mlp_gate(x_BxTxD, shard.reduce_features))
-        hidden = shard.gather_features(activate(self.config, *products))
-        return self.mlp_out(hidden, shard.reduce)
+        with jax.named_scope("mlp"):
+            # With a feature axis, devices exchange hidden features.
+            if shard.feature_axis is None and (y := self._fused(x_BxTxD)) is not None:
+                return self.mlp_out.plus_bias(shard.reduce(y))
+            if not self.config.gated_mlp and self.mlp_in.bias is not None:
+                hidden = named_output(self.mlp_in.product(x_BxTxD, shard.reduce_features))
+                hidden = bias_activation(hidden, self.mlp_in.bias, self.config.activation)
+                return self.mlp_out(shard.gather_features(hidden), shard.reduce)
+            products = [self.mlp_in(x_BxTxD, shard.reduce_features)]
+            if self.config.gated_mlp:
+                products.append(self.mlp_gate(x_BxTxD, shard.reduce_features))
+            hidden = shard.gather_features(activate(self.config, *products))
+            return self.mlp_out(hidden, shard.reduce)
 
     def _fused(self, x_BxTxD):
         """Returns mlp_out's product if a fused op computes the whole MLP, else None.

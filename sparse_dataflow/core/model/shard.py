@@ -11,6 +11,7 @@ from jax import lax
 
 from sparse_dataflow.core.config.projections import KEY_NORMS, KEY_VALUE
 from sparse_dataflow.core.ops import derivatives, dispatch
+from sparse_dataflow.core.ops.residual_norm import residual_norm_op
 from sparse_dataflow.core.weights.kind import BIAS, LEAVES
 
 
@@ -167,6 +168,22 @@ class Shard:
         """Applies a norm to this device's features, with the statistics of all features."""
         norm.axis_name = self.feature_axis
         return normalise(norm, x)
+
+    def add_and_normalise(
+        self,
+        norm: nnx.LayerNorm | nnx.RMSNorm,
+        x: jax.Array,
+        y: jax.Array | None = None,
+        bias: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array] | None:
+        """Returns x + y + bias and its norm by one kernel; None if no kernel does this here."""
+        if self.feature_axis is not None:
+            return None
+        shift = getattr(norm, "bias", None)
+        assert norm.scale is not None
+        parameters = norm.scale[...], None if shift is None else shift[...]
+        kind = residual_norm_op.Norm(isinstance(norm, nnx.LayerNorm), norm.epsilon)
+        return residual_norm_op.fused(kind, residual_norm_op.Operands(x, y, bias, *parameters))
 
     def normalise_heads(self, norm: nnx.LayerNorm | nnx.RMSNorm, x: jax.Array) -> jax.Array:
         """Applies a norm to the features of this device's heads, with the statistics of all."""

@@ -37,8 +37,9 @@ def differentiable(
     of these functions.
 
     Args:
-      value: (options, *operands) -> y, one array.
-      backward: (options, saved, dy) -> a gradient for each operand, or None for one of integers.
+      value: (options, *operands) -> y, a pytree of arrays.
+      backward: (options, saved, dy) -> a gradient for each operand, or None for one of integers;
+        dy has the structure of y.
       forward: (options, *operands) -> (y, saved), in a differentiation; None to save the operands.
       tangent: (options, saved, tangents) -> dy, linear in the tangents of the operands, which are
         None where an operand is constant.  None to transpose `backward`, which Pallas kernels do
@@ -50,23 +51,26 @@ def differentiable(
     def jvp(options, operands, tangents):
         tree: Any
         saved_tree: Any
+        y_tree: Any
         y, saved = forward(options, *operands)
         leaves, tree = jax.tree.flatten(tangents)
         moving = [place for place, leaf in enumerate(leaves) if not _is_constant(leaf)]
         if not moving:
-            return y, zero_from_primal(y)
+            return y, jax.tree.map(zero_from_primal, y)
         saved, saved_tree = jax.tree.flatten(saved)
-        shape, dtype = y.shape, y.dtype
+        y_leaves, y_tree = jax.tree.flatten(y)
+        types = tuple(jax.typeof(leaf) for leaf in y_leaves)
 
         def pull(saved, dy):
-            gradients = backward(options, saved_tree.unflatten(saved), dy)
+            gradients = backward(options, saved_tree.unflatten(saved), y_tree.unflatten(dy))
             by_operand = zip(tree.children(), gradients, strict=True)
             every = [leaf for each in by_operand for leaf in _leaves_up_to(*each)]
             return [every[place] for place in moving]
 
         def push(saved, moved):
             if tangent is None:
-                zero, *_ = dispatch.equally_varying(jnp.zeros(shape, dtype), saved, moved)
+                zeros = [jnp.zeros(each.shape, each.dtype) for each in types]
+                zeros, *_ = dispatch.equally_varying(zeros, saved, moved)
 
                 def pulled(dy):
                     every = zip(pull(saved, dy), moved, strict=True)
@@ -74,13 +78,14 @@ def differentiable(
 
                 # The pull-back is linear in dy, so its transpose is the forward derivative.  The
                 # vjp of a linear function is that transpose at every point: zero is as good as any.
-                return jax.vjp(pulled, zero)[1](list(moved))[0]
+                return jax.vjp(pulled, zeros)[1](list(moved))[0]
             moved = dict(zip(moving, moved, strict=True))
             every = tree.unflatten([moved.get(place) for place in range(len(leaves))])
-            return tangent(options, saved_tree.unflatten(saved), every)
+            return jax.tree.leaves(tangent(options, saved_tree.unflatten(saved), every))
 
-        linear = _Linear(push, pull, len(saved), jax.typeof(y))
-        return y, _linear_p.bind(*saved, *(leaves[place] for place in moving), linear=linear)
+        linear = _Linear(push, pull, len(saved), types)
+        moved = _linear_p.bind(*saved, *(leaves[place] for place in moving), linear=linear)
+        return y, y_tree.unflatten(moved)
 
     op.defjvp(jvp, symbolic_zeros=True)
     return op
@@ -202,16 +207,16 @@ class _Linear(NamedTuple):
     """A linear function of arrays, given saved ones.
 
     Attributes:
-      push: (saved, moved) -> y.
-      pull: (saved, dy) -> the gradient of each moved array.
+      push: (saved, moved) -> list of the arrays of y.
+      pull: (saved, list of the arrays of dy) -> the gradient of each moved array.
       saved: number of saved arrays.
-      result: type of y.
+      results: types of the arrays of y.
     """
 
     push: Callable
     pull: Callable
     saved: int
-    result: Any
+    results: tuple
 
 
 def _apply(*arrays, linear):
@@ -225,9 +230,10 @@ def _differentiate(arrays, tangents, linear):
 
 
 def _transpose(dy, *arrays, linear):
-    if isinstance(dy, ad.Zero):
+    if all(isinstance(each, ad.Zero) for each in dy):
         return [None] * len(arrays)
     saved, moved = arrays[: linear.saved], arrays[linear.saved :]
+    dy = [ad.instantiate_zeros(each) for each in dy]
     gradients = zip(moved, linear.pull(saved, dy), strict=True)
     of_moved = [each if ad.is_undefined_primal(array) else None for array, each in gradients]
     return [None] * len(saved) + of_moved
@@ -243,14 +249,16 @@ def _batch(arrays, axes, linear):
         for a, axis in zip(arrays[linear.saved :], axes[linear.saved :])
     )
     push, pull = (jax.vmap(each, (saved_axes, 0)) for each in (linear.push, linear.pull))
-    result = jax.make_jaxpr(push)(saved, moved).out_avals[0]
-    return _linear_p.bind(*saved, *moved, linear=_Linear(push, pull, len(saved), result)), 0
+    results = tuple(jax.make_jaxpr(push)(saved, moved).out_avals)
+    batched = _linear_p.bind(*saved, *moved, linear=_Linear(push, pull, len(saved), results))
+    return batched, [0] * len(results)
 
 
 _linear_p = Primitive("linear_op")
+_linear_p.multiple_results = True
 _linear_p.def_impl(_apply)
-_linear_p.def_abstract_eval(lambda *arrays, linear: linear.result)
-mlir.register_lowering(_linear_p, mlir.lower_fun(_apply, multiple_results=False))
+_linear_p.def_abstract_eval(lambda *arrays, linear: linear.results)
+mlir.register_lowering(_linear_p, mlir.lower_fun(_apply, multiple_results=True))
 ad.primitive_jvps[_linear_p] = _differentiate
 ad.primitive_transposes[_linear_p] = _transpose
 batching.primitive_batchers[_linear_p] = _batch

@@ -1,9 +1,11 @@
 """An op with several implementations: which can run, why another cannot, and which one runs."""
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -24,7 +26,8 @@ def platform() -> str:
     The abstract mesh's device decides where there is one, else the default backend.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
-    name = jax.default_backend() if device is None else device.platform
+    # Descriptions of devices have a platform since jax 0.10; before, none is made of another one.
+    name = getattr(device, "platform", None) or jax.default_backend()
     return "gpu" if name in ("cuda", "rocm") else name
 
 
@@ -41,6 +44,20 @@ def sharding_refusal() -> str:
             size == 1 or kind == manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types)
         )
     return "" if unsharded else "arrays may be sharded outside shard_map."
+
+
+_without: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("without", default=())
+
+
+@contextlib.contextmanager
+def without(*ops: str) -> Iterator[None]:
+    """Traces programs without the platform's own implementations of ops, by the names of their
+    folders, to compare with these."""
+    token = _without.set((*_without.get(), *ops))
+    try:
+        yield
+    finally:
+        _without.reset(token)
 
 
 @functools.cache
@@ -161,7 +178,8 @@ class Op:
         Options go to `refusal` of the implementations.
         """
         reasons = []
-        for name in names:
+        op = self.package.rpartition(".")[2]
+        for name in () if op in _without.get() else names:
             reason = self.refusal(name, *operands, **options)
             if not reason and not self.implementations[name].partitioned:
                 reason = sharding_refusal()
@@ -170,6 +188,5 @@ class Op:
             reasons.append(reason)
         else:
             name = self.fallback[-1]
-        op = self.package.rpartition(".")[2]
         log_choice(op, name, platform(), " ".join(reasons))
         return name

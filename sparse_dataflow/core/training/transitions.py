@@ -14,6 +14,7 @@ projection.
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -121,7 +122,7 @@ def _with_exchanged_masks(state, model, share, gradient_norms, gain):
                 growth = jax.random.uniform(drawn, norms.shape)
             else:
                 growth = jnp.asarray(gradient_norms[name][np.asarray(place.layers)])
-            stored = int(mask[0].sum()) // spec.block**2
+            stored = int(mask[0].sum()) // math.prod(spec.block_sides)
             moved = round(share(stored) * stored)
             mask = jax.vmap(functools.partial(_exchanged, spec=spec, gain=gain), (0, 0, 0, None))(
                 mask, norms, growth, moved
@@ -176,7 +177,7 @@ def change_model(
     old: ModelConfig,
     new: ModelConfig,
     input_norms: Mapping[str, np.ndarray] | None = None,
-    given: Mapping[str, Sequence[BlockLayout]] | None = None,
+    given: Mapping[str, Sequence[Any]] | None = None,
 ) -> TrainState:
     """Returns a state of model `old` as a state of model `new`; it must not be used again.
 
@@ -191,8 +192,8 @@ def change_model(
       old: config of the state's model.
       input_norms: projection -> float [num_layers, in] that the rows of a weight are multiplied by
         in the norms of its blocks; None for 1. See `interchange.calibration`.
-      given: projection -> layout of each layer that a dense weight gets; None for the largest
-        blocks.
+      given: projection -> what a dense weight gets: the layout of each layer, or of a masked weight
+        the mask, bool [in, out]; None for the largest blocks.
     """
     if old.shared_layers:
         return _untied(state, old)
@@ -261,8 +262,11 @@ def _change_projection(
                 state = _merge_hadamard(state, place, after.hadamard)
             module = place.module(state.params)
             kernel = module[KERNEL] if scale is None else module[KERNEL] * scale[:, :, None]
-            allowed = place.module(state.rest)[MASK] if before.weight.has_mask else None
-            mask = after.weight.best(after.weight.scores(kernel, after), after, allowed)
+            if given:
+                mask = jnp.asarray(np.stack(given))
+            else:
+                allowed = place.module(state.rest)[MASK] if before.weight.has_mask else None
+                mask = after.weight.best(after.weight.scores(kernel, after), after, allowed)
             state = _with_mask(state, place, mask)
     elif before.weight.has_mask:
         state = _merge_hadamard(_without_mask(state, place), place, before.hadamard)

@@ -39,7 +39,7 @@ class BlockSparse(Weight):
     words = "block-sparse weights"
     stores_blocks = True
     is_partial = True
-    offers = frozenset(ABILITIES) - {"frozen_int8", "turned_dense"}
+    offers = frozenset(ABILITIES) - {"block_outputs", "frozen_int8", "turned_dense"}
 
     # Stored blocks are sorted by output block, and each head has equally many.
     values: Any = dataclasses.field(

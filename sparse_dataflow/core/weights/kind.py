@@ -33,6 +33,7 @@ ABILITIES = {
     "experts": "experts",
     "quantised_products": "products of fp8 or int8 operands",
     "feature_axis": "the mesh axis feature",
+    "block_outputs": "blocks that are not square",
     "evolution": "methods that change which weights are stored",
     "budget": "densities by projection or layer",
     "given": "a given dense weight to begin with",

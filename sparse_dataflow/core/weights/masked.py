@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from sparse_dataflow.core.config.projections import PRECISIONS
+from sparse_dataflow.core.config.projections import PRECISIONS, LinearSpec
 from sparse_dataflow.core.weights.dense import KERNEL, Dense
 from sparse_dataflow.core.weights.kind import (
     ABILITIES,
@@ -46,7 +46,7 @@ class Masked(Weight):
     has_mask = True
     is_partial = True
     offers = frozenset(ABILITIES) - {
-        "budget", "frozen_int8", "sparse_form", "turned_dense", "widths",
+        "budget", "frozen_int8", "turned_dense", "widths",
     }  # fmt: skip
 
     kernel: Any = dataclasses.field(metadata={LEAF: KERNEL})
@@ -85,10 +85,11 @@ class Masked(Weight):
     def check(cls, name, spec, sides):
         span = spec.span or sides[0] // spec.block
         rows = span * spec.density
-        if any(side % spec.block for side in sides) or (sides[0] // spec.block) % span:
+        if sides[0] % (spec.block * span) or sides[1] % spec.block_sides[1]:
             raise UserError(
-                f"{name}: {sides[0]} x {sides[1]} features are not whole blocks of {spec.block} in "
-                f"spans of {span}; legal: sides that divide them."
+                f"{name}: {sides[0]} x {sides[1]} features are not whole blocks of "
+                f"{spec.block} x {spec.block_sides[1]} in spans of {span}; legal: sides that "
+                "divide them."
             )
         if spec.span and abs(rows - round(rows)) > 1e-6:
             raise UserError(
@@ -101,8 +102,7 @@ class Masked(Weight):
         """See `Weight`: the mask is drawn too."""
         import jax.numpy as jnp
 
-        blocks = sides[0] // spec.block, sides[1] // spec.block
-        mask = cls.best(jnp.square(normal(blocks, 1.0)), spec)
+        mask = cls.best(jnp.square(normal(cls.grid(spec, sides), 1.0)), spec)
         kernel = normal(tuple(sides), gain / math.sqrt(sides[0] * spec.density))
         return {"kernel": kernel * mask, "mask": mask}
 
@@ -112,7 +112,7 @@ class Masked(Weight):
 
     @classmethod
     def describe(cls, spec, sides):
-        return f"density {spec.density:g}, {_units(spec)} under a mask, stored whole"
+        return f"density {spec.density:g}, {_units(spec)} under a mask"
 
     @classmethod
     def row(cls, spec, sides):
@@ -122,9 +122,27 @@ class Masked(Weight):
     def scores(cls, magnitudes: Any, spec: Any) -> Any:
         """Returns the sums of squares of the blocks: [..., in, out] -> [..., blocks, blocks]."""
         *stack, inputs, outputs = magnitudes.shape
-        side = spec.block
-        grid = magnitudes.reshape(*stack, inputs // side, side, outputs // side, side)
+        rows, columns = spec.block_sides
+        grid = magnitudes.reshape(*stack, inputs // rows, rows, outputs // columns, columns)
         return (grid * grid).sum((-3, -1))
+
+    @classmethod
+    def grid(cls, spec: LinearSpec, sides: tuple[int, int]) -> tuple[int, int]:
+        """Returns the numbers of blocks along the inputs and outputs."""
+        rows, columns = spec.block_sides
+        return sides[0] // rows, sides[1] // columns
+
+    @classmethod
+    def block_mask(cls, mask: Any, spec: LinearSpec) -> Any:
+        """Returns a mask by blocks: [..., in, out] -> [..., in_blocks, out_blocks]."""
+        rows, columns = spec.block_sides
+        return mask[..., ::rows, ::columns]
+
+    @classmethod
+    def entry_mask(cls, blocks: Any, spec: LinearSpec) -> Any:
+        """Returns a mask by entries: [..., in_blocks, out_blocks] -> [..., in, out]."""
+        rows, columns = spec.block_sides
+        return blocks.repeat(rows, axis=-2).repeat(columns, axis=-1)
 
     @classmethod
     def gradient_scores(cls, gradients: Mapping[str, Any], spec: Any) -> Any:
@@ -148,12 +166,11 @@ class Masked(Weight):
         span = spec.span or inputs
         count = max(1, round(span * spec.density))
         if allowed is not None:
-            scores = jnp.where(allowed[..., :: spec.block, :: spec.block], scores, -1)
+            scores = jnp.where(cls.block_mask(allowed, spec), scores, -1)
         grid = scores.reshape(*stack, inputs // span, span, outputs)
         # Ranks break ties by the index, so that each output stores exactly `count`.
         ranks = jnp.argsort(jnp.argsort(-grid, axis=-2), axis=-2)
-        mask = (ranks < count).reshape(*stack, inputs, outputs)
-        return mask.repeat(spec.block, axis=-2).repeat(spec.block, axis=-1)
+        return cls.entry_mask((ranks < count).reshape(*stack, inputs, outputs), spec)
 
     @classmethod
     def exchanged(
@@ -180,7 +197,7 @@ class Masked(Weight):
         span = spec.span or inputs
         shape = (inputs // span, span, outputs)
         norms, growth = norms.reshape(shape), growth.reshape(shape)
-        stored = mask[:: spec.block, :: spec.block].reshape(shape)
+        stored = cls.block_mask(mask, spec).reshape(shape)
         # The smallest stored blocks of each output and its best absent ones come first.
         losses = jnp.sort(jnp.where(stored, norms, jnp.inf), axis=1)
         profits = -jnp.sort(jnp.where(stored, jnp.inf, -growth), axis=1)
@@ -199,10 +216,11 @@ class Masked(Weight):
             return where & (jnp.argsort(jnp.argsort(ordered, axis=1), axis=1) < moved)
 
         after = stored & ~chosen(norms, stored) | chosen(-growth, ~stored)
-        after = after.reshape(inputs, outputs)
-        return after.repeat(spec.block, axis=0).repeat(spec.block, axis=1)
+        return cls.entry_mask(after.reshape(inputs, outputs), spec)
 
 
 def _units(spec):
-    units = "single weights" if spec.block == 1 else f"blocks of {spec.block}"
+    rows, columns = spec.block_sides
+    units = "single weights" if rows == columns == 1 else f"blocks of {rows}"
+    units += f" x {columns}" * (rows != columns)
     return f"{units}, {round(spec.density * spec.span)} of {spec.span}" if spec.span else units

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.core.config.projections import KINDS, PRECISIONS
+from sparse_dataflow.core.config.remat import PROJECTION_OUTPUT
 from sparse_dataflow.core.layouts.layout import BlockLayout, FixedTables
 from sparse_dataflow.core.ops.derivatives import broadcast_like
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
@@ -136,8 +137,9 @@ class WithDenseGradient(Wrapper):
         return with_dense_gradient(x @ self.base, x, self.zeros)
 
 
-PROJECTION_OUTPUT = "projection_output"
-"""Checkpoint name of every projection's output, for remat policies."""
+def named_output(y: jax.Array) -> jax.Array:
+    """Names an output of a projection for remat policies."""
+    return checkpoint_name(y, PROJECTION_OUTPUT)
 
 
 @jax.tree_util.register_dataclass
@@ -164,10 +166,16 @@ class Linear:
           x: the input, or its features for this shard of a weight that is cut by inputs.
           reduce: sums the partial products of a weight that is cut by inputs over its shards.
         """
-        return self.plus_bias(reduce(x @ self.weight))
+        return self.plus_bias(self.product(x, reduce))
+
+    def product(
+        self, x: jax.Array, reduce: Callable[[jax.Array], jax.Array] = lambda y: y
+    ) -> jax.Array:
+        """Returns the projection without its bias; arguments as in a call."""
+        return reduce(x @ self.weight)
 
     def plus_bias(self, y: jax.Array) -> jax.Array:
         """Adds the bias, if there is one, and names the output for remat policies."""
         if self.bias is not None:
             y += broadcast_like(self.bias, y)
-        return checkpoint_name(y, PROJECTION_OUTPUT)
+        return named_output(y)

@@ -91,6 +91,7 @@ def test_each_prompt_is_answered_by_its_run_as_alone_after_one_switch(
             assert by != name or line["text"] == expected
 
 
+@pytest.mark.slow
 def test_one_expert_is_on_the_device_and_all_are_in_host_memory(folders):
     experts = Composition()
     for name, (path, _) in folders.items():
@@ -164,6 +165,7 @@ def test_the_page_has_the_bytes_of_a_switch_at_the_13b():
     assert ratio == f"{moved['dense'] / moved['sparse']:.2f}"
 
 
+@pytest.mark.slow
 def test_the_command_routes_each_line_and_switches_when_the_expert_changes(
     folders, flags, monkeypatch, capsys
 ):

@@ -7,14 +7,12 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import sparse_dataflow as sd
 from experiments import generate
 from sparse_dataflow.commands import command_line
 from sparse_dataflow.commands.models import load_model
 from sparse_dataflow.commands.models.generate import read_prompts, write_file
-from sparse_dataflow.data import cache
 from sparse_dataflow.data.tokenizer import gpt2_tokenizer
 from sparse_dataflow.evaluation import generate as generation
 from sparse_dataflow.evaluation.composition import OneModel
@@ -89,6 +87,7 @@ def test_activation_sparsity_is_refused_without_a_run(monkeypatch, capsys, flags
     assert left.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_experts_in_host_memory_write_the_same_text_and_the_traffic_is_said(monkeypatch, capsys):
     shape = {"d_model": 32, "num_heads": 2, "d_ff": 64, "experts": 4, "top_k": 2}
     config = sd.preset("pico").change(sparsity__block=8, sparsity__density=0.5)
@@ -206,31 +205,3 @@ def test_files_without_prompts_are_refused(tmp_path, content, message):
 def test_flags_that_contradict_each_other_are_refused(options, message):
     with pytest.raises(UserError, match=message):
         generate.main(generate.Options(**options))
-
-
-@pytest.fixture
-def no_programs():
-    """Ends jax's use of a cache of compiled programs, and restores it."""
-    names = ("jax_compilation_cache_dir", "jax_compilation_cache_max_size")
-    before = {name: getattr(jax.config, name) for name in names}
-    jax.config.update(names[0], None)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
-def test_compiled_programs_are_kept_in_the_cache_folder(no_programs, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "FOLDER", tmp_path / "cache")
-    load_model.keep_programs()
-    jax.jit(lambda x: x * 17.5)(1.0)
-    assert list((tmp_path / "cache" / load_model.PROGRAMS).glob("jit*"))
-
-
-def test_a_folder_of_programs_that_jax_has_is_not_changed(no_programs, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "FOLDER", tmp_path / "cache")
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
-    load_model.keep_programs()
-    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
-    assert not (tmp_path / "cache").exists()

@@ -72,6 +72,7 @@ def test_the_text_has_time_memory_and_gain_with_their_ranges():
     assert weights / 8 < float(dict(sizes)["parameters"]) < weights
 
 
+@pytest.mark.slow
 def test_machines_are_compared_and_those_without_a_plan_are_said(capsys):
     chips = "--chips=a100:8@1.5,h100:8@2.5,v5e-64@1.2,rtx-4090"
     assert run("--scale=13b", chips) == 0

@@ -36,7 +36,7 @@ def test_without_a_limit_nothing_is_planned():
     assert settling.settled_remat(CONFIG, CHIP, SINGLE_DEVICE) is CONFIG
 
 
-@pytest.mark.parametrize("kind", ["none", "dots", "full"])
+@pytest.mark.parametrize("kind", ["none", "keep", "full"])
 def test_a_plan_of_equal_blocks_has_the_bytes_of_the_memory_plan(kind):
     [v] = variants(CONFIG.change(model__remat=kind))
     planned = plan_memory.training_bytes(v.model, v.training).total
@@ -86,7 +86,7 @@ def test_a_mesh_shards_what_is_planned():
     sharded = all_costs(Sharded(mesh))[0]
     assert sharded.saved["full"] == pytest.approx(all_costs()[0].saved["full"] / 8)
     assert sharded.fixed < all_costs()[0].fixed / 2
-    assert sharded.offloaded > 0 and sharded.recompute["full"] > sharded.recompute["dots"] > 0
+    assert sharded.offloaded > 0 and sharded.recompute["full"] > sharded.recompute["keep"] > 0
 
 
 def test_a_limit_that_nothing_meets_names_one_that_is_met():

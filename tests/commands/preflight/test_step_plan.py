@@ -20,6 +20,7 @@ HELD_OUT = EvalBatches(TOKENS[:100], 4, 8, 4)
 DATA = TrainingData(TrainBatches(TOKENS, 4, 8), HELD_OUT, 99, HELD_OUT, 99, "hash")
 
 
+@pytest.mark.slow
 def test_a_step_is_the_mean_of_its_phases_and_equal_phases_cost_the_same():
     """So, of ways that differ in their switch alone, the time is linear in it, to rounding."""
     ways = {

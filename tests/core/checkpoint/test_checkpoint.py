@@ -21,7 +21,7 @@ from checkpoint_states import (
     small_state,
 )
 
-from sparse_dataflow.core.checkpoint import checkpoint
+from sparse_dataflow.core.checkpoint import checkpoint, named_arrays
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.files import manifest
 from sparse_dataflow.files.errors import UserError
@@ -37,6 +37,19 @@ def test_everything_comes_back_to_the_same_bits(tmp_path):
     config = restored_extra.pop("config")
     assert (restored_extra, config["model"]["heads"]) == (extra, [2, 4])
     assert not restored["params"]["odd"].committed  # As in a freshly initialised state.
+
+
+@pytest.mark.parametrize(
+    ("state", "name"),
+    [
+        ({"a.b": 1, "a": {"b": 2}}, "a.b"),
+        ({"a": [3], "a.0": 4}, "a.0"),
+        ({"x": {"a.b.c": 5, "a": {"b.c": 6}}}, "x.a.b.c"),
+    ],
+)
+def test_arrays_with_one_name_are_refused(state, name):
+    with pytest.raises(ValueError, match=f"both named {name}"):
+        named_arrays.flatten(jax.tree.map(np.asarray, state))
 
 
 def test_later_changes_of_the_state_do_not_reach_the_checkpoint(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,3 +37,11 @@ def test_capacity_bounds_the_buffer(tokens, factor, devices):
     assert exchanged_rows(model, tokens, devices) == min(
         bound, exchanged_rows(dropless, tokens, devices)
     )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "factor", "rows"), [(5, 1.0, 2), (4, 1.0, 1), (3, 1.5, 2), (8, 1.25, 3), (1, 0.1, 1)]
+)
+def test_a_capacity_is_a_share_of_the_choices_rounded_up(tokens, factor, rows):
+    model = dataclasses.replace(MODEL, experts=8, top_k=2, expert_capacity=factor)
+    assert capacity(model, tokens) == rows

@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from small_models import shapes_of, tables_of
 
 from sparse_dataflow.compile import traced
-from sparse_dataflow.core.config.layer_groups import layer_groups, layer_linear, split_groups
+from sparse_dataflow.core.config.layer_groups import (
+    layer_groups,
+    layer_linear,
+    layer_model,
+    split_groups,
+)
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
@@ -26,6 +31,7 @@ from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planner import memory
+from sparse_dataflow.runs.families import FAMILIES
 from sparse_dataflow.runs.run_config import SIZES
 
 PROJECTIONS = SIZES["nano"].projections
@@ -65,6 +71,13 @@ def test_groups_are_runs_of_layers_of_equal_density(model_and_depth):
             assert (
                 density == layer_linear(model, name, layer).density == SPEC.density * depth[layer]
             )
+
+
+@pytest.mark.parametrize("room", [1.0, 2.0, 3.0])
+def test_tables_of_layouts_that_may_change_are_counted_with_their_room(room):
+    model = DENSE.with_linears(dataclasses.replace(SPEC, max_fan_out=room))
+    tables = jax.tree.leaves(stacks.stored_layouts(model))
+    assert sum(table.nbytes for table in tables) == memory.table_bytes(model)
 
 
 @settings(max_examples=20, deadline=None)
@@ -157,6 +170,7 @@ def expected():
     return tokens, by_layer(arbitrary(MODEL))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("remat", "traced_tables", "deepest"),
     [
@@ -227,3 +241,19 @@ def test_a_step_has_the_flops_of_its_layers(monkeypatch, deepest):
         cost.flops_per_token(m, 8).total for m in (MODEL, *(g.model for g in layer_groups(MODEL)))
     ]
     assert planned[0] == pytest.approx(planned[1] / 3 + planned[2] * 2 / 3)
+
+
+def test_layers_with_a_window_alone_have_its_base_without_scaling():
+    model = dataclasses.replace(
+        DENSE,
+        **FAMILIES["llama"],
+        window=4,
+        layer_types="sliding+sliding+full",
+        rotary_base=1e4,
+        rotary_local_base=30.0,
+        rotary_scaling="linear",
+        rotary_factor=8.0,
+    )
+    rotary = lambda layer: (layer.window, layer.rotary_base, layer.rotary_factor)  # noqa: E731
+    local = (4, 30.0, 1.0)
+    assert [rotary(layer_model(model, i)) for i in range(3)] == [local, local, (0, 1e4, 8.0)]

@@ -76,7 +76,7 @@ MODELS = {
     "sparse_mlp": DENSE.with_linears(
         LinearSpec("block_sparse", "monarch", 0.5, 8), ["mlp_in", "mlp_out"]
     ),
-    "sparse_rank": sparse("random", rank=4, hadamard=8, positions="rotary", remat="dots"),
+    "sparse_rank": sparse("random", rank=4, hadamard=8, positions="rotary", remat="keep"),
     "sparse_depth": sparse(
         "shuffle",
         num_layers=3,
@@ -125,7 +125,7 @@ MODELS = {
     **{name: dataclasses.replace(DENSE, **fields) for name, fields in small_models.NEWER.items()},
     "gemma3": dataclasses.replace(DENSE, num_layers=3, **small_models.GEMMA3),
     "multi_query": dataclasses.replace(
-        DENSE, **FAMILIES["llama"] | {"biases": ("q", "k", "v")}, num_kv_heads=1, remat="dots"
+        DENSE, **FAMILIES["llama"] | {"biases": ("q", "k", "v")}, num_kv_heads=1, remat="keep"
     ).with_linears(LinearSpec("block_sparse", "random", 0.5, 4, rank=4, hadamard=8)),
     **{
         precision: dataclasses.replace(DENSE, precision=precision).with_linears(

@@ -11,20 +11,31 @@ from compared import assert_like_single_device, executor_run
 slow, nightly = pytest.mark.slow, pytest.mark.nightly
 
 
-def cases(*daily, at_night=()):
-    """Returns the cases (name, *texts) of a property as (name, texts); each kind is a daily one."""
+def cases(*once, daily=(), at_night=()):
+    """Returns the cases (name, *texts) of a property as (name, texts).
+
+    Args:
+      *once: each kind of executor once, for `make test`.
+      daily: each feature on the kinds of executors, for `make test-all`.
+      at_night: larger versions, for `make nightly`.
+    """
 
     def marked(case, *marks):
         return pytest.param(case[0], case[1:], marks=marks, id=" ".join(case))
 
-    in_process = lambda case: all(text.startswith("relay/") for text in case[1:])  # noqa: E731
-    today = [marked(case, *[] if in_process(case) else [slow]) for case in daily]
-    return today + [marked(case, nightly) for case in at_night]
+    tables = ((once, ()), (daily, (slow,)), (at_night, (nightly,)))
+    return [marked(case, *marks) for table, marks in tables for case in table]
 
 
-TRAINED = [
-    # Meshes; "multi_query" has fewer key/value heads than the axis tensor has devices.
+ONCE = [
     ("sparse+measured", "data:2,fsdp:2,tensor:2/2/2"),
+    ("sparse_depth", "halves,fsdp:2,context:2,feature:2/3/1"),
+    ("sparse_deep_full+measured", "stage:2,fsdp:2,tensor:2/2/2/interleaved/2/2+1+1+1"),
+    ("dense", "relay/device/1", "relay/host/2"),
+    ("sparse_depth", "relay/device/2"),
+]
+DAILY = [
+    # "multi_query" has fewer key/value heads than the axis tensor has devices.
     ("shared", "data:2,fsdp:2,tensor:2/3/2"),
     ("multi_query", "data:2,tensor:4/0/1"),
     ("gemma2", "data:2,fsdp:2,tensor:2/3/2"),
@@ -51,7 +62,6 @@ TRAINED = [
     # Grouped queries, rotary positions and a window; documents, and soft caps.
     ("llama", "fsdp:2,context:2,tensor:2/3/2"),
     ("packed", "context:4,tensor:2/0/1"),
-    ("sparse_depth", "halves,fsdp:2,context:2,feature:2/3/1"),
     ("sparse_mlp+muon", "fsdp:4,context:2/2/2"),
     # What blocks and head read of a micro-batch: documents, padding, weights of targets.
     ("documents", "on:4,stage:2,tensor:2/2/2/1f1b/1", "on:2,stage:2/0/4/zero_bubble/1"),
@@ -83,7 +93,6 @@ TRAINED = [
     ("qwen3+measured", "stage:2,data:2,tensor:2/1/2/zero_bubble/1"),
     ("experts_sparse", "fsdp:2,stage:2,tensor:2/3/1/1f1b/1"),
     ("experts", "exchange,stage:2,fsdp:2,tensor:2/3/1/1f1b/1"),
-    ("sparse_deep_full+measured", "stage:2,fsdp:2,tensor:2/2/2/interleaved/2/2+1+1+1"),
     # The relay: one block at a time.
     ("llama+adapters", "relay/device/2"),
     ("sparse_depth+adapters", "relay/host/1"),
@@ -91,7 +100,6 @@ TRAINED = [
     ("dense+new_rows", "relay/device/1", "relay/host/2"),
     ("phi+new_rows_lion", "relay/device/1"),
     ("sparse+spikes", "relay/device/2", "on:2,stage:2/0/2/1f1b/1"),
-    ("dense", "relay/device/1", "relay/host/2"),
     ("llama+measured", "relay/device/2", "relay/host/2", "relay,data:2/device/2"),
     ("sparse_rank+muon", "relay/device/1"),
     ("low_rank+muon", "relay/device/2"),
@@ -104,7 +112,6 @@ TRAINED = [
     ("gemma2", "relay/device/2"),
     ("gemma3", "relay/device/2"),
     *((name, "relay/device/2") for name in ("phi", "olmo2", "smollm3", "granite")),
-    ("sparse_depth", "relay/device/2"),
     ("experts_sparse+measured", "relay/device/2"),
 ]
 AT_NIGHT = [
@@ -180,7 +187,7 @@ AT_NIGHT = [
 ]
 
 
-@pytest.mark.parametrize(("model", "texts"), cases(*TRAINED, at_night=AT_NIGHT))
+@pytest.mark.parametrize(("model", "texts"), cases(*ONCE, daily=DAILY, at_night=AT_NIGHT))
 def test_training_is_that_of_one_device(model, texts):
     """Losses, clipped gradients, metrics, moments and parameters of three steps, an evaluation."""
     if model in ("int8", "fp8"):
@@ -208,14 +215,16 @@ STAGES = "stage:2,data:2,tensor:2/3/1/zero_bubble/1"
 @pytest.mark.parametrize(
     ("method", "texts"),
     cases(
-        # With parts of a batch, the norms that choose blocks are those of the whole.
-        ("rigl+depth", f"halves,{MESH}"),
-        ("rigl", "fsdp:2,context:2,tensor:2/3/1"),
-        ("rigl", "relay/device/1"),
         # Each device has a strip of every block.
-        ("rigl", "on:4,feature:2,tensor:2/3/1"),
         ("set", "on:2,feature:2/0/1"),
-        ("shared_to_own", "on:2,stage:2/0/1/1f1b/1", "on:2,feature:2/0/1"),
+        daily=[
+            # With parts of a batch, the norms that choose blocks are those of the whole.
+            ("rigl+depth", f"halves,{MESH}"),
+            ("rigl", "fsdp:2,context:2,tensor:2/3/1"),
+            ("rigl", "relay/device/1"),
+            ("rigl", "on:4,feature:2,tensor:2/3/1"),
+            ("shared_to_own", "on:2,stage:2/0/1/1f1b/1", "on:2,feature:2/0/1"),
+        ],
         at_night=[
             *((method, "on:4,feature:2,fsdp:2/3/1") for method in ("gradual", "sparse_to_dense")),
             ("rigl", MESH, STAGES),
@@ -237,14 +246,16 @@ def test_layouts_evolve_as_on_one_device(method, texts):
 @pytest.mark.parametrize(
     ("model", "texts"),
     cases(
-        ("sparse_deep", "stage:2,data:2,tensor:2/3/1/1f1b/1", "relay/device/1"),
-        ("llama", "stage:2,tensor:4/3/1/1f1b/1", "data:2,tensor:4/0/1"),
-        ("sparse_depth", "relay/device/1"),
         ("documents", "relay/device/1"),
-        # Of masks, whose kernels are reordered where "feature" cuts runs of the residual stream.
-        ("masked", "relay/device/1"),
-        ("masked", "on:4,feature:2,tensor:2/3/1", "stage:2,fsdp:2,tensor:2/2/2/1f1b/1"),
-        ("masked_and_stored", "on:4,feature:2,fsdp:2/3/1", "on:2,stage:2/0/1/1f1b/1"),
+        daily=[
+            ("sparse_deep", "stage:2,data:2,tensor:2/3/1/1f1b/1", "relay/device/1"),
+            ("llama", "stage:2,tensor:4/3/1/1f1b/1", "data:2,tensor:4/0/1"),
+            ("sparse_depth", "relay/device/1"),
+            # Masks, whose kernels are reordered where "feature" cuts runs of the residual stream.
+            ("masked", "relay/device/1"),
+            ("masked", "on:4,feature:2,tensor:2/3/1", "stage:2,fsdp:2,tensor:2/2/2/1f1b/1"),
+            ("masked_and_stored", "on:4,feature:2,fsdp:2/3/1", "on:2,stage:2/0/1/1f1b/1"),
+        ],
     ),
 )
 def test_block_gradient_norms_are_those_of_one_device(model, texts):
@@ -256,32 +267,34 @@ def test_block_gradient_norms_are_those_of_one_device(model, texts):
 @pytest.mark.parametrize(
     ("model", "texts"),
     cases(
-        # Tokens that travel to experts, or do not.
-        (
-            "experts_sparse",
-            "exchange,data:2,fsdp:4/3/1",
-            "fsdp:8/1/1",
-            "exchange,stage:2,data:2,fsdp:2/3/1/1f1b/1",
-        ),
-        # A density by depth.
-        (
-            "sparse_depth",
-            "data:2,feature:2,tensor:2/3/1",
-            "relay/device/1",
-            "data:2,fsdp:2,tensor:2/2/1",
-            "fsdp:2,context:4/3/1",
-            "feature:4,fsdp:2/2/1",
-        ),
-        # One copy of each key/value head.
-        ("llama", "data:8/3/1", "fsdp:2,tensor:4/3/1", "stage:2,tensor:4/2/1/1f1b/1"),
         # No padding of the vocabulary: no tensor axis divides its 45 tokens.
         ("dense_odd", "data:2,fsdp:2,tensor:2/3/1", "relay/host/1", "stage:2,tensor:4/2/1/1f1b/1"),
-        (
-            "sparse_deep",
-            "stage:4,tensor:2/3/4/1f1b/1",
-            "data:2,fsdp:4/3/1",
-            "stage:2,fsdp:4/3/4/interleaved/2",
-        ),
+        daily=[
+            # Tokens that travel to experts, or do not.
+            (
+                "experts_sparse",
+                "exchange,data:2,fsdp:4/3/1",
+                "fsdp:8/1/1",
+                "exchange,stage:2,data:2,fsdp:2/3/1/1f1b/1",
+            ),
+            # A density by depth.
+            (
+                "sparse_depth",
+                "data:2,feature:2,tensor:2/3/1",
+                "relay/device/1",
+                "data:2,fsdp:2,tensor:2/2/1",
+                "fsdp:2,context:4/3/1",
+                "feature:4,fsdp:2/2/1",
+            ),
+            # One copy of each key/value head.
+            ("llama", "data:8/3/1", "fsdp:2,tensor:4/3/1", "stage:2,tensor:4/2/1/1f1b/1"),
+            (
+                "sparse_deep",
+                "stage:4,tensor:2/3/4/1f1b/1",
+                "data:2,fsdp:4/3/1",
+                "stage:2,fsdp:4/3/4/interleaved/2",
+            ),
+        ],
         at_night=[("sparse", "data:4,tensor:2/1/1", "fsdp:2,tensor:4/3/1", "data:2,fsdp:4/2/1")],
     ),
 )

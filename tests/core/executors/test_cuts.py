@@ -64,3 +64,12 @@ def test_blocks_that_move_between_shards_are_refused_before_the_first_step():
 
     with pytest.raises(UserError, match=r"row_shards=2 .* 4 tensor shards.*legal: multiples of 4"):
         programs.refuse_row_shards(EvolutionConfig("rigl", row_shards=2), Executor())
+
+
+def test_blocks_in_the_order_of_shards_come_back():
+    rng = np.random.default_rng(0)
+    order = np.stack([rng.permutation(9) for _ in range(3)])
+    values = rng.normal(size=(3, 9))
+    by_shard = np.take_along_axis(values, order, axis=1)
+    back = np.take_along_axis(by_shard, cuts.inverse(order), axis=1)
+    np.testing.assert_array_equal(back, values)

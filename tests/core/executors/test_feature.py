@@ -2,11 +2,15 @@
 
 import collections
 
+import numpy as np
 import pytest
 from compared import executor_run
 from executor_runs import BATCH, MODELS, SEQUENCE
+from jax.sharding import AbstractMesh
 
-from sparse_dataflow.core.config.projections import ROW_PARALLEL
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import ROW_PARALLEL, LinearSpec
+from sparse_dataflow.core.executors import residual_stream
 from sparse_dataflow.planner import collectives
 
 
@@ -31,3 +35,14 @@ def test_the_step_gathers_and_reduce_scatters_what_the_formula_says(model):
     [steps] = executor_run("collectives", model, text).values()
     sharing = [step for step in steps if step[0] != "all-reduce"]
     assert {(kind, group, size): times for kind, group, size, times in sharing} == expected
+
+
+@pytest.mark.parametrize(("block", "devices"), [(4, 2), (8, 4), (16, 2)])
+def test_each_device_has_an_equal_part_of_every_run(block, devices):
+    spec = LinearSpec("block_sparse", "monarch", 0.5, block)
+    model = ModelConfig(1, 32, 2, 64, vocab_size=40, max_len=8).with_linears(spec)
+    order = residual_stream.order(model, AbstractMesh((devices,), ("feature",)))
+    runs = order.reshape(devices, 32 // block, block // devices)
+    first = block * np.arange(32 // block)[:, None] + np.arange(block // devices)
+    for device, features in enumerate(runs):
+        np.testing.assert_array_equal(features, first + device * block // devices)

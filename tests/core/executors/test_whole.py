@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import some
 from small_models import DENSE, arbitrary_params, assert_same, tables_of, tokens_of
 from small_models import EACH_KIND as MODEL
 
+from sparse_dataflow.compile import traced
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.layouts import model_layouts
@@ -56,10 +58,12 @@ def test_gradients_are_those_of_the_plain_loss(result):
     assert_same(result, plain_result)
 
 
+@pytest.mark.slow
 def test_accumulation_equals_one_batch(result):
     assert_same(result, run(micro_batches=2))
 
 
+@pytest.mark.slow
 def test_sub_batches_change_nothing():
     """Also where tokens attend within their document, and where a block is offloaded."""
     config = dataclasses.replace(DENSE, mask_documents=True, remat="offload+none:1")
@@ -76,11 +80,12 @@ def test_sub_batches_change_nothing():
     assert_same(gradients, expected)
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", some(["keep", "full"], "full"))
 def test_remat_changes_nothing(result, remat):
     assert_same(result, run(dataclasses.replace(MODEL, remat=remat)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unrolled", [True, False])
 def test_blocks_of_different_remat_change_nothing(unrolled, monkeypatch):
     """A repeated pattern, then a pattern that is another."""
@@ -90,8 +95,10 @@ def test_blocks_of_different_remat_change_nothing(unrolled, monkeypatch):
     assert_same(run(plan), run(deep))
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "full:2,none:3"])
-@pytest.mark.parametrize("layer_types", ["sliding+full", "full+sliding+sliding"])
+@pytest.mark.parametrize("remat", some(["none", "keep", "full:2,none:3"], "full:2,none:3"))
+@pytest.mark.parametrize(
+    "layer_types", some(["sliding+full", "full+sliding+sliding"], "full+sliding+sliding")
+)
 def test_scanned_layers_keep_their_windows(remat, layer_types, monkeypatch):
     local = dict(window=2, layer_types=layer_types, rotary_local_base=20.0)
     deep = dataclasses.replace(DENSE, num_layers=5, positions="rotary", remat=remat, **local)
@@ -100,10 +107,10 @@ def test_scanned_layers_keep_their_windows(remat, layer_types, monkeypatch):
     assert_same(run(deep), unrolled)
 
 
-MIXED = "offload+none:2,dots:1"
+MIXED = "offload+none:2,keep:1"
 
 
-@pytest.mark.parametrize(("remat", "copies"), [("offload", True), (MIXED, True), ("dots", False)])
+@pytest.mark.parametrize(("remat", "copies"), [("offload", True), (MIXED, True), ("keep", False)])
 def test_offloaded_blocks_are_copied_to_pinned_host_memory(remat, copies, monkeypatch):
     """In the program for a TPU, before its compiler."""
     monkeypatch.setattr(whole, "UNROLL_LAYERS", 1)
@@ -118,8 +125,8 @@ def test_offloaded_blocks_are_copied_to_pinned_host_memory(remat, copies, monkey
     assert ('_xla_buffer_placement = "pinned_host"' in program) == copies
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize("unrolled", [True, False])
+@pytest.mark.parametrize("remat", some(["none", "full"], "full"))
+@pytest.mark.parametrize("unrolled", some([True, False], False))
 def test_traced_tables_change_nothing(result, remat, unrolled, monkeypatch):
     monkeypatch.setattr(whole, "UNROLL_CHANGING_LAYERS", 2 if unrolled else 1)
     assert_same(result, run(dataclasses.replace(MODEL, remat=remat), traced_tables=True))
@@ -142,6 +149,7 @@ def test_scanning_concrete_tables_changes_nothing(result, monkeypatch):
     np.testing.assert_allclose(loss_alone(), result[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_jit_changes_nothing(result):
     np.testing.assert_allclose(loss_alone(jit=False), result[0], rtol=1e-5)
 
@@ -188,7 +196,9 @@ def test_each_layer_uses_its_weights_and_layouts():
     np.testing.assert_allclose(jax.jit(by_hand)(params, tokens), logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "unrolled"), [("sparse", True), ("experts", False)])
+@pytest.mark.parametrize(
+    ("kind", "unrolled"), some([("sparse", True), ("experts", False)], "sparse")
+)
 def test_the_gradient_of_a_shared_block_is_the_sum_over_the_layers(kind, unrolled, monkeypatch):
     """Compares with a model whose layers have equal weights of their own."""
     monkeypatch.setattr(whole, "unrolls", lambda *_: unrolled)
@@ -229,6 +239,7 @@ def test_loss_weights_select_tokens():
     np.testing.assert_allclose(loss(tokens, weights), 2 * each[0] + 0.5 * each[1], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_initial_loss_is_that_of_a_uniform_guess():
     tables, tokens = tables_of(MODEL), tokens_of(MODEL)
     weights = np.full((4, 10), 1 / 40, np.float32)
@@ -240,6 +251,7 @@ def test_the_initial_loss_is_that_of_a_uniform_guess():
     assert float(loss) == pytest.approx(np.log(MODEL.vocab_size), rel=0.05)
 
 
+@pytest.mark.slow
 def test_bfloat16_compute_stays_near_float32_and_keeps_float32_masters(result):
     loss, gradients = result
     narrow_loss, narrow = run(dataclasses.replace(MODEL, compute_dtype="bfloat16"))
@@ -251,7 +263,7 @@ def test_bfloat16_compute_stays_near_float32_and_keeps_float32_masters(result):
         assert difference < 0.1 * np.linalg.norm(exact)
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", some(["none", "full"], "full"))
 def test_masked_documents_have_the_loss_of_each_alone(remat):
     """Rotary positions are relative, so a document's place in the window changes nothing."""
     config = dataclasses.replace(MODEL, positions="rotary", mask_documents=True, remat=remat)
@@ -274,3 +286,67 @@ def test_masked_documents_have_the_loss_of_each_alone(remat):
         abs(whole.loss(plain, weights_of(params, tables), whole.Batch(tokens, weights)) - together)
         > 1e-3
     )
+
+
+KEPT = {
+    "dense": {},
+    "gated": {"gated_mlp": True, "activation": "silu", "biases": ()},
+    "separate": {"fused_qkv": False},
+    "sparse": {"linears": {}},
+}
+
+
+@pytest.mark.parametrize("traced_tables", [False, True])
+@pytest.mark.parametrize("name", KEPT)
+def test_keep_repeats_no_product_but_the_scores(name, traced_tables):
+    """Of dense and of block-sparse weights alike; a softmax without a kernel needs its scores."""
+    config = dataclasses.replace(DENSE, num_layers=3, **KEPT[name])
+    if name == "sparse":
+        config = config.with_linears(LinearSpec("block_sparse", "monarch", 0.5, 4))
+    tokens = tokens_of(config)
+    scores = 2 * config.num_layers * tokens[:, 1:].size * config.d_model * (tokens.shape[1] - 1)
+
+    def flops(remat):
+        model = dataclasses.replace(config, remat=remat)
+        tables = tables_of(model)
+
+        def step(params, tables):
+            weights = weights_of(params, tables)
+            return whole.loss_and_gradients(model, weights, whole.Batch(tokens))[1]
+
+        if not traced_tables:
+            jaxpr = jax.make_jaxpr(lambda p: step(p, tables))(arbitrary_params(model))
+        else:
+            jaxpr = jax.make_jaxpr(step)(arbitrary_params(model), tables)
+        return traced.count(jaxpr.jaxpr, {}).flops
+
+    assert flops("keep") == flops("none") + scores
+    assert flops("full") > flops("keep")
+
+
+EOT = 39
+ROWS = np.array([[EOT, 5, 6, EOT, 7, EOT, EOT, EOT], [1, EOT, EOT, 2, 3, 4, 5, 6]], np.int32)
+
+
+def test_padding_is_an_end_of_text_before_another():
+    """The end of a text is one of its tokens, also as the first of a row."""
+    config = dataclasses.replace(DENSE, experts=2, top_k=1, vocab_size=EOT + 1)
+    real = whole.batch_context(config, whole.Batch(ROWS), padded=True).real
+    expected = [[1, 1, 1, 1, 1, 0, 0], [1, 0, 1, 1, 1, 1, 1]]
+    np.testing.assert_array_equal(real, np.array(expected, bool))
+    assert whole.batch_context(config, whole.Batch(ROWS)).real is None
+    assert whole.routed_tokens(config, whole.Batch(ROWS), padded=True) == 11
+    assert whole.routed_tokens(config, whole.Batch(ROWS)) == 14
+
+
+def test_documents_are_those_of_the_inputs():
+    config = dataclasses.replace(DENSE, mask_documents=True, vocab_size=EOT + 1)
+    documents = whole.batch_context(config, whole.Batch(ROWS)).documents
+    expected = [[0, 1, 1, 1, 2, 2, 3], [0, 0, 1, 2, 2, 2, 2]]
+    np.testing.assert_array_equal(documents, expected)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_weights_of_a_mean_add_up_over_the_shards(shards):
+    weights = whole.with_weights(whole.Batch(ROWS), shards).weights
+    assert weights.sum() * shards == pytest.approx(1)

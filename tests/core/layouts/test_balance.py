@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment
 
 from sparse_dataflow.core.layouts.balance import balanced_top
 from sparse_dataflow.core.layouts.patterns import make_layout
@@ -88,3 +89,13 @@ def test_scores_that_are_not_finite_matrices_are_refused(bad):
 def test_degrees_that_do_not_fit_the_grid_are_refused():
     with pytest.raises(UserError, match="4 x 6 blocks has fan-in 1 and fan-out 1"):
         balanced_top(np.ones((4, 6)), 1, 1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_that_are_the_best_of_no_line_are_considered(seed):
+    """All inputs prefer the same outputs, so most of the best pairs are the best of neither."""
+    rng = np.random.default_rng(seed)
+    scores = np.outer(rng.random(30), rng.random(30))
+    expected = np.zeros(scores.shape, bool)
+    expected[linear_sum_assignment(scores, maximize=True)] = True
+    np.testing.assert_array_equal(balanced_top(scores, 1, 1), expected)

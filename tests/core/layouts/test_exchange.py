@@ -127,3 +127,16 @@ def test_random_growth_drops_the_smallest_blocks_and_restores_none():
     expected = np.zeros(layout.nnz, bool)
     expected[dropped] = True
     np.testing.assert_array_equal(~new.mask[layout.rows, layout.cols], expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_room_that_a_drop_made_is_used(seed):
+    """Input 1 has room for one more block, which output 0 takes; then output 1 drops its own."""
+    outputs = np.random.default_rng(seed).permutation(3)
+    stored, growth = np.zeros((4, 3), bool), np.full((4, 3), 0.1)
+    stored[[0, 1, 2], outputs] = True
+    growth[[1, 3, 1], outputs] = 10, 8, 6
+    expected = np.zeros((4, 3), bool)
+    expected[[1, 3, 1], outputs] = True
+    layout = BlockLayout.from_mask(stored, 2, max_fan_out=2)
+    np.testing.assert_array_equal(exchange(layout, np.ones(3), growth, 1.0).mask, expected)

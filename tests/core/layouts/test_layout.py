@@ -102,6 +102,15 @@ def test_layouts_are_equal_by_content(mask, other_mask, block, other_block):
     assert twin == layout and hash(twin) == hash(layout) and len({twin, layout}) == 1
 
 
+@pytest.mark.parametrize("side", ["in_blocks", "out_blocks", "block"])
+def test_equal_blocks_of_another_grid_are_another_layout(side):
+    fields = {"block": 2, "in_blocks": 3, "out_blocks": 3, "rows": np.arange(3)}
+    one, other = (
+        BlockLayout(**fields | {"cols": np.arange(3), side: size}) for size in (fields[side], 9)
+    )
+    assert one != other and one.content_hash != other.content_hash
+
+
 def test_equal_layouts_share_a_compiled_program():
     traces = []
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import some
 from small_models import (
     DENSE,
     MONARCH,
@@ -42,7 +43,9 @@ VARIANTS = {"dense": DENSE, "low_rank": LOW_RANK, "mixed": MIXED, "rotary": ROTA
 
 
 def variants(*names):
-    return pytest.mark.parametrize("config", [VARIANTS[name] for name in names], ids=names)
+    """Parametrizes with variants; all but the first are slow."""
+    cases = {name: VARIANTS[name] for name in names}
+    return pytest.mark.parametrize("config", some(cases, names[0]))
 
 
 @variants("dense", "mixed", "rotary")
@@ -163,6 +166,7 @@ def test_norms():
     np.testing.assert_allclose(rms, expected, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_initial_scale_of_activations_does_not_depend_on_density():
     base = ModelConfig(num_layers=2, d_model=128, num_heads=4, d_ff=512, vocab_size=9, max_len=64)
     specs = [LinearSpec()]

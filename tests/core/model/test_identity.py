@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import some
 from small_models import DENSE, EACH_KIND, LOW_RANK, MONARCH, arbitrary_params, tables_of
 
 from sparse_dataflow.core.config.projections import LinearSpec
@@ -30,7 +31,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    some([*MODELS], "phi", "each kind", "gated experts of blocks"),
+)
 def test_a_layer_begins_as_the_identity_and_all_of_it_learns(name):
     config = dataclasses.replace(MODELS[name], num_layers=1)
     first = lambda tree: jax.tree.map(lambda leaf: leaf[0], tree)  # noqa: E731

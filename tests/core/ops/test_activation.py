@@ -13,6 +13,7 @@ from activation_formulas import FORMULAS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from marks import examples
 
 import sparse_dataflow
 from sparse_dataflow.core.config import activations
@@ -27,7 +28,7 @@ def precision(dtype):
     return jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext()
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     hnp.arrays(np.float64, (2, 8), elements=st.floats(-8, 8, width=32)),
     st.sampled_from(["float64", "float32", "bfloat16"]),

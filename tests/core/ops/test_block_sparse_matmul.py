@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from marks import examples, some
 from simulated import simulated_tpu
 from simulated_hopper import simulated_hopper
 from simulated_triton import simulated_triton
@@ -86,10 +87,10 @@ SUITE = [
 ]
 
 
-def suite(*, keep=lambda implementation: True):
-    return pytest.mark.parametrize(
-        "implementation", [i for i in SUITE if keep(i)], ids=lambda i: i.name
-    )
+def suite(*chosen, keep=lambda implementation: True):
+    """Parametrizes with each implementation; those that are not chosen, if any is, are slow."""
+    cases = {i.name: (i,) for i in SUITE if keep(i)}
+    return pytest.mark.parametrize("implementation", some(cases, *(chosen or cases)))
 
 
 every_implementation = suite()
@@ -229,7 +230,7 @@ def assert_close(actual, operands, layout):
 
 @every_implementation
 def test_products_match_the_dense_product(implementation):
-    @settings(max_examples=implementation.examples)
+    @settings(max_examples=examples(implementation.examples))
     @given(case=cases(implementation))
     def check(case):
         operands = draw_operands(case.layout, case.tokens, case.dtype, case.seed)
@@ -241,7 +242,7 @@ def test_products_match_the_dense_product(implementation):
     check()
 
 
-@pytest.mark.parametrize("batched", ["x", "values", "both"])
+@pytest.mark.parametrize("batched", some(["x", "values", "both"], "both"))
 @every_implementation
 def test_vmap_is_a_loop(implementation, batched):
     layout = make_layout(
@@ -305,7 +306,7 @@ def test_forward_mode_is_the_sum_of_two_products(implementation):
     )
 
 
-@with_runtime_tables
+@suite("reference", "xla", "pallas_triton", keep=lambda i: i.runtime_tables)
 def test_changed_tables_run_in_the_same_program(implementation):
     block = implementation.blocks[-1]
     traces = []
@@ -322,7 +323,7 @@ def test_changed_tables_run_in_the_same_program(implementation):
     assert len(traces) == products._cache_size() == 1
 
 
-@with_runtime_tables
+@suite("reference", "xla", "pallas_triton", keep=lambda i: i.runtime_tables)
 def test_a_program_with_runtime_tables_does_not_grow_with_the_layout(array_sizes, implementation):
     block = implementation.blocks[-1]
 

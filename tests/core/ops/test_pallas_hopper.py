@@ -12,6 +12,7 @@ from fused_products import assert_all_close, draw, exact, exact_gelu, fused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from marks import some
 from simulated_hopper import simulated_hopper, targeted_gpu
 
 from sparse_dataflow.chips.hopper import api as pallas_hopper
@@ -96,9 +97,7 @@ def test_any_layout_runs_fused_in_one_program():
 @pytest.mark.parametrize(
     ("block", "cluster", "splits", "lines"),
     [
-        (128, 2, 1, 1),
-        (64, 1, 2, 1),
-        (32, 2, 1, 4),
+        *some([(128, 2, 1, 1), (64, 1, 2, 1), (32, 2, 1, 4)], 64),
         pytest.param(64, 2, 1, 2, marks=pytest.mark.nightly),
         pytest.param(256, 1, 1, 1, marks=pytest.mark.nightly),
     ],
@@ -142,7 +141,7 @@ def test_sums_may_have_features_as_rows(block, lines):
 
 @needs_mosaic
 @pytest.mark.parametrize("name", ["forward", "input_gradient"])
-@pytest.mark.parametrize(("block", "lines"), [(64, 2), (128, 1)])
+@pytest.mark.parametrize(("block", "lines"), some([(64, 2), (128, 1)], 64))
 def test_feature_rows_multiply_with_the_widest_instruction(block, lines, name):
     """One m64n256k16 for 64 features and 256 tokens; checked as far as Mosaic lowers without CUDA.
 

@@ -10,6 +10,7 @@ from fused_products import assert_all_close, draw, exact, fused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from marks import some
 from simulated import simulated_tpu, targeted_tpu
 
 from sparse_dataflow.chips.tpu.matmul import api as pallas_tpu
@@ -23,7 +24,9 @@ from sparse_dataflow.files.errors import UserError
 TOKENS = 37
 
 
-@pytest.mark.parametrize(("block", "dtype"), [(128, "float32"), (64, "bfloat16"), (32, "float32")])
+@pytest.mark.parametrize(
+    ("block", "dtype"), some([(128, "float32"), (64, "bfloat16"), (32, "float32")], 64)
+)
 def test_any_layout_runs_fused_in_one_program(block, dtype):
     """Irregular layouts with empty lines, widths and tokens that are not a multiple of a tile."""
     in_blocks, out_blocks, stored = 3, 5, 8
@@ -58,7 +61,7 @@ SMALL_TILES = tuning.TuningConfig(
 )
 
 
-@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("fuse", some([True, False], True))
 def test_many_small_tiles_agree_with_few(fuse):
     """Several tiles in every loop, over two cores; the GELU's derivative inside or before dW."""
     tiles = dataclasses.replace(SMALL_TILES, fuse_derivative=fuse)

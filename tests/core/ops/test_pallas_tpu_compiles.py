@@ -18,7 +18,7 @@ from sparse_dataflow.core.ops.sparse_mlp.mlp_op import Operands
 pytest.importorskip(
     "libtpu", reason="compiling for a TPU needs libtpu: pip install 'sparse_dataflow[aot]'"
 )
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
+pytestmark = pytest.mark.usefixtures("optimized")
 
 PROJECTIONS = {"qkv": (5120, 15360), "out": (5120, 5120), "in": (5120, 20480), "mlp": (20480, 5120)}
 TOKENS = 2048
@@ -115,6 +115,7 @@ def test_every_projection_compiles_fused(device, projection):
         compiled(fused, [*operands(layout), layout.tables()], device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "dtype", "tokens"),
     [

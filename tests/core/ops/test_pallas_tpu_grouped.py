@@ -8,6 +8,7 @@ from fused_products import assert_all_close, draw
 from grouped_operands import layout_of, weight_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import examples, some
 from simulated import simulated_tpu, targeted_tpu
 
 from sparse_dataflow.chips.tpu.grouped_matmul import api as kernels
@@ -53,7 +54,7 @@ def shapes(draw):
     return Groups(count, in_run, out_run), in_blocks, out_blocks, block
 
 
-@settings(max_examples=5)
+@settings(max_examples=examples(5))
 @given(shape=shapes(), tokens=st.integers(1, 300), dtype=st.sampled_from(["bfloat16", "float32"]))
 def test_any_equal_groups_agree_with_the_dense_product(shape, tokens, dtype):
     operands, expected = drawn(*shape, tokens, dtype)
@@ -71,7 +72,7 @@ SMALL_TILES = tuning_grouped.GroupedTuning(
 )
 
 
-@pytest.mark.parametrize("copies", ["on_wait", "eager"])
+@pytest.mark.parametrize("copies", some(["on_wait", "eager"], "eager"))
 def test_many_small_tiles_over_two_cores(copies):
     """Feature tiles that cut runs, and tokens that are no multiple of a tile."""
     groups = Groups(3, in_run=2, out_run=2)

@@ -13,7 +13,7 @@ from sparse_dataflow.core.layouts.patterns import make_layout
 pytest.importorskip(
     "libtpu", reason="compiling for a TPU needs libtpu: pip install 'sparse_dataflow[aot]'"
 )
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
+pytestmark = pytest.mark.usefixtures("optimized")
 
 PROJECTIONS = {"qkv": (5120, 15360), "out": (5120, 5120), "in": (5120, 20480), "mlp": (20480, 5120)}
 BLOCK = 128
@@ -69,6 +69,7 @@ def test_three_products_compile_without_a_temporary(device, projection, count):
     assert temporary_bytes(program) <= MIB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "tokens"), [("float32", 2048), ("bfloat16", 1999), nightly("float32", 5)]
 )

@@ -11,6 +11,7 @@ import pytest
 import quantized_reference as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import examples
 
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.ops import quantized
@@ -79,7 +80,7 @@ def actual(x, weight, dy, layout, precision):
 
 
 @needs_library
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(cases(), PRECISIONS)
 def test_the_three_products_are_those_of_rounded_operands(case, precision):
     x, weight, dy, layout = case
@@ -91,7 +92,7 @@ def test_the_three_products_are_those_of_rounded_operands(case, precision):
 
 
 @needs_library
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(cases(), PRECISIONS)
 def test_the_error_is_within_that_of_rounding(case, precision):
     x, weight, dy, layout = case

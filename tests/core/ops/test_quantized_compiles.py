@@ -14,7 +14,7 @@ from sparse_dataflow.core.ops import quantized
 from sparse_dataflow.core.ops.block_sparse_matmul.matmul_op import block_sparse_matmul
 
 pytest.importorskip("qwix", reason="quantised products need the extra quantized")
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
+pytestmark = pytest.mark.usefixtures("optimized")
 
 TOKENS, INPUTS, OUTPUTS = 2048, 1024, 4096
 LAYOUT = make_layout("monarch", INPUTS, OUTPUTS, 128, 1 / 8)

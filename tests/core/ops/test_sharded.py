@@ -14,6 +14,7 @@ from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.block_sparse_matmul import cut_tables as sharded
+from sparse_dataflow.core.ops.block_sparse_matmul import grouped
 from sparse_dataflow.core.ops.block_sparse_matmul import matmul_op as api
 from sparse_dataflow.files.errors import UserError
 
@@ -104,3 +105,20 @@ def test_shards_of_monarch_hold_whole_groups(shape, divide, shards):
     groups = divide(layout, shards).tables.with_groups().groups
     assert groups.count == layout.groups.count // shards
     assert max(groups.in_parts, groups.out_parts) == layout.groups.count
+
+
+@pytest.mark.parametrize("divide", [sharded.cut_columns, sharded.cut_rows])
+@pytest.mark.parametrize("reads_residual", [True, False])
+@pytest.mark.parametrize("shape", [(8, 8), (8, 24), (32, 8)])
+def test_groups_of_a_shard_multiply_its_own_parts(shape, reads_residual, divide):
+    """A group has runs of two blocks or more, so the second of four shards begins in a part whose
+    number is not that of its first block; jax would clamp that of the last shard."""
+    layout = make_layout("monarch", 2 * shape[0], 2 * shape[1], 2, 1 / 4, 0, reads_residual)
+    cut, rng = divide(layout, 4), np.random.default_rng(0)
+    tables = cut.tables.with_groups()
+    for number, shard in enumerate(cut.shards):
+        values = rng.normal(size=(shard.nnz, 2, 2)).astype(np.float32)
+        x = rng.normal(size=(3, shard.in_features)).astype(np.float32)
+        own = tables._replace(**{n: getattr(tables, n)[number] for n in tables._fields[:4]})
+        y = grouped.block_sparse_matmul(jnp.asarray(x), jnp.asarray(values), own)
+        np.testing.assert_allclose(y, x @ shard.to_dense(values), rtol=1e-4, atol=1e-5)

@@ -12,6 +12,7 @@ from grouped_operands import layout_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from marks import some
 from mlp_operands import (
     assert_close,
     draw_gated,
@@ -107,7 +108,7 @@ def test_value_and_gradients_are_those_of_the_dense_mlp(implementation, gated):
 
 
 @every_case
-@pytest.mark.parametrize("activation", fused_names())
+@pytest.mark.parametrize("activation", some(fused_names(), "gelu"))
 def test_every_fused_activation_on_every_implementation(implementation, gated, activation):
     dtype = implementation.dtypes[0]
     operands, dy, expected = draw(implementation, gated, (37,), dtype, 3, activation)

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from marks import some
 from mlp_operands import assert_close, draw_operands, exact, irregular
 from simulated import simulated_tpu, targeted_tpu
 
@@ -35,7 +36,7 @@ def small(tiles, **sizes):
     return dataclasses.replace(tiles, tokens=16, rows=16, lines=2, **sizes)
 
 
-@pytest.mark.parametrize("buffers", [1, 2])
+@pytest.mark.parametrize("buffers", some([1, 2], 2))
 def test_many_tiles_over_two_cores(buffers):
     """Several token tiles, steps of result columns, and weight chunks."""
     layouts = irregular(128, seed=1)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grouped_operands import layout_of
+from marks import some
 from mlp_operands import assert_close, draw_gated, draw_operands, exact, exact_gated
 from simulated import simulated_tpu, targeted_tpu
 
@@ -44,7 +45,7 @@ SMALL_TILES = tuning_grouped.GroupedMlpTuning(
     ],
     ids=["overlapping tiles", "small tiles over two cores", "early copies"],
 )
-@pytest.mark.parametrize("gate", [None, pytest.param("gelu", marks=pytest.mark.slow), "silu"])
+@pytest.mark.parametrize("gate", some([None, "gelu", "silu"], None, "silu"))
 def test_aligned_groups_agree_with_the_dense_mlp(gate, tokens, dtype, chip, tuning):
     layouts = layout_of(IN, 4, 8, 128), layout_of(OUT, 8, 4, 128)
     tables = [layout.tables().with_groups() for layout in layouts]

@@ -14,7 +14,7 @@ from sparse_dataflow.runs.run_config import SIZES
 pytest.importorskip(
     "libtpu", reason="compiling for a TPU needs libtpu: pip install 'sparse_dataflow[aot]'"
 )
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
+pytestmark = pytest.mark.usefixtures("optimized")
 
 
 def gradients(query, key, value, dy):

@@ -15,7 +15,7 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.runs.run_config import SIZES
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
+pytestmark = pytest.mark.usefixtures("optimized")
 
 # Topology -> (module of its compiler, command that installs it, kernel call in the program's text).
 CHIPS = {

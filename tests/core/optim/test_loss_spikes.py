@@ -213,6 +213,31 @@ def test_a_skipped_step_changes_no_bit_of_parameters_and_moments():
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(skipped.moments))
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("section", ["embed", "blocks", "head"])
+def test_a_gradient_that_is_not_finite_is_no_step_whatever_the_loss(section, bad):
+    training = TrainingConfig(steps=4, batch=2, sequence=8, skip_spikes=3.0)
+    state = initial_state(MODEL, training)
+    gradients = jax.tree.map(jnp.ones_like, state.params)
+    spoilt = jax.tree.map(lambda leaf: leaf.at[(0,) * leaf.ndim].set(bad), gradients[section])
+
+    class Fixed:
+        def __init__(self, gradients):
+            self.gradients = gradients
+
+        def loss_and_gradients(self, *_):
+            return {"loss": Sum(jnp.float32(1))}, self.gradients
+
+    def params_after(gradients):
+        step = make_train_step(MODEL, training, Fixed(gradients))
+        return step(state, jnp.zeros((2, 9), jnp.int32), 1e-2, np.float32(2))[0].params
+
+    after = params_after({**gradients, section: spoilt})
+    jax.tree.map(np.testing.assert_array_equal, after, state.params)
+    moved = params_after(gradients)
+    assert not np.array_equal(moved["embed"]["tokens"], state.params["embed"]["tokens"])
+
+
 @pytest.mark.parametrize(
     "optimizer, steps, first, skipped",
     [

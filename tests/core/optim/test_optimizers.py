@@ -184,6 +184,15 @@ def test_each_layer_has_the_rate_of_its_own_density():
     ]
 
 
+def test_the_square_of_a_group_is_the_sum_over_all_of_its_arrays():
+    """A group is embed, head, or a projection in all layer groups."""
+    ones = lambda *counts: {name: np.full(n, 2.0) for name, n in zip("abc", counts)}  # noqa: E731
+    blocks = {"qkv": ones(1, 2), "norm1": ones(3)}, {"qkv": ones(4, 5)}
+    tree = {"embed": ones(6, 7, 8), "blocks": blocks, "head": {"norm": ones(9, 1)}}
+    expected = {"embed": 4 * 21, "blocks.qkv": 4 * 12, "blocks.norm1": 4 * 3, "head": 4 * 10}
+    assert {name: float(s) for name, s in group_squares(tree).items()} == expected
+
+
 @pytest.mark.parametrize("width", [128, SUPAR_WIDTH])
 def test_a_dense_model_of_the_base_width_is_the_same_under_supar(width):
     """The two parametrizations are equal at SUPAR_WIDTH only."""

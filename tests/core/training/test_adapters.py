@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import some
 from small_models import tables_of
 
 from sparse_dataflow.core.config import adapted_model
@@ -56,7 +57,7 @@ def same_bits(a, b):
     return all(jax.tree.leaves(jax.tree.map(lambda x, y: np.array_equal(x, y), a, b)))
 
 
-@each_base
+@pytest.mark.parametrize("base", some(BASES, "sparse"))
 def test_training_changes_every_factor_and_no_bit_of_the_base(base):
     model, state, _ = start(base)
     step = jax.jit(make_train_step(model, TRAINING))
@@ -71,7 +72,7 @@ def test_training_changes_every_factor_and_no_bit_of_the_base(base):
     assert jax.tree.structure(state.moments[1].mu) == jax.tree.structure(state.params)
 
 
-@each_base
+@pytest.mark.parametrize("base", some(BASES, "dense", "sparse"))
 def test_before_the_first_step_the_model_is_its_base(base):
     model, state, tables = start(base)
     weights = state.weights.merged
@@ -145,6 +146,7 @@ def test_gradients_are_those_of_merged_dense_weights_in_float64(base):
             np.testing.assert_allclose(actual["b_kernel"], of_b, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_weights_of_the_targets_are_those_of_the_loss_and_its_gradient():
     weights = np.random.default_rng(2).random((4, 8)).astype(np.float32)
     weights /= weights.sum()

@@ -38,6 +38,7 @@ def programs():
     return compile_programs([PhaseSpec(0.0, MODEL)], TRAINING, DATA)
 
 
+@pytest.mark.slow
 def test_a_resumed_mixture_trains_to_the_same_bits(tmp_path, programs):
     def train(folder, steps):
         every = {"eval_every": 2, "checkpoint_every": 2}
@@ -60,6 +61,7 @@ def test_a_resumed_mixture_trains_to_the_same_bits(tmp_path, programs):
     assert all(row["dropped"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_evaluation_drops_no_choice():
     params = gpt.init(MODEL, jax.random.key(0))
     tables = tables_of(MODEL)

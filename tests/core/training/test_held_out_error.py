@@ -35,3 +35,19 @@ def test_larger_differences_between_batches_have_a_larger_error(spread):
     ]
     small, large = (values["bits_per_byte_error"] for values in errors)
     assert large == pytest.approx(2 * small)
+
+
+@pytest.mark.parametrize("weights", [(0.75, 0.25), (0.5, 0.5), (0.1, 0.9)])
+def test_the_loss_of_a_mixture_weighs_its_corpora(weights):
+    corpora = [
+        types.SimpleNamespace(name=name, weight=weight, windows=(WINDOWS, size), nats=nats)
+        for name, weight, size, nats in zip("ab", weights, (2000, 500), ([640.0], [960.0]))
+    ]
+    data = types.SimpleNamespace(mixture=corpora)
+    of_next = iter(corpora)
+    values = held_out.losses(data, lambda corpus: corpus.windows, lambda b: next(of_next).nats)
+    loss = 1.0 * weights[0] + 1.5 * weights[1]
+    token_bytes = (2000 * weights[0] + 500 * weights[1]) / 640
+    assert (values["loss/a"], values["loss/b"]) == (1.0, 1.5)
+    assert values["loss"] == pytest.approx(loss)
+    assert values["bits_per_byte"] == pytest.approx(loss / token_bytes / math.log(2))

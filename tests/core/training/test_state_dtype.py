@@ -130,7 +130,7 @@ def test_losses_agree_with_float32_to_half_a_percent_over_30_steps(model, micro_
 
 
 @pytest.mark.parametrize("layers", [2, whole.UNROLL_LAYERS + 1], ids=["unrolled", "scanned"])
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("remat", ["none", "keep", "full"])
 def test_a_gradient_is_the_float32_gradient_rounded_once(layers, remat):
     model = dataclasses.replace(DENSE, num_layers=layers, remat=remat)
     params = draw_params(model)
@@ -151,7 +151,7 @@ def test_a_gradient_is_the_float32_gradient_rounded_once(layers, remat):
         np.testing.assert_allclose(rounded.astype("float32"), exact, rtol=ROUNDING, atol=noise)
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", ["keep", "full"])
 def test_no_float32_gradient_of_all_layers_is_allocated(remat):
     model = dataclasses.replace(DENSE, num_layers=4 * whole.UNROLL_LAYERS, remat=remat)
     tokens = jax.ShapeDtypeStruct((1, 9), jnp.int32)
@@ -201,7 +201,7 @@ def test_a_checkpoint_of_another_dtype_is_refused(tmp_path):
 @given(
     st.sampled_from([DENSE, SPARSE]),
     st.sampled_from([TRAINING, WIDE, MUON]),
-    st.sampled_from(["dots", "full"]),
+    st.sampled_from(["keep", "full"]),
 )
 def test_the_planned_bytes_are_the_bytes_of_the_arrays(model, training, remat):
     model = dataclasses.replace(model, remat=remat)

@@ -120,6 +120,9 @@ def test_an_update_keeps_old_blocks_bit_by_bit_and_starts_new_ones_at_zero(metho
                 assert values.tobytes() == expected.astype(values.dtype).tobytes()
     again = update_layouts(trained_state(model), model, update, lambda _: 0.3, gradients)
     jax.tree.map(np.testing.assert_array_equal, to_numpy(again), to_numpy(after))
+    on_host = to_numpy(trained_state(model))._replace(key=trained_state(model).key)
+    on_host = update_layouts(on_host, model, update, lambda _: 0.3, gradients)
+    jax.tree.map(np.testing.assert_array_equal, to_numpy(on_host), to_numpy(after))
     others = [
         t for t in jax.tree_util.tree_leaves_with_path(before.params) if "values" not in str(t)
     ]

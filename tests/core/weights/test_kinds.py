@@ -247,7 +247,7 @@ HOMES = ("core/weights/", "interchange/peft.py", "interchange/numpy_reader.py")
 
 
 def test_no_other_file_compares_kinds_or_names_arrays():
-    """In interchange "kernel" and "layout" are names of files of other libraries and of plans too."""
+    """In interchange "kernel" and "layout" are also names in files of other libraries."""
     compares = r"(spec|linear|before|after|linear\(\w+\))\.kind (==|!=|in|not in) "
     files = [path for room in ROOMS for path in (PACKAGE / room).rglob("*.py")]
     found = []

@@ -37,14 +37,16 @@ SPECS = {
     "single weights": SINGLE,
     "2 of 4": dataclasses.replace(SINGLE, density=0.5, span=4),
     "blocks of 8": dataclasses.replace(SINGLE, block=8),
+    "rows of 8": dataclasses.replace(SINGLE, block_outputs=8),
     "blocks of 4, 1 of 2": dataclasses.replace(SINGLE, block=4, density=0.5, span=2),
 }
 each_spec = pytest.mark.parametrize("name", SPECS)
 drawn_specs = st.builds(
-    lambda block, span, kept: dataclasses.replace(
-        SINGLE, block=block, span=span, density=kept / (span or 8)
+    lambda block, outputs, span, kept: dataclasses.replace(
+        SINGLE, block=block, block_outputs=outputs, span=span, density=kept / (span or 8)
     ),
     st.sampled_from((1, 2, 4)),
+    st.sampled_from((0, 1, 8)),
     st.sampled_from((0, 4, 8)),
     st.integers(1, 3),
 )
@@ -54,8 +56,8 @@ TOKENS = np.random.default_rng(0).integers(0, 40, (4, 9), np.int32)
 def counts(mask, spec):
     """Stored blocks of each output in every span, in numpy; the mask is whole blocks."""
     mask = np.asarray(mask)
-    side = spec.block
-    grid = mask.reshape(mask.shape[0] // side, side, mask.shape[1] // side, side)
+    rows, columns = spec.block_sides
+    grid = mask.reshape(mask.shape[0] // rows, rows, mask.shape[1] // columns, columns)
     assert np.all(grid.all((1, 3)) == grid.any((1, 3)))
     blocks = grid[:, 0, :, 0]
     return blocks.reshape(-1, spec.span or len(blocks), blocks.shape[1]).sum(1)
@@ -72,10 +74,10 @@ def test_the_best_are_those_of_a_loop(spec, seed):
     kernel = rng.normal(size=(32, 16)).astype(np.float32)
     mask = np.asarray(Masked.best(Masked.scores(jnp.asarray(kernel), spec), spec))
     assert np.all(counts(mask, spec) == max(1, expected_count(spec, 32)))
-    side, span = spec.block, spec.span or 32 // spec.block
-    for out, first in itertools.product(range(0, 16, side), range(0, 32 // side, span)):
+    side, span, columns = spec.block, spec.span or 32 // spec.block, spec.block_sides[1]
+    for out, first in itertools.product(range(0, 16, columns), range(0, 32 // side, span)):
         norms = [
-            np.square(kernel[row * side : (row + 1) * side, out : out + side]).sum()
+            np.square(kernel[row * side : (row + 1) * side, out : out + columns]).sum()
             for row in range(first, first + span)
         ]
         stored = [bool(mask[row * side, out]) for row in range(first, first + span)]
@@ -88,13 +90,13 @@ def test_the_best_are_those_of_a_loop(spec, seed):
 def test_an_exchange_is_that_of_the_best_pairs(spec, seed, count, gain):
     """A loop in numpy: each output and span offers its smallest against its best absent block."""
     rng = np.random.default_rng(seed)
-    blocks = 32 // spec.block, 16 // spec.block
+    blocks = spec.weight.grid(spec, (32, 16))
     mask = Masked.best(jnp.asarray(rng.random(blocks)), spec)
     norms, growth = rng.random(blocks).astype("f4"), rng.random(blocks).astype("f4")
     exchange = functools.partial(Masked.exchanged, spec=spec, gain=gain)
     after = np.asarray(exchange(mask, jnp.asarray(norms), jnp.asarray(growth), count=count))
     assert np.all(counts(after, spec) == counts(mask, spec))
-    stored = np.array(np.asarray(mask)[:: spec.block, :: spec.block])
+    stored = np.array(np.asarray(mask)[:: spec.block, :: spec.block_sides[1]])
     span = spec.span or blocks[0]
     loss = np.sort(norms[stored])[:count].sum() or 1
     profit = np.sort(growth[~stored])[::-1][:count].sum() or 1
@@ -108,7 +110,7 @@ def test_an_exchange_is_that_of_the_best_pairs(spec, seed, count, gain):
             pairs.append((cost, drop, grow, out))
     for _, drop, grow, out in sorted(pairs)[:count]:
         stored[drop, out], stored[grow, out] = False, True
-    assert np.array_equal(after[:: spec.block, :: spec.block], stored)
+    assert np.array_equal(after[:: spec.block, :: spec.block_sides[1]], stored)
 
 
 @each_spec
@@ -261,6 +263,11 @@ def test_parameters_and_masks_are_parted_and_merged():
     ("changes", "words"),
     [
         ({"sparsity__block": 48}, "not whole blocks of 48"),
+        ({"sparsity__block": 1, "sparsity__block_outputs": 7}, "not whole blocks of 1 x 7"),
+        (
+            {"sparsity__pattern": "monarch", "sparsity__block_outputs": 8},
+            "block_outputs=8 does not",
+        ),
         ({"sparsity__block": 1, "sparsity__span": 3}, "in spans of 3; legal: sides"),
         ({"sparsity__block": 1, "sparsity__span": 4, "sparsity__density": 0.3}, "multiples of 1/4"),
         ({"sparsity__block": 1, "sparsity__budget": "compute"}, "legal with it: uniform"),
@@ -268,7 +275,7 @@ def test_parameters_and_masks_are_parted_and_merged():
 )
 def test_masks_that_do_not_exist_are_refused(changes, words):
     with pytest.raises(UserError, match=words):
-        config = preset("pico").change(sparsity__pattern="masked", **changes)
+        config = preset("pico").change(**{"sparsity__pattern": "masked", **changes})
         config.model.with_linears(next(iter(config.sparsity.linears(config.model).values())))
 
 

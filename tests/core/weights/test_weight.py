@@ -125,6 +125,24 @@ def test_a_probe_changes_no_product_and_measures_the_dense_gradient(seed):
     np.testing.assert_allclose(norms, np.linalg.norm(blocks, axis=(1, 3)), rtol=1e-12)
 
 
+@pytest.mark.parametrize("devices", [2, 4])
+def test_devices_that_share_the_rows_measure_the_gradient_of_all(devices):
+    rng = np.random.default_rng(devices)
+    weight, _ = stored(rng, "dense")
+    x, dy = normal(rng, devices, 3, IN), normal(rng, devices, 3, OUT)
+    zeros = np.zeros((IN // SIDE, OUT // SIDE))
+
+    def measured(x, dy):
+        product = lambda norms: x @ Probed(weight, norms, ("data",))  # noqa: E731
+        return jax.vjp(product, zeros)[1](dy)[0]
+
+    with jax.enable_x64(True):
+        norms = jax.vmap(measured, axis_name="data")(jnp.asarray(x), jnp.asarray(dy))
+    blocks = np.einsum("bti,bto->io", x, dy).reshape(IN // SIDE, SIDE, OUT // SIDE, SIDE)
+    expected = np.linalg.norm(blocks, axis=(1, 3))
+    np.testing.assert_allclose(norms, np.broadcast_to(expected, norms.shape), rtol=1e-10)
+
+
 def test_a_layout_is_structure_and_tables_are_leaves():
     rng = np.random.default_rng(2)
     weight, _ = stored(rng, "groups")

@@ -46,9 +46,9 @@ def test_what_is_advised_is_not_refused(scale, gib, twin):
 
 def test_what_fits_is_left_as_it_is():
     _, models = described(
-        "--scale=nano", "--set=model.remat=dots", "--set=training.micro_batches=2"
+        "--scale=nano", "--set=model.remat=keep", "--set=training.micro_batches=2"
     )
-    assert memory_check.fitting(models, 100 * GIB) == ("dots", 2)
+    assert memory_check.fitting(models, 100 * GIB) == ("keep", 2)
     assert memory_check.fitting(models, GIB // 100) is None
 
 

@@ -17,8 +17,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.core.config.attention_settings import DENSE_TOKENS
+from sparse_dataflow.core.config.remat import ATTENTION_OUTPUT
 from sparse_dataflow.hardware.chips import GIB
 
 CHUNK = 512
@@ -152,7 +154,8 @@ def _forward(window, cap, query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, que
         result = jnp.moveaxis(weighted / total[..., None], 3, 1)
         return result.astype(q.dtype), largest + jnp.log(total)
 
-    result, log_sums = lax.map(of_queries, (query_CxBxTxNxGxK, queries))
+    outputs = lax.map(of_queries, (query_CxBxTxNxGxK, queries))
+    result, log_sums = (checkpoint_name(array, ATTENTION_OUTPUT) for array in outputs)
     residuals = query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, queries, keys, result, log_sums
     return result, residuals
 

@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.core.config.activations import ACTIVATIONS, fused_names
+from sparse_dataflow.core.config.remat import PROJECTION_OUTPUT
 from sparse_dataflow.core.layouts.layout import LayoutTables
 from sparse_dataflow.core.ops import dispatch
-from sparse_dataflow.core.ops.activation import activation as activation_op
+from sparse_dataflow.core.ops.bias_activation.bias_activation_op import bias_activation
 from sparse_dataflow.core.ops.block_sparse_matmul import matmul_op as matmul
 from sparse_dataflow.core.ops.block_sparse_matmul import xla_few_rows
 from sparse_dataflow.core.ops.block_sparse_matmul.matmul_op import block_sparse_matmul
-from sparse_dataflow.core.ops.derivatives import broadcast_like
 from sparse_dataflow.core.ops.dispatch import Implementation, Op
 from sparse_dataflow.files.errors import UserError
 
@@ -69,10 +70,9 @@ def refusal(mlp: Operands) -> str:
 def run(mlp: Operands) -> jax.Array:
     """Compute the MLP of x [..., in_features]."""
     hidden = block_sparse_matmul(mlp.x, mlp.values_in, mlp.tables_in)
-    hidden += broadcast_like(mlp.bias_in, hidden)
-    return block_sparse_matmul(
-        activation_op(mlp.activation)(hidden), mlp.values_out, mlp.tables_out
-    )
+    hidden = checkpoint_name(hidden, PROJECTION_OUTPUT)
+    hidden = bias_activation(hidden, mlp.bias_in, mlp.activation)
+    return block_sparse_matmul(hidden, mlp.values_out, mlp.tables_out)
 
 
 OP = Op(

@@ -8,7 +8,9 @@ is faster than two products (docs/performance.md).  One batched product over the
 import functools
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
+from sparse_dataflow.core.config.remat import PROJECTION_OUTPUT
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.ops import derivatives
 from sparse_dataflow.core.ops.activation import activation as activation_op
@@ -107,8 +109,10 @@ def _group(activation, x, weights, bias):
     weight_in, weight_out, *gate = weights
     hidden = xla_static.dot(x, weight_in, 1, 0).astype(x.dtype)
     hidden = hidden if bias is None else hidden + broadcast_like(bias, hidden)
+    hidden = checkpoint_name(hidden, PROJECTION_OUTPUT)
     if gate:
-        hidden = activation(xla_static.dot(x, gate[0], 1, 0).astype(x.dtype)) * hidden
+        gated = checkpoint_name(xla_static.dot(x, gate[0], 1, 0).astype(x.dtype), PROJECTION_OUTPUT)
+        hidden = activation(gated) * hidden
     else:
         hidden = activation(hidden)
     return xla_static.dot(hidden, weight_out, 1, 0).astype(x.dtype)

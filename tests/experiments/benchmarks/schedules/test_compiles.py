@@ -14,7 +14,7 @@ from experiments.benchmarks.schedules.case import DENSE
 from experiments.benchmarks.schedules.mlp_case import FUSED
 
 pytest.importorskip("libtpu", reason="compiling for a TPU needs make aot-tpu")
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
+pytestmark = pytest.mark.usefixtures("optimized")
 
 KEPT = json.loads(
     (pathlib.Path(__file__).parents[4] / "experiments/results/schedule_bench.json").read_text()

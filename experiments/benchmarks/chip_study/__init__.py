@@ -1,0 +1,1 @@
+"""Measurements of one borrowed accelerator in a few minutes, for `chip_report --study`."""

@@ -1,0 +1,63 @@
+"""Compiled programs that later processes read instead of compiling them again."""
+
+import contextlib
+import hashlib
+import platform
+from pathlib import Path
+
+PROGRAMS = "programs"
+"""Folder of compiled programs in the cache folder."""
+
+MOST_BYTES = 2**30
+"""Bytes of the programs of one kind of processor; those read longest ago are removed."""
+
+
+def keep_programs() -> None:
+    """Keeps compiled programs in the cache folder, so that a later process starts sooner.
+
+    JAX_COMPILATION_CACHE_DIR, if it is set, decides instead; JAX_ENABLE_COMPILATION_CACHE=0 keeps
+    nothing. jax finds a program by its operations, the compiler's version and options, and the
+    device. It warns and compiles where a program cannot be read or written, and where a lock is
+    busy. Without a cache folder nothing is kept.
+
+    Nor is anything kept by several processes on GPUs, unless the variable names a folder that all
+    of them share: they measure kernels together while they compile, so a process that finds its
+    program leaves the others waiting.
+    """
+    import jax
+
+    from sparse_dataflow.data import cache
+    from sparse_dataflow.files.errors import UserError
+
+    if jax.config.jax_compilation_cache_dir:
+        return
+    if jax.process_count() > 1 and jax.default_backend() == "gpu":
+        return
+    with contextlib.suppress(UserError):
+        folder = cache.resolved(cache.FOLDER)
+        with cache.exclusive(folder, PROGRAMS):  # Claims the folder.
+            programs = folder / PROGRAMS / processor()
+            jax.config.update("jax_compilation_cache_dir", str(programs))
+            jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+            jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def processor() -> str:
+    """Returns a name of the processor's instructions.
+
+    Hosts that share a home folder may differ in them. jax's own key does not tell every such pair
+    apart, and a program with instructions that a processor lacks ends the process (SIGILL).
+    """
+    features = ""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        named = (line.partition(":") for line in lines)
+        values = (value for name, _, value in named if name.strip().lower() in _FEATURES)
+        features = " ".join(sorted(next(values, "").split()))
+    digest = hashlib.sha256(f"{platform.machine()} {features}".encode())
+    return f"{platform.machine()}-{digest.hexdigest()[:12]}"
+
+
+_FEATURES = {"flags", "features"}
+"""Names of the line of /proc/cpuinfo, on x86 and on Arm."""

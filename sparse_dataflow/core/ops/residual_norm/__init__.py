@@ -1,0 +1,1 @@
+"""The addition to a residual stream and the norm that reads it, as one op."""

@@ -1,0 +1,104 @@
+"""The addition to a residual stream and the norm that reads the sum.
+
+One pass forward, and one backward, which also has the sums of the gradients of the bias and of the
+norm's parameters. Nothing is saved but the residual stream.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparse_dataflow.core.ops import derivatives
+from sparse_dataflow.core.ops.derivatives import broadcast_like
+from sparse_dataflow.core.ops.dispatch import Implementation, Op, equally_varying
+
+
+class Norm(NamedTuple):
+    """A norm over features.
+
+    Attributes:
+      centred: whether it subtracts the mean: a layernorm; else an rmsnorm.
+      epsilon: added to the variance.
+    """
+
+    centred: bool
+    epsilon: float
+
+
+class Operands(NamedTuple):
+    """Operands of norm(x + y + bias).
+
+    Attributes:
+      x: float [..., features], the residual stream.
+      y: like x, or None to add nothing.
+      bias: [features], of y; None for none.
+      scale: [features].
+      shift: [features] of a layernorm; None for none.
+    """
+
+    x: jax.Array
+    y: jax.Array | None
+    bias: jax.Array | None
+    scale: jax.Array
+    shift: jax.Array | None
+
+
+def _normalised(norm, x, scale, shift):
+    wide = x.astype(derivatives.wide(x.dtype))
+    if norm.centred:
+        wide -= wide.mean(-1, keepdims=True)
+    variance = jnp.square(wide).mean(-1, keepdims=True)
+    result = wide * lax.rsqrt(variance + norm.epsilon) * scale
+    return (result if shift is None else result + shift).astype(x.dtype)
+
+
+def run(norm: Norm, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Compute the op by XLA, from its definition."""
+    x, y, bias, scale, shift = operands
+    if y is not None:
+        x = x + (y if bias is None else y + broadcast_like(bias, y))
+    return x, _normalised(norm, x, scale, shift)
+
+
+OP = Op(
+    __package__,
+    {
+        "xla": Implementation("residual_norm_op"),
+        "pallas_triton": Implementation(".chips.triton.residual_norm", "gpu", partitioned=False),
+    },
+    fallback=("xla",),
+)
+"""An implementation has `run` and `refusal` of (norm, operands)."""
+
+IMPLEMENTATIONS = tuple(OP.implementations)
+
+
+def fused(norm: Norm, operands: Operands) -> tuple[jax.Array, jax.Array] | None:
+    """Compute `residual_norm` by a kernel; None if no kernel runs these operands here."""
+    name = OP.choose(OP.of_platform(), norm, operands)
+    if name in OP.fallback:
+        return None
+    return OP.load(name).run(norm, Operands(*equally_varying(*operands)))
+
+
+def residual_norm(
+    norm: Norm, operands: Operands, implementation: str | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Add to a residual stream, and normalise the sum; differentiable in all operands.
+
+    Args:
+      implementation: one of IMPLEMENTATIONS, or None to choose by platform and shapes.
+
+    Returns:
+      (x + y + bias, its norm), like x.
+
+    Raises:
+      UserError: a named implementation cannot run.
+    """
+    if implementation is None:
+        implementation = OP.choose(OP.of_platform(), norm, operands)
+    else:
+        OP.check(implementation, norm, operands)
+    return OP.load(implementation).run(norm, operands)

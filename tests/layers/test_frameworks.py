@@ -1,0 +1,262 @@
+"""Models of other libraries become block-sparse, train, evolve, and are saved and restored.
+
+`make optional` installs those that pip has together.  MaxText, EasyDeL and bonsai want environments
+of their own: install one there, and run this file.
+"""
+
+import functools
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+import sparse_dataflow as sd
+
+TOKENS = np.arange(32).reshape(2, 16) % 29
+
+
+def is_inner(path, linear):
+    """Returns whether a linear is no head."""
+    return not any(name in path for name in ("lm_head", "classifier"))
+
+
+def positions():
+    causal = np.tril(np.ones((16, 16), bool))
+    return np.broadcast_to(np.arange(16), (2, 16)), np.broadcast_to(causal, (2, 16, 16))
+
+
+def tunix(family):
+    module = pytest.importorskip(f"tunix.models.{family}.model")
+    sizes = dict(num_layers=2, vocab_size=32, embed_dim=64, hidden_dim=128, num_heads=4)
+    sizes |= dict(head_dim=16, num_kv_heads=2, rope_theta=10_000, norm_eps=1e-5)
+    kind = {"llama3": "Llama3", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    if family == "qwen3":
+        sizes |= dict(dtype=jnp.float32, param_dtype=jnp.float32)
+    make = lambda: getattr(module, kind)(module.ModelConfig(**sizes), rngs=nnx.Rngs(0))  # noqa: E731
+    where, mask = positions()
+    return make, lambda model: model(TOKENS, where, None, mask)[0], 2 * 7
+
+
+def mamba2():
+    library = pytest.importorskip("mamba2_jax")
+    config = library.Mamba2Config(
+        vocab_size=32, hidden_size=64, state_size=16, head_dim=16, num_hidden_layers=2, chunk_size=8
+    )
+    make = lambda: library.Mamba2ForCausalLM(config, rngs=nnx.Rngs(0))  # noqa: E731
+
+    def apply(model):
+        result = model(TOKENS)
+        return result["logits"] if isinstance(result, dict) else result
+
+    return make, apply, 2 * 2
+
+
+def bonsai_qwen3():
+    module = pytest.importorskip("bonsai.models.qwen3.modeling")
+    config = module.ModelConfig(
+        num_layers=2, vocab_size=32, emb_dim=64, mlp_dim=128, num_heads=4, head_dim=16,
+        num_kv_heads=2, rope_theta=10_000, rope_scaling_factor=8.0, local_rope_theta=1e4,
+        norm_eps=1e-5, tie_word_embeddings=True,
+    )  # fmt: skip
+    make = lambda: module.Qwen3(config, rngs=nnx.Rngs(0))  # noqa: E731
+
+    def apply(model):
+        cache = module.init_cache(config, 2, 16, 0, jnp.float32)
+        return model(TOKENS, cache=cache, segment_ids=np.ones((2, 16), np.int32))
+
+    return make, apply, 2 * 7
+
+
+def bonsai_vit():
+    module = pytest.importorskip("bonsai.models.vit.modeling")
+    config = module.ModelConfig(
+        image_size=(16, 16), patch_size=(4, 4), num_channels=3, hidden_dim=64, mlp_dim=128,
+        attn_dropout_prob=0.0, dropout_prob=0.0, num_heads=4, eps=1e-6, num_layers=2, num_labels=32,
+    )  # fmt: skip
+    kind = next(k for n, k in vars(module).items() if n.startswith("ViT") and callable(k))
+    images = np.linspace(-1, 1, 2 * 16 * 16 * 3, dtype=np.float32).reshape(2, 16, 16, 3)
+    make = lambda: kind(config, rngs=nnx.Rngs(0))  # noqa: E731
+    return make, lambda model: model(images, rngs=None), 2 * 6
+
+
+class MaxTextAttention(nnx.Module):
+    """The projections of an attention layer and an MLP, as MaxText makes them."""
+
+    def __init__(self, linear):
+        make = functools.partial(linear, rngs=nnx.Rngs(0))
+        self.query = make(64, (4, 16), axis=-1, kernel_axes=("embed", "heads", "kv"))
+        self.out = make((4, 16), 64, axis=(-2, -1), kernel_axes=("heads", "kv", "embed"))
+        self.wi = make(64, 128, kernel_axes=("embed", "mlp"), use_bias=True)
+        self.wo = make(128, 64, kernel_axes=("mlp", "embed"))
+
+    def __call__(self, x):
+        return x + self.wo(nnx.gelu(self.wi(x + self.out(jnp.tanh(self.query(x))))))
+
+
+def maxtext():
+    linears = pytest.importorskip("maxtext.layers.linears")
+    x = jax.random.normal(jax.random.key(1), (2, 16, 64))
+    return lambda: MaxTextAttention(linears.DenseGeneral), lambda model: model(x), 4
+
+
+class EasyDelMlp(nnx.Module):
+    """Linears that EasyDeL shards by column and by row."""
+
+    def __init__(self, linears):
+        self.up = linears.ColumnParallelLinear(64, 128, rngs=nnx.Rngs(0))
+        self.down = linears.RowParallelLinear(128, 64, use_bias=False, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.down(nnx.silu(self.up(x)))
+
+
+def easydel():
+    linears = pytest.importorskip("easydel.layers.linears")
+    x = jax.random.normal(jax.random.key(1), (2, 16, 64))
+    return lambda: EasyDelMlp(linears), lambda model: model(x), 2
+
+
+MODELS = {
+    "tunix llama3": functools.partial(tunix, "llama3"),
+    "tunix qwen2": functools.partial(tunix, "qwen2"),
+    "tunix qwen3": functools.partial(tunix, "qwen3"),
+    "mamba2-jax": mamba2,
+    "bonsai qwen3": bonsai_qwen3,
+    "bonsai vit": bonsai_vit,
+    "maxtext linears": maxtext,
+    "easydel linears": easydel,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_at_density_1_a_model_of_a_library_computes_the_same(name):
+    make, apply, linears = MODELS[name]()
+    model = make()
+    sparse = sd.sparsify(model, density=1.0, block=16, where=is_inner)
+    kind = sd.BlockSparseLinear
+    assert sum(isinstance(m, kind) for _, m in nnx.iter_modules(sparse)) == linears
+    expected = np.asarray(apply(model), np.float32)
+    tolerance = 1e-4 if apply(model).dtype == jnp.float32 else 3e-2
+    np.testing.assert_allclose(apply(sparse), expected, atol=tolerance * np.abs(expected).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("evolving", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_at_density_a_quarter_it_trains_evolves_and_is_restored(name, evolving, tmp_path):
+    make, apply, _ = MODELS[name]()
+    sparsify = functools.partial(
+        sd.sparsify, density=0.25, block=8, evolving=evolving, where=is_inner
+    )
+    model = sparsify(make())
+    target = jnp.asarray(jax.random.normal(jax.random.key(5), apply(model).shape))
+    loss_fn = lambda model: jnp.mean((apply(model).astype(jnp.float32) - target) ** 2)  # noqa: E731
+    optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        loss, gradients = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    losses = [float(step(model, optimizer)) for _ in range(4)]
+    assert losses[-1] < losses[0]
+    before = sd.layouts(model)
+    sd.evolve(model, optimizer, "set", share=0.2, seed=1)
+    after = sd.layouts(model)
+    assert all((before[path] != after[path]).any() for path in before)
+    assert float(step(model, optimizer)) < losses[0]
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "state", nnx.state(model, nnx.Param, nnx.Variable))
+    fresh = sparsify(make())
+    sd.set_layouts(fresh, after)
+    with ocp.StandardCheckpointer() as saver:
+        state = nnx.state(fresh, nnx.Param, nnx.Variable)
+        restored = saver.restore(tmp_path / "state", state)
+    nnx.update(fresh, *restored)
+    np.testing.assert_array_equal(apply(fresh), apply(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("evolving", [False, True])
+def test_the_trainer_of_tunix_trains_resumes_and_samples_an_evolved_model(evolving, tmp_path):
+    trainers = pytest.importorskip("tunix.sft.peft_trainer")
+    make, apply, _ = tunix("llama3")
+    where, mask = positions()
+    inputs = trainers.TrainingInput(TOKENS, np.ones_like(TOKENS))
+    as_arguments = lambda batch: {  # noqa: E731
+        "input_tokens": batch.input_tokens, "input_mask": batch.input_mask,
+        "positions": where, "attention_mask": mask,
+    }  # fmt: skip
+
+    def trainer(model, steps):
+        config = trainers.TrainingConfig(
+            eval_every_n_steps=100, max_steps=steps, gradient_accumulation_steps=2,
+            checkpoint_root_directory=str(tmp_path / "run"),
+            checkpointing_options=ocp.CheckpointManagerOptions(save_interval_steps=1),
+        )  # fmt: skip
+        made = trainers.PeftTrainer(model, optax.adam(1e-2), config)
+        return made.with_gen_model_input_fn(as_arguments)
+
+    sparsify = functools.partial(
+        sd.sparsify, density=0.25, block=8, evolving=evolving, where=is_inner
+    )
+    model = sparsify(make())
+    entropy = optax.softmax_cross_entropy_with_integer_labels
+    loss = lambda model: entropy(apply(model)[:, :-1], TOKENS[:, 1:]).mean()  # noqa: E731
+    first = float(loss(model))
+    one = trainer(model, 3)
+    sd.evolve(model, one.optimizer, "set", share=0.2, seed=1)
+    one.train([inputs] * 6)
+    one.close()
+    trained = float(loss(model))
+    assert trained < first
+    resumed = sparsify(make())
+    sd.set_layouts(resumed, sd.layouts(model))
+    two = trainer(resumed, 4)
+    np.testing.assert_allclose(apply(resumed), apply(model), atol=1e-6)
+    two.train([inputs] * 8)
+    two.close()
+    assert float(loss(resumed)) < trained
+
+
+EXAMPLES = {"plain_optax": (), "linen_layer": (), "equinox_layer": ("equinox",),
+            "haiku_layer": ("haiku",)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_example_of_a_framework_learns_evolves_and_is_restored(name, tmp_path, monkeypatch):
+    for package in EXAMPLES[name]:
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[2] / "examples"))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    losses = __import__(name).main(steps=12)
+    assert losses[-1] < 0.9 * losses[0] and np.isfinite(losses).all()
+
+
+def test_linear_layers_of_a_model_of_equinox_are_replaced_by_hand(monkeypatch):
+    eqx, equimo = pytest.importorskip("equinox"), pytest.importorskip("equimo.core.layers.ffn")
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[2] / "examples"))
+    from equinox_layer import from_dense
+
+    mlp = equimo.Mlp(32, hidden_features=64, key=jax.random.key(0))
+    is_linear = lambda node: isinstance(node, eqx.nn.Linear)  # noqa: E731
+
+    def replaced(node):
+        if not is_linear(node):
+            return node
+        sides = node.in_features, node.out_features
+        return from_dense(node, sd.make_layout("random", *sides, block=16, density=1.0))
+
+    sparse = jax.tree.map(replaced, mlp, is_leaf=is_linear)
+    x = jax.random.normal(jax.random.key(1), (5, 32))
+    apply = lambda model: model(x, key=jax.random.key(0), inference=True)  # noqa: E731
+    np.testing.assert_allclose(apply(sparse), apply(mlp), atol=1e-5)
