@@ -204,7 +204,9 @@ class ModelWeights:
 
     def __repr__(self):
         lines = ["ModelWeights("]
-        for path, array in jax.tree_util.tree_leaves_with_path(split_layouts(self.merged)[0]):
+        for path, array in jax.tree_util.tree_leaves_with_path(self.merged):
+            if any(getattr(key, "key", "") == LAYOUT for key in path):
+                continue
             text = f"  {jax.tree_util.keystr(path, simple=True, separator='/')}={array_text(array)}"
             tables = self.layout_at(path)
             # A map over the weights may have put anything in place of the arrays.
