@@ -118,7 +118,7 @@ def abstract_arguments(
     )
     state = executor.placed_shapes(abstract_state(model, training, executor), model)
     rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=executor.replicated())
-    rest = merged(state.rest or {}, layouts) or ()
+    rest = merged(state.rest, layouts)
     arguments = state._replace(rest=()), rest, arrays["batch"]["tokens"], rate
     return arguments, arrays
 

@@ -153,7 +153,7 @@ def fresh_state(
         for each in all_sections(model.stored_layers):
             _fill(view(mu, each), by_weight.init(training, view(params, each)))
     moments = with_steps_left(training, with_moments(shapes.moments, 0, mu, nu))
-    rest = merged(rest or {}, layouts) or ()
+    rest = merged(rest, layouts)
     return TrainState(np.zeros((), np.int32), params, moments, key, rest)
 
 

@@ -149,7 +149,7 @@ class MappedFiles:
     def _rest(self, tables, masks):
         """Returns what is not trained of a state."""
         _, layouts = split_layouts(self._abstract.rest)
-        return merged(masks or {}, with_tables(layouts, tables)) or ()
+        return merged(masks, with_tables(layouts, tables))
 
     def target(self, params: dict, mu: dict, nu: dict) -> tuple[dict, dict, dict]:
         """Returns the trees of the free slot."""

@@ -33,6 +33,7 @@ from sparse_dataflow.core.executors.mesh import (
 from sparse_dataflow.core.executors.mesh_axes import key_value_copies
 from sparse_dataflow.core.executors.state_roles import dotted_path, parameter_shapes, roles
 from sparse_dataflow.core.executors.whole import GATHERED
+from sparse_dataflow.core.layouts.layout import LayoutTables
 from sparse_dataflow.core.weights.kind import LAYOUT, LEAVES, leaf_of
 from sparse_dataflow.files.errors import UserError
 
@@ -222,6 +223,8 @@ def gather(params: dict, specs: dict, dtype: jnp.dtype) -> dict:
       params: a section's shards; of one layer if the specs are of one.
       specs: partition specs of the params; what has none, such as a layout, stays as it is.
     """
+    if isinstance(params, LayoutTables):
+        return params
     if isinstance(params, tuple):
         return tuple(gather(*each, dtype) for each in zip(params, specs, strict=True))
     if isinstance(params, dict):

@@ -105,7 +105,9 @@ def dequantised(model: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
 
 
 def merged(params: Any, base: Any) -> Any:
-    """Returns one tree with the leaves of both; `params` where `base` is empty."""
+    """Returns one tree with the leaves of both, of which one may be () for nothing."""
+    if type(params) is tuple and not params:
+        return base
     if type(base) is tuple and base:
         return tuple(map(merged, params, base))
     if not isinstance(base, dict):

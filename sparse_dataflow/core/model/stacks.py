@@ -73,7 +73,7 @@ def beside(model: ModelConfig, tables: Any) -> Any:
 def with_layouts(model: ModelConfig, rest: Any, layouts: Layouts | None = None) -> Any:
     """Returns what is not trained of a model with `stored_layouts` in place of its own."""
     others, _ = split_layouts(rest)
-    return adapters.merged(others or {}, stored_layouts(model, layouts)) or ()
+    return adapters.merged(others, stored_layouts(model, layouts))
 
 
 def tables_by_name(tree: Any) -> Any:

@@ -376,7 +376,7 @@ class TrainState(NamedTuple):
 
     def with_layouts_of(self, other: "TrainState") -> "TrainState":
         """Returns the state with the layouts of another one; it has none itself."""
-        return self._replace(rest=merged(self.rest or {}, split_layouts(other.rest)[1]) or ())
+        return self._replace(rest=merged(self.rest, split_layouts(other.rest)[1]))
 
 
 def at_step(state: TrainState, step: Any) -> TrainState:

@@ -160,7 +160,7 @@ class SavedState(NamedTuple):
 
     def state(self, model: ModelConfig) -> TrainState:
         """Returns the state of a model."""
-        rest = merged(self.frozen or {}, stacks.beside(model, self.tables)) or ()
+        rest = merged(self.frozen, stacks.beside(model, self.tables))
         return TrainState(self.step, self.params, self.moments, self.key, rest)
 
 
