@@ -90,7 +90,7 @@ def read(folder: str | Path) -> tuple[ModelConfig, dict]:
     model = read_config(folder)
     files = tensors.Tensors(folder)
     shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
-    expected = merged(shapes["blocks"], stacks.with_layouts(model, {}).get("blocks", ()))
+    expected = merged(shapes, stacks.stored_layouts(model))["blocks"]
     layers = []
     for i, layer in enumerate(jax.eval_shape(lambda tree: list(stacks.layers(tree)), expected)):
         of_layer, layouts = stacks.split_layouts(layer)

@@ -25,7 +25,10 @@ NIGHTLY = pytest.mark.nightly
 
 def second_layer(model):
     """Returns (params, tables, x, dy) of the second layer."""
-    params, tables = arbitrary_params(model)["blocks"], tables_of(model)["blocks"]
+    params, tables = (
+        arbitrary_params(model)["blocks"],
+        (tables_of(model) or {"blocks": {}})["blocks"],
+    )
     rng = np.random.default_rng(0)
     x, dy = rng.normal(size=(2, 4, 10, model.d_model)).astype(np.float32)
     return *jax.tree.map(lambda leaf: leaf[1], (params, tables)), x, dy
