@@ -40,7 +40,7 @@ if "$new/sparse-dataflow" train --describe 2> train.log; then
     exit 1
 fi
 grep "pip install 'sparse_dataflow\[train\]'" train.log > /dev/null
-"$python" -m uv pip install -q --python "$new/python" "$@" "$wheel[train]"
+"$python" -m uv pip install -q --python "$new/python" "$@" "${wheel}[train]"
 "$new/sparse-dataflow" --version
 "$new/python" -c 'import sparse_dataflow as sd; sd.BlockSparseLinear, sd.train'
 if "$new/python" -Pc 'import experiments' 2> /dev/null; then

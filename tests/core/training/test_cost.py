@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.ad_checkpoint import checkpoint_name
 from small_models import shapes_of, tables_of
 
 from sparse_dataflow.core.config.depth import DepthSchedule
@@ -245,10 +246,15 @@ def _dot_flops_of_block_step(config, sequence):
     def block(x, w):
         q, k, v = jnp.split(jnp.sin(x) @ w["qkv"], 3, axis=-1)
         scores = jnp.sin(jnp.einsum("bqd,bkd->bqk", q, k))
-        x = x + jnp.einsum("bqk,bkd->bqd", scores, v) @ w["attn_out"]
+        attended = checkpoint_name(jnp.einsum("bqk,bkd->bqd", scores, v), "attended")
+        x = x + attended @ w["attn_out"]
         return x + jnp.sin(jnp.sin(x) @ w["mlp_in"]) @ w["mlp_out"]
 
-    policy = {"full": None, "keep": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+    kept = jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names("attended"),
+    )
+    policy = {"full": None, "keep": kept}
     if config.remat != "none":
         block = jax.checkpoint(block, policy=policy[config.remat])
     x = jnp.ones((1, sequence, config.d_model))

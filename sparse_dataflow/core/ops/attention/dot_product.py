@@ -238,7 +238,9 @@ def xla_attention(
     """Compute `chunked_attention`; up to DENSE_TOKENS keys, all scores at once."""
     if key.shape[1] > DENSE_TOKENS:
         return chunked_attention(query, key, value, queries, keys, window, cap)
-    return masked_attention(query, key, value, visible(queries, keys, window), cap)
+    # Kernels and chunks name what their own backward passes read: a second name would keep a copy.
+    attended = masked_attention(query, key, value, visible(queries, keys, window), cap)
+    return checkpoint_name(attended, ATTENTION_OUTPUT)
 
 
 def cudnn_attention(
