@@ -18,6 +18,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig, SparsityConfig
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.training.saved_state import SavedState, identity
 from sparse_dataflow.core.training.step import initial_state
 from sparse_dataflow.data.corpora import Corpus
@@ -82,7 +83,9 @@ def trained(models, tokenizer):
         tables = tables_of(model)
         training = TrainingConfig(steps=1, batch=4, sequence=CONTEXT)
         folder = pathlib.Path("missing")
-        return Model(folder, variant, model, params, tables, tokenizer, 1, training, None, {})
+        return Model(
+            folder, variant, model, merged(params, tables), tokenizer, 1, training, None, {}
+        )
 
     return make
 

@@ -16,6 +16,7 @@ from small_models import arbitrary_params, tables_of
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.inputs import observed_block
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
@@ -40,7 +41,7 @@ def random_model(config):
     params, tables = arbitrary_params(config, scale=0.3), tables_of(config)
     training = TrainingConfig(steps=1, batch=4, sequence=config.max_len)
     folder = pathlib.Path("missing")
-    return Model(folder, "dense", config, params, tables, BYTES, 1, training, None, {})
+    return Model(folder, "dense", config, merged(params, tables), BYTES, 1, training, None, {})
 
 
 @settings(max_examples=30)

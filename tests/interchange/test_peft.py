@@ -48,7 +48,7 @@ def trained_model(name, folder, factors=None, training=TRAINING):
     (folder / "dense").mkdir(parents=True)
     (folder / "dense" / "metrics.jsonl").touch()
     model, weights = adapters.dequantised(model, jax.device_get(state.weights.merged))
-    return Model(folder, "dense", model, weights, {}, start.tokenizer, 1, training, record, {})
+    return Model(folder, "dense", model, weights, start.tokenizer, 1, training, record, {})
 
 
 def factors_of_fixture(name):
