@@ -11,6 +11,7 @@ import numpy as np
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, LinearSpec
 from sparse_dataflow.core.layouts import model_layouts
+from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import TrainState
@@ -58,6 +59,7 @@ def prune_language_model(
     if groups is None:
         if where is not None:
             raise UserError('where does not go with block="narrow", which prunes all projections.')
+        _selected(old, None)
         return _result(model, rebuild.narrowed(old, weights, batches, _half(density), rounds), None)
     names = _selected(old, where)
     specs = {name: _spec(old, name, groups, density, pattern) for name in names}
@@ -90,9 +92,14 @@ def _spec(
     model: ModelConfig, name: str, groups: Groups, density: float | None, pattern: str
 ) -> LinearSpec:
     """Returns how a projection of which groups of weights stay is stored."""
-    if groups.is_square:
-        return LinearSpec("block_sparse", pattern or "random", _half(density), groups.rows)
     shape = model.projection_shape(name)
+    if groups.is_square:
+        spec = LinearSpec("block_sparse", pattern or "random", _half(density), groups.rows)
+        try:
+            make_layout(spec.pattern, *shape, spec.block, spec.density)
+        except UserError as error:
+            raise UserError(f"{name}: {error} Or leave it out with `where`.") from None
+        return spec
     try:
         share = groups.count(shape, density) / (groups.pool or groups.grid(shape)[0])
     except UserError as error:

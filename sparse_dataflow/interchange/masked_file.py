@@ -39,8 +39,8 @@ def unpacked(
     rows, columns = spec.weight.grid(spec, shape)
     bits = read(MASK, (rows, -(-columns // 8)), "uint8")
     mask = spec.weight.entry_mask(np.unpackbits(bits, axis=1, count=columns).astype(bool), spec)
-    span = spec.span or rows
-    stored = max(1, round(span * spec.density)) * (rows // span) * spec.block
+    span, count = spec.weight.per_span(spec, rows)
+    stored = count * (rows // span) * spec.block
     if (mask.sum(0) != stored).any():
         raise ValueError(f"its mask does not store {stored} inputs of each output")
     kernel = np.zeros(shape, np.float32)

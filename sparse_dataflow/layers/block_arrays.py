@@ -92,10 +92,13 @@ def cut_blocks(kernel: Any, layout: Any) -> jax.Array:
         >>> bool(jnp.all((pruned == kernel) | (pruned == 0)))
         True
     """
-    kernel = jnp.asarray(kernel)
-    layouts = _listed(layout)
+    kernel, layouts = _array("kernel", kernel), _listed(layout)
     full = layouts[0].in_features, layouts[0].out_features
-    if kernel.ndim < 2 or any(n > most for n, most in zip(kernel.shape[-2:], full)):
+    if (
+        kernel.ndim < 2
+        or not kernel.size
+        or any(n > most for n, most in zip(kernel.shape[-2:], full))
+    ):
         raise UserError(
             f"The kernel has shape {kernel.shape}; legal for this layout: [..., {full[0]}, "
             f"{full[1]}], or shorter sides, which zeros fill up."
@@ -130,7 +133,7 @@ def join_blocks(values: Any, layout: Any, shape: tuple[int, int] | None = None) 
         >>> bool(jnp.allclose(y, x @ sd.join_blocks(values, layout), atol=1e-5))
         True
     """
-    values, layouts = jnp.asarray(values), _listed(layout)
+    values, layouts = _array("values", values), _listed(layout)
     _check_values(values, layouts[0])
     stack, layers = values.shape[:-3], values.reshape(-1, *values.shape[-3:])
     kernel = expand(*_positions(layouts, len(layers)), layers, layouts[0].mask.shape)
@@ -183,9 +186,11 @@ def evolve_blocks(
     if seed < 0:
         raise UserError(f"seed={seed} is not legal: it must be 0 or more.")
     exchange = exchanger(method, share)
-    values = jnp.asarray(values)
+    values = _array("values", values)
     _check_values(values, layout)
     growth = None
+    if gradient is not None and not METHODS[method].reads_gradients:
+        raise UserError(f"Method {method!r} reads no gradient; legal: gradient=None.")
     if METHODS[method].reads_gradients:
         full = layout.in_features, layout.out_features
         if gradient is None or jnp.shape(gradient)[-2:] != full:
@@ -199,6 +204,7 @@ def evolve_blocks(
     sources = block_sources(layout, new)[None]
 
     def move(array):
+        array = _array("an array of the weight", array)
         _check_values(array, layout)
         return moved(array, sources, np.ndim(array) - 3)
 
@@ -231,6 +237,8 @@ def exchanger(method: str, share: float) -> Callable[..., BlockLayout]:
     assert update is not None
 
     def exchange(layout, norms, growth, rng):
+        if not all(np.isfinite(each).all() for each in (norms, growth) if each is not None):
+            raise UserError("Values or gradients are not finite, so no blocks can be chosen.")
         return update(layout, norms, growth, max(share, 1 / layout.nnz), 1, rng)
 
     return exchange
@@ -257,8 +265,16 @@ def moved(array: jax.Array, sources: np.ndarray, axis: int) -> jax.Array:
     return placed(new, array)
 
 
+def _array(name, value):
+    """Returns a jax array; UserError for what is no array of numbers."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise UserError(f"{name} is {type(value).__name__}; legal: an array of numbers.") from None
+
+
 def _listed(layout):
-    layouts = [layout] if isinstance(layout, BlockLayout) else list(layout)
+    layouts = list(layout) if isinstance(layout, list | tuple) else [layout]
     if not layouts or not all(isinstance(each, BlockLayout) for each in layouts):
         raise UserError("layout is not legal: it must be a sd.BlockLayout, or a list of them.")
     return layouts

@@ -6,7 +6,8 @@ import re
 from sparse_dataflow.files.errors import UserError
 
 LEGAL_BLOCKS = (
-    "16 or 16x16 (squares), 1x16 (1 input x 16 outputs), 1 (single weights), 2:4 (N of M)"
+    "16 or 16x16 (squares), 1x16 (1 input x 16 outputs), 1 (single weights), 2:4 (N of M), "
+    "narrow (of a language model)"
 )
 
 

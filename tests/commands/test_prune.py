@@ -115,6 +115,8 @@ SPARSE = dataclasses.replace(MODEL, model=MODEL.model.with_linears(LinearSpec("b
         (MODEL, TOKENS, {"where": lambda *_: False}, r"selects no projection; legal: qkv"),
         (MODEL, TOKENS, {"call": lambda *_: None}, r"call is for nnx models"),
         (SPARSE, TOKENS, {}, r"qkv has block-sparse weights already; legal: dense"),
+        (SPARSE, TOKENS, {"block": "narrow"}, r"qkv has block-sparse weights already"),
+        (MODEL, TOKENS, {"block": 48}, r"^qkv: .* Or leave it out with `where`"),
         (MODEL, TOKENS, {"density": 0.4, "block": "1x16"}, r"^qkv: Density 0.4 has no .* 1/64"),
         (MODEL, TOKENS, {"density": 0.3, "block": "2:4"}, r"^qkv: density=0.3 with block=2:4"),
         (MODEL, TOKENS, {"block": "1x5"}, r"^qkv: Groups of 1x5 do not divide a 64 x 192"),

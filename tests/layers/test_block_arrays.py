@@ -139,6 +139,23 @@ WRONG = {
     "moments of another shape": (
         lambda layout: sd.evolve_blocks(layout, jnp.ones((16, 8, 8)))[1](jnp.ones((16, 8))), "16, 8"
     ),
+    "a kernel without inputs": (lambda layout: sd.cut_blocks(np.zeros((0, 64)), layout), "0, 64"),
+    "layout None": (lambda layout: sd.cut_blocks(jnp.ones((32, 64)), None), "BlockLayout"),
+    "kernel None": (lambda layout: sd.cut_blocks(None, layout), "kernel is NoneType; legal: an"),
+    "words": (lambda layout: sd.join_blocks(np.array(["a"]), layout), "values is ndarray; legal"),
+    "values that are not finite": (
+        lambda layout: sd.evolve_blocks(layout, jnp.full((16, 8, 8), jnp.nan)), "not finite"
+    ),
+    "a gradient that is not finite": (
+        lambda layout: sd.evolve_blocks(
+            layout, jnp.ones((16, 8, 8)), "rigl", gradient=jnp.full((32, 64), jnp.inf)
+        ),
+        "not finite",
+    ),
+    "a gradient that nothing reads": (
+        lambda layout: sd.evolve_blocks(layout, jnp.ones((16, 8, 8)), gradient=jnp.ones((32, 64))),
+        "reads no gradient",
+    ),
 }  # fmt: skip
 
 

@@ -53,7 +53,10 @@ def checked(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*positional, **named):
-        bound = signature.bind(*positional, **named)
+        try:
+            bound = signature.bind(*positional, **named)
+        except TypeError as error:
+            raise TypeError(f"{function.__name__}() {error}") from None
         for name, value in bound.arguments.items():
             if name in kinds():
                 bound.arguments[name] = argument(name, kinds()[name], value)

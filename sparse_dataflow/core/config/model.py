@@ -244,8 +244,6 @@ class ModelConfig(AttentionSettings, RotarySettings):
         if isinstance(self.shared_expert, bool):
             object.__setattr__(self, "shared_expert", int(self.shared_expert))
         validate(self, "model")
-        if isinstance(self.remat, str):
-            object.__setattr__(self, "remat", remat.current(self.remat))
         if self.remat != remat.AUTO:
             remat.terms(self.remat)  # Refuses an illegal text.
         object.__setattr__(self, "seed", arguments.argument("seed", int, self.seed))
@@ -521,4 +519,11 @@ class ModelConfig(AttentionSettings, RotarySettings):
         linears = {k: LinearSpec(**v) for k, v in fields["linears"].items()}
         tuples = {"biases": tuple(fields.get("biases", PROJECTIONS))}
         tuples["rotary_factors"] = tuple(fields.get("rotary_factors", ()))
-        return cls(**{**fields, "linears": linears, **tuples})
+        return cls.from_file(**{**fields, "linears": linears, **tuples})
+
+    @classmethod
+    def from_file(cls, **fields: Any) -> "ModelConfig":
+        """Builds the config from fields that this or an earlier version wrote."""
+        if isinstance(text := fields.get("remat"), str):
+            fields["remat"] = remat.current(text)
+        return cls(**fields)

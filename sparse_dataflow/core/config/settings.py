@@ -349,7 +349,8 @@ def from_json(kind: type[Config], fields: Any) -> Config:
         required = [key for key, s in legal.items() if s.default is dataclasses.MISSING]
         _same_names(fields[name], legal, f"setting of {name}", required)
         arguments = {key: _tuple(legal[key], value) for key, value in fields[name].items()}
-        values[name] = member(**arguments)
+        # A part whose settings had other values in an earlier version reads them.
+        values[name] = getattr(member, "from_file", member)(**arguments)
     return kind(**values)
 
 

@@ -172,6 +172,18 @@ class Op:
             legal = ", ".join(self.fallback)
             raise UserError(f"implementation {name!r} cannot run: {reason} Legal here: {legal}.")
 
+    def module(self, implementation: str | None, *operands: Any) -> ModuleType:
+        """Returns the module of a named implementation, or of the platform's first that can run
+        operands if None.
+
+        Raises:
+          UserError: the named one does not exist, or cannot run.
+        """
+        if implementation is None:
+            return self.load(self.choose(self.of_platform(), *operands))
+        self.check(implementation, *operands)
+        return self.load(implementation)
+
     def choose(self, names: Iterable[str], *operands: Any, **options: Any) -> str:
         """Returns the first of names that can run operands, else the fallback; logs which and why.
 

@@ -88,8 +88,9 @@ class Masked(Weight):
         if sides[0] % (spec.block * span) or sides[1] % spec.block_sides[1]:
             raise UserError(
                 f"{name}: {sides[0]} x {sides[1]} features are not whole blocks of "
-                f"{spec.block} x {spec.block_sides[1]} in spans of {span}; legal: sides that "
-                "divide them."
+                f"{spec.block} x {spec.block_sides[1]}"
+                f"{f' in spans of {span}' if spec.span else ''} (sparsity.block, "
+                "block_outputs, span); legal: sides that divide them."
             )
         if spec.span and abs(rows - round(rows)) > 1e-6:
             raise UserError(
@@ -150,6 +151,16 @@ class Masked(Weight):
         return cls.scores(gradients["kernel"], spec)
 
     @classmethod
+    def per_span(cls, spec: Any, inputs: int) -> tuple[int, int]:
+        """Returns the input blocks of a span, and how many of them each output stores.
+
+        Args:
+          inputs: input blocks of the weight.
+        """
+        span = spec.span or inputs
+        return span, max(1, round(span * spec.density))
+
+    @classmethod
     def best(cls, scores: Any, spec: Any, allowed: Any = None) -> Any:
         """Returns the mask of the blocks with the largest scores.
 
@@ -163,8 +174,7 @@ class Masked(Weight):
         import jax.numpy as jnp
 
         *stack, inputs, outputs = scores.shape
-        span = spec.span or inputs
-        count = max(1, round(span * spec.density))
+        span, count = cls.per_span(spec, inputs)
         if allowed is not None:
             scores = jnp.where(cls.block_mask(allowed, spec), scores, -1)
         grid = scores.reshape(*stack, inputs // span, span, outputs)

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.core.config import settings
+from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.settings import Setting
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs.run_config import SIZES, RunConfig, preset
@@ -172,6 +173,20 @@ def test_a_setting_that_a_saved_config_lacks_takes_its_default():
     saved = preset("pico").to_json()
     del saved["model"]["num_kv_heads"]
     assert RunConfig.from_json(saved) == preset("pico")
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"), [("dots", "keep"), ("full:1,dots:1", "full:1,keep:1"), ("full", "full")]
+)
+def test_a_file_may_have_the_former_name_of_a_value_and_a_user_may_not(saved, now):
+    config = preset("pico").change(model__remat=now)
+    fields = config.to_json()
+    fields["model"]["remat"] = saved
+    assert RunConfig.from_json(fields) == config
+    assert ModelConfig.from_json({**config.model.to_json(), "remat": saved}) == config.model
+    if saved != now:
+        with pytest.raises(UserError, match=r"dots.*legal: none, keep, full|dots.*Legal"):
+            preset("pico").change(model__remat=saved)
 
 
 @given(st.sampled_from(["count", "share", "shapes", "where"]), st.data())

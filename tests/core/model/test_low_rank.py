@@ -42,6 +42,16 @@ def arbitrary(model, seed=0):
     return jax.tree.map(lambda s: rng.normal(0, 0.2, s.shape).astype(np.float32), shapes_of(model))
 
 
+@pytest.mark.parametrize("sides", [(64, 256), (256, 64)])
+def test_factors_are_drawn_with_the_spectral_norms_of_a_dense_weight(sides):
+    """That of a_factor is about the root of its outputs over its inputs; see `LowRank.draw`."""
+    scales = []
+    normal = lambda shape, scale: scales.append(scale) or np.zeros(shape)  # noqa: E731
+    LowRank.draw(SPEC, sides, 0.5, normal)
+    rank = LowRank.inner_width(SPEC, sides)
+    assert scales == pytest.approx([math.sqrt(rank) / sides[0], 0.5 / math.sqrt(rank)])
+
+
 @pytest.mark.parametrize("projection", ["qkv", "mlp_out"])
 def test_a_layer_and_its_gradient_equal_the_dense_weight_in_float64(projection):
     drawn = jax.eval_shape(lambda: draw(MODEL, projection, gain=1.0, rngs=nnx.Rngs(0)))

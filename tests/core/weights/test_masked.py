@@ -268,7 +268,7 @@ def test_parameters_and_masks_are_parted_and_merged():
             {"sparsity__pattern": "monarch", "sparsity__block_outputs": 8},
             "block_outputs=8 does not",
         ),
-        ({"sparsity__block": 1, "sparsity__span": 3}, "in spans of 3; legal: sides"),
+        ({"sparsity__block": 1, "sparsity__span": 3}, "in spans of 3 .*; legal: sides"),
         ({"sparsity__block": 1, "sparsity__span": 4, "sparsity__density": 0.3}, "multiples of 1/4"),
         ({"sparsity__block": 1, "sparsity__budget": "compute"}, "legal with it: uniform"),
     ],
@@ -307,3 +307,16 @@ def test_a_mask_of_transformed_inputs_computes_the_dense_function(width, names):
     np.testing.assert_allclose(logits(masked, state), exact, atol=1e-4)
     state = change_model(state, masked, MODEL)
     np.testing.assert_allclose(logits(MODEL, state), exact, atol=1e-4)
+
+
+def test_without_gain_the_smallest_stored_weights_go():
+    """Whatever grows in their place; as SET asks."""
+    spec = LinearSpec("masked", "masked", 0.5, block=1)
+    rng = np.random.default_rng(0)
+    mask = np.stack([rng.permutation(16) < 8 for _ in range(12)], axis=1)
+    norms = np.where(mask, rng.uniform(0.9, 1, mask.shape), 0)
+    growth = rng.uniform(1, 9, mask.shape) * (np.arange(12) % 2)  # Half of the outputs gain more.
+    after = np.asarray(Masked.exchanged(mask, norms, growth, spec, 10, 0.0))
+    dropped = norms[mask & ~after]
+    assert sorted(dropped) == sorted(norms[mask])[:10]
+    assert (after.sum(0) == 8).all()

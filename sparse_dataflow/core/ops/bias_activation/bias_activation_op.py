@@ -42,8 +42,5 @@ def bias_activation(
     Raises:
       UserError: a named implementation cannot run.
     """
-    if implementation is None:
-        implementation = OP.choose(OP.of_platform(), x, bias, activation)
-    else:
-        OP.check(implementation, x, bias, activation)
-    return OP.load(implementation).run(x, bias, activation)
+    operands = x, bias, activation
+    return OP.module(implementation, *operands).run(*operands)

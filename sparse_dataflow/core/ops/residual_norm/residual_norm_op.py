@@ -97,8 +97,4 @@ def residual_norm(
     Raises:
       UserError: a named implementation cannot run.
     """
-    if implementation is None:
-        implementation = OP.choose(OP.of_platform(), norm, operands)
-    else:
-        OP.check(implementation, norm, operands)
-    return OP.load(implementation).run(norm, operands)
+    return OP.module(implementation, norm, operands).run(norm, operands)
