@@ -10,6 +10,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.layouts import model_layouts
+from sparse_dataflow.core.layouts.layout import FixedTables
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.stacks import ModelWeights, weights_of
 from sparse_dataflow.runs.families import FAMILIES
@@ -83,8 +84,13 @@ def arbitrary_params(config, seed=0, scale=0.2):
 
 
 def tables_of(config):
-    """Returns the stacked tables of the initial layouts."""
-    return stacks.layout_tables(model_layouts.layouts(config))
+    """Returns the initial layouts as leaves of a tree like the params, in numpy."""
+    return stacks.stored_layouts(config)
+
+
+def fixed(tables):
+    """Returns layouts that programs are specialised to."""
+    return stacks.map_layouts(FixedTables, tables)
 
 
 def arbitrary_weights(config, seed=0, scale=0.2):

@@ -10,8 +10,8 @@ from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.training import cost
 
@@ -57,8 +57,8 @@ def _program(model: ModelConfig, training: TrainingConfig) -> Program:
     shallow = dataclasses.replace(model, num_layers=1)
     dtype = jnp.dtype(model.compute_dtype)
     # As in training: index tables are data, the groups of a layout are structure.
-    stacked = stacks.with_groups(stacks.layout_tables(model_layouts.layouts(shallow)))
-    tables = jax.tree.map(lambda t: jnp.asarray(t[0]), stacked)
+    stacked = stacks.with_groups(stacks.stored_layouts(shallow))
+    layouts = jax.tree.map(lambda t: jnp.asarray(t[0]), stacked["blocks"] if stacked else {})
 
     @jax.jit
     def draw(key):
@@ -66,9 +66,9 @@ def _program(model: ModelConfig, training: TrainingConfig) -> Program:
         return jax.tree.map(lambda leaf: leaf[0].astype(dtype), params)
 
     @jax.jit
-    def gradients(params, tables, x, dy):
+    def gradients(params, layouts, x, dy):
         def block(params, x):
-            return gpt.block(shallow, layer_weights(shallow, params, tables), x)
+            return gpt.block(shallow, layer_weights(shallow, merged(params, layouts)), x)
 
         y, pullback = jax.vjp(block, params, x)
         return y, pullback(dy)
@@ -76,7 +76,7 @@ def _program(model: ModelConfig, training: TrainingConfig) -> Program:
     shape = (training.batch, training.sequence, model.d_model)
     keys = jax.random.split(jax.random.key(training.seed), 3)
     x, dy = (jax.random.normal(key, shape, dtype) for key in keys[1:])
-    arguments = draw(keys[0]), tables, x, dy
+    arguments = draw(keys[0]), layouts, x, dy
     start = time.perf_counter()
     program = gradients.lower(*arguments).compile()
     return Program(lambda: program(*arguments), time.perf_counter() - start)

@@ -119,12 +119,12 @@ def _layouts(blocks: int, folder: Path) -> dict[str, float]:
     model = variant(preset("13b"), "sparse").model
     model = dataclasses.replace(model, num_layers=max(1, blocks // 2400))
     layouts = model_layouts.layouts(model)
-    tables = stacks.layout_tables(layouts)
+    stored = stacks.stored_layouts(model, layouts)
     return {
         "size": float(sum(layout.nnz for layers in layouts.values() for layout in layers)),
         "layouts seconds": _seconds(lambda: model_layouts.layouts(model)),
-        "tables seconds": _seconds(lambda: stacks.layout_tables(layouts)),
-        "layouts of tables seconds": _seconds(lambda: stacks.layouts_from_tables(model, tables)),
+        "tables seconds": _seconds(lambda: stacks.stored_layouts(model, layouts)),
+        "layouts of tables seconds": _seconds(lambda: stacks.layouts_of(model, stored)),
     }
 
 

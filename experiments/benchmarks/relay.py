@@ -179,7 +179,7 @@ def _relayed(model, training, config: RelayConfig, chip: Chip, count: int) -> di
     run = Relay(model, training, config, changing=False)
     compiled = time.perf_counter() - start
     state, tokens = fresh_state(model, training), steps.random_tokens(model, training)
-    state = state._replace(tables=stacks.with_groups(state.tables))
+    state = state._replace(rest=stacks.with_groups(state.rest))
     before = most = _live_bytes()
     working = {
         name: max(_working_bytes(getattr(group, name)) for group in run.programs)

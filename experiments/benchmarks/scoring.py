@@ -64,8 +64,8 @@ def _random(models: Models, name: str, tokenizer: Tokenizer) -> Model:
     """A model with the weights that its training would start with."""
     model = models.by_name[name]
     state = initial_state(model, models.training)
-    weights = state.params, state.tables, tokenizer
-    return Model(Path(), name, model, *weights, 0, models.training, None, {})
+    params = state.weights.merged
+    return Model(Path(), name, model, params, tokenizer, 0, models.training, None, {})
 
 
 def _tasks(shots, corpus, *item_options):
@@ -135,7 +135,7 @@ def _requests(trained, tasks, shots):
 def _forward(trained, limits: Limits, calls):
     """A function that runs `calls` evaluation steps of the training, on one micro-batch each."""
     program = jax.jit(make_eval_step(trained.model))
-    of_model = weights_of(trained.params, trained.tables)
+    of_model = weights_of(trained.params)
     rng = np.random.default_rng(0)
     rows = limits.rows(limits.context)
     shape = rows, limits.context + 1

@@ -127,17 +127,17 @@ def compiled_step(
       executor: where it runs.
     """
     state = initial_state(model, training, executor)
-    layouts = executor.place_layouts(state.weights, model, changing=False).layouts
-    state = state._replace(tables=())
-    step = jitted_train_step(model, training, executor, state)
+    rest = executor.place_layouts(state.weights, model, changing=False).rest
+    step = jitted_train_step(model, training, executor, state.without_layouts())
+    state = state._replace(rest=())
     tokens = executor.put({"tokens": tokens}, len(tokens))["tokens"]
     start = time.perf_counter()
-    compiled = step.lower(state, layouts, tokens, np.float32(0)).compile()
+    compiled = step.lower(state, rest, tokens, np.float32(0)).compile()
     seconds = time.perf_counter() - start
 
     def run():
         nonlocal state
-        state, report = compiled(state, layouts, tokens, np.float32(LEARNING_RATE))
+        state, report = compiled(state, rest, tokens, np.float32(LEARNING_RATE))
         return report
 
     parameters = cost.parameter_count(model)

@@ -17,7 +17,6 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.stacks import Fixed
 from sparse_dataflow.core.training.step import initial_state, make_train_step
 
 ACTIVATIONS = ("embed", "attention branch", "MLP branch", "logits")
@@ -39,7 +38,7 @@ def activation_changes(
       stream, averaged over layers.
     """
     state = initial_state(model, training)
-    state = state._replace(tables=Fixed(state.tables))
+    state = state._replace(rest=state.weights.with_fixed_layouts().rest)
     step = jax.jit(make_train_step(model, training))
     activations = jax.jit(functools.partial(_activations, model))
     before = activations(state.weights, batches[0][:, :-1])

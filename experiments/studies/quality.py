@@ -198,7 +198,7 @@ def _steps(base, all_arms, arms, equal, seed):
         data = base.data(variants[BASELINE])
         for of_arm in teachers.values():  # Any weights take the time of trained ones.
             state = initial_state(of_arm.model, of_arm.training)
-            teacher = Teacher(of_arm.model, state.params, state.tables)
+            teacher = Teacher(of_arm.model, state.weights.merged)
             data = dataclasses.replace(data, teacher=teacher)
         planned["seconds"] = _as_many(steps, settling.step_seconds(variants, data, steps))
     return planned
@@ -211,7 +211,7 @@ def _as_many(steps, cost_of_step):
 
 
 def _flops_a_step(variant, teacher):
-    of_teacher = Teacher(teacher.model, {}, ()) if teacher else None
+    of_teacher = Teacher(teacher.model, {}) if teacher else None
     total = run_flops(variant.model, variant.evolution, variant.training, of_teacher)
     return total / variant.training.steps
 

@@ -272,8 +272,8 @@ def trained(variant: Variant, tokenizer_hash: str, where: Path) -> Teacher:
     )
     if restored is None:
         raise UserError(f"{where} has no checkpoint to learn from; remove it to train it anew.")
-    state = restored[0]
-    return Teacher(variant.phases[-1].model, jax.device_get(state.params), state.tables)
+    model = variant.phases[-1].model
+    return Teacher(model, jax.device_get(restored[0].state(model).weights.merged))
 
 
 def keep_result(where: Path, result: dict) -> None:

@@ -15,7 +15,6 @@ from sparse_dataflow.core.config.depth import DepthSchedule
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.compatibility import ResolvedRun, refuse
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
-from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.training.clock import Clock
 from sparse_dataflow.core.training.phases import Variant
@@ -106,8 +105,8 @@ def arrays(executor: Executor, variant: Variant) -> list[dict]:
     """`Executor.arrays` of each model that the variant trains in turn."""
     training, described = variant.training, []
     for phase in variant.phase_specs:
-        layouts = stacks.layout_tables(model_layouts.layouts(phase.model))
-        state = abstract_state(phase.model, training)._replace(tables=layouts)
+        state = abstract_state(phase.model, training)
+        state = state._replace(rest=stacks.with_layouts(phase.model, state.rest))
         tokens = jax.ShapeDtypeStruct((training.batch, training.sequence + 1), "int32")
         batch = {"tokens": tokens}
         described.append(executor.arrays(state, phase.model, phase.runtime_layouts, batch))

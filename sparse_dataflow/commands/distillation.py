@@ -42,7 +42,7 @@ def teacher_of(
         )
     name = f"With training.teacher={path}, training.sequence={sequence}"
     start.model.check_context(sequence, name)
-    teacher = Teacher(start.model, start.params, start.tables, start.provenance)
+    teacher = Teacher(start.model, start.params, start.provenance)
     flops = teacher.flops_per_token(sequence)
     say(f"teacher: {start.words}, {flops:.3g} FLOPs a token, which count in each step")
     return teacher

@@ -282,14 +282,14 @@ class Job:
                 starting_point.refuse_other_base(base, v.model)
                 say(f"{v.name:>6}: adapters on {base.words}")
                 if config.run.prune_to == "pattern":
-                    pattern_pruning.refuse_other_layouts(base.model, base.tables, v.model)
+                    pattern_pruning.refuse_other_layouts(base.model, base.params, v.model)
             elif config.run.init_from and not record:
                 weights = self._weights()
                 say(_beginning_words(v.name, weights, v.phase_specs[0].model))
                 model = v.phase_specs[0].model
                 growth.refuse_other_shapes(weights.model, model)
                 if config.run.prune_to == "pattern":
-                    pattern_pruning.refuse(weights.model, weights.tables, model)
+                    pattern_pruning.refuse(weights.model, weights.params, model)
 
     def _corpus(self, texts: Sequence[str] | None, record: RunRecord | None) -> Corpus:
         """The corpus of the texts, or of the config; a resumed run keeps the revision of a dataset

@@ -11,8 +11,8 @@ from jax.typing import ArrayLike
 
 from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.data.tokenizer import Tokenizer, byte_tokenizer
 from sparse_dataflow.evaluation.trained import Model
@@ -92,13 +92,12 @@ def init(config: RunConfig, key: jax.Array, tokenizer: Tokenizer | None = None) 
     tokenizer = tokenizer or byte_tokenizer(config.model.vocab_size)
     chosen = variant(config, config.variants[0], tokenizer.vocab_size)
     params = jax.jit(gpt.init, static_argnums=0)(chosen.model, key)
-    tables = stacks.layout_tables(model_layouts.layouts(chosen.model))
+    layouts = stacks.stored_layouts(chosen.model)
     return Model(
         folder=Path(),
         variant=chosen.name,
         model=chosen.model,
-        params=params,
-        tables=tables,
+        params=merged(params, layouts),
         tokenizer=tokenizer,
         step=0,
         training=chosen.training,
@@ -126,7 +125,7 @@ def logits(model: Model, tokens: ArrayLike | Sequence) -> jax.Array:
         >>> sd.logits(model, np.zeros((2, 8), np.int32)).shape
         (2, 8, 512)
     """
-    weights = weights_of(model.params, model.tables)
+    weights = weights_of(model.params)
     return whole.logits(model.model, weights, _checked(tokens, 1))
 
 
@@ -151,7 +150,7 @@ def loss(model: Model, tokens: ArrayLike | Sequence) -> jax.Array:
     ids = _checked(tokens, 2)
     targets = ids[:, 1:]
     mean = jnp.full(targets.shape, 1 / targets.size, jnp.float32)
-    weights = weights_of(model.params, model.tables)
+    weights = weights_of(model.params)
     return whole.loss(model.model, weights, whole.Batch(ids, mean))
 
 

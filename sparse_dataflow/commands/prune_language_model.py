@@ -12,7 +12,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, LinearSpec
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.patterns import make_layout
-from sparse_dataflow.core.model import adapters, stacks
+from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.training.transitions import change_model
@@ -55,7 +55,7 @@ def prune_language_model(
             "nnx model."
         )
     batches = _token_batches(model, batches)
-    old, weights = model.model, stacks.weights_of(jax.device_get(model.params), model.tables)
+    old, weights = model.model, ModelWeights(jax.device_get(model.params))
     if groups is None:
         if where is not None:
             raise UserError('where does not go with block="narrow", which prunes all projections.')
@@ -72,7 +72,7 @@ def prune_language_model(
     result, stored = rebuild.to_blocks(old, weights, new, batches, given, rounds)
     params = jax.tree.map(jnp.array, result.params)
     result = result._replace(params={})  # Frees a copy of the model.
-    state = TrainState(jnp.zeros((), jnp.int32), params, (), {}, jax.random.key(0))
+    state = TrainState(jnp.zeros((), jnp.int32), params, (), jax.random.key(0))
     state = change_model(state, result.model, new, given=stored)
     return _result(model, result, groups, new, state)
 
@@ -85,7 +85,7 @@ def _in_places(old, weights, new, batches):
     pattern_pruning.refuse(old, {}, new)
     norms = input_norms(old, weights, batches, dict.fromkeys(old.projections, 0))
     params, layouts = pattern_pruning.moved(old, weights.merged, new, norms, "sd.prune")
-    return old, ModelWeights(params, {}), layouts
+    return old, ModelWeights(params), layouts
 
 
 def _spec(
@@ -116,16 +116,13 @@ def _result(model: Model, result: Rebuilt, groups, new=None, state=None) -> Prun
         name: np.stack([second_order.expanded(mask, groups) for mask in layers])
         for name, layers in result.masks.items()
     }
-    params, tables = result.params, {}
-    if state:
-        params, tables = adapters.merged(state.params, state.frozen), state.tables
+    params = state.weights.merged if state else result.params
     pruned = dataclasses.replace(
         model,
         folder=Path(),
         variant="sparse" if state else "dense",
         model=new or result.model,
-        params=jax.tree.map(jnp.asarray, params),
-        tables=jax.tree.map(np.asarray, tables),
+        params=stacks.map_arrays(jnp.asarray, params),
         step=0,
         record=None,
         facts={},

@@ -308,7 +308,7 @@ def _layouts(trainers, model):
     trained = [t for t in trainers if t.model == model]
     layouts = model_layouts.layouts(model)
     if trained:
-        layouts = stacks.layouts_from_tables(model, trained[0].state.tables)
+        layouts = stacks.layouts_of(model, trained[0].state.rest)
     rows = []
     for projection, layers in layouts.items():
         for number, layout in enumerate(layers):

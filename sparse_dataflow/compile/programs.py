@@ -18,8 +18,8 @@ from sparse_dataflow.compile import hlo, topologies, traced
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import Executor
-from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.training.step import abstract_state, jitted_train_step
 from sparse_dataflow.planner import memory
 
@@ -105,20 +105,21 @@ def abstract_arguments(
       changing: whether layouts may change without recompilation.
 
     Returns:
-      ((state without tables, layouts, tokens, learning rate), `Executor.arrays`).
+      ((state without its rest, the rest, tokens, learning rate), `Executor.arrays`).
     """
     shape = (training.batch, training.sequence + 1)
     batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
-    layouts = stacks.layout_tables(model_layouts.layouts(model))
-    described = abstract_state(model, training)._replace(tables=layouts)
+    described = abstract_state(model, training)
+    described = described._replace(rest=stacks.with_layouts(model, described.rest))
     arrays = executor.arrays(described, model, changing, batch)
-    runtime_tables = jax.tree.map(
+    layouts = jax.tree.map(
         lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=getattr(t, "sharding", None)),
         arrays["layout tables"],
     )
     state = executor.placed_shapes(abstract_state(model, training, executor), model)
     rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=executor.replicated())
-    arguments = state, runtime_tables, arrays["batch"]["tokens"], rate
+    rest = merged(state.rest, layouts)
+    arguments = state._replace(rest=()), rest, arrays["batch"]["tokens"], rate
     return arguments, arrays
 
 

@@ -25,12 +25,13 @@ from sparse_dataflow.core.config.layer_groups import (
     split_groups,
 )
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model import adapters, gpt, stacks
 from sparse_dataflow.core.model.batch_context import BatchContext
 from sparse_dataflow.core.model.inputs import observed_block
-from sparse_dataflow.core.model.projection import InputThreshold, with_threshold
+from sparse_dataflow.core.model.projection import THRESHOLD, with_threshold
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
+from sparse_dataflow.core.weights.weight import Thresholded
 from sparse_dataflow.data.cache import TokenArray
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
@@ -48,7 +49,7 @@ Levels = dict[str, Any]
 def with_thresholds(model: Model, tokens: TokenArray, share: float) -> Model:
     """Returns the model with a threshold at the inputs of each projection of each layer.
 
-    Whatever applies the model's tables applies the thresholds: scoring and generation on one
+    Whatever applies the model's parameters applies the thresholds: scoring and generation on one
     device.
 
     Args:
@@ -62,11 +63,15 @@ def with_thresholds(model: Model, tokens: TokenArray, share: float) -> Model:
     layers = stacks.weights(config, model.weights)
     windows = calibration_windows(tokens, model.context)
     levels = input_levels(config, model.params["embed"], layers, windows, share)
-    for group, layouts in zip(layer_groups(config), split_groups(model.tables), strict=True):
+    no_base: Any = None
+    blocks = split_groups(model.params["blocks"])
+    for group, modules in zip(layer_groups(config), blocks, strict=True):
         of_group = levels[group.layers.start : group.layers.stop]
         joined = {name: np.stack([layer[name] for layer in of_group]) for name in of_group[0]}
-        groups.append({n: InputThreshold(layouts.get(n), level) for n, level in joined.items()})
-    return dataclasses.replace(model, tables=join_groups(groups))
+        wrappers = {n: {THRESHOLD: Thresholded(no_base, level)} for n, level in joined.items()}
+        groups.append(adapters.merged(wrappers, modules))
+    params = {**model.params, "blocks": join_groups(groups)}
+    return dataclasses.replace(model, params=params)
 
 
 def calibration_windows(tokens: TokenArray, context: int) -> np.ndarray:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables
 from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.batch_context import BatchContext
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.stacks import ModelWeights
@@ -63,14 +63,15 @@ def prepare(config: ModelConfig, of_model: ModelWeights) -> Weights:
     dtype = jnp.dtype(config.compute_dtype)
     cast = functools.partial(jax.tree.map, lambda leaf: jnp.asarray(leaf, dtype))
     params, layers = of_model.merged, []
-    for stacked, layouts in zip(
-        split_groups(params["blocks"]),
-        split_groups(stacks.with_groups(of_model.tables)),
-        strict=True,
-    ):
-        for i in range(len(jax.tree.leaves(stacked)[0])):
-            layout = {name: _layout(config, name, each, i) for name, each in layouts.items()}
-            layers.append(layer_weights(config, _layer(stacked, i, dtype), layout))
+    for stacked in split_groups(stacks.with_groups(params["blocks"])):
+        arrays, layouts = stacks.split_layouts(stacked)
+        tables = stacks.tables_by_name(layouts)
+        for i in range(len(jax.tree.leaves(arrays)[0])):
+            layer = _layer(arrays, i, dtype)
+            if layouts:
+                own = {name: _layout(config, name, each, i) for name, each in tables.items()}
+                layer = merged(layer, stacks.beside(config, own)["blocks"])
+            layers.append(layer_weights(config, layer))
     return Weights(cast(params["embed"]), tuple(layers), cast(params["head"]))
 
 
@@ -92,7 +93,7 @@ def _layer(stacked, i, dtype):
 
     def cast(path, leaf):
         known = leaf_of(path)
-        wide = path[-1].key == ROUTER or (known is not None and known.role in (SCALE, TABLE))
+        wide = known.role in (SCALE, TABLE) if known else getattr(path[-1], "key", "") == ROUTER
         return leaf[i] if wide else leaf[i].astype(dtype)
 
     return jax.tree_util.tree_map_with_path(cast, stacked)
@@ -100,16 +101,17 @@ def _layer(stacked, i, dtype):
 
 def random_weights(config: ModelConfig, seed: int) -> Weights:
     """Initialises weights layer by layer, so that at most one layer exists in float32."""
-    tables = stacks.layout_tables(model_layouts.layouts(config))
+    stored = stacks.stored_layouts(config)
+    blocks = stored["blocks"] if stored else tuple({} for _ in layer_groups(config))
     layers: list[dict] = []
     key = jax.random.key(seed)
-    for group, stacked in zip(layer_groups(config), split_groups(tables), strict=True):
+    for group, stacked in zip(layer_groups(config), split_groups(blocks), strict=True):
         layer_config = dataclasses.replace(group.model, num_layers=1)
         init = jax.jit(functools.partial(gpt.init, layer_config))
         for i, layer in enumerate(group.layers):
             params = init(jax.random.fold_in(key, layer))
             layouts = jax.tree.map(lambda table, i=i: table[i : i + 1], stacked)
-            weights = prepare(layer_config, ModelWeights(params, layouts))
+            weights = prepare(layer_config, ModelWeights(params, {"blocks": layouts}))
             layers += weights.layers
     return weights._replace(layers=tuple(layers))
 

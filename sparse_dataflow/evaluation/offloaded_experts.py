@@ -32,6 +32,7 @@ from sparse_dataflow.core.model.experts import collect, dispatch, spread
 from sparse_dataflow.core.model.projection import without_layout
 from sparse_dataflow.core.model.shard import WHOLE
 from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.weights.kind import LAYOUT
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.composition import DEVICE, HOST
 from sparse_dataflow.evaluation.kv_cache import LayerCache, Weights
@@ -113,18 +114,16 @@ class OffloadedExperts:
         host = SingleDeviceSharding(device, memory_kind=HOST)
         self._device = SingleDeviceSharding(device, memory_kind=DEVICE)
         self._config, self._slots = config, slots
-        params = jax.tree.map(np.asarray, model.params)
+        params = stacks.map_arrays(np.asarray, model.params)
         others = {**params, "blocks": join_groups([*map(_others, split_groups(params["blocks"]))])}
-        others = jax.device_put(others, self._device)
-        weights = jax.device_put(
-            kv_cache.prepare(config, ModelWeights(others, model.tables)), self._device
-        )
+        others = stacks.map_arrays(lambda leaf: jax.device_put(leaf, self._device), others)
+        weights = jax.device_put(kv_cache.prepare(config, ModelWeights(others)), self._device)
         del others  # Frees the float32 weights before the slots are allocated.
         self.other_bytes = _bytes(weights)
         self._ends = weights._replace(layers=())
         self._layers: list[_Layer] = []
         dtype = jnp.dtype(config.compute_dtype)
-        layers = stacks.weights(config, ModelWeights(params, model.tables))
+        layers = stacks.weights(config, ModelWeights(params))
         for resident, stored in zip(weights.layers, layers, strict=True):
             stacked = _experts(stored)
             experts = [
@@ -307,7 +306,15 @@ def _experts(layer):
 
 def _others(params):
     """Returns the parameters without the weights of the experts."""
-    others = {name: leaf for name, leaf in params["experts"].items() if name not in MLP}
+    experts = params["experts"]
+    others = {name: leaf for name, leaf in experts.items() if name not in MLP}
+    if "shared" in others:  # It has the layouts of the experts.
+        others["shared"] = {
+            name: {**({LAYOUT: experts[name][LAYOUT]} if LAYOUT in experts[name] else {}), **leaf}
+            if name in MLP
+            else leaf
+            for name, leaf in others["shared"].items()
+        }
     return {**params, "experts": others}
 
 

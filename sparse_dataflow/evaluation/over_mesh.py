@@ -8,6 +8,7 @@ import numpy as np
 
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.sharded import Sharded
+from sparse_dataflow.core.model.partition import without_tables
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.evaluation.scoring import Forward
 from sparse_dataflow.evaluation.trained import Model
@@ -26,7 +27,8 @@ def mesh_forward(trained: Model, executor: Sharded) -> Forward:
     executor.check(
         trained.model, dataclasses.replace(trained.training, batch=shards, micro_batches=1)
     )
-    state = TrainState(np.int32(0), trained.params, (), trained.tables, ())
+    params, rest = without_tables(trained.params)
+    state = TrainState(np.int32(0), params, (), (), rest)
     weights = executor.place(state, trained.model).weights
     weights = executor.place_layouts(weights, trained.model, changing=False)
     program = jax.jit(functools.partial(executor.token_scores, trained.model))

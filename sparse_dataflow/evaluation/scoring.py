@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.model.stacks import weights_of
+from sparse_dataflow.core.model.stacks import split_layouts, weights_of
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
 
@@ -91,13 +91,15 @@ class Counts:
 def single_device_forward(trained: Model) -> Forward:
     """Returns a forward pass on the default device, specialised to the model's layouts."""
 
+    params, layouts = split_layouts(trained.params)
+
     @jax.jit
     def program(params, tokens, positions):
-        weights = weights_of(params, trained.tables)
+        weights = weights_of(params, layouts)
         outputs = whole.token_scores(trained.model, weights, tokens, positions.reshape(-1))
         return tuple(output[None] for output in outputs)
 
-    return lambda tokens, positions: program(trained.params, tokens, positions)
+    return lambda tokens, positions: program(params, tokens, positions)
 
 
 def batch_limits(trained: Model, shards: int = 1) -> Limits:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,12 @@ from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model import adapters
 from sparse_dataflow.core.model.partition import without_tables
-from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.model.stacks import (
+    ModelWeights,
+    beside,
+    split_layouts,
+    tables_by_name,
+)
 from sparse_dataflow.core.optim.by_weight import evaluated
 from sparse_dataflow.core.training.phases import phase_before, phases
 from sparse_dataflow.core.training.saved_state import (
@@ -52,8 +58,8 @@ class Model:
       folder: folder that it was loaded from; empty for none.
       variant: "sparse", "dense" or "narrow".
       model: model config; of a run, in the checkpoint's phase, with a block for each layer.
-      params: float32 master weights; see `model.gpt`.
-      tables: numpy layout tables, which programs are specialised to.
+      params: float32 master weights, with masks and with layouts in numpy, which programs are
+        specialised to; see `model.gpt`.
       tokenizer: tokenizer of the run.
       step: number of optimizer steps.
       training: training config.
@@ -72,7 +78,6 @@ class Model:
     variant: str
     model: ModelConfig
     params: dict
-    tables: dict
     tokenizer: Tokenizer
     step: int
     training: TrainingConfig
@@ -92,16 +97,15 @@ class Model:
     @property
     def weights(self) -> ModelWeights:
         """All weights with their layouts."""
-        return ModelWeights(self.params, self.tables)
+        return ModelWeights(self.params)
 
     def tree_flatten_with_keys(self) -> tuple[tuple, "_Static"]:
         """See `jax.tree_util.register_pytree_with_keys_class`.
 
         The key of the parameters names their layouts, so orbax refuses those of other layouts.
         """
-        trained, masks = without_tables(self.params)
-        has_layouts = self.tables or masks
-        name = f"params_layout_{self._static.layouts[:16]}" if has_layouts else "params"
+        trained, rest = without_tables(self.params)
+        name = f"params_layout_{self._static.layouts[:16]}" if rest else "params"
         return ((jax.tree_util.GetAttrKey(name), trained),), self._static
 
     @classmethod
@@ -109,7 +113,7 @@ class Model:
         """See `jax.tree_util.register_pytree_with_keys_class`."""
         params = children[0]
         # A transformation may put anything in place of the parameters.
-        if static.has_masks and isinstance(params, dict):
+        if static.model.params and isinstance(params, dict):
             params = adapters.merged(params, static.model.params)
         model = dataclasses.replace(static.model, params=params)
         object.__setattr__(model, "_static", static)
@@ -117,9 +121,9 @@ class Model:
 
     @functools.cached_property
     def _static(self):
-        _, masks = without_tables(self.params)
+        _, rest = without_tables(self.params)
         return _Static(
-            dataclasses.replace(self, folder=Path(), params=masks, step=0, record=None, facts={})
+            dataclasses.replace(self, folder=Path(), params=rest, step=0, record=None, facts={})
         )
 
     @property
@@ -133,16 +137,16 @@ class _Static:
     """All of a model but what is trained; compares and hashes by content, once.
 
     Attributes:
-      model: the model, with its masks alone for parameters.
-      has_masks: whether it has any.
+      model: the model, with its layouts and masks alone for parameters; () for none.
       layouts: sha256 (hex) of its layout tables and masks.
     """
 
     def __init__(self, model: Model):
-        self.model, self.has_masks = model, bool(model.params)
+        self.model = model
         tables = hashlib.sha256()
-        table_leaves = jax.tree_util.tree_leaves_with_path(model.tables)
-        for path, table in (*table_leaves, *jax.tree_util.tree_leaves_with_path(model.params)):
+        masks, layouts = split_layouts(model.params)
+        leaves = map(jax.tree_util.tree_leaves_with_path, (tables_by_name(layouts), masks))
+        for path, table in itertools.chain(*leaves):
             tables.update(f"{path}{table.shape}".encode() + np.asarray(table).tobytes())
         config = (model.variant, model.model, model.training, model.tokenizer.content_hash)
         self.layouts = tables.hexdigest()
@@ -210,6 +214,7 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
         phase_before(SavedProgress.from_extra(facts, model_phases).phases, step)
     ].model
     params = adapters.merged(evaluated(training, state.moments, state.params), state.frozen)
+    layouts = beside(shape, state.tables)
     if shape.shared_layers:
         params = {**params, "blocks": copied_blocks(params["blocks"], shape.num_layers)}
         shape = dataclasses.replace(shape, shared_layers=False)
@@ -217,8 +222,7 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
         folder,
         variant,
         dataclasses.replace(shape.dropless(), precision=PRECISIONS[0]),
-        params,
-        state.tables,
+        adapters.merged(params, layouts),
         tokenizer,
         step,
         training,

@@ -3,19 +3,16 @@
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.core.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.config.projections import MLP, PRECISIONS
-from sparse_dataflow.core.layouts.layout import BlockLayout
-from sparse_dataflow.core.layouts.model_layouts import expert_layout
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
 from sparse_dataflow.core.weights.dense import Dense
-from sparse_dataflow.core.weights.kind import TERMS, stored_form
+from sparse_dataflow.core.weights.kind import LAYOUT, TERMS, stored_form
 from sparse_dataflow.core.weights.low_rank import PlusLowRank
 
 QKV = ("q", "k", "v")
@@ -31,20 +28,20 @@ def dense_form(model: ModelConfig, weights: ModelWeights) -> tuple[ModelConfig, 
     Returns:
       (dense config, dense parameter tree in numpy float32).
     """
-    params, layouts = weights.merged, stacks.layouts_from_tables(model, weights.tables)
+    params = weights.merged
     dense = dataclasses.replace(model, linears={}, parametrization="standard")
     layers = []
-    for i, (layer_params, _) in enumerate(stacks.layers(params["blocks"], weights.tables)):
-        layer = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), layer_params)
+    for layer_params in stacks.layers(params["blocks"]):
+        layer = stacks.map_arrays(lambda leaf: np.asarray(leaf, np.float32), layer_params)
         for name in model.projections:
             if model.experts and name in MLP:
-                layout = expert_layout(model, name) if name in layouts else None
-                for experts in (layer["experts"], layer["experts"].get("shared")):
-                    if experts:
-                        experts[name] = dense_module(model, name, experts[name], layout)
+                experts = layer["experts"]
+                layout = {n: part for n, part in experts[name].items() if n == LAYOUT}
+                for each in (experts, experts.get("shared")):
+                    if each:
+                        each[name] = dense_module(model, name, {**layout, **each[name]})
             else:
-                layout = layouts[name][i] if name in layouts else None
-                layer[name] = dense_module(model, name, layer[name], layout)
+                layer[name] = dense_module(model, name, layer[name])
         layers.append(layer)
     blocks = stacks.stacked_layers(dense, layers)
     head = params["head"]
@@ -56,17 +53,16 @@ def dense_form(model: ModelConfig, weights: ModelWeights) -> tuple[ModelConfig, 
     return dense, {**params, "blocks": blocks, "head": head}
 
 
-def dense_module(model: ModelConfig, name: str, module: dict, layout: BlockLayout | None) -> dict:
+def dense_module(model: ModelConfig, name: str, module: dict) -> dict:
     """Returns the dense form of a projection, or of that of every expert.
 
     Args:
-      module: its parameters, of one layer, in numpy.
-      layout: its layout; None for a dense weight.
+      module: its parameters with its layout, of one layer, in numpy.
     """
     spec = model.linear(name)
     form = stored_form(module)
     assert form is not None
-    kernel = np.asarray(form.from_arrays(module, layout, PRECISIONS[0]).dense())
+    kernel = np.asarray(form.from_arrays(module, PRECISIONS[0]).dense())
     if spec.hadamard:
         mixed = hadamard(jnp.asarray(kernel.swapaxes(-1, -2)), spec.hadamard)
         kernel = np.asarray(mixed).swapaxes(-1, -2)

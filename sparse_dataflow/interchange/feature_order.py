@@ -62,7 +62,7 @@ def search(
         None for 1.
     """
     norms = input_norms or {}
-    trees = [layer for layer, _ in stacks.layers(params["blocks"], {})]
+    trees = list(stacks.layers(params["blocks"]))
     layers = [
         _Layer(
             model,

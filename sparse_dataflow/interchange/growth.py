@@ -21,9 +21,10 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, PROJECTIONS, ROW_PARALLEL
 from sparse_dataflow.core.layouts.model_layouts import expert_layout
 from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.identity import as_identity
 from sparse_dataflow.core.model.stacks import ModelWeights
-from sparse_dataflow.core.weights.kind import LEAVES, ROUTER, TERMS
+from sparse_dataflow.core.weights.kind import LEAVES, ROUTER, TERMS, is_table
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.equivalent_forms import dense_module
 from sparse_dataflow.interchange.width import SPREAD, WIDTHS, head_sources, wider
@@ -122,16 +123,16 @@ def _deeper(old, weights, num_layers, spread, rng):
     """Inserts blocks that add nothing to the residual stream."""
     by_depth = by_layer(old.density_by_depth, num_layers)
     config = dataclasses.replace(old, num_layers=num_layers, density_by_depth=by_depth)
-    trees = list(stacks.layers(weights.params["blocks"], weights.tables))
+    params = weights.merged
+    trees = list(stacks.layers(params["blocks"]))
     sources = layer_sources(old.num_layers, num_layers)
     is_new = np.diff(sources, prepend=-1) == 0
     layers = [
-        as_identity(_varied(trees[i][0], spread, rng)) if new else trees[i][0]
+        as_identity(_varied(trees[i], spread, rng)) if new else trees[i]
         for i, new in zip(sources, is_new)
     ]
     blocks = stacks.stacked_layers(config, layers)
-    layouts = stacks.stacked_layers(config, [trees[i][1] for i in sources])
-    return config, ModelWeights({**weights.params, "blocks": blocks}, layouts)
+    return config, ModelWeights({**params, "blocks": blocks})
 
 
 def _varied(tree, spread, rng):
@@ -145,7 +146,7 @@ def _varied(tree, spread, rng):
         if name in PROJECTIONS and name not in ROW_PARALLEL and spread:
             result[name] = {
                 n: a * rng.uniform(1 - spread, 1 + spread, a.shape).astype(np.float32)
-                if n in LEAVES and n not in TERMS
+                if n in LEAVES and n not in TERMS and not is_table(n)
                 else a
                 for n, a in module.items()
             }
@@ -167,7 +168,7 @@ def _with_experts(old, weights, new, key):
             "Experts that begin as the MLP of the initial weights would have another function; "
             "legal: model.raw_gates=no, model.shared_gate=no and model.shared_expert of 0 or 1."
         )
-    layouts = stacks.layouts_from_tables(old, weights.tables)
+    layouts = stacks.layouts_of(old, weights.merged)
     names = [name for name in old.projections if name in MLP]
     stored = [name for name in names if new.linear(name).weight.stores_blocks]
     for name in stored:
@@ -177,24 +178,21 @@ def _with_experts(old, weights, new, key):
     config = dataclasses.replace(old, **fields, linears=linears)
     share = np.float32(1 / (new.prototypes + new.shared_expert))
     routers = _drawn_routers(config, key)
-    layers, kept = [], []
-    trees = stacks.layers(weights.params["blocks"], weights.tables)
-    for i, (layer, of_layer) in enumerate(trees):
-        layer, mlp = dict(layer), {}
+    layers, params = [], weights.merged
+    for i, tree in enumerate(stacks.layers(params["blocks"])):
+        layer, mlp = dict(tree), {}
         for name in names:
-            module = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), layer.pop(name))
-            if name not in stored:
-                layout = layouts[name][i] if name in layouts else None
-                module = dense_module(old, name, module, layout)
-            mlp[name] = module
+            wide = lambda leaf: np.asarray(leaf, np.float32)  # noqa: E731
+            module = stacks.map_arrays(wide, layer.pop(name))
+            mlp[name] = module if name in stored else dense_module(old, name, module)
+        mlp, of_experts = stacks.split_layouts(mlp)
         mlp["mlp_out"] = {name: share * leaf for name, leaf in mlp["mlp_out"].items()}
         copies = lambda leaf: np.broadcast_to(leaf, (new.experts, *leaf.shape))  # noqa: E731
-        experts = {ROUTER: routers[i], **jax.tree.map(copies, mlp)}
+        experts = {ROUTER: routers[i], **merged(jax.tree.map(copies, mlp), of_experts)}
         experts |= {"shared": mlp} if new.shared_expert else {}
         layers.append({**layer, "experts": experts})
-        kept.append({n: t for n, t in of_layer.items() if n not in names or n in stored})
-    blocks, of_blocks = (stacks.stacked_layers(config, of_all) for of_all in (layers, kept))
-    return config, ModelWeights({**weights.params, "blocks": blocks}, of_blocks)
+    blocks = stacks.stacked_layers(config, layers)
+    return config, ModelWeights({**params, "blocks": blocks})
 
 
 def _refuse_other_layouts(old, new, name, layouts):

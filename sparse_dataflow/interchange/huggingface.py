@@ -59,8 +59,7 @@ class Imported(NamedTuple):
     """An imported model.
 
     Attributes:
-      params: parameter tree in numpy float32; see `gpt`.
-      tables: layout tables; empty if the model is dense.
+      params: parameter tree in numpy float32, with layouts; see `gpt`.
       tokenizer: tokenizer with this project's order of ids, as the embedding of `params`.
       digest: sha256 (hex) of the weight files.
       architecture: name in `architectures.ARCHITECTURES`; "" for the sparse form.
@@ -68,7 +67,6 @@ class Imported(NamedTuple):
 
     model: ModelConfig
     params: dict
-    tables: dict
     tokenizer: Tokenizer
     digest: str
     architecture: str
@@ -76,7 +74,7 @@ class Imported(NamedTuple):
     @property
     def weights(self) -> ModelWeights:
         """Parameters with their layouts."""
-        return ModelWeights(self.params, self.tables)
+        return ModelWeights(self.params)
 
 
 def is_directory(folder: str | Path) -> bool:
@@ -151,10 +149,9 @@ def read(folder: str | Path) -> Imported:
     fields, model, tokenizer, order = describe(folder)
     _described.cache_clear()
     architecture = fields["model_type"]
-    tables: dict = {}
     if architecture == MODEL_TYPE:
         architecture = ""
-        model, params, tables = sparse_form.read(folder)
+        model, params = sparse_form.read(folder)
         source = fields.get(SOURCE)
     else:
         files = tensors.Tensors(folder)
@@ -166,7 +163,7 @@ def read(folder: str | Path) -> Imported:
     if source:
         tokenizer = _with_source(tokenizer, source)
     params = _reordered(params, order)
-    return Imported(model, params, tables, tokenizer, tensors.digest(folder), architecture)
+    return Imported(model, params, tokenizer, tensors.digest(folder), architecture)
 
 
 def _with_own_output(folder, fields, model, files):

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 
 from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.model.stacks import map_arrays
 from sparse_dataflow.evaluation.run_files import read_config
 from sparse_dataflow.evaluation.trained import NEWEST, Model
 from sparse_dataflow.files import json_files
@@ -72,8 +72,7 @@ def load(folder: str | Path, variant: str = "", checkpoint: str = NEWEST) -> Mod
         folder=folder,
         variant=names[0],
         model=imported.model,
-        params=jax.tree.map(jnp.asarray, imported.params),
-        tables=imported.tables,
+        params=map_arrays(jnp.asarray, imported.params),
         tokenizer=imported.tokenizer,
         step=0,
         training=TrainingConfig(sequence=_context(folder, imported.model.longest)),

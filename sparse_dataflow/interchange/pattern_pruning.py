@@ -20,23 +20,27 @@ from sparse_dataflow.interchange import feature_order, width
 OTHERWISE = "or run.prune_to=blocks"
 
 
-def is_grouped(model: ModelConfig, tables: Mapping) -> bool:
-    """Returns whether weights store exactly the blocks of a pattern of equal groups."""
+def is_grouped(model: ModelConfig, params: Mapping) -> bool:
+    """Returns whether weights store exactly the blocks of a pattern of equal groups.
+
+    Args:
+      params: a tree with their layouts.
+    """
     patterns = {model.linear(name).pattern for name in model.sparse_projections}
     if not patterns or not patterns <= set(GROUPED_PATTERNS):
         return False
-    return _stored(model, tables) == model_layouts.layouts(model)
+    return stacks.layouts_of(model, params) == model_layouts.layouts(model)
 
 
-def refuse(old: ModelConfig, tables: Mapping, new: ModelConfig) -> None:
+def refuse(old: ModelConfig, params: Mapping, new: ModelConfig) -> None:
     """Raises UserError if weights cannot be pruned to the patterns of a model.
 
     Args:
-      tables: their layouts.
+      params: a tree with their layouts.
     """
     if any(getattr(old, name) != getattr(new, name) for name in GROWN):
         return  # The larger weights are judged once they are made.
-    layouts, stored = model_layouts.layouts(new), _stored(old, tables)
+    layouts, stored = model_layouts.layouts(new), stacks.layouts_of(old, params)
     if all(stored.get(name) == layers for name, layers in layouts.items()):
         return
     if new.experts:
@@ -60,9 +64,9 @@ def refuse(old: ModelConfig, tables: Mapping, new: ModelConfig) -> None:
             )
 
 
-def refuse_other_layouts(old: ModelConfig, tables: Mapping, new: ModelConfig) -> None:
+def refuse_other_layouts(old: ModelConfig, params: Mapping, new: ModelConfig) -> None:
     """Raises UserError unless weights have the layouts of a model's patterns already."""
-    if _stored(old, tables) != model_layouts.layouts(new):
+    if stacks.layouts_of(old, params) != model_layouts.layouts(new):
         raise UserError(
             "training.adapter_rank freezes the weights of run.init_from, which have other blocks "
             "than the pattern; legal: run.prune_to=blocks."
@@ -82,14 +86,14 @@ def to_pattern(
     patterns are stored.  Weights that have these layouts keep every bit.
 
     Args:
-      state: canonical, without moments and with concrete tables; it must not be used again.
+      state: canonical, without moments and with concrete layouts; it must not be used again.
       old: config of the state's model; `refuse` refuses others.
       input_norms: see `transitions.change_model`.
       refit: (dense model, its params, new model, layouts) -> params that are fitted on the blocks
         of the layouts; None keeps the weights of these blocks.
     """
     layouts = model_layouts.layouts(new)
-    stored = _stored(old, state.tables)
+    stored = stacks.layouts_of(old, state.rest)
     if not layouts or all(stored.get(name) == layers for name, layers in layouts.items()):
         return change_model(state, old, new)
     if old.linears:
@@ -130,7 +134,3 @@ def moved(
         f"{order.before:.1%} before features changed places"
     )
     return width.reordered(old, params, order.sources), layouts
-
-
-def _stored(model, tables) -> dict[str, list[BlockLayout]]:
-    return stacks.layouts_from_tables(model, tables)

@@ -22,8 +22,8 @@ import numpy as np
 from sparse_dataflow.core.checkpoint.named_arrays import flatten
 from sparse_dataflow.core.config.layer_groups import layer_linear
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
@@ -61,10 +61,11 @@ def write(
     (folder / CONFIG).write_text(json.dumps(fields, indent=1) + "\n")
     other_sections = {name: section for name, section in params.items() if name != "blocks"}
     arrays = flatten(other_sections)
-    for i, (layer, layouts) in enumerate(stacks.layers(params["blocks"], weights.tables)):
-        stored = {name: _to_file(model, name, module, i) for name, module in layer.items()}
-        arrays |= {f"blocks.{i}.{name}": leaf for name, leaf in flatten(stored).items()}
-        arrays |= {f"blocks.{i}.{name}": table for name, table in flatten(layouts).items()}
+    for i, layer in enumerate(stacks.layers(params["blocks"])):
+        others, layouts = stacks.split_layouts(layer)
+        stored = {name: _to_file(model, name, module, i) for name, module in others.items()}
+        for tree in (stored, stacks.tables_by_name(layouts)):
+            arrays |= {f"blocks.{i}.{name}": leaf for name, leaf in flatten(tree).items()}
     return tensors.write(folder, tensors.as_dtype(arrays, dtype), {"sparse_dataflow": FORMAT})
 
 
@@ -75,11 +76,11 @@ def _to_file(model, name, module, layer):
     return masked_file.packed(module, layer_linear(model, name, layer))
 
 
-def read(folder: str | Path) -> tuple[ModelConfig, dict, dict]:
+def read(folder: str | Path) -> tuple[ModelConfig, dict]:
     """Reads the model that `write` wrote.
 
     Returns:
-      (config, parameter tree in numpy float32, layout tables in numpy int32).
+      (config, parameter tree in numpy float32 with its layouts).
 
     Raises:
       UserError: the folder has another format, or a tensor is missing, damaged or of another
@@ -89,28 +90,24 @@ def read(folder: str | Path) -> tuple[ModelConfig, dict, dict]:
     model = read_config(folder)
     files = tensors.Tensors(folder)
     shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
-    expected = stacks.layout_tables(model_layouts.layouts(model))
-    layer_shapes = jax.eval_shape(
-        lambda *stacked: list(stacks.layers(*stacked)), shapes["blocks"], expected
-    )
-    layers = [
-        (
-            _read_layer(files, model, param_shapes, i),
-            _read_tree(files.read_integers, table_shapes, f"blocks.{i}."),
-        )
-        for i, (param_shapes, table_shapes) in enumerate(layer_shapes)
-    ]
-    blocks, tables = (stacks.stacked_layers(model, trees) for trees in zip(*layers))
+    expected = merged(shapes, stacks.stored_layouts(model))["blocks"]
+    layers = []
+    for i, layer in enumerate(jax.eval_shape(lambda tree: list(stacks.layers(tree)), expected)):
+        of_layer, layouts = stacks.split_layouts(layer)
+        tables = _read_tree(files.read_integers, stacks.tables_by_name(layouts), f"blocks.{i}.")
+        arrays = _read_layer(files, model, of_layer, i)
+        layers.append(merged(arrays, stacks.beside(model, tables)["blocks"]) if tables else arrays)
     other_sections = {name: section for name, section in shapes.items() if name != "blocks"}
+    blocks = stacks.stacked_layers(model, layers)
     params = {**_read_tree(files.read, other_sections), "blocks": blocks}
-    stacks.layouts_from_tables(model, tables)  # Raises UserError for tables of no legal layout.
-    digest = _digest(ModelWeights(params, tables))
+    stacks.layouts_of(model, params)  # Raises UserError for tables of no legal layout.
+    digest = _digest(ModelWeights(params))
     if json_files.load(folder / CONFIG).get("layout") not in (None, digest):
         raise UserError(
             f"{folder} has the tables of another layout than its config.json; restore its files "
             "from one export."
         )
-    return model, params, tables
+    return model, params
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -132,7 +129,7 @@ def read_config(folder: Path) -> ModelConfig:
 def _digest(weights):
     """Returns the sha256 (hex) of the layout tables of all layers."""
     combined = hashlib.sha256()
-    for name, table in sorted(flatten(weights.tables).items()):
+    for name, table in sorted(flatten(stacks.tables_by_name(weights.merged)).items()):
         combined.update(f"{name}{np.shape(table)}".encode())
         combined.update(np.ascontiguousarray(table, "<i4").tobytes())
     return combined.hexdigest()

@@ -31,7 +31,7 @@ from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.layouts.model_layouts import expert_layout
-from sparse_dataflow.core.model import adapters, gpt
+from sparse_dataflow.core.model import adapters, gpt, stacks
 from sparse_dataflow.core.model.partition import without_tables
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.by_weight import VOCABULARY
@@ -70,22 +70,20 @@ class StartingPoint(NamedTuple):
     """A model that provides initial weights.
 
     Attributes:
-      params: parameter tree on the host; see `gpt`.
-      tables: layout tables in numpy.
+      params: parameter tree with layouts and masks, on the host; see `gpt`.
       tokenizer: tokenizer of the model; the new training uses it too.
       provenance: source, config and hash ("weights") of the model, as JSON values for run.json.
     """
 
     model: ModelConfig
     params: dict
-    tables: dict
     tokenizer: Tokenizer
     provenance: dict[str, Any]
 
     @property
     def weights(self) -> ModelWeights:
         """The weights with their layouts."""
-        return ModelWeights(self.params, self.tables)
+        return ModelWeights(self.params)
 
     @property
     def words(self) -> str:
@@ -121,7 +119,7 @@ def run_config(
     """
     start = read(str(folder), variant, preferred)
     model = start.model
-    grouped = pattern_pruning.is_grouped(model, start.tables)
+    grouped = pattern_pruning.is_grouped(model, start.params)
     dense = dataclasses.replace(model, linears={}, density_by_depth=(), **larger)
     count = cost.parameter_count(dense)
     sizes = {name: cost.parameter_count(size) for name, size in SIZES.items()}
@@ -201,9 +199,9 @@ def read(folder: str, variant: str = "", preferred: str = SPARSE) -> StartingPoi
                 f"run.init_variant={variant} names a model of a run, and {folder} is a Hugging "
                 "Face directory, which has one; leave it out."
             )
-        model, params, tables, tokenizer, digest, architecture = huggingface.read(local)
+        model, params, tokenizer, digest, architecture = huggingface.read(local)
         provenance |= {"model": model.to_json(), "weights": digest, "architecture": architecture}
-        return StartingPoint(model, params, tables, tokenizer, provenance)
+        return StartingPoint(model, params, tokenizer, provenance)
     names = read_config(local).variants
     if variant and variant not in names:
         raise UserError(
@@ -231,9 +229,7 @@ def _of_run(folder, variant, checkpoint):
         # The manifest has the hash of every file.
         "weights": hashlib.sha256((checkpoint_folder / manifest.NAME).read_bytes()).hexdigest(),
     }
-    return StartingPoint(
-        run.model, jax.device_get(run.params), run.tables, run.tokenizer, provenance
-    )
+    return StartingPoint(run.model, jax.device_get(run.params), run.tokenizer, provenance)
 
 
 def with_vocabulary(start: StartingPoint, tokenizer: Tokenizer) -> StartingPoint:
@@ -282,7 +278,7 @@ def load_run(
     wide = dataclasses.replace(run.model, compute_dtype="float32")
     frozen = adapters.frozen(wide, base.params, run.training.adapter_scale)
     model, params = adapters.dequantised(run.model, adapters.merged(run.params, frozen))
-    return dataclasses.replace(run, model=model, params=jax.tree.map(jnp.asarray, params))
+    return dataclasses.replace(run, model=model, params=stacks.map_arrays(jnp.asarray, params))
 
 
 def read_base(record: RunRecord, folder: str | Path) -> StartingPoint:
@@ -362,7 +358,7 @@ def initial_state_from(
     """
     step, key = jnp.zeros((), jnp.int32), jax.random.key(training.seed)
     larger, weights = growth.grown(start.model, start.weights, model, key)
-    start = start._replace(model=larger, params=weights.params, tables=weights.tables)
+    start = start._replace(model=larger, params=weights.merged)
     _refuse_mismatch(start.model, model)
     model_layouts.check_layouts(model)
     reads = prune_by != "weights" and rebuild.prunes(start.model, model)
@@ -374,15 +370,15 @@ def initial_state_from(
         shape = dataclasses.replace(start.model, compute_dtype=model.compute_dtype)
         norms = input_norms(shape, start.weights, calibration, mixed)
         norms = collectives.broadcast_arrays(norms)  # Each process has other rows of the batches.
-    params, masks = without_tables(jax.tree.map(jnp.array, start.params))
-    state = TrainState(step, params, (), start.tables, key, masks)
+    params, rest = without_tables(stacks.map_arrays(jnp.array, start.params))
+    state = TrainState(step, params, (), key, rest)
     if to_pattern:
-        pattern_pruning.refuse(start.model, start.tables, model)
+        pattern_pruning.refuse(start.model, start.params, model)
         refit = functools.partial(_refitted, batches=calibration) if rebuilding else None
         state = pattern_pruning.to_pattern(state, start.model, model, norms, refit)
     elif rebuilding:
         dense, params, layouts = _rebuilt(start.model, start.weights, model, calibration)
-        state = state._replace(params=jax.tree.map(jnp.array, params), tables={}, frozen=())
+        state = state._replace(params=jax.tree.map(jnp.array, params), rest=())
         state = change_model(state, dense, model, given=layouts)
     else:
         state = change_model(state, start.model, model, norms)
@@ -392,7 +388,7 @@ def initial_state_from(
 
 def _refitted(old, params, new, layouts, batches):
     """Returns dense params that are fitted on the blocks of layouts."""
-    return _rebuilt(old, ModelWeights(params, {}), new, batches, layouts)[1]
+    return _rebuilt(old, ModelWeights(params), new, batches, layouts)[1]
 
 
 def _rebuilt(old, weights, new, batches, given=None):
@@ -435,14 +431,14 @@ def adapter_state_from(
     )
     step, key = jnp.zeros((), jnp.int32), jax.random.key(training.seed)
     moments = jax.jit(make_optimizer(model, training).init)(params)
-    frozen = frozen_base(start, model, training)
-    return executor.place(TrainState(step, params, moments, start.tables, key, frozen), model)
+    base = frozen_base(start, model, training)
+    return executor.place(TrainState(step, params, moments, key, base), model)
 
 
 def frozen_base(start: StartingPoint, model: ModelConfig, training: TrainingConfig) -> dict:
-    """Returns `TrainState.frozen` of adapters on the weights of `start`, canonical."""
+    """Returns `TrainState.rest` of adapters on the weights of `start`, canonical."""
     frozen = adapters.frozen(model, start.params, training.adapter_scale)
-    return jax.tree.map(jnp.array, frozen)
+    return stacks.map_arrays(jnp.array, frozen)
 
 
 def refuse_other_base(start: StartingPoint, model: ModelConfig) -> None:

@@ -26,7 +26,7 @@ from sparse_dataflow.core.config.projections import (
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
-from sparse_dataflow.core.weights.kind import BIAS, LEAVES, ROUTER
+from sparse_dataflow.core.weights.kind import BIAS, LAYOUT, LEAVES, ROUTER
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.equivalent_forms import dense_module
 
@@ -107,7 +107,7 @@ def wider(
       UserError: `new` stores blocks of a projection that cannot have the old ones.
     """
     sources = Sources.of(old, new)
-    layouts = stacks.layouts_from_tables(old, weights.tables)
+    layouts = stacks.layouts_of(old, weights.merged)
     unstored = [name for name in layouts if not _repeats(sources, name)]
     for name in layouts:
         _refuse_other_blocks(old, new, name, name in unstored)
@@ -116,10 +116,11 @@ def wider(
     config = dataclasses.replace(old, **widths, linears=linears)
     wide_layouts: dict[str, list[BlockLayout]] = {}
     layers = []
-    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), weights.merged)
-    for i, (layer, _) in enumerate(stacks.layers(params["blocks"], weights.tables)):
+    arrays, _ = stacks.split_layouts(weights.merged)
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), arrays)
+    for i, layer in enumerate(stacks.layers(params["blocks"])):
         for name in unstored:
-            layer[name] = dense_module(old, name, layer[name], layouts[name][i])
+            layer[name] = dense_module(old, name, {**layer[name], LAYOUT: layouts[name][i]})
         stored = {name: layouts[name][i] for name in linears if name in layouts}
         for name, layout in stored.items():
             wide_layouts.setdefault(name, []).append(_repeated(layout, sources, name))
@@ -137,7 +138,7 @@ def wider(
         head["output"] = factor * _shared(head["output"].T, sources.stream, rng).T
     blocks = stacks.stacked_layers(config, layers)
     wide_params = {"embed": embed, "blocks": blocks, "head": head}
-    return config, ModelWeights(wide_params, stacks.layout_tables(wide_layouts))
+    return config, ModelWeights(wide_params, stacks.stored_layouts(config, wide_layouts))
 
 
 def reordered(
@@ -153,8 +154,8 @@ def reordered(
         change places with the queries of their keys.
     """
     stream, rng = sources[0].stream, np.random.default_rng()
-    trees = stacks.layers(params["blocks"], {})
-    layers = [_block(tree, of_layer, {}, rng) for (tree, _), of_layer in zip(trees, sources)]
+    trees = stacks.layers(params["blocks"])
+    layers = [_block(tree, of_layer, {}, rng) for tree, of_layer in zip(trees, sources)]
     norm = {name: leaf[stream] for name, leaf in params["head"]["norm"].items()}
     head = {**params["head"], "norm": norm}
     if not model.tied_embeddings:

@@ -72,7 +72,7 @@ class LayoutReader:
         def tables(extra):
             phases = SavedProgress.from_extra(extra, planned).phases
             models.append(phases[phase_before(phases, step)].model)
-            return {"tables": stacks.layout_tables(model_layouts.layouts(models[0]))}
+            return {"tables": stacks.tables_by_name(stacks.stored_layouts(models[0]))}
 
         arrays = named_arrays.read_part(self._folder, step, tables)
-        return stacks.layouts_from_tables(models[0], arrays["tables"])
+        return stacks.layouts_of(models[0], stacks.beside(models[0], arrays["tables"]))

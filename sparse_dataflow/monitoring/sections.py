@@ -16,6 +16,7 @@ from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.batch_context import BatchContext
 from sparse_dataflow.core.model.mlp import activate
 from sparse_dataflow.core.model.projection import layer_weights
@@ -46,22 +47,24 @@ def section_seconds(
     dtype = jnp.dtype(model.compute_dtype)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
     # Layouts of quantised products never change, and need their groups.
-    layouts = stacks.with_groups(jax.device_get(state.tables)) if model.quantized else state.tables
+    rest = stacks.with_groups(state.rest) if model.quantized else state.rest
+    groups = split_groups(state.params["blocks"])
+    none: tuple[dict, ...] = ({},) * len(groups)
     first_layers = [
         jax.tree.map(lambda leaf: leaf[0], stacked)
-        for stacked in zip(split_groups(state.params["blocks"]), split_groups(layouts), strict=True)
+        for stacked in zip(groups, split_groups(rest["blocks"]) if rest else none, strict=True)
     ]
 
     def bound(layer):
-        return gpt.bind_block(model, layer_weights(model, *layer))
+        return gpt.bind_block(model, layer_weights(model, merged(*layer)))
 
     def all_layers(apply, width):
         """Times `apply(block, x)` in the first layer of each group; returns the sum."""
         x, total = draw(B, T, width), 0.0
-        for group, (params, layout) in zip(layer_groups(model), first_layers, strict=True):
+        for group, (params, others) in zip(layer_groups(model), first_layers, strict=True):
 
-            def forward(params, x, layout=layout):
-                return apply(bound((params, layout)), x)
+            def forward(params, x, others=others):
+                return apply(bound((params, others)), x)
 
             total += len(group.layers) * _seconds(forward, (params, x))
         return total

@@ -104,10 +104,9 @@ class Work(NamedTuple):
       places: `stages.block_places`; None for blocks of one kind.
       params: {"embed", "blocks", "head"}, to differentiate; leaves of "blocks" are
         [chunks * capacity, ...], this stage's shard of `stages.to_stages`.  Where layers differ in
-        density, "blocks" is a tuple of such trees, one for each group; as are the next two.
-      frozen: parameters of the blocks that are not trained.
-      constants: other inputs of the blocks, such as layouts.
-      shared: whether all blocks share params of one block, [1, ...], and its frozen ones.
+        density, "blocks" is a tuple of such trees, one for each group; as is `rest`.
+      rest: what is not trained of the blocks, such as layouts.
+      shared: whether all blocks share params of one block, [1, ...], and its rest.
       inputs: int32 [micro_batches, B, T].
       context: of all micro-batches; its rows are [micro_batches, B, ...].
     """
@@ -118,8 +117,7 @@ class Work(NamedTuple):
     params: dict
     inputs: jax.Array
     context: BatchContext
-    constants: Any = ()
-    frozen: Any = ()
+    rest: Any = ()
     places: Any = None
     shared: bool = False
 
@@ -215,8 +213,7 @@ class _Stage:
         self.trains = BACKWARD in plan.schedule.actions
         groups = split_groups(work.params["blocks"])
         none: tuple[dict, ...] = ({},) * len(groups)
-        others = (split_groups(tree or none) for tree in (work.frozen, work.constants))
-        self.groups = list(zip(groups, *others, strict=True))
+        self.groups = list(zip(groups, split_groups(work.rest or none), strict=True))
         self.x = jax.eval_shape(lambda: self.embed(work.params["embed"], 0))
         self.kinds, self.contents, self.block_metrics = _actions(
             work.kinds, self.groups, self.x, self.block_context
@@ -433,12 +430,10 @@ class _Stage:
         return row.chunk * self.plan.division.capacity + number
 
     def layer(self, kind, row, number):
-        """Returns (params, (frozen params, constants, context)) of a block."""
-        index, stacked = self.block_index(row, number), self.groups[kind.group]
-        params, frozen, constants = _read(stacked, index)
-        if self.work.shared:
-            params, frozen = _read(stacked[:2], 0)
-        return params, (frozen, constants, self.block_context(row.micro_batch))
+        """Returns (params, (what is not trained, context)) of a block."""
+        index = 0 if self.work.shared else self.block_index(row, number)
+        params, rest = _read(self.groups[kind.group], index)
+        return params, (rest, self.block_context(row.micro_batch))
 
 
 class _Places(NamedTuple):
@@ -474,11 +469,12 @@ def _actions(kinds, groups, x, context):
     contents: dict[str, list] = {"saved": [], "recomputed": [], "pending": []}
     for kind in kinds:
         one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), groups[kind.group])
-        params, *others = one
-        block = params, (*others, jax.eval_shape(lambda: context(0)))
+        params, rest = one
+        block = params, (rest, jax.eval_shape(lambda: context(0)))
 
         def layer(params, others, x, kind=kind):
-            return kind.layer(params, *others[:2], x, others[2])
+            rest, context = others
+            return kind.layer(params, rest, x, context)
 
         actions = layer_actions(layer, *block, x, kind.recompute)
         _, metrics, saved = jax.eval_shape(actions.forward, *block, x)

@@ -21,6 +21,7 @@ from sparse_dataflow.core.config.layer_groups import (
 )
 from sparse_dataflow.core.executors import compatibility, cuts, sharding, whole
 from sparse_dataflow.core.executors import mesh as meshes
+from sparse_dataflow.core.executors.block_gradients import norms_shape
 from sparse_dataflow.core.executors.mesh import BATCH_AXES
 from sparse_dataflow.core.executors.sharded import (
     Sharded,
@@ -30,7 +31,8 @@ from sparse_dataflow.core.executors.sharded import (
 )
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.adapters import merged
-from sparse_dataflow.core.model.projection import Probe, layer_weights
+from sparse_dataflow.core.model.projection import layer_weights, probe
+from sparse_dataflow.core.model.stacks import beside, tables_by_name
 from sparse_dataflow.pipeline import pipeline, schedules
 from sparse_dataflow.pipeline.stages import (
     Division,
@@ -83,8 +85,8 @@ class Pipelined(Sharded):
         member, specs, _ = self._member(model, weights)
         plan = pipeline.make_plan(self.division, schedule)
 
-        def block(of_layer, params, frozen, tables, x, context):
-            layer = layer_weights(of_layer, merged(params, frozen), tables)
+        def block(of_layer, params, rest, x, context):
+            layer = layer_weights(of_layer, merged(params, rest))
             return gpt.block(of_layer, layer, x, context, member.shard), {}
 
         def local(table, weights, batch):
@@ -102,8 +104,8 @@ class Pipelined(Sharded):
         member, specs, gradient_specs = self._member(model, weights)
         gathered = sharding.gathered_specs(specs.params, self.exchange)
 
-        def block(of_layer, params, frozen, tables, x, context):
-            layer = layer_weights(of_layer, merged(params, frozen), tables)
+        def block(of_layer, params, rest, x, context):
+            layer = layer_weights(of_layer, merged(params, rest))
             return gpt.trained_block(of_layer, layer, x, context, member.shard)
 
         axes_of_a_stage = tuple(axis for axis in EVERY_AXIS if axis != "stage")
@@ -140,9 +142,9 @@ class Pipelined(Sharded):
         axes = self._measured_axes(tokens)
         shards = math.prod(self.mesh.shape[axis] for axis in axes)
 
-        def probed(of_layer, norms, params, tables, x, context):
-            probe = Probe.of(tables, norms, axes, member.shard)
-            layer = layer_weights(of_layer, params, probe)
+        def probed(of_layer, norms, rest, x, context):
+            probes = {name: probe(name, each, axes, member.shard) for name, each in norms.items()}
+            layer = layer_weights(of_layer, merged(probes, rest))
             return gpt.block(of_layer, layer, x, context, member.shard), {}
 
         def local(table, weights, tokens):
@@ -150,18 +152,16 @@ class Pipelined(Sharded):
             of_batch = whole.micro_batches(model, batch, 1, member)
             work = self._work(model, member, weights, specs, probed, of_batch)
             norms = [
-                {
-                    name: jnp.zeros((len(t.in_index), t.out_index.shape[1], t.in_index.shape[1]))
-                    for name, t in group.items()
-                }
-                for group in split_groups(work.constants)
+                {name: jnp.zeros(norms_shape(tables)) for name, tables in group.items()}
+                for group in split_groups(tables_by_name({"blocks": work.rest}))
             ]
             measured = {**work.params, "blocks": join_groups(norms)}
-            work = work._replace(frozen=work.params["blocks"], params=measured)
+            rest = merged(work.params["blocks"], work.rest)
+            work = work._replace(rest=rest, params=measured)
             return split_groups(pipeline.run_stage(plan, table[0], work)[-1]["blocks"])
 
         in_specs = STAGED, specs, P(axes or None)
-        groups = split_groups(weights.tables)
+        groups = split_groups(tables_by_name(weights.rest))
         norms = self._mapped(local, in_specs, tuple(map(norm_specs, groups)))(
             pipeline.rows(plan), weights, tokens
         )
@@ -209,20 +209,21 @@ class Pipelined(Sharded):
         """Returns the work of a stage.
 
         Args:
-          block: (layer model, params, frozen params, layout tables, x, context) -> x.
+          block: (layer model, params, what is not trained, x, context) -> x.
           batch: `whole.micro_batches`.
         """
-        params, frozen = (
+        weights = local_weights(weights)
+        params, rest = (
             {"embed": {}, "head": {}, **self._gathered(model, tree or {}, of_tree or {})}
-            for tree, of_tree in ((weights.params, specs.params), (weights.frozen, specs.frozen))
+            for tree, of_tree in ((weights.params, specs.params), (weights.rest, specs.rest))
         )
 
         def head_loss(embed, head, x, context):
-            embed, head = merged(embed, frozen["embed"]), merged(head, frozen["head"])
+            embed, head = merged(embed, rest["embed"]), merged(head, rest["head"])
             return gpt.head_loss(model, head, embed["tokens"], x, context, member.shard)
 
         def embed(params, tokens):
-            params = merged(params, frozen["embed"])
+            params = merged(params, rest["embed"])
             return gpt.embed(model, params, tokens, shard=member.shard)
 
         def kind(remat_kind, of_layer, group):
@@ -237,8 +238,7 @@ class Pipelined(Sharded):
             params,
             inputs,
             context,
-            local_weights(weights).tables,
-            frozen.get("blocks", ()),
+            rest.get("blocks", ()),
             places,
             model.shared_layers,
         )
@@ -264,26 +264,25 @@ class Pipelined(Sharded):
     def _run(self, move, state, model):
         if self._in_order(model):
             return state
-        arrays = state._replace(tables=())
+        arrays = state.without_layouts()
         leaves, structure = jax.tree.flatten(arrays)
         shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        return _mover(self, model, move, structure, shapes)(arrays)._replace(tables=state.tables)
+        return _mover(self, model, move, structure, shapes)(arrays).with_layouts_of(state)
 
-    def _cut_layouts(self, weights, model, changing):
+    def _cut_layouts(self, rest, model, changing):
         """Stages share one program, so it can be specialised to common groups alone."""
-        if not weights.tables:
-            return {}
+        tables = tables_by_name(rest)
+        if not any(split_groups(tables)):
+            return ()
         copies = self._kv_copies(model)
         sharded = (
-            cuts.cut(group, self.tensor_shards, changing, copies)
-            for group in split_groups(weights.tables)
+            cuts.cut(group, self.tensor_shards, changing, copies) for group in split_groups(tables)
         )
-        return join_groups(
-            [
-                {name: to_stages(division, cut.tables) for name, cut in group.items()}
-                for division, group in zip(self._divisions(model), sharded, strict=True)
-            ]
-        )
+        staged = [
+            {name: to_stages(division, cut.tables) for name, cut in group.items()}
+            for division, group in zip(self._divisions(model), sharded, strict=True)
+        ]
+        return beside(model, join_groups(staged))
 
 
 def _moved(divisions, move, arrays):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparse_dataflow.core.config.layer_groups import join_groups, layer_linear, split_groups
+from sparse_dataflow.core.config.layer_groups import layer_linear
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP, ROW_PARALLEL
 from sparse_dataflow.core.layouts.layout import BlockLayout
@@ -140,7 +140,7 @@ def to_blocks(
       The weights, and for each projection the layout of each layer, or the mask, bool [in, out], of
       a masked weight: `given` of `transitions.change_model`.
     """
-    stored = stacks.layouts_from_tables(old, weights.tables)
+    stored = stacks.layouts_of(old, weights.merged)
     old_masks = host_masks(without_tables(weights.merged)[1])
     names = [name for name in new.projections if becomes_sparser(old, new, name)]
 
@@ -241,10 +241,9 @@ def narrowed(
         d_ff=counts["mlp_out"],
     )
     blocks = result.params["blocks"]
-    no_tables: Any = join_groups([{} for _ in split_groups(blocks)])
     layers = [
         {name: _sliced(model, name, leaves, layer, kept) for name, leaves in params.items()}
-        for layer, (params, _) in enumerate(stacks.layers(blocks, no_tables))
+        for layer, params in enumerate(stacks.layers(blocks))
     ]
     params = {**result.params, "blocks": stacks.stacked_layers(narrow, layers)}
     return Rebuilt(narrow, params, {}, result.errors)

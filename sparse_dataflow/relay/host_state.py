@@ -13,8 +13,8 @@ import numpy as np
 from sparse_dataflow.core.config.layer_groups import group_index, layer_groups, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.identity import as_identity
 from sparse_dataflow.core.model.partition import trained_and_rest
 from sparse_dataflow.core.optim import by_weight
@@ -43,7 +43,7 @@ def view(tree: dict, section: Section) -> Any:
 
 
 def layer_view(stacked: Any, layer: int) -> Any:
-    """Returns views of one layer of blocks or tables that are stacked by layer group."""
+    """Returns views of one layer of blocks that are stacked by layer group."""
     for group in split_groups(stacked):
         leaves = jax.tree.leaves(group)
         if not leaves or layer < len(leaves[0]):
@@ -89,15 +89,16 @@ def with_moments(moments: Any, count: int, mu: dict, nu: dict) -> Any:
 
 
 def abstract_state(model: ModelConfig, training: TrainingConfig) -> TrainState:
-    """Returns the shapes and dtypes of the state; its tables are the model's layouts, in numpy."""
+    """Returns the shapes and dtypes of the state; its layouts are the model's, in numpy."""
 
     def draw():
         key = jax.random.key(training.seed)
-        params, frozen = _parts(model, training, gpt.init(model, key))
+        params, rest = _parts(model, training, gpt.init(model, key))
         moments = make_optimizer(model, training).init(params)
-        return TrainState(np.zeros((), np.int32), params, moments, (), key, frozen)
+        return TrainState(np.zeros((), np.int32), params, moments, key, rest)
 
-    return jax.eval_shape(draw)._replace(tables=stacks.layout_tables(model_layouts.layouts(model)))
+    shapes = jax.eval_shape(draw)
+    return shapes._replace(rest=stacks.with_layouts(model, shapes.rest))
 
 
 def _parts(model, training, params):
@@ -129,13 +130,14 @@ def fresh_state(
     """
     params, mu, nu = trees or zeros(model, training)
     shapes = abstract_state(model, training)
-    frozen = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes.frozen)
+    others, layouts = stacks.split_layouts(shapes.rest)
+    rest = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), others)
     init_key, key = jax.random.split(jax.random.key(training.seed))
     keys = gpt.init_keys(model, init_key)
 
     def fill(section, of_section):
         """Writes one section of the parameters, a tree of the model with it alone."""
-        for tree, drawn in zip((params, frozen), _parts(model, training, of_section), strict=True):
+        for tree, drawn in zip((params, rest), _parts(model, training, of_section), strict=True):
             if tree and drawn:
                 _fill(view(tree, section), view(drawn, 0 if isinstance(section, int) else section))
 
@@ -151,7 +153,8 @@ def fresh_state(
         for each in all_sections(model.stored_layers):
             _fill(view(mu, each), by_weight.init(training, view(params, each)))
     moments = with_steps_left(training, with_moments(shapes.moments, 0, mu, nu))
-    return TrainState(np.zeros((), np.int32), params, moments, shapes.tables, key, frozen)
+    rest = merged(rest, layouts)
+    return TrainState(np.zeros((), np.int32), params, moments, key, rest)
 
 
 def copied_state(state: TrainState, trees: tuple[dict, dict, dict]) -> TrainState:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.core.config.layer_groups import group_index, layer_groups, split_groups
+from sparse_dataflow.core.config.layer_groups import group_index, layer_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model.stacks import ModelWeights
@@ -43,7 +43,6 @@ from sparse_dataflow.relay.host_state import (
     Section,
     all_sections,
     count_of,
-    layer_view,
     moment_trees,
     section_name,
     view,
@@ -74,13 +73,11 @@ class LeafFacts(NamedTuple):
     device_dtype: np.dtype
 
 
-def _facts(model, training, section, masters, layouts) -> list[LeafFacts]:
+def _facts(model, training, section, masters, rest) -> list[LeafFacts]:
     group = model
     if isinstance(section, int):
-        index = group_index(model, section)
-        group = layer_groups(model)[index].model
-        layouts = split_groups(layouts)[index] if layouts else layouts
-    weights = ModelWeights(masters, layouts)
+        group = layer_groups(model)[group_index(model, section)].model
+    weights = ModelWeights(masters, view(rest, section) if rest else ())
     multipliers = learning_rate_multipliers(group, training, masters, weights)
     columns = zip(
         jax.tree_util.tree_leaves_with_path(masters),
@@ -151,9 +148,9 @@ class ParameterServer:
         self._copies: dict[Section, Any] = {}
         self._copied: dict | None = None
         self._facts: dict[Section, list[LeafFacts]] = {}
-        self._layouts: Any = None
-        self._frozen: Any = None
-        self._frozen_copies: dict[Section, Any] = {}
+        self._of_facts: Any = None
+        self._rest: Any = None
+        self._rest_copies: dict[Section, Any] = {}
 
     def copy(self, params: dict, section: Section) -> Any:
         """Returns the host arrays from which the device reads a section's parameters.
@@ -170,18 +167,17 @@ class ParameterServer:
 
     def section(self, weights: ModelWeights, section: Section) -> Any:
         """Returns the `ModelWeights` of a section, which the device reads from host; see `copy`."""
-        layouts = layer_view(weights.tables, section) if isinstance(section, int) else {}
-        frozen = self._pinned(weights.frozen, section) if weights.frozen else {}
-        copy = self.copy(weights.params, section)
-        return ModelWeights(copy, jax.tree.map(np.asarray, layouts), frozen)
+        rest = self._pinned(weights.rest, section) if weights.rest else {}
+        return ModelWeights(self.copy(weights.params, section), rest)
 
-    def _pinned(self, frozen: dict, section: Section) -> Any:
-        """Returns the host arrays from which the device reads a section's frozen parameters."""
-        if frozen is not self._frozen:
-            self._frozen, self._frozen_copies = frozen, {}
-        if section not in self._frozen_copies:
-            self._frozen_copies[section] = self.pin(view(frozen, section))
-        return self._frozen_copies[section]
+    def _pinned(self, rest: dict, section: Section) -> Any:
+        """Returns the host arrays from which the device reads what is not trained of a section."""
+        if rest is not self._rest:
+            self._rest, self._rest_copies = rest, {}
+        if section not in self._rest_copies:
+            of_section = jax.tree.map(np.asarray, view(rest, section))
+            self._rest_copies[section] = self.pin(of_section)
+        return self._rest_copies[section]
 
     def adopt(self, params: dict, copies: dict[Section, Any]) -> None:
         """Sets the copies of new parameters, which the updates wrote."""
@@ -191,12 +187,12 @@ class ParameterServer:
         """Moves a finished copy to page-locked memory if the device reads from there."""
         return copy if self.pinned is None else jax.device_put(copy, self.pinned)
 
-    def facts(self, section: Section, masters: Any, layouts: Any) -> list["LeafFacts"]:
+    def facts(self, section: Section, masters: Any, rest: Any) -> list["LeafFacts"]:
         """Returns the facts of each leaf of a section; computed once for the layouts of a state."""
-        if layouts is not self._layouts:
-            self._facts, self._layouts = {}, layouts
+        if rest is not self._of_facts:
+            self._facts, self._of_facts = {}, rest
         if section not in self._facts:
-            self._facts[section] = _facts(self.model, self.training, section, masters, layouts)
+            self._facts[section] = _facts(self.model, self.training, section, masters, rest)
         return self._facts[section]
 
     def to_host(self, gradient: jax.Array) -> np.ndarray:
@@ -311,7 +307,7 @@ class ServerStep:
         """Starts the update of a section on the update threads."""
         server, training = self._server, self._server.training
         masters = view(self._before[0], section)
-        leaves = server.facts(section, masters, self._state.tables)
+        leaves = server.facts(section, masters, self._state.rest)
         before = after = _leaves(leaves, self._before, section)
         if self._after is not self._before:
             after = _leaves(leaves, self._after, section)

@@ -11,10 +11,16 @@ import numpy as np
 
 from sparse_dataflow.core.config.layer_groups import layer_model_index, layer_models
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.executors.block_gradients import norms_of_masks, opened_masks
+from sparse_dataflow.core.executors.block_gradients import (
+    norms_of_masks,
+    norms_shape,
+    opened_masks,
+)
 from sparse_dataflow.core.executors.whole import Batch, micro_batches, with_weights
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.projection import Probe
+from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.projection import probe
+from sparse_dataflow.core.model.stacks import tables_by_name
 from sparse_dataflow.relay import relay_programs as programs
 
 
@@ -70,18 +76,17 @@ def block_gradient_norms(
 def _compiled(model, shape):
     functions = programs.functions(model)
     arguments = programs.arguments(model, shape)
-    zeros = {
-        name: np.zeros((table.out_index.shape[0], table.in_index.shape[0]), np.float32)
-        for name, table in arguments.forward[0].tables.items()
-    }
+    layouts = tables_by_name(arguments.forward[0].rest)
+    zeros = {name: np.zeros(norms_shape(each), np.float32) for name, each in layouts.items()}
 
     def backward(weights, x, dy, context):
         opened = opened_masks(weights)
 
         def block(x, norms, masked):
-            probes = {name: Probe(table, norms[name]) for name, table in weights.tables.items()}
+            probes = {name: probe(name, each) for name, each in norms.items()}
             params = {**weights.params, **masked}
-            layer = dataclasses.replace(opened, layouts=probes, params=params).linears(model)
+            rest = merged(probes, opened.rest)
+            layer = dataclasses.replace(opened, rest=rest, params=params).linears(model)
             return gpt.block(model, layer, x, context.map_rows(lambda rows: rows[0]))
 
         masked = {name: weights.params[name] for name in model.masked_projections}

@@ -16,6 +16,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import compatibility
 from sparse_dataflow.core.executors.executor import MultiProgramExecutor
+from sparse_dataflow.core.model.stacks import split_layouts
 from sparse_dataflow.core.optim.finite import non_finite
 from sparse_dataflow.core.optim.optimizers import TrainState, with_steps_left
 from sparse_dataflow.relay import host_state, relay_programs, server_files
@@ -114,8 +115,8 @@ class RelayExecutor(MultiProgramExecutor):
             options=options,
         )
 
-        def train_step(state, layouts, *arguments, **named):
-            return relay.train_step(state._replace(tables=layouts), *arguments, **named)
+        def train_step(state, rest, *arguments, **named):
+            return relay.train_step(state._replace(rest=rest), *arguments, **named)
 
         return {
             "train_step": train_step,
@@ -147,13 +148,13 @@ class RelayExecutor(MultiProgramExecutor):
         model = relay.model
         abstract = host_state.abstract_state(model, training)
         if training.adapter_rank:
-            abstract = abstract._replace(frozen=())
+            abstract = abstract._replace(rest=split_layouts(abstract.rest)[1])
         files = MappedFiles(self._folder(name), abstract, identity, completed)
         relay.server.storage = files
         restored = _restore_common_step(files, training)
         if restored is not None and (saved is None or int(restored.step) >= saved):
             # The files have what is trained.
-            return restored._replace(frozen=state().frozen) if training.adapter_rank else restored
+            return restored._replace(rest=state().rest) if training.adapter_rank else restored
         if saved is None and from_seed:
             blocks = self._starting_blocks(model)
             return files.new_state(
@@ -167,8 +168,8 @@ class RelayExecutor(MultiProgramExecutor):
     def place(self, state, model):
         """Converts every array to writable numpy."""
         fields = {"step": state.step, "params": state.params, "moments": state.moments}
-        frozen = jax.tree.map(np.asarray, state.frozen)
-        return state._replace(**jax.tree.map(_writable, fields), frozen=frozen)
+        rest = jax.tree.map(np.asarray, state.rest)
+        return state._replace(**jax.tree.map(_writable, fields), rest=rest)
 
     def place_layouts(self, weights, model, changing):
         return weights if changing else weights.with_groups()

@@ -23,9 +23,9 @@ from sparse_dataflow.core.config.layer_groups import group_index, layer_model, s
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.whole import Batch, micro_batches
-from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.layout import Groups
 from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.batch_context import NO_CONTEXT, BatchContext
 from sparse_dataflow.core.model.partition import trained_and_rest
 from sparse_dataflow.core.model.stacks import ModelWeights
@@ -116,9 +116,9 @@ def section_weights(model: ModelConfig, adapted: bool = False) -> tuple[ModelWei
         trained, rest = trained_and_rest(model, params, 1.0 if adapted else None)
         return trained, rest or {}
 
-    params, frozen = jax.eval_shape(draw)
+    params, rest = jax.eval_shape(draw)
     weights = {
-        name: ModelWeights(device_params(model, params.get(name, {})), {}, frozen.get(name, {}))
+        name: ModelWeights(device_params(model, params.get(name, {})), rest.get(name, {}))
         for name in ("embed", "blocks", "head")
     }
     block = jax.tree.map(
@@ -134,7 +134,7 @@ def tied_output(model: ModelConfig, embed: ModelWeights) -> ModelWeights:
         tied = model.tied_embeddings and tree and "tokens" in tree
         return {"tokens": tree["tokens"]} if tied else {}
 
-    return ModelWeights(tokens(embed.params), {}, tokens(embed.frozen))
+    return ModelWeights(tokens(embed.params), tokens(embed.rest))
 
 
 def _with_params(weights, params):
@@ -241,20 +241,21 @@ def arguments(
     embed, block, head = section_weights(model, options.adapted)
     tokens, context = context_shapes(model, shape, options)
     x = jax.ShapeDtypeStruct((*shape, model.d_model), jnp.dtype(model.compute_dtype))
-    stacked = stacks.layout_tables(model_layouts.layouts(dataclasses.replace(model, num_layers=1)))
     layouts = {
         name: jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape[1:], t.dtype), table)._replace(
             groups=groups.get(name)
         )
-        for name, table in stacked.items()
+        for name, table in _tables(dataclasses.replace(model, num_layers=1)).items()
     }
-    layer = dataclasses.replace(block, layouts=layouts)
+    if layouts:
+        rest = merged(block.rest, stacks.beside(model, layouts)["blocks"])
+        block = dataclasses.replace(block, rest=rest)
     tied = tied_output(model, embed)
     return Programs(
         embed=(embed, tokens),
-        forward=(layer, x, context.for_blocks()),
+        forward=(block, x, context.for_blocks()),
         head=(head, tied, x, context),
-        backward=(layer, x, x, context.for_blocks()),
+        backward=(block, x, x, context.for_blocks()),
         embed_backward=(tokens, x, tied.params),
     )
 
@@ -309,7 +310,7 @@ def layer_kinds(model: ModelConfig, changing: bool) -> tuple[tuple[ModelConfig, 
 
     Layers of one density that are not neighbours may have other groups.
     """
-    tables = stacks.layout_tables(model_layouts.layouts(model))
+    tables = _tables(model)
     structures = [
         frozenset((name, stacked.groups) for name, stacked in group.items())
         for group in split_groups(tables if changing else stacks.with_groups(tables))
@@ -321,6 +322,10 @@ def layer_kinds(model: ModelConfig, changing: bool) -> tuple[tuple[ModelConfig, 
         (one(layer_model(model, layer)), structures[group_index(model, layer)])
         for layer in range(model.num_layers)
     )
+
+
+def _tables(model):
+    return stacks.tables_by_name(stacks.stored_layouts(model))
 
 
 def compile_groups(

@@ -26,6 +26,8 @@ import jax
 import numpy as np
 from absl import logging
 
+from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.stacks import split_layouts, tables_by_name, with_tables
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.files import folders, manifest, storage
 from sparse_dataflow.files.errors import UserError
@@ -77,8 +79,9 @@ class MappedFiles:
         """
         self.folder, self._abstract = Path(folder).absolute(), abstract
         self._identity, self._completed = json.loads(json.dumps(identity)), completed
+        masks, layouts = split_layouts(abstract.rest)
         trained = abstract.params, *moment_trees(abstract.moments)
-        self._shapes = *trained, abstract.tables, abstract.frozen
+        self._shapes = *trained, tables_by_name(layouts), masks
         self._sections = all_sections(depth_of(abstract.params))
         self._digests: dict[Section, int] = {}
         self._lock, self._warned = threading.Lock(), False
@@ -135,14 +138,18 @@ class MappedFiles:
                 np.asarray(commit["step"], np.int32),
                 params,
                 with_moments(self._abstract.moments, commit["count"], mu, nu),
-                jax.tree.map(np.array, rest[0]),
                 key,
-                jax.tree.map(np.array, rest[1]),
+                self._rest(*jax.tree.map(np.array, rest)),
             )
         raise UserError(
             f"All complete steps in {self.folder} are damaged; remove the folder to continue from "
             "the run's last checkpoint."
         )
+
+    def _rest(self, tables, masks):
+        """Returns what is not trained of a state."""
+        _, layouts = split_layouts(self._abstract.rest)
+        return merged(masks, with_tables(layouts, tables))
 
     def target(self, params: dict, mu: dict, nu: dict) -> tuple[dict, dict, dict]:
         """Returns the trees of the free slot."""
@@ -162,8 +169,9 @@ class MappedFiles:
         """
         slot = self._free_slot()
         *_, tables, masks = self._trees[slot]
+        of_state, layouts = split_layouts(state.rest)
         # A step's tables may have the groups of their layouts, which follow from the arrays.
-        given = jax.tree.leaves((state.tables, state.frozen if masks else ()))
+        given = jax.tree.leaves((tables_by_name(layouts), of_state if masks else ()))
         for to, array in zip(jax.tree.leaves((tables, masks)), given, strict=True):
             np.copyto(to, array, casting="no")
         digests = {section_name(s): self._digests[s] for s in self._sections}

@@ -54,7 +54,7 @@ def test_a_student_counts_its_teacher_and_resumes_with_no_other(teacher, tmp_pat
     dense = dataclasses.replace(variant.model, linears={})
     forward = cost.flops_per_token(dense, 16, training=False).total
     plan = variant.model, variant.evolution, variant.training
-    flops = [run_flops(*plan), run_flops(*plan, Teacher(dense, {}, ()))]
+    flops = [run_flops(*plan), run_flops(*plan, Teacher(dense, {}))]
     assert flops[1] - flops[0] == pytest.approx(4 * 4 * 16 * forward)
     assert "forward passes of the teacher are" in (run.folder / "report.html").read_text()
     record = read_record(run.folder, config)
@@ -118,7 +118,7 @@ def test_a_student_of_itself_has_no_divergence():
     mesh = meshes.make(meshes.parse("fsdp:1", 1), jax.devices()[:1])
     gradients = []
     for executor, micro_batches in ((SINGLE_DEVICE, 2), (Sharded(mesh), 1)):
-        program = Teacher(MODEL, params, {}).program(MODEL, executor, TOKENS, micro_batches)
+        program = Teacher(MODEL, params).program(MODEL, executor, TOKENS, micro_batches)
         output = TeacherOutput(*program(TOKENS), jnp.float32(0.25))
         batch, how = whole.Batch(TOKENS, None, output), whole.Accumulation(micro_batches)
         loss, gradient = jax.jit(executor.loss_and_gradients, static_argnums=(0, 3))(

@@ -58,7 +58,7 @@ def test_every_target_is_a_model_that_is_saved_and_loaded(block, tmp_path):
 def test_a_pattern_has_its_layouts_and_the_fit_of_moved_features(pattern):
     pruned = sd.prune(MODEL, TOKENS, block=16, density=0.25, pattern=pattern)
     assert pruned.model.model.linear("mlp_in").pattern == pattern
-    layouts = stacks.layouts_from_tables(pruned.model.model, pruned.model.tables)
+    layouts = stacks.layouts_of(pruned.model.model, pruned.model.params)
     assert layouts == model_layouts.layouts(pruned.model.model)
     for name, mask in pruned.masks.items():
         assert np.array_equal(mask[0, ::16, ::16], layouts[name][0].mask)

@@ -18,7 +18,8 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig, SparsityConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.training.saved_state import identity
+from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.training.saved_state import SavedState, identity
 from sparse_dataflow.core.training.step import initial_state
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.documents import Document
@@ -82,7 +83,9 @@ def trained(models, tokenizer):
         tables = tables_of(model)
         training = TrainingConfig(steps=1, batch=4, sequence=CONTEXT)
         folder = pathlib.Path("missing")
-        return Model(folder, variant, model, params, tables, tokenizer, 1, training, None, {})
+        return Model(
+            folder, variant, model, merged(params, tables), tokenizer, 1, training, None, {}
+        )
 
     return make
 
@@ -121,5 +124,5 @@ def trained_run(models, tokenizer, tmp_path):
                 state = state._replace(step=np.int32(step), params=params)
                 states[name, step] = state
                 extra = {"bits_per_byte": metric, "starts": [0], "seconds": 1.0, "plateau": None}
-                checkpoints.save(step, state, extra, metric)
+                checkpoints.save(step, SavedState.of(state), extra, metric)
     return SimpleNamespace(path=folder, states=states)

@@ -22,6 +22,7 @@ from small_models import arbitrary_params, tables_of
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.sharded import Sharded
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.evaluation.generate import generate
 from sparse_dataflow.evaluation.offloaded_experts import OffloadedExperts
 from sparse_dataflow.evaluation.over_mesh import mesh_forward
@@ -40,7 +41,7 @@ def random_model(**mixture):
     )
     params, tables = arbitrary_params(config, scale=1), tables_of(config)
     training = TrainingConfig(steps=1, batch=4, sequence=CONTEXT)
-    return Model(Path(), "sparse", config, params, tables, BYTES, 0, training, None, {})
+    return Model(Path(), "sparse", config, merged(params, tables), BYTES, 0, training, None, {})
 
 
 def sharded(model, mesh):

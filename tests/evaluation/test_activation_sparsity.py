@@ -16,6 +16,7 @@ from small_models import arbitrary_params, tables_of
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.inputs import observed_block
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
@@ -40,7 +41,7 @@ def random_model(config):
     params, tables = arbitrary_params(config, scale=0.3), tables_of(config)
     training = TrainingConfig(steps=1, batch=4, sequence=config.max_len)
     folder = pathlib.Path("missing")
-    return Model(folder, "dense", config, params, tables, BYTES, 1, training, None, {})
+    return Model(folder, "dense", config, merged(params, tables), BYTES, 1, training, None, {})
 
 
 @settings(max_examples=30)
@@ -86,7 +87,7 @@ def test_generation_has_the_thresholds_of_the_whole_text(config):
     prompt = [3, 1, 4, 1, 5]
     [continuation] = generate(model, [prompt], max_new_tokens=6)
     text = np.asarray([prompt + continuation.tokens])
-    run = jax.jit(lambda params: whole.logits(config, weights_of(params, model.tables), text))
+    run = jax.jit(lambda params: whole.logits(config, weights_of(params), text))
     logits = np.asarray(run(model.params))
     assert continuation.tokens == logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
 

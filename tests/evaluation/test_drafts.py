@@ -11,7 +11,6 @@ import pytest
 import scipy.stats
 from decoded import BYTES, CONFIGS, DENSE, SPARSE
 
-from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.evaluation import kv_cache
@@ -30,7 +29,7 @@ def drawn_weights(config, seed, scale=1.0):
         return 0 * value if path[-1].key == "bias" else value
 
     params = jax.tree_util.tree_map_with_path(draw, shapes)
-    tables = stacks.layout_tables(model_layouts.layouts(config))
+    tables = stacks.stored_layouts(config)
     return kv_cache.prepare(config, ModelWeights(params, tables))
 
 

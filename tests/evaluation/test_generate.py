@@ -11,6 +11,7 @@ from small_models import shapes_of, tables_of
 
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.stacks import ModelWeights, weights_of
 from sparse_dataflow.evaluation import generate as generate_module
 from sparse_dataflow.evaluation import kv_cache
@@ -112,7 +113,7 @@ def trained():
     config = dataclasses.replace(SPARSE, vocab_size=BYTES.vocab_size, max_len=32)
     params, tables = confident_model(config)
     training = TrainingConfig(sequence=32)
-    return Model(Path(), "sparse", config, params, tables, BYTES, 0, training, None, {})
+    return Model(Path(), "sparse", config, merged(params, tables), BYTES, 0, training, None, {})
 
 
 def test_streamed_text_is_the_decoded_tokens(trained):

@@ -12,6 +12,7 @@ from small_models import shapes_of, tables_of
 
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.evaluation import kv_cache, offloaded_experts
 from sparse_dataflow.evaluation.generate import generate_tokens
 from sparse_dataflow.evaluation.offloaded_experts import OffloadedExperts
@@ -51,7 +52,7 @@ def drawn(config):
     params = jax.tree_util.tree_map_with_path(draw, shapes_of(config))
     tables = tables_of(config)
     training = TrainingConfig(steps=1, batch=1, sequence=16)
-    return Model(Path(), "dense", config, params, tables, BYTES, 0, training, None, {})
+    return Model(Path(), "dense", config, merged(params, tables), BYTES, 0, training, None, {})
 
 
 def tokens_of(model, weights, lengths):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import sparse_dataflow as sd
+from sparse_dataflow.core.model.stacks import split_layouts
 from sparse_dataflow.evaluation.trained import load
 from sparse_dataflow.files.errors import UserError
 
@@ -22,10 +23,10 @@ def test_the_loaded_model_equals_the_saved_model(
     assert (trained.step, trained.variant, trained.model) == (step, variant, models[variant])
     assert trained.tokenizer.content_hash == tokenizer.content_hash
     state = run_folder.states[variant, step]
-    jax.tree.map(np.testing.assert_array_equal, trained.params, state.params)
-    jax.tree.map(np.testing.assert_array_equal, trained.tables, state.tables)
+    jax.tree.map(np.testing.assert_array_equal, trained.params, state.weights.merged)
     # Programs are specialised to concrete tables.
-    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(trained.tables))
+    layouts = split_layouts(trained.params)[1]
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(layouts))
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_previous_one(run_folder):
@@ -96,7 +97,7 @@ def test_a_model_prints_shapes_and_layouts_but_no_numbers():
     assert "  head/norm/bias=f32[128]" in lines and lines[-1] == ")"
     assert len(lines) == len(jax.tree.leaves(model)) + 2
     shape = "LayoutTables(in_index=(2, 8, 1), in_slot=(2, 8, 1), out_index=(2, 8, 1), "
-    assert repr(model.tables["attn_out"]) == shape + "out_slot=(2, 8, 1))"
+    assert repr(model.params["blocks"]["attn_out"]["layout"]) == shape + "out_slot=(2, 8, 1))"
     abstract = jax.eval_shape(lambda: model)
     assert repr(abstract).splitlines()[1:] == lines[1:]
 

@@ -11,6 +11,7 @@ from small_models import arbitrary_params, tables_of
 
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.stacks import ModelWeights, weights_of
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
@@ -36,15 +37,15 @@ def logits(config, params, tables, ids):
 
 def begun(old, new, seed=0):
     """Returns (parameters and tables of a random model, state of the new model at step 0)."""
-    start = StartingPoint(old, *random_model(old, seed), BYTES, {})
+    start = StartingPoint(old, merged(*random_model(old, seed)), BYTES, {})
     return start, initial_state_from(start, new, TRAINING)
 
 
 def begun_with_equal_logits(old, new, ids):
     """Checks that a new model begins with the logits of the old one; returns its state."""
     start, state = begun(old, new)
-    expected = logits(old, start.params, start.tables, ids)
-    actual = logits(new, state.params, state.tables, ids)
+    expected = logits(old, start.params, (), ids)
+    actual = logits(new, state.params, state.rest, ids)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
     assert int(state.step) == 0
     return state

@@ -12,6 +12,7 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.layouts.evolution import largest_blocks
 from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError
@@ -32,7 +33,7 @@ def start_of(config):
     loud = np.where(np.arange(config.d_model) % 8 < 2, 8.0, 0.25).astype(np.float32)
     for name in ("norm1", "norm2"):
         params["blocks"][name]["scale"] = params["blocks"][name]["scale"] * np.roll(loud, 4)
-    return StartingPoint(config, params, tables, NO_TOKENIZER, {})
+    return StartingPoint(config, merged(params, tables), NO_TOKENIZER, {})
 
 
 @pytest.mark.parametrize("config", [DENSE, LLAMA, SPARSE], ids=["gpt", "llama", "sparse"])
@@ -61,9 +62,9 @@ def test_the_blocks_of_largest_score_are_stored(before, mixed):
     start = start_of(before)
     state = initial_state_from(start, after, TRAINING, calibration=BATCHES, prune_by="activations")
     plain = initial_state_from(start, after, TRAINING)
-    layouts, by_weight = (stacks.layouts_from_tables(after, s.tables) for s in (state, plain))
+    layouts, by_weight = (stacks.layouts_of(after, s.rest) for s in (state, plain))
     norms = input_norms(before, start.weights, BATCHES, dict.fromkeys(layouts, mixed))
-    old = stacks.layouts_from_tables(before, start.tables)
+    old = stacks.layouts_of(before, start.params)
     changed = 0
     for name, chosen in layouts.items():
         module = start.params["blocks"][name]
@@ -94,7 +95,7 @@ def test_a_weight_that_reads_loud_inputs_is_pruned_with_less_error():
     errors = []
     for prune_by in ("activations", "weights"):
         state = initial_state_from(start, after, TRAINING, calibration=BATCHES, prune_by=prune_by)
-        tables = jax.tree.map(np.asarray, state.tables)
+        tables = jax.tree.map(np.asarray, state.rest)
         errors.append(
             np.linalg.norm(
                 whole.logits(after, weights_of(state.params, tables), BATCHES[0]) - exact

@@ -207,5 +207,5 @@ def test_a_layout_is_repeated():
     block = LinearSpec("block_sparse", "random", density=0.5, block=4)
     old = SMALL.with_linears(block, ("mlp_in",))
     start, state = begun(old, dataclasses.replace(old, **WIDE))
-    assert start.tables["mlp_in"].in_index.shape[1:] == (6, 2)
-    assert state.tables["mlp_in"].in_index.shape[1:] == (12, 4)
+    assert start.params["blocks"]["mlp_in"]["layout"].in_index.shape[1:] == (6, 2)
+    assert state.rest["blocks"]["mlp_in"]["layout"].in_index.shape[1:] == (12, 4)

@@ -55,7 +55,7 @@ def test_an_export_is_loaded_as_it_is(tmp_path, form, variant):
     assert model.variant == variant and model.context == 16 and model.tokenizer == BYTES
     ids = np.random.default_rng(0).integers(0, BYTES.vocab_size, (2, 16), np.int32)
     np.testing.assert_allclose(
-        logits(model.model, model.params, model.tables, ids),
+        logits(model.model, model.params, (), ids),
         logits(SPARSE, params, tables, ids),
         atol=1e-4,
     )
@@ -81,7 +81,7 @@ def test_a_sparse_form_begins_a_run_with_its_own_sparsity(tmp_path, config):
     training = dataclasses.replace(run.training, steps=1)
     state = starting_point.initial_state_from(start, model, training)
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, state.params, params)))
-    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, state.tables, tables)))
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, state.rest, tables)))
 
 
 def test_a_density_on_the_command_line_replaces_that_of_the_weights(tmp_path):

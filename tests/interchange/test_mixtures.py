@@ -15,6 +15,7 @@ from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.data import cache
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface
@@ -38,7 +39,7 @@ IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (2, 16), np.int32)
 
 
 def start_of(config, seed=0):
-    return StartingPoint(config, *random_model(config, seed), BYTES, {})
+    return StartingPoint(config, merged(*random_model(config, seed)), BYTES, {})
 
 
 @pytest.mark.parametrize("experts", [LinearSpec(), STORED], ids=["dense", "stored blocks"])
@@ -47,7 +48,7 @@ def test_experts_of_equal_storage_keep_every_bit(experts):
     start = start_of(config)
     trained_otherwise = dataclasses.replace(config, expert_capacity=1.0, balance_loss=0.1)
     state = initial_state_from(start, trained_otherwise, TRAINING)
-    same = jax.tree.map(np.array_equal, state.params, start.params)
+    same = jax.tree.map(np.array_equal, state.weights.merged, start.params)
     assert all(jax.tree.leaves(same))
 
 

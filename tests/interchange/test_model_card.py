@@ -16,6 +16,7 @@ from small_models import NEWER
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.evaluation.trained import Model
@@ -42,7 +43,7 @@ RECORD = RunRecord(
 def trained(tmp_path):
     params, tables = random_model(SPARSE)
     training = TrainingConfig(steps=7, batch=4, sequence=16)
-    return Model(tmp_path, "sparse", SPARSE, params, tables, BYTES, 7, training, RECORD, {})
+    return Model(tmp_path, "sparse", SPARSE, merged(params, tables), BYTES, 7, training, RECORD, {})
 
 
 def write_evaluation(folder, run=None, step=7):

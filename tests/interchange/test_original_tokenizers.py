@@ -215,7 +215,7 @@ def test_transformers_reads_an_export_with_the_original_ids(imported, original, 
 
 
 def write(folder, form, model):
-    weights = ModelWeights(model.params, model.tables)
+    weights = ModelWeights(model.params)
     huggingface.write(folder, form, model.model, weights, model.tokenizer, context=16, card="")
 
 

@@ -15,6 +15,7 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import feature_order, pattern_pruning, width
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
@@ -34,11 +35,11 @@ def pruned(config, pattern="monarch", density=0.5, block=8):
 def start_of(config, params=None, tables=None):
     if params is None:
         params, tables = random_model(config)
-    return StartingPoint(config, params, tables, BYTES, {})
+    return StartingPoint(config, merged(params, tables), BYTES, {})
 
 
 def dense_weights(model, state):
-    layouts = stacks.layouts_from_tables(model, state.tables)
+    layouts = stacks.layouts_of(model, state.rest)
     return {
         name: np.stack(
             [lay.to_dense(v) for lay, v in zip(of_layers, state.params["blocks"][name]["values"])]
@@ -102,7 +103,7 @@ def test_groups_that_were_shuffled_are_found_again():
     ]
     params = width.reordered(DENSE, params, shuffled)
     state = initial_state_from(start_of(DENSE, params, {}), model, TRAINING, prune_to="pattern")
-    actual = logits(model, state.params, jax.tree.map(np.asarray, state.tables), TOKENS)
+    actual = logits(model, state.params, jax.tree.map(np.asarray, state.rest), TOKENS)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
@@ -110,7 +111,7 @@ def test_groups_that_were_shuffled_are_found_again():
 def test_the_stored_blocks_are_those_of_the_pattern(pattern):
     model = pruned(DENSE, pattern)
     state = initial_state_from(start_of(DENSE), model, TRAINING, prune_to="pattern")
-    assert stacks.layouts_from_tables(model, state.tables) == model_layouts.layouts(model)
+    assert stacks.layouts_of(model, state.rest) == model_layouts.layouts(model)
     assert all(lay.groups for layers in model_layouts.layouts(model).values() for lay in layers)
 
 
@@ -139,14 +140,14 @@ def test_weights_that_have_the_blocks_keep_every_bit():
     grouped = pruned(DENSE)
     start = start_of(grouped)
     state = initial_state_from(start, grouped, TRAINING, prune_to="pattern")
-    same = jax.tree.map(np.array_equal, state.params, start.params)
+    same = jax.tree.map(np.array_equal, state.weights.merged, start.params)
     assert all(jax.tree.leaves(same))
 
 
 def test_sparser_groups_are_made_of_groups():
     before, after = pruned(DENSE, density=0.5), pruned(DENSE, density=0.25)
     state = initial_state_from(start_of(before), after, TRAINING, prune_to="pattern")
-    assert stacks.layouts_from_tables(after, state.tables) == model_layouts.layouts(after)
+    assert stacks.layouts_of(after, state.rest) == model_layouts.layouts(after)
     kernels, all_stored = dense_weights(after, state), start_of(before).params["blocks"]
     for name, kernel in kernels.items():
         assert set(np.abs(kernel[kernel != 0])) <= set(np.abs(np.ravel(all_stored[name]["values"])))
@@ -216,7 +217,7 @@ def test_only_blocks_of_equal_groups_are_those_of_a_pattern():
     model = pruned(DENSE)
     layouts = model_layouts.layouts(model)
     layouts["mlp_in"][1] = make_layout("random", DENSE.d_model, DENSE.d_ff, 8, 0.5, 1)
-    assert not pattern_pruning.is_grouped(model, stacks.layout_tables(layouts))
+    assert not pattern_pruning.is_grouped(model, stacks.stored_layouts(model, layouts))
     assert not pattern_pruning.is_grouped(DENSE, {})
 
 

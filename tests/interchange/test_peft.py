@@ -48,7 +48,7 @@ def trained_model(name, folder, factors=None, training=TRAINING):
     (folder / "dense").mkdir(parents=True)
     (folder / "dense" / "metrics.jsonl").touch()
     model, weights = adapters.dequantised(model, jax.device_get(state.weights.merged))
-    return Model(folder, "dense", model, weights, {}, start.tokenizer, 1, training, record, {})
+    return Model(folder, "dense", model, weights, start.tokenizer, 1, training, record, {})
 
 
 def factors_of_fixture(name):
@@ -127,7 +127,7 @@ def logits_of_export(folder, form):
     """The logits of an export; adapters are added to the weights of the base that it names."""
     if form != "adapter":
         read = huggingface.read(folder)
-        return logits(read.model, read.params, read.tables, IDS)
+        return logits(read.model, read.params, (), IDS)
     fields = json.loads((folder / peft.CONFIG).read_text())
     base = Path(fields["base_model_name_or_path"])
     weights, factors = load_file(base / "model.safetensors"), load_file(folder / peft.WEIGHTS)

@@ -32,12 +32,12 @@ POST = dataclasses.replace(LLAMA, post_norms=True, pre_norms=False)
 
 def start_of(config):
     params, tables = random_model(config)
-    return StartingPoint(config, params, tables, NO_TOKENIZER, {})
+    return StartingPoint(config, adapters.merged(params, tables), NO_TOKENIZER, {})
 
 
 def error(start, model, state):
     exact = whole.logits(start.model, start.weights, OTHERS)
-    tables = jax.tree.map(np.asarray, state.tables)
+    tables = jax.tree.map(np.asarray, state.rest)
     return np.linalg.norm(whole.logits(model, weights_of(state.params, tables), OTHERS) - exact)
 
 
@@ -69,7 +69,7 @@ def test_outputs_are_nearer_to_the_dense_ones_than_by_norms(before, hadamard, pr
             start, after, TRAINING, calibration=BATCHES, prune_by=prune_by, prune_to=prune_to
         )
         errors[prune_by] = error(start, after, state)
-        for layouts in stacks.layouts_from_tables(after, state.tables).values():
+        for layouts in stacks.layouts_of(after, state.rest).values():
             assert all(layout.balanced for layout in layouts)
     assert errors["rebuild"] < 0.95 * min(errors["activations"], errors["weights"]), errors
 
@@ -92,14 +92,14 @@ def test_masked_weights_are_fitted_under_their_mask(spec, masked_before):
     if masked_before:
         before = DENSE.with_linears(wider, names)
         state = initial_state_from(start, before, TRAINING)
-        params = jax.device_get(adapters.merged(state.params, state.frozen))
-        start = StartingPoint(before, params, {}, NO_TOKENIZER, {})
+        params = jax.device_get(adapters.merged(state.params, state.rest))
+        start = StartingPoint(before, params, NO_TOKENIZER, {})
     old_masks = host_masks(without_tables(start.params)[1])
     errors = {}
     for prune_by in ("rebuild", "weights"):
         state = initial_state_from(start, after, TRAINING, calibration=BATCHES, prune_by=prune_by)
-        masks = host_masks(state.frozen)
-        merged = adapters.merged(state.params, state.frozen)
+        masks = host_masks(state.rest)
+        merged = adapters.merged(state.params, state.rest)
         exact = whole.logits(before, start.weights, OTHERS)
         errors[prune_by] = np.linalg.norm(
             whole.logits(after, weights_of(merged, {}), OTHERS) - exact
@@ -120,8 +120,8 @@ def test_blocks_that_are_not_stored_stay_away(prune_by):
     start = start_of(SPARSE)
     state = initial_state_from(start, after, TRAINING, calibration=BATCHES, prune_by=prune_by)
     old, new = (
-        stacks.layouts_from_tables(model, tables)
-        for model, tables in ((SPARSE, start.tables), (after, state.tables))
+        stacks.layouts_of(model, tables)
+        for model, tables in ((SPARSE, start.params), (after, state.rest))
     )
     for name, layers in new.items():
         for before, layout in zip(old[name], layers):

@@ -13,9 +13,9 @@ from sparse_dataflow.core.config.layer_groups import split_groups
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.evolution import phase_specs
 from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
@@ -28,7 +28,7 @@ TOKENS = np.arange(16, dtype=np.int32).reshape(2, 8)
 
 
 def start_of(config):
-    return StartingPoint(config, *random_model(config), NO_TOKENIZER, {})
+    return StartingPoint(config, merged(*random_model(config)), NO_TOKENIZER, {})
 
 
 @pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "sparse"])
@@ -37,7 +37,7 @@ def test_the_dense_model_starts_with_the_same_function(config):
     state = initial_state_from(start, DENSE, TRAINING)
     np.testing.assert_allclose(
         logits(DENSE, state.params, {}, TOKENS),
-        logits(config, start.params, start.tables, TOKENS),
+        logits(config, start.params, (), TOKENS),
         rtol=1e-4,
         atol=1e-4,
     )
@@ -48,18 +48,18 @@ def test_the_dense_model_starts_with_the_same_function(config):
 def test_the_same_sparsity_keeps_every_bit():
     start = start_of(SPARSE)
     state = initial_state_from(start, SPARSE, TRAINING)
-    same = jax.tree.map(np.array_equal, state.params, start.params)
+    same = jax.tree.map(np.array_equal, state.weights.merged, start.params)
     assert all(jax.tree.leaves(same))
     again = initial_state_from(start, SPARSE, TRAINING)  # `start` is not modified.
-    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, again.params, start.params)))
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, again.weights.merged, start.params)))
 
 
 def test_low_rank_terms_join_given_weights_and_keep_their_function():
     spec = LinearSpec("block_sparse", "monarch", density=0.5, block=8, rank=4)
     start, low_rank = start_of(SPARSE), DENSE.with_linears(spec)
     state = initial_state_from(start, low_rank, TRAINING)
-    expected = logits(SPARSE, start.params, start.tables, TOKENS)
-    result = logits(low_rank, state.params, state.tables, TOKENS)
+    expected = logits(SPARSE, start.params, (), TOKENS)
+    result = logits(low_rank, state.params, state.rest, TOKENS)
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
     assert split_groups(state.params["blocks"])[0]["qkv"].keys() > {"values"}
 
@@ -75,7 +75,7 @@ def test_the_largest_blocks_are_kept_and_balanced():
                 grid[layer, a, :, b] *= 10
                 grid[layer, a, :, b + 4] *= 10
     state = initial_state_from(start, SPARSE, TRAINING)
-    layouts = stacks.layouts_from_tables(SPARSE, state.tables)
+    layouts = stacks.layouts_of(SPARSE, state.rest)
     for layer, layout in enumerate(layouts["mlp_in"]):
         assert layout.balanced and layout.density == 0.5
         for a in range(4):
@@ -88,8 +88,8 @@ def test_the_largest_blocks_are_kept_and_balanced():
 def test_layouts_that_rigl_will_change_get_wide_tables(start):
     (phase,) = phase_specs(SPARSE, EvolutionConfig("rigl", given_layouts=True))
     state = initial_state_from(start_of(start), phase.model, TRAINING)
-    expected = stacks.layout_tables(model_layouts.layouts(phase.model))
-    assert jax.tree.map(np.shape, state.tables) == jax.tree.map(np.shape, expected)
+    expected = stacks.stored_layouts(phase.model)
+    assert jax.tree.map(np.shape, state.rest) == jax.tree.map(np.shape, expected)
 
 
 def test_given_layouts_are_runtime_data():

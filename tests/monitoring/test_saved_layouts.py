@@ -27,7 +27,7 @@ def trained(tmp_path_factory):
     t, layouts = trainer(folder, "set", checkpoint_every=4), {}
     while t.step < 9:
         t.advance()
-        layouts[t.step] = stacks.layouts_from_tables(t.model, t.state.tables)
+        layouts[t.step] = stacks.layouts_of(t.model, t.state.rest)
     t.close()
     return folder, layouts
 
@@ -94,7 +94,7 @@ def test_imported_layouts_are_known_from_the_first_checkpoint(trained, tmp_path)
 def test_the_model_of_the_phase_is_read(tmp_path, method):
     t = train(trainer(tmp_path, method, checkpoint_every=4), until=8)
     saved = reader(tmp_path, method).read()
-    assert saved.layouts == stacks.layouts_from_tables(t.model, t.state.tables)
+    assert saved.layouts == stacks.layouts_of(t.model, t.state.rest)
     if method == "sparse_to_dense":
         assert not saved.layouts and set(saved.first_layouts) == set(MODELS[method].projections)
     else:

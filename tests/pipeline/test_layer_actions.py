@@ -13,6 +13,7 @@ from small_models import EACH_KIND as MODEL
 
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.pipeline.layer_actions import layer_actions
 from sparse_dataflow.runs.run_config import SIZES
@@ -24,14 +25,17 @@ NIGHTLY = pytest.mark.nightly
 
 def second_layer(model):
     """Returns (params, tables, x, dy) of the second layer."""
-    params, tables = arbitrary_params(model)["blocks"], tables_of(model)
+    params, tables = (
+        arbitrary_params(model)["blocks"],
+        (tables_of(model) or {"blocks": {}})["blocks"],
+    )
     rng = np.random.default_rng(0)
     x, dy = rng.normal(size=(2, 4, 10, model.d_model)).astype(np.float32)
     return *jax.tree.map(lambda leaf: leaf[1], (params, tables)), x, dy
 
 
 def block(model, params, tables, x):
-    return gpt.measured_block(model, layer_weights(model, params, tables), x)
+    return gpt.measured_block(model, layer_weights(model, merged(params, tables)), x)
 
 
 def run(model, recompute):

@@ -17,7 +17,7 @@ import numpy as np
 from small_models import DENSE, QUARTER
 
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.model import adapters, stacks
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.relay import host_optimizer, host_state
 from sparse_dataflow.relay.parameter_server import ParameterServer, ServerStep
@@ -36,8 +36,10 @@ def first_state(params, mu, nu, model=MODEL, training=TRAINING):
         leaf[...] = rng.normal(size=leaf.shape)
     shapes = host_state.abstract_state(model, training)
     moments = host_state.with_moments(shapes.moments, 0, mu, nu)
-    masks = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), shapes.frozen)
-    return TrainState(np.zeros((), np.int32), params, moments, shapes.tables, key(), masks)
+    masks, layouts = stacks.split_layouts(shapes.rest)
+    masks = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), masks)
+    rest = adapters.merged(masks, layouts)
+    return TrainState(np.zeros((), np.int32), params, moments, key(), rest)
 
 
 def key():
@@ -56,9 +58,9 @@ def advance(state, storage, steps, clipping="exact", model=MODEL, training=TRAIN
     server = ParameterServer(model, training, None, clipping=clipping)
     server.storage = storage
     sections = host_state.all_sections(model.num_layers)
-    tables = state.tables
+    tables = state.rest
     while state.step < steps:
-        runtime = state._replace(tables=stacks.with_groups(tables))
+        runtime = state._replace(rest=stacks.with_groups(tables))
         step = ServerStep(server, runtime, sections, 1e-2, Timeline())
         for number, section in enumerate(sections):
             rng = np.random.default_rng([int(state.step), number])
@@ -68,7 +70,7 @@ def advance(state, storage, steps, clipping="exact", model=MODEL, training=TRAIN
             )
             step.push(section, jax.tree.map(draw, views))
         state, _ = step.finish()
-    return state._replace(tables=tables)
+    return state._replace(rest=tables)
 
 
 def die():

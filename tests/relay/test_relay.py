@@ -108,7 +108,7 @@ def test_the_products_of_groups_are_quantised():
         model = dataclasses.replace(DENSE, precision=precision)
         model, how = model.with_linears(groups, ["mlp_in", "mlp_out"]), training()
         state = fresh_state(model, how)
-        state = state._replace(tables=stacks.with_groups(state.tables))
+        state = state._replace(rest=stacks.with_groups(state.rest))
         _, reports = relay_run(Relay(model, how, changing=False), state, steps=2)
         losses[precision] = [loss for loss, _ in reports]
     assert losses["int8"] != losses["compute_dtype"]

@@ -15,7 +15,7 @@ from sparse_dataflow.core import collectives
 from sparse_dataflow.core.config.projections import KINDS, PATTERN_NAMES, LinearSpec
 from sparse_dataflow.core.config.training import BUILT_IN
 from sparse_dataflow.core.layouts import model_layouts
-from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.model import adapters, stacks
 from sparse_dataflow.core.optim.optimizers import adam_state
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.relay import host_state, server_files
@@ -34,8 +34,8 @@ def in_memory(steps):
 def assert_same_bits(mine, theirs):
     assert int(mine.step) == int(theirs.step)
     for actual, expected in zip(
-        jax.tree.leaves((mine.params, mine.moments, mine.tables)),
-        jax.tree.leaves((theirs.params, theirs.moments, theirs.tables)),
+        jax.tree.leaves((mine.params, mine.moments, mine.rest)),
+        jax.tree.leaves((theirs.params, theirs.moments, theirs.rest)),
         strict=True,
     ):
         assert np.asarray(actual).tobytes() == np.asarray(expected).tobytes()
@@ -85,9 +85,9 @@ def test_layouts_that_are_read_equal_those_that_were_written(tmp_path, pattern):
     files.close()
     read = open_files(tmp_path, model).restore(key())
     assert_same_bits(read, written)
-    assert stacks.layouts_from_tables(model, read.tables) == model_layouts.layouts(model)
-    with_groups = stacks.with_groups(read.tables)
-    assert jax.tree.structure(with_groups) == jax.tree.structure(stacks.with_groups(written.tables))
+    assert stacks.layouts_of(model, read.rest) == model_layouts.layouts(model)
+    with_groups = stacks.with_groups(read.rest)
+    assert jax.tree.structure(with_groups) == jax.tree.structure(stacks.with_groups(written.rest))
 
 
 def test_masks_that_are_read_equal_those_that_were_written(tmp_path):
@@ -95,15 +95,15 @@ def test_masks_that_are_read_equal_those_that_were_written(tmp_path):
     model = MODEL.with_linears(LinearSpec("masked", "masked", 0.5, block=1))
     files = open_files(tmp_path, model)
     state = files.new_state(lambda *trees: first_state(*trees, model))
-    masks = jax.tree.map(
-        lambda leaf: np.arange(leaf.size).reshape(leaf.shape) % 3 > 0, state.frozen
-    )
+    masks, layouts = stacks.split_layouts(state.rest)
+    masks = jax.tree.map(lambda leaf: np.arange(leaf.size).reshape(leaf.shape) % 3 > 0, masks)
     assert jax.tree.leaves(masks)
-    written = advance(state._replace(frozen=masks), files, 3, model=model)
+    rest = adapters.merged(masks, layouts)
+    written = advance(state._replace(rest=rest), files, 3, model=model)
     files.close()
     read = open_files(tmp_path, model).restore(key())
     assert_same_bits(read, written)
-    assert jax.tree.all(jax.tree.map(np.array_equal, read.frozen, masks))
+    assert jax.tree.all(jax.tree.map(np.array_equal, stacks.split_layouts(read.rest)[0], masks))
 
 
 @pytest.mark.parametrize("optimizer", BUILT_IN)

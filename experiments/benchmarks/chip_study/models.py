@@ -125,15 +125,15 @@ def _config(sizes, scale):
 
 
 def step_shapes(model: ModelConfig, training: TrainingConfig) -> tuple:
-    """Returns the shapes of a step's state without tables, its layouts, tokens and rate."""
+    """Returns the shapes of a step's state without its rest, the rest, tokens and rate."""
     return described.abstract_arguments(SINGLE_DEVICE, model, training, changing=False)[0]
 
 
 def fresh_state(model: ModelConfig, training: TrainingConfig) -> tuple:
-    """Returns (state without tables, its layouts) as a step takes them."""
+    """Returns (state without its rest, the rest) as a step takes them."""
     state = initial_state(model, training)
     placed = SINGLE_DEVICE.place_layouts(state.weights, model, changing=False)
-    return state._replace(tables=()), placed.layouts
+    return state._replace(rest=()), placed.rest
 
 
 def lowered_step(

@@ -302,9 +302,9 @@ def _training_programs(sizes, chip):
     training = models.trained_training(sizes)
 
     def lowered_loss(model):
-        state, layouts, tokens, _ = models.step_shapes(model, training)
+        state, rest, tokens, _ = models.step_shapes(model, training)
         targets = jax.ShapeDtypeStruct((tokens.shape[0], tokens.shape[1] - 1), jnp.float32)
-        weights = ModelWeights(state.params, layouts)
+        weights = ModelWeights(state.params, rest)
         return jax.jit(make_eval_step(model)).lower(weights, tokens, targets)
 
     programs: dict[str, Lower] = {}
@@ -336,13 +336,13 @@ def trainings(study: Study) -> dict[str, Any]:
 
 def _trained(model, training, step, loss, corpus, seconds, every):
     """Trains one model; the time of its losses does not count."""
-    state, layouts = models.fresh_state(model, training)
+    state, rest = models.fresh_state(model, training)
     held_out = corpus.held_out_rows(training.batch, training.sequence)
     targets = np.full(held_out[:, 1:].shape, 1 / held_out[:, 1:].size, np.float32)
     rng, spent, steps, losses = np.random.default_rng(0), 0.0, 0, []
 
     def measure():
-        nats = float(loss(ModelWeights(state.params, layouts), held_out, targets))
+        nats = float(loss(ModelWeights(state.params, rest), held_out, targets))
         losses.append({"seconds": spent, "steps": steps, "bits_per_byte": nats / math.log(2)})
 
     measure()
@@ -354,7 +354,7 @@ def _trained(model, training, step, loss, corpus, seconds, every):
             share = 1 - 0.9 * min(1.0, now / seconds)
             rate = np.float32(PEAK * share * min(1.0, (steps + 1) / WARM_UP_STEPS))
             tokens = corpus.batch(rng, training.batch, training.sequence)
-            state, report = step(state, layouts, tokens, rate)
+            state, report = step(state, rest, tokens, rate)
             steps += 1
             if steps % QUEUED == 0:
                 jax.block_until_ready(report.loss)

@@ -14,8 +14,10 @@ from sparse_dataflow.core.config.layer_groups import join_groups, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import sharding, whole
-from sparse_dataflow.core.model.projection import Probe
-from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.layouts.layout import LayoutTables
+from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.projection import probe
+from sparse_dataflow.core.model.stacks import ModelWeights, map_arrays, tables_by_name
 
 
 def block_gradient_norms(
@@ -39,15 +41,10 @@ def block_gradient_norms(
     Returns:
       {block-sparse projection: float32 [layers, in_blocks, out_blocks]}, the member's shard.
     """
+    layouts = split_groups(tables_by_name(weights.merged))
     zeros = [
-        {
-            name: jnp.zeros(
-                (len(table.out_index), table.out_index.shape[1], table.in_index.shape[1]),
-                jnp.float32,
-            )
-            for name, table in group.items()
-        }
-        for group in split_groups(weights.tables)
+        {name: jnp.zeros(norms_shape(table), jnp.float32) for name, table in group.items()}
+        for group in layouts
     ]
     summed = axes if member.context is None else (*axes, member.context.axis)
     shares = math.prod(lax.axis_size(axis) for axis in axes)
@@ -55,16 +52,22 @@ def block_gradient_norms(
 
     def loss(norms):
         probes = [
-            Probe.of(group, group_norms, summed, member.shard)
-            for group, group_norms in zip(split_groups(weights.tables), norms, strict=True)
+            {name: probe(name, each, summed, member.shard) for name, each in group.items()}
+            for group in norms
         ]
-        probed = dataclasses.replace(weights, layouts=join_groups(probes))
+        rest = merged({"blocks": join_groups(probes)}, weights.rest)
+        probed = dataclasses.replace(weights, rest=rest)
         return whole.loss(model, probed, whole.Batch(tokens, mean), member)
 
     # The loss does not depend on these zeros. A `Probed` weight returns the norms of xᵀ dy as their
     # gradient. So norms leave a scanned backward pass as gradients do.
     norms = jax.grad(loss)(zeros)
     return {name: jnp.concatenate([group[name] for group in norms]) for name in norms[0]}
+
+
+def norms_shape(tables: LayoutTables) -> tuple[int, ...]:
+    """Returns the shape [..., in_blocks, out_blocks] of the norms of tables [..., lines, fan]."""
+    return (*tables.out_index.shape[:-1], tables.in_index.shape[-2])
 
 
 def mask_gradient_norms(
@@ -118,7 +121,7 @@ def opened_masks(weights: ModelWeights) -> ModelWeights:
     What is not under a mask is zero, so they compute the same, and their gradient is that of dense
     weights.
     """
-    return dataclasses.replace(weights, frozen=jax.tree.map(jnp.ones_like, weights.frozen))
+    return dataclasses.replace(weights, rest=map_arrays(jnp.ones_like, weights.rest))
 
 
 def norms_of_masks(model: ModelConfig, gradients: Mapping[str, Any]) -> dict[str, jax.Array]:

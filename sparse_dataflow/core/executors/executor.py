@@ -16,7 +16,7 @@ from sparse_dataflow.core.executors.block_gradients import (
     mask_gradient_norms,
 )
 from sparse_dataflow.core.executors.whole import Accumulation, Batch
-from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.model.stacks import ModelWeights, split_layouts
 from sparse_dataflow.core.optim.optimizers import gradient_arrays
 from sparse_dataflow.core.step_metrics import Metrics
 
@@ -88,7 +88,7 @@ class Executor:
         self, model: ModelConfig, weights: ModelWeights, tokens: jax.Array
     ) -> dict[str, jax.Array]:
         """Returns the norms of the dense gradient by which stored blocks and masks grow."""
-        norms = self.block_gradient_norms(model, weights, tokens) if weights.tables else {}
+        norms = self.block_gradient_norms(model, weights, tokens) if weights.has_layouts else {}
         features = self.residual_order(model)
         masks = mask_gradient_norms(self.loss_and_gradients, model, weights, tokens, features)
         return norms | masks
@@ -121,7 +121,7 @@ class Executor:
     def place_layouts(
         self, weights: ModelWeights, model: ModelConfig, changing: bool
     ) -> ModelWeights:
-        """Returns the weights with the programs' layouts; `Fixed` if these are specialised to them.
+        """Returns the weights with the programs' layouts; fixed if these are specialised to them.
 
         Args:
           weights: with canonical layouts in numpy; of the other arrays shapes suffice.
@@ -137,12 +137,13 @@ class Executor:
           changing: as in `place_layouts`.
           batch: shapes of a whole batch by name.
         """
+        frozen, layouts = split_layouts(self.place_layouts(state.weights, model, changing).rest)
         return {
             "parameters": state.params,
-            **({"frozen parameters": state.frozen} if state.frozen else {}),
+            **({"frozen parameters": frozen} if frozen else {}),
             "gradients": gradient_arrays(state.moments, state.params),
             "moments": state.moments,
-            "layout tables": self.place_layouts(state.weights, model, changing).layouts,
+            "layout tables": layouts,
             "batch": batch,
         }
 

@@ -26,18 +26,15 @@ from sparse_dataflow.core.executors.executor import Executor
 from sparse_dataflow.core.executors.mesh import BATCH_AXES, MODEL_AXES
 from sparse_dataflow.core.executors.mesh_axes import MOST_SUB_BATCHES, key_value_copies
 from sparse_dataflow.core.executors.mesh_axes import cut_run_length as run_length
-from sparse_dataflow.core.executors.sharding import COLUMN_PARALLEL
+from sparse_dataflow.core.executors.sharding import COLUMN_PARALLEL, TABLES
 from sparse_dataflow.core.executors.state_roles import Role, parameter_shapes, roles
-from sparse_dataflow.core.layouts import model_layouts
+from sparse_dataflow.core.layouts.layout import FixedTables
 from sparse_dataflow.core.model import adapters, stacks
 from sparse_dataflow.core.model.shard import Shard
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import gradient_arrays
 from sparse_dataflow.core.weights.kind import LEAVES
 from sparse_dataflow.files.errors import UserError
-
-TABLES = P("stage", "tensor")
-"""Partition spec of tables [layers, shards, lines, fan]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +85,7 @@ class Sharded(Executor):
                 f"a micro-batch on a device; legal: {legal}."
             )
         residual.refuse(self.mesh, model)
-        for group in split_groups(stacks.layout_tables(model_layouts.layouts(model))):
+        for group in split_groups(stacks.tables_by_name(stacks.stored_layouts(model))):
             sharded = cuts.cut(group, self.tensor_shards, False, self._kv_copies(model))
             for name in set(sharded) & set(MLP) if model.experts else ():
                 if sharded[name].tables.groups is None:
@@ -153,7 +150,7 @@ class Sharded(Executor):
             squares = jax.tree.map(jnp.square, norms)
             return jax.tree.map(jnp.sqrt, lax.psum(squares, member.shard.feature_axis))
 
-        out_specs = norm_specs(split_groups(weights.tables)[0])
+        out_specs = norm_specs(split_groups(stacks.tables_by_name(weights.merged))[0])
         measure = self._mapped(local, (specs, P(axes or None)), out_specs)
         return self._one_copy(measure(weights, tokens), model)
 
@@ -180,12 +177,13 @@ class Sharded(Executor):
 
     def _member(self, model, weights):
         """Returns (member, specs of the weights, of the gradients)."""
-        params, frozen = weights.params, weights.frozen
+        params, rest = weights.params, weights.rest
         fsdp = self.zero >= sharding.ZERO["params"]
-        specs, frozen_specs = (sharding.specs(p, model, self.mesh, fsdp) for p in (params, frozen))
+        specs, rest_specs = (sharding.specs(p, model, self.mesh, fsdp) for p in (params, rest))
         fsdp = self.zero >= sharding.ZERO["gradients"]
         gradient_specs = sharding.specs(params, model, self.mesh, fsdp)
-        all_specs = sharding.gathered_specs(adapters.merged(specs, frozen_specs), self.exchange)
+        all_specs = adapters.merged(specs, stacks.split_layouts(rest_specs)[0])
+        all_specs = sharding.gathered_specs(all_specs, self.exchange)
         by_group = {name: split_groups(section) for name, section in all_specs.items()}
         by_group["blocks"] = tuple(map(sharding.layer_specs, by_group["blocks"]))
         longer = lambda axis: axis if self.mesh.shape[axis] > 1 else None  # noqa: E731
@@ -209,8 +207,7 @@ class Sharded(Executor):
             self.sub_batches,
             Context("context", self.mesh.shape["context"]) if longer("context") else None,
         )
-        layouts = jax.tree.map(lambda table: TABLES, weights.layouts)
-        return member, ModelWeights(specs, layouts, frozen_specs), gradient_specs
+        return member, ModelWeights(specs, rest_specs), gradient_specs
 
     def _mapped(self, local, in_specs, out_specs):
         return jax.shard_map(
@@ -264,7 +261,7 @@ class Sharded(Executor):
 
     def _with_rows(self, state, model, vocabulary=None):
         """Adds padding rows (zeros) to placed embedding and output layer, or removes them."""
-        arrays = state._replace(tables=())
+        arrays = state.without_layouts()
         shapes = self._row_shapes(arrays, vocabulary)
         if shapes is arrays:
             return state
@@ -273,7 +270,7 @@ class Sharded(Executor):
             return leaf if leaf.shape == shape.shape else _resize(target, shape.shape)(leaf)
 
         placed = jax.tree.map(resize, arrays, shapes, self.shardings(shapes, model))
-        return placed._replace(tables=state.tables)
+        return placed.with_layouts_of(state)
 
     def _reordered(self, state, model, permutation):
         """Places a state with blocks of row-parallel projections and residual features reordered.
@@ -282,10 +279,10 @@ class Sharded(Executor):
         """
         orders: dict[tuple[int, str], np.ndarray] = {}
         if self.tensor_shards > 1:
-            for group, tables in enumerate(split_groups(state.tables)):
+            for group, tables in enumerate(split_groups(stacks.tables_by_name(state.rest))):
                 sharded = cuts.cut(tables, self.tensor_shards, False, self._kv_copies(model))
                 orders |= {(group, n): c.order for n, c in sharded.items() if c.order is not None}
-        arrays = state._replace(tables=())
+        arrays = state.without_layouts()
         features = self.residual_order(model)
 
         parameters = parameter_shapes(arrays)
@@ -311,28 +308,30 @@ class Sharded(Executor):
         placed = jax.tree_util.tree_map_with_path(
             place, arrays, self.shardings(arrays, model), roles(arrays)
         )
-        return placed._replace(tables=state.tables)
+        return placed.with_layouts_of(state)
 
     def residual_order(self, model):
         return residual.order(model, self.mesh)
 
     def place_layouts(self, weights, model, changing):
         target = NamedSharding(self.mesh, TABLES)
-        layouts = jax.tree.map(
-            lambda table: put_global(table, target), self._cut_layouts(weights, model, changing)
-        )
-        return dataclasses.replace(weights, layouts=layouts)
+        cut = self._cut_layouts(weights.rest, model, changing)
+        cut = jax.tree.map(lambda table: put_global(table, target), cut)
+        others, _ = stacks.split_layouts(weights.rest)
+        return dataclasses.replace(weights, rest=adapters.merged(others, cut))
 
-    def _cut_layouts(self, weights, model, changing):
-        """Returns the layouts of `place_layouts` in numpy."""
+    def _cut_layouts(self, rest, model, changing):
+        """Returns the layouts of `place_layouts` as leaves, in numpy."""
+        _, layouts = stacks.split_layouts(rest)
         if self.tensor_shards == 1 and not changing:
-            return weights.with_fixed_layouts().layouts
+            return stacks.map_layouts(FixedTables, layouts)
         copies = self._kv_copies(model)
         groups = [
             cuts.cut(group, self.tensor_shards, changing, copies)
-            for group in split_groups(weights.tables)
+            for group in split_groups(stacks.tables_by_name(layouts))
         ]
-        return join_groups([{name: cut.tables for name, cut in group.items()} for group in groups])
+        tables = [{name: cut.tables for name, cut in group.items()} for group in groups]
+        return stacks.beside(model, join_groups(tables))
 
     def arrays(self, state, model, changing, batch):
 
@@ -340,8 +339,8 @@ class Sharded(Executor):
             target = NamedSharding(self.mesh, spec)
             return jax.tree.map(lambda leaf: sharding.abstract(leaf, target), tree)
 
-        layouts = self._cut_layouts(state.weights, model, changing)
-        state = state._replace(tables=())
+        layouts = self._cut_layouts(state.rest, model, changing)
+        state = state.without_layouts()
         placed = jax.tree.map(sharding.abstract, state, self.shardings(state, model))
         placed = self.placed_shapes(placed, model)
         fsdp = self.zero >= sharding.ZERO["gradients"]
@@ -388,8 +387,8 @@ def norm_specs(projections):
 
 def local_weights(weights):
     """Returns a device's weights: with tables [layers, lines, fan], without the axis of shards."""
-    layouts = jax.tree.map(lambda table: table if table.ndim == 3 else table[:, 0], weights.layouts)
-    return dataclasses.replace(weights, layouts=layouts)
+    own = lambda table: table if table.ndim == 3 else table[:, 0]  # noqa: E731
+    return weights.map_layouts(lambda tables: jax.tree.map(own, tables))
 
 
 def put_global(leaf, target):

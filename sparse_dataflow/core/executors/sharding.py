@@ -33,10 +33,14 @@ from sparse_dataflow.core.executors.mesh import (
 from sparse_dataflow.core.executors.mesh_axes import key_value_copies
 from sparse_dataflow.core.executors.state_roles import dotted_path, parameter_shapes, roles
 from sparse_dataflow.core.executors.whole import GATHERED
-from sparse_dataflow.core.weights.kind import LEAVES, leaf_of
+from sparse_dataflow.core.layouts.layout import LayoutTables
+from sparse_dataflow.core.weights.kind import LAYOUT, LEAVES, leaf_of
 from sparse_dataflow.files.errors import UserError
 
 COLUMN_PARALLEL = tuple(name for name in PROJECTIONS if name not in ROW_PARALLEL)
+TABLES = P("stage", "tensor")
+"""Partition spec of the tables of a layout, [layers, shards, lines, fan]."""
+
 VOCABULARY_ROWS = ("embed.tokens", "head.output", "head.output_bias")
 """Parameters whose rows are the vocabulary."""
 
@@ -47,7 +51,7 @@ _BLOCKS = r"blocks\.(?:\d+\.)?"
 _EXPERTS = rf"{_BLOCKS}experts\."
 _MODULE = re.compile(
     rf"{_BLOCKS}(?P<experts>experts\.)?(?P<shared>shared\.)?(?P<projection>{_COLUMN}|{_ROW})\."
-    r"(?P<name>\w+)"
+    r"(?P<name>\w+)(?:\.\w+)?"
 )
 """Path of an array of a projection, of one of experts or of the expert that all tokens have."""
 
@@ -70,7 +74,7 @@ RULES = (
 one, or none. "stage" is dropped if it does not divide the layers, and MODEL_AXES if they do not
 divide the vocabulary (see `padded_rows`)."""
 
-ZERO = {"moments": 1, "gradients": 2, "params": 3, "frozen": 3}
+ZERO = {"moments": 1, "gradients": 2, "params": 3, "rest": 3}
 """Lowest `parallel.zero` that shards a kind of array over "fsdp" (arXiv 1910.02054, section 5)."""
 
 
@@ -122,6 +126,8 @@ def padded_rows(rows: int, mesh: AnyMesh) -> int:
 def _row(path):
     """Returns the axes that shard each dimension of a parameter."""
     module = _MODULE.fullmatch(path)
+    if module and module["name"] == LAYOUT:
+        return TABLES
     if module and module["name"] in LEAVES:
         of_experts = bool(module["experts"]) and not module["shared"]
         leaf = LEAVES[module["name"]]
@@ -172,10 +178,10 @@ def specs(params: dict, model: ModelConfig, mesh: AnyMesh, fsdp: bool = True) ->
 
 
 def state_shardings(state: Any, model: ModelConfig, mesh: AnyMesh, zero: int) -> Any:
-    """Returns the shardings of a training state without tables.
+    """Returns the shardings of a training state without layouts.
 
     Args:
-      state: has `params`, `frozen` and `moments`; leaves have shapes.
+      state: has `params`, `moments` and `rest`, without layouts; leaves have shapes.
       mesh: the devices.
       zero: `parallel.zero`, 0 to 3.
     """
@@ -215,8 +221,17 @@ def gather(params: dict, specs: dict, dtype: jnp.dtype) -> dict:
 
     Args:
       params: a section's shards; of one layer if the specs are of one.
-      specs: partition specs of the params.
+      specs: partition specs of the params; what has none, such as a layout, stays as it is.
     """
+    if isinstance(params, LayoutTables):
+        return params
+    if isinstance(params, tuple):
+        return tuple(gather(*each, dtype) for each in zip(params, specs, strict=True))
+    if isinstance(params, dict):
+        return {
+            name: gather(part, specs[name], dtype) if name in specs else part
+            for name, part in params.items()
+        }
 
     def gather_leaf(leaf, spec):
         for dim, entry in enumerate(spec):

@@ -47,7 +47,7 @@ def roles(state: Any) -> Any:
     """Returns a tree like the state with the `Role` of each array.
 
     Args:
-      state: a training state without tables; its leaves have shapes.
+      state: a training state without layouts; its leaves have shapes.
     """
     shapes = parameter_shapes(state)
 

@@ -158,7 +158,7 @@ def apply_blocks(
     metrics = []
     unrolled = unrolls(config, weights, member)
     # jax.checkpoint traces concrete tables, whose groups would be lost with them.
-    tables, blocks = stacks.with_groups(weights.tables), weights.merged["blocks"]
+    blocks = stacks.with_groups(weights.merged["blocks"])
     kinds = remat.kinds(config.remat, config.num_layers)
     models = [layer_model(config, layer) for layer in range(config.num_layers)]
     # An evaluation may have fewer rows than parts.
@@ -169,8 +169,8 @@ def apply_blocks(
         context.for_blocks().with_rows({name: split[part] for name, split in splits.items()})
         for part in range(parts)
     ]
-    groups = zip(layer_groups(config), split_groups(blocks), split_groups(tables), strict=True)
-    for group, (layer_group, group_params, group_tables) in enumerate(groups):
+    groups = zip(layer_groups(config), split_groups(blocks), strict=True)
+    for group, (layer_group, stacked) in enumerate(groups):
         layers = layer_group.layers
         of_group = tuple(zip(kinds, models))[layers.start : layers.stop]
         run = {
@@ -178,16 +178,14 @@ def apply_blocks(
             for each in dict.fromkeys(of_group)
         }
         if config.shared_layers:
-            shared = jax.tree.map(lambda t: _with_gradient(t)[0], group_params, is_leaf=_traced)
+            shared = jax.tree.map(lambda t: _with_gradient(t)[0], stacked, is_leaf=_traced)
             run = {each: _with_block(apply, shared) for each, apply in run.items()}
-            group_params = ()
+            stacked = ()
         if unrolled:
-            for i, layer in enumerate(_unstack(group_params) or [()] * config.num_layers):
-                layer_tables = jax.tree.map(lambda t, i=i: t[i], group_tables)
-                xs, of_layer = run[of_group[i]](xs, (layer, layer_tables))
+            for i, layer in enumerate(_unstack(stacked) or [()] * config.num_layers):
+                xs, of_layer = run[of_group[i]](xs, layer)
                 metrics.append(jax.tree.map(lambda leaf: leaf[None], of_layer))
         else:
-            stacked = group_params, group_tables
             if len({model for _, model in of_group}) > 1:
                 loops = remat.segments(of_group)
             else:
@@ -242,14 +240,12 @@ def _scan(run, loops, x, stacked):
 
 
 def _layer(config, member, group, contexts, kind):
-    """Returns a function (xs, (params, tables) of a layer) -> (xs, metrics), with the remat policy
-    of a kind; `xs` and `contexts` are lists over parts of the rows."""
+    """Returns a function (xs, parameters of a layer) -> (xs, metrics), with the remat policy of a
+    kind; `xs` and `contexts` are lists over parts of the rows."""
     attend = member.context.attend if member.context else causal_attention
 
     def run(xs, layer):
-        layer_params, layer_tables = layer
-        params = member.section({"blocks": layer_params}, "blocks", group)
-        weights = layer_weights(config, params, layer_tables)
+        weights = layer_weights(config, member.section({"blocks": layer}, "blocks", group))
         block = functools.partial(gpt.measured_block, config, weights)
         outputs = [
             block(x, context, member.shard, attend) for x, context in zip(xs, contexts, strict=True)
@@ -269,7 +265,7 @@ def _layer(config, member, group, contexts, kind):
 
 def _with_block(run, block):
     """Returns `run` of a layer whose parameters are those of a shared block."""
-    return lambda xs, layer: run(xs, (block, layer[1]))
+    return lambda xs, _: run(xs, block)
 
 
 def rematerialised(kind: str, layer: Callable) -> Callable:
@@ -309,15 +305,22 @@ def unrolls(config: ModelConfig, weights: ModelWeights, member: Member = ALONE) 
     if dispatch.platform() == "gpu":
         keeps_all = set(remat.kinds(config.remat, config.num_layers)) == {"none"}
         return member is ALONE and keeps_all and config.num_layers <= UNROLL_GPU_LAYERS
-    changing = jax.tree.leaves(weights.layouts)
-    deepest = UNROLL_CHANGING_LAYERS if changing else UNROLL_LAYERS
+    deepest = UNROLL_CHANGING_LAYERS if weights.has_changing_layouts else UNROLL_LAYERS
     return dispatch.platform() == "cpu" and config.num_layers <= deepest
 
 
 def _unstack(params):
-    """Returns trees per layer; `split` transposes to one concatenate, indexing to L additions."""
+    """Returns trees per layer; `split` transposes to one concatenate, indexing to L additions.
+
+    Numpy arrays stay what they are: constants.
+    """
     leaves, structure = jax.tree.flatten(params)
-    columns = [[p[0] for p in lax.split(leaf, [1] * len(leaf))] for leaf in leaves]
+    columns = [
+        list(leaf)
+        if isinstance(leaf, np.ndarray)
+        else [p[0] for p in lax.split(leaf, [1] * len(leaf))]
+        for leaf in leaves
+    ]
     return [jax.tree.unflatten(structure, layer) for layer in zip(*columns)]
 
 

@@ -124,6 +124,38 @@ class LayoutTables(NamedTuple):
         return map(LayoutTables, *stacked)
 
 
+class FixedTables:
+    """Tables of layouts that cannot change: a static node of a tree, so programs are specialised.
+
+    Compares and hashes by content, once.
+
+    Attributes:
+      tables: `LayoutTables` in numpy, also stacked over layers.
+    """
+
+    def __init__(self, tables: LayoutTables):
+        self.tables = tables
+
+    @functools.cached_property
+    def content_hash(self) -> str:
+        """SHA-256 of the tables, in hex."""
+        content = hashlib.sha256()
+        for table in self.tables.arrays:
+            content.update(str(table.shape).encode() + np.asarray(table).tobytes())
+        return content.hexdigest()
+
+    def __eq__(self, other):
+        if self is other:
+            return True
+        return isinstance(other, FixedTables) and self.content_hash == other.content_hash
+
+    def __hash__(self):
+        return hash(self.content_hash)
+
+    def __repr__(self):
+        return f"FixedTables({self.tables})"
+
+
 def blocks_text(in_blocks: int, out_blocks: int, stored: int, block: int) -> str:
     """Returns how reprs show a layout: its shape in features, its blocks and their density."""
     total = in_blocks * out_blocks

@@ -16,7 +16,14 @@ import jax.numpy as jnp
 from sparse_dataflow.core.config.layer_groups import join_groups, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.weights.dense import Dense, Quantised
-from sparse_dataflow.core.weights.kind import EMBEDDINGS, MATRIX, TERMS, leaf_of, stored_form
+from sparse_dataflow.core.weights.kind import (
+    EMBEDDINGS,
+    LAYOUT,
+    MATRIX,
+    TERMS,
+    leaf_of,
+    stored_form,
+)
 from sparse_dataflow.core.weights.low_rank import PlusLowRank
 
 FACTORS = tuple(name for name, leaf in PlusLowRank.leaves().items() if leaf.role == MATRIX)
@@ -47,7 +54,7 @@ def frozen(model: ModelConfig, params: dict, scale: float) -> dict:
     dtype = jnp.dtype(model.compute_dtype)
 
     def cast(path, leaf):
-        fact, name = leaf_of(path), path[-1].key
+        fact, name = leaf_of(path), getattr(path[-1], "key", "")
         matrix = name in EMBEDDINGS or (fact is not None and fact.role == MATRIX)
         matrix = matrix and leaf.dtype != jnp.int8
         return leaf.astype(dtype) if matrix else leaf
@@ -55,8 +62,8 @@ def frozen(model: ModelConfig, params: dict, scale: float) -> dict:
     def with_gate(module, name):
         if not model.linear(name).rank:
             return module
-        weight = next(iter(jax.tree.leaves(module)))
         base = {leaf: array for leaf, array in module.items() if leaf not in FACTORS}
+        weight = next(array for leaf, array in base.items() if leaf != LAYOUT)
         (gate,) = TERMS - {*FACTORS}
         return {**base, gate: jnp.full(len(weight), scale, jnp.float32)}
 
@@ -98,10 +105,12 @@ def dequantised(model: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
 
 
 def merged(params: Any, base: Any) -> Any:
-    """Returns one tree with the leaves of both; `params` where `base` is empty."""
-    if not base:
-        return params
-    if isinstance(base, tuple):
+    """Returns one tree with the leaves of both, of which one may be () for nothing."""
+    if type(params) is tuple and not params:
+        return base
+    if type(base) is tuple and base:
         return tuple(map(merged, params, base))
+    if not isinstance(base, dict):
+        return params
     both = {name: merged(params[name], tree) for name, tree in base.items() if name in params}
     return {**base, **params, **both}

@@ -28,6 +28,7 @@ from sparse_dataflow.core.model.mlp import Mlp, activate, gain
 from sparse_dataflow.core.model.projection import linear, normal
 from sparse_dataflow.core.ops.derivatives import broadcast_like, lookup
 from sparse_dataflow.core.step_metrics import Load, Mean, Metric
+from sparse_dataflow.core.weights.kind import LAYOUT
 from sparse_dataflow.core.weights.weight import Linear
 
 MOST_ROWS = 128
@@ -412,4 +413,6 @@ def draw_experts(config: ModelConfig, projection: str, rngs: nnx.Rngs) -> Linear
     parameters = spec.weight.draw(spec, sides, gain(config, projection), draw_normal, layout)
     if projection in config.biases:
         parameters["bias"] = jnp.zeros((config.experts, sides[1]))
-    return linear(config, projection, parameters, layout)
+    if layout is not None:
+        parameters[LAYOUT] = layout
+    return linear(config, projection, parameters)

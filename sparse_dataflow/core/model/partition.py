@@ -35,26 +35,29 @@ def without_tables(params: Any) -> tuple[Any, Any]:
     Args:
       params: of a model without adapters.
     """
-    if not any(_is_table(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)):
-        return params, ()
-    return _part(params, lambda path: not _is_table(path)), _part(params, _is_table)
+    tables = part(params, _is_table)
+    return (part(params, lambda path: not _is_table(path)), tables) if tables else (params, ())
 
 
 def _is_table(path):
     return is_table(path[-1].key)
 
 
-def _part(tree: Any, fits: Callable[[tuple], bool], path: tuple = ()) -> Any:
-    """Returns the leaves whose path fits; sections without any are left out."""
-    if isinstance(tree, tuple):
-        return tuple(_part(group, fits, path) for group in tree)
+def part(tree: Any, fits: Callable[[tuple], bool], path: tuple = ()) -> Any:
+    """Returns the leaves whose path fits; sections without any are left out.
+
+    A layout is one leaf.
+    """
+    if type(tree) is tuple:
+        groups = tuple(part(group, fits, path) for group in tree)
+        return groups if any(groups) else ()
     parts = {}
-    for name, part in tree.items():
-        inner = (*path, jax.tree_util.DictKey(name))
-        if isinstance(part, dict | tuple):
-            part = _part(part, fits, inner)
-            if jax.tree.leaves(part):
-                parts[name] = part
-        elif fits(inner):
-            parts[name] = part
+    for name, inner in tree.items():
+        inside = (*path, jax.tree_util.DictKey(name))
+        if type(inner) in (dict, tuple):
+            inner = part(inner, fits, inside)
+            if inner:
+                parts[name] = inner
+        elif fits(inside):
+            parts[name] = inner
     return parts

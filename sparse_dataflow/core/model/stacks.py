@@ -1,10 +1,8 @@
-"""The weights of a model as one value, and its layouts, stacked over the layers of each group."""
+"""The weights of a model as one value, stacked over the layers of each group."""
 
 import dataclasses
-import functools
-import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,75 +15,167 @@ from sparse_dataflow.core.config.layer_groups import (
     split_groups,
 )
 from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import MLP, PROJECTIONS
+from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.layout import (
     BlockLayout,
+    FixedTables,
     LayoutTables,
     blocks_text,
     stack_tables,
 )
 from sparse_dataflow.core.model import adapters
-from sparse_dataflow.core.model.projection import InputThreshold, layer_weights
-from sparse_dataflow.core.weights.kind import leaf_of
+from sparse_dataflow.core.model.partition import part
+from sparse_dataflow.core.model.projection import layer_weights
+from sparse_dataflow.core.weights.kind import LAYOUT, leaf_of
 from sparse_dataflow.core.weights.texts import array_text
 
+Layouts = dict[str, list[BlockLayout]]
+"""Block-sparse projection -> its layout in each layer."""
 
-def layout_tables(layouts: dict[str, list[BlockLayout]]) -> Any:
-    """Returns numpy tables stacked over the layers of each group.
+
+def stored_layouts(model: ModelConfig, layouts: Layouts | None = None) -> Any:
+    """Returns layouts as leaves of a tree like the params: numpy tables, stacked over the layers of
+    each group; () for a model without any.
 
     A group is a run of layers with equal numbers of stored blocks.  The layouts of a group have
     tables of equal widths.
+
+    Args:
+      layouts: of all layers; those of `model_layouts` if None.
     """
+    layouts = model_layouts.layouts(model) if layouts is None else layouts
     stored = zip(*([layout.nnz for layout in layers] for layers in layouts.values()))
     ends = itertools.accumulate(len(list(run)) for _, run in itertools.groupby(stored))
-    runs = list(itertools.pairwise([0, *ends])) or [(0, 0)]
-    return join_groups([_stacked_tables(layouts, start, stop) for start, stop in runs])
+    runs = itertools.pairwise([0, *ends])
+    tables = [
+        {
+            name: stack_tables([layout.tables() for layout in layers[start:stop]])
+            for name, layers in layouts.items()
+        }
+        for start, stop in runs
+    ]
+    return beside(model, join_groups(tables)) if layouts else ()
 
 
-def _stacked_tables(layouts, start, stop):
-    return {
-        name: stack_tables([layout.tables() for layout in layers[start:stop]])
-        for name, layers in layouts.items()
-    }
+def beside(model: ModelConfig, tables: Any) -> Any:
+    """Returns {projection: tables} of each group as a tree like the params; () for no tables."""
+
+    def tree(group):
+        leaves = {name: {LAYOUT: layout} for name, layout in group.items()}
+        of_experts = {name: leaves.pop(name) for name in MLP if model.experts and name in leaves}
+        return {**leaves, "experts": of_experts} if of_experts else leaves
+
+    groups = split_groups(tables)
+    return {"blocks": join_groups(list(map(tree, groups)))} if any(groups) else ()
 
 
-def with_groups(tables: Any) -> Any:
-    """Returns concrete tables with the groups that all layers of a stack share, if they do.
+def with_layouts(model: ModelConfig, rest: Any, layouts: Layouts | None = None) -> Any:
+    """Returns what is not trained of a model with `stored_layouts` in place of its own."""
+    others, _ = split_layouts(rest)
+    return adapters.merged(others, stored_layouts(model, layouts))
 
-    Other leaves, such as a `Probe`, stay as they are.
+
+def tables_by_name(tree: Any) -> Any:
+    """Returns {projection: its layout as it is stored} of each group; inverse of `beside`.
+
+    Args:
+      tree: like the params, or like those of a block.
     """
-    grouped = LayoutTables | InputThreshold
-    return join_groups(
-        [
-            {
-                name: stacked.with_groups() if isinstance(stacked, grouped) else stacked
-                for name, stacked in group.items()
-            }
-            for group in split_groups(tables)
-        ]
-    )
+
+    def by_name(group):
+        modules = {**group, **group.get("experts", {})}
+        return {
+            name: modules[name][LAYOUT]
+            for name in PROJECTIONS
+            if name in modules and LAYOUT in modules[name]
+        }
+
+    blocks = tree.get("blocks", tree) if tree else {}
+    return join_groups(list(map(by_name, split_groups(blocks))))
 
 
-def layouts_from_tables(config: ModelConfig, tables: Any) -> dict[str, list[BlockLayout]]:
-    """Returns the layouts of each layer from concrete tables; inverse of `layout_tables`."""
-    layouts: dict[str, list[BlockLayout]] = {}
-    for group in split_groups(tables):
+def with_tables(tree: Any, tables: Any) -> Any:
+    """Returns a tree with other tables, as those of `tables_by_name`, in place of its layouts."""
+
+    def replaced(group, layouts):
+        return {
+            name: {**module, LAYOUT: layouts[name]}
+            if name in layouts
+            else replaced(module, layouts)
+            if name == "experts"
+            else module
+            for name, module in group.items()
+        }
+
+    if not tree:
+        return tree
+    groups = zip(split_groups(tree["blocks"]), split_groups(tables), strict=True)
+    return {**tree, "blocks": join_groups([replaced(*each) for each in groups])}
+
+
+def layouts_of(model: ModelConfig, tree: Any) -> Layouts:
+    """Returns the layouts of each layer from a tree with concrete ones; see `stored_layouts`."""
+    layouts: Layouts = {}
+    for group in split_groups(tables_by_name(tree)):
         for projection, stacked in group.items():
-            block = config.linear(projection).block
-            layouts.setdefault(projection, []).extend(stacked.layouts(block))
+            block = model.linear(projection).block
+            layouts.setdefault(projection, []).extend(opened(stacked).layouts(block))
     return layouts
 
 
-def layers(blocks: Any, tables: Any) -> Iterator[tuple[dict, dict]]:
-    """Yields (parameters, tables) of each layer in order, from the stacked trees."""
-    for stacked in zip(split_groups(blocks), split_groups(tables), strict=True):
-        for i in range(len(jax.tree.leaves(stacked[0])[0])):
+def is_layout(node: Any) -> bool:
+    """Returns whether a node of a tree is a layout."""
+    return isinstance(node, LayoutTables | FixedTables)
+
+
+def opened(layout: Any) -> LayoutTables:
+    """Returns the tables of a layout."""
+    return layout.tables if isinstance(layout, FixedTables) else layout
+
+
+def map_layouts(function: Callable[[LayoutTables], Any], tree: Any) -> Any:
+    """Returns the tree with `function` of the tables of each layout."""
+    return jax.tree.map(
+        lambda node: function(opened(node)) if is_layout(node) else node, tree, is_leaf=is_layout
+    )
+
+
+def map_arrays(function: Callable, tree: Any, *others: Any) -> Any:
+    """Returns the tree with `function` of each leaf that is of no layout."""
+    return jax.tree.map(
+        lambda node, *more: node if is_layout(node) else function(node, *more),
+        tree,
+        *others,
+        is_leaf=is_layout,
+    )
+
+
+def with_groups(tree: Any) -> Any:
+    """Returns a tree whose concrete layouts are tables with the groups that all layers of a stack
+    share, if they do."""
+    return map_layouts(LayoutTables.with_groups, tree)
+
+
+def split_layouts(tree: Any) -> tuple[Any, Any]:
+    """Returns a tree as (what is no layout, its layouts); () for nothing."""
+    if not tree:
+        return (), ()
+    others = part(tree, lambda path: path[-1].key != LAYOUT)
+    return others or (), part(tree, lambda path: path[-1].key == LAYOUT) or ()
+
+
+def layers(blocks: Any) -> Iterator[dict]:
+    """Yields the parameters of each layer in order, from the stacked trees."""
+    for stacked in split_groups(map_layouts(lambda tables: tables, blocks)):
+        for i in range(len(jax.tree.leaves(stacked)[0])):
             yield jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
 
 
 def weights(config: ModelConfig, of_model: Any) -> Iterator[dict]:
     """Yields the `layer_weights` of each layer in order, from `ModelWeights`."""
-    for params, tables in layers(of_model.merged["blocks"], of_model.tables):
-        yield layer_weights(config, params, tables)
+    for layer in layers(of_model.merged["blocks"]):
+        yield layer_weights(config, layer)
 
 
 def stacked_layers(config: ModelConfig, trees: Sequence) -> Any:
@@ -98,39 +188,6 @@ def stacked_layers(config: ModelConfig, trees: Sequence) -> Any:
     )
 
 
-@jax.tree_util.register_static
-class Fixed:
-    """Layouts that cannot change: metadata of a tree, so programs are specialised to them.
-
-    Compares and hashes by content, once.
-
-    Attributes:
-      tables: numpy layout tables, see `stacks.layout_tables`.
-    """
-
-    def __init__(self, tables: Any):
-        self.tables = tables
-
-    @functools.cached_property
-    def content_hash(self) -> str:
-        """SHA-256 of the tables and their names, in hex."""
-        content = hashlib.sha256()
-        for path, table in jax.tree_util.tree_leaves_with_path(self.tables):
-            content.update(f"{path}{table.shape}".encode() + np.asarray(table).tobytes())
-        return content.hexdigest()
-
-    def __eq__(self, other):
-        if self is other:
-            return True
-        return isinstance(other, Fixed) and self.content_hash == other.content_hash
-
-    def __hash__(self):
-        return hash(self.content_hash)
-
-    def __bool__(self):
-        return bool(self.tables)
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ModelWeights:
@@ -138,17 +195,18 @@ class ModelWeights:
 
     Attributes:
       params: parameters that are trained; see `gpt`.
-      layouts: `Fixed`, or layout tables as leaves, which change without recompiling.
-      frozen: what is not trained, see `model.partition`; () for nothing.
+      rest: what is not trained, see `model.partition`: layouts, masks, the base of adapters; () for
+        nothing.
     """
 
     params: Any
-    layouts: Any = dataclasses.field(default_factory=dict)
-    frozen: Any = ()
+    rest: Any = ()
 
     def __repr__(self):
         lines = ["ModelWeights("]
         for path, array in jax.tree_util.tree_leaves_with_path(self.merged):
+            if any(getattr(key, "key", "") == LAYOUT for key in path):
+                continue
             text = f"  {jax.tree_util.keystr(path, simple=True, separator='/')}={array_text(array)}"
             tables = self.layout_at(path)
             # A map over the weights may have put anything in place of the arrays.
@@ -161,44 +219,50 @@ class ModelWeights:
 
     @property
     def merged(self) -> dict:
-        """All parameters, trained and frozen, in one tree."""
-        return adapters.merged(self.params, self.frozen)
+        """All parameters, trained and not, in one tree."""
+        return adapters.merged(self.params, self.rest)
 
     @property
-    def tables(self) -> Any:
-        """Layout tables of all layers, in numpy if they are fixed; {} for none."""
-        return (self.layouts.tables if isinstance(self.layouts, Fixed) else self.layouts) or {}
+    def has_layouts(self) -> bool:
+        """Whether there are block-sparse weights."""
+        return any(split_groups(tables_by_name(self.merged)))
+
+    @property
+    def has_changing_layouts(self) -> bool:
+        """Whether a program that takes the weights does not know their layouts."""
+        leaves = jax.tree.leaves(split_layouts(self.merged)[1])
+        return any(not isinstance(table, np.ndarray) for table in leaves)
 
     def with_fixed_layouts(self) -> "ModelWeights":
-        """Returns the weights with layouts, numpy tables, that cannot change."""
-        return dataclasses.replace(self, layouts=Fixed(self.tables))
+        """Returns the weights with concrete layouts that cannot change."""
+        return self.map_layouts(lambda tables: FixedTables(jax.device_get(tables)))
 
     def with_groups(self) -> "ModelWeights":
         """Returns the weights with the groups of layouts that have them; see `stacks`."""
-        return dataclasses.replace(self, layouts=with_groups(self.tables))
+        return self.map_layouts(LayoutTables.with_groups)
+
+    def map_layouts(self, function: Callable[[LayoutTables], Any]) -> "ModelWeights":
+        """Returns the weights with `function` of each layout."""
+        return ModelWeights(*(map_layouts(function, tree) for tree in (self.params, self.rest)))
 
     def linears(self, config: ModelConfig) -> dict:
         """Returns the `layer_weights` of the weights of one layer."""
-        return layer_weights(config, self.merged, self.tables)
+        return layer_weights(config, self.merged)
 
     def layout_at(self, path: tuple) -> LayoutTables | None:
         """Returns the layouts of the stacked weight at a `jax.tree_util` path of `params`; None for
         what is not block-sparse."""
         leaf = leaf_of(path)
-        if not self.tables or leaf is None or not leaf.is_blocks:
+        if leaf is None or not leaf.is_blocks:
             return None
-        return split_groups(self.tables)[group_index_of_path(path)].get(path[-2].key)
+        group = split_groups(tables_by_name(self.merged))[group_index_of_path(path)]
+        layout = group.get(path[-2].key)
+        return None if layout is None else opened(layout)
 
 
-def weights_of(params: Any, tables: Any = None, frozen: Any = ()) -> ModelWeights:
-    """Returns the weights of a model, whose layouts are fixed if their tables are numpy arrays.
-
-    Without tables, every weight is dense.
-    """
-    return ModelWeights(params, fixed({} if tables is None else tables), frozen)
-
-
-def fixed(tables: Any) -> Any:
-    """Returns `Fixed` layouts if all of the tables are numpy arrays, else the tables."""
-    concrete = all(isinstance(table, np.ndarray) for table in jax.tree.leaves(tables))
-    return Fixed(tables) if concrete else tables
+def weights_of(params: Any, rest: Any = ()) -> ModelWeights:
+    """Returns the weights of a model, whose layouts are fixed where their tables are in numpy."""
+    weights = ModelWeights(params, rest)
+    leaves = jax.tree.leaves(split_layouts(weights.merged)[1])
+    is_fixed = all(isinstance(table, np.ndarray) for table in leaves)
+    return weights.with_fixed_layouts() if is_fixed else weights

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sparse_dataflow.core.optim.optimizers import TrainState, group_of
+from sparse_dataflow.core.optim.optimizers import group_of
 
 _HOST_VALUES = 2**24
 """Values of a host array that are checked at once, so that temporary arrays stay small."""
 
 
-def non_finite(state: TrainState) -> list[str]:
+def non_finite(state: Any) -> list[str]:
     """Returns what of a state is not finite, such as "moments of blocks.qkv"; [] for a good state.
 
     Weights so large that their norm is not finite are named too. Of arrays over several processes

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 from sparse_dataflow.core.config.layer_groups import group_index_of_path, layer_groups
 from sparse_dataflow.core.config.model import DENSE, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.stacks import ModelWeights, split_layouts
 from sparse_dataflow.core.optim import by_weight, muon
 from sparse_dataflow.core.weights.kind import ROUTER, TERMS
 from sparse_dataflow.core.weights.low_rank import PlusLowRank
@@ -353,23 +354,29 @@ class TrainState(NamedTuple):
       step: int32 [], number of optimizer steps done; also the data position.
       params: float32 master parameters that are trained; see `gpt`.
       moments: the optimizer state.
-      tables: layout tables (int32) of the sparse projections, or `Fixed` ones.
       key: random key of every draw during training.
-      frozen: what is not trained, see `model.partition`: the base of `adapters`, or the masks of
-        weights; () for nothing.
+      rest: what is not trained, see `model.partition`: layouts in numpy, masks, the base of
+        `adapters`; () for nothing.
     """
 
     step: Any
     params: Any
     moments: Any
-    tables: Any
     key: Any
-    frozen: Any = ()
+    rest: Any = ()
 
     @property
     def weights(self) -> ModelWeights:
         """All weights, as executors take them."""
-        return ModelWeights(self.params, self.tables, self.frozen)
+        return ModelWeights(self.params, self.rest)
+
+    def without_layouts(self) -> "TrainState":
+        """Returns the state without layouts, which stay on the host."""
+        return self._replace(rest=split_layouts(self.rest)[0])
+
+    def with_layouts_of(self, other: "TrainState") -> "TrainState":
+        """Returns the state with the layouts of another one; it has none itself."""
+        return self._replace(rest=merged(self.rest, split_layouts(other.rest)[1]))
 
 
 def at_step(state: TrainState, step: Any) -> TrainState:

@@ -60,8 +60,8 @@ class Evolve(Hook):
     def _update(self, trainer, share):
         """Exchanges blocks; returns the share of new blocks of each projection, and of all of them,
         for the row."""
-        before = stacks.layouts_from_tables(trainer.model, trainer.state.tables)
-        masks = host_masks(trainer.state.frozen)
+        before = stacks.layouts_of(trainer.model, trainer.state.rest)
+        masks = host_masks(trainer.state.rest)
         # Read ahead: training reads the same batches again, so a resumed run does as well.
         batches = map(trainer.batch, itertools.count(trainer.step))
         trainer.state = evolve_layouts(
@@ -73,10 +73,10 @@ class Evolve(Hook):
             batches,
             trainer.executor,
         )
-        after = stacks.layouts_from_tables(trainer.model, trainer.state.tables)
+        after = stacks.layouts_of(trainer.model, trainer.state.rest)
         shares = new_shares(before, after)
         stored = {name: sum(layout.nnz for layout in after[name]) for name in shares}
-        for name, mask in host_masks(trainer.state.frozen).items():
+        for name, mask in host_masks(trainer.state.rest).items():
             stored[name] = int(mask.sum())
             shares[name] = float((mask & ~masks[name]).sum() / stored[name])
         new = sum(share * stored[name] for name, share in shares.items())

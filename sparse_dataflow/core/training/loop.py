@@ -18,6 +18,7 @@ from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.messages import say
+from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.optim.by_weight import evaluated
 from sparse_dataflow.core.optim.finite import non_finite
 from sparse_dataflow.core.optim.loss_spikes import is_accepted
@@ -39,6 +40,7 @@ from sparse_dataflow.core.training.programs import Compiled, TrainingData, run_s
 from sparse_dataflow.core.training.saved_state import (
     FrozenBase,
     SavedProgress,
+    SavedState,
     abstract_saved_state,
     completed,
     identity,
@@ -226,8 +228,9 @@ class Trainer:
                     return start()
                 return initial_state(self.phases[0].model, self.training, executor)
             phase = self.phases[phase_before(self.phases, int(restored.step))]
-            refuse_other_layouts(restored, phase)
-            state = restored._replace(frozen=base.read()) if base else restored
+            state = restored.state(phase.model)
+            refuse_other_layouts(state, phase)
+            state = state._replace(rest=base.read()) if base else state
             return executor.place(state, phase.model)
 
         if programs[0].start_state is None:
@@ -373,9 +376,10 @@ class Trainer:
             state = abstract_saved_state(self.phases, self.training, step, self.executor)
             restored = self.checkpoints.restore(state, step, unsound=_unsound)
         assert restored is not None
-        placed = self.executor.place(restored[0], self.model)
-        frozen = self.state.frozen if self._base else placed.frozen
-        self.state = at_step(placed, self.state.step)._replace(frozen=frozen)
+        placed = self.executor.place(restored[0].state(self.model), self.model)
+        if self._base:
+            placed = placed._replace(rest=self.state.rest)
+        self.state = at_step(placed, self.state.step)
 
     def batch(self, step: int) -> dict[str, Any]:
         """Returns the batch of a step (from 0) as put by the executor."""
@@ -450,8 +454,11 @@ class Trainer:
         if self._base:
             extra["base"] = dict(self._base.source)
         with self.clock.during("checkpoint"):
-            state = self.state._replace(frozen=()) if self._base else self.state
-            saved = self.executor.canonical(state, self.model)
+            state = self.state
+            if self._base:
+                state = state._replace(rest=stacks.split_layouts(state.rest)[1])
+            state = self.executor.canonical(state, self.model)
+            saved = SavedState.of(state, has_base=bool(self._base))
             self.checkpoints.save(self.step, saved, extra, metric)
 
     @property
@@ -507,7 +514,7 @@ class Trainer:
         )
 
 
-def _unsound(state: TrainState) -> str:
+def _unsound(state: SavedState) -> str:
     """Returns why a restored state is not good, on all processes the same; "" if it is."""
     broken = non_finite(state)
     if not collectives.any_process(bool(broken)):

@@ -14,7 +14,6 @@ from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.block_gradients import mean_norms, portions
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
-from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.evolution import METHODS, PhaseSpec
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
@@ -135,13 +134,13 @@ class Compiled:
     """The compiled programs of one model.
 
     Attributes:
-      train_step: (state without tables, layouts, tokens, learning rate) -> (state without tables,
-        StepReport); donates the state. With training.skip_spikes it also takes the highest accepted
-        loss, and where batches have weights, those by name.
+      train_step: (state without its rest, the rest, tokens, learning rate) -> (state without its
+        rest, StepReport); donates the state. With training.skip_spikes it also takes the highest
+        accepted loss, and where batches have weights, those by name.
       eval_step: (`ModelWeights`, tokens, weights) -> sum of weighted losses, in nats.
       seconds: compile time.
       place_layouts: `ModelWeights` with canonical layouts in numpy -> those with layouts as the
-        programs take them; `Fixed` if the programs are specialised to them.
+        programs take them; fixed if the programs are specialised to them.
       gradient_norms: (`ModelWeights`, iterator over the tokens of training batches) -> norms of the
         dense gradient's blocks; None if the evolution does not read them.
       update_seconds: measured seconds of one layout update.
@@ -226,11 +225,12 @@ def _compile(phase, training, data, executor):
         teach = data.teacher.program(model, executor, batch["tokens"], training.micro_batches)
     if isinstance(executor, MultiProgramExecutor):
         programs = executor.programs(model, training, data, phase.runtime_layouts)
+        programs["place_layouts"] = _with_newest(programs["place_layouts"])
         return Compiled(**programs, seconds=time.perf_counter() - start, teach=teach)
     place = functools.partial(executor.place_layouts, model=model, changing=phase.runtime_layouts)
     shapes = executor.placed_shapes(abstract_state(model, training, executor), model)
-    canonical = shapes._replace(tables=stacks.layout_tables(model_layouts.layouts(model))).weights
-    weights = place(canonical)
+    rest = stacks.with_layouts(model, shapes.rest)
+    weights = place(shapes._replace(rest=rest).weights)
     replicated = executor.replicated()
     train_step = jitted_train_step(model, training, executor, shapes)
     eval_step = jax.jit(make_eval_step(model, executor), out_shardings=replicated)
@@ -238,25 +238,25 @@ def _compile(phase, training, data, executor):
     windows = held_out["tokens"], held_out["weights"]
     arguments, named = _step_arguments(batch, 0.0, no_loss_limit(training), teach)
     return Compiled(
-        train_step.lower(shapes, weights.layouts, *arguments, **named).compile(),
+        train_step.lower(shapes._replace(rest=()), weights.rest, *arguments, **named).compile(),
         eval_step.lower(weights, *windows).compile(),
         time.perf_counter() - start,
-        _with_newest_layouts(place),
+        _with_newest(place),
         teach=teach,
     )
 
 
-def _with_newest_layouts(place):
-    """Returns a `place_layouts` that keeps its last layouts while the given ones are the same
-    object, as those of a state are from one update to the next."""
+def _with_newest(place):
+    """Returns a `place_layouts` that keeps its last result while what is not trained is the same
+    object, as that of a state is from one update to the next."""
     given: Any = None
     placed: Any = None
 
     def newest(weights):
         nonlocal given, placed
-        if placed is None or weights.layouts is not given:
-            given, placed = weights.layouts, place(weights).layouts
-        return dataclasses.replace(weights, layouts=placed)
+        if placed is None or weights.rest is not given:
+            given, placed = weights.rest, place(weights).rest
+        return dataclasses.replace(weights, rest=placed)
 
     return newest
 
@@ -318,15 +318,15 @@ def run_step(
 
     Args:
       programs: of the state's model.
-      state: as placed by the executor, with canonical layouts; donated but for these.
+      state: as placed by the executor, with canonical layouts; donated but for its rest.
       batch: as put by the executor.
       limit: highest accepted loss; None if the programs were compiled without a limit.
     """
-    layouts, before = programs.weights(state).layouts, state.tables
+    rest = programs.weights(state).rest
     arguments, named = _step_arguments(batch, learning_rate, limit, programs.teach)
-    arrays = state._replace(tables=())
-    after, report = programs.train_step(arrays, layouts, *arguments, **named)
-    return after._replace(tables=before), report
+    arrays = state._replace(rest=())
+    after, report = programs.train_step(arrays, rest, *arguments, **named)
+    return after._replace(rest=state.rest), report
 
 
 def _step_arguments(batch, learning_rate, limit, teach):

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PRECISIONS, LinearSpec
@@ -13,6 +13,7 @@ from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.evolution import METHODS
 from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.training.length import Length
 from sparse_dataflow.core.training.phases import Phase, phase_before, with_starts, with_stop
@@ -122,11 +123,45 @@ class FrozenBase:
 
     Attributes:
       source: where the weights are and their hash, as JSON values.
-      read: returns `TrainState.frozen`.
+      read: returns `TrainState.rest`.
     """
 
     source: Mapping[str, Any]
     read: Callable[[], dict]
+
+
+class SavedState(NamedTuple):
+    """The arrays of a checkpoint, by the names that they have in every release.
+
+    Attributes:
+      tables: {projection: `LayoutTables` in numpy} of each layer group.
+      frozen: masks; or () where the base of adapters is read elsewhere.
+      step: see `TrainState`, also for the others.
+    """
+
+    step: Any
+    params: Any
+    moments: Any
+    tables: Any
+    key: Any
+    frozen: Any = ()
+
+    @classmethod
+    def of(cls, state: TrainState, has_base: bool = False) -> "SavedState":
+        """Returns what is saved of a state.
+
+        Args:
+          has_base: whether what is no layout and not trained is read elsewhere.
+        """
+        frozen, layouts = stacks.split_layouts(state.rest)
+        tables = stacks.tables_by_name(layouts)
+        arrays = state.step, state.params, state.moments, tables, state.key
+        return cls(*arrays, () if has_base else frozen)
+
+    def state(self, model: ModelConfig) -> TrainState:
+        """Returns the state of a model."""
+        rest = merged(self.frozen, stacks.beside(model, self.tables))
+        return TrainState(self.step, self.params, self.moments, self.key, rest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +220,7 @@ def refuse_other_layouts(state: TrainState, phase: Phase) -> None:
     """
     if phase.runtime_layouts:
         return
-    saved = stacks.layouts_from_tables(phase.model, state.tables)
+    saved = stacks.layouts_of(phase.model, state.rest)
     expected = model_layouts.layouts(phase.model)
     if names := sorted(name for name in expected if saved[name] != expected[name]):
         raise UserError(
@@ -199,12 +234,12 @@ def abstract_saved_state(
     training: TrainingConfig,
     step: int,
     executor: Executor = SINGLE_DEVICE,
-) -> TrainState:
+) -> SavedState:
     """Returns shapes, dtypes and shardings of the saved state after `step` steps.
 
     Its layout tables are numpy arrays.
     """
     model = phases[phase_before(phases, step)].model
     state = abstract_state(model, training, executor)
-    frozen = () if training.adapter_rank else state.frozen
-    return state._replace(tables=stacks.layout_tables(model_layouts.layouts(model)), frozen=frozen)
+    state = state._replace(rest=stacks.with_layouts(model, state.rest))
+    return SavedState.of(state, has_base=bool(training.adapter_rank))

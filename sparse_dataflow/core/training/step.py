@@ -14,7 +14,6 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import sharding
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
 from sparse_dataflow.core.executors.whole import Accumulation, Batch
-from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.partition import trained_and_rest
 from sparse_dataflow.core.model.stacks import ModelWeights
@@ -38,17 +37,17 @@ def initial_state(
     """
     if isinstance(executor, MultiProgramExecutor):
         return executor.initial_state(model, training)
-    tables = stacks.layout_tables(model_layouts.layouts(model))
     # The number of steps does not change the draw; without it, `_draw` is cached across runs.
     state = _draw(model, dataclasses.replace(training, steps=1), executor)()
     moments = with_steps_left(training, state.moments)
-    return executor.place(state._replace(tables=tables, moments=moments), model)
+    rest = stacks.with_layouts(model, state.rest)
+    return executor.place(state._replace(rest=rest, moments=moments), model)
 
 
 def abstract_state(
     model: ModelConfig, training: TrainingConfig, executor: Executor = SINGLE_DEVICE
 ) -> TrainState:
-    """Returns shapes, dtypes and shardings of `initial_state`, without tables."""
+    """Returns shapes, dtypes and shardings of `initial_state`, without layouts."""
     if isinstance(executor, MultiProgramExecutor):
         return executor.abstract_state(model, training)
     shapes = jax.eval_shape(_draw(model, dataclasses.replace(training, steps=1), executor))
@@ -67,9 +66,9 @@ def _draw(model, training, executor):
         init_key, key = jax.random.split(jax.random.key(training.seed))
         params: Any = gpt.init(model, init_key)
         scale = training.adapter_scale if training.adapter_rank else None
-        params, frozen = trained_and_rest(model, params, scale)
+        params, rest = trained_and_rest(model, params, scale)
         step, moments = jnp.zeros((), jnp.int32), optimizer.init(params)
-        return TrainState(step, params, moments, (), key, frozen)
+        return TrainState(step, params, moments, key, rest)
 
     shardings = executor.shardings(jax.eval_shape(draw), model)
     return draw if shardings is None else jax.jit(draw, out_shardings=shardings)
@@ -86,7 +85,7 @@ def make_train_step(
     gradient is not finite, parameters and moments do not change.  With `training.teacher` the step
     takes `teacher` by name, see `training.teacher.Teacher`.
 
-    The step is specialised to a state's `Fixed` tables; others may change between steps.
+    The step is specialised to a state's fixed layouts; others may change between steps.
 
     Args:
       training: micro-batches and optimizer settings.
@@ -140,23 +139,23 @@ def make_train_step(
 def jitted_train_step(
     model: ModelConfig, training: TrainingConfig, executor: Executor, shapes: TrainState
 ) -> jax.stages.Wrapped:
-    """Returns `make_train_step` jitted, with the layouts apart: (state without tables, its tables,
-    tokens, ...) -> (state without tables, StepReport).
+    """Returns `make_train_step` jitted, with what is not trained apart: (state without its rest,
+    the rest, tokens, ...) -> (state without its rest, StepReport).
 
-    It donates the state, whose sharding stays, and not the layouts.
+    It donates the state, whose sharding stays, and not the rest.
 
     Args:
       model: see `make_train_step`, also for `training` and `executor`.
-      shapes: shapes of the state without tables, as placed by the executor.
+      shapes: shapes of the state without layouts, as placed by the executor.
     """
     step = make_train_step(model, training, executor)
     shardings = executor.shardings(shapes, model)
     if shardings is not None:
-        shardings = shardings, executor.replicated()
+        shardings = shardings._replace(rest=()), executor.replicated()
 
-    def train_step(state, layouts, *arguments, **named):
-        after, report = step(state._replace(tables=layouts), *arguments, **named)
-        return after._replace(tables=()), report
+    def train_step(state, rest, *arguments, **named):
+        after, report = step(state._replace(rest=rest), *arguments, **named)
+        return after._replace(rest=()), report
 
     return jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
 

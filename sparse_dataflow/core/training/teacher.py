@@ -13,7 +13,7 @@ from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.executor import Executor
 from sparse_dataflow.core.executors.sharded import put_global
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.stacks import weights_of
+from sparse_dataflow.core.model.stacks import split_layouts, weights_of
 from sparse_dataflow.core.training import cost
 
 
@@ -22,14 +22,12 @@ class Teacher:
     """A model that trainings learn from.
 
     Attributes:
-      params: its parameters, on the host; see `model.gpt`.
-      tables: its layout tables in numpy.
+      params: its parameters with layouts, on the host; see `model.gpt`.
       source: where the weights are and their hash, as JSON values.
     """
 
     model: ModelConfig
     params: Any
-    tables: Any
     source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     _placed: dict[Executor, Any] = dataclasses.field(default_factory=dict, repr=False)
 
@@ -63,8 +61,10 @@ class Teacher:
             mask_documents=student.mask_documents,
         )
 
+        arrays, layouts = split_layouts(self.params)
+
         def hidden(params, tokens):
-            weights = weights_of(params, self.tables)
+            weights = weights_of(params, layouts)
             parts = tokens.reshape(micro_batches, -1, tokens.shape[1])
             states = lax.map(lambda rows: whole.hidden_states(config, weights, rows), parts)
             states = states.reshape(len(tokens), *states.shape[2:])
@@ -73,9 +73,9 @@ class Teacher:
         if executor not in self._placed:  # All phases of a training share one copy.
             target = executor.replicated()
             self._placed[executor] = (
-                jax.device_put(self.params)
+                jax.device_put(arrays)
                 if target is None
-                else jax.tree.map(lambda leaf: put_global(leaf, target), self.params)
+                else jax.tree.map(lambda leaf: put_global(leaf, target), arrays)
             )
         params = self._placed[executor]
         no_states = jnp.zeros((0, self.model.d_model), student.compute_dtype)

@@ -51,7 +51,8 @@ from sparse_dataflow.core.weights.kind import TABLE, TERMS
 from sparse_dataflow.core.weights.low_rank import PlusLowRank
 from sparse_dataflow.core.weights.masked import Masked
 
-(STORED,), (KERNEL,) = BlockSparse.leaves(), Dense.leaves()
+(KERNEL,) = Dense.leaves()
+(STORED,) = (name for name, leaf in BlockSparse.leaves().items() if leaf.role != TABLE)
 (MASK,) = (name for name, leaf in Masked.leaves().items() if leaf.role == TABLE)
 """Arrays of block-sparse, dense and masked weights, which transitions turn into one another."""
 
@@ -70,7 +71,7 @@ def update_layouts(
     Random choices follow from the state's key and step, so a resumed run makes the same ones.
 
     Args:
-      state: canonical, with concrete tables; must not be used again.
+      state: canonical, with concrete layouts; must not be used again.
       model: config of the state's model.
       update: update rule of a method; see `layouts.evolution`.
       share: fraction of stored blocks to exchange, or number of stored blocks of a weight -> it.
@@ -81,7 +82,7 @@ def update_layouts(
     share_of: Any = share if callable(share) else lambda _: share
     key = jax.random.key_data(jax.random.fold_in(state.key, state.step))
     seed = np.asarray(jax.device_get(key)).ravel().tolist()
-    layouts = stacks.layouts_from_tables(model, state.tables)
+    layouts = stacks.layouts_of(model, state.rest)
     for name, old in layouts.items():
         new = []
         shards = 1 if name in COLUMN_PARALLEL else row_shards
@@ -98,7 +99,7 @@ def update_layouts(
             layers = slice(place.layers.start, place.layers.stop)
             state = _moved_blocks(state, place, old[layers], new[layers])
         layouts[name] = new
-    state = state._replace(tables=stacks.layout_tables(layouts))
+    state = _with_layouts(state, model, layouts)
     return _with_exchanged_masks(state, model, share_of, gradient_norms, mask_gain)
 
 
@@ -114,7 +115,7 @@ def _with_exchanged_masks(state, model, share, gradient_norms, gain):
             continue
         for place in _places(name, [group.layers for group in layer_groups(model)]):
             kernel = place.module(state.params)[KERNEL]
-            mask = place.module(state.frozen)[MASK]
+            mask = place.module(state.rest)[MASK]
             norms = jnp.sqrt(spec.weight.scores(kernel, spec))
             if gradient_norms is None:
                 drawn = jax.random.fold_in(jax.random.fold_in(key, number), place.layers.start)
@@ -130,10 +131,15 @@ def _with_exchanged_masks(state, model, share, gradient_norms, gain):
     return state
 
 
-def host_masks(frozen: Any) -> dict[str, np.ndarray]:
-    """Returns masked projection -> bool [layers, in, out] of `TrainState.frozen`, in numpy."""
+def _with_layouts(state, model, layouts):
+    """Returns the state with layouts in place of those that it has."""
+    return state._replace(rest=stacks.with_layouts(model, state.rest, layouts))
+
+
+def host_masks(rest: Any) -> dict[str, np.ndarray]:
+    """Returns masked projection -> bool [layers, in, out] of `TrainState.rest`, in numpy."""
     masks: dict[str, list[np.ndarray]] = {}
-    for group in split_groups((frozen or {}).get("blocks", {})):
+    for group in split_groups((rest or {}).get("blocks", {})):
         for name, module in group.items():
             if MASK in module:
                 masks.setdefault(name, []).append(to_host(module[MASK]))
@@ -149,17 +155,17 @@ def _with_mask(state, place, mask):
     """Returns the state with a projection's mask replaced, and zeros where it has none."""
     under = lambda array: array * mask.astype(array.dtype)  # noqa: E731
     state = _with_converted(state, place, KERNEL, KERNEL, under, counts=lambda count: count)
-    frozen = state.frozen or {"blocks": _empty_groups(state.params)}
-    module = {**split_groups(frozen["blocks"])[place.group].get(place.name, {}), MASK: mask}
-    return state._replace(frozen=place.with_module(frozen, module))
+    rest = state.rest or {"blocks": _empty_groups(state.params)}
+    module = {**split_groups(rest["blocks"])[place.group].get(place.name, {}), MASK: mask}
+    return state._replace(rest=place.with_module(rest, module))
 
 
 def _without_mask(state, place):
     """Returns the state without a projection's mask."""
-    blocks = list(split_groups(state.frozen["blocks"]))
+    blocks = list(split_groups(state.rest["blocks"]))
     blocks[place.group] = {n: m for n, m in blocks[place.group].items() if n != place.name}
-    frozen = {**state.frozen, "blocks": join_groups(blocks)} if any(blocks) else ()
-    return state._replace(frozen=frozen)
+    rest = {**state.rest, "blocks": join_groups(blocks)} if any(blocks) else ()
+    return state._replace(rest=rest)
 
 
 def _empty_groups(params):
@@ -182,7 +188,7 @@ def change_model(
     share becomes one for each, of equal parameters, with the moments of its mean gradient.
 
     Args:
-      state: canonical, with concrete tables.
+      state: canonical, with concrete layouts.
       old: config of the state's model.
       input_norms: projection -> float [num_layers, in] that the rows of a weight are multiplied by
         in the norms of its blocks; None for 1. See `interchange.calibration`.
@@ -194,7 +200,8 @@ def change_model(
     key = jax.random.fold_in(state.key, state.step)
     before, after = ([group.layers for group in layer_groups(model)] for model in (old, new))
     common = _common_ranges(before, after)
-    state, layouts = _regroup(state, before, common), stacks.layouts_from_tables(old, state.tables)
+    layouts = stacks.layouts_of(old, state.rest)
+    state = _regroup(state.without_layouts(), before, common)
     for name in new.projections:
         old_layouts = layouts.pop(name, None)
         new_layouts: list[BlockLayout] = []
@@ -210,7 +217,7 @@ def change_model(
                 with_room(layout, layer_linear(new, name, layer))
                 for layer, layout in enumerate(new_layouts)
             ]
-    return _regroup(state, common, after)._replace(tables=stacks.layout_tables(layouts))
+    return _with_layouts(_regroup(state, common, after), new, layouts)
 
 
 def _untied(state, model):
@@ -226,8 +233,11 @@ def _untied(state, model):
         return lambda tree: {**tree, "blocks": copied_blocks(tree["blocks"], layers, scale)}
 
     moments = map_moments(copies(1 / layers), state.moments, copies(1 / layers**2))
-    frozen = state.frozen and copies(1.0)(state.frozen)
-    return state._replace(params=copies(1.0)(state.params), moments=moments, frozen=frozen)
+    rest = state.without_layouts().rest
+    after = state._replace(
+        params=copies(1.0)(state.params), moments=moments, rest=rest and copies(1.0)(rest)
+    )
+    return after.with_layouts_of(state)
 
 
 def copied_blocks(shared: Any, layers: int, scale: float = 1.0) -> Any:
@@ -255,7 +265,7 @@ def _change_projection(
             if given:
                 mask = jnp.asarray(np.stack(given))
             else:
-                allowed = place.module(state.frozen)[MASK] if before.weight.has_mask else None
+                allowed = place.module(state.rest)[MASK] if before.weight.has_mask else None
                 mask = after.weight.best(after.weight.scores(kernel, after), after, allowed)
             state = _with_mask(state, place, mask)
     elif before.weight.has_mask:

@@ -12,6 +12,7 @@ from sparse_dataflow.core.weights.kind import (
     LEAF,
     MATRIX,
     METADATA,
+    TABLE,
     Leaf,
     Weight,
     register,
@@ -53,7 +54,7 @@ class BlockSparse(Weight):
             )
         }
     )
-    layout: BlockLayout | LayoutTables
+    layout: BlockLayout | LayoutTables = dataclasses.field(metadata={LEAF: Leaf(TABLE)})
     precision: str = dataclasses.field(default=PRECISIONS[0], metadata=METADATA)
 
     def __rmatmul__(self, x):

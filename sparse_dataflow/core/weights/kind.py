@@ -94,6 +94,9 @@ ROUTER = "router"
 """Matrices that are of no weight: tables with a row for each token or position, and what chooses
 experts, in float32 whatever the compute dtype."""
 
+LAYOUT = "layout"
+"""Which blocks a weight stores: an array of its tree, and a `BlockLayout` or its tables."""
+
 TERMS: set[str] = set()
 """Names of the arrays of added terms, which any stored form may have beside it."""
 
@@ -167,14 +170,13 @@ class Weight:
         return {field.name: field.metadata[LEAF] for field in fields if LEAF in field.metadata}
 
     @classmethod
-    def from_arrays(cls, arrays: Mapping[str, Any], layout: Any, precision: str) -> "Weight":
+    def from_arrays(cls, arrays: Mapping[str, Any], precision: str) -> "Weight":
         """Returns a weight of arrays by name; others are left alone.
 
         Args:
-          layout: of a kind that stores blocks.
           precision: of the product's operands; see `ModelConfig`.
         """
-        given = {**arrays, "layout": layout, "precision": precision}
+        given = {**arrays, "precision": precision}
         names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         return cls(**{name: given[name] for name in names})
 
@@ -359,5 +361,9 @@ def is_table(name: str) -> bool:
 
 
 def leaf_of(path: tuple) -> Leaf | None:
-    """Returns what the array at a `jax.tree_util` path is; None if it is of no weight."""
-    return LEAVES.get(getattr(path[-1], "key", None))  # type: ignore[arg-type]
+    """Returns what the array at a `jax.tree_util` path is; None if it is of no weight.
+
+    The index tables of a layout are arrays of one leaf.
+    """
+    key = path[-2] if len(path) > 1 and hasattr(path[-1], "name") else path[-1]
+    return LEAVES.get(getattr(key, "key", None))  # type: ignore[arg-type]

@@ -4,8 +4,11 @@ A model writes `x @ w` and knows no layout.  A kind (`kinds`) stores a matrix.  
 `base` and changes its product: `PlusLowRank`, `Hadamard`, `Thresholded` and `Probed`.  Every weight
 is a pytree.  Its arrays have the names that checkpoints use.
 
-A `BlockLayout` is metadata of the tree, so a program is specialised to it.  `LayoutTables` are
-leaves: a program takes any layout of their shapes.  Numpy tables are constants of a program.
+A layout is a leaf of its weight.  `LayoutTables` are arrays: a program takes any layout of their
+shapes.  A `BlockLayout`, or `FixedTables` of several layers, is metadata of the tree, so a program
+is specialised to it.  Numpy tables are constants of a program.
+
+A wrapper without a base may lie beside the arrays of a weight, which it wraps.
 
 Parameters are cast to the dtype of x.  In shapes, ... are the axes of a stack.
 """
@@ -18,9 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from sparse_dataflow.core.config.projections import KINDS
+from sparse_dataflow.core.config.projections import KINDS, PRECISIONS
 from sparse_dataflow.core.config.remat import PROJECTION_OUTPUT
-from sparse_dataflow.core.layouts.layout import BlockLayout
+from sparse_dataflow.core.layouts.layout import BlockLayout, FixedTables
 from sparse_dataflow.core.ops.derivatives import broadcast_like
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
 from sparse_dataflow.core.weights import kinds
@@ -34,6 +37,7 @@ from sparse_dataflow.core.weights.texts import text_of
 from sparse_dataflow.core.weights.wrapper import Wrapper
 
 jax.tree_util.register_static(BlockLayout)
+jax.tree_util.register_static(FixedTables)
 
 
 def _as_pytree(weight: type[Weight]) -> None:
@@ -107,6 +111,10 @@ class Probed(Wrapper):
     norms: Any
     axes: tuple[str, ...] = dataclasses.field(default=(), metadata=METADATA)
     sum_copies: SumCopies | None = dataclasses.field(default=None, metadata=METADATA)
+
+    def around(self, base):
+        """See `Wrapper`; quantised products are measured without their rounding."""
+        return super().around(dataclasses.replace(base, precision=PRECISIONS[0]))
 
     def __rmatmul__(self, x):
         return with_gradient_norms(x @ self.base, x, self.norms, self.axes, self.sum_copies)

@@ -17,7 +17,6 @@ import sparse_dataflow as sd
 from experiments import generate
 from sparse_dataflow.commands import command_line
 from sparse_dataflow.commands.models import composition
-from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.data import cache
@@ -137,7 +136,7 @@ def test_a_switch_moves_the_stored_parameters_and_the_index_tables(dtype):
         model = variant(config, name).model
         experts = Composition()
         experts.add_weights("it", kv_cache.random_weights(model, 0))
-        tables = jax.tree.leaves(stacks.layout_tables(model_layouts.layouts(model)))
+        tables = jax.tree.leaves(stacks.stored_layouts(model))
         stored = jnp.dtype(dtype).itemsize * sd.parameter_count(model)
         assert experts.bytes("it") == stored + sum(table.nbytes for table in tables)
         assert bool(tables) == (name == "sparse")
@@ -148,7 +147,7 @@ def test_the_page_has_the_bytes_of_a_switch_at_the_13b():
     moved = {}
     for name in ("dense", "sparse"):
         model = variant(config, name).model
-        tables = stacks.layout_tables(model_layouts.layouts(model))
+        tables = stacks.stored_layouts(model)
         weights = jax.eval_shape(
             lambda key, model=model, tables=tables: kv_cache.prepare(
                 model, ModelWeights(gpt.init(model, key), tables)

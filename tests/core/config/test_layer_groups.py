@@ -76,7 +76,7 @@ def test_groups_are_runs_of_layers_of_equal_density(model_and_depth):
 @pytest.mark.parametrize("room", [1.0, 2.0, 3.0])
 def test_tables_of_layouts_that_may_change_are_counted_with_their_room(room):
     model = DENSE.with_linears(dataclasses.replace(SPEC, max_fan_out=room))
-    tables = jax.tree.leaves(stacks.layout_tables(model_layouts.layouts(model)))
+    tables = jax.tree.leaves(stacks.stored_layouts(model))
     assert sum(table.nbytes for table in tables) == memory.table_bytes(model)
 
 
@@ -86,7 +86,7 @@ def test_parameters_tables_and_flops_follow_the_layouts(model_and_depth):
     model, _ = model_and_depth
     shapes = shapes_of(model)
     layouts = model_layouts.layouts(model)
-    tables = stacks.layout_tables(layouts)
+    tables = stacks.stored_layouts(model, layouts)
     count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))  # noqa: E731
     assert count(shapes) == cost.parameter_count(model)
     assert 4 * count(tables) == memory.table_bytes(model)
@@ -96,9 +96,9 @@ def test_parameters_tables_and_flops_follow_the_layouts(model_and_depth):
         stored = sum(layout.nnz * layout.block**2 for layout in layers)
         assert flops[name] == pytest.approx(2 * (stored + model.num_layers * rank))
         assert len(layers) == model.num_layers
-    assert stacks.layouts_from_tables(model, tables) == layouts
+    assert stacks.layouts_of(model, tables) == layouts
     for blocks, group, stacked in zip(
-        split_groups(shapes["blocks"]), layer_groups(model), split_groups(tables)
+        split_groups(shapes["blocks"]), layer_groups(model), split_groups(tables["blocks"])
     ):
         leaves = jax.tree.leaves((blocks, stacked))
         assert {len(leaf) for leaf in leaves if leaf.shape} == {len(group.layers)}
@@ -155,7 +155,7 @@ def layer_by_layer(model, params, tokens):
                 grid = grid.at[layout.rows, layout.cols].set(values)
                 sides = model.projection_shape(name)
                 layer[name]["kernel"] = grid.swapaxes(1, 2).reshape(sides)
-            x = gpt.block(dense, layer_weights(dense, layer, {}), x)
+            x = gpt.block(dense, layer_weights(dense, layer), x)
             number += 1
     weights = jnp.full(tokens[:, 1:].shape, 1 / tokens[:, 1:].size)
     embedding = params["embed"]["tokens"]

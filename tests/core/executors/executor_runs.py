@@ -40,7 +40,6 @@ from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.executors.sharded import Sharded
-from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.evolution import PhaseSpec, phase_specs
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.optim.optimizers import map_moments
@@ -49,6 +48,7 @@ from sparse_dataflow.core.training import hooks
 from sparse_dataflow.core.training.loop import Trainer
 from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.core.training.programs import TrainingData, compile_programs, run_step
+from sparse_dataflow.core.training.saved_state import SavedState
 from sparse_dataflow.core.training.step import abstract_state, initial_state, jitted_train_step
 from sparse_dataflow.core.training.teacher import Teacher
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
@@ -273,15 +273,15 @@ def train_once(model, executor, micro_batches, start=None, padded=False, **chang
     held_out = Rows({"tokens": tokens[0], "weights": weights}, BATCH)
     of_teacher = dataclasses.replace(DENSE, vocab_size=model.vocab_size)
     params = gpt.init(of_teacher, jax.random.key(1))
-    teacher = Teacher(of_teacher, params, {}) if training.teacher else None
+    teacher = Teacher(of_teacher, params) if training.teacher else None
     data = TrainingData(batches[0], held_out, 1, held_out, 1, "none", teacher=teacher)
     [programs] = compile_programs([PhaseSpec(0.0, model)], training, data, executor=executor)
     if start is None:
         state = initial_state(model, training, executor)
     else:
         # Copies, as the step donates its state, and placed arrays share memory with `start`.
-        state = jax.tree.map(jnp.copy, start._replace(tables=()))
-        state = executor.place(state._replace(tables=start.tables), model)
+        state = jax.tree.map(jnp.copy, start.without_layouts())
+        state = executor.place(state.with_layouts_of(start), model)
     reports, first = [], None
     for step, rows in enumerate(batches):
         batch = executor.put(rows.example, BATCH)
@@ -448,7 +448,6 @@ def move(name, texts):
     """Saves a state on each mesh and restores it on the next; returns {text: bits are equal}."""
     model, results = MODELS[name], {}
     training = TrainingConfig(STEPS, BATCH, SEQUENCE)
-    tables = stacks.layout_tables(model_layouts.layouts(model))
     right = initial_state(model, training)
     key = jax.random.key_data(right.key)
     noise = lambda tree: jax.tree.map(lambda a: a + jnp.arange(a.size).reshape(a.shape), tree)  # noqa: E731
@@ -459,10 +458,11 @@ def move(name, texts):
         after = SINGLE_DEVICE if text is None else executor(text, model)[0]
         with tempfile.TemporaryDirectory() as folder:
             with Checkpoints(Path(folder), config={}) as checkpoints:
-                checkpoints.save(1, before.canonical(state, model), {})
-            target = abstract_state(model, training, after)._replace(tables=tables)
+                checkpoints.save(1, SavedState.of(before.canonical(state, model)), {})
+            shapes = abstract_state(model, training, after)
+            target = SavedState.of(shapes._replace(rest=stacks.with_layouts(model, shapes.rest)))
             restored, _ = Checkpoints(Path(folder), config={}).restore(target)
-        state, before = after.place(restored, model), after
+        state, before = after.place(restored.state(model), model), after
         mine = after.canonical(state, model)
         mine = jax.device_get(mine._replace(key=jax.random.key_data(mine.key)))
         same = jax.tree.map(
@@ -521,7 +521,7 @@ def evolve(name, texts):
             rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]
         losses = [row["loss"] for row in rows if "loss" in row]
         state = jax.device_get(executor.canonical(trainer.state, trainer.model))
-        return losses, without_key_bias(state.params), state.tables
+        return losses, without_key_bias(state.params), state.rest
 
     right, errors = run(SINGLE_DEVICE), {}
     for text_of_mesh in texts:

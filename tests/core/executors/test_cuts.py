@@ -37,15 +37,16 @@ def exchanged(layouts, row_shards):
     }
 
 
+def tables(layouts):
+    return stacks.tables_by_name(stacks.stored_layouts(MODEL, layouts))
+
+
 def test_shards_of_exchanged_layouts_have_the_same_shapes():
     evolution = EvolutionConfig("rigl", row_shards=SHARDS)
     (phase,) = phase_specs(MODEL, evolution)
     before = model_layouts.layouts(phase.model)
     after = exchanged(before, SHARDS)
-    sharded = [
-        cuts.cut(stacks.layout_tables(layouts), SHARDS, changing=True)
-        for layouts in (before, after)
-    ]
+    sharded = [cuts.cut(tables(layouts), SHARDS, changing=True) for layouts in (before, after)]
     for name in before:
         assert before[name] != after[name]
         first, second = (cut[name] for cut in sharded)
@@ -54,9 +55,9 @@ def test_shards_of_exchanged_layouts_have_the_same_shapes():
 
 def test_blocks_that_move_between_shards_are_refused_before_the_first_step():
     (phase,) = phase_specs(MODEL, EvolutionConfig("rigl"))
-    tables = stacks.layout_tables(exchanged(model_layouts.layouts(phase.model), row_shards=1))
+    layouts = exchanged(model_layouts.layouts(phase.model), row_shards=1)
     with pytest.raises(UserError, match="Shards would store from"):
-        cuts.cut(tables, SHARDS, changing=True)
+        cuts.cut(tables(layouts), SHARDS, changing=True)
 
     class Executor:
         tensor_shards = SHARDS

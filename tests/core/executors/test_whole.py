@@ -16,6 +16,7 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import gpt
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.stacks import weights_of
 
@@ -181,13 +182,14 @@ def test_a_program_for_changing_layouts_does_not_grow_with_depth(array_sizes):
 def test_each_layer_uses_its_weights_and_layouts():
     """Compares with a loop over the layers."""
     params, tables, tokens = arbitrary_params(MODEL), tables_of(MODEL), tokens_of(MODEL)
+    blocks = merged(params["blocks"], tables["blocks"])
     assert len(set(model_layouts.layouts(MODEL)["attn_out"])) > 1
 
     def by_hand(params, tokens):
         x = gpt.embed(MODEL, params["embed"], tokens)
         for i in range(MODEL.num_layers):
-            layer, layer_tables = jax.tree.map(lambda a, i=i: a[i], (params["blocks"], tables))
-            x = gpt.block(MODEL, layer_weights(MODEL, layer, layer_tables), x)
+            layer = jax.tree.map(lambda a, i=i: a[i], blocks)
+            x = gpt.block(MODEL, layer_weights(MODEL, layer), x)
         return gpt.logits(MODEL, params, x)
 
     logits = jax.jit(lambda p, t: whole.logits(MODEL, weights_of(p, tables), t))(params, tokens)

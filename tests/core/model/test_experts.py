@@ -17,6 +17,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import experts, gpt, stacks
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.experts import Experts, auxiliary_loss
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.shard import WHOLE
@@ -61,13 +62,16 @@ def arbitrary(config, seed):
 
 def bound(config, params):
     abstract = nnx.eval_shape(lambda: Experts(config, rngs=nnx.Rngs(0)))
-    weights = layer_weights(config, {"experts": params}, tables_of(config))["experts"]
+    weights = layer_weights(config, merged({"experts": params}, tables_of(config)))["experts"]
     return nnx.merge(nnx.split(abstract, nnx.Param)[0], weights)
 
 
 def tables_of(config):
-    tables = stacks.layout_tables(model_layouts.layouts(config))
-    return stacks.with_groups(jax.tree.map(lambda table: table[0], tables)) if tables else {}
+    tables = stacks.stored_layouts(config)
+    if not tables:
+        return {}
+    layer = stacks.with_groups(jax.tree.map(lambda table: table[0], tables["blocks"]))
+    return {"experts": layer["experts"]} if "experts" in layer else {}
 
 
 @settings(max_examples=examples(5))
@@ -108,7 +112,7 @@ def test_outputs_and_losses_are_those_of_the_loop_and_gradients_its_differences(
 
 
 def apply_block(config, params, x):
-    return gpt.block(config, layer_weights(config, params, {}), x)
+    return gpt.block(config, layer_weights(config, params), x)
 
 
 def test_one_expert_is_the_mlp():

@@ -13,6 +13,7 @@ from small_models import (
     MONARCH,
     arbitrary_params,
     as_dense,
+    fixed,
     logits_of,
     shapes_of,
     tables_of,
@@ -26,7 +27,7 @@ from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.rotary import rotate
-from sparse_dataflow.core.model.stacks import Fixed, weights_of
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training.cost import parameter_count
 from sparse_dataflow.core.training.step import initial_state, make_train_step
 from sparse_dataflow.files.errors import UserError
@@ -229,8 +230,8 @@ def test_a_training_step_has_no_array_of_the_dense_size(array_sizes, remat, trac
     tokens = jax.ShapeDtypeStruct((2, 5), jnp.int32)
 
     def step(state, tokens, rate):
-        tables = state.tables if traced_tables else Fixed(tables_of(config))
-        return make_train_step(config, TRAINING)(state._replace(tables=tables), tokens, rate)
+        tables = state.rest if traced_tables else fixed(tables_of(config))
+        return make_train_step(config, TRAINING)(state._replace(rest=tables), tokens, rate)
 
     rate = jax.ShapeDtypeStruct((), jnp.float32)
     smallest_dense = min(math.prod(config.projection_shape(name)) for name in PROJECTIONS)

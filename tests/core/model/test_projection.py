@@ -40,7 +40,8 @@ def abstract(spec, projection="mlp_in"):
 
 def layer(params, spec, projection="mlp_in"):
     """Returns a layer of these arrays."""
-    return linear(WIDE.with_linears(spec), projection, params, tables_of(spec, projection))
+    layout = {"layout": tables_of(spec, projection)} if spec.weight.stores_blocks else {}
+    return linear(WIDE.with_linears(spec), projection, {**params, **layout})
 
 
 def arbitrary(params, seed=0):

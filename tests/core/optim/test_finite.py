@@ -24,7 +24,7 @@ def tree(fill=lambda group: np.ones((4, 6), np.float32)):
 
 
 def state(params, moments):
-    return TrainState(np.int32(3), params, moments, (), np.uint32(0))
+    return TrainState(np.int32(3), params, moments, np.uint32(0))
 
 
 @settings(max_examples=60)

@@ -18,9 +18,9 @@ from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.executors import mesh
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.executors.sharded import Sharded
-from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import weights_of
+from sparse_dataflow.core.training.saved_state import SavedState
 from sparse_dataflow.core.training.step import abstract_state, initial_state, jitted_train_step
 from sparse_dataflow.runs.run_config import preset
 from sparse_dataflow.runs.variants import variants
@@ -41,33 +41,33 @@ def main(optimizer, name, folder):
     model, training = variant.model, variant.training
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 250, (STEPS, 8, 17)).astype(np.int32)
-    tables = stacks.layout_tables(model_layouts.layouts(model))
+    tables = stacks.stored_layouts(model)
     checkpoints = Checkpoints(pathlib.Path(folder), config={})
 
     def run(executor, save=False):
         shapes = executor.placed_shapes(abstract_state(model, training, executor), model)
         program = jitted_train_step(model, training, executor, shapes)
         weights = executor.place_layouts(weights_of({}, tables), model, changing=False)
-        layouts, losses = weights.layouts, []
+        rest, losses = weights.rest, []
 
         def steps(state, numbers):
             for number in numbers:
                 batch = executor.put({"tokens": tokens[number]}, 8)["tokens"]
-                state, report = program(state._replace(tables=()), layouts, batch, np.float32(1e-3))
+                state, report = program(state._replace(rest=()), rest, batch, np.float32(1e-3))
                 losses.append(float(report.loss))
             return state
 
         state = steps(initial_state(model, training, executor), range(2))
         if save:
-            saved = executor.canonical(state._replace(tables=tables), model)
-            checkpoints.save(2, saved, {})
+            saved = executor.canonical(state._replace(rest=tables), model)
+            checkpoints.save(2, SavedState.of(saved), {})
             checkpoints.wait()
         state = steps(state, range(2, STEPS))
         if not save:
             return losses, state
-        template = abstract_state(model, training, executor)._replace(tables=tables)
+        template = SavedState.of(abstract_state(model, training, executor)._replace(rest=tables))
         restored, _ = checkpoints.restore(template)
-        again = steps(executor.place(restored, model), range(2, STEPS))
+        again = steps(executor.place(restored.state(model), model), range(2, STEPS))
         pairs = zip(jax.tree.leaves(bare(state)), jax.tree.leaves(bare(again)), strict=True)
         return losses[:STEPS], state, all(np.array_equal(a, b) for a, b in pairs)
 

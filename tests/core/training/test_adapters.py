@@ -16,7 +16,8 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.model import adapters, gpt, stacks
-from sparse_dataflow.core.model.stacks import Fixed, weights_of
+from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.step import (
     abstract_state,
@@ -48,8 +49,8 @@ each_base = pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 def start(base, training=TRAINING):
     """Returns (config with adapters, initial state, layout tables)."""
     model = adapted_model.with_adapters(base, training.adapter_rank, training.frozen_dtype)
-    tables = tables_of(model)
-    return model, initial_state(model, training)._replace(tables=Fixed(tables)), tables
+    state = initial_state(model, training)
+    return model, state._replace(rest=state.weights.with_fixed_layouts().rest), tables_of(model)
 
 
 def same_bits(a, b):
@@ -63,7 +64,7 @@ def test_training_changes_every_factor_and_no_bit_of_the_base(base):
     before = jax.device_get(state)
     for _ in range(2):
         state, report = step(state, TOKENS, np.float32(1e-2))
-    assert same_bits(before.frozen, state.frozen)
+    assert same_bits(before.rest, state.rest)
     moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), before.params, state.params)
     assert all(jax.tree.leaves(moved)) and np.isfinite(report.loss)
     names = {path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(state.params)}
@@ -91,13 +92,13 @@ def test_before_the_first_step_the_model_is_its_base(base):
 
 def test_a_bfloat16_base_is_stored_in_bfloat16_and_computes_the_same_bits():
     model, state, _ = start(BASES["bfloat16"])
-    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), state.frozen)
-    assert state.frozen["blocks"]["mlp_in"]["kernel"].dtype == jnp.bfloat16
-    assert state.frozen["head"]["norm"]["scale"].dtype == jnp.float32
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), state.without_layouts().rest)
+    assert state.rest["blocks"]["mlp_in"]["kernel"].dtype == jnp.bfloat16
+    assert state.rest["head"]["norm"]["scale"].dtype == jnp.float32
     step = jax.jit(make_train_step(model, TRAINING))
     results = [
-        step(state._replace(frozen=frozen), TOKENS, np.float32(1e-2))
-        for frozen in (state.frozen, wide)
+        step(state._replace(rest=merged(frozen, state.rest)), TOKENS, np.float32(1e-2))
+        for frozen in (state.rest, wide)
     ]
     assert same_bits(results[0][0].params, results[1][0].params)
     assert float(results[0][1].loss) == float(results[1][1].loss)
@@ -110,10 +111,10 @@ def test_gradients_are_those_of_merged_dense_weights_in_float64(base):
     rng = np.random.default_rng(1)
     params = jax.tree.map(lambda p: rng.normal(size=p.shape, scale=0.1), state.params)
     scale = TRAINING.adapter_scale
-    layouts = stacks.layouts_from_tables(model, tables)
+    layouts = stacks.layouts_of(model, tables)
     with jax.enable_x64(True):
         wide = lambda tree: jax.tree.map(lambda leaf: jnp.asarray(leaf, "float64"), tree)  # noqa: E731
-        params, frozen = wide(params), wide(jax.device_get(state.frozen))
+        params, frozen = wide(params), wide(jax.device_get(state.without_layouts().rest))
         dense = jax.tree.map(lambda leaf: leaf, frozen)
         for name, factors in params["blocks"].items():
             module = dict(frozen["blocks"][name])
@@ -129,7 +130,7 @@ def test_gradients_are_those_of_merged_dense_weights_in_float64(base):
         gradient = jax.jit(
             lambda model, params, frozen: whole.loss_and_gradients(
                 model,
-                weights_of(params, tables if frozen else {}, frozen),
+                weights_of(params, merged(frozen, tables) if frozen else {}),
                 whole.Batch(TOKENS),
                 whole.Accumulation(dtype="float64"),
             )[1],
@@ -182,7 +183,8 @@ def test_the_plan_of_memory_is_that_of_the_compiled_step(remat):
     shapes = abstract_state(model, training)
     step = jitted_train_step(model, training, SINGLE_DEVICE, shapes)
     tokens = jax.ShapeDtypeStruct((2, 129), jnp.int32)
-    analysis = step.lower(shapes, (), tokens, np.float32(0)).compile().memory_analysis()
+    arguments = shapes._replace(rest=()), shapes.rest, tokens, np.float32(0)
+    analysis = step.lower(*arguments).compile().memory_analysis()
     plan = plan_memory.training_bytes(model, training)
     state = plan.parameters + plan.moments
     assert state == pytest.approx(analysis.argument_size_in_bytes, rel=0.01)

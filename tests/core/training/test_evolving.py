@@ -44,7 +44,7 @@ def test_a_share_that_rounds_to_no_block_exchanges_one_of_each_layer(tmp_path, s
     evolution = dataclasses.replace(EVOLUTIONS["set"], share=share)
     t = train(trainer(tmp_path, "set", evolution), until=3)
     first = model_layouts.layouts(MODEL)
-    last = stacks.layouts_from_tables(MODEL, t.state.tables)
+    last = stacks.layouts_of(MODEL, t.state.rest)
     new = {
         name: [int((b.mask & ~a.mask).sum()) for a, b in zip(first[name], last[name], strict=True)]
         for name in MODEL.sparse_projections
@@ -107,7 +107,7 @@ def test_a_plateau_starts_the_dense_phase_early_also_after_a_resume(tmp_path, st
 )
 def test_layouts_change_and_keep_their_fan_in(tmp_path, method):
     t, model = train(trainer(tmp_path, method)), MODELS[method]
-    first, last = model_layouts.layouts(model), stacks.layouts_from_tables(model, t.state.tables)
+    first, last = model_layouts.layouts(model), stacks.layouts_of(model, t.state.rest)
     for name in model.sparse_projections:
         for before, after in zip(first[name], last[name], strict=True):
             np.testing.assert_array_equal(after.fan_in, before.fan_in)
@@ -153,7 +153,7 @@ def test_the_dense_phase_starts_at_the_loss_of_the_sparse_model(tmp_path):
     sparse = t.last_evaluation["loss"]
     t = trainer(tmp_path, "sparse_to_dense")
     hooks.Evolve().before_step(t)
-    assert not t.model.sparse_projections and t.state.tables == {}
+    assert not t.model.sparse_projections and t.state.rest == ()
     assert t.evaluate()["loss"] == pytest.approx(sparse, rel=1e-5)
     t.close()
 

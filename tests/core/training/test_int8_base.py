@@ -54,11 +54,11 @@ def test_logits_are_those_of_the_scaled_weights(name):
     model, state, _ = start(BASES[name], INT8)
     params = jax.tree.map(lambda p: p + 0.1, state.params)
     state = state._replace(params=params)
-    assert {k.dtype for k in kernels(state.frozen).values()} == {jnp.dtype("int8")}
+    assert {k.dtype for k in kernels(state.rest).values()} == {jnp.dtype("int8")}
     wide, dense = adapters.dequantised(model, state.weights.merged)
     assert {k.dtype for k in kernels(dense).values()} == {jnp.dtype("float32")}
     logits = lambda model, params: whole.logits(  # noqa: E731
-        model, dataclasses.replace(state.weights, params=params, frozen=()), TOKENS
+        model, dataclasses.replace(state.weights, params=params, rest=()), TOKENS
     )
     ours, expected = logits(model, state.weights.merged), logits(wide, dense)
     tolerance = 0.05 if name == "bfloat16" else 1e-5
@@ -72,7 +72,7 @@ def test_training_changes_every_factor_and_no_bit_of_the_base(name):
     before = jax.device_get(state)
     for _ in range(2):
         state, report = step(state, TOKENS, np.float32(1e-2))
-    assert same_bits(before.frozen, state.frozen) and np.isfinite(report.loss)
+    assert same_bits(before.rest, state.rest) and np.isfinite(report.loss)
     moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), before.params, state.params)
     assert all(jax.tree.leaves(moved))
     names = {path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(state.params)}
@@ -100,7 +100,7 @@ def test_gradients_are_those_of_the_scaled_weights():
 def test_the_plan_counts_the_bytes_of_the_arrays(name):
     model = adapted_model.with_adapters(BASES[name], INT8.adapter_rank, "int8")
     state = abstract_state(model, INT8)
-    arrays = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.frozen))
+    arrays = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.rest))
     assert memory.frozen_bytes(model) == arrays
 
 

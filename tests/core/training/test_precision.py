@@ -8,14 +8,14 @@ import sys
 import jax
 import numpy as np
 import pytest
-from small_models import tables_of
+from small_models import fixed, tables_of
 
 import sparse_dataflow as sd
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.model.stacks import Fixed
+from sparse_dataflow.core.training.saved_state import SavedState
 from sparse_dataflow.core.training.step import abstract_state, initial_state, make_train_step
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs.variants import variants
@@ -49,11 +49,11 @@ def trained(precision, steps, state=None):
     """Trains up to step `steps`, from `state` or the initial one; returns (state, losses)."""
     tables, step = program(precision)
     state = initial_state(model_of(precision), TRAINING) if state is None else state
-    state, losses = state._replace(tables=Fixed(tables)), []
+    state, losses = state._replace(rest=fixed(tables)), []
     for tokens in TOKENS[int(state.step) : steps]:
         state, report = step(state, tokens, np.float32(3e-3))
         losses.append(float(report.loss))
-    return state._replace(tables=tables), losses
+    return state._replace(rest=tables), losses
 
 
 @needs_library
@@ -72,10 +72,11 @@ def test_a_restored_training_goes_on_to_the_same_bits(precision, tmp_path):
     straight, losses = trained(precision, 8)
     half, _ = trained(precision, 4)
     with Checkpoints(tmp_path, config={}) as checkpoints:
-        checkpoints.save(4, half, {})
-    target = abstract_state(model_of(precision), TRAINING)._replace(tables=half.tables)
+        checkpoints.save(4, SavedState.of(half), {})
+    shapes = abstract_state(model_of(precision), TRAINING)
+    target = SavedState.of(shapes._replace(rest=half.rest))
     restored, _ = Checkpoints(tmp_path, config={}).restore(target)
-    resumed, rest = trained(precision, 8, restored)
+    resumed, rest = trained(precision, 8, restored.state(model_of(precision)))
     assert rest == losses[4:]
     for mine, right in zip(jax.tree.leaves(resumed.params), jax.tree.leaves(straight.params)):
         assert mine.dtype == np.float32

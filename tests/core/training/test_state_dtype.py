@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from small_models import shapes_of, tables_of
+from small_models import fixed, shapes_of, tables_of
 
 from sparse_dataflow.compile import array_table as describe
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
@@ -20,9 +20,9 @@ from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
-from sparse_dataflow.core.model.stacks import Fixed, weights_of
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.optim.optimizers import adam_state, make_optimizer, map_moments
-from sparse_dataflow.core.training.saved_state import identity
+from sparse_dataflow.core.training.saved_state import SavedState, identity
 from sparse_dataflow.core.training.step import abstract_state, initial_state, make_train_step
 from sparse_dataflow.core.training.transitions import change_model
 from sparse_dataflow.files.errors import UserError
@@ -62,11 +62,11 @@ def trained(model, training, steps, state=None):
     """Trains up to step `steps`, from `state` or the initial one; returns (state, losses)."""
     tables, step = program(model, training)
     state = initial_state(model, training) if state is None else state
-    state, losses = state._replace(tables=Fixed(tables)), []
+    state, losses = state._replace(rest=fixed(tables)), []
     for tokens in TOKENS[int(state.step) : steps]:
         state, report = step(state, tokens, np.float32(3e-3))
         losses.append(float(report.loss))
-    return state._replace(tables=tables), losses
+    return state._replace(rest=tables), losses
 
 
 def bits(state):
@@ -178,10 +178,10 @@ def test_a_resumed_training_has_the_same_bits(model, training, tmp_path):
     halfway, _ = trained(model, training, 3)
     config = identity(model, training, EvolutionConfig(), "none")
     with Checkpoints(tmp_path, config=config) as checkpoints:
-        checkpoints.save(3, halfway, {})
-    abstract = abstract_state(model, training)._replace(tables=halfway.tables)
+        checkpoints.save(3, SavedState.of(halfway), {})
+    abstract = SavedState.of(abstract_state(model, training)._replace(rest=halfway.rest))
     restored, _ = Checkpoints(tmp_path, config=config).restore(abstract)
-    resumed, _ = trained(model, training, 6, restored)
+    resumed, _ = trained(model, training, 6, restored.state(model))
     assert bits(resumed) == bits(undisturbed)
 
 
@@ -189,9 +189,9 @@ def test_a_checkpoint_of_another_dtype_is_refused(tmp_path):
     state, _ = trained(DENSE, TRAINING, 1)
     config = identity(DENSE, TRAINING, EvolutionConfig(), "none")
     with Checkpoints(tmp_path, config=config) as checkpoints:
-        checkpoints.save(1, state, {})
+        checkpoints.save(1, SavedState.of(state), {})
     other = Checkpoints(tmp_path, config=identity(DENSE, WIDE, EvolutionConfig(), "none"))
-    wide_state = abstract_state(DENSE, WIDE)._replace(tables={})
+    wide_state = SavedState.of(abstract_state(DENSE, WIDE))
     with pytest.raises(UserError, match=r'training\.state_dtype is "bfloat16" there'):
         other.restore(wide_state)
     with pytest.raises(UserError, match=r"mu.*bfloat16.*float32"):
@@ -207,7 +207,7 @@ def test_the_planned_bytes_are_the_bytes_of_the_arrays(model, training, remat):
     model = dataclasses.replace(model, remat=remat)
     tables = tables_of(model)
     state = abstract_state(model, training)
-    arrays = SINGLE_DEVICE.arrays(state._replace(tables=tables), model, True, {})
+    arrays = SINGLE_DEVICE.arrays(state._replace(rest=tables), model, True, {})
     array_bytes = {group: describe.bytes_per_chip({group: tree}) for group, tree in arrays.items()}
     plan = plan_memory.training_bytes(model, training)
     assert array_bytes["parameters"] == plan.parameters

@@ -77,7 +77,7 @@ def trees(state):
 
 
 def logits_of(model, state):
-    tables = jax.tree.map(np.asarray, state.tables)
+    tables = jax.tree.map(np.asarray, state.rest)
     return np.asarray(
         jax.jit(lambda p: whole.logits(model, weights_of(p, tables), TOKENS))(state.params)
     )
@@ -106,7 +106,7 @@ def test_an_update_keeps_old_blocks_bit_by_bit_and_starts_new_ones_at_zero(metho
     update = METHODS[method].update
     after = update_layouts(trained_state(model), model, update, lambda _: 0.3, gradients)
     assert_shaped_like(after, model)
-    old, new = (stacks.layouts_from_tables(model, s.tables) for s in (before, after))
+    old, new = (stacks.layouts_of(model, s.rest) for s in (before, after))
     for name in PROJECTIONS:
         for layer in range(2):
             was, now = old[name][layer], new[name][layer]
@@ -137,7 +137,7 @@ def test_random_choices_follow_from_key_and_step():
         state = update_layouts(
             trained_state(model)._replace(**change), model, update, lambda _: 0.3
         )
-        layouts.append(stacks.layouts_from_tables(model, state.tables)["mlp_in"])
+        layouts.append(stacks.layouts_of(model, state.rest)["mlp_in"])
     assert layouts[0] != layouts[1] and layouts[0] != layouts[2]
 
 
@@ -187,13 +187,11 @@ def test_pruning_with_a_transform_keeps_the_largest_blocks_of_the_transformed_we
     kernel = np.array(state.params["blocks"]["mlp_out"]["kernel"][0])
     after = change_model(state, dense, MIXED)
     assert_shaped_like(after, MIXED)
-    layout = stacks.layouts_from_tables(MIXED, after.tables)["mlp_out"][0]
+    layout = stacks.layouts_of(MIXED, after.rest)["mlp_out"][0]
     turned = np.kron(np.eye(len(kernel) // 16), scipy.linalg.hadamard(16) / 4) @ kernel
     values = after.params["blocks"]["mlp_out"]["values"][0]
     np.testing.assert_allclose(values, layout.from_dense(turned), rtol=1e-4, atol=1e-6)
-    plain = stacks.layouts_from_tables(
-        MODEL, change_model(trained_state(dense), dense, MODEL).tables
-    )
+    plain = stacks.layouts_of(MODEL, change_model(trained_state(dense), dense, MODEL).rest)
     assert layout != plain["mlp_out"][0]
 
 
@@ -217,7 +215,7 @@ def test_pruning_keeps_the_largest_blocks_of_all_stages():
     for before, after in itertools.pairwise(models):
         state = change_model(state, before.model, after.model)
         assert_shaped_like(state, after.model)
-        layout = stacks.layouts_from_tables(after.model, state.tables)["mlp_in"][1]
+        layout = stacks.layouts_of(after.model, state.rest)["mlp_in"][1]
         assert layout.balanced and layout.density == after.model.linear("mlp_in").density
         assert stored is None or stored.mask[layout.mask].all()
         stored = layout

@@ -70,18 +70,16 @@ def state_of_layers(states, model):
 
     def combine(*each):
         layers = [
-            jax.tree.map(
-                np.asarray, [layer for layer, _ in stacks.layers(tree["blocks"], tables)][i]
-            )
-            for i, (tree, tables) in enumerate(zip(each, (s.tables for s in states)))
+            jax.tree.map(np.asarray, list(stacks.layers(tree["blocks"]))[i])
+            for i, tree in enumerate(each)
         ]
         blocks = jax.tree.map(jnp.array, stacks.stacked_layers(model, layers))
         return jax.tree.map(jnp.array, {**each[0], "blocks": blocks})
 
     params, mu, nu = (combine(*each) for each in zip(*map(trees, states)))
     moments = map_moments(lambda _: mu, states[0].moments, second=lambda _: nu)
-    tables = stacks.layout_tables(model_layouts.layouts(model))
-    return states[0]._replace(params=params, moments=moments, tables=tables)
+    tables = stacks.stored_layouts(model)
+    return states[0]._replace(params=params, moments=moments, rest=tables)
 
 
 @pytest.mark.parametrize("name", ["set", "rigl", *CHANGES])
@@ -95,10 +93,10 @@ def test_every_layer_is_converted_as_among_equal_layers(name):
     state = change(state_of_layers(initial, before))
     assert_shaped_like(state, after)
     for mine, theirs in zip(trees(state), zip(*map(trees, expected))):
-        layers = list(stacks.layers(mine["blocks"], state.tables))
+        layers = list(stacks.layers(mine["blocks"]))
         assert len(layers) == 3
         for i, layer in enumerate(layers):
-            twin = list(stacks.layers(theirs[i]["blocks"], expected[i].tables))[i]
+            twin = list(stacks.layers(theirs[i]["blocks"]))[i]
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), layer, twin)
     assert np.asarray(state.step) == 5
 
@@ -123,12 +121,12 @@ def test_pruning_keeps_the_largest_blocks_of_every_layer():
     for last, phase in itertools.pairwise(models):
         state = change_model(state, last.model, phase.model)
         assert_shaped_like(state, phase.model)
-        layouts = stacks.layouts_from_tables(phase.model, state.tables)["mlp_in"]
+        layouts = stacks.layouts_of(phase.model, state.rest)["mlp_in"]
         for i, layout in enumerate(layouts):
             assert layout.density == layer_linear(phase.model, "mlp_in", i).density
             assert layout.balanced and (before is None or before[i].mask[layout.mask].all())
         before = layouts
         for kernels, tree in zip(original, trees(state)):
-            for i, (layer, _) in enumerate(stacks.layers(tree["blocks"], state.tables)):
+            for i, layer in enumerate(stacks.layers(tree["blocks"])):
                 expected = layouts[i].from_dense(kernels[i])
                 np.testing.assert_array_equal(layer["mlp_in"]["values"], expected)

@@ -64,7 +64,9 @@ def test_every_kind_is_tested():
 def test_drawn_arrays_are_those_that_it_names(key):
     spec, _, arrays = drawn(key)
     assert {name: array.shape for name, array in arrays.items()} == spec.weight.shapes(spec, SIDES)
-    assert arrays.keys() <= LEAVES.keys() and stored_form(arrays) is spec.weight
+    layouts = {kinds.LAYOUT} if spec.weight.stores_blocks else set()
+    assert arrays.keys() <= LEAVES.keys()
+    assert stored_form({**arrays, **dict.fromkeys(layouts)}) is spec.weight
     trained = [a for name, a in arrays.items() if LEAVES[name].role != kinds.TABLE]
     size = sum(math.prod(array.shape) for array in trained)
     assert spec.weight.stored(spec, SIDES) == pytest.approx(size, rel=1e-12)
@@ -77,9 +79,8 @@ def test_drawn_arrays_are_those_that_it_names(key):
             assert array.shape[leaf.input_dim] == SIDES[0]
         if leaf.output_dim is not None and not blocks:
             assert array.shape[leaf.output_dim] == SIDES[1]
-    assert (
-        stored_form({**arrays, "bias": 0, "a_kernel": 0, "b_kernel": 0, "gate": 0}) is spec.weight
-    )
+    others = {"bias": 0, "a_kernel": 0, "b_kernel": 0, "gate": 0, **dict.fromkeys(layouts)}
+    assert stored_form({**arrays, **others}) is spec.weight
 
 
 @each_kind
@@ -92,7 +93,7 @@ def test_product_gradients_and_outputs_are_those_of_the_dense_form(key):
         arrays = {n: a for n, a in arrays.items() if n not in tables}
 
         def weight(arrays):
-            return spec.weight.from_arrays({**arrays, **tables}, layout, "compute_dtype")
+            return spec.weight.from_arrays({**arrays, **tables, "layout": layout}, "compute_dtype")
 
         x, dy = rng.normal(size=(4, 5, SIDES[0])), rng.normal(size=(4, 5, SIDES[1]))
         y, pullback = jax.vjp(lambda a, x: x @ weight(a), arrays, jnp.asarray(x))
@@ -246,13 +247,14 @@ HOMES = ("core/weights/", "interchange/peft.py", "interchange/numpy_reader.py")
 
 
 def test_no_other_file_compares_kinds_or_names_arrays():
-    """In interchange a dense matrix has its name, kernel, also in files of other libraries."""
+    """In interchange "kernel" and "layout" are also names in files of other libraries."""
     compares = r"(spec|linear|before|after|linear\(\w+\))\.kind (==|!=|in|not in) "
     files = [path for room in ROOMS for path in (PACKAGE / room).rglob("*.py")]
     found = []
     for path in sorted(files):
         name = path.relative_to(PACKAGE).as_posix()
-        names = NAMES - ({"kernel"} if name.startswith(("interchange", "planner/pub")) else set())
+        is_foreign = name.startswith(("interchange", "planner/pub"))
+        names = NAMES - ({"kernel", "layout"} if is_foreign else set())
         pattern = re.compile(rf"[\"']({'|'.join(names)})[\"']|{compares}")
         lines = [] if name.startswith(HOMES) else path.read_text(encoding="utf-8").splitlines()
         numbered = enumerate(lines, 1)

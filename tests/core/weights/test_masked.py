@@ -118,12 +118,12 @@ def test_training_changes_nothing_outside_of_the_mask(name):
     model, spec = MODEL.with_linears(SPECS[name]), SPECS[name]
     state = initial_state(model, TRAINING)
     step, losses = jax.jit(make_train_step(model, TRAINING)), []
-    masks = jax.tree.map(np.asarray, state.frozen)
+    masks = jax.tree.map(np.asarray, state.rest)
     for _ in range(8):
         state, report = step(state, TOKENS, 1e-2)
         losses.append(float(report.loss))
     assert losses[-1] < losses[0]
-    assert jax.tree.all(jax.tree.map(np.array_equal, masks, state.frozen))
+    assert jax.tree.all(jax.tree.map(np.array_equal, masks, state.rest))
     for projection in model.projections:
         kernel = np.asarray(state.params["blocks"][projection]["kernel"])
         mask = masks["blocks"][projection]["mask"]
@@ -140,7 +140,7 @@ def test_a_masked_model_is_the_dense_model_with_zeros():
     def dense_loss(params):
         kernels = jax.tree.map(jnp.asarray, params)
         for name in model.projections:
-            mask = state.frozen["blocks"][name]["mask"]
+            mask = state.rest["blocks"][name]["mask"]
             module = kernels["blocks"][name]
             kernels["blocks"][name] = {**module, "kernel": module["kernel"] * mask}
         weights = weights_of(kernels, {})
@@ -158,7 +158,7 @@ def test_a_masked_model_is_the_dense_model_with_zeros():
 def test_rigl_reads_the_gradient_of_the_dense_weight():
     model = MODEL.with_linears(SINGLE)
     state = initial_state(model, TRAINING)
-    params = merged(state.params, state.frozen)
+    params = merged(state.params, state.rest)
     dense, kernels = dense_form(model, weights_of(params, {}))
     _, slopes = whole.loss_and_gradients(dense, weights_of(kernels, {}), whole.Batch(TOKENS))
     norms = mask_gradient_norms(SINGLE_DEVICE.loss_and_gradients, model, state.weights, TOKENS)
@@ -185,8 +185,8 @@ def test_an_update_moves_weights_and_their_moments(method, name):
     )
     adam = next(entry for entry in after.moments if hasattr(entry, "mu"))
     for projection in model.projections:
-        old = before.frozen["blocks"][projection]["mask"]
-        new = np.asarray(after.frozen["blocks"][projection]["mask"])
+        old = before.rest["blocks"][projection]["mask"]
+        new = np.asarray(after.rest["blocks"][projection]["mask"])
         assert (old != new).any() and old.sum() == new.sum()
         kernel = np.asarray(after.params["blocks"][projection]["kernel"])
         stays = old & new
@@ -240,11 +240,11 @@ def test_a_model_turns_sparse_and_dense(method, name):
         if method == "sparse_to_dense":
             actual = whole.logits(new, state.weights, TOKENS[:, :-1])
             np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
-            assert state.frozen == ()
+            assert state.rest == ()
             continue
         for projection in new.projections:
             linear = new.linear(projection)
-            mask = state.frozen["blocks"][projection]["mask"]
+            mask = state.rest["blocks"][projection]["mask"]
             kernel = before["blocks"][projection]["kernel"]
             best = Masked.best(Masked.scores(jnp.asarray(kernel), linear), linear)
             assert np.array_equal(mask, best)
@@ -300,7 +300,7 @@ def test_a_mask_of_transformed_inputs_computes_the_dense_function(width, names):
     masked = MODEL.with_linears(spec, names)
     state = initial_state(MODEL, TRAINING, SINGLE_DEVICE)
     logits = lambda model, state: np.asarray(  # noqa: E731
-        whole.logits(model, weights_of(merged(state.params, state.frozen), {}), TOKENS)
+        whole.logits(model, weights_of(merged(state.params, state.rest), {}), TOKENS)
     )
     exact = logits(MODEL, state)
     state = change_model(state, MODEL, masked)
