@@ -1,0 +1,42 @@
+"""Kept results can be repeated elsewhere: their commands name no place of one machine."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import experiments
+
+RESULTS = Path(experiments.__path__[0]) / "results"
+ABSOLUTE = re.compile(r"(?:^|[\s=:,'\"])(?:/|~/|[A-Z]:\\)\w")
+"""Where an absolute path begins in a command; an address such as s3://bucket has none."""
+
+
+def commands(value):
+    """The texts under `command` and `commands` in JSON values."""
+    if isinstance(value, list):
+        return [text for item in value for text in commands(item)]
+    if not isinstance(value, dict):
+        return []
+    inner = [text for item in value.values() for text in commands(item)]
+    texts = [value.get("command"), *(value.get("commands") or [])]
+    return inner + [text for text in texts if isinstance(text, str)]
+
+
+def test_commands_of_kept_results_name_no_absolute_path():
+    files = sorted(RESULTS.rglob("*.json"))
+    kept = {path: commands(json.loads(path.read_text())) for path in files}
+    assert sum(map(bool, kept.values())) > 40
+    absolute = {path: [t for t in texts if ABSOLUTE.search(t)] for path, texts in kept.items()}
+    assert {path: texts for path, texts in absolute.items() if texts} == {}
+
+
+@pytest.mark.parametrize("text", ["a --out=/work/x", "/bin/x", "cd ~/runs", r"a C:\runs"])
+def test_an_absolute_path_is_found(text):
+    assert ABSOLUTE.search(text)
+
+
+@pytest.mark.parametrize("text", ["a --out=runs/x", "--corpus=s3://bucket/x", "1/8", "a/b --n=1"])
+def test_other_texts_are_legal(text):
+    assert not ABSOLUTE.search(text)
