@@ -3,15 +3,16 @@
     python -m experiments.evaluate --run=runs/gpt13b_sparse-DATE
     python -m experiments.evaluate --run=DIR --tasks=cloze,last_word --num_fewshot=0,5
     python -m experiments.evaluate --run=DIR --tasks=hellaswag,lambada_openai   data by network
-    python -m experiments.evaluate --run=DIR --against=OTHER                    two runs
+    python -m experiments.evaluate --run=DIR --against=OTHER,OTHER:narrow,MODEL  several models
     python -m experiments.evaluate --run=DIR --tasks=questions.jsonl            your own
     python -m experiments.evaluate --run=MODEL --corpus=sotu       a Hugging Face directory
     python -m experiments.evaluate --run=DIR --tasks=mine.yaml,FOLDER           lm-eval's YAML
     python -m experiments.evaluate --run=DIR --activation_sparsity=0.4          small inputs are 0
 
 The sparse model and its dense twin answer the same items and are compared item by item. The own
-tasks are cut from the documents that the run held out and need no network; the table also shows
-chance, and a unigram and a bigram model of the training documents. A file of your own has one JSON
+tasks need no network: five are cut from the documents that the run held out, four are drawn from a
+rule (agreement, copying, brackets, arithmetic). The table also shows chance, and a unigram and a
+bigram model of the training documents. A file of your own has one JSON
 object a line: {"context": text, "choices": [texts], "answer": index}.  Tasks of lm-eval's own, and
 those in YAML, report all of their metrics.
 
@@ -41,8 +42,8 @@ class Options(ActivationOptions):
     run: str = setting("", "Run folder, Hugging Face directory, or its name on the hub.", path=True)
     against: str = setting(
         "",
-        "Another run on the same corpus, or a Hugging Face directory: its model, the dense one "
-        "where it has one, is the twin.",
+        "Comma list of other runs on the same corpus and of Hugging Face directories: the dense "
+        "model of each, where it has one, or the one after a colon, as in OTHER:narrow.",
         path=True,
     )
     corpus: str = setting(
@@ -55,8 +56,8 @@ class Options(ActivationOptions):
     tasks: str = setting(
         "own",
         "Comma list of: own (every own task that the corpus gives), last_word, continuation, "
-        "cloze, docstring_body, call_name, lm-eval's tasks, YAML files and folders of such tasks, "
-        "files of JSON lines.",
+        "cloze, docstring_body, call_name, agreement, copying, brackets, arithmetic, lm-eval's "
+        "tasks, YAML files and folders of such tasks, files of JSON lines.",
     )
     include_path: str = setting(
         "", "Comma list of folders whose YAML files define further tasks, as in lm-eval."

@@ -124,8 +124,9 @@ class EvaluationData:
     """Evaluation of a run's models.
 
     Attributes:
-      models: model names; differences are first minus second.
-      rows: rows of evaluation.json, without the values of single items.
+      models: model names; differences are the first minus each other one.
+      rows: rows of evaluation.json, without the values of single items; `paired` has a comparison
+        by name of each other model, where earlier releases had that of the second alone.
       method: description of the statistical test.
       notes: sentences under the table.
     """
@@ -135,6 +136,15 @@ class EvaluationData:
     method: str
     notes: list[str]
     command: str
+
+    def __post_init__(self):
+        rows = [
+            {**row, "paired": dict.fromkeys(self.models[1:], row["paired"])}
+            if not row["paired"] or "difference" in row["paired"]
+            else row
+            for row in self.rows
+        ]
+        object.__setattr__(self, "rows", rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,13 +262,6 @@ def evaluation_table(evaluation: EvaluationData) -> list[dict[str, Any]]:
     for row in evaluation.rows:
         unit = ".1%" if is_share(row["metric"]) else ".3f"
         text = lambda value, unit=unit: MISSING if value is None else f"{value:{unit}}"  # noqa: E731
-        compared = row["paired"] or dict.fromkeys(("difference", "low", "high", "p"))
-        low, high, p = (compared[name] for name in ("low", "high", "p"))
-        better, interval = None, ""
-        if low is not None:
-            interval = f"{text(low)} to {text(high)}"
-            if low * high > 0:
-                better = (low < 0) == row["lower_is_better"]
         models = [row["models"].get(name, {}) for name in evaluation.models]
 
         def error(model, row=row, text=text):
@@ -269,7 +272,6 @@ def evaluation_table(evaluation: EvaluationData) -> list[dict[str, Any]]:
             sizes = row["items"], row["documents"]
             return " to ".join(map(text, share_interval(model["value"], model["error"], *sizes)))
 
-        difference = compared["difference"]
         rows.append({
             "task": row["task"],
             "shots": "" if row["shots"] is None else f"{row['shots']}-shot",
@@ -280,9 +282,23 @@ def evaluation_table(evaluation: EvaluationData) -> list[dict[str, Any]]:
             "baselines": [
                 text(v) for v in (row["chance"], *map(row["baselines"].get, ("unigram", "bigram")))
             ],
-            "difference": "" if difference is None else text(difference, f"+{unit}"),
-            "interval": interval,
-            "p": "" if p is None else f"p = {p:.2g}" if p >= 1e-4 else "p < 0.0001",
-            "better": better,
+            "differences": [
+                _difference(row["paired"].get(name), unit, row["lower_is_better"])
+                for name in evaluation.models[1:]
+            ],
         })  # fmt: skip
     return rows
+
+
+def _difference(paired: Mapping[str, Any] | None, unit: str, lower_is_better: bool) -> dict:
+    """The texts of one comparison with the first model; empty where there is none."""
+    if paired is None:
+        return {"difference": "", "interval": "", "p": "", "better": None}
+    low, high, p = (paired[name] for name in ("low", "high", "p"))
+    is_sure = low is not None and low * high > 0
+    return {
+        "difference": f"{paired['difference']:+{unit}}",
+        "interval": "" if low is None else f"{low:{unit}} to {high:{unit}}",
+        "p": "" if p is None else f"p = {p:.2g}" if p >= 1e-4 else "p < 0.0001",
+        "better": (low < 0) == lower_is_better if is_sure else None,
+    }

@@ -59,7 +59,7 @@ def test_a_run_and_its_twin(evaluated, copy):
         assert told["bits_per_byte"] == pytest.approx(final["bits_per_byte"], rel=1e-4)
         assert result["models"][name]["step"] == final["step"]
     both = [first["models"][name]["value"] for name in ("sparse", "dense")]
-    assert first["paired"]["difference"] == pytest.approx(both[0] - both[1])
+    assert first["paired"]["dense"]["difference"] == pytest.approx(both[0] - both[1])
     assert [(row["task"], row["shots"]) for row in asked] == [
         (task, shots) for shots in (0, 1) for task in ("cloze", "last_word", "mine")
     ]
@@ -102,7 +102,18 @@ def test_an_export_is_evaluated_alone_and_beside_its_run(evaluated, copy, job, t
     status, _, error = evaluated(f"--run={copy}", f"--against={tmp_path / 'dense'}", *options)
     assert (status, error) == (0, "")
     first, *_ = json.loads((copy / "evaluation.json").read_text())["rows"]
-    assert first["paired"]["difference"] == pytest.approx(0, abs=1e-4)
+    (compared,) = first["paired"].values()
+    assert compared["difference"] == pytest.approx(0, abs=1e-4)
+    # Several, a model of a run by its name among them.
+    against = f"--against={tmp_path / 'sparse'},{copy}:dense,{tmp_path / 'dense'}"
+    status, out, error = evaluated(f"--run={copy}", against, *options)
+    assert (status, error) == (0, "") and "- dense (95%)" in out
+    first, *_ = json.loads((copy / "evaluation.json").read_text())["rows"]
+    names = ["sparse", "sparse of sparse", "dense", "dense of dense"]
+    assert list(first["models"]) == names and list(first["paired"]) == names[1:]
+    assert first["paired"]["sparse of sparse"]["difference"] == pytest.approx(0, abs=1e-4)
+    none = f"--against={copy}:narrow"
+    assert f"{copy} has no narrow model" in refusal(evaluated, f"--run={copy}", none)
     other = (f"--run={copy}", "--corpus=sotu")
     assert "--corpus=sotu contradicts the run" in refusal(evaluated, *other)
 
@@ -165,7 +176,8 @@ def test_without_a_network_the_own_tasks_are_named(evaluated, copy, no_loading, 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     error = refusal(evaluated, f"--run={copy}", "--tasks=cloze,hellaswag")
     assert "data of the task hellaswag cannot be downloaded (Couldn't reach" in error
-    assert "last_word, continuation, cloze need no network" in error
+    assert "last_word, continuation, cloze, agreement, copying, " in error
+    assert error.endswith(" need no network.")
     assert not (copy / "evaluation.json").exists()
 
 

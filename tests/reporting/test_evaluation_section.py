@@ -48,7 +48,7 @@ def test_better_or_worse_only_where_the_interval_excludes_zero(changes, better, 
     changed = row(lower_is_better=lower_is_better, paired={**PAIRED, **changes})
     better = better if better is None else better != lower_is_better
     (table_row,) = evaluation_table(evaluation(changed))
-    assert table_row["better"] is better
+    assert table_row["differences"][0]["better"] is better
 
 
 def test_the_section_has_all_numbers(tmp_path):
@@ -78,6 +78,24 @@ def test_the_section_has_all_numbers(tmp_path):
         assert text in page
     assert "By a stated test." in page and 'href="#evaluation"' in page
     assert "sparse − dense" in page
+
+
+def test_each_other_model_has_a_difference(tmp_path):
+    """Of three models, one may have no paired values."""
+    paired = {"dense": PAIRED, "narrow": {**PAIRED, "difference": -0.2}, "pruned": None}
+    models = {name: {"value": 0.5, "error": 0.1} for name in ("sparse", *paired)}
+    data = evaluation(row(models=models, paired=paired), models=models)
+    (told,) = evaluation_table(data)
+    assert [other["difference"] for other in told["differences"]] == ["+4.0%", "-20.0%", ""]
+    write_report(report_sample.bare(evaluation=data), tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert all(f"sparse − {name}" in page for name in paired) and "-20.0%" in page
+
+
+def test_a_comparison_of_an_earlier_release_is_that_with_the_second_model():
+    now = row(paired={"dense": PAIRED})
+    assert evaluation(row()) == evaluation(now)
+    assert evaluation(row(paired=None)) == evaluation(row(paired={"dense": None}))
 
 
 def test_one_model_has_no_difference(tmp_path):

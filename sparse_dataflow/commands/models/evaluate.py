@@ -4,7 +4,9 @@ Needs the extra `eval`.
 """
 
 import dataclasses
+import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -43,14 +45,14 @@ from sparse_dataflow.hardware.detect import keep_freed_memory
 from sparse_dataflow.interchange.hub_models import hub_name, local_folder
 from sparse_dataflow.interchange.huggingface import is_directory
 from sparse_dataflow.interchange.load import load, variants
+from sparse_dataflow.reporting.report_data import VARIANTS
 from sparse_dataflow.runs.run_config import DataConfig
 
 BASELINES = ("unigram", "bigram")
-_PLACES = ("run", "against")
 
 
 def evaluate(options) -> None:
-    """Evaluates one or two models, prints a table and writes evaluation.json and the report.
+    """Evaluates models, prints a table and writes evaluation.json and the report.
 
     Args:
       options: of `experiments.evaluate`.
@@ -59,9 +61,10 @@ def evaluate(options) -> None:
       UserError: before anything is scored where it can be known then.
     """
     keep_freed_memory()
-    for place in _PLACES:
-        if place == "run" or getattr(options, place):
-            load_model.refuse_no_model(getattr(options, place), f"--{place}")
+    others = _others(options.against)
+    load_model.refuse_no_model(options.run, "--run")
+    for place, _ in others:
+        load_model.refuse_no_model(place, "--against")
     share = options.activation_sparsity
     if share and jax.device_count() > 1:
         raise UserError(
@@ -70,14 +73,15 @@ def evaluate(options) -> None:
         )
     results = _folder_of_results(options.run)
     # Of a name on the hub, everything below reads one commit.
-    places = {n: str(local_folder(getattr(options, n))) for n in _PLACES if getattr(options, n)}
-    options = dataclasses.replace(options, **places)
+    options = dataclasses.replace(options, run=str(local_folder(options.run)))
+    others = [(str(local_folder(place)), variant) for place, variant in others]
+    folders = [options.run, *(folder for folder, _ in others)]
     # A name that is wrong, or that the network does not reach, costs no load.
-    corpus_name = _corpus_name(options)
+    corpus_name = _corpus_name(folders, options.corpus)
     named = evaluation_tasks.named(options, corpus_name)
-    models = _models(options)
+    models = _models(options, others)
     first = next(iter(models.values()))
-    data = _data_of(options)
+    data = _data_of(folders)
     corpus, answers = corpus_of(data, corpus_name), data.loss == "answers"
     for trained in models.values():
         refuse_changed(corpus, trained)
@@ -126,9 +130,21 @@ def _folder_of_results(place) -> Path | None:
     return folder
 
 
-def _models(options) -> dict[str, Model]:
-    """The one or two models to evaluate, by their names in the table."""
-    folder, against, checkpoint = options.run, options.against, options.checkpoint
+def _others(against: str) -> list[tuple[str, str]]:
+    """The members of --against, as (place, variant); "" is a place's dense or first model."""
+    members = [word.strip() for word in against.split(",") if word.strip()]
+    split = [member.rpartition(":") for member in members]
+    return [
+        (os.path.expanduser(place), variant)
+        if place and variant in VARIANTS
+        else (os.path.expanduser(member), "")
+        for member, (place, _, variant) in zip(members, split)
+    ]
+
+
+def _models(options, others: Sequence[tuple[str, str]]) -> dict[str, Model]:
+    """The models to evaluate, by their names in the table."""
+    folder, checkpoint = options.run, options.checkpoint
     available = variants(folder)
     chosen = [name for name in options.variant if name in available]
     if not chosen:
@@ -136,25 +152,40 @@ def _models(options) -> dict[str, Model]:
             f"--variant={settings.text(options.variant)} leaves no model; {folder} has: "
             f"{', '.join(available)}."
         )
-    if not against:
+    if not others:
         return {name: load(folder, name, checkpoint) for name in chosen}
-    others = variants(against)
-    twin = "dense" if "dense" in others else others[0]
-    model = load(folder, chosen[0], checkpoint)
-    other = load(against, twin, checkpoint if _record(against) else NEWEST)
-    corpora = {t.record.corpus_hash for t in (model, other) if t.record}
+    first = load(folder, chosen[0], checkpoint)
+    models = {chosen[0]: first}
+    for place, variant in others:
+        has = variants(place)
+        if variant and variant not in has:
+            raise UserError(f"{place} has no {variant} model; it has: {', '.join(has)}.")
+        variant = variant or ("dense" if "dense" in has else has[0])
+        model = load(place, variant, checkpoint if _record(place) else NEWEST)
+        _refuse_unlike(folder, place, models.values(), model)
+        models[_name(models, variant, model.folder)] = model
+    return models
+
+
+def _name(models, variant, folder):
+    """A name that no model of the table has yet."""
+    names = [variant, f"{variant} of {folder.name}", f"{variant} of {folder}"]
+    return next((name for name in names if name not in models), f"{names[-1]}, {len(models) + 1}")
+
+
+def _refuse_unlike(folder, place, models, model):
+    """Refuses a model whose losses cannot be compared with those of the first."""
+    corpora = {t.record.corpus_hash for t in (*models, model) if t.record}
     if len(corpora) > 1:
         raise UserError(
-            f"{folder} and {against} were trained on different corpora, so what one held out "
-            "the other may have learned; give two runs on the same corpus."
+            f"{folder} and {place} were trained on different corpora, so what one held out "
+            "the other may have learned; give runs on the same corpus."
         )
-    if model.tokenizer.content_hash != other.tokenizer.content_hash:
+    if next(iter(models)).tokenizer.content_hash != model.tokenizer.content_hash:
         raise UserError(
-            f"{folder} and {against} have different tokenizers, so their losses a token "
-            "cannot be compared; give two models with the same tokenizer."
+            f"{folder} and {place} have different tokenizers, so their losses a token "
+            "cannot be compared; give models with the same tokenizer."
         )
-    name = twin if twin != chosen[0] else f"{twin} of {other.folder.name}"
-    return {chosen[0]: model, name: other}
 
 
 def _record(folder) -> RunRecord | None:
@@ -163,22 +194,21 @@ def _record(folder) -> RunRecord | None:
     return read_record(folder, read_config(folder))
 
 
-def _corpus_name(options) -> str:
-    """The corpus of the run, or of --against; a Hugging Face directory alone has --corpus."""
-    records = [_record(folder) for folder in (options.run, options.against) if folder]
-    names = [record.corpus for record in records if record]
-    if names and options.corpus not in ("", names[0]):
+def _corpus_name(folders, corpus: str) -> str:
+    """The corpus of the first run; Hugging Face directories alone have that of --corpus."""
+    names = [record.corpus for record in map(_record, folders) if record]
+    if names and corpus not in ("", names[0]):
         raise UserError(
-            f"--corpus={options.corpus} contradicts the run, which held out documents of "
-            f"{names[0]}; leave it out."
+            f"--corpus={corpus} contradicts the run, which held out documents of {names[0]}; "
+            "leave it out."
         )
-    return names[0] if names else options.corpus or DataConfig().corpus
+    return names[0] if names else corpus or DataConfig().corpus
 
 
-def _data_of(options) -> DataConfig:
-    """What a corpus is read with: the settings of the run, or of --against."""
-    folders = [folder for folder in (options.run, options.against) if folder and _record(folder)]
-    return read_config(folders[0]).data if folders else DataConfig()
+def _data_of(folders) -> DataConfig:
+    """What a corpus is read with: the settings of the first run."""
+    runs = [folder for folder in folders if _record(folder)]
+    return read_config(runs[0]).data if runs else DataConfig()
 
 
 def _scorer(mesh, trained):
@@ -242,7 +272,7 @@ def _loss_row(losses, tokenizer):
             }
             for name, (values, _, size) in losses.items()
         },
-        "paired": _paired([losses[name][0][:common] for name in names], documents),
+        "paired": _paired({name: losses[name][0][:common] for name in names}, documents),
     }
 
 
@@ -286,7 +316,6 @@ def _row(name, task, shots, metric, scores, models):
             "error": error,
             "values": None if values is None else values.tolist(),
         }
-    both = [scores[model].values for model in models]
     return {
         "task": name,
         "shots": shots,
@@ -297,18 +326,19 @@ def _row(name, task, shots, metric, scores, models):
         "chance": task.chance(first.items),
         "baselines": {name: scores[name].value for name in BASELINES if name in scores},
         "models": of_models,
-        "paired": None
-        if any(v is None for v in both)
-        else _paired(both, documents, is_share(metric)),
+        "paired": _paired({m: scores[m].values for m in models}, documents, is_share(metric)),
     }
 
 
 def _paired(values, documents, bounded=False):
-    """The comparison of the first with the second model, as JSON; None where there is only one."""
-    if len(values) != 2:
-        return None
-    first, second = values
-    return dataclasses.asdict(paired_difference(first, second, documents, bounded))
+    """The comparison of the first model with each other one, by its name; None without values."""
+    (_, first), *others = values.items()
+    if any(v is None for v in values.values()):
+        return dict.fromkeys(name for name, _ in others)
+    return {
+        name: dataclasses.asdict(paired_difference(first, second, documents, bounded))
+        for name, second in others
+    }
 
 
 def _truncation(name, words, before, after, context) -> list[str]:

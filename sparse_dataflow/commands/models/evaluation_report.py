@@ -33,26 +33,35 @@ def data(result: Mapping[str, Any]) -> EvaluationData:
 def text(result: Mapping[str, Any]) -> str:
     """Returns the table for a terminal, with its notes."""
     shown = data(result)
-    pair = len(shown.models) == 2
-    head = ["task", "", "", *shown.models, *(["difference (95%)", "p"] if pair else [])]
+    first, *others = shown.models
+    # Which model a difference is to goes without saying where there is one other.
+    names = [f"- {name} (95%)" for name in others] if others[1:] else ["difference (95%)"]
+    compared = [word for name in names[: len(others)] for word in (name, "p")]
+    head = ["task", "", "", first, *others, *compared]
     lines = [[*head, "chance", "unigram", "bigram", "items", "documents"]]
     for row in evaluation_table(shown):
-        interval = f" ({row['interval']})" if row["interval"] else ""
-        p = row["p"].removeprefix("p ").removeprefix("= ")
+        differences = [
+            word
+            for other in row["differences"]
+            for word in (
+                f"{other['difference']} ({other['interval']})".removesuffix(" ()"),
+                other["p"].removeprefix("p ").removeprefix("= "),
+            )
+        ]
         lines.append(
             [
                 f"{row['task']}",
                 row["shots"],
                 row["metric"],
                 *(f"{value} {error}".strip() for value, error in row["cells"]),
-                *([f"{row['difference']}{interval}", p] if pair else []),
+                *differences,
                 *row["baselines"],
                 row["items"],
                 row["documents"],
             ]
         )
     footer = "± is a standard error; shares have their 95% interval by Wilson." + (
-        f" {METHOD}" if pair else ""
+        f" {METHOD}" if others else ""
     )
     return "\n".join([output.aligned(lines, left=3), footer, *shown.notes])
 

@@ -1,4 +1,4 @@
-"""Built-in tasks: items from held-out documents, few-shot examples from training documents."""
+"""Built-in tasks: from a rule, or from held-out documents with examples of training documents."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -6,7 +6,7 @@ from itertools import islice
 
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
-from sparse_dataflow.evaluation.tasks import text
+from sparse_dataflow.evaluation.tasks import generated, text
 from sparse_dataflow.evaluation.tasks.items import Builder, Item, sample_items
 
 EXAMPLES = 64
@@ -18,21 +18,42 @@ PYTHON_CORPUS = "python_stdlib"
 _FREQUENCY_DOCUMENTS = 5_000  # training documents for word frequencies
 
 
+Maker = Callable[[Corpus, Tokenizer, int, int, int], tuple[Sequence[Item], Sequence[Item]]]
+"""(corpus, tokenizer, tokens, count, seed) -> up to `count` items, and examples."""
+
+
 @dataclasses.dataclass(frozen=True)
 class BuiltinTask:
     """Definition of a built-in task.
 
     Attributes:
-      build: (corpus, tokenizer, tokens) -> builder.
+      make: makes its items.
       items_per_context: items that fit the context, so that a prompt can have examples.
       max_tokens: maximum tokens of an item.
       python: whether the task needs Python source.
     """
 
-    build: Callable[[Corpus, Tokenizer, int], Builder]
+    make: Maker
     items_per_context: int = 6
     max_tokens: int = 128
     python: bool = False
+
+
+def _cut(builder: Callable[[Corpus, Tokenizer, int], Builder]) -> Maker:
+    """Items of held-out documents, and examples of training documents."""
+
+    def make(corpus, tokenizer, tokens, count, seed):
+        build = builder(corpus, tokenizer, tokens)
+        items = sample_items(corpus.validation, build, count, seed)
+        return items, sample_items(corpus.train, build, EXAMPLES, seed)
+
+    return make
+
+
+def _drawn(rule: generated.Draw) -> Maker:
+    return lambda corpus, tokenizer, tokens, count, seed: generated.draw_items(
+        rule, tokens, count, EXAMPLES, seed
+    )
 
 
 def _cloze(corpus, tokenizer, tokens):
@@ -42,13 +63,14 @@ def _cloze(corpus, tokenizer, tokens):
 
 
 BUILTIN_TASKS: dict[str, BuiltinTask] = {
-    "last_word": BuiltinTask(lambda corpus, *args: text.last_word(*args)),
-    "continuation": BuiltinTask(lambda corpus, *args: text.continuation(*args)),
-    "cloze": BuiltinTask(_cloze),
+    "last_word": BuiltinTask(_cut(lambda corpus, *args: text.last_word(*args))),
+    "continuation": BuiltinTask(_cut(lambda corpus, *args: text.continuation(*args))),
+    "cloze": BuiltinTask(_cut(_cloze)),
     "docstring_body": BuiltinTask(
-        lambda corpus, *args: text.docstring_body(*args), 3, 256, python=True
+        _cut(lambda corpus, *args: text.docstring_body(*args)), 3, 256, python=True
     ),
-    "call_name": BuiltinTask(lambda corpus, *args: text.call_name(*args), python=True),
+    "call_name": BuiltinTask(_cut(lambda corpus, *args: text.call_name(*args)), python=True),
+    **{name: BuiltinTask(_drawn(rule)) for name, rule in generated.RULES.items()},
 }
 
 
@@ -67,9 +89,7 @@ def item_tokens(name: str, context: int) -> int:
 def make_items(
     name: str, corpus: Corpus, tokenizer: Tokenizer, context: int, count: int, seed: int
 ) -> tuple[Sequence[Item], Sequence[Item]]:
-    """Returns up to `count` items of held-out documents, and examples of training documents.
-
-    The same arguments return the same items.
+    """Returns up to `count` items, and others as examples.  The same arguments return the same.
 
     Args:
       name: name of the task.
@@ -77,6 +97,5 @@ def make_items(
       context: context length in tokens.
       seed: random seed.
     """
-    build = BUILTIN_TASKS[name].build(corpus, tokenizer, item_tokens(name, context))
-    items = sample_items(corpus.validation, build, count, seed)
-    return items, sample_items(corpus.train, build, EXAMPLES, seed)
+    tokens = item_tokens(name, context)
+    return BUILTIN_TASKS[name].make(corpus, tokenizer, tokens, count, seed)
