@@ -7,6 +7,8 @@ rematerialisation) by the planner's cost model, after arXiv 2312.12705. Needs no
     python -m experiments.layout_search --scale=13b --density=0.125 --hardware=h100 --chips=64
     python -m experiments.layout_search --scale=1.3b --experts=64 --top_k=2 \\
         --expert_capacity=1.25 --hardware=h100 --chips=64 --batch=1024
+    python -m experiments.layout_search --hardware=h100 --chips=64 --batch=1024 \\
+        --shape=num_layers=48,d_model=6144,num_heads=48,d_ff=24576
 
 Prints the ten best with their days, memory and ties, the terms of the best one, how much each
 choice decides, and the commands that train under the recommended plan. Where the compiler for the
@@ -17,7 +19,7 @@ Writes OUT/search.html, OUT/trials.csv, OUT/sensitivity.png and OUT/roofline.png
 import dataclasses
 
 from sparse_dataflow.commands import command_line
-from sparse_dataflow.commands.planning.options import TOKENS, ModelOptions
+from sparse_dataflow.commands.planning.options import TOKENS, ModelOptions, shape_changes
 from sparse_dataflow.core.config.settings import (
     ABOVE_ZERO,
     AT_LEAST_ONE,
@@ -33,6 +35,11 @@ from sparse_dataflow.hardware.chips import CHIPS
 class Options(ModelOptions):
     """What is searched."""
 
+    shape: str = setting(
+        "",
+        "Fields of the model that differ from --scale, as in "
+        "num_layers=48,d_model=6144,num_heads=48,d_ff=24576.",
+    )
     experts: int = setting(
         0, "Experts of each MLP; 0 is one MLP for all tokens.", legal=between(0, MOST_EXPERTS)
     )
@@ -69,6 +76,16 @@ class Options(ModelOptions):
     out: str = setting(
         "runs/layout_search", "Output folder; made where it does not exist.", path=True
     )
+
+    @property
+    def label(self) -> str:
+        """The model in words."""
+        return f"{self.scale} ({self.shape})" if self.shape else self.scale
+
+    @property
+    def changes(self):
+        """See `ModelOptions`."""
+        return shape_changes(self.shape, frozenset(vars(self)))
 
     def with_density(self, density):
         """See `ModelOptions`."""

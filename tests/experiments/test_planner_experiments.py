@@ -93,6 +93,23 @@ def test_the_command_of_a_pipeline_names_its_schedule():
     assert (config.training.batch, config.training.micro_batches) == (32, 16)
 
 
+@pytest.mark.parametrize("density", [1.0, 0.25])
+def test_a_shape_is_priced_and_trained_as_it_was_given(density):
+    shape = "num_layers=6, d_model=1536,num_heads=12,d_ff=4096,max_len=512,num_kv_heads=4"
+    options = layout_search.Options("125m", density, shape=shape, experts=2)
+    command = launching.command(options, ParallelPlan(fsdp=8), 26e9)
+    _, config = trained_by(command)
+    given = dict(num_layers=6, d_model=1536, num_heads=12, d_ff=4096, max_len=512, num_kv_heads=4)
+    for model in (options.model, config.model):
+        assert {name: getattr(model, name) for name in given} == given
+        assert (model.vocab_size, model.experts) == (
+            layout_search.Options("125m").model.vocab_size,
+            2,
+        )
+    assert options.sequence_length == config.training.sequence == 512
+    assert len(options.model.linears) == (0 if density == 1 else len(options.model.projections))
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -101,6 +118,12 @@ def test_the_command_of_a_pipeline_names_its_schedule():
         (("--scale=1.3b", "--chips=40", "--batch=7"), "closest legal batch is --batch=5"),
         (("--density=0.5", "--block=100"), "--block=100 does not divide"),
         (("--chips=0",), "--chips=0 is not legal"),
+        (("--shape=layers=3",), "layers=3 is no FIELD=VALUE; did you mean num_layers?"),
+        (("--shape=qqq=3",), "qqq=3 is no FIELD=VALUE; gpt13b_sparse --help=all lists them"),
+        (("--shape=num_layers",), "num_layers is no FIELD=VALUE"),
+        (("--shape=experts=4",), "experts is given by --experts"),
+        (("--shape=d_model=x",), "d_model=x is not a whole number"),
+        (("--shape=num_heads=7",), "5120 is not divisible by num_heads 7"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(tmp_path, capsys, arguments, words):

@@ -29,7 +29,7 @@ def flags(options: ModelOptions, plan: ParallelPlan, tokens: float) -> str:
     Args:
       tokens: training tokens.
     """
-    values: dict[str, Any] = {
+    values: dict[str, Any] = options.changes | {
         "data.corpus": CORPUS,
         "training.steps": math.ceil(tokens / (plan.batch * options.sequence_length)),
         "training.sequence": options.sequence_length,

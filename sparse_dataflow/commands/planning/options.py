@@ -1,12 +1,15 @@
 """Options that the planner's experiments share, and the model that they name; loads no jax."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
+from sparse_dataflow.core.config import settings
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.config.settings import A_FRACTION, AT_LEAST_ONE, AT_LEAST_ZERO, setting
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.runs.run_config import RECIPES, SIZES, preset
+from sparse_dataflow.runs.run_config import RECIPES, SIZES, RunConfig, preset
 
 STUDIES = ("weak", "strong")
 """Kinds of scaling."""
@@ -41,19 +44,24 @@ class ModelOptions:
     )
 
     @property
+    def changes(self) -> dict[str, Any]:
+        """Settings of a `RunConfig` that differ from those of the scale, by path."""
+        return {}
+
+    @property
     def model(self) -> ModelConfig:
         """The model, in bfloat16; see `named_model`."""
         return self.with_density(self.density)
 
     def with_density(self, density: float) -> ModelConfig:
         """Returns the model at another density."""
-        model = named_model(self.scale, density, self.block)
+        model = named_model(self.scale, density, self.block, changes=self.changes)
         return dataclasses.replace(model, precision=self.precision)
 
     @property
     def sequence_length(self) -> int:
         """Tokens per sequence."""
-        return self.sequence or SIZES[self.scale].max_len
+        return self.sequence or self.model.max_len
 
     @property
     def scale_batch(self) -> int:
@@ -61,17 +69,52 @@ class ModelOptions:
         return RECIPES[self.scale].batch
 
 
+def shape_changes(shape: str, others: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """Returns the settings that a text such as "num_layers=48,d_model=6144" changes, by path.
+
+    Args:
+      others: fields of the model that have flags of their own.
+
+    Raises:
+      UserError: a member is no NAME=VALUE, no field, or no legal value of it.
+    """
+    legal = {
+        path.removeprefix("model."): field
+        for path, field in settings.by_path(RunConfig).items()
+        if path.startswith("model.") and path != "model.remat"  # The plan has it.
+    }
+    changes = {}
+    for member in filter(None, shape.split(",")):
+        name, equals, text = (part.strip() for part in member.partition("="))
+        if name in others:
+            raise UserError(f"--shape={shape}: {name} is given by --{name}.")
+        if name not in legal or not equals:
+            words = settings.hint(name, legal).replace("--help", "gpt13b_sparse --help")
+            raise UserError(f"--shape={shape}: {member} is no FIELD=VALUE; {words}")
+        changes[f"model.{name}"] = settings.parsed(legal[name], text, f"--shape: {name}")
+    if "model.max_len" in changes:
+        changes["training.sequence"] = changes["model.max_len"]
+    return changes
+
+
 def named_model(
-    scale: str, density: float = 1.0, block: int = 128, dtype: str = "bfloat16"
+    scale: str,
+    density: float = 1.0,
+    block: int = 128,
+    dtype: str = "bfloat16",
+    changes: Mapping[str, Any] | None = None,
 ) -> ModelConfig:
     """Returns a named size, block-sparse in every projection where the density is below 1.
 
     The planner prices any density, so only the block is checked.
 
+    Args:
+      changes: settings of a `RunConfig` that differ from those of the scale, by path.
+
     Raises:
-      UserError: the block does not divide a projection.
+      UserError: the block does not divide a projection, or the changes make no legal model.
     """
-    config = preset(scale, compute_dtype=dtype).without_auto()
+    config = settings.changed(preset(scale, compute_dtype=dtype).without_auto(), changes or {})
     if density == 1:
         return config.model
     for name in config.model.projections:

@@ -64,7 +64,7 @@ def _search(options, request, folder):
     command = launching.command(options, chosen, options.tokens)
     launcher = launching.launcher(options, chosen, options.tokens, request.chip)
     page = search_page.Page(
-        title=f"{options.scale} on {request.chips:,} {request.chip.name}",
+        title=f"{options.label} on {request.chips:,} {request.chip.name}",
         headline=best.headline,
         band=best.band,
         rows=best.rows[: search_table.SHOWN],
@@ -141,7 +141,7 @@ def _roofline(options, request, plan, folder):
             label = f"{kind}, {'fused' if fused else 'unfused'}"
             models[label] = step_time.with_passes(time.sections)
     title = (
-        f"{options.scale} on {request.chip.name}: sections of a block, forward, with their passes"
+        f"{options.label} on {request.chip.name}: sections of a block, forward, with their passes"
     )
     path, dtype = folder / "roofline.png", request.config.compute_dtype
     planner.roofline(path, request.chip, dtype, models, title)

@@ -121,7 +121,12 @@ def _frontier(options, request, chosen) -> str:
     """Returns lines on the plan of arXiv 2312.12705 for this model, beside the chosen one."""
     rows = {row.name: row for row in published.rows("frontier_mi250x")}
     name = options.scale.upper()
-    if name not in rows or request.chip.name != "mi250x-gcd" or options.density < 1:
+    if (
+        name not in rows
+        or options.changes
+        or request.chip.name != "mi250x-gcd"
+        or options.density < 1
+    ):
         return ""
     row = rows[name]
     stage, tensor = int(row.plan.stage), int(row.plan.tensor)
