@@ -37,8 +37,8 @@ import dataclasses
 
 from sparse_dataflow.commands import command_line
 from sparse_dataflow.commands.models.load_model import ActivationOptions, ModelOptions
-from sparse_dataflow.core.config.sampling import SEEDS, SamplingSettings
 from sparse_dataflow.core.config.settings import AT_LEAST_ONE, AT_LEAST_ZERO, setting
+from sparse_dataflow.evaluation.sampling_settings import SEEDS, SamplingSettings
 from sparse_dataflow.files.errors import UserError
 
 

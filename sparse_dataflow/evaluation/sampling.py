@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.core.config.sampling import SEEDS, SamplingSettings
+from sparse_dataflow.evaluation.sampling_settings import SEEDS, SamplingSettings
 from sparse_dataflow.files.errors import UserError
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.core import collectives
-from sparse_dataflow.core.config import adapted_model, remat
+from sparse_dataflow.core.config import remat
 from sparse_dataflow.core.config.attention_settings import EXPERT_TRAINING
 from sparse_dataflow.core.config.layer_groups import layer_linear
 from sparse_dataflow.core.config.model import ModelConfig
@@ -54,6 +54,7 @@ from sparse_dataflow.interchange import (
 from sparse_dataflow.interchange.calibration import input_norms
 from sparse_dataflow.interchange.fetched_model import on_this_machine, origin
 from sparse_dataflow.pruning import rebuild
+from sparse_dataflow.runs import adapted_model
 from sparse_dataflow.runs.run_config import (
     LONGEST_SEQUENCE,
     PRUNE_TO,

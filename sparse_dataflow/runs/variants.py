@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Mapping
 
-from sparse_dataflow.core.config.adapted_model import with_adapters
 from sparse_dataflow.core.config.layer_groups import layer_groups
 from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS, EvolutionConfig
@@ -13,6 +12,7 @@ from sparse_dataflow.core.layouts.evolution import (
 )
 from sparse_dataflow.core.training.phases import Variant, mean_flops_per_token
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.adapted_model import with_adapters
 from sparse_dataflow.runs.allocation import allocate
 from sparse_dataflow.runs.equal_cost import equal_cost_model
 from sparse_dataflow.runs.run_config import RunConfig

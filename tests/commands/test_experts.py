@@ -6,7 +6,6 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from sparse_dataflow.commands import devices
-from sparse_dataflow.core.config.adapted_model import with_adapters
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
@@ -18,6 +17,7 @@ from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.relay.relay_executor import RelayExecutor
+from sparse_dataflow.runs.adapted_model import with_adapters
 from sparse_dataflow.runs.parallel import ParallelConfig
 from sparse_dataflow.runs.run_config import RunConfig
 

@@ -16,7 +16,6 @@ from safetensors.numpy import load_file, save_file
 from test_architectures import order_of
 
 from sparse_dataflow.commands.library import save
-from sparse_dataflow.core.config import adapted_model
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model import adapters
 from sparse_dataflow.evaluation.run_files import RunRecord
@@ -25,6 +24,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface, peft, starting_point
 from sparse_dataflow.interchange.architectures import ARCHITECTURES
 from sparse_dataflow.interchange.equivalent_forms import QKV, fuse_qkv
+from sparse_dataflow.runs import adapted_model
 
 TRAINING = TrainingConfig(adapter_rank=RANK, adapter_alpha=ALPHA, sequence=16, batch=2)
 IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (2, 12), np.int32)

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.core.config import adapted_model
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import ROW_PARALLEL, LinearSpec
 from sparse_dataflow.core.training import cost
@@ -15,6 +14,7 @@ from sparse_dataflow.pipeline import schedules
 from sparse_dataflow.planner import memory
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.planner.plan_memory import in_flight, plan_bytes, run_bytes
+from sparse_dataflow.runs import adapted_model
 from sparse_dataflow.runs.run_config import SIZES
 
 PROJECTIONS = SIZES["nano"].projections

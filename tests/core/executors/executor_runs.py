@@ -30,7 +30,6 @@ from jax.sharding import Mesh
 from sparse_dataflow.compile import hlo
 from sparse_dataflow.compile.programs import abstract_arguments
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
-from sparse_dataflow.core.config import adapted_model
 from sparse_dataflow.core.config.layer_groups import split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
@@ -58,6 +57,7 @@ from sparse_dataflow.pipeline.stages import Division, divide
 from sparse_dataflow.relay import probe, relay_programs
 from sparse_dataflow.relay.relay import Relay, RelayConfig
 from sparse_dataflow.relay.relay_executor import RelayExecutor
+from sparse_dataflow.runs import adapted_model
 from sparse_dataflow.runs.families import FAMILIES
 
 STEPS, BATCH, SEQUENCE, CLIP = 3, 16, 8, 0.5

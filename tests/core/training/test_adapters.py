@@ -9,7 +9,6 @@ import pytest
 from marks import some
 from small_models import tables_of
 
-from sparse_dataflow.core.config import adapted_model
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
@@ -27,6 +26,7 @@ from sparse_dataflow.core.training.step import (
 )
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planner import memory, plan_memory
+from sparse_dataflow.runs import adapted_model
 from sparse_dataflow.runs.families import FAMILIES
 
 SHAPE = {"num_layers": 2, "d_model": 32, "num_heads": 4, "d_ff": 64, "vocab_size": 48}

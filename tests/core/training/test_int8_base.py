@@ -9,7 +9,6 @@ import pytest
 from test_adapters import BASES, DENSE, TOKENS, TRAINING, same_bits, start
 
 from sparse_dataflow.commands.preflight.settling import settle
-from sparse_dataflow.core.config import adapted_model
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import adapters
 from sparse_dataflow.core.training import cost
@@ -19,6 +18,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import machines
 from sparse_dataflow.planner import memory
 from sparse_dataflow.planner.search import ROOMY
+from sparse_dataflow.runs import adapted_model
 from sparse_dataflow.runs.run_config import preset
 from sparse_dataflow.runs.variants import variants
 
