@@ -56,6 +56,8 @@ def prune_language_model(
         )
     batches = _token_batches(model, batches)
     old, weights = model.model, ModelWeights(jax.device_get(model.params))
+    if old.shared_layers:
+        raise UserError("All layers share one block; legal: a model with a block for each layer.")
     if groups is None:
         if where is not None:
             raise UserError('where does not go with block="narrow", which prunes all projections.')

@@ -96,6 +96,9 @@ def test_a_folder_is_loaded_and_texts_are_tokenized(tmp_path):
 
 INFINITE = dataclasses.replace(MODEL, params=jax.tree.map(np.array, MODEL.params))
 INFINITE.params["blocks"]["mlp_out"]["kernel"][0, 3, 5] = np.nan
+SHARED = dataclasses.replace(
+    MODEL, model=dataclasses.replace(MODEL.model, num_layers=2, shared_layers=True)
+)
 SPARSE = dataclasses.replace(MODEL, model=MODEL.model.with_linears(LinearSpec("block_sparse")))
 
 
@@ -112,6 +115,11 @@ SPARSE = dataclasses.replace(MODEL, model=MODEL.model.with_linears(LinearSpec("b
         (MODEL, None, {}, r"not a list of batches"),
         (MODEL, TOKENS, {"density": 0.4}, r"qkv: Density 0.4 has no"),
         (MODEL, TOKENS, {"density": 0.4, "block": "narrow"}, r"legal: multiples of 1/"),
+        (MODEL, TOKENS, {"density": 1}, r"^density=1; legal: above 0 and below 1"),
+        (MODEL, TOKENS, {"density": 1.5, "block": "narrow"}, r"^density=1.5; legal: above 0"),
+        (MODEL, TOKENS, {"density": -1, "block": "narrow"}, r"^density=-1; legal: above 0"),
+        (MODEL, TOKENS, {"density": 0, "block": "2:4"}, r"^density=0; legal: above 0"),
+        (SHARED, TOKENS, {}, r"^All layers share one block; legal"),
         (MODEL, TOKENS, {"where": lambda *_: False}, r"selects no projection; legal: qkv"),
         (MODEL, TOKENS, {"call": lambda *_: None}, r"call is for nnx models"),
         (SPARSE, TOKENS, {}, r"qkv has block-sparse weights already; legal: dense"),
