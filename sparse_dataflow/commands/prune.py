@@ -26,7 +26,6 @@ def prune(
     where: Where | None = None,
     rounds: int | None = None,
     pattern: str = "",
-    by_projection: bool | None = None,
     call: Callable[[Any, Any], Any] | None = None,
 ) -> PrunedModel:
     """Removes weights of a trained model, and fits the others to the outputs of the whole model.
@@ -58,9 +57,6 @@ def prune(
       pattern: of square blocks of a language model, "monarch" or "shuffle", whose products are the
         fastest: features change places first, so that its blocks have the largest weights times
         activations.  "" for the blocks that cost most to remove.
-      by_projection: whether projections of a language model get densities of their own, with
-        `density` of all their weights together: more where a cut costs more, see
-        `pruning.densities`.  None for yes, except for "narrow", N of M and patterns.
       call: (model, batch) applies an nnx model; None for `model(batch)`.
 
     Raises:
@@ -87,12 +83,6 @@ def prune(
             f"pattern={pattern!r} with block={block}; legal: {' and '.join(GROUPED_PATTERNS)}, of "
             "square blocks."
         )
-    can_differ = not (isinstance(model, nnx.Module) or groups is None or groups.pool or pattern)
-    if by_projection and not can_differ:
-        raise UserError(
-            "by_projection=True is for language models, squares without a pattern, rows, and "
-            "single weights; legal here: False or None."
-        )
     if isinstance(model, nnx.Module):
         if groups is None:
             raise UserError('block="narrow" is for language models; legal for nnx models: a shape.')
@@ -106,9 +96,7 @@ def prune(
     # Reads tokenizers and checkpoints, which a model of nnx does not need.
     from sparse_dataflow.commands.prune_language_model import prune_language_model
 
-    differ = can_differ if by_projection is None else by_projection
-    batches = _listed(batches)
-    return prune_language_model(model, batches, groups, density, where, rounds, pattern, differ)
+    return prune_language_model(model, _listed(batches), groups, density, where, rounds, pattern)
 
 
 def _listed(batches) -> list:

@@ -12,7 +12,6 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, LinearSpec
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.patterns import make_layout
-from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import TrainState
@@ -24,9 +23,8 @@ from sparse_dataflow.interchange import pattern_pruning
 from sparse_dataflow.interchange.calibration import input_norms
 from sparse_dataflow.interchange.load import load
 from sparse_dataflow.layers.replace import Where
-from sparse_dataflow.pruning import densities, rebuild, second_order
+from sparse_dataflow.pruning import rebuild, second_order
 from sparse_dataflow.pruning.groups import Groups
-from sparse_dataflow.pruning.projection import Target
 from sparse_dataflow.pruning.rebuild import Rebuilt
 from sparse_dataflow.pruning.result import PrunedModel
 
@@ -43,7 +41,6 @@ def prune_language_model(
     where: Where | None,
     rounds: int,
     pattern: str,
-    by_projection: bool,
 ) -> PrunedModel:
     """Prunes an `sd.Model`, or the one that a folder or a name leads to; see `sd.prune`.
 
@@ -68,13 +65,6 @@ def prune_language_model(
         return _result(model, rebuild.narrowed(old, weights, batches, _half(density), rounds), None)
     names = _selected(old, where)
     specs = {name: _spec(old, name, groups, density, pattern) for name in names}
-    if by_projection and len(names) > 1:
-        shares = _shares(old, weights, batches, groups, _half(density), names)
-        specs = {
-            name: _spec(old, name, groups, share, pattern)
-            for name, share in shares.items()
-            if share < 1
-        }
     new = dataclasses.replace(old, linears={**dict(old.linears), **specs})
     model_layouts.check_layouts(new)
     if pattern:
@@ -87,19 +77,6 @@ def prune_language_model(
     state = TrainState(jnp.zeros((), jnp.int32), params, (), jax.random.key(0))
     state = change_model(state, result.model, new, given=stored)
     return _result(model, result, groups, new, state)
-
-
-def _shares(old, weights, batches, groups, density, names) -> dict[str, float]:
-    """Returns projection -> density, of equal kept weights; see `densities`."""
-    legal = {name: groups.densities(old.projection_shape(name)) for name in names}
-
-    def target(name, share):
-        return Target.of(groups, old.projection_shape(name), share, rounds=1)
-
-    shares = densities.by_projection(old, weights, batches, density, legal, target)
-    words = ", ".join(f"{name} {share:.4g}" for name, share in shares.items())
-    say(f"prune: densities of least divergence: {words}")
-    return shares
 
 
 def _in_places(old, weights, new, batches):

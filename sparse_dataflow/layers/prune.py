@@ -114,9 +114,12 @@ def _targets(model, groups, density, rounds, where) -> dict[str, Target]:
         if linear.kernel.ndim > 2:
             raise UserError("Its kernel is a stack over layers; legal: one kernel.")
         groups.grid(shape)
-        if groups.is_square:
-            balanced_degree(shape, groups.rows, 0.5 if density is None else density)
-        targets[names[-1]] = Target.of(groups, shape, density, rounds)
+        if not groups.is_square:
+            targets[names[-1]] = Target(groups, groups.count(shape, density), rounds)
+            return linear
+        share = 0.5 if density is None else density
+        balanced_degree(shape, groups.rows, share)
+        targets[names[-1]] = Target.balanced(shape, groups.rows, share, rounds)
         return linear
 
     def check(path, node):

@@ -1,7 +1,6 @@
 """The shapes in which weights are pruned: blocks of any two sides, and N of M."""
 
 import dataclasses
-import math
 import re
 
 from sparse_dataflow.files.errors import UserError
@@ -69,12 +68,6 @@ class Groups:
                 f"{ins} inputs and {outs} outputs."
             )
         return ins // self.rows, outs // self.cols
-
-    def densities(self, shape: tuple[int, int]) -> list[float]:
-        """Returns the densities of a matrix, ascending up to 1: for squares the balanced ones."""
-        rows, cols = self.grid(shape)
-        degrees = math.gcd(rows, cols) if self.is_square else rows
-        return [degree / degrees for degree in range(1, degrees + 1)]
 
     def count(self, shape: tuple[int, int], density: float | None) -> int:
         """Returns the number of groups of each pool that stay at a density.

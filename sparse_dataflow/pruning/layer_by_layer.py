@@ -37,8 +37,6 @@ class Site(NamedTuple):
       fit: moments of the tokens that weights are fitted to; of deviations from the means if the
         projection has a bias.
       held_out: those of the tokens that the damping is chosen by.
-      bias: float32 [out], or None.
-      means: of the inputs [in] and of the wanted outputs [out], without the bias.
     """
 
     name: str
@@ -46,15 +44,6 @@ class Site(NamedTuple):
     kernel: np.ndarray
     fit: Moments
     held_out: Moments
-    bias: np.ndarray | None
-    means: tuple[np.ndarray, np.ndarray]
-
-    def linear(self, kernel: np.ndarray) -> Linear:
-        """Returns the projection with another kernel, and the bias that makes up for the means."""
-        kernel, bias = kernel.astype(np.float32), self.bias
-        if bias is not None:
-            bias = (bias + self.means[1] - self.means[0] @ kernel).astype(np.float32)
-        return Linear(Dense(kernel), bias)
 
     @property
     def path(self) -> str:
@@ -85,7 +74,9 @@ def pruned_layers(
     Raises:
       UserError: activations are not finite.
     """
-    dense = dense_float32(model)
+    dense = dataclasses.replace(
+        model, linears={}, density_by_depth=(), compute_dtype="float32", precision=PRECISIONS[0]
+    )
     embed = jax.tree.map(jnp.asarray, weights.merged["embed"])
     enter = jax.jit(gpt.embed, static_argnums=0)
     streams = [np.asarray(enter(dense, embed, jnp.asarray(tokens))) for tokens in batches]
@@ -103,13 +94,6 @@ def pruned_layers(
         pairs = [_advanced(config, before, after, *pair) for pair in pairs]
 
 
-def dense_float32(model: ModelConfig) -> ModelConfig:
-    """Returns the config of the dense model that layers are computed with."""
-    return dataclasses.replace(
-        model, linears={}, density_by_depth=(), compute_dtype="float32", precision=PRECISIONS[0]
-    )
-
-
 def _refuse_not_finite(dense, weights, model, streams):
     """Raises UserError if the model gives values that are not finite, before anything is pruned."""
 
@@ -123,14 +107,9 @@ def _refuse_not_finite(dense, weights, model, streams):
     check("embed")
     for number, layer in enumerate(stacks.weights(model, weights)):
         config = layer_model(dense, number)
-        values = {name: _dense(value) for name, value in layer.items()}
-        streams = [applied(config, values, x) for x in streams]
+        device = jax.tree.map(jnp.asarray, {name: _dense(value) for name, value in layer.items()})
+        streams = [np.asarray(_layer(config, device, jnp.asarray(x))) for x in streams]
         check(f"layer {number + 1}")
-
-
-def applied(config: ModelConfig, layer: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
-    """Returns the output of a layer on the host: x float32 [B, T, D]."""
-    return np.asarray(_layer(config, *jax.tree.map(jnp.asarray, (dict(layer), x))))
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -171,11 +150,14 @@ def _pruned_stage(config, layer, before, after, pairs, names, prune):
                 f"layer {layer + 1}, {name} reads or gives activations that are not finite; legal: "
                 "weights and calibration tokens with finite activations."
             )
-        means = (moments[0] + moments[1]).means
+        mean_x, mean_y = (moments[0] + moments[1]).means
         if linear.bias is not None:
             moments = [each.centred() for each in moments]
-        site = Site(name, layer, kernel, *moments, linear.bias, means)
-        results[name] = site.linear(prune(site))
+        kernel = prune(Site(name, layer, kernel, *moments)).astype(np.float32)
+        bias = linear.bias
+        if bias is not None:
+            bias = (bias + mean_y - mean_x @ kernel).astype(np.float32)
+        results[name] = Linear(Dense(kernel), bias)
     return results
 
 

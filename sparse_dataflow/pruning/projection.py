@@ -72,15 +72,6 @@ class Target:
         fan_in, fan_out = degree * rows // ring, degree * cols // ring
         return cls(groups, fan_in, rounds, fan_out, **others)
 
-    @classmethod
-    def of(
-        cls, groups: Groups, shape: tuple[int, int], density: float | None, rounds: int
-    ) -> "Target":
-        """Returns the target of a density: of squares a balanced one, of others equal fan-in."""
-        if groups.is_square:
-            return cls.balanced(shape, groups.rows, 0.5 if density is None else density, rounds)
-        return cls(groups, groups.count(shape, density), rounds)
-
     def settled(self, shape: tuple[int, int]) -> list["Target"]:
         """Returns the ways of selection for a matrix [in, out], of which the best is to be found.
 
