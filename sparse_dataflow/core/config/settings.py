@@ -190,8 +190,8 @@ class Setting:
             return "" if legal and (value or self.default == ()) else self._no_numbers()
         if self.type in (int, float):
             if arguments.is_whole(value) and abs(int(value)) > MOST_INTEGER:
-                legal = self.legal
-                words = legal[0] if legal and not legal[1](value) else WHOLE_RANGE
+                limits = self.legal
+                words = limits[0] if limits and not limits[1](value) else WHOLE_RANGE
                 return f"is not legal: it must be {words}."
             is_number = arguments.is_whole if self.type is int else arguments.is_finite
             if not is_number(value):
