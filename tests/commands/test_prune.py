@@ -11,6 +11,7 @@ import sparse_dataflow as sd
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import stacks
+from sparse_dataflow.runs.variants import variant
 
 
 def dense(**change):
@@ -78,6 +79,21 @@ def test_others_can_be_pruned_in_another_shape_later(tmp_path):
         if name == "values":
             assert np.array_equal(*arrays)
     assert sd.load(sd.save(both, tmp_path / "model")).model == both.model
+
+
+@pytest.mark.parametrize("block", [1, "1x16", "16x1"])
+def test_a_run_begins_with_masks_of_two_densities(block, tmp_path):
+    model = MODEL
+    for name, density in (("mlp_in", 0.5), ("mlp_out", 0.25)):
+        model = sd.prune(
+            model, TOKENS, block=block, density=density, where=lambda n, _, name=name: n == name
+        ).model
+    config = sd.preset(sd.save(model, tmp_path / "model"))
+    assert config.sparsity.budget == "mlp_out:0.25"
+    linears = dict(variant(config, "sparse", MODEL.model.vocab_size).model.linears)
+    assert {name: spec.density for name, spec in linears.items()} == {
+        "mlp_in": 0.5, "mlp_out": 0.25,
+    }  # fmt: skip
 
 
 def test_finer_shapes_lose_less():
