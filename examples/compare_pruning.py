@@ -6,7 +6,7 @@
 Half of every projection stays, except keys and values.  The narrow model has half of the heads and
 hidden features.  The table has the loss on held-out text in nats per token, right after pruning,
 for several seeds of calibration data.  With --recover the best rounds of each shape are also
-trained, on 5% of the tokens of the dense model, which is the teacher.  Half an hour on two CPU
+trained, on shares of the tokens of the dense model, which is the teacher.  Half an hour on two CPU
 cores without --model.
 """
 
@@ -35,25 +35,35 @@ def rows_of(model, texts, seed=0):
 
 
 def recovered(dense, pruned, texts, steps, folder):
-    """Trains a pruned model with the dense one as teacher, and returns it."""
+    """Trains a pruned model at a tenth of the rate, with the dense one as teacher; returns it."""
     config = sd.preset(sd.save(pruned, folder / "pruned"))
     if not pruned.model.linears:
         config = config.dense()
-    run = sd.train(
-        config.change(
-            training__steps=steps,
-            training__teacher=str(dense),
-            run__twin="no",
-            run__out=str(folder / "run"),
-        ),
-        texts=texts,
+    config = config.change(
+        training__steps=steps,
+        training__teacher=str(dense),
+        training__learning_rate=config.training.learning_rate / 10,
+        run__twin="no",
+        run__eval_every=steps,
+        run__out=str(folder / "run"),
     )
-    return run.model()
+    return sd.train(config, texts=texts).model()
 
 
 def main(model="", out="", shapes=SHAPES, rounds=ROUNDS, seeds=SEEDS, texts=75, steps=480,
-         recover=False):  # fmt: skip
-    """Returns {"dense": loss, shape: {rounds: losses of the seeds}}; writes it to `out`."""
+         recover=()):  # fmt: skip
+    """Returns {"dense": loss, shape: {rounds or recovery: losses of seeds}}; writes it to `out`.
+
+    Args:
+      model: run or Hugging Face directory; "" trains a small Llama.
+      out: JSON file; "" for none.
+      shapes: values of `block` of `sd.prune`.
+      rounds: values of `rounds`.
+      seeds: of the calibration data.
+      texts: number of texts.
+      steps: of the dense model's training.
+      recover: shares of `steps` to train the pruned models for.
+    """
     texts = prune_a_llama.read_texts(texts)
     train, test = texts[: len(texts) * 4 // 5], texts[len(texts) * 4 // 5 :]
     folder = pathlib.Path(tempfile.mkdtemp())
@@ -69,6 +79,12 @@ def main(model="", out="", shapes=SHAPES, rounds=ROUNDS, seeds=SEEDS, texts=75, 
         batches = np.array_split(rows_of(model, train, seed)[:SEQUENCES], 8)
         return sd.prune(model, batches, block=shape, where=where, rounds=count).model
 
+    def write():
+        if out:
+            record = {"command": " ".join(["python", *sys.argv]), "losses": losses}
+            text = json.dumps(record, indent=1) + "\n"
+            pathlib.Path(out).write_text(text, encoding="utf-8")
+
     losses = {"dense": loss(model)}
     print(f"dense: {losses['dense']:.3f}")
     for shape in shapes:
@@ -77,23 +93,20 @@ def main(model="", out="", shapes=SHAPES, rounds=ROUNDS, seeds=SEEDS, texts=75, 
         }
         means = {count: np.mean(values) for count, values in row.items()}
         shown = ", ".join(f"{mean:.3f} with {count}" for count, mean in means.items())
-        if recover:
-            best = min(means, key=means.get)
-            row["recovered"] = [
-                loss(
-                    recovered(
-                        place, pruned(shape, int(best), seed), train, max(1, steps // 20),
-                        pathlib.Path(tempfile.mkdtemp(dir=folder)),
-                    )
-                )
-                for seed in seeds
-            ]  # fmt: skip
-            shown += f"; {np.mean(row['recovered']):.3f} after recovery"
-        print(f"{shape}: {shown} rounds", flush=True)
-        if out:
-            record = {"command": " ".join(["python", *sys.argv]), "losses": losses}
-            text = json.dumps(record, indent=1) + "\n"
-            pathlib.Path(out).write_text(text, encoding="utf-8")
+        shown += " rounds"
+        best = int(min(means, key=means.get))
+        starts = [pruned(shape, best, seed) for seed in seeds] if recover else []
+        for share in recover:
+            count = max(1, round(share * steps))
+            folders = [pathlib.Path(tempfile.mkdtemp(dir=folder)) for _ in seeds]
+            row[f"after {share:g}"] = [
+                loss(recovered(place, start, train, count, each))
+                for start, each in zip(starts, folders)
+            ]
+            shown += f"; {np.mean(row[f'after {share:g}']):.3f} after {share:.0%} of the tokens"
+            write()
+        print(f"{shape}: {shown}", flush=True)
+        write()
     return losses
 
 
@@ -105,5 +118,9 @@ if __name__ == "__main__":
     parser.add_argument("--out", default="", help="JSON file to write")
     parser.add_argument("--shapes", default=SHAPES, nargs="+", help="values of `block` of sd.prune")
     parser.add_argument("--rounds", default=ROUNDS, nargs="+", type=int, help="see sd.prune")
-    parser.add_argument("--recover", action="store_true", help="also train the pruned models")
+    parser.add_argument("--seeds", default=SEEDS, nargs="+", type=int, help="calibration data")
+    parser.add_argument(
+        "--recover", default=(), nargs="+", type=float,
+        help="shares of the dense training, such as 0.01 0.05 0.2, to train the pruned models for",
+    )  # fmt: skip
     main(**vars(parser.parse_args()))

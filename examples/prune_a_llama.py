@@ -53,6 +53,11 @@ def losses(run):
     return [row["bits_per_byte"] for row in run.metrics() if row["kind"] == "eval"]
 
 
+def size(path):
+    """Returns the MB of the weights in a directory."""
+    return sum(file.stat().st_size for file in path.glob("*.safetensors")) / 1e6
+
+
 def main(model="", folder=None, density=0.25, block=16, steps=120, texts=60):
     """Returns (path of the pruned and exported model, its losses in order, loss before or None)."""
     folder, texts = pathlib.Path(folder or tempfile.mkdtemp()), read_texts(texts)
@@ -73,12 +78,14 @@ def main(model="", folder=None, density=0.25, block=16, steps=120, texts=60):
     )
     run = sd.train(config, texts=texts)
     path = sd.save(run.model(), folder / "pruned", form="dense")
+    small = sd.save(run.model(), folder / "small")
     if dense_loss:
         print(f"dense: {dense_loss:.3f} bits per byte")
     for number, loss in enumerate(losses(run), start=1):
         print(f"density {density:g}, step {number * max(1, steps // 6):4}: {loss:.3f}")
     print(sd.generate(sd.load(path), [[]], max_new_tokens=40)[0].text)
-    print(f"transformers loads {path}")
+    print(f"{size(small):.2f} MB for this project in {small}")
+    print(f"{size(path):.2f} MB with zeros in {path}, which transformers loads")
     return path, losses(run), dense_loss
 
 

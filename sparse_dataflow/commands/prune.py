@@ -45,7 +45,8 @@ def prune(
       batches: calibration data.  For a language model token arrays, int [batch, sequence], or
         texts.  For an nnx model what `call` takes.  Give several times as many tokens as a
         projection has inputs.
-      density: fraction of each projection that stays; None for 0.5, and for N / M of N of M.
+      density: fraction of each projection that stays, below 1; None for 0.5, and for N / M of N of
+        M.
       block: what is removed together: 16 or "16x16" (squares), "1x16" (1 input x 16 outputs), 1
         (single weights), "2:4" (2 of 4 inputs stay), or "narrow" (heads and hidden features of a
         language model, which becomes a smaller dense one).
@@ -73,6 +74,8 @@ def prune(
     """
     if rounds is not None and rounds < 1:
         raise UserError(f"rounds={rounds}; legal: 1 or more, or None.")
+    if density is not None and not 0 < density < 1:
+        raise UserError(f"density={density:g}; legal: above 0 and below 1, where all weights stay.")
     rounds = rounds or 0
     groups = None if block == NARROW else Groups.parse(block)
     if pattern and (pattern not in GROUPED_PATTERNS or groups is None or not groups.is_square):

@@ -56,6 +56,8 @@ def prune_language_model(
         )
     batches = _token_batches(model, batches)
     old, weights = model.model, ModelWeights(jax.device_get(model.params))
+    if old.shared_layers:
+        raise UserError("All layers share one block; legal: a model with a block for each layer.")
     if groups is None:
         if where is not None:
             raise UserError('where does not go with block="narrow", which prunes all projections.')
@@ -70,11 +72,19 @@ def prune_language_model(
     else:
         given = None
     result, stored = rebuild.to_blocks(old, weights, new, batches, given, rounds)
-    params = jax.tree.map(jnp.array, result.params)
-    result = result._replace(params={})  # Frees a copy of the model.
+    params = _moved(result.params)
     state = TrainState(jnp.zeros((), jnp.int32), params, (), jax.random.key(0))
     state = change_model(state, result.model, new, given=stored)
     return _result(model, result, groups, new, state)
+
+
+def _moved(params: dict) -> dict:
+    """Returns parameters as arrays of jax, and empties `params`: no two copies are in memory."""
+    leaves, tree = jax.tree.flatten(params)
+    params.clear()
+    for place, leaf in enumerate(leaves):
+        leaves[place] = jnp.array(leaf)
+    return jax.tree.unflatten(tree, leaves)
 
 
 def _in_places(old, weights, new, batches):

@@ -11,7 +11,6 @@ import numpy as np
 from flax import nnx
 
 from sparse_dataflow.core.layouts.layout import BlockLayout
-from sparse_dataflow.core.messages import say
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.layers.paths import dotted
 from sparse_dataflow.layers.registered import is_linear
@@ -30,7 +29,7 @@ from sparse_dataflow.pruning import second_order
 from sparse_dataflow.pruning.groups import Groups
 from sparse_dataflow.pruning.moments import HELD_OUT, Moments
 from sparse_dataflow.pruning.projection import Pruned, Target, prune
-from sparse_dataflow.pruning.rebuild import progress
+from sparse_dataflow.pruning.rebuild import report
 from sparse_dataflow.pruning.result import PrunedModel
 
 Call = Callable[[Any, Any], Any]
@@ -213,7 +212,7 @@ def _pruned(path, linear, moments, target) -> tuple[Pruned, np.ndarray | None]:
         moments = [each.centred() for each in moments]
     fit, held_out = moments
     result = prune(fit, held_out, kernel, target)
-    say(progress(path, tokens, result))
+    report(path, tokens, result)
     linear.kernel[...] = jnp.asarray(result.kernel, linear.kernel.dtype)
     if linear.bias is None:
         return result, None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.pruning.groups import Groups
 from sparse_dataflow.pruning.layer_by_layer import Site, as_params, pruned_layers
 from sparse_dataflow.pruning.projection import Pruned, Target, prune
+
+_LOG = logging.getLogger(__name__)
 
 
 class Rebuilt(NamedTuple):
@@ -68,7 +71,7 @@ def rebuilt(
         result = prune(site.fit, site.held_out, site.kernel, target)
         masks[site.name].append(result.mask)
         errors[site.path] = result.error
-        say(progress(site.path, site.fit.tokens, result, model.num_layers))
+        report(site.path, site.fit.tokens, result, model.num_layers)
         return result.kernel
 
     layers = pruned_layers(model, weights, batches, tuple(targets), fitted)
@@ -77,17 +80,23 @@ def rebuilt(
     return Rebuilt(dense, params, masks, errors)
 
 
-def progress(path: str, tokens: int, result: Pruned, layers: int | None = None) -> str:
-    """Returns the line of a projection that was pruned."""
+def report(path: str, tokens: int, result: Pruned, layers: int | None = None) -> None:
+    """Says the held-out error of a projection, and warns if its tokens do not determine weights.
+
+    Args:
+      path: its name, such as "layer 1, mlp_in".
+      tokens: of the fit.
+      result: the pruned projection.
+      layers: number of layers of a language model.
+    """
     of = f" of {layers}" if layers else ""
-    words = f"prune: {path.replace(',', of + ',', 1)}: keeps {result.mask.mean():.1%}, "
-    words += f"held-out error {result.error:.2%}"
-    if tokens < len(result.kernel):
-        words += (
-            f"; {tokens} tokens for {len(result.kernel)} inputs are few, so the damping is "
-            f"{result.damping:g}"
-        )
-    return words
+    name, inputs = path.replace(",", of + ",", 1), len(result.kernel)
+    say(f"prune: {name}: keeps {result.mask.mean():.1%}, held-out error {result.error:.2%}")
+    if tokens < inputs:
+        _LOG.warning(
+            "%s has %d inputs and %d tokens to fit its weights to, so a damping of %g keeps them "
+            "near the old ones; give more batches", name, inputs, tokens, result.damping,
+        )  # fmt: skip
 
 
 def becomes_sparser(old: ModelConfig, new: ModelConfig, name: str) -> bool:

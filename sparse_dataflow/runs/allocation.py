@@ -16,7 +16,7 @@ DEPTH = "depth:"
 
 
 def allocate(model: ModelConfig, budget: str) -> ModelConfig:
-    """Returns `model` with the densities of a budget on its block-sparse projections.
+    """Returns `model` with the densities of a budget on its block-sparse or masked projections.
 
     Args:
       model: config with equal densities of all sparse projections.  That density is the budget: the
@@ -35,8 +35,14 @@ def allocate(model: ModelConfig, budget: str) -> ModelConfig:
       UserError: the budget or a projection is unknown, the parts do not divide the layers, or the
         pattern has no layout of a density; names the legal values.
     """
-    if budget == "uniform" or not model.sparse_projections:
+    if budget == "uniform" or not _budgeted(model):
         return model
+    by_name = budget != "compute" and not budget.startswith(DEPTH)
+    if model.masked_projections and not by_name:
+        raise UserError(
+            f"--set sparsity.budget={budget} is for block-sparse weights; legal for masked ones: "
+            "uniform, or densities by projection such as mlp_in:0.5."
+        )
     if budget.startswith(DEPTH):
         return _by_depth(model, budget)
     if budget == "compute":
@@ -183,20 +189,25 @@ def _neighbours(legal, density):
     return below + [value for value in legal if value > density][:1]
 
 
+def _budgeted(model):
+    """Returns the projections that have densities of their own."""
+    return (*model.sparse_projections, *model.masked_projections)
+
+
 def _named(model, budget):
-    densities = {}
+    densities, names = {}, _budgeted(model)
     for item in budget.split(","):
         name, colon, text = item.partition(":")
         if not colon or name not in model.projections:
             raise UserError(
                 f"--set sparsity.budget={budget} is not legal: {item!r} names no projection; "
                 f"legal: {', '.join(BUDGETS)}, {DEPTH}1.5x,0.5x, or densities such as "
-                f"attn_out:0.25,mlp_in:0.125 of {', '.join(model.sparse_projections)}."
+                f"attn_out:0.25,mlp_in:0.125 of {', '.join(names)}."
             )
-        if name not in model.sparse_projections:
+        if name not in names:
             raise UserError(
                 f"--set sparsity.budget={budget} sets a density for {name}, which is dense; legal: "
-                f"{', '.join(model.sparse_projections)}."
+                f"{', '.join(names)}."
             )
         if name in densities:
             raise UserError(

@@ -11,6 +11,7 @@ import sparse_dataflow as sd
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import stacks
+from sparse_dataflow.runs.variants import variant
 
 
 def dense(**change):
@@ -80,6 +81,21 @@ def test_others_can_be_pruned_in_another_shape_later(tmp_path):
     assert sd.load(sd.save(both, tmp_path / "model")).model == both.model
 
 
+@pytest.mark.parametrize("block", [1, "1x16", "16x1"])
+def test_a_run_begins_with_masks_of_two_densities(block, tmp_path):
+    model = MODEL
+    for name, density in (("mlp_in", 0.5), ("mlp_out", 0.25)):
+        model = sd.prune(
+            model, TOKENS, block=block, density=density, where=lambda n, _, name=name: n == name
+        ).model
+    config = sd.preset(sd.save(model, tmp_path / "model"))
+    assert config.sparsity.budget == "mlp_out:0.25"
+    linears = dict(variant(config, "sparse", MODEL.model.vocab_size).model.linears)
+    assert {name: spec.density for name, spec in linears.items()} == {
+        "mlp_in": 0.5, "mlp_out": 0.25,
+    }  # fmt: skip
+
+
 def test_finer_shapes_lose_less():
     errors = [error(sd.prune(MODEL, TOKENS, block=block).model) for block in (1, "1x16", 16)]
     assert errors == sorted(errors)
@@ -96,6 +112,9 @@ def test_a_folder_is_loaded_and_texts_are_tokenized(tmp_path):
 
 INFINITE = dataclasses.replace(MODEL, params=jax.tree.map(np.array, MODEL.params))
 INFINITE.params["blocks"]["mlp_out"]["kernel"][0, 3, 5] = np.nan
+SHARED = dataclasses.replace(
+    MODEL, model=dataclasses.replace(MODEL.model, num_layers=2, shared_layers=True)
+)
 SPARSE = dataclasses.replace(MODEL, model=MODEL.model.with_linears(LinearSpec("block_sparse")))
 
 
@@ -112,6 +131,11 @@ SPARSE = dataclasses.replace(MODEL, model=MODEL.model.with_linears(LinearSpec("b
         (MODEL, None, {}, r"not a list of batches"),
         (MODEL, TOKENS, {"density": 0.4}, r"qkv: Density 0.4 has no"),
         (MODEL, TOKENS, {"density": 0.4, "block": "narrow"}, r"legal: multiples of 1/"),
+        (MODEL, TOKENS, {"density": 1}, r"^density=1; legal: above 0 and below 1"),
+        (MODEL, TOKENS, {"density": 1.5, "block": "narrow"}, r"^density=1.5; legal: above 0"),
+        (MODEL, TOKENS, {"density": -1, "block": "narrow"}, r"^density=-1; legal: above 0"),
+        (MODEL, TOKENS, {"density": 0, "block": "2:4"}, r"^density=0; legal: above 0"),
+        (SHARED, TOKENS, {}, r"^All layers share one block; legal"),
         (MODEL, TOKENS, {"where": lambda *_: False}, r"selects no projection; legal: qkv"),
         (MODEL, TOKENS, {"call": lambda *_: None}, r"call is for nnx models"),
         (SPARSE, TOKENS, {}, r"qkv has block-sparse weights already; legal: dense"),

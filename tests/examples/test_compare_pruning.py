@@ -24,8 +24,12 @@ def test_shapes_are_compared(tmp_path, monkeypatch):
     spec.loader.exec_module(module)
     out = tmp_path / "losses.json"
     shapes = (16, 1, "narrow")
-    losses = module.main(out=str(out), shapes=shapes, rounds=(2,), seeds=SEEDS, texts=10, steps=30)
+    losses = module.main(
+        out=str(out), shapes=shapes, rounds=(2,), seeds=SEEDS, texts=10, steps=30, recover=(0.1,)
+    )  # fmt: skip
     assert json.loads(out.read_text())["losses"] == losses
     single, blocks = (sum(losses[s]["2"]) / len(SEEDS) - losses["dense"] for s in ("1", "16"))
     assert abs(single) < abs(blocks)
+    before, after = (losses["narrow"][each] for each in ("2", "after 0.1"))
+    assert sum(after) < sum(before)
     assert "sd" in vars(module) and module.sd is sd

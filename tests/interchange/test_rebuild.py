@@ -170,11 +170,13 @@ def test_activations_that_are_not_finite_are_named():
         initial_state_from(start, after, TRAINING, calibration=BATCHES, prune_by="rebuild")
 
 
-def test_few_tokens_are_said(capfd):
+@pytest.mark.parametrize(("rows", "tokens"), [(2, 13), (3, 20), (5, 32)])
+def test_too_few_tokens_are_a_warning_with_the_layer_and_the_damping(rows, tokens, capfd, caplog):
     start = start_of(LLAMA)
     after = LLAMA.with_linears(LinearSpec("block_sparse", "random", 0.5, 8), ("mlp_in",))
-    few = [BATCHES[0][:2, :8]]
+    few = [BATCHES[0][:rows, :8]]
     initial_state_from(start, after, TRAINING, calibration=few, prune_by="rebuild")
-    lines = capfd.readouterr().err
+    lines = capfd.readouterr().err + caplog.text
     assert "layer 1 of 2, mlp_in: keeps 50.0%, held-out error" in lines
-    assert "13 tokens for 32 inputs are few, so the damping is" in lines
+    words = f"layer 2 of 2, mlp_in has 32 inputs and {tokens} tokens to fit its weights to, so a da"
+    assert (words in lines) == (tokens < 32)

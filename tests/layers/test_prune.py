@@ -63,7 +63,7 @@ def test_outputs_stay_nearer_than_with_the_largest_blocks(block, use_bias):
         assert (kernel[mask] != 0).mean() > 0.9
 
 
-@pytest.mark.parametrize("density", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("density", [0.25, 0.5, 0.75])
 def test_one_linear_alone_is_least_squares(density):
     """Against numpy, with deviations from the means for the bias."""
     model = nnx.Sequential(nnx.Linear(8, 4, rngs=nnx.Rngs(1)))
@@ -122,6 +122,15 @@ def test_where_and_call_choose_what_is_pruned_and_how_it_runs():
     assert type(pruned.model.last) is nnx.Einsum
 
 
+@pytest.mark.parametrize(("tokens", "fits"), [(10, 8), (39, 32), (40, 32), (41, 33)])
+def test_too_few_tokens_are_a_warning(tokens, fits, capfd, caplog):
+    model = nnx.Sequential(nnx.Linear(33, 4, rngs=nnx.Rngs(0)))
+    x = np.random.default_rng(0).standard_normal((tokens, 33), np.float32)
+    sd.prune(model, [x], block="3x1", density=1 / 11)
+    words = f"layers.0 has 33 inputs and {fits} tokens to fit its weights to, so a damping of"
+    assert (words in capfd.readouterr().err + caplog.text) == (fits < 33)
+
+
 class Shared(nnx.Module):
     def __init__(self, rngs):
         self.a, self.b = nnx.Linear(16, 16, rngs=rngs), nnx.Linear(16, 16, rngs=rngs)
@@ -161,6 +170,7 @@ NOT_FINITE = np.where(np.arange(64)[:, None] == 3, np.nan, X)
         (Unused, [X], {"block": "1x5"}, r"a: Groups of 1x5 do not divide a 16 x 16"),
         (Unused, [X], {"block": "narrow"}, r"is for language models"),
         (Unused, [X], {"block": "fish"}, r"block='fish' is no shape of weights"),
+        (Unused, [X], {"density": 1.0}, r"^density=1; legal: above 0 and below 1"),
         (Unused, [X], {"rounds": 0}, r"rounds=0; legal: 1 or more"),
         (Unused, [X], {"where": lambda *_: False}, r"selects no linear of the model; legal: a, b"),
         (Unused, X, {}, r"not a list of batches"),

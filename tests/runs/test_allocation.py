@@ -143,6 +143,20 @@ def test_an_illegal_budget_is_refused(budget, words):
         allocate(model, budget)
 
 
+@pytest.mark.parametrize("budget", ["qkv:0.25,mlp_in:0.75", "mlp_out:0.5x", "attn_out:1"])
+def test_masked_weights_have_densities_by_name(budget):
+    model = sparse(pattern="masked", density=0.5).with_linears(LinearSpec("masked", "masked", 0.5))
+    expected = {name: 0.5 for name in PROJECTIONS}
+    for item in budget.split(","):
+        name, text = item.split(":")
+        expected[name] = 0.25 if text == "0.5x" else float(text)
+    allocated = allocate(model, budget)
+    assert {n: allocated.linear(n).density for n in PROJECTIONS} == expected
+    for other in ("compute", "depth:1.5x,0.5x"):
+        with pytest.raises(UserError, match="legal for masked ones: uniform, or densities by"):
+            allocate(model, other)
+
+
 @settings(max_examples=20)
 @given(st.lists(st.sampled_from(["0.5x", "1x", "1.5x", "2x"]), min_size=1, max_size=4))
 def test_parts_of_the_depth_have_equal_numbers_of_layers(texts):

@@ -26,6 +26,8 @@ _ARRAYS = ("jax", "jaxlib", "numpy")
 """Libraries of arrays; a function checks the shape and the dtype of its arrays itself."""
 
 MOST_INTEGER = 2**63
+WHOLE_RANGE = "a whole number from -2^63 to 2^63"
+"""Words for the integers up to MOST_INTEGER."""
 
 
 _WORDS: dict[Any, tuple[str, str]] = {
@@ -41,6 +43,10 @@ _WORDS: dict[Any, tuple[str, str]] = {
 
 class _OtherTypeError(ValueError):
     """A value of another type; its text completes "it must be "."""
+
+
+class _TooLargeError(_OtherTypeError):
+    """An integer beyond MOST_INTEGER."""
 
 
 def checked(function: Function) -> Function:
@@ -148,8 +154,10 @@ def _converted(name, kind, value):
     elif kind is bool:
         legal = isinstance(plain := plain_number(value), bool)
     elif kind is int:
-        legal = is_whole(plain := plain_number(value)) and abs(int(plain)) <= MOST_INTEGER
-        plain = int(plain) if legal else plain
+        if legal := is_whole(plain := plain_number(value)):
+            plain = int(plain)
+            if abs(plain) > MOST_INTEGER:
+                raise _TooLargeError(WHOLE_RANGE)
     elif kind is float:
         legal = is_finite(plain := plain_number(value))
     elif kind is str:
@@ -179,12 +187,13 @@ def _member(name, kind, value):
     members = typing.get_args(kind)
     if value is None and type(None) in members:
         return None
+    too_large = None
     for member in members:
         try:
             return _converted(name, member, value)
-        except _OtherTypeError:
-            pass
-    raise _OtherTypeError(words(kind))
+        except _OtherTypeError as error:
+            too_large = error if isinstance(error, _TooLargeError) else too_large
+    raise too_large or _OtherTypeError(words(kind))
 
 
 def _list(name, element, kind, value):

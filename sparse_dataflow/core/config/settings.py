@@ -16,7 +16,7 @@ from typing import Any, TypeVar, get_args, get_origin
 import numpy as np
 
 from sparse_dataflow.core.config import arguments
-from sparse_dataflow.core.config.arguments import MOST_INTEGER
+from sparse_dataflow.core.config.arguments import MOST_INTEGER, WHOLE_RANGE
 from sparse_dataflow.files import addresses
 from sparse_dataflow.files.errors import UserError
 
@@ -190,7 +190,9 @@ class Setting:
             return "" if legal and (value or self.default == ()) else self._no_numbers()
         if self.type in (int, float):
             if arguments.is_whole(value) and abs(int(value)) > MOST_INTEGER:
-                return f"is not legal: it must be {self.legal[0] if self.legal else 'smaller'}."
+                limits = self.legal
+                words = limits[0] if limits and not limits[1](value) else WHOLE_RANGE
+                return f"is not legal: it must be {words}."
             is_number = arguments.is_whole if self.type is int else arguments.is_finite
             if not is_number(value):
                 return f"is not legal: it must be {arguments.words(self.type)}."

@@ -46,7 +46,7 @@ class Masked(Weight):
     has_mask = True
     is_partial = True
     offers = frozenset(ABILITIES) - {
-        "budget", "frozen_int8", "turned_dense", "widths",
+        "frozen_int8", "turned_dense", "widths",
     }  # fmt: skip
 
     kernel: Any = dataclasses.field(metadata={LEAF: KERNEL})

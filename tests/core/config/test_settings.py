@@ -140,6 +140,7 @@ def test_a_preset_is_made_of_settings_alone():
         ({"training.batch": "7x"}, "training.batch=7x is not a whole number."),
         ({"training.batch": True}, "training.batch=yes is not legal: it must be a whole number."),
         ({"training.batch": 0}, "training.batch=0 is not legal: it must be from 1 to 4,194,304."),
+        ({"training.seed": 2**70}, f"training.seed={2**70} is not legal: it must be "),
         ({"model.remat": "ful"}, "model.remat=ful is unknown. Legal: none, keep, full, offload"),
         ({"sparsity.projections": ("qvk",)}, "sparsity.projections=qvk is unknown."),
     ],
