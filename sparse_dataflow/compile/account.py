@@ -135,25 +135,19 @@ def seconds(
     return result
 
 
-def table(traffic: Account, estimate: Mapping[str, float]) -> list[tuple[str, ...]]:
-    """Returns rows of a text table, with a head and a total."""
-    rows = [
-        (
-            section,
-            f"{moved.launches:,.0f}",
-            f"{moved.bytes / 1e9:.1f}",
-            f"{1e3 * estimate[section]:.1f}",
+def table(parts: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:
+    """Returns rows of a text table, with a head and a total.
+
+    Args:
+      parts: name in SECTIONS -> "launches", "bytes" and "estimated_seconds" of a step.
+    """
+
+    def row(name, *parts):
+        launches, moved, seconds = (
+            sum(part[key] for part in parts) for key in ("launches", "bytes", "estimated_seconds")
         )
-        for section, moved in traffic.items()
-        if moved.launches
-    ]
-    total = sum(traffic.values(), Traffic())
-    rows.append(
-        (
-            "total",
-            f"{total.launches:,.0f}",
-            f"{total.bytes / 1e9:.1f}",
-            f"{1e3 * sum(estimate.values()):.1f}",
-        )
-    )
-    return [("part", "launches", "GB", "estimated ms"), *rows]
+        return name, f"{launches:,.0f}", f"{moved / 1e9:.1f}", f"{1e3 * seconds:.1f}"
+
+    rows = [row(name, part) for name, part in parts.items() if part["launches"]]
+    head = ("part", "launches", "GB", "estimated ms")
+    return [head, *rows, row("total", *parts.values())]

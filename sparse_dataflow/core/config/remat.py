@@ -148,7 +148,7 @@ def text(of_terms: Terms) -> str:
 
 CPU_TOKENS = 512
 """Tokens of a chunk on a CPU, and the fewest elsewhere.  The planner counts those of a GPU or TPU
-for a CPU too: at most half a GiB more."""
+for a CPU too: at most a GiB more."""
 
 MOST_TOKENS = 4096
 LOGITS_BYTES = 2**30

@@ -304,7 +304,7 @@ def _lookup_gradient(length, rows, dy):
 def _with_rows(table, rows, dy):
     """Returns the table with dy added to its rows, in float32 or wider."""
     dtype = wide(dy.dtype)
-    table, rows, dy = dispatch.equally_varying(table.astype(dtype), rows, dy)
+    table, rows, dy = dispatch.equally_varying(jnp.asarray(table, dtype), rows, dy)
     return table.at[rows].add(dy.astype(dtype)).astype(dy.dtype)
 
 
