@@ -135,19 +135,20 @@ def seconds(
     return result
 
 
-def table(parts: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:
+def table(by_section: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:
     """Returns rows of a text table, with a head and a total.
 
     Args:
-      parts: name in SECTIONS -> "launches", "bytes" and "estimated_seconds" of a step.
+      by_section: name in SECTIONS -> "launches", "bytes" and "estimated_seconds" of a step.
     """
 
-    def row(name, *parts):
+    def row(name, *sections):
         launches, moved, seconds = (
-            sum(part[key] for part in parts) for key in ("launches", "bytes", "estimated_seconds")
+            sum(section[key] for section in sections)
+            for key in ("launches", "bytes", "estimated_seconds")
         )
         return name, f"{launches:,.0f}", f"{moved / 1e9:.1f}", f"{1e3 * seconds:.1f}"
 
-    rows = [row(name, part) for name, part in parts.items() if part["launches"]]
+    rows = [row(name, each) for name, each in by_section.items() if each["launches"]]
     head = ("part", "launches", "GB", "estimated ms")
-    return [head, *rows, row("total", *parts.values())]
+    return [head, *rows, row("total", *by_section.values())]

@@ -74,8 +74,8 @@ def test_caches_with_room_are_written_as_others(rows, new, at):
     tokens = rng.integers(0, DENSE.vocab_size, (rows, new), np.int32)
     arguments = DENSE, weights, caches, tokens, np.full(rows, at, np.int32)
     plain, with_room = (kv_cache.decode_text(*arguments, has_room) for has_room in (False, True))
-    for one, other in zip(*map(jax.tree.leaves, (plain, with_room)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+    for right, array in zip(*map(jax.tree.leaves, (plain, with_room)), strict=True):
+        np.testing.assert_allclose(array, right, rtol=1e-6, atol=1e-6)
 
 
 def test_logits_depend_on_the_position():

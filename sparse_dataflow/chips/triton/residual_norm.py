@@ -48,7 +48,7 @@ def run(norm: Norm, operands: Operands) -> tuple[jax.Array, jax.Array]:
     flat = [None if each is None else each.reshape(-1, *tiles) for each in (x, y)]
     tiled = [None if each is None else each.reshape(tiles) for each in parameters]
     residual, normed = _op((norm, y is None), tuple(flat), tuple(tiled))
-    # The product that reads this splits it into the parts again, so XLA moves nothing.
+    # The product that reads this splits it into the groups again, so XLA moves nothing.
     return residual.reshape(x.shape), normed.swapaxes(1, 2).reshape(x.shape)
 
 
@@ -57,12 +57,12 @@ def _chunk(features):
 
 
 def _tiles(norm, features):
-    """Returns the features as (chunks, parts, run): whole rounds of the parts that the reader of
+    """Returns the features as (chunks, groups, run): whole rounds of the groups that the reader of
     the result takes, if they are a power of two, else chunks of one part."""
-    chunk = norm.parts * norm.run
+    chunk = norm.groups * norm.run
     fits = chunk and NARROWEST <= chunk <= CHUNK and chunk & -chunk == chunk
     if fits and features % chunk == 0 and features <= MOST_CHUNKS * chunk:
-        return features // chunk, norm.parts, norm.run
+        return features // chunk, norm.groups, norm.run
     return features // _chunk(features), 1, _chunk(features)
 
 
@@ -86,11 +86,11 @@ def _wide(ref, *index):
 
 @derivatives.batchable
 def _kernel(norm, x, *arrays, names):
-    """Computes (residual, normed) of x [rows, chunks, parts, run] and the other arrays by name.
+    """Computes (residual, normed) of x [rows, chunks, groups, run] and the other arrays by name.
 
-    Normed is [rows, parts, chunks, run].
+    Normed is [rows, groups, chunks, run].
     """
-    rows, chunks, parts, run = x.shape
+    rows, chunks, groups, run = x.shape
 
     def residual_norm(*refs):
         named = dict(zip(("x", *names), refs))
@@ -114,7 +114,7 @@ def _kernel(norm, x, *arrays, names):
                 result += _wide(named["shift"], chunk)
             normed[row, :, chunk] = result.astype(normed.dtype)
 
-    shapes = [jax.ShapeDtypeStruct((rows, parts, chunks, run), x.dtype)]
+    shapes = [jax.ShapeDtypeStruct((rows, groups, chunks, run), x.dtype)]
     if "y" in names:
         shapes.insert(0, jax.ShapeDtypeStruct(x.shape, x.dtype))
     return pl.pallas_call(
@@ -130,7 +130,7 @@ def _kernel(norm, x, *arrays, names):
 
 @derivatives.batchable
 def _gradients(norm, residual, scale, dresidual, dnormed, *, sums):
-    """Returns dx and float32 [programs, chunks, parts, run] sums over rows: of the named ones of
+    """Returns dx and float32 [programs, chunks, groups, run] sums over rows: of the named ones of
     `sums`."""
     rows, *tiles = residual.shape
     chunks, features = tiles[0], residual[0].size

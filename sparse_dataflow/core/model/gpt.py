@@ -205,7 +205,7 @@ class Block(Mlp):
                 x_BxTxD,
                 named_output(y_BxTxD),
                 self.attn_out.bias,
-                self._input_parts("mlp_in"),
+                self._input_groups("mlp_in"),
             )
         ):
             return fused[0], shard.gather(fused[1])
@@ -242,17 +242,17 @@ class Block(Mlp):
         A kernel of the norm adds the gradients of both.
         """
         if self.config.pre_norms:
-            parts = self._input_parts("qkv")
-            fused = shard.add_and_normalise(getattr(self, norm), x_BxTxD, parts=parts)
+            groups = self._input_groups("qkv")
+            fused = shard.add_and_normalise(getattr(self, norm), x_BxTxD, groups=groups)
             if fused:
                 return fused[0], shard.gather(fused[1])
         return x_BxTxD, self._read(norm, x_BxTxD, shard)
 
-    def _input_parts(self, projection):
-        """Returns `Weight.input_parts` of a projection; those of all features in order if the block
-        does not have it."""
+    def _input_groups(self, projection):
+        """Returns `Weight.input_groups` of a projection; those of a dense weight if the block has no
+        such projection."""
         linear = getattr(self, projection, None)
-        return Weight().input_parts if linear is None else linear.weight.input_parts
+        return Weight().input_groups if linear is None else linear.weight.input_groups
 
     def _read(self, norm, x_BxTxD, shard):
         if self.config.pre_norms:

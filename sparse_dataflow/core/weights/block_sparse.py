@@ -67,10 +67,10 @@ class BlockSparse(Weight):
         return block_sparse_matmul(x, values, layout, precision=self.precision)
 
     @property
-    def input_parts(self):
+    def input_groups(self):
         groups = self.tables.groups
         if groups is None or groups.in_parts != groups.count:
-            return super().input_parts
+            return super().input_groups
         return groups.count, groups.in_run * self.values.shape[-1]
 
     def expert_products(self, x, tiles):

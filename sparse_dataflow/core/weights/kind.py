@@ -139,8 +139,8 @@ class Weight:
         return text_of(self)
 
     @property
-    def input_parts(self) -> tuple[int, int]:
-        """(parts, run) of the input features, if products take every part, of runs of so many
+    def input_groups(self) -> tuple[int, int]:
+        """(groups, run) of the input features, if products take every group, of runs of so many
         features, one by one; (1, 0) if they take all features in their order."""
         return 1, 0
 

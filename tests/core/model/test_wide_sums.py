@@ -105,8 +105,8 @@ def test_the_gradients_of_a_lookup_and_of_the_table_add_up(length, tokens):
     rows = rng.integers(0, length, tokens)
 
     def loss(table):
-        taken, table = lookup_and_table(table, rows)
-        return jnp.sum(taken * dy) + jnp.sum(table * dtable)
+        looked_up, table = lookup_and_table(table, rows)
+        return jnp.sum(looked_up * dy) + jnp.sum(table * dtable)
 
     with jax.enable_x64(True):
         gradient = jax.grad(loss)(jnp.asarray(table))
@@ -117,8 +117,8 @@ def test_the_gradients_of_a_lookup_and_of_the_table_add_up(length, tokens):
 
 def test_the_gradient_of_a_tied_table_is_one_scatter_into_that_of_its_product():
     def loss(table, x, rows):
-        taken, table = lookup_and_table(table, rows)
-        return jnp.sum(jnp.sin(taken @ x)) + jnp.sum(jnp.cos(table @ x))
+        looked_up, table = lookup_and_table(table, rows)
+        return jnp.sum(jnp.sin(looked_up @ x)) + jnp.sum(jnp.cos(table @ x))
 
     arguments = jnp.ones((50, 8)), jnp.ones((8, 2)), jnp.arange(5)
     equations = str(jax.make_jaxpr(jax.grad(loss))(*arguments))

@@ -21,15 +21,15 @@ class Norm(NamedTuple):
     Attributes:
       centred: whether it subtracts the mean: a layernorm; else an rmsnorm.
       epsilon: added to the variance.
-      parts: parts of the features that the product which reads the result takes one by one: see
-        `Weight.input_parts`.  A kernel writes the features of a part side by side, so that nothing
-        moves them before the product.  The result has the order of x all the same.
-      run: consecutive features of a part; 0 for one part.
+      groups: groups of features that the product which reads the result takes one by one; see
+        `Weight.input_groups`.  A kernel writes the features of a group side by side, so that
+        nothing moves them before the product.  The result has the order of x all the same.
+      run: consecutive features of a group; 0 for a single group.
     """
 
     centred: bool
     epsilon: float
-    parts: int = 1
+    groups: int = 1
     run: int = 0
 
 
