@@ -249,8 +249,7 @@ class Block(Mlp):
         return x_BxTxD, self._read(norm, x_BxTxD, shard)
 
     def _input_groups(self, projection):
-        """Returns `Weight.input_groups` of a projection; those of a dense weight if the block has no
-        such projection."""
+        """Returns `Weight.input_groups` of a projection; those of a dense one if there is none."""
         linear = getattr(self, projection, None)
         return Weight().input_groups if linear is None else linear.weight.input_groups
 

@@ -23,11 +23,13 @@ def by_rows(x: jax.Array, kernel: jax.Array, product: Callable = jnp.matmul) -> 
       [..., out], in the dtype of x.
     """
     rows = x.reshape(-1, x.shape[-1])
-    count = len(rows)
-    if count == 1 and dispatch.platform() == "gpu":
+    kernel = kernel.astype(x.dtype)
+    if dispatch.at_most(rows.shape[0], 1) and len(rows) and dispatch.platform() == "gpu":
         # XLA turns a small product of one row into a multiplication, which it writes, and a sum.
-        rows = jnp.broadcast_to(rows, (2, rows.shape[1]))
-    return product(rows, kernel.astype(x.dtype))[:count].reshape(*x.shape[:-1], -1)
+        y = product(jnp.broadcast_to(rows, (2, rows.shape[1])), kernel)[:1]
+    else:
+        y = product(rows, kernel)
+    return y.reshape(*x.shape[:-1], -1)
 
 
 def dense(x: jax.Array, kernel: jax.Array, precision: str) -> jax.Array:
