@@ -211,8 +211,10 @@ def _tangent(options, saved, tangents):
 
     def normed(residual, scale, shift):
         rows = residual.reshape(len(residual), -1)
-        flat = [None if each is None else each.ravel() for each in (scale, shift)]
-        result = residual_norm_op.run(norm, Operands(rows, None, None, *flat))[1]
+        operands = Operands(
+            rows, None, None, scale.ravel(), None if shift is None else shift.ravel()
+        )
+        result = residual_norm_op.run(norm, operands)[1]
         return result.reshape(residual.shape).swapaxes(1, 2)
 
     operands = residual, scale, shift
