@@ -81,7 +81,7 @@ class Options(ModelOptions):
     account: bool = setting(
         False,
         "Print the bytes that each part of a GPU's step moves, from compiled steps of 2 and 4 "
-        "layers, scaled to the model's.",
+        "layers, scaled to the model's; with --out, write them instead of the plan.",
     )
     out: str = setting("", "Folder for the JSON of the plan; empty writes none.", path=True)
 

@@ -8,6 +8,7 @@ loads no jax.
 
     python -m experiments.planner_truth             ten seconds
     python -m experiments.planner_truth --fit       fits constants and bands again: half an hour
+    python -m experiments.planner_truth --headline  the sparse 13B step beside dense ones; a second
 
 Leaves OUT/truth.csv and OUT/truth.png.
 """
@@ -23,6 +24,9 @@ class Options:
     """What is compared."""
 
     fit: bool = setting(False, "Fit the constants again.")
+    headline: bool = setting(
+        False, "Print the sparse 13B step beside dense ones, from a clone's results, and stop."
+    )
     out: str = setting(
         "runs/planner_truth", "Output folder; made where it does not exist.", path=True
     )
@@ -30,8 +34,11 @@ class Options:
 
 def main(options):
     """Prints and writes the table; see the module docstring."""
-    from .planning import truth
+    from .planning import headline, truth
 
+    if options.headline:
+        print(headline.table())
+        return
     truth.run(options.fit, options.out)
 
 

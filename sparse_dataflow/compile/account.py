@@ -89,6 +89,8 @@ def section_of(kernel: hlo.Kernel) -> str:
         return "attention"
     if kernel.multiplies:
         return "products"
+    if kernel.target.startswith("triton:residual_norm"):
+        return "norms"
     loop = {"dynamic_slice", "dynamic_update_slice", "split", "broadcast_in_dim", "concatenate"}
     if last in loop or "layers" in scopes or "weights" in scopes or not kernel.scope:
         return "layer loop and weights: slices, copies, casts"
@@ -133,25 +135,20 @@ def seconds(
     return result
 
 
-def table(traffic: Account, estimate: Mapping[str, float]) -> list[tuple[str, ...]]:
-    """Returns rows of a text table, with a head and a total."""
-    rows = [
-        (
-            section,
-            f"{moved.launches:,.0f}",
-            f"{moved.bytes / 1e9:.1f}",
-            f"{1e3 * estimate[section]:.1f}",
+def table(by_section: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:
+    """Returns rows of a text table, with a head and a total.
+
+    Args:
+      by_section: name in SECTIONS -> "launches", "bytes" and "estimated_seconds" of a step.
+    """
+
+    def row(name, *sections):
+        launches, moved, seconds = (
+            sum(section[key] for section in sections)
+            for key in ("launches", "bytes", "estimated_seconds")
         )
-        for section, moved in traffic.items()
-        if moved.launches
-    ]
-    total = sum(traffic.values(), Traffic())
-    rows.append(
-        (
-            "total",
-            f"{total.launches:,.0f}",
-            f"{total.bytes / 1e9:.1f}",
-            f"{1e3 * sum(estimate.values()):.1f}",
-        )
-    )
-    return [("part", "launches", "GB", "estimated ms"), *rows]
+        return name, f"{launches:,.0f}", f"{moved / 1e9:.1f}", f"{1e3 * seconds:.1f}"
+
+    rows = [row(name, each) for name, each in by_section.items() if each["launches"]]
+    head = ("part", "launches", "GB", "estimated ms")
+    return [head, *rows, row("total", *by_section.values())]

@@ -124,7 +124,7 @@ class Kernel:
       times: executions per run of the program, including loops.
       bytes: read and written by one execution, if each operand is read once.  Operands that are
         sliced or gathered count with what is taken, buffers that are updated in place with the
-        update.
+        update; rows that are added to are read, too.
       scope: path of `jax.named_scope`s and primitives that it comes from; "" if unknown.
     """
 
@@ -223,6 +223,7 @@ def _read(name, inside):
     """Returns the bytes of a fused computation's value that its users read."""
     users = [i for i in inside.values() if name in i.operands]
     whole = array_bytes(inside[name].shape)
+    results = _results(next(reversed(inside)), inside)
     total = 0
     for user in users:
         first = user.operands[0] == name
@@ -230,9 +231,19 @@ def _read(name, inside):
             total += array_bytes(user.shape)
         elif user.opcode == "bitcast":
             total += _read(next(n for n, i in inside.items() if i is user), inside)
-        elif not (first and user.opcode == "dynamic-update-slice"):
+        elif first and user.opcode == "scatter":
+            total += array_bytes(inside[user.operands[2]].shape)
+        elif not (first and user.opcode == "dynamic-update-slice" and user in results):
             total += whole
     return min(whole, total)
+
+
+def _results(name, inside):
+    """Returns the instructions whose values a fused computation returns, without bitcasts."""
+    result = inside[name]
+    if result.opcode not in ("tuple", "bitcast"):
+        return [result]
+    return [each for operand in result.operands for each in _results(operand, inside)]
 
 
 def _written(name, inside):
@@ -246,6 +257,8 @@ def _written(name, inside):
         return _written(result.operands[0], inside)
     if result.opcode == "dynamic-update-slice":
         return array_bytes(inside[result.operands[1]].shape)
+    if result.opcode == "scatter":
+        return array_bytes(inside[result.operands[2]].shape)
     return array_bytes(result.shape)
 
 

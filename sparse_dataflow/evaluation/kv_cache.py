@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
@@ -159,10 +160,12 @@ def decode_token(
     caches: tuple[LayerCache, ...],
     tokens_B: jax.Array,
     positions_B: jax.Array,
+    has_room: bool = False,
 ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
     """Appends one token to each row, as `decode_text`: int32 [B] -> (float32 [B, vocab] logits of
     the next tokens, updated caches)."""
-    logits, caches = decode_text(config, weights, caches, tokens_B[:, None], positions_B)
+    tokens_Bx1 = tokens_B[:, None]
+    logits, caches = decode_text(config, weights, caches, tokens_Bx1, positions_B, has_room)
     return logits[:, 0], caches
 
 
@@ -172,6 +175,7 @@ def decode_text(
     caches: tuple[LayerCache, ...],
     tokens_BxT: jax.Array,
     positions_B: jax.Array,
+    has_room: bool = False,
 ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
     """Appends the same number of tokens to each row; what a cache has no room for is dropped.
 
@@ -180,6 +184,7 @@ def decode_text(
       caches: caches of the previous tokens; donate them.
       tokens_BxT: int32, new tokens.
       positions_B: int32 [B], number of previous tokens of each row.
+      has_room: whether the caches have room for all tokens, so that none is dropped: fewer kernels.
 
     Returns:
       (float32 [B, T, vocab] logits of the tokens after each, updated caches).
@@ -189,7 +194,9 @@ def decode_text(
     x_BxTxD = gpt.embed(config, weights.embed, tokens_BxT, context)
     new_caches: list[LayerCache] = []
     for i, (layer, cache) in enumerate(zip(weights.layers, caches)):
-        attend = functools.partial(cached_attention, new_caches, cache, positions_BxT)
+        attend = functools.partial(
+            cached_attention, new_caches, cache, positions_BxT, has_room=has_room
+        )
         of_layer = layer_model(config, i)
         x_BxTxD = gpt.block(of_layer, layer, x_BxTxD, context, attend=attend)
     params = {"head": weights.head, "embed": weights.embed}
@@ -240,7 +247,7 @@ def decode_tokens(
     def append(i, carry):
         written, tokens_B, caches = carry
         at = jnp.minimum(positions_B + i, last)
-        logits, caches = decode_token(config, weights, caches, tokens_B, at)
+        logits, caches = decode_token(config, weights, caches, tokens_B, at, has_room=True)
         tokens_B = sampler(logits, step + i + 1)
         return written.at[i].set(tokens_B), tokens_B, caches
 
@@ -251,7 +258,15 @@ def decode_tokens(
 
 
 def cached_attention(
-    caches: list[LayerCache], cache: LayerCache, positions_BxT: jax.Array, q, k, v, window, cap=0.0
+    caches: list[LayerCache],
+    cache: LayerCache,
+    positions_BxT: jax.Array,
+    q,
+    k,
+    v,
+    window,
+    cap=0.0,
+    has_room=False,
 ) -> jax.Array:
     """Attention of new tokens of each row, as `gpt.Block` calls it; appends the updated cache."""
     rows = jnp.arange(len(positions_BxT))[:, None]
@@ -259,10 +274,21 @@ def cached_attention(
     visible = distance >= 0
     if window:
         visible &= distance < window
-    # Indices on both sides of a slice move to the front: the result is [B, T, kv heads, width], as
-    # k. A position past the cache is out of bounds, and such writes are dropped.
-    keys = cache.keys.at[rows, :, positions_BxT].set(k)
-    values = cache.values.at[rows, :, positions_BxT].set(v)
+    if has_room and len(positions_BxT) == 1:
+        # A scatter reads what is there, in a kernel of its own, and keeps it out of bounds.
+        start = 0, 0, positions_BxT[0, 0], 0
+        keys, values = (
+            jax.lax.dynamic_update_slice(array, new.swapaxes(1, 2), start)
+            for array, new in ((cache.keys, k), (cache.values, v))
+        )
+    else:
+        # Indices on both sides of a slice move to the front: the result is [B, T, kv heads, width],
+        # as k. A position past the cache is out of bounds, and such writes are dropped.
+        keys = cache.keys.at[rows, :, positions_BxT].set(k)
+        values = cache.values.at[rows, :, positions_BxT].set(v)
+    if dispatch.platform() == "gpu":
+        # Else XLA turns the caches for the loop over tokens, before it and after.
+        keys, values = (with_layout_constraint(a, Layout((0, 1, 2, 3))) for a in (keys, values))
     caches.append(LayerCache(keys, values))
     keys, values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
     return masked_attention(q, keys, values, visible[:, None], cap)

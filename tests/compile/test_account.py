@@ -17,6 +17,8 @@ BLOCKS = "jit(train_step)/loss_and_gradients/transpose(jvp(blocks))/while/body/c
         ("fusion", f"{BLOCKS}/heads/unstack", "heads: q, k, v split and joined"),
         ("fusion", f"{BLOCKS}/residual/add", "residual"),
         ("gemm_fusion", f"{BLOCKS}/mlp/dot_general", "products"),
+        ("triton:residual_norm_gradient", f"{BLOCKS}/pallas_call", "norms"),
+        ("triton:bias_activation", f"{BLOCKS}/mlp/pallas_call", "activation and bias"),
         ("mosaic_gpu_v2", f"{BLOCKS}/pallas_call", "products"),
         ("__cudnn$fmhaSoftmax", f"{BLOCKS}/attention/fwd", "attention"),
         ("fusion", f"{BLOCKS}/mlp/dynamic_update_slice", account.SECTIONS[6]),

@@ -177,3 +177,41 @@ def test_kernels_count_by_loop_and_move_what_they_touch(trips):
 def test_kernels_in_a_loop_of_unknown_length_are_refused():
     with pytest.raises(ValueError, match="trip count"):
         hlo.kernels(GPU_MODULE.format(trips=""))
+
+
+FUSION = """\
+HloModule jit_fused, is_scheduled=true
+
+%fused (all: f32[{rows},{width}], new: f32[8,{width}], i: s32[8]) -> f32[{rows},{width}] {{
+  %all = f32[{rows},{width}]{{1,0}} parameter(0)
+  %new = f32[8,{width}]{{1,0}} parameter(1)
+  %i = s32[8]{{0}} parameter(2)
+  {body}
+}}
+
+ENTRY %main (x: f32[{rows},{width}], u: f32[8,{width}], i: s32[8]) -> f32[{rows},{width}] {{
+  %x = f32[{rows},{width}]{{1,0}} parameter(0)
+  %u = f32[8,{width}]{{1,0}} parameter(1)
+  %i = s32[8]{{0}} parameter(2)
+  ROOT %y = f32[{result}]{{0}} fusion(%x, %u, %i), kind=kInput, calls=%fused
+}}
+"""
+
+
+@given(st.integers(9, 99), st.integers(1, 99))
+def test_a_scatter_moves_the_rows_that_it_adds_to(rows, width):
+    body = f"ROOT %sum = f32[{rows},{width}]{{1,0}} scatter(%all, %i, %new), to_apply=%add"
+    text = FUSION.format(rows=rows, width=width, result=f"{rows},{width}", body=body)
+    [kernel] = hlo.kernels(text)
+    assert kernel.bytes == 4 * (3 * 8 * width + 8)  # Reads and writes the rows, reads the new ones.
+
+
+@given(st.integers(9, 99), st.integers(1, 99))
+def test_an_update_within_a_sum_reads_the_whole_array(rows, width):
+    body = (
+        f"%updated = f32[{rows},{width}]{{1,0}} dynamic-update-slice(%all, %new, %i, %i)\n"
+        f"  ROOT %sum = f32[{width}]{{0}} reduce(%updated), dimensions={{0}}, to_apply=%add"
+    )
+    text = FUSION.format(rows=rows, width=width, result=f"{width}", body=body)
+    [kernel] = hlo.kernels(text)
+    assert kernel.bytes == 4 * (rows * width + 8 * width + 8 + width)

@@ -63,6 +63,21 @@ def test_incremental_logits_equal_those_of_the_complete_text(config):
     check()
 
 
+@pytest.mark.parametrize(("rows", "new", "at"), [(1, 1, 7), (1, 3, 4), (2, 1, 5), (3, 2, 0)])
+def test_caches_with_room_are_written_as_others(rows, new, at):
+    params, tables = random_model(DENSE)
+    weights = kv_cache.prepare(DENSE, ModelWeights(params, tables))
+    rng = np.random.default_rng(at)
+    shape = rows, DENSE.kv_heads, 8, DENSE.head_width
+    keys, values = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
+    caches = (kv_cache.LayerCache(keys, values),) * DENSE.num_layers
+    tokens = rng.integers(0, DENSE.vocab_size, (rows, new), np.int32)
+    arguments = DENSE, weights, caches, tokens, np.full(rows, at, np.int32)
+    plain, with_room = (kv_cache.decode_text(*arguments, has_room) for has_room in (False, True))
+    for right, array in zip(*map(jax.tree.leaves, (plain, with_room)), strict=True):
+        np.testing.assert_allclose(array, right, rtol=1e-6, atol=1e-6)
+
+
 def test_logits_depend_on_the_position():
     """Guards the test above against being vacuous."""
     params, tables = random_model(DENSE)

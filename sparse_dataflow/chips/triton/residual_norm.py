@@ -44,28 +44,39 @@ def refusal(norm: Norm, operands: Operands) -> str:
 def run(norm: Norm, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Compute the op; see `residual_norm_op`."""
     x, y, *parameters = operands
-    flat = [None if each is None else each.reshape(-1, x.shape[-1]) for each in (x, y)]
-    residual, normed = _op((norm, y is None), tuple(flat), tuple(parameters))
-    return residual.reshape(x.shape), normed.reshape(x.shape)
+    tiles = _tiles(norm, x.shape[-1])
+    flat = [None if each is None else each.reshape(-1, *tiles) for each in (x, y)]
+    tiled = [None if each is None else each.reshape(tiles) for each in parameters]
+    residual, normed = _op((norm, y is None), tuple(flat), tuple(tiled))
+    # The product that reads this splits it into the groups again, so XLA moves nothing.
+    return residual.reshape(x.shape), normed.swapaxes(1, 2).reshape(x.shape)
 
 
 def _chunk(features):
     return min(CHUNK, features & -features)
 
 
-def _chunks(features):
-    """Returns the features of each chunk."""
-    chunk = _chunk(features)
-    return [pl.ds(start, chunk) for start in range(0, features, chunk)]
+def _tiles(norm, features):
+    """Returns the features as (chunks, groups, run): whole rounds of the groups that the reader of
+    the result takes, if they are a power of two, else chunks of one part."""
+    chunk = norm.groups * norm.run
+    fits = chunk and NARROWEST <= chunk <= CHUNK and chunk & -chunk == chunk
+    if fits and features % chunk == 0 and features <= MOST_CHUNKS * chunk:
+        return features // chunk, norm.groups, norm.run
+    return features // _chunk(features), 1, _chunk(features)
+
+
+def _sum(tile):
+    return jnp.sum(jnp.sum(tile, axis=1))
 
 
 def _statistics(norm, row):
-    """Returns (chunks less their mean, 1 / standard deviation) of a row in float32 chunks."""
-    features = sum(len(chunk) for chunk in row)
+    """Returns (tiles less their mean, 1 / standard deviation) of a row in float32 tiles."""
+    features = sum(tile.size for tile in row)
     if norm.centred:
-        mean = sum(jnp.sum(chunk) for chunk in row) / features
-        row = [chunk - mean for chunk in row]
-    variance = sum(jnp.sum(chunk * chunk) for chunk in row) / features
+        mean = sum(_sum(tile) for tile in row) / features
+        row = [tile - mean for tile in row]
+    variance = sum(_sum(tile * tile) for tile in row) / features
     return row, lax.rsqrt(variance + norm.epsilon)
 
 
@@ -75,14 +86,18 @@ def _wide(ref, *index):
 
 @derivatives.batchable
 def _kernel(norm, x, *arrays, names):
-    """Computes (residual, normed) of x [rows, features] and the other arrays by name."""
+    """Computes (residual, normed) of x [rows, chunks, groups, run] and the other arrays by name.
+
+    Normed is [rows, groups, chunks, run].
+    """
+    rows, chunks, groups, run = x.shape
 
     def residual_norm(*refs):
         named = dict(zip(("x", *names), refs))
         *residual, normed = refs[len(named) :]
-        row, columns = pl.program_id(0), _chunks(x.shape[-1])
+        row = pl.program_id(0)
         values = []
-        for chunk in columns:
+        for chunk in range(chunks):
             value = _wide(named["x"], row, chunk)
             if "y" in named:
                 value += _wide(named["y"], row, chunk)
@@ -93,65 +108,64 @@ def _kernel(norm, x, *arrays, names):
                 value = rounded.astype(jnp.float32)  # As the backward pass reads it.
             values.append(value)
         values, factor = _statistics(norm, values)
-        for chunk, value in zip(columns, values):
+        for chunk, value in enumerate(values):
             result = value * factor * _wide(named["scale"], chunk)
             if "shift" in named:
                 result += _wide(named["shift"], chunk)
-            normed[row, chunk] = result.astype(normed.dtype)
+            normed[row, :, chunk] = result.astype(normed.dtype)
 
-    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    count = 2 if "y" in names else 1
-    kernel = (
-        residual_norm if count == 2 else lambda *refs: residual_norm(*refs[:-1], None, refs[-1])
-    )
+    shapes = [jax.ShapeDtypeStruct((rows, groups, chunks, run), x.dtype)]
+    if "y" in names:
+        shapes.insert(0, jax.ShapeDtypeStruct(x.shape, x.dtype))
     return pl.pallas_call(
-        kernel,
-        grid=(len(x),),
+        residual_norm,
+        name="residual_norm",
+        grid=(rows,),
         in_specs=[target.whole(array) for array in (x, *arrays)],
-        out_specs=[target.whole(shape)] * count,
-        out_shape=[shape] * count,
+        out_specs=[target.whole(shape) for shape in shapes],
+        out_shape=shapes,
         compiler_params=target.triton.CompilerParams(num_warps=WARPS, num_stages=1),
     )(x, *arrays)
 
 
 @derivatives.batchable
 def _gradients(norm, residual, scale, dresidual, dnormed, *, sums):
-    """Returns dx and float32 [programs, features] sums over rows: of the named ones of `sums`."""
-    rows, features = residual.shape
+    """Returns dx and float32 [programs, chunks, groups, run] sums over rows: of the named ones of
+    `sums`."""
+    rows, *tiles = residual.shape
+    chunks, features = tiles[0], residual[0].size
     programs = next(n for n in range(min(PROGRAMS, rows), 0, -1) if rows % n == 0)
-    each, columns = rows // programs, _chunks(features)
+    each = rows // programs
 
     def residual_norm_gradient(residual, scale, dresidual, dnormed, dx, *totals):
         program = pl.program_id(0)
 
         def add(number, carried):
             row = program * each + number
-            values, factor = _statistics(norm, [_wide(residual, row, c) for c in columns])
+            values, factor = _statistics(norm, [_wide(residual, row, c) for c in range(chunks)])
             values = [value * factor for value in values]
-            outer = [_wide(dnormed, row, c) for c in columns]
-            inner = [dy * _wide(scale, c) for dy, c in zip(outer, columns)]
-            along = sum(jnp.sum(a * b) for a, b in zip(inner, values)) / features
-            mean = sum(jnp.sum(a) for a in inner) / features if norm.centred else 0.0
+            outer = [_wide(dnormed, row, slice(None), c) for c in range(chunks)]
+            inner = [dy * _wide(scale, c) for c, dy in enumerate(outer)]
+            along = sum(_sum(a * b) for a, b in zip(inner, values)) / features
+            mean = sum(_sum(a) for a in inner) / features if norm.centred else 0.0
             result = []
-            for place, c in enumerate(columns):
-                gradient = factor * (inner[place] - mean - values[place] * along)
+            for c in range(chunks):
+                gradient = factor * (inner[c] - mean - values[c] * along)
                 gradient += _wide(dresidual, row, c)
                 dx[row, c] = gradient.astype(dx.dtype)
-                result.append(
-                    {"scale": outer[place] * values[place], "shift": outer[place], "bias": gradient}
-                )
+                result.append({"scale": outer[c] * values[c], "shift": outer[c], "bias": gradient})
             return [
                 [total + terms[name] for total, terms in zip(of_name, result)]
                 for name, of_name in zip(sums, carried)
             ]
 
-        zeros = [[jnp.zeros(c.size, jnp.float32) for c in columns] for _ in sums]
+        zeros = [[jnp.zeros(tiles[1:], jnp.float32) for _ in range(chunks)] for _ in sums]
         for of_name, total in zip(lax.fori_loop(0, each, add, zeros), totals):
-            for c, value in zip(columns, of_name):
+            for c, value in enumerate(of_name):
                 total[program, c] = value
 
     shapes = [jax.ShapeDtypeStruct(residual.shape, residual.dtype)]
-    shapes += [jax.ShapeDtypeStruct((programs, features), jnp.float32)] * len(sums)
+    shapes += [jax.ShapeDtypeStruct((programs, *tiles), jnp.float32)] * len(sums)
     operands = residual, scale, dresidual, dnormed
     return pl.pallas_call(
         residual_norm_gradient,
@@ -196,7 +210,12 @@ def _tangent(options, saved, tangents):
     total = sum((each.astype(residual.dtype) for each in moved), jnp.zeros_like(residual))
 
     def normed(residual, scale, shift):
-        return residual_norm_op.run(norm, Operands(residual, None, None, scale, shift))[1]
+        rows = residual.reshape(len(residual), -1)
+        operands = Operands(
+            rows, None, None, scale.ravel(), None if shift is None else shift.ravel()
+        )
+        result = residual_norm_op.run(norm, operands)[1]
+        return result.reshape(residual.shape).swapaxes(1, 2)
 
     operands = residual, scale, shift
     zeros = [jnp.zeros_like(a) if d is None and a is not None else d

@@ -7,7 +7,7 @@ from typing import Any
 
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.planning import plan_rows
-from sparse_dataflow.compile import account, topologies
+from sparse_dataflow.compile import account, topologies, traced
 from sparse_dataflow.compile import programs as compile
 from sparse_dataflow.core.config import remat
 from sparse_dataflow.core.config.model import ModelConfig
@@ -99,7 +99,9 @@ def run(options) -> int:
     if reason := topologies.missing_compiler(plan.topology):
         raise UserError(f"--topology={options.topology}: {reason}")
     if options.account:
-        print(account_text(plan))
+        accounted = account_of(plan)
+        print(account_text(plan, accounted))
+        _write(options.out, plan, accounted, "account")
         return 0
     result = verdict(plan)
     print(report(plan, result))
@@ -112,8 +114,9 @@ def run(options) -> int:
     return 1
 
 
-def account_text(plan: CompilePlan) -> str:
-    """Compiles two shallow steps of a plan for one GPU; returns where the whole step's bytes go.
+def account_of(plan: CompilePlan) -> dict:
+    """Compiles two shallow steps of a plan for one GPU; returns where the whole step's bytes go:
+    the fields of a result file.
 
     Raises:
       UserError: the plan has several chips, or no GPU.
@@ -135,8 +138,8 @@ def account_text(plan: CompilePlan) -> str:
     shallow, deep = (account.account(step.program.as_text()) for step in steps)
     traffic = account.scaled(shallow, deep, layers)
     forward = cost.flops_per_token(plan.config, plan.sequence, training=False).attention
-    # Of forward's two products, the backward kernel has five.
-    passes = 1 + 5 / 2 + (kinds[0] in ("full", "offload"))
+    passes = 1 + traced.ATTENTION["bwd"] / traced.ATTENTION["fwd"]
+    passes += kinds[0] in ("full", "offload")
     attention = forward * passes * int(plan.parallel.batch) * plan.sequence
     layer_flops = layers * (steps[1].flops - steps[0].flops) / (account.DEEP - account.SHALLOW)
     flops = {"products": layer_flops - attention, "attention": attention}
@@ -145,13 +148,35 @@ def account_text(plan: CompilePlan) -> str:
     assert peak and bandwidth
     grouped = bool(plan.config.sparse_projections)
     estimate = account.seconds(traffic, flops, peak, bandwidth, grouped)
+    return {
+        "plan": plan.flags,
+        "parts": {
+            section: dataclasses.asdict(moved) | {"estimated_seconds": estimate[section]}
+            for section, moved in traffic.items()
+        },
+        "bytes": sum(moved.bytes for moved in traffic.values()),
+        "bytes_outside_products_and_attention": sum(
+            moved.bytes for name, moved in traffic.items() if name not in flops
+        ),
+        "estimated_seconds": sum(estimate.values()),
+        "compile_seconds": [round(step.compile_seconds, 1) for step in steps],
+    }
+
+
+def account_text(plan: CompilePlan, result: dict) -> str:
+    """Returns the result of `account_of` as text."""
     head = (
-        f"{plan.scale} {'sparse' if grouped else 'dense'} on {topology.name}, "
-        f"{plan.parallel.batch:,} x {plan.sequence:,} tokens a step, {layers} layers, "
-        f"remat {plan.config.remat}"
+        f"{plan.scale} {'sparse' if plan.config.sparse_projections else 'dense'} on "
+        f"{plan.topology.name}, {plan.parallel.batch:,} x {plan.sequence:,} tokens a step, "
+        f"{plan.config.num_layers} layers, remat {plan.config.remat}"
     )
-    compiled = ", ".join(f"{step.compile_seconds:.0f} s" for step in steps)
-    return f"{head}\n\n{output.aligned(account.table(traffic, estimate))}\n\ncompiled in {compiled}"
+    compiled = ", ".join(f"{seconds:.0f} s" for seconds in result["compile_seconds"])
+    rest = result["bytes_outside_products_and_attention"] / 1e9
+    table = output.aligned(account.table(result["parts"]))
+    return (
+        f"{head}\n\n{table}\n\n{rest:.1f} GB outside of products and attention; "
+        f"compiled in {compiled}"
+    )
 
 
 def _training(plan):
@@ -369,12 +394,13 @@ def _gib(size) -> str:
     return "?" if size is None else f"{size / GIB:.2f}"
 
 
-def _write(out: str, plan: CompilePlan, result: dict) -> None:
+def _write(out: str, plan: CompilePlan, result: dict, kind_of_result: str = "") -> None:
     compilers = {}
     for package in ("libtpu", "jax-cuda13-plugin"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             compilers[package] = importlib.metadata.version(package)
     density = min((spec.density for spec in dict(plan.config.linears).values()), default=1.0)
     kind = f"density-{density:g}" if density < 1 else "dense"
-    name = f"{plan.scale}_{kind}_{plan.topology.name}".replace(":", "-")
+    words = plan.scale, kind, plan.topology.name, kind_of_result
+    name = "_".join(filter(None, words)).replace(":", "-")
     measurement.keep(out, name, hardware.cpu_name(), [{"compilers": compilers, **result}])

@@ -378,9 +378,9 @@ def measured_loss(
     params = weights.merged
     embed, head = (member.section(params, name) for name in ("embed", "head"))
     context = member_context(config, batch, member, padded)
-    x, metrics = _residual(config, embed, weights, batch.tokens, context, member)
+    x, table, metrics = _residual(config, embed, weights, batch.tokens, context, member)
     with jax.named_scope("head"):
-        total, of_head = gpt.head_loss(config, head, embed["tokens"], x, context, member.shard)
+        total, of_head = gpt.head_loss(config, head, table, x, context, member.shard)
     return total, {**of_head, **metrics}
 
 
@@ -421,12 +421,14 @@ def member_context(
 
 
 def _residual(config, embed, weights, tokens, context, member):
-    """Returns the residual stream [B, T, D] after all blocks, and the blocks' metrics."""
+    """Returns the residual stream [B, T, D] after all blocks, the token embedding, and the blocks'
+    metrics."""
     with jax.named_scope("embed"):
         inputs = member.of_context(tokens[:, :-1])
-        x = gpt.embed(config, embed, inputs, context, member.shard)
+        x, table = gpt.embed_and_table(config, embed, inputs, context, member.shard)
     with jax.named_scope("blocks"):
-        return apply_blocks(config, weights, x, member, context)
+        x, metrics = apply_blocks(config, weights, x, member, context)
+    return x, table, metrics
 
 
 def routed_tokens(
@@ -489,7 +491,7 @@ def hidden_states(config: ModelConfig, weights: ModelWeights, tokens: jax.Array)
     """Returns the normalised hidden states [B, T, D] of int32 [B, T + 1] tokens but the last."""
     params = weights.merged
     context = batch_context(config, Batch(tokens))
-    x, _ = _residual(config, params["embed"], weights, tokens, context, ALONE)
+    x, _, _ = _residual(config, params["embed"], weights, tokens, context, ALONE)
     return gpt.head(config, params["head"], x)
 
 

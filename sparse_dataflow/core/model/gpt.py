@@ -68,8 +68,9 @@ from sparse_dataflow.core.model.shard import WHOLE, Shard, normalise
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.cross_entropy import cross_entropy_op as cross_entropy
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput, distillation_loss
-from sparse_dataflow.core.ops.derivatives import broadcast_like, lookup
+from sparse_dataflow.core.ops.derivatives import broadcast_like, lookup, lookup_and_table
 from sparse_dataflow.core.step_metrics import Metrics, Sum
+from sparse_dataflow.core.weights.kind import Weight
 from sparse_dataflow.core.weights.weight import Linear, named_output
 
 
@@ -88,16 +89,20 @@ class Embed(nnx.Module):
         self.scale *= config.embedding_scale
 
     def __call__(self, tokens_BxT, context=NO_CONTEXT, shard=WHOLE):
-        """Embeds int32 [B, T] -> [B, T, D] in the compute dtype.
+        """Embeds int32 [B, T] -> [B, T, D] in the compute dtype, and returns the token embedding.
 
         Under a shard, the result has T / devices tokens.
         """
-        table_VxD = self.tokens[...].astype(self.dtype)
+        table_VxD = self.tokens[...]
         if shard.vocabulary:
-            partial = cross_entropy.lookup(table_VxD, tokens_BxT, shard.vocabulary_axes)
+            partial = cross_entropy.lookup(
+                table_VxD.astype(self.dtype), tokens_BxT, shard.vocabulary_axes
+            )
             x_BxTxD = shard.reduce_features(shard.reduce(partial), shard.residual_run)
         else:
-            x_BxTxD = lookup(table_VxD, shard.slice(tokens_BxT, axis=1))
+            x_BxTxD, table_VxD = lookup_and_table(
+                table_VxD.astype(self.dtype), shard.slice(tokens_BxT, axis=1)
+            )
             x_BxTxD = shard.slice_features(x_BxTxD, shard.residual_run)
         if self.scale != 1:
             x_BxTxD *= jnp.asarray(self.scale, self.dtype)
@@ -109,7 +114,7 @@ class Embed(nnx.Module):
                 positions = lookup(table_LxD, context.positions)
             positions = shard.slice_features(shard.slice(positions, axis=-2), shard.residual_run)
             x_BxTxD += broadcast_like(positions, x_BxTxD)
-        return x_BxTxD
+        return x_BxTxD, table_VxD
 
 
 class HeadNorm(nnx.Module):
@@ -196,7 +201,11 @@ class Block(Mlp):
         y_BxTxD = self.attn_out.product(attended, shard.reduce)
         if self._adds_at_once and (
             fused := shard.add_and_normalise(
-                self.norm2, x_BxTxD, named_output(y_BxTxD), self.attn_out.bias
+                self.norm2,
+                x_BxTxD,
+                named_output(y_BxTxD),
+                self.attn_out.bias,
+                self._input_groups("mlp_in"),
             )
         ):
             return fused[0], shard.gather(fused[1])
@@ -233,10 +242,16 @@ class Block(Mlp):
         A kernel of the norm adds the gradients of both.
         """
         if self.config.pre_norms:
-            fused = shard.add_and_normalise(getattr(self, norm), x_BxTxD)
+            groups = self._input_groups("qkv")
+            fused = shard.add_and_normalise(getattr(self, norm), x_BxTxD, groups=groups)
             if fused:
                 return fused[0], shard.gather(fused[1])
         return x_BxTxD, self._read(norm, x_BxTxD, shard)
+
+    def _input_groups(self, projection):
+        """Returns `Weight.input_groups` of a projection; those of a dense one if there is none."""
+        linear = getattr(self, projection, None)
+        return Weight().input_groups if linear is None else linear.weight.input_groups
 
     def _read(self, norm, x_BxTxD, shard):
         if self.config.pre_norms:
@@ -346,6 +361,18 @@ def embed(
     Raises:
       UserError: T exceeds the positions that the model has.
     """
+    return embed_and_table(config, params, tokens_BxT, context, shard)[0]
+
+
+def embed_and_table(
+    config: ModelConfig,
+    params: dict,
+    tokens_BxT: jax.Array,
+    context: BatchContext = NO_CONTEXT,
+    shard: Shard = WHOLE,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns `embed`, and the token embedding for a tied output layer in the same program: the
+    gradient of the lookup is added to that of the output layer."""
     config.check_context(tokens_BxT.shape[1])
     return _bind(Embed, config, params)(tokens_BxT, context, shard)
 

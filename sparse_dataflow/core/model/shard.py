@@ -175,14 +175,19 @@ class Shard:
         x: jax.Array,
         y: jax.Array | None = None,
         bias: jax.Array | None = None,
+        groups: tuple[int, int] = (1, 0),
     ) -> tuple[jax.Array, jax.Array] | None:
-        """Returns x + y + bias and its norm by one kernel; None if no kernel does this here."""
+        """Returns x + y + bias and its norm by one kernel; None if no kernel does this here.
+
+        Args:
+          groups: `Weight.input_groups` of the weight that multiplies the norm.
+        """
         if self.feature_axis is not None:
             return None
         shift = getattr(norm, "bias", None)
         assert norm.scale is not None
         parameters = norm.scale[...], None if shift is None else shift[...]
-        kind = residual_norm_op.Norm(isinstance(norm, nnx.LayerNorm), norm.epsilon)
+        kind = residual_norm_op.Norm(isinstance(norm, nnx.LayerNorm), norm.epsilon, *groups)
         return residual_norm_op.fused(kind, residual_norm_op.Operands(x, y, bias, *parameters))
 
     def normalise_heads(self, norm: nnx.LayerNorm | nnx.RMSNorm, x: jax.Array) -> jax.Array:

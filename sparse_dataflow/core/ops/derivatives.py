@@ -288,11 +288,24 @@ def lookup(table: jax.Array, rows: jax.Array) -> jax.Array:
     return _lookup(len(table), table, rows)
 
 
+def lookup_and_table(table: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns `lookup`, and the table for another use, whose gradient gets that of the rows added.
+
+    Else the gradients of both uses are tables, and a pass adds them.
+    """
+    table, rows = dispatch.equally_varying(table, rows)
+    return _lookup_and_table(None, table, rows)
+
+
 def _lookup_gradient(length, rows, dy):
+    return _with_rows(jnp.zeros((length, dy.shape[-1]), dy.dtype), rows, dy), None
+
+
+def _with_rows(table, rows, dy):
+    """Returns the table with dy added to its rows, in float32 or wider."""
     dtype = wide(dy.dtype)
-    zeros = jnp.zeros((length, dy.shape[-1]), dtype)
-    zeros, rows, dy = dispatch.equally_varying(zeros, rows, dy)
-    return zeros.at[rows].add(dy.astype(dtype)).astype(dy.dtype), None
+    table, rows, dy = dispatch.equally_varying(jnp.asarray(table, dtype), rows, dy)
+    return table.at[rows].add(dy.astype(dtype)).astype(dy.dtype)
 
 
 _lookup = differentiable(
@@ -300,4 +313,11 @@ _lookup = differentiable(
     _lookup_gradient,
     forward=lambda length, table, rows: (table[rows], rows),
     tangent=lambda length, rows, tangents: tangents[0][rows],
+)
+
+_lookup_and_table = differentiable(
+    lambda _, table, rows: (table[rows], table),
+    lambda _, rows, dy: (_with_rows(dy[1], rows, dy[0]), None),
+    forward=lambda _, table, rows: ((table[rows], table), rows),
+    tangent=lambda _, rows, tangents: (tangents[0][rows], tangents[0]),
 )

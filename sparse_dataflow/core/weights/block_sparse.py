@@ -66,6 +66,13 @@ class BlockSparse(Weight):
             values, layout = in_squares(values, layout)
         return block_sparse_matmul(x, values, layout, precision=self.precision)
 
+    @property
+    def input_groups(self):
+        groups = self.tables.groups
+        if groups is None or groups.in_parts != groups.count:
+            return super().input_groups
+        return groups.count, groups.in_run * self.values.shape[-1]
+
     def expert_products(self, x, tiles):
         """See `Weight`; each group of inputs of a layout of equal groups times its weight."""
         from sparse_dataflow.core.ops.block_sparse_matmul import grouped

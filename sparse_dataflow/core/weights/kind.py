@@ -138,6 +138,12 @@ class Weight:
     def __repr__(self):
         return text_of(self)
 
+    @property
+    def input_groups(self) -> tuple[int, int]:
+        """(groups, run) of the input features, if products take every group, of runs of so many
+        features, one by one; (1, 0) if they take all features in their order."""
+        return 1, 0
+
     def times_zeros(self, x: Any) -> Any:
         """Returns `x @ self` for an x with many zeros, which a kind may skip."""
         return x @ self

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse_dataflow.core.config.projections import PRECISIONS
-from sparse_dataflow.core.ops import quantized
+from sparse_dataflow.core.ops import dispatch, quantized
 from sparse_dataflow.core.ops.nonzero_rows.nonzero_rows_op import nonzero_rows_matmul
 
 
@@ -23,7 +23,13 @@ def by_rows(x: jax.Array, kernel: jax.Array, product: Callable = jnp.matmul) -> 
       [..., out], in the dtype of x.
     """
     rows = x.reshape(-1, x.shape[-1])
-    return product(rows, kernel.astype(x.dtype)).reshape(*x.shape[:-1], -1)
+    kernel = kernel.astype(x.dtype)
+    if dispatch.at_most(rows.shape[0], 1) and len(rows) and dispatch.platform() == "gpu":
+        # XLA turns a small product of one row into a multiplication, which it writes, and a sum.
+        y = product(jnp.broadcast_to(rows, (2, rows.shape[1])), kernel)[:1]
+    else:
+        y = product(rows, kernel)
+    return y.reshape(*x.shape[:-1], -1)
 
 
 def dense(x: jax.Array, kernel: jax.Array, precision: str) -> jax.Array:

@@ -21,7 +21,7 @@ from small_models import (
 )
 
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.ops.derivatives import broadcast_like, lookup
+from sparse_dataflow.core.ops.derivatives import broadcast_like, lookup, lookup_and_table
 from sparse_dataflow.runs.families import FAMILIES
 
 MODELS = {
@@ -96,3 +96,32 @@ def test_lookup_has_a_forward_mode_and_float64():
         table, rows = jnp.arange(12.0).reshape(4, 3), jnp.array([[1, 3, 3], [0, 1, 3]])
         check_grads(lambda table: lookup(table, rows) ** 2, (table,), 2)
         assert lookup(table, rows).dtype == jnp.float64
+
+
+@pytest.mark.parametrize(("length", "tokens"), [(3, 40), (17, 5), (64, 64)])
+def test_the_gradients_of_a_lookup_and_of_the_table_add_up(length, tokens):
+    rng = np.random.default_rng(length)
+    table, dy, dtable = (rng.normal(size=(n, 4)) for n in (length, tokens, length))
+    rows = rng.integers(0, length, tokens)
+
+    def loss(table):
+        looked_up, table = lookup_and_table(table, rows)
+        return jnp.sum(looked_up * dy) + jnp.sum(table * dtable)
+
+    with jax.enable_x64(True):
+        gradient = jax.grad(loss)(jnp.asarray(table))
+        check_grads(lambda table: lookup_and_table(table, rows), (jnp.asarray(table),), 2)
+    np.add.at(dtable, rows, dy)
+    np.testing.assert_allclose(gradient, dtable, rtol=1e-12, atol=1e-12)
+
+
+def test_the_gradient_of_a_tied_table_is_one_scatter_into_that_of_its_product():
+    def loss(table, x, rows):
+        looked_up, table = lookup_and_table(table, rows)
+        return jnp.sum(jnp.sin(looked_up @ x)) + jnp.sum(jnp.cos(table @ x))
+
+    arguments = jnp.ones((50, 8)), jnp.ones((8, 2)), jnp.arange(5)
+    equations = str(jax.make_jaxpr(jax.grad(loss))(*arguments))
+    assert equations.count("scatter-add[") == 1
+    assert "f32[50,8] = broadcast_in_dim" not in equations  # No table of zeros.
+    assert "add_any" not in equations

@@ -11,8 +11,7 @@ import pytest
 
 from sparse_dataflow.compile import hlo
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.layouts import model_layouts
-from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model import adapters, gpt, stacks
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.runs.run_config import SIZES
 
@@ -31,12 +30,12 @@ WEIGHTS = 12 * DENSE.d_model**2
 def compiled_block(model, kind):
     """HLO text of a block's forward and backward pass, with float32 parameters."""
     params = jax.eval_shape(lambda: gpt.init_section(model, "block", jax.random.key(0)))
-    stacked = stacks.with_groups(stacks.layout_tables(model_layouts.layouts(model)))
-    tables = jax.tree.map(lambda table: table[0], stacked)
+    stored = stacks.with_groups(stacks.stored_layouts(model))
+    layouts = jax.tree.map(lambda table: table[0], stored["blocks"]) if stored else ()
 
     def gradients(params, x, dy):
         def block(params, x):
-            return gpt.block(model, layer_weights(model, params, tables), x)
+            return gpt.block(model, layer_weights(model, adapters.merged(params, layouts)), x)
 
         y, pullback = jax.vjp(block, params, x)
         return y, *pullback(dy)

@@ -64,7 +64,18 @@ CASES = dict(
     names=st.sampled_from(
         [(), ("y",), ("y", "bias"), ("y", "bias", "shift"), ("shift",), ("y", "shift")]
     ),
-    norm=st.sampled_from([Norm(True, 1e-5), Norm(False, 1e-6), Norm(True, 1e-2)]),
+    # Parts that fit the features, parts that do not, and parts that are no power of two.
+    norm=st.sampled_from(
+        [
+            Norm(True, 1e-5),
+            Norm(False, 1e-6),
+            Norm(True, 1e-2),
+            Norm(True, 1e-5, 4, 32),
+            Norm(False, 1e-5, 2, 64),
+            Norm(True, 1e-5, 3, 16),
+            Norm(True, 1e-5, 8, 128),
+        ]
+    ),
 )
 
 
@@ -102,7 +113,8 @@ def test_kernels_in_bfloat16_round_once(seed, rows, features, names, norm):
     assert {g.dtype for g in jax.tree.leaves(gradients)} == {jnp.dtype("bfloat16")}
 
 
-def test_forward_mode_agrees_with_the_reference():
+@pytest.mark.parametrize("norm", [Norm(True, 1e-5), Norm(True, 1e-5, 2, 64)])
+def test_forward_mode_agrees_with_the_reference(norm):
     operands, _, _ = drawn(1, (6,), 256, NAMES)
     tangents, _, _ = drawn(2, (6,), 256, NAMES)
     results = []
@@ -110,7 +122,7 @@ def test_forward_mode_agrees_with_the_reference():
         with simulated_triton():
             results.append(
                 jax.jvp(
-                    lambda o, name=implementation: residual_norm(Norm(True, 1e-5), o, name),
+                    lambda o, name=implementation: residual_norm(norm, o, name),
                     (operands,),
                     (tangents,),
                 )

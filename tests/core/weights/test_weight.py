@@ -1,6 +1,7 @@
 """One contract for every kind of weight: its product and gradients are those of its matrix."""
 
 import dataclasses
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.model.projection import arrays
+from sparse_dataflow.core.ops import dispatch
+from sparse_dataflow.core.weights import products
 from sparse_dataflow.core.weights.block_sparse import BlockSparse
 from sparse_dataflow.core.weights.dense import Dense, Quantised
 from sparse_dataflow.core.weights.low_rank import LowRank, PlusLowRank
@@ -201,3 +204,43 @@ def test_a_weight_prints_its_shapes_and_its_layout():
         assert text_part in text
     assert "precision" not in text and "bias" not in text and "\n" not in text
     assert "values=bf16[2]" in repr(BlockSparse(jnp.ones(2, jnp.bfloat16), weight.layout))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sides", "density"),
+    [
+        ("monarch", (640, 256), 1 / 4),
+        ("monarch", (512, 1024), 1 / 8),
+        ("shuffle", (256, 512), 1 / 4),
+    ],
+)
+def test_each_group_of_inputs_is_read_by_one_group_of_outputs(pattern, sides, density):
+    layout = make_layout(pattern, *sides, 32, density)
+    weight = BlockSparse(jnp.ones((layout.nnz, 32, 32)), layout)
+    groups, run = weight.input_groups
+    stored = layout.mask.repeat(32, 0)  # [input features, output blocks]
+    by_group = stored.reshape(-1, groups, run, stored.shape[1])
+    # All features of a group have the same outputs, and no two groups share one.
+    outputs = by_group[0, :, 0]
+    assert (by_group == outputs[None, :, None]).all()
+    assert (outputs.sum(0) == 1).all() and groups > 1
+
+
+@pytest.mark.parametrize("sides", [(64, 64), (96, 32), (32, 160)])
+def test_a_layout_without_groups_is_read_in_order(sides):
+    layout = make_layout("random", *sides, 16, 0.5)
+    assert BlockSparse(jnp.ones((layout.nnz, 16, 16)), layout).input_groups == (1, 0)
+    assert Dense(jnp.ones(sides)).input_groups == (1, 0)
+
+
+@pytest.mark.parametrize("sides", [(64, 64), (96, 32), (8, 160)])
+def test_a_gpu_multiplies_one_row_as_two(sides):
+    x, kernel = jax.random.normal(jax.random.key(0), (1, 1, sides[0])), jnp.ones(sides)
+
+    def program():
+        return str(jax.make_jaxpr(lambda x, kernel: products.by_rows(x, kernel))(x, kernel))
+
+    with mock.patch.object(dispatch, "platform", lambda: "gpu"):
+        assert f"f32[2,{sides[1]}] = dot_general" in program()
+        np.testing.assert_allclose(products.by_rows(x, kernel), x @ kernel, rtol=1e-5, atol=1e-6)
+    assert f"f32[1,{sides[1]}] = dot_general" in program()

@@ -42,6 +42,9 @@ def block_sparse_matmul(
     groups, block = tables.groups, values.shape[-1]
     assert groups is not None
     weight = group_values(values, tables, groups)
+    if dispatch.platform() == "gpu":
+        # Else XLA joins it twice: once for the forward pass, within the product, and once more.
+        weight = lax.optimization_barrier(weight)
     x = own_inputs(x, tables, groups, block)
     y = (products or dense_products)(x, weight, groups, block=block)
     return among_outputs(y, tables, groups, block)

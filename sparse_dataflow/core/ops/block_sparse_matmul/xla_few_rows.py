@@ -10,8 +10,10 @@ Kernels for CPUs and GPUs start at tiles of more rows, so both take this form.
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from sparse_dataflow.core.layouts.layout import LayoutTables
+from sparse_dataflow.core.ops import dispatch
 
 FEW_ROWS = 32
 """Most rows of x for which this form is the fastest on a CPU (measured for 1024 x 4096, blocks of
@@ -54,6 +56,10 @@ def _products(x, weight):
     wide = jnp.promote_types(x.dtype, jnp.float32)
     if len(x) == 1:
         # XLA fuses this into one loop; a batched dot starts one product per line.
-        return jnp.sum(x.astype(wide)[..., None] * weight.astype(wide), axis=2)
+        products = x.astype(wide)[..., None] * weight.astype(wide)
+        if dispatch.platform() == "gpu":
+            # In a loop over tokens XLA else turns some products, and writes them for that.
+            products = with_layout_constraint(products, Layout((0, 1, 2, 3)))
+        return jnp.sum(products, axis=2)
     axes = ((2,), (1,)), ((1,), (0,))
     return lax.dot_general(x, weight, axes, preferred_element_type=wide).swapaxes(0, 1)

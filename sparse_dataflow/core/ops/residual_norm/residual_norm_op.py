@@ -21,10 +21,16 @@ class Norm(NamedTuple):
     Attributes:
       centred: whether it subtracts the mean: a layernorm; else an rmsnorm.
       epsilon: added to the variance.
+      groups: groups of features that the product which reads the result takes one by one; see
+        `Weight.input_groups`.  A kernel writes the features of a group side by side, so that
+        nothing moves them before the product.  The result has the order of x all the same.
+      run: consecutive features of a group; 0 for a single group.
     """
 
     centred: bool
     epsilon: float
+    groups: int = 1
+    run: int = 0
 
 
 class Operands(NamedTuple):
