@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparse_dataflow.core.config.projections import PRECISIONS, LinearSpec
+from sparse_dataflow.core.ops.row_matmul import ROW_WIDTHS
 from sparse_dataflow.core.weights.dense import KERNEL, Dense
 from sparse_dataflow.core.weights.kind import (
     ABILITIES,
@@ -80,6 +81,11 @@ class Masked(Weight):
     @classmethod
     def input_row(cls, spec, sides):
         return sides[1]
+
+    @classmethod
+    def row_width(cls, spec):
+        width = math.gcd(spec.block_sides[1], max(ROW_WIDTHS))
+        return width if width in ROW_WIDTHS else 0
 
     @classmethod
     def check(cls, name, spec, sides):
