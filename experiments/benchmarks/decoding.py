@@ -33,8 +33,11 @@ def run(request: Request, options) -> None:
     models = benchmark.models_of(request)
     batch, seed, chip = models.training.batch, models.training.seed, models.chip
     layers, cached = models.config.model.num_layers, options.cached
-    models.announce(f"scale {models.scale}, {layers} layers, batch {batch}, {cached} tokens cached")
     share = options.activation_sparsity
+    peers = {}
+    if options.torch:
+        peers[TORCH] = _torch(options.torch, models.by_name["dense"], batch, cached, options)
+    models.announce(f"scale {models.scale}, {layers} layers, batch {batch}, {cached} tokens cached")
     cases: dict[str, tuple[ModelConfig, kv_cache.Weights, float]] = {}
     for name, model in models.by_name.items():
         weights = kv_cache.random_weights(model, seed)
@@ -46,8 +49,7 @@ def run(request: Request, options) -> None:
         name: _program(model, weights, batch, cached, options.tokens)
         for name, (model, weights, _) in cases.items()
     }
-    if options.torch:
-        programs[TORCH] = _torch(options.torch, models.by_name["dense"], batch, cached, options)
+    programs |= peers
     counted = {name: _Counted(program) for name, program in programs.items()}
     timed = {n: dataclasses.replace(programs[n], run=each.run) for n, each in counted.items()}
     seconds, medians = benchmark.timed(timed, options.rounds)
@@ -114,7 +116,10 @@ def _torch(python, model, batch, cached, options):
         "cached": cached,
         "tokens": options.tokens,
     }
-    return Program(torch_decoding.start(python, shape), 0.0)
+    try:
+        return Program(torch_decoding.start(python, shape), 0.0)
+    except ValueError as error:
+        raise UserError(f"--torch={error}; legal: a Python with torch.") from None
 
 
 class _Counted:

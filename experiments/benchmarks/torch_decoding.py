@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+READY = "ready\n"
+
 
 def start(python: str, shape: dict[str, Any]) -> Callable[[], float]:
     """Starts the process; returns a function that writes the tokens and returns the seconds of a
@@ -24,15 +26,26 @@ def start(python: str, shape: dict[str, Any]) -> Callable[[], float]:
     Args:
       python: path of an interpreter with torch.
       shape: see `main`.
+
+    Raises:
+      ValueError: the interpreter does not start or has no torch.
     """
     command = [python, "-u", str(Path(__file__).resolve()), json.dumps(shape)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None and process.stdout is not None
+    pipe = subprocess.PIPE
+    try:
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    except OSError as error:
+        raise ValueError(f"{python} does not start ({error.strerror})") from error
+    lines, answers = process.stdin, process.stdout
+    assert lines is not None and answers is not None
+    if answers.readline() != READY:
+        _, errors = process.communicate()
+        raise ValueError(f"{python} has no torch: {(errors.splitlines() or ['it ended'])[-1]}")
 
     def seconds() -> float:
-        process.stdin.write("\n")
-        process.stdin.flush()
-        return float(process.stdout.readline())
+        lines.write("\n")
+        lines.flush()
+        return float(answers.readline())
 
     return seconds
 
@@ -81,6 +94,7 @@ def main(shape: dict[str, Any]) -> None:
             x_BxD = x_BxD + F.linear(y, *mlp_out)
         return F.linear(F.layer_norm(x_BxD, (D,), *last), embedding).argmax(-1)
 
+    print(READY, end="")
     with torch.inference_mode():
         for _ in sys.stdin:
             begin = time.process_time()

@@ -10,9 +10,11 @@ import pytest
 from decoded import DENSE, SPARSE
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import some
 from small_models import arbitrary_params, tables_of
 
 from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.training import cost
@@ -26,14 +28,19 @@ WIDTH, CACHE = 6, 12
 decode_token = jax.jit(kv_cache.decode_token, static_argnames="config")
 
 
-def model(outputs=8, density=0.5, block=1, dtype="float32"):
+def model(outputs=8, density=0.5, block=1, dtype="float32", layers=2):
     spec = LinearSpec("masked", density=density, block=block, block_outputs=outputs)
-    biases = dataclasses.replace(DENSE, compute_dtype=dtype)
-    return biases.with_linears(spec)
+    shape = dataclasses.replace(DENSE, num_layers=layers, compute_dtype=dtype)
+    return shape.with_linears(spec)
 
 
 def params_of(config, seed):
-    return jax.tree.map(np.asarray, arbitrary_params(config, seed, 0.3))
+    """Returns nonzero parameters; masks are those that a run begins with."""
+    drawn = gpt.init(config, jax.random.key(seed))
+    masks = {path: leaf for path, leaf in jax.tree.leaves_with_path(drawn) if leaf.dtype == bool}
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: np.asarray(masks.get(path, leaf)), arbitrary_params(config, seed, 0.3)
+    )
 
 
 def stored(weights):
@@ -42,7 +49,7 @@ def stored(weights):
     return {type(module.weight) for _, module in linears if hasattr(module, "weight")}
 
 
-@pytest.fixture(params=["native", "xla", "xla beside the kernel"])
+@pytest.fixture(params=some(["native", "xla", "xla beside the kernel"], "native"))
 def how(request, monkeypatch, compiled_kernels):
     """Products with rows by each implementation; a process has one choice of its own."""
     why = compiled_kernels or dispatch.sharding_refusal()
@@ -71,30 +78,27 @@ def uneven(params, seed, outputs):
 
 
 def logits(config, weights, seed, batch):
-    """Returns the logits of a prompt and of three tokens after it, [4, batch, vocabulary]."""
+    """Returns the logits of a prompt and of a token after it, [2, batch, vocabulary]."""
     rng = np.random.default_rng(seed)
     text = rng.integers(0, config.vocab_size, (batch, CACHE), np.int32)
     lengths = rng.integers(1, WIDTH + 1, batch).astype(np.int32)
     first, caches = kv_cache.prefill(config, weights, text[:, :WIDTH], lengths, cache_tokens=CACHE)
-    steps = [first]
-    for step in range(3):
-        next_logits, caches = decode_token(config, weights, caches, text[:, step], lengths + step)
-        steps.append(next_logits)
-    return np.stack(steps)
+    following, _ = decode_token(config, weights, caches, text[:, 0], lengths)
+    return np.stack([first, following])
 
 
 def test_logits_are_those_of_the_whole_weights(how):
-    @settings(max_examples=8)
+    @settings(max_examples=3)
     @given(
         case=st.sampled_from([(1, 8, "float32"), (2, 16, "float32"), (1, 32, "bfloat16")]),
         density=st.sampled_from([0.25, 0.5]),
-        batch=st.integers(1, 9),
+        batch=st.sampled_from([1, 9]),
         seed=st.integers(0, 99),
         even=st.booleans(),
     )
     def check(case, density, batch, seed, even):
         block, outputs, dtype = case
-        config = model(outputs, density, block, dtype)
+        config = model(outputs, density, block, dtype, layers=1)
         params = params_of(config, seed)
         params = params if even else uneven(params, seed, outputs)
         rows = kv_cache.prepare(config, ModelWeights(params, {}))
