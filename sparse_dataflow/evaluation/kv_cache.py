@@ -71,7 +71,8 @@ def prepare(config: ModelConfig, of_model: ModelWeights, form: str = decoded_for
     decoded_form.check(config, form)
     dtype = jnp.dtype(config.compute_dtype)
     cast = functools.partial(jax.tree.map, lambda leaf: jnp.asarray(leaf, dtype))
-    params, layers = of_model.merged, []
+    params = of_model.merged
+    layers: list[dict] = []
     for stacked in split_groups(stacks.with_groups(params["blocks"])):
         arrays, layouts = stacks.split_layouts(stacked)
         tables = stacks.tables_by_name(layouts)
