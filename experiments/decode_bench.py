@@ -9,6 +9,9 @@ the bytes that a dense token reads over those of a sparse one.
 and the ratio of dense time to it. Thresholds come from the token that is written, so that the share
 is exact. A CPU with --batch=1 reads fewer rows of dense weights; block-sparse weights gain nothing.
 
+Masks of rows (1 input x 16 outputs) are decoded by a CPU with the stored rows alone. --torch adds
+the dense model in torch, in a process of its own, by a Python that has torch.
+
 --switch times the switches of `experiments.generate --runs` instead: weights move from host memory
 to the device, where the model of the same shape before was. --batch, --cached, --tokens and
 --activation_sparsity do not matter to it.
@@ -18,6 +21,8 @@ to the device, where the model of the same shape before was. --batch, --cached, 
     python -m experiments.decode_bench --set model.num_layers=4
     python -m experiments.decode_bench --scale=mini --activation_sparsity=0.4
     python -m experiments.decode_bench --scale=mini --switch
+    python -m experiments.decode_bench --scale=mini --pattern=masked --density=0.5 --block=1 \\
+        --set sparsity.block_outputs=16 --torch=PYTHON
 """
 
 import dataclasses
@@ -38,6 +43,9 @@ class Options(ActivationOptions, BenchOptions):
 
     cached: int = setting(128, "Tokens that each new one sees.", legal=AT_LEAST_ONE)
     tokens: int = setting(4, "Tokens written in a timed round.", legal=AT_LEAST_ONE)
+    torch: str = setting(
+        "", "Python with torch, whose dense GPT takes turns with both models.", path=True
+    )
     switch: bool = setting(False, "Time moving a model from host memory to the device.")
 
 

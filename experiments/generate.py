@@ -61,6 +61,12 @@ class Options(SamplingSettings, ActivationOptions, ModelOptions):
     draft_tokens: int = setting(
         4, "Tokens that --draft drafts before the model reads them.", legal=AT_LEAST_ONE
     )
+    form: str = setting(
+        "auto",
+        "How masked weights are decoded: rows reads the stored ones alone, on a CPU and if masks "
+        "are of rows (1x16); auto does so where it can.",
+        choices=("auto", "rows", "dense"),
+    )
     prompt: str = setting("", "Text to continue; empty begins a document.")
     prompts: str = setting("", "File of prompts, one a line, or .jsonl.", path=True)
     interactive: bool = setting(False, "Continue each line of the input.")
@@ -94,6 +100,8 @@ def main(options):
             "--expert_slots is for models with experts, which --activation_sparsity is not for; "
             "leave one out."
         )
+    if options.form != "auto" and (options.runs or options.expert_slots):
+        raise UserError("--form is for one --run without --expert_slots; leave one out.")
     if options.draft and (options.runs or options.expert_slots):
         raise UserError("--draft is for one --run without --expert_slots; leave one out.")
     if options.router_corpora and not options.runs:
@@ -117,7 +125,7 @@ def main(options):
             model = generate.with_thresholds(model, options.activation_sparsity)
         if options.draft:
             draft = generate.load_draft(options.draft, model, options.draft_tokens)
-        experts = OneModel(model)
+        experts = OneModel(model, form=options.form)
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "samples", "seed", "chat")
     sampling = {name: getattr(options, name) for name in names}
     sampling["stop"] = [options.stop.replace("\\n", "\n")] if options.stop else []

@@ -147,3 +147,19 @@ def _variables(jaxpr):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
                     yield from _variables(inner)
+
+
+@pytest.fixture(scope="session")
+def kernel_folder():
+    """Folder of compiled kernels for the CPU."""
+    from sparse_dataflow.hardware.processor import processor
+
+    return PROGRAMS.with_name("kernels") / processor()
+
+
+@pytest.fixture(scope="session")
+def compiled_kernels(kernel_folder):
+    """Why kernels for the CPU cannot be compiled here; "" where they are."""
+    from sparse_dataflow.chips.cpu import row_matmul
+
+    return row_matmul.build(kernel_folder)

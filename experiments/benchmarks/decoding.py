@@ -1,5 +1,6 @@
 """Tokens that a model writes from a cache, or switches of models, for `decode_bench`."""
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -18,9 +19,13 @@ from sparse_dataflow.core.training import cost
 from sparse_dataflow.evaluation import activation_sparsity, kv_cache
 from sparse_dataflow.evaluation.composition import Composition
 from sparse_dataflow.evaluation.sampling import Sampler, Sampling
+from sparse_dataflow.files.errors import UserError
 
-from . import benchmark, paired
+from . import benchmark, paired, torch_decoding
 from .benchmark import Program
+
+TORCH = "torch"
+"""Name of the row of a dense model in torch."""
 
 
 def run(request: Request, options) -> None:
@@ -28,8 +33,11 @@ def run(request: Request, options) -> None:
     models = benchmark.models_of(request)
     batch, seed, chip = models.training.batch, models.training.seed, models.chip
     layers, cached = models.config.model.num_layers, options.cached
-    models.announce(f"scale {models.scale}, {layers} layers, batch {batch}, {cached} tokens cached")
     share = options.activation_sparsity
+    peers = {}
+    if options.torch:
+        peers[TORCH] = _torch(options.torch, models.by_name["dense"], batch, cached, options)
+    models.announce(f"scale {models.scale}, {layers} layers, batch {batch}, {cached} tokens cached")
     cases: dict[str, tuple[ModelConfig, kv_cache.Weights, float]] = {}
     for name, model in models.by_name.items():
         weights = kv_cache.random_weights(model, seed)
@@ -41,18 +49,32 @@ def run(request: Request, options) -> None:
         name: _program(model, weights, batch, cached, options.tokens)
         for name, (model, weights, _) in cases.items()
     }
-    seconds, medians = benchmark.timed(programs, options.rounds)
+    programs |= peers
+    counted = {name: _Counted(program) for name, program in programs.items()}
+    timed = {n: dataclasses.replace(programs[n], run=each.run) for n, each in counted.items()}
+    seconds, medians = benchmark.timed(timed, options.rounds)
     rows: dict[str, dict] = {}
     for name, (model, _, zeros) in cases.items():
         token = medians[name] / options.tokens
-        skipped = zeros if dispatch.platform() == "cpu" else 0
-        read = cost.decoding_bytes(model, batch, cached, skipped)
+        on_cpu = dispatch.platform() == "cpu"
+        skipped = zeros if on_cpu else 0
+        read = cost.decoding_bytes(model, batch, cached, skipped, rows=on_cpu)
         rows[name] = {
             "token_ms": 1e3 * token,
+            "cpu_ms": 1e3 * float(np.median(counted[name].seconds)) / options.tokens,
             "tokens_per_second": batch / token,
             "read_bytes": read,
             "gigabytes_per_second": read / token / 1e9,
             "compile_seconds": programs[name].compile_seconds,
+        }
+    if options.torch:
+        token = medians[TORCH] / options.tokens
+        rows[TORCH] = rows["dense"] | {
+            "token_ms": 1e3 * token,
+            "cpu_ms": 1e3 * float(np.median(counted[TORCH].seconds)) / options.tokens,
+            "tokens_per_second": batch / token,
+            "gigabytes_per_second": rows["dense"]["read_bytes"] / token / 1e9,
+            "compile_seconds": 0.0,
         }
     ceiling = rows["dense"]["read_bytes"] / rows["sparse"]["read_bytes"]
     result = benchmark.compared(rows, _line, seconds, "byte ceiling", ceiling)
@@ -60,11 +82,61 @@ def run(request: Request, options) -> None:
         inputs="random weights", layers=layers, cached=cached, byte_ceiling=ceiling
     )
     name = f"decode_bench_{chip.name}_{models.scale}_batch{batch}"
+    sparsity = models.config.sparsity
+    if sparsity.block_outputs:
+        facts["block"] = f"{sparsity.block}x{sparsity.block_outputs}"
+        name += f"_{facts['block']}_{facts['dtype']}"
+    if options.torch:
+        result[TORCH] = paired.paired_ratio(seconds[TORCH], seconds["sparse"])
+        print(f"{TORCH} / sparse: {paired.ratio_text(result[TORCH])}")
     if share:
         facts["activation_sparsity"] = share
         result["over_dense"] = _over_dense(rows, seconds, share)
         name += f"_zeros{100 * share:g}"
     measurement.keep(options.keep, name, chip.name, [facts | result])
+
+
+def _torch(python, model, batch, cached, options):
+    """Returns the program of a dense model in torch.
+
+    Raises:
+      UserError: torch has no such model here.
+    """
+    if model.family_fields() or model.positions != "learned" or model.sparse_projections:
+        raise UserError("--torch has a dense GPT-3 alone; leave it or the family's settings out.")
+    shape = {
+        "layers": model.num_layers,
+        "width": model.d_model,
+        "heads": model.num_heads,
+        "hidden": model.d_ff,
+        "vocabulary": model.vocab_size,
+        "activation": model.activation,
+        "dtype": model.compute_dtype,
+        "batch": batch,
+        "cached": cached,
+        "tokens": options.tokens,
+    }
+    try:
+        return Program(torch_decoding.start(python, shape), 0.0)
+    except ValueError as error:
+        raise UserError(f"--torch={error}; legal: a Python with torch.") from None
+
+
+class _Counted:
+    """A program whose seconds of a core are counted, of all threads together.
+
+    On a busy machine they change less than the time that passes.
+    """
+
+    def __init__(self, program: Program):
+        self.program, self.seconds = program, list[float]()
+
+    def run(self) -> Any:
+        start = time.process_time()
+        result = jax.block_until_ready(self.program.run())
+        elsewhere = result if isinstance(result, float) else 0.0
+        self.seconds.append(elsewhere or time.process_time() - start)
+        return result
 
 
 def _zeros(name, share):
@@ -120,7 +192,8 @@ def run_switches(request: Request, options) -> None:
 
 def _line(row):
     return (
-        f"{row['token_ms']:8.2f} ms a token  {row['tokens_per_second']:8.1f} tokens/s  "
+        f"{row['token_ms']:8.2f} ms a token ({row['cpu_ms']:.2f} of a core)  "
+        f"{row['tokens_per_second']:8.1f} tokens/s  "
         f"{row['read_bytes'] / 1e6:8.0f} MB read, {row['gigabytes_per_second']:.1f} GB/s"
     )
 

@@ -1,9 +1,8 @@
 """Compiled programs that later processes read instead of compiling them again."""
 
 import contextlib
-import hashlib
-import platform
-from pathlib import Path
+
+from sparse_dataflow.hardware.processor import processor
 
 PROGRAMS = "programs"
 """Folder of compiled programs in the cache folder."""
@@ -41,23 +40,3 @@ def keep_programs() -> None:
             jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
             jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def processor() -> str:
-    """Returns a name of the processor's instructions.
-
-    Hosts that share a home folder may differ in them. jax's own key does not tell every such pair
-    apart, and a program with instructions that a processor lacks ends the process (SIGILL).
-    """
-    features = ""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        named = (line.partition(":") for line in lines)
-        values = (value for name, _, value in named if name.strip().lower() in _FEATURES)
-        features = " ".join(sorted(next(values, "").split()))
-    digest = hashlib.sha256(f"{platform.machine()} {features}".encode())
-    return f"{platform.machine()}-{digest.hexdigest()[:12]}"
-
-
-_FEATURES = {"flags", "features"}
-"""Names of the line of /proc/cpuinfo, on x86 and on Arm."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from sparse_dataflow.evaluation import kv_cache
+from sparse_dataflow.evaluation import decoded_form, kv_cache
 from sparse_dataflow.evaluation.trained import Model
 
 HOST, DEVICE = "pinned_host", "device"
@@ -60,22 +60,30 @@ class Experts(Protocol):
         """Puts an expert on the device.
 
         Returns:
-          Its weights, None where `evaluation.generate.generate` prepares them; and the switch, None
-          where nothing moved.
+          Its weights for decoding, and the switch; None where nothing moved.
         """
 
 
 class OneModel(Experts):
     """A model that continues every prompt."""
 
-    def __init__(self, model: Model, weights: Any = None):
-        """Takes a model and its weights for decoding; None if the model has parameters."""
-        self.models, self._weights = {"": model}, weights
+    def __init__(self, model: Model, weights: Any = None, form: str = decoded_form.AUTO):
+        """Takes a model.
+
+        Args:
+          weights: for decoding; None if the model has parameters, which are prepared at their first
+            use.
+          form: of masked weights, see `decoded_form`.
+        """
+        self.models, self._weights, self._form = {"": model}, weights, form
 
     def choose(self, prompts: Sequence[Prompt]) -> list[str]:
         return [""] * len(prompts)
 
     def activate(self, name: str) -> tuple[Any, None]:
+        if self._weights is None:
+            model = self.models[name]
+            self._weights = kv_cache.prepare(model.model, model.weights, self._form)
         return self._weights, None
 
 

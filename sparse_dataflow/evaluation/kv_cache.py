@@ -26,6 +26,7 @@ from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.attention.dot_product import masked_attention
 from sparse_dataflow.core.weights.kind import ROUTER, SCALE, TABLE, leaf_of
+from sparse_dataflow.evaluation import decoded_form
 from sparse_dataflow.evaluation.sampling import Sampler
 
 MOST_TOKENS = 32
@@ -59,11 +60,20 @@ class LayerCache(NamedTuple):
     values: jax.Array
 
 
-def prepare(config: ModelConfig, of_model: ModelWeights) -> Weights:
-    """Casts the weights layer by layer to the compute dtype; routers stay float32."""
+def prepare(config: ModelConfig, of_model: ModelWeights, form: str = decoded_form.AUTO) -> Weights:
+    """Casts the weights layer by layer to the compute dtype; routers stay float32.
+
+    Args:
+      form: of masked weights, see `decoded_form`.
+
+    Raises:
+      UserError: the named form is not possible.
+    """
+    decoded_form.check(config, form)
     dtype = jnp.dtype(config.compute_dtype)
     cast = functools.partial(jax.tree.map, lambda leaf: jnp.asarray(leaf, dtype))
-    params, layers = of_model.merged, []
+    params = of_model.merged
+    layers: list[dict] = []
     for stacked in split_groups(stacks.with_groups(params["blocks"])):
         arrays, layouts = stacks.split_layouts(stacked)
         tables = stacks.tables_by_name(layouts)
@@ -72,7 +82,8 @@ def prepare(config: ModelConfig, of_model: ModelWeights) -> Weights:
             if layouts:
                 own = {name: _layout(config, name, each, i) for name, each in tables.items()}
                 layer = merged(layer, stacks.beside(config, own)["blocks"])
-            layers.append(layer_weights(config, layer))
+            weights = layer_weights(config, layer)
+            layers.append(decoded_form.of_layer(config, weights, form, len(layers)))
     return Weights(cast(params["embed"]), tuple(layers), cast(params["head"]))
 
 

@@ -10,6 +10,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from sparse_dataflow.commands import program_cache
 from sparse_dataflow.data import cache
+from sparse_dataflow.hardware.processor import processor
 
 NAMES = (
     "jax_compilation_cache_dir",
@@ -66,15 +67,15 @@ def test_a_program_that_cannot_be_read_is_compiled_again(content):
 
 @pytest.mark.parametrize("flags", ["fpu sse avx2", "fpu sse avx2 avx512f", "fp asimd sve"])
 def test_processors_with_other_instructions_share_no_programs(monkeypatch, flags):
-    here = program_cache.processor()
+    here = processor()
     key = "Features" if "asimd" in flags else "flags"
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: f"model : x\n{key}\t: {flags}\n")
-    other = program_cache.processor()
+    other = processor()
     assert other != here
     monkeypatch.setattr(
         Path, "read_text", lambda *_, **__: f"{key}: {' '.join(reversed(flags.split()))}"
     )
-    assert program_cache.processor() == other
+    assert processor() == other
 
 
 @pytest.mark.parametrize(("processes", "platform", "kept"), [

@@ -1,6 +1,7 @@
 """The benchmarks from end to end at tiny sizes, as a user starts them."""
 
 import csv
+import importlib.util
 import json
 import sys
 
@@ -223,6 +224,26 @@ def test_decode_bench(job, tmp_path):
     for row in result["rows"].values():
         assert row["tokens_per_second"] == pytest.approx(2e3 / row["token_ms"])
     assert f"byte ceiling {result['byte_ceiling']:.2f}x" in done.stdout
+
+
+@pytest.mark.parametrize("python", ["not/a/python", "false"])
+def test_decode_bench_refuses_a_python_without_torch(job, refused, tmp_path, python):
+    shape = ("--scale=pico", "--density=0.5", "--block=16", "--keep=", f"--torch={python}")
+    assert f"--torch={python} " in refused(*shape, experiment="decode_bench")
+
+
+@pytest.mark.slow
+def test_decode_bench_times_rows(job, tmp_path):
+    folder = tmp_path / "kept"
+    shape = ("--scale=pico", "--pattern=masked", "--density=0.5", "--block=1", "--batch=2")
+    flags = ["--set", "sparsity.block_outputs=16", "--rounds=1", f"--keep={folder}"]
+    if importlib.util.find_spec("torch"):
+        flags.append(f"--torch={sys.executable}")
+    result = kept(job.run(*shape, *flags, experiment="decode_bench"), folder)
+    check_ratio(result)
+    assert result["block"] == "1x16"
+    assert result["byte_ceiling"] > 1.4
+    assert all(row["cpu_ms"] > 0 for row in result["rows"].values())
 
 
 def test_decode_bench_times_switches_between_models(job, tmp_path):

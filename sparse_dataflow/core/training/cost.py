@@ -203,7 +203,11 @@ def flop_ceiling(config: ModelConfig, sequence: int) -> float:
 
 
 def decoding_bytes(
-    config: ModelConfig, batch: int, cached: int, activation_sparsity: float = 0.0
+    config: ModelConfig,
+    batch: int,
+    cached: int,
+    activation_sparsity: float = 0.0,
+    rows: bool = False,
 ) -> float:
     """Returns the bytes that a decoding step reads: each weight once, and the KV caches.
 
@@ -215,6 +219,7 @@ def decoding_bytes(
       cached: cached tokens of each row.
       activation_sparsity: share of the projections' inputs that are zeros on a CPU; a dense weight
         of one row is read without their rows.
+      rows: whether masks of rows are decoded with the stored rows alone, as on a CPU.
     """
     fractions = stored_fractions(config)
     weights: float = config.vocab_size * config.d_model
@@ -223,7 +228,11 @@ def decoding_bytes(
         spec, bias = config.linear(name), fan_out if name in config.biases else 0
         stored = fan_in * fan_out * fractions[name] + spec.rank * (fan_in + fan_out)
         row = spec.weight.input_row(spec, (fan_in, fan_out))
-        if row and skips_rows("cpu", batch, row):
+        if rows and (width := spec.weight.row_width(spec)):
+            # A row has an index of two bytes.
+            index = 2 / DTYPE_BYTES[config.compute_dtype] / width
+            stored = fan_in * fan_out * spec.density * (1 + index)
+        elif row and skips_rows("cpu", batch, row):
             stored -= activation_sparsity * fan_in * row
         read = 1
         if config.experts and name in MLP:

@@ -214,6 +214,12 @@ class Weight:
         return 0
 
     @classmethod
+    def row_width(cls, spec: LinearSpec) -> int:
+        """Returns the outputs of a row in which a CPU can decode the weight; see `rows`.  0 for
+        weights that are not rows."""
+        return 0
+
+    @classmethod
     def table_bytes(cls, spec: LinearSpec, sides: tuple[int, int]) -> float:
         """Returns the bytes of what is stored of a layer's layout."""
         return 0.0

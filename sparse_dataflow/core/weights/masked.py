@@ -1,8 +1,8 @@
 """Masked dense weights: any mask of single weights, N of M, or blocks of any side, at dense speed.
 
-The kernel is stored whole, and a product multiplies all of it.  So a mask costs no speed and saves
-none: it is for studies of sparsity, and for weights that something else serves.  A mask is data: it
-changes without a new program, and no optimizer state belongs to it.
+The kernel is stored whole, and a product multiplies all of it.  So a mask costs no speed in
+training and saves none; a CPU decodes masks of rows with the stored weights alone (`rows`).  A mask
+is data: it changes without a new program, and no optimizer state belongs to it.
 
 Each output stores equally many inputs: the best by some score, among all inputs or among every few
 neighbouring ones (`LinearSpec.span`; 4 with density 1/2 is 2 of 4).
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparse_dataflow.core.config.projections import PRECISIONS, LinearSpec
+from sparse_dataflow.core.ops.row_matmul import ROW_WIDTHS
 from sparse_dataflow.core.weights.dense import KERNEL, Dense
 from sparse_dataflow.core.weights.kind import (
     ABILITIES,
@@ -80,6 +81,11 @@ class Masked(Weight):
     @classmethod
     def input_row(cls, spec, sides):
         return sides[1]
+
+    @classmethod
+    def row_width(cls, spec):
+        width = math.gcd(spec.block_sides[1], max(ROW_WIDTHS))
+        return width if width in ROW_WIDTHS else 0
 
     @classmethod
     def check(cls, name, spec, sides):

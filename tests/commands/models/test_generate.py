@@ -21,6 +21,12 @@ from sparse_dataflow.files.errors import UserError
 TOKENIZER = gpt2_tokenizer()
 
 
+@pytest.fixture(autouse=True)
+def no_weights(monkeypatch):
+    """Most models here have no parameters to prepare."""
+    monkeypatch.setattr(OneModel, "activate", lambda experts, name: (experts._weights, None))
+
+
 @pytest.fixture
 def converse(monkeypatch, capsys):
     """converse(inputs, write) -> (exit status, stdout, stderr, the prompts): each input is a line

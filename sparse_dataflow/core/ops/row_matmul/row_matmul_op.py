@@ -1,0 +1,49 @@
+"""The product with rows: stored groups of one input and 8 to 64 neighbouring outputs.
+
+A token that is decoded alone is bound by the bytes of the weights, and a row is a cache line or
+more, so half of the rows are half of the time.  Shapes in names: G groups of outputs, K stored rows
+of each, W outputs of a row.
+"""
+
+import jax
+
+from sparse_dataflow.core.ops.dispatch import Implementation, Op
+
+OP = Op(
+    __package__,
+    {
+        "xla": Implementation("row_matmul_xla"),
+        "native": Implementation(".chips.cpu.row_matmul", "cpu", partitioned=False),
+    },
+    fallback=("xla",),
+)
+"""An implementation has `run` and `refusal` of the operands of `row_matmul`."""
+
+IMPLEMENTATIONS = tuple(OP.implementations)
+
+
+def row_matmul(
+    x: jax.Array,
+    values_GxKxW: jax.Array,
+    inputs_GxK: jax.Array,
+    kernel: jax.Array | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Compute `x @ kernel` of a kernel with zeros outside of the stored rows.
+
+    Args:
+      x: float [tokens, in].
+      values_GxKxW: in x's dtype; zeros where a group has fewer rows than others.
+      inputs_GxK: uint16 or int32, the input of each row.
+      kernel: [in, G * W] in x's dtype, for implementations that are slow with many tokens; None if
+        there is none.
+      implementation: one of IMPLEMENTATIONS, or None to choose by platform.
+
+    Returns:
+      [tokens, G * W] in x's dtype; sums are float32 (float64 for float64).
+
+    Raises:
+      UserError: a named implementation cannot run.
+    """
+    operands = x, values_GxKxW, inputs_GxK, kernel
+    return OP.module(implementation, *operands).run(*operands)

@@ -1,0 +1,188 @@
+"""The product with rows, in XLA and in C++, against numpy in float64."""
+
+import stat
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse_dataflow.chips.cpu import row_matmul as native
+from sparse_dataflow.core.ops.row_matmul import ROW_WIDTHS
+from sparse_dataflow.core.ops.row_matmul.row_matmul_op import IMPLEMENTATIONS, row_matmul
+from sparse_dataflow.core.weights.masked import Masked
+from sparse_dataflow.core.weights.rows import Rows, rows_of
+from sparse_dataflow.files.errors import UserError
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request, compiled_kernels):
+    if request.param == "native" and compiled_kernels:
+        pytest.skip(compiled_kernels)
+    return request.param
+
+
+@st.composite
+def masked_weights(draw):
+    """Returns (masked weight with any number of rows in each group, width of a row)."""
+    width, groups = draw(st.sampled_from(ROW_WIDTHS)), draw(st.integers(1, 5))
+    inputs = draw(st.integers(4, 70))
+    dtype, rng = (
+        draw(st.sampled_from(list(TOLERANCE))),
+        np.random.default_rng(draw(st.integers(0, 999))),
+    )
+    fan_in = draw(st.lists(st.integers(0, inputs // 2), min_size=groups, max_size=groups))
+    stored = rng.permuted(np.arange(inputs)[:, None] < fan_in, axis=0)
+    kernel = rng.normal(size=(inputs, groups * width)).astype(jnp.dtype(dtype))
+    return Masked(kernel, stored.repeat(width, 1)), width
+
+
+@settings(max_examples=60)
+@given(
+    case=masked_weights(), tokens=st.integers(1, 20), seed=st.integers(0, 99), stacked=st.booleans()
+)
+def check_product(implementation, case, tokens, seed, stacked):
+    weight, width = case
+    inputs, dtype = len(weight.mask), weight.kernel.dtype
+    x = np.random.default_rng(seed).normal(size=(tokens, inputs)).astype(dtype)
+    expected = x.astype(np.float64) @ np.where(weight.mask, weight.kernel, 0).astype(np.float64)
+    rows = rows_of(weight, width, with_kernel=False)
+    y = row_matmul(x, rows.values, rows.inputs, implementation=implementation)
+    assert y.dtype == dtype
+    tolerance = TOLERANCE[dtype.name]
+    np.testing.assert_allclose(np.asarray(y, np.float64), expected, tolerance, 8 * tolerance)
+    int32 = rows.inputs.astype(np.int32)
+    same = row_matmul(x, rows.values, int32, implementation=implementation)
+    np.testing.assert_array_equal(np.asarray(same), np.asarray(y))
+    if stacked:
+        of_axes = x.reshape(1, tokens, 1, inputs) @ rows
+        assert of_axes.shape == (1, tokens, 1, len(weight.kernel[0]))
+
+
+def test_a_product_is_that_of_the_masked_weight(implementation):
+    check_product(implementation)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 17])
+def test_values_that_are_not_finite_stay_in_their_outputs_and_tokens(implementation, tokens):
+    values, inputs = np.ones((3, 2, 16), np.float32), np.asarray([[0, 1], [1, 2], [2, 3]])
+    values[1, 0, 5] = np.inf
+    x = np.ones((tokens, 4), np.float32)
+    x[-1, 3] = np.nan
+    y = np.asarray(row_matmul(x, values, inputs.astype(np.uint16), implementation=implementation))
+    expected = np.full((tokens, 48), 2.0)
+    expected[:, 21], expected[-1, 32:] = np.inf, np.nan
+    np.testing.assert_array_equal(y, expected)
+
+
+@given(masked_weights(), st.booleans())
+def test_rows_hold_the_stored_weights_alone(case, with_kernel):
+    weight, width = case
+    rows = rows_of(weight, width, with_kernel)
+    most = max(1, weight.mask[:, ::width].sum(0).max())
+    assert rows.values.shape == (weight.kernel.shape[1] // width, most, width)
+    assert jnp.count_nonzero(rows.values) == np.count_nonzero(weight.kernel[weight.mask])
+    assert (rows.kernel is not None) == with_kernel
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 9])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_xla_multiplies_many_tokens_with_the_kernel(tokens, dtype):
+    kernel = np.ones((6, 16), jnp.dtype(dtype))
+    rows = rows_of(Masked(kernel, np.arange(6)[:, None].repeat(16, 1) < 2), 16, with_kernel=True)
+    x = jax.ShapeDtypeStruct((tokens, 6), dtype)
+    few = tokens <= {"float32": 8, "bfloat16": 1}[dtype]
+    program = str(jax.make_jaxpr(lambda x: row_matmul(x, *rows_parts(rows), "xla"))(x))
+    assert ("gather" in program) == few and ("dot_general" in program) != few
+
+
+def rows_parts(rows: Rows):
+    return rows.values, rows.inputs, rows.kernel
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        np.ones((8, 32), bool),
+        np.arange(8 * 32).reshape(8, 32) % 2 == 0,
+        np.eye(8, 32, dtype=bool),
+        np.arange(8)[:, None].repeat(32, 1) < np.asarray([8, 1]).repeat(16),
+    ],
+    ids=["all", "every other", "single", "one full group"],
+)
+def test_other_masks_are_not_rows(mask):
+    assert rows_of(Masked(np.ones(mask.shape, np.float32), mask), 16, False) is None
+
+
+def test_a_dtype_that_the_kernel_lacks_is_refused_by_name(compiled_kernels):
+    arrays = (
+        np.ones((1, 4), np.float16),
+        np.ones((1, 2, 8), np.float16),
+        np.zeros((1, 2), np.uint16),
+    )
+    with pytest.raises(UserError, match="multiplies float32 or bfloat16, not float16"):
+        row_matmul(*arrays, implementation="native")
+    assert row_matmul(*arrays).tolist() == [[2.0] * 8]
+
+
+def script(folder, text):
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@pytest.fixture(name="not_built")
+def no_state(monkeypatch):
+    monkeypatch.setitem(native._state, "refusal", native._NOT_BUILT)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "words"),
+    [
+        ("echo 'row_matmul.cc: no such flag' >&2; exit 1", "failed: row_matmul.cc: no such flag."),
+        ("exit 3", "failed."),
+        ("exit 0", "it was not compiled"),
+        ('while [ "$1" != -o ]; do shift; done; echo not a library > "$2"', "cannot be loaded"),
+    ],
+)
+def test_a_compiler_that_fails_is_a_refusal(not_built, monkeypatch, tmp_path, compiler, words):
+    monkeypatch.setenv("CXX", script(tmp_path, compiler))
+    assert words in native.build(tmp_path / "kernels")
+    assert words in native.refusal(*(jnp.ones(1),) * 4)
+    assert not list((tmp_path / "kernels").glob(".build-*"))
+
+
+def test_a_machine_without_a_compiler_says_so(not_built, monkeypatch, tmp_path):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert native.build(tmp_path) == (
+        "this machine has no C++ compiler (c++, g++, clang++, or CXX)."
+    )
+
+
+def test_a_damaged_library_is_compiled_again(
+    compiled_kernels, kernel_folder, not_built, monkeypatch, tmp_path
+):
+    if compiled_kernels:
+        pytest.skip(compiled_kernels)
+    # XLA takes one product of a name in a process.
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: None)
+    library = max(kernel_folder.glob("row_matmul-*.so"), key=lambda path: path.stat().st_mtime)
+    copies = f'while [ "$1" != -o ]; do shift; done; cp {library} "$2"; echo >> {tmp_path}/calls'
+    monkeypatch.setenv("CXX", script(tmp_path, copies))
+    assert native.build(tmp_path / "first") == ""
+    [name] = (path.name for path in (tmp_path / "first").iterdir())
+    for folder, content, calls in (("first", b"", 1), ("other", b"half of a library", 2)):
+        ours = tmp_path / folder / name
+        if content:
+            ours.parent.mkdir()
+            ours.write_bytes(content)
+        monkeypatch.setitem(native._state, "refusal", native._NOT_BUILT)
+        assert native.build(ours.parent) == ""
+        assert ours.read_bytes() == library.read_bytes()
+        assert (tmp_path / "calls").read_text() == "\n" * calls
