@@ -12,8 +12,6 @@ import sparse_dataflow as sd
 from sparse_dataflow.core.layouts.evolution import rigl_blocks
 from sparse_dataflow.layers.layout_state import TABLES, layout_name, named_entry
 
-each_kind = pytest.mark.parametrize("evolving", [False, True])
-
 
 class Mlp(nnx.Module):
     def __init__(self, evolving=True, density=0.5):

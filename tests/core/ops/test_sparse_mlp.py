@@ -107,8 +107,9 @@ def test_value_and_gradients_are_those_of_the_dense_mlp(implementation, gated):
             assert_close(run(*operands, dy), expected, dtype)
 
 
+@pytest.mark.slow
 @every_case
-@pytest.mark.parametrize("activation", some(fused_names(), "gelu"))
+@pytest.mark.parametrize("activation", fused_names())
 def test_every_fused_activation_on_every_implementation(implementation, gated, activation):
     dtype = implementation.dtypes[0]
     operands, dy, expected = draw(implementation, gated, (37,), dtype, 3, activation)
@@ -272,7 +273,7 @@ def test_values_and_gradients(layouts, tokens, dtype, traced_tables):
     assert_close(actual, exact(operands, dy, layouts), dtype)
 
 
-@pytest.mark.parametrize("pattern", ["monarch", "butterfly", "random"])
+@pytest.mark.parametrize("pattern", some(["monarch", "butterfly", "random"], "monarch", "random"))
 def test_concrete_and_traced_tables_agree(pattern):
     layouts = mlp_layouts(pattern)
     operands, dy = draw_operands(layouts, (3, 5), "float32")

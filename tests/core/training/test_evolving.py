@@ -39,7 +39,7 @@ def untimed(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [1e-3, 0.02])
+@pytest.mark.parametrize("share", some([1e-3, 0.02], 1e-3))
 def test_a_share_that_rounds_to_no_block_exchanges_one_of_each_layer(tmp_path, share):
     evolution = dataclasses.replace(EVOLUTIONS["set"], share=share)
     t = train(trainer(tmp_path, "set", evolution), until=3)
@@ -103,7 +103,12 @@ def test_a_plateau_starts_the_dense_phase_early_also_after_a_resume(tmp_path, st
 
 
 @pytest.mark.parametrize(
-    "method", ["set", "rigl_by_depth", pytest.param("rigl", marks=pytest.mark.nightly)]
+    "method",
+    [
+        pytest.param("set", marks=pytest.mark.slow),
+        "rigl_by_depth",
+        pytest.param("rigl", marks=pytest.mark.nightly),
+    ],
 )
 def test_layouts_change_and_keep_their_fan_in(tmp_path, method):
     t, model = train(trainer(tmp_path, method)), MODELS[method]
