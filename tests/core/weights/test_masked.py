@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import some
 
 import sparse_dataflow as sd
 from sparse_dataflow.core.config.model import ModelConfig
@@ -40,7 +41,7 @@ SPECS = {
     "rows of 8": dataclasses.replace(SINGLE, block_outputs=8),
     "blocks of 4, 1 of 2": dataclasses.replace(SINGLE, block=4, density=0.5, span=2),
 }
-each_spec = pytest.mark.parametrize("name", SPECS)
+each_spec = pytest.mark.parametrize("name", some([*SPECS], "single weights", "blocks of 4, 1 of 2"))
 drawn_specs = st.builds(
     lambda block, outputs, span, kept: dataclasses.replace(
         SINGLE, block=block, block_outputs=outputs, span=span, density=kept / (span or 8)
