@@ -73,6 +73,18 @@ every_case = pytest.mark.parametrize(
         for gated in (False, True)[: 1 + each.gated]
     ],
 )
+# Every implementation has its derivatives from core/ops/derivatives.py.
+with_shared_derivatives = pytest.mark.parametrize(
+    ("implementation", "gated"),
+    some(
+        {
+            f"{each.name}-{'gated' if gated else 'plain'}": (each, gated)
+            for each in SUITE
+            for gated in (False, True)[: 1 + each.gated]
+        },
+        "xla_static-gated", "pallas_tpu-plain",
+    ),
+)  # fmt: skip
 
 
 def draw(implementation, gated, tokens, dtype, seed=0, activation=""):
@@ -125,7 +137,7 @@ def test_an_activation_that_kernels_lack_is_refused_with_the_legal_ones():
         sparse_mlp(*operands, *tables, activation="gelu_exact")
 
 
-@every_case
+@with_shared_derivatives
 def test_vmap_is_a_loop(implementation, gated):
     dtype = implementation.dtypes[0]
     several = [draw(implementation, gated, (40,), dtype, seed) for seed in range(2)]
@@ -142,7 +154,7 @@ def test_vmap_is_a_loop(implementation, gated):
                 np.testing.assert_allclose(both, one, atol=tolerance)
 
 
-@every_case
+@with_shared_derivatives
 def test_forward_mode_is_the_transpose_of_the_gradient(implementation, gated):
     """⟨dy, J v⟩ = ⟨Jᵀ dy, v⟩, with the exact gradient on the right."""
     dtype = implementation.dtypes[0]
@@ -161,7 +173,7 @@ def test_forward_mode_is_the_transpose_of_the_gradient(implementation, gated):
     assert abs(np.sum(np.asarray(dy, np.float64) * moved) - sum(terms)) <= tolerance * size
 
 
-@every_implementation
+@pytest.mark.parametrize("implementation", some({each.name: each for each in SUITE}, "xla_static"))
 def test_second_derivatives_are_right_or_refused_in_words(implementation):
     dtype = implementation.dtypes[0]
     operands, *_ = draw(implementation, False, (40,), dtype)
