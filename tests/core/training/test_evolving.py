@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 from evolving import EVOLUTIONS, MODEL, MODELS, TRAINING, train, trainer
-from marks import some
 
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
@@ -39,7 +38,7 @@ def untimed(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", some([1e-3, 0.02], 1e-3))
+@pytest.mark.parametrize("share", [1e-3, 0.02])
 def test_a_share_that_rounds_to_no_block_exchanges_one_of_each_layer(tmp_path, share):
     evolution = dataclasses.replace(EVOLUTIONS["set"], share=share)
     t = train(trainer(tmp_path, "set", evolution), until=3)
@@ -84,7 +83,8 @@ def test_a_resumed_run_ends_at_the_same_bits(tmp_path, method):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("stop", some([3, 4, 5, 6], 4))
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [3, 4, 5, 6])
 def test_a_plateau_starts_the_dense_phase_early_also_after_a_resume(tmp_path, stop, monkeypatch):
     """Evaluations at steps 2, 4, ... show no gain: the second stale one is at step 6."""
     monkeypatch.setattr(plateau, "PLATEAU_GAIN", 0.9)
