@@ -90,7 +90,7 @@ def test_gradients_are_those_of_the_scaled_weights():
     }}  # fmt: skip
     after = [
         jax.jit(make_train_step(m, t))(s, TOKENS, np.float32(1e-2))
-        for m, t, s in ((model, INT8, state), (wide, plain, state._replace(frozen=frozen)))
+        for m, t, s in ((model, INT8, state), (wide, plain, state._replace(rest=frozen)))
     ]
     for norm, expected in zip(*(jax.tree.leaves(r.gradient_norms) for _, r in after), strict=True):
         np.testing.assert_allclose(norm, expected, rtol=1e-4)
