@@ -41,9 +41,7 @@ def texts(config, weights, prompts, count, draft=None, sampling=None, context=16
 PROMPTS = [[3], [1, 2, 3, 4], [7, 7, 2, 5, 9, 1]]
 
 
-@pytest.mark.parametrize(
-    "name", some(["dense", "sparse", "llama", "gemma2", "gemma3"], "sparse", "gemma3")
-)
+@pytest.mark.parametrize("name", some(["dense", "sparse", "llama", "gemma2", "gemma3"], "gemma3"))
 @pytest.mark.parametrize("tokens", some([1, 4], 4))
 def test_greedy_texts_are_those_without_drafts(name, tokens):
     config = CONFIGS[name]

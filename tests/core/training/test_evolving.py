@@ -102,10 +102,11 @@ def test_a_plateau_starts_the_dense_phase_early_also_after_a_resume(tmp_path, st
     assert cut.phases == whole.phases and bits(cut.state) == bits(whole.state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param("set", marks=pytest.mark.slow),
+        "set",
         "rigl_by_depth",
         pytest.param("rigl", marks=pytest.mark.nightly),
     ],
