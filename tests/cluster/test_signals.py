@@ -7,6 +7,7 @@ import textwrap
 import time
 
 import pytest
+from marks import some
 
 START = """
 import atexit, hashlib, os, signal, sys, threading, time
@@ -83,15 +84,33 @@ def ended(code, *sent, seconds=30, each_ready=False):
 TERM, HANGUP, INT = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
 
 
-@pytest.mark.parametrize("pauses", [(0, 0, 0), (0.05, 0.1), (0.1, 0.2, 0.2, 0.2)])
-@pytest.mark.parametrize("numbers", [(TERM,), (HANGUP, TERM)])
+@pytest.mark.parametrize(
+    "pauses",
+    [
+        (0, 0, 0),
+        *(
+            pytest.param(pauses, marks=pytest.mark.slow)
+            for pauses in ((0.05, 0.1), (0.1, 0.2, 0.2, 0.2))
+        ),
+    ],
+)
+@pytest.mark.parametrize("numbers", [pytest.param((TERM,), marks=pytest.mark.slow), (HANGUP, TERM)])
 def test_several_signals_of_a_scheduler_end_with_75(pauses, numbers):
     sent = [(pause, numbers[i % len(numbers)]) for i, pause in enumerate(pauses)]
     status, _ = ended(WAITS, *sent)
     assert status == 75
 
 
-@pytest.mark.parametrize("pauses", [(0, 0), (0.1, 0.2, 0.3, 0.3), (0.1, 0.8)])
+@pytest.mark.parametrize(
+    "pauses",
+    [
+        (0, 0),
+        *(
+            pytest.param(pauses, marks=pytest.mark.slow)
+            for pauses in ((0.1, 0.2, 0.3, 0.3), (0.1, 0.8))
+        ),
+    ],
+)
 def test_several_signals_of_a_scheduler_in_training_end_with_75_after_saving(pauses):
     status, lines = ended(TRAINS, *((pause, TERM) for pause in pauses))
     assert status == 75 and lines[-2:] == ["saved", "cleaned"]
@@ -99,7 +118,7 @@ def test_several_signals_of_a_scheduler_in_training_end_with_75_after_saving(pau
 
 
 @pytest.mark.parametrize("call", ["swallow()", "swallow_silently()"])
-@pytest.mark.parametrize("then", ["time.sleep(60)", "long_call()"])
+@pytest.mark.parametrize("then", some(["time.sleep(60)", "long_call()"], "long_call()"))
 def test_a_signal_whose_exception_was_swallowed_ends_with_75_all_the_same(call, then):
     code = f"""
     signals.UNWINDING_SECONDS = 1.0 if "silently" in "{call}" or "long" in "{then}" else 60
@@ -124,7 +143,9 @@ def test_a_training_does_not_begin_after_a_swallowed_signal(call):
     assert status == 75 and "trains" not in lines
 
 
-@pytest.mark.parametrize("pauses", [(0.1, 0.1), (0.3, 0.5, 0.1)])
+@pytest.mark.parametrize(
+    "pauses", [(0.1, 0.1), pytest.param((0.3, 0.5, 0.1), marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("block", ["with stop_on_signals(say):", "if True:"])
 def test_a_second_ctrl_c_ends_a_long_call_at_once(block, pauses):
     code = f"""
@@ -153,8 +174,8 @@ with ended_by_signals(), cleaned_up(lambda: say("cleaned")):
     ("grace", "sent", "status"),
     [
         (1000, [(0.3, INT), (0.3, INT)], 130),
-        (0.5, [(0.1, TERM)], 75),
-        (0, [(0.1, HANGUP), (0.1, TERM), (0.1, TERM)], 75),
+        pytest.param(0.5, [(0.1, TERM)], 75, marks=pytest.mark.slow),
+        pytest.param(0, [(0.1, HANGUP), (0.1, TERM), (0.1, TERM)], 75, marks=pytest.mark.slow),
         (0.5, [(0.1, INT), (0.1, TERM)], 75),
     ],
 )
@@ -179,7 +200,7 @@ with ended_by_signals():
 
 
 @pytest.mark.parametrize(
-    ("grace", "step", "save"), [(1.5, 0.4, 0), (0.6, 0.1, 1.2), (0.5, 0.01, 1)]
+    ("grace", "step", "save"), some([(1.5, 0.4, 0), (0.6, 0.1, 1.2), (0.5, 0.01, 1)], 0.6)
 )
 def test_a_run_saves_however_long_that_takes_if_a_step_ends_in_time(grace, step, save):
     code = STEPS.format(grace=grace, step=step, save=save)
@@ -207,7 +228,16 @@ def test_a_second_ctrl_c_ends_a_save_at_once():
     assert status == 130 and "cleaned" in lines and "saved" not in lines
 
 
-@pytest.mark.parametrize("numbers", [(TERM, INT), (INT, TERM), (TERM, INT, TERM)])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        (TERM, INT),
+        *(
+            pytest.param(numbers, marks=pytest.mark.slow)
+            for numbers in ((INT, TERM), (TERM, INT, TERM))
+        ),
+    ],
+)
 def test_a_launcher_that_passes_on_what_the_terminal_sends_too_loses_nothing(numbers):
     status, lines = ended(TRAINS, *((0.1, number) for number in numbers))
     assert status == 75 and "saved" in lines

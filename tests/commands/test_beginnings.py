@@ -43,8 +43,11 @@ def request_of(place, **changes):
 
 @pytest.mark.parametrize(
     ("sparse", "named", "expected"),
-    [(True, "", "sparse"), (False, "", "dense"), (True, "dense", "dense"),
-     (False, "sparse", "sparse"), (False, "dense", "dense")],
+    [
+        (True, "", "sparse"), (False, "", "dense"), (True, "dense", "dense"),
+        pytest.param(False, "sparse", "sparse", marks=pytest.mark.slow),
+        pytest.param(False, "dense", "dense", marks=pytest.mark.slow),
+    ],
 )  # fmt: skip
 def test_the_setting_chooses_the_model_else_the_kind_of_the_new_run(place, sparse, named, expected):
     config = request_of(place, run__init_variant=named).config(sparse=sparse)

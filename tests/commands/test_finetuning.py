@@ -111,6 +111,7 @@ def test_a_loaded_run_is_its_base_with_adapters_and_an_export_has_them_merged(ru
     assert text.text is not None
 
 
+@pytest.mark.slow
 def test_adapters_on_an_int8_base_load_resume_and_export_as_they_were_trained(place):
     trained = sd.train(config_of(place, "int8", training__frozen_dtype="int8"))
     model, base = sd.load(trained.folder), sd.load(place / "base")

@@ -11,6 +11,7 @@ import urllib.request
 import warnings
 
 import pytest
+from marks import some
 
 import sparse_dataflow as sd
 from sparse_dataflow.commands import watch
@@ -84,7 +85,9 @@ def test_the_content_follows_the_run(folders):
     assert respond("/config.json", {}) is None
 
 
-@pytest.mark.parametrize("field", ["loss", "tokens", "seconds", "tokens_per_second", "step"])
+@pytest.mark.parametrize(
+    "field", some(["loss", "tokens", "seconds", "tokens_per_second", "step"], "loss")
+)
 @pytest.mark.parametrize("values", [(1e300, -1e300), (3e38, 1e-300), (10**350, -(10**350)), (0, 0)])
 def test_numbers_that_cannot_be_drawn_are_cut(folders, field, values):
     path = folders[1] / "dense" / "metrics.jsonl"

@@ -9,6 +9,7 @@ import pytest
 from decoded import CONFIGS, DENSE, SPARSE
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import examples, some
 from small_models import arbitrary_params, tables_of
 
 from sparse_dataflow.core.config.model import ModelConfig
@@ -39,7 +40,7 @@ def test_incremental_logits_equal_those_of_the_complete_text(config):
         lambda params, tokens: whole.logits(config, weights_of(params, tables), tokens)
     )
 
-    @settings(max_examples=10)
+    @settings(max_examples=examples(10))
     @given(
         lengths=st.lists(st.integers(1, WIDTH), min_size=ROWS, max_size=ROWS),
         seed=st.integers(0, 99),
@@ -90,7 +91,7 @@ def test_logits_depend_on_the_position():
 
 
 @pytest.mark.parametrize("pattern", ["monarch", "random"])
-@pytest.mark.parametrize("rows", [1, 2, 32])
+@pytest.mark.parametrize("rows", some([1, 2, 32], 2))
 def test_a_gpu_decodes_without_kernels_and_without_tables_of_equal_groups(
     monkeypatch, pattern, rows
 ):

@@ -127,6 +127,7 @@ def as_done(run):
     return run
 
 
+@pytest.mark.slow
 def test_a_new_run_never_replaces_one_at_its_address(machines, store, undisturbed):
     first, second = machines
     for path in undisturbed.rglob("*"):

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 from fake_hub import FakeHub
+from marks import some
 
 import sparse_dataflow as sd
 from sparse_dataflow.commands.models import load_model
@@ -265,12 +266,16 @@ def test_the_cache_is_used_without_a_network_and_says_so(hub, tmp_path, caplog):
     assert f"hf:{NAME} is read from the cache, commit {hub.revision(NAME)}" in caplog.text
     with pytest.raises(UserError, match=r"the hub cannot be reached .* has not all of it"):
         _offline(hub, "owner/shards")
-    # The library's own switch, and a machine without a network.
-    for environment in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": _closed()}):
-        process = alone(hub, tmp_path / "cached", NAME, **environment)
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
-        assert "is read from the cache" in errors
+
+
+@pytest.mark.parametrize("switch", some(["HF_HUB_OFFLINE", "HF_ENDPOINT"], "HF_ENDPOINT"))
+def test_the_cache_is_used_by_the_librarys_own_switch_and_without_a_network(hub, tmp_path, switch):
+    sd.load(NAME)
+    value = "1" if switch == "HF_HUB_OFFLINE" else _closed()
+    process = alone(hub, tmp_path / "cached", NAME, **{switch: value})
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "is read from the cache" in errors
 
 
 def _closed():

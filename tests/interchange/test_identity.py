@@ -10,6 +10,7 @@ import pytest
 from directories import SPECIALS, VOCAB, config, engine, weights, write
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from marks import examples
 
 import sparse_dataflow as sd
 from sparse_dataflow.data.corpora import corpus_of_texts
@@ -281,7 +282,7 @@ JSON_FILES = {
 }
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 @example({"eos_token_id": END}, {"chat_template__jinja": TEMPLATE}, False, False)
 @given(
     st.fixed_dictionaries({}, optional=FIELDS),

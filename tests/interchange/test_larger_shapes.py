@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from make_fixture import BYTES
+from marks import some
 from models import DENSE, DEPTH, SPARSE, TRAINING, begun, begun_with_equal_logits, export
 from small_models import NEWER
 
@@ -33,38 +34,34 @@ GROUPED = dataclasses.replace(LLAMA, num_heads=4, num_kv_heads=2, head_dim=4)
 
 @pytest.mark.parametrize(
     ("old", "fields"),
-    [
-        (SMALL, {**WIDE, "num_layers": 3, "d_ff": 41}),
-        (
-            dataclasses.replace(GROUPED, fused_qkv=True, parametrization="supar"),
-            {"d_model": 48, "num_heads": 9, "num_kv_heads": 3},
-        ),
-        (
-            dataclasses.replace(GROUPED, qk_norm=True, tied_embeddings=True, biases=("q", "k")),
-            {"num_layers": 5, "d_model": 32, "num_heads": 6},
-        ),
-        (
-            dataclasses.replace(GROUPED, **NEWER["olmo2"], parametrization="supar"),
-            {"num_layers": 3, "d_model": 32, "num_heads": 8, "num_kv_heads": 4},
-        ),
-        (
-            dataclasses.replace(GROUPED, **NEWER["stablelm2_12b"]),
-            {"num_layers": 3, "d_model": 48, "num_heads": 9, "num_kv_heads": 3},
-        ),
-        (
-            dataclasses.replace(SMALL, **NEWER["phi"] | VOCABULARY, post_norms=True),
-            {"num_layers": 3, "d_model": 32, "num_heads": 4, "num_kv_heads": 4},
-        ),
-    ],
-    ids=[
-        "gpt",
-        "fused, supar, more groups",
-        "tied, norms of heads, more queries",
-        "norms of all heads",
-        "norms of each head, parallel",
+    some(
+        {
+            "gpt": (SMALL, {**WIDE, "num_layers": 3, "d_ff": 41}),
+            "fused, supar, more groups": (
+                dataclasses.replace(GROUPED, fused_qkv=True, parametrization="supar"),
+                {"d_model": 48, "num_heads": 9, "num_kv_heads": 3},
+            ),
+            "tied, norms of heads, more queries": (
+                dataclasses.replace(GROUPED, qk_norm=True, tied_embeddings=True, biases=("q", "k")),
+                {"num_layers": 5, "d_model": 32, "num_heads": 6},
+            ),
+            "norms of all heads": (
+                dataclasses.replace(GROUPED, **NEWER["olmo2"], parametrization="supar"),
+                {"num_layers": 3, "d_model": 32, "num_heads": 8, "num_kv_heads": 4},
+            ),
+            "norms of each head, parallel": (
+                dataclasses.replace(GROUPED, **NEWER["stablelm2_12b"]),
+                {"num_layers": 3, "d_model": 48, "num_heads": 9, "num_kv_heads": 3},
+            ),
+            "biases of the output and of norms": (
+                dataclasses.replace(SMALL, **NEWER["phi"] | VOCABULARY, post_norms=True),
+                {"num_layers": 3, "d_model": 32, "num_heads": 4, "num_kv_heads": 4},
+            ),
+        },
+        "fused, supar, more groups", "tied, norms of heads, more queries",
         "biases of the output and of norms",
-    ],
-)
+    ),
+)  # fmt: skip
 def test_logits_are_those_of_the_smaller_model(old, fields):
     begun_with_equal_logits(old, dataclasses.replace(old, **fields), IDS)
 
@@ -96,7 +93,11 @@ REPEATED = {"d_model": 64, "num_heads": 8, "d_ff": 128}
             {"experts": 4, "top_k": 2, "shared_expert": True, **REPEATED},
             marks=pytest.mark.slow,
         ),
-        (dataclasses.replace(SPARSE, experts=2, top_k=2), {"num_layers": 3}),
+        pytest.param(
+            dataclasses.replace(SPARSE, experts=2, top_k=2),
+            {"num_layers": 3},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             dataclasses.replace(DENSE, experts=2, top_k=1),
             {"num_layers": 3, **REPEATED},

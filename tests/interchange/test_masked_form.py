@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from marks import some
 from safetensors.numpy import load_file, save_file
 
 import sparse_dataflow as sd
@@ -70,7 +71,7 @@ def test_bytes_are_those_of_the_values_and_a_bit_a_block(name, share, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["sparse", "dense"])
-@pytest.mark.parametrize("name", ["single", "rows of 16", "2 of 4"])
+@pytest.mark.parametrize("name", some(["single", "rows of 16", "2 of 4"], "rows of 16"))
 def test_bfloat16_rounds_each_number_and_nothing_else(name, form, tmp_path):
     model = drawn(SPECS[name])
     again = sd.load(sd.save(model, tmp_path / "model", form=form, dtype="bfloat16"))

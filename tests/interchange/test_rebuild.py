@@ -41,7 +41,7 @@ def error(start, model, state):
     return np.linalg.norm(whole.logits(model, weights_of(state.params, tables), OTHERS) - exact)
 
 
-@pytest.mark.parametrize("prune_to", ["blocks", "pattern"])
+@pytest.mark.parametrize("prune_to", some(["blocks", "pattern"], "blocks"))
 @pytest.mark.parametrize(
     ("before", "hadamard"),
     some(
@@ -76,14 +76,16 @@ def test_outputs_are_nearer_to_the_dense_ones_than_by_norms(before, hadamard, pr
 
 @pytest.mark.parametrize(
     "spec",
-    [
-        LinearSpec("masked", density=0.25, block=1),
-        LinearSpec("masked", density=0.5, block=1, span=4),
-        LinearSpec("masked", density=0.5, block=8),
-        LinearSpec("masked", density=0.25, block=1, hadamard=4),
-    ],
-    ids=["single weights", "2 of 4", "blocks", "hadamard"],
-)
+    some(
+        {
+            "single weights": LinearSpec("masked", density=0.25, block=1),
+            "2 of 4": LinearSpec("masked", density=0.5, block=1, span=4),
+            "blocks": LinearSpec("masked", density=0.5, block=8),
+            "hadamard": LinearSpec("masked", density=0.25, block=1, hadamard=4),
+        },
+        "single weights", "2 of 4",
+    ),
+)  # fmt: skip
 @pytest.mark.parametrize("masked_before", some({"dense": False, "masked": True}, "dense"))
 def test_masked_weights_are_fitted_under_their_mask(spec, masked_before):
     names = ("mlp_in", "attn_out")
@@ -137,7 +139,9 @@ def test_weights_that_fit_already_keep_every_bit(config):
     assert all(jax.tree.leaves(same))
 
 
-@pytest.mark.parametrize("config", [DENSE, LLAMA, PARALLEL], ids=["gpt", "llama", "parallel"])
+@pytest.mark.parametrize(
+    "config", some({"gpt": DENSE, "llama": LLAMA, "parallel": PARALLEL}, "llama")
+)
 def test_a_narrow_model_makes_up_for_its_heads_and_features(config):
     start = start_of(config)
     exact = whole.logits(config, start.weights, OTHERS)

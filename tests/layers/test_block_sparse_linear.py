@@ -16,6 +16,7 @@ from sparse_dataflow.layers.layout_state import MARK_SIZE, layout_name
 
 IN, OUT, BLOCK = 64, 32, 8
 each_kind = pytest.mark.parametrize("evolving", [False, True])
+evolving_kind = pytest.mark.parametrize("evolving", some([False, True], True))
 
 
 def make(evolving=False, in_features=IN, out_features=OUT, **options):
@@ -80,7 +81,7 @@ def test_an_initializer_with_sharding_metadata_draws_the_same_values():
     np.testing.assert_array_equal(partitioned.values[...], make(kernel_init=plain).values[...])
 
 
-@pytest.mark.parametrize("density", [1 / 8, 1])
+@pytest.mark.parametrize("density", some([1 / 8, 1], 1 / 8))
 def test_the_variance_of_the_outputs_does_not_depend_on_the_density(density):
     layer = make(in_features=1024, out_features=1024, block=32, density=density)
     y = layer(jax.random.normal(jax.random.key(1), (256, 1024)))
@@ -139,7 +140,7 @@ def test_an_evolving_layout_changes_without_recompiling():
     assert len(traces) == 1 and not np.allclose(before, after)
 
 
-@each_kind
+@evolving_kind
 def test_jit(evolving):
     layer, x = make(evolving), inputs(3)
     close(nnx.jit(lambda layer, x: layer(x))(layer, x), dense_product(layer, x))
@@ -198,7 +199,7 @@ def unrolled(blocks, x, layers=3):
     return x
 
 
-@each_kind
+@evolving_kind
 @pytest.mark.parametrize("remat", some([False, True], True))
 def test_scan_and_remat(evolving, remat):
     blocks, x = stack(evolving), inputs(4)
@@ -210,7 +211,7 @@ def test_scan_and_remat(evolving, remat):
     jax.tree.map(close, scanned, expected)
 
 
-@each_kind
+@evolving_kind
 def test_split_and_merge(evolving):
     layer, x = make(evolving), inputs(2)
     graph, params, others = nnx.split(layer, nnx.Param, ...)
@@ -222,7 +223,7 @@ def test_split_and_merge(evolving):
     assert merged.layout == layer.layout and merged.layout is not None
 
 
-@each_kind
+@evolving_kind
 def test_optax_trains_the_stored_blocks_alone(evolving):
     layer, x, y = make(evolving), inputs(64), jnp.ones((64, OUT))
     optimizer = nnx.Optimizer(layer, optax.adam(1e-2), wrt=nnx.Param)
@@ -239,7 +240,7 @@ def test_optax_trains_the_stored_blocks_alone(evolving):
     assert losses[-1] < losses[0] / 2
 
 
-@each_kind
+@evolving_kind
 def test_orbax_restores_the_state(evolving, tmp_path):
     layer, x = make(evolving, offset=0), inputs(2)
     if evolving:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from marks import some
 
 import sparse_dataflow as sd
 from sparse_dataflow.layers import libraries
@@ -89,7 +90,7 @@ def apply(module, x):
     return module(x, out_sharding=None) if "Sharded" in type(module).__name__ else module(x)
 
 
-@pytest.mark.parametrize("evolving", [False, True])
+@pytest.mark.parametrize("evolving", some([False, True], False))
 @pytest.mark.parametrize("name", MODULES)
 def test_a_class_of_a_library_keeps_its_function(name, evolving):
     make, shape = MODULES[name]

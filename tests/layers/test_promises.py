@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import export
+from marks import some
 
 import sparse_dataflow as sd
 from sparse_dataflow.layers.evolve import gradient_norms
@@ -78,7 +79,7 @@ def test_parameters_of_other_tables_are_refused_and_inside_jit_give_nan():
     assert np.all(np.isnan(nnx.jit(lambda layer, x: layer(x))(second, drawn(2, 32))))
 
 
-@pytest.mark.parametrize("decay", [0.9, 0.99, 0.999])
+@pytest.mark.parametrize("decay", some([0.9, 0.99, 0.999], 0.99))
 def test_an_average_of_all_variables_of_one_layout_is_the_layer(decay):
     layer = make(True, sides=(256, 256), density=0.25)
     average = nnx.EMA(layer, decay)
@@ -219,7 +220,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("density, evolving", [(1, False), (0.5, True)])
+@pytest.mark.parametrize("density, evolving", some([(1, False), (0.5, True)], 0.5))
 @pytest.mark.parametrize("name", SETTINGS)
 def test_sparsify_and_densify_keep_the_settings(name, density, evolving):
     linear, x = nnx.Linear(32, 64, **SETTINGS[name], rngs=nnx.Rngs(0)), drawn(4, 32)
@@ -313,7 +314,7 @@ INITIALIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", INITIALIZERS)
+@pytest.mark.parametrize("name", some([*INITIALIZERS], "glorot", "normal"))
 def test_outputs_have_the_variance_of_the_dense_layer_with_any_initializer(name):
     sides, x, init = (256, 256), np.asarray(drawn(256, 256)), INITIALIZERS[name]
     dense = nnx.Linear(*sides, kernel_init=init, rngs=nnx.Rngs(0))
@@ -324,7 +325,7 @@ def test_outputs_have_the_variance_of_the_dense_layer_with_any_initializer(name)
 # Programs.
 
 
-@pytest.mark.parametrize("pattern", ["random", "monarch"])
+@pytest.mark.parametrize("pattern", some(["random", "monarch"], "random"))
 @each_kind
 def test_export_takes_a_symbolic_batch(pattern, evolving):
     layer = make(evolving, pattern=pattern)
@@ -347,7 +348,7 @@ def test_precision_reaches_the_products_and_their_gradients(evolving):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("rows, use_bias", [(1, False), (128, False), (300, True)])
+@pytest.mark.parametrize("rows, use_bias", some([(1, False), (128, False), (300, True)], 300))
 def test_gradients_in_16_bits_of_an_evolving_layer(dtype, rows, use_bias):
     layer = make(True, dtype=dtype, use_bias=use_bias)
     wide = make(True, use_bias=use_bias)

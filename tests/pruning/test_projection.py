@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from marks import some
 
 from sparse_dataflow.pruning import projection, refit, second_order
 from sparse_dataflow.pruning.groups import Groups
@@ -18,9 +19,9 @@ def drawn(rank, noise, tokens=80, ins=24, outs=16):
     return (x[:60], y[:60]), (x[60:], y[60:]), kernel
 
 
-@pytest.mark.parametrize("rank", [4, 12, 24])
+@pytest.mark.parametrize("rank", some([4, 12, 24], 12))
 @pytest.mark.parametrize("noise", [0.0, 3.0])
-@pytest.mark.parametrize("shape", ["1", "4", "1x8"])
+@pytest.mark.parametrize("shape", some(["1", "4", "1x8"], "1x8"))
 def test_no_neighbour_of_the_damping_has_less_held_out_error(rank, noise, shape):
     fit, held_out, kernel = drawn(rank, noise)
     groups = Groups.parse(shape)
@@ -59,7 +60,7 @@ def test_large_projections_are_selected_by_what_takes_few_operations(shape, bloc
     assert chosen.settled(shape) == [chosen]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", some([0, 1, 2], 0))
 @pytest.mark.parametrize("shape", ["1", "2:4"])
 def test_of_two_fast_selections_the_one_of_less_held_out_error_is_taken(shape, seed, monkeypatch):
     rng = np.random.default_rng(seed)

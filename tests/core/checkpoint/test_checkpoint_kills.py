@@ -140,6 +140,7 @@ def in_a_child(act):
 """
 
 
+@pytest.mark.slow
 def test_kill_9_at_any_time_loses_no_finished_checkpoint(tmp_path):
     """Kills after a random time: at start, cleaning, restoring, writing, hashing and pruning."""
     output = in_new_process(

@@ -29,10 +29,9 @@ def cases(*once, daily=(), at_night=()):
 
 ONCE = [
     ("sparse+measured", "data:2,fsdp:2,tensor:2/2/2"),
-    ("sparse_depth", "halves,fsdp:2,context:2,feature:2/3/1"),
+    ("sparse_depth", "halves,fsdp:2,context:2,feature:2/3/1", "relay/device/2"),
     ("sparse_deep_full+measured", "stage:2,fsdp:2,tensor:2/2/2/interleaved/2/2+1+1+1"),
     ("dense", "relay/device/1", "relay/host/2"),
-    ("sparse_depth", "relay/device/2"),
 ]
 DAILY = [
     # "multi_query" has fewer key/value heads than the axis tensor has devices.

@@ -7,6 +7,7 @@ import pytest
 from activation_formulas import FORMULAS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import some
 from simulated_triton import simulated_triton
 
 from sparse_dataflow.core.config.activations import fused_names
@@ -52,7 +53,7 @@ def test_values_and_gradients_are_those_of_float64(
     assert np.all(np.abs(np.asarray(dbias, float) - right) <= bound)
 
 
-@pytest.mark.parametrize("name", fused_names())
+@pytest.mark.parametrize("name", some(fused_names(), "gelu"))
 def test_forward_mode_agrees_with_the_reference(name):
     operands, tangents = drawn(1, (32,), 128)[:2], drawn(2, (32,), 128)[:2]
     results = []

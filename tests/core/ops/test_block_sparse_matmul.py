@@ -94,6 +94,8 @@ def suite(*chosen, keep=lambda implementation: True):
 
 
 every_implementation = suite()
+# Every implementation has its derivatives from core/ops/derivatives.py.
+with_shared_derivatives = suite("xla", "grouped", "pallas_tpu")
 with_runtime_tables = suite(keep=lambda i: i.runtime_tables)
 
 
@@ -243,7 +245,7 @@ def test_products_match_the_dense_product(implementation):
 
 
 @pytest.mark.parametrize("batched", some(["x", "values", "both"], "both"))
-@every_implementation
+@with_shared_derivatives
 def test_vmap_is_a_loop(implementation, batched):
     layout = make_layout(
         "monarch", *[2 * implementation.blocks[0]] * 2, implementation.blocks[0], 0.5
@@ -264,7 +266,7 @@ def test_vmap_is_a_loop(implementation, batched):
         assert_close([result[number] for result in results], one, layout)
 
 
-@every_implementation
+@with_shared_derivatives
 def test_second_derivatives_are_right_or_refused_in_words(implementation):
     block, dtype = implementation.blocks[0], implementation.dtypes[0]
     layout = make_layout("monarch", 2 * block, 2 * block, block, 0.5)
@@ -287,7 +289,7 @@ def test_second_derivatives_are_right_or_refused_in_words(implementation):
         )
 
 
-@every_implementation
+@with_shared_derivatives
 def test_forward_mode_is_the_sum_of_two_products(implementation):
     block, dtype = implementation.blocks[0], implementation.dtypes[0]
     layout = make_layout("monarch", 2 * block, 2 * block, block, 0.5)

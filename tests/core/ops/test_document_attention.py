@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import examples, some
 
 from sparse_dataflow.core.ops.attention import attention_op as reference
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
@@ -29,7 +30,7 @@ def alone(operands, dy):
     return y, *pull(dy)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(ends=st.sets(st.integers(1, 8), max_size=3), seed=st.integers(0, 99))
 def test_documents_attend_as_if_each_were_alone(ends, seed):
     starts = [0, *sorted(ends)]
@@ -46,7 +47,7 @@ def test_documents_attend_as_if_each_were_alone(ends, seed):
         np.testing.assert_allclose(ours, np.concatenate(parts, 1), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("window", some([1, 3], 3))
 def test_a_window_limits_documents_too(window):
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(1, 6, 1, 4)).astype(np.float32) for _ in range(3))

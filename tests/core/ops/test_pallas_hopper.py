@@ -12,7 +12,7 @@ from fused_products import assert_all_close, draw, exact, exact_gelu, fused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from marks import some
+from marks import examples, some
 from simulated_hopper import simulated_hopper, targeted_gpu
 
 from sparse_dataflow.chips.hopper import api as pallas_hopper
@@ -87,10 +87,8 @@ def test_any_layout_runs_fused_in_one_program():
             actual = program(*operands, pad_tables(layout.tables(), in_blocks, out_blocks))
         assert_all_close(actual, exact(layout, *operands), jnp.bfloat16)
 
-    check()  # The first program of a process is traced twice.
-    programs.clear()
     check()
-    assert not programs
+    assert len(programs) <= 2  # The first program of a process is traced twice.
 
 
 @needs_mosaic
@@ -272,7 +270,7 @@ def test_components_of_a_float32_sum_to_it():
     np.testing.assert_allclose(total, x, rtol=2**-24)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     mask=hnp.arrays(bool, hnp.array_shapes(min_dims=2, max_dims=2, max_side=7)),
     width=st.sampled_from([1, 2, 4]),
@@ -327,7 +325,7 @@ def test_lines_are_merged_if_that_is_faster():
     assert chosen == {"monarch": [2, 1, 2], "random": [1, 1, 1]}
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=6), padding=st.integers(0, 9))
 def test_the_stored_blocks_of_a_line_are_counted(counts, padding):
     fan = max(1, max(counts) + padding)

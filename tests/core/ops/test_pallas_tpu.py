@@ -10,7 +10,7 @@ from fused_products import assert_all_close, draw, exact, fused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from marks import some
+from marks import examples, some
 from simulated import simulated_tpu, targeted_tpu
 
 from sparse_dataflow.chips.tpu.matmul import api as pallas_tpu
@@ -37,7 +37,7 @@ def test_any_layout_runs_fused_in_one_program(block, dtype):
         programs.append(1)
         return fused(pallas_tpu, *operands)
 
-    @settings(max_examples=6)
+    @settings(max_examples=examples(6))
     @given(places=st.permutations(range(in_blocks * out_blocks)), seed=st.integers(0, 99))
     def check(places, seed):
         mask = np.zeros(in_blocks * out_blocks, bool)
@@ -73,6 +73,7 @@ def test_many_small_tiles_agree_with_few(fuse):
     assert_all_close(actual, exact(layout, *operands), np.float32)
 
 
+@settings(max_examples=examples(100))
 @given(
     mask=hnp.arrays(bool, hnp.array_shapes(min_dims=2, max_dims=2, max_side=9)),
     ratio=st.sampled_from([1, 2, 4]),

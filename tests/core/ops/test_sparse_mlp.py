@@ -64,7 +64,6 @@ SUITE = [
     Implementation("pallas_hopper", irregular(64), ("bfloat16",), environment=simulated_hopper),
 ]
 RUNTIME_TABLES = [each for each in SUITE if each.layouts is not GROUPS and not each.gated]
-every_implementation = pytest.mark.parametrize("implementation", SUITE, ids=lambda i: i.name)
 every_case = pytest.mark.parametrize(
     ("implementation", "gated"),
     [
@@ -73,6 +72,18 @@ every_case = pytest.mark.parametrize(
         for gated in (False, True)[: 1 + each.gated]
     ],
 )
+# Every implementation has its derivatives from core/ops/derivatives.py.
+with_shared_derivatives = pytest.mark.parametrize(
+    ("implementation", "gated"),
+    some(
+        {
+            f"{each.name}-{'gated' if gated else 'plain'}": (each, gated)
+            for each in SUITE
+            for gated in (False, True)[: 1 + each.gated]
+        },
+        "xla_static-gated", "pallas_tpu-plain",
+    ),
+)  # fmt: skip
 
 
 def draw(implementation, gated, tokens, dtype, seed=0, activation=""):
@@ -107,8 +118,9 @@ def test_value_and_gradients_are_those_of_the_dense_mlp(implementation, gated):
             assert_close(run(*operands, dy), expected, dtype)
 
 
+@pytest.mark.slow
 @every_case
-@pytest.mark.parametrize("activation", some(fused_names(), "gelu"))
+@pytest.mark.parametrize("activation", fused_names())
 def test_every_fused_activation_on_every_implementation(implementation, gated, activation):
     dtype = implementation.dtypes[0]
     operands, dy, expected = draw(implementation, gated, (37,), dtype, 3, activation)
@@ -124,7 +136,7 @@ def test_an_activation_that_kernels_lack_is_refused_with_the_legal_ones():
         sparse_mlp(*operands, *tables, activation="gelu_exact")
 
 
-@every_case
+@with_shared_derivatives
 def test_vmap_is_a_loop(implementation, gated):
     dtype = implementation.dtypes[0]
     several = [draw(implementation, gated, (40,), dtype, seed) for seed in range(2)]
@@ -141,7 +153,7 @@ def test_vmap_is_a_loop(implementation, gated):
                 np.testing.assert_allclose(both, one, atol=tolerance)
 
 
-@every_case
+@with_shared_derivatives
 def test_forward_mode_is_the_transpose_of_the_gradient(implementation, gated):
     """⟨dy, J v⟩ = ⟨Jᵀ dy, v⟩, with the exact gradient on the right."""
     dtype = implementation.dtypes[0]
@@ -160,7 +172,9 @@ def test_forward_mode_is_the_transpose_of_the_gradient(implementation, gated):
     assert abs(np.sum(np.asarray(dy, np.float64) * moved) - sum(terms)) <= tolerance * size
 
 
-@every_implementation
+@pytest.mark.parametrize(
+    "implementation", some({each.name: (each,) for each in SUITE}, "xla_static")
+)
 def test_second_derivatives_are_right_or_refused_in_words(implementation):
     dtype = implementation.dtypes[0]
     operands, *_ = draw(implementation, False, (40,), dtype)
@@ -272,7 +286,7 @@ def test_values_and_gradients(layouts, tokens, dtype, traced_tables):
     assert_close(actual, exact(operands, dy, layouts), dtype)
 
 
-@pytest.mark.parametrize("pattern", ["monarch", "butterfly", "random"])
+@pytest.mark.parametrize("pattern", some(["monarch", "butterfly", "random"], "monarch", "random"))
 def test_concrete_and_traced_tables_agree(pattern):
     layouts = mlp_layouts(pattern)
     operands, dy = draw_operands(layouts, (3, 5), "float32")

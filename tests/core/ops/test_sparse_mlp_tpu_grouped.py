@@ -38,14 +38,16 @@ SMALL_TILES = tuning_grouped.GroupedMlpTuning(
 
 @pytest.mark.parametrize(
     ("tokens", "dtype", "chip", "tuning"),
-    [
-        (144, "bfloat16", ("TPU v6 lite", 1), None),
-        (200, "float32", ("TPU v5", 2), SMALL_TILES),
-        (300, "float32", ("TPU v5", 2, "eager"), SMALL_TILES),
-    ],
-    ids=["overlapping tiles", "small tiles over two cores", "early copies"],
-)
-@pytest.mark.parametrize("gate", some([None, "gelu", "silu"], None, "silu"))
+    some(
+        {
+            "overlapping tiles": (144, "bfloat16", ("TPU v6 lite", 1), None),
+            "small tiles over two cores": (200, "float32", ("TPU v5", 2), SMALL_TILES),
+            "early copies": (300, "float32", ("TPU v5", 2, "eager"), SMALL_TILES),
+        },
+        "overlapping tiles", "small tiles over two cores",
+    ),
+)  # fmt: skip
+@pytest.mark.parametrize("gate", some([None, "gelu", "silu"], "silu"))
 def test_aligned_groups_agree_with_the_dense_mlp(gate, tokens, dtype, chip, tuning):
     layouts = layout_of(IN, 4, 8, 128), layout_of(OUT, 8, 4, 128)
     tables = [layout.tables().with_groups() for layout in layouts]

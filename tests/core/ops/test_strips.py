@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from marks import some
 
 from sparse_dataflow.core.executors import cuts
 from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables, stack_tables
@@ -13,7 +14,9 @@ from sparse_dataflow.files.errors import UserError
 
 
 @pytest.mark.parametrize("name", ["mlp_in", "mlp_out"])
-@pytest.mark.parametrize("pattern", ["monarch", "shuffle", "random", "butterfly"])
+@pytest.mark.parametrize(
+    "pattern", some(["monarch", "shuffle", "random", "butterfly"], "monarch", "random")
+)
 @pytest.mark.parametrize("traced", [False, True])
 def test_strips_of_a_shard_are_the_strips_of_its_dense_weight(name, pattern, traced):
     """On the two shards of a tensor axis, with padded lines where a shard stores unequal ones."""

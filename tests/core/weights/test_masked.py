@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import examples, some
 
 import sparse_dataflow as sd
 from sparse_dataflow.core.config.model import ModelConfig
@@ -40,7 +41,7 @@ SPECS = {
     "rows of 8": dataclasses.replace(SINGLE, block_outputs=8),
     "blocks of 4, 1 of 2": dataclasses.replace(SINGLE, block=4, density=0.5, span=2),
 }
-each_spec = pytest.mark.parametrize("name", SPECS)
+each_spec = pytest.mark.parametrize("name", some([*SPECS], "blocks of 4, 1 of 2"))
 drawn_specs = st.builds(
     lambda block, outputs, span, kept: dataclasses.replace(
         SINGLE, block=block, block_outputs=outputs, span=span, density=kept / (span or 8)
@@ -67,7 +68,7 @@ def expected_count(spec, inputs):
     return round((spec.span or inputs // spec.block) * spec.density)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(drawn_specs, st.integers(0, 10**6))
 def test_the_best_are_those_of_a_loop(spec, seed):
     rng = np.random.default_rng(seed)
@@ -85,7 +86,7 @@ def test_the_best_are_those_of_a_loop(spec, seed):
         assert all(norm <= least + 1e-6 for norm, s in zip(norms, stored) if not s)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(drawn_specs, st.integers(0, 10**6), st.integers(0, 60), st.sampled_from((0.0, 1.0)))
 def test_an_exchange_is_that_of_the_best_pairs(spec, seed, count, gain):
     """A loop in numpy: each output and span offers its smallest against its best absent block."""
@@ -292,7 +293,9 @@ def test_parameters_of_a_masked_model_are_its_leaves_without_masks():
     assert jax.tree.structure(model) == jax.tree.structure(halved) != jax.tree.structure(other)
 
 
-@pytest.mark.parametrize(("width", "names"), [(2, ("mlp_in",)), (8, ("qkv", "mlp_out")), (32, ())])
+@pytest.mark.parametrize(
+    ("width", "names"), some([(2, ("mlp_in",)), (8, ("qkv", "mlp_out")), (32, ())], 8)
+)
 def test_a_mask_of_transformed_inputs_computes_the_dense_function(width, names):
     """A mask of everything loses nothing, and the way back merges the transform in again."""
     names = names or MODEL.projections
