@@ -291,8 +291,11 @@ def lookup(table: jax.Array, rows: jax.Array) -> jax.Array:
 def lookup_and_table(table: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns `lookup`, and the table for another use, whose gradient gets that of the rows added.
 
-    Else the gradients of both uses are tables, and a pass adds them.
+    Else the gradients of both uses are tables, and a pass adds them: as on CPUs, where a training
+    that goes on from an older checkpoint keeps its bits.
     """
+    if dispatch.platform() == "cpu":
+        return lookup(table, rows), table
     table, rows = dispatch.equally_varying(table, rows)
     return _lookup_and_table(None, table, rows)
 
