@@ -254,7 +254,7 @@ def cached_attention(
     caches: list[LayerCache], cache: LayerCache, positions_BxT: jax.Array, q, k, v, window, cap=0.0
 ) -> jax.Array:
     """Attention of new tokens of each row, as `gpt.Block` calls it; appends the updated cache."""
-    rows = jnp.arange(len(positions_BxT))[:, None]
+    rows = jnp.arange(positions_BxT.shape[0])[:, None]
     distance = positions_BxT[..., None] - jnp.arange(cache.keys.shape[2])
     visible = distance >= 0
     if window:
