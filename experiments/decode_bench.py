@@ -13,11 +13,16 @@ is exact. A CPU with --batch=1 reads fewer rows of dense weights; block-sparse w
 to the device, where the model of the same shape before was. --batch, --cached, --tokens and
 --activation_sparsity do not matter to it.
 
+--exports times exported models instead, with the readers that are written into their folders: the
+programs in jax and, where it is installed, the sparse form in PyTorch. It times prompts of --cached
+tokens too. A dense model's export has the same reader, which multiplies by whole matrices.
+
     python -m experiments.decode_bench
     python -m experiments.decode_bench --scale=350m --batch=4
     python -m experiments.decode_bench --set model.num_layers=4
     python -m experiments.decode_bench --scale=mini --activation_sparsity=0.4
     python -m experiments.decode_bench --scale=mini --switch
+    python -m experiments.decode_bench --scale=mini --exports
 """
 
 import dataclasses
@@ -39,13 +44,15 @@ class Options(ActivationOptions, BenchOptions):
     cached: int = setting(128, "Tokens that each new one sees.", legal=AT_LEAST_ONE)
     tokens: int = setting(4, "Tokens written in a timed round.", legal=AT_LEAST_ONE)
     switch: bool = setting(False, "Time moving a model from host memory to the device.")
+    exports: bool = setting(False, "Time exported models, in jax and in PyTorch.")
 
 
 def main(request, options):
     """Measures, prints and writes; see the module docstring."""
-    from .benchmarks import decoding
+    from .benchmarks import decoding, exported
 
     measure = decoding.run_switches if options.switch else decoding.run
+    measure = exported.run if options.exports else measure
     measure(request, options)
 
 
