@@ -25,6 +25,7 @@ def run(request: Request, options) -> None:
     print("" if has_torch else "PyTorch is not installed: jax alone is measured.")
     models.announce(f"scale {models.scale}, exported, batch {models.training.batch}")
     batch, cached = models.training.batch, options.cached
+    models.by_name["sparse"].check_context(cached + options.tokens, "--cached with --tokens")
     drawn = {"dense": sd.init(models.config.dense(), jax.random.key(0))}
     drawn["sparse"] = sd.init(models.config, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, 256, (batch, cached), np.int32)

@@ -1,10 +1,10 @@
 """The program form: jax alone continues prompts as the model does, whatever its weights are."""
 
 import ast
-import dataclasses
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,9 +72,7 @@ def test_masked_weights_are_those_under_the_mask(name, tmp_path):
 
 
 def test_low_rank_weights_have_programs(tmp_path):
-    config = dataclasses.replace(READABLE["dense"]).with_linears(
-        LinearSpec("low_rank", density=0.5)
-    )
+    config = READABLE["dense"].with_linears(LinearSpec("low_rank", density=0.5))
     params, tables = export(tmp_path / "model", "program", config)
     prompt = [3, 1, 4, 1, 5]
     weights = weights_of(params, tables)
@@ -112,12 +110,12 @@ def test_temperature_draws_by_the_softmax(tmp_path):
     model = sd.init(PICO, jax.random.key(3))
     served = program(sd.save(model, tmp_path / "model", form="program"))
     prompts = [[7, 8, 9]] * 32
-    drawn = np.concatenate([served.generate(prompts, 1, 0.5, seed)[:, 0] for seed in range(40)])
-    shares = np.bincount(drawn, minlength=model.model.vocab_size) / len(drawn)
+    ids = np.concatenate([served.generate(prompts, 1, 0.5, seed)[:, 0] for seed in range(20)])
+    shares = np.bincount(ids, minlength=model.model.vocab_size) / len(ids)
     logits = np.asarray(sd.logits(model, np.array(prompts[:1])))[0, -1]
     expected = np.exp(logits / 0.5) / np.exp(logits / 0.5).sum()
-    spread = np.sqrt(expected * (1 - expected) / len(drawn))
-    assert (np.abs(shares - expected) < 6 * spread + 1 / len(drawn)).all()
+    spread = np.sqrt(expected * (1 - expected) / len(ids))
+    assert (np.abs(shares - expected) < 6 * spread + 1 / len(ids)).all()
     assert len({tuple(served.generate(prompts[:2], 5, 1.0, seed)[0]) for seed in range(4)}) > 1
 
 
@@ -128,7 +126,9 @@ def test_one_program_runs_on_all_platforms_whatever_machine_wrote_it(tmp_path):
     for name in (program_form.PREFILL, program_form.DECODE):
         exported = jax_export.deserialize(bytearray((folder / name).read_bytes()))
         assert exported.platforms == ("cpu", "cuda", "tpu")
-        assert "custom_call" not in exported.mlir_module()
+        # Kernels would be calls of other names.
+        calls = set(re.findall(r"custom_call @(\w+)", exported.mlir_module()))
+        assert calls == {"shape_assertion"}
     assert {str(array.dtype) for array in program(folder).arrays} == {"bfloat16", "int32"}
     assert program(folder).generate([[1, 2]], 3).shape == (1, 3)
 
@@ -136,15 +136,17 @@ def test_one_program_runs_on_all_platforms_whatever_machine_wrote_it(tmp_path):
 def test_text_longer_than_the_positions_is_refused(tmp_path):
     model = sd.init(PICO, jax.random.key(0))
     served = program(sd.save(model, tmp_path / "model", form="program"))
-    most = json.loads((tmp_path / "model" / "config.json").read_text())["most_tokens"]
+    most = json.loads((tmp_path / "model" / "config.json").read_text())["most"]["tokens"]
     assert served.generate([[1] * (most - 2)], 2).shape == (1, 2)
-    with pytest.raises(ValueError, match=f"{most - 1} tokens and 2 new ones are more than {most}"):
+    with pytest.raises(ValueError, match=rf"1 prompts, {most - 1} \+ 2 tokens; legal: .* {most}"):
         served.generate([[1] * (most - 1)], 2)
+    with pytest.raises(ValueError, match="33 prompts"):
+        served.generate([[1]] * 33, 2)
 
 
 def test_experts_are_refused(tmp_path):
     model = sd.init(PICO.change(model__experts=2), jax.random.key(0))
-    with pytest.raises(UserError, match="program form with model.experts=2 is not supported"):
+    with pytest.raises(UserError, match=r"program form with model\.experts=2 is not supported"):
         sd.save(model, tmp_path / "model", form="program")
     assert not (tmp_path / "model").exists()
 

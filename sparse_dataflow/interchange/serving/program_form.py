@@ -70,8 +70,7 @@ def write(
         "context": context,
         **{name: value for name, value in more.items() if value is not None},
         "platforms": PLATFORMS,
-        "most_prompts": FEW_ROWS,
-        "most_tokens": _longest(model, context),
+        "most": {"prompts": FEW_ROWS, "tokens": _longest(model, context)},
         "arrays": list(arrays),
     }
     (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n")

@@ -39,15 +39,14 @@ class Model:
 
     def generate(self, prompts, count, temperature=0.0, seed=0):
         """Continues lists of token ids: int32 [prompts, count]; temperature 0 is greedy."""
-        lengths, most = (
-            np.array([len(ids) for ids in prompts], np.int32),
-            self.config["most_tokens"],
-        )
+        lengths, most = np.array([len(ids) for ids in prompts], np.int32), self.config["most"]
         longest = int(max(lengths))
-        if longest + count > most:
-            raise ValueError(f"{longest} tokens and {count} new ones are more than {most}.")
+        if len(prompts) > most["prompts"] or longest + count > most["tokens"]:
+            raise ValueError(f"{len(prompts)} prompts, {longest} + {count} tokens; legal: {most}.")
         # Powers of two, so that few shapes are compiled.
-        width, room = (min(1 << (n - 1).bit_length(), most) for n in (longest, longest + count))
+        width, room = (
+            min(1 << (n - 1).bit_length(), most["tokens"]) for n in (longest, longest + count)
+        )
         tokens = np.array([[*ids, *[0] * (width - len(ids))] for ids in prompts], np.int32)
         logits, caches = self.prefill(self.arrays, tokens, lengths)
         caches = [jnp.pad(cache, [(0, 0), (0, 0), (0, room - width), (0, 0)]) for cache in caches]
