@@ -21,6 +21,7 @@ ACTIVATIONS = {
     "relu2": lambda x: torch.relu(x) ** 2,
     "silu": functional.silu,
 }
+FEWEST_COLUMNS = 8  # Of fewer, a gather costs more than a product with zeros.
 
 
 class Product(nn.Module):
@@ -35,7 +36,13 @@ class Product(nn.Module):
             bits = tensors["mask"][..., None] >> torch.arange(7, -1, -1) & 1
             bits = bits.flatten(1)[:, : len(kernel) // columns]
             index = bits.T.nonzero()[:, 1].view(bits.shape[1], -1)
-            kernel = kernel.view(len(index), columns, -1).mT
+            if columns < FEWEST_COLUMNS:
+                entries = (index[..., None] * step + torch.arange(step)).flatten(1)
+                whole = torch.zeros(len(kernel), len(bits) * step)
+                entries = entries.repeat_interleave(columns, 0)
+                kernel, index = whole.scatter(1, entries, kernel).T.contiguous(), None
+            else:
+                kernel = kernel.view(len(index), columns, -1).mT
         elif "values" in tensors:
             index, values = tensors["in_index"], tensors["values"]
             values = torch.cat([values, torch.zeros_like(values[:1])])
