@@ -2,6 +2,7 @@
 
 import importlib.util
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -29,7 +30,8 @@ def run(request: Request, options) -> None:
     drawn = {"dense": sd.init(models.config.dense(), jax.random.key(0))}
     drawn["sparse"] = sd.init(models.config, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, 256, (batch, cached), np.int32)
-    runs, rows, sizes = {}, {}, {}
+    runs: dict[tuple[str, str, str], Callable] = {}
+    rows, sizes = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         for name, model in drawn.items():
             programs = sd.save(model, Path(folder) / name, form="program")
@@ -43,7 +45,7 @@ def run(request: Request, options) -> None:
     seconds = paired.paired_seconds(runs, options.rounds)
     counts = {PROMPT: batch * cached, NEW: batch * options.tokens}
     for reader, kind in dict.fromkeys(key[:2] for key in runs):
-        ratio = paired.paired_ratio(*(seconds[reader, kind, name] for name in ("dense", "sparse")))
+        ratio = paired.paired_ratio(seconds[reader, kind, "dense"], seconds[reader, kind, "sparse"])
         rates = {
             name: counts[kind] / float(np.median(seconds[reader, kind, name])) for name in drawn
         }
@@ -86,7 +88,7 @@ def _in_torch(folder, tokens, count):
     from sparse_dataflow.interchange.serving import run_in_torch
 
     model, ids = run_in_torch.Model(folder), torch.tensor(tokens, dtype=torch.long)
-    caches = [{} for _ in model.config["layers"]]
+    caches: list[dict] = [{} for _ in model.config["layers"]]
 
     @torch.no_grad()
     def read(caches=None):

@@ -174,7 +174,7 @@ def attention(config, tensors, x, at):
 
 def rotate(config, x):
     """Rotates the first features of x [tokens, heads, width] by position, their halves paired."""
-    frequency, scale = np.float32(config["frequencies"]), config["rotation_scale"]
+    frequency, scale = np.asarray(config["frequencies"], np.float32), config["rotation_scale"]
     width = 2 * len(frequency)
     angle = np.arange(len(x), dtype=np.float32)[:, None, None] * frequency
     sin, cos = (scale * np.sin(angle)).astype(x.dtype), (scale * np.cos(angle)).astype(x.dtype)

@@ -84,11 +84,11 @@ def _forward(model):
     """
     layers = []
     for i in range(model.num_layers):
-        layer, angles, scale = layer_model(model, i), np.zeros(0, np.float32), 1.0
+        layer = layer_model(model, i)
+        numbers: dict[str, Any] = {"frequencies": [], "rotation_scale": 1.0}
         if layer.positions == "rotary":
-            share = int(layer.head_width * layer.rotary_share)
-            angles, scale = rotary.frequencies(layer, share)
-        numbers = {"frequencies": np.asarray(angles).tolist(), "rotation_scale": scale}
+            angles, scale = rotary.frequencies(layer, int(layer.head_width * layer.rotary_share))
+            numbers = {"frequencies": np.asarray(angles).tolist(), "rotation_scale": scale}
         layers.append({"window": layer.window, **numbers})
     return {
         "embedding_scale": scales.embedding_scale(model),

@@ -94,20 +94,20 @@ def _longest(model, context):
 
 def _programs(model, prepared, longest):
     """Returns the exported programs by the names of their files."""
-    leaves, tree = jax.tree.flatten(prepared)
+    leaves, structure = jax.tree.flatten(prepared)
 
     def flat(logits, caches):
         return logits, jax.tree.leaves(caches)
 
     @jax.jit
     def prefill(arrays, tokens_BxT, lengths_B):
-        operands = tree.unflatten(arrays), tokens_BxT, lengths_B
+        operands = jax.tree.unflatten(structure, arrays), tokens_BxT, lengths_B
         return flat(*kv_cache.prefill(model, *operands, cache_tokens=tokens_BxT.shape[1]))
 
     @functools.partial(jax.jit, donate_argnames="caches")
     def decode(arrays, caches, tokens_B, positions_B):
         layers = tuple(map(kv_cache.LayerCache, caches[::2], caches[1::2]))
-        weights = tree.unflatten(arrays)
+        weights = jax.tree.unflatten(structure, arrays)
         return flat(*kv_cache.decode_token(model, weights, layers, tokens_B, positions_B))
 
     def sizes():
@@ -118,9 +118,12 @@ def _programs(model, prepared, longest):
     shape = jax.ShapeDtypeStruct
     arrays = [shape(leaf.shape, leaf.dtype) for leaf in leaves]
     rows, length = sizes()
-    operands = shape((rows, length), jnp.int32), shape((rows,), jnp.int32)
-    programs = {PREFILL: export.export(prefill, platforms=PLATFORMS)(arrays, *operands)}
+    prompts = shape((rows, length), jnp.int32), shape((rows,), jnp.int32)
+    programs = {PREFILL: export.export(prefill, platforms=PLATFORMS)(arrays, *prompts)}
     rows, length = sizes()
     cache = shape((rows, model.kv_heads, length, model.head_width), model.compute_dtype)
-    operands = [cache] * (2 * model.num_layers), *[shape((rows,), jnp.int32)] * 2
-    return {**programs, DECODE: export.export(decode, platforms=PLATFORMS)(arrays, *operands)}
+    caches, ids = [cache] * (2 * model.num_layers), shape((rows,), jnp.int32)
+    return {
+        **programs,
+        DECODE: export.export(decode, platforms=PLATFORMS)(arrays, caches, ids, ids),
+    }

@@ -79,7 +79,8 @@ class Model(nn.Module):
         super().__init__()
         fields = json.loads(Path(folder, "config.json").read_text())
         self.end, self.config = fields["end_of_text"], {**fields["model"], **fields["forward"]}
-        self.products, modules = nn.ModuleDict(), {}
+        modules: dict = {}
+        self.products = nn.ModuleDict()
         for path in Path(folder).glob("*.safetensors"):
             for name, tensor in load_file(path).items():
                 at, leaf = name.replace(".", "/").rsplit("/", 1)
@@ -166,7 +167,8 @@ class Model(nn.Module):
     @torch.no_grad()
     def generate(self, ids, count):
         """Returns the `count` most likely ids [batch, count] after ids [batch, tokens]."""
-        written, caches = [ids], [{} for _ in self.config["layers"]]
+        written = [ids]
+        caches: list[dict] = [{} for _ in self.config["layers"]]
         for _ in range(count):
             written.append(self(written[-1], caches)[:, -1:].argmax(-1))
         return torch.cat(written[1:], 1)
