@@ -151,6 +151,13 @@ def test_experts_are_refused(tmp_path):
     assert not (tmp_path / "model").exists()
 
 
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flatbuffers", None)
+    with pytest.raises(UserError, match=r"flatbuffers: pip install 'sparse_dataflow\[train\]'"):
+        sd.save(sd.init(PICO, jax.random.key(0)), tmp_path / "model", form="program")
+    assert not (tmp_path / "model").exists()
+
+
 def test_a_program_is_no_model_to_load(tmp_path):
     folder = sd.save(sd.init(PICO, jax.random.key(0)), tmp_path / "model", form="program")
     with pytest.raises(UserError, match="sparse_dataflow_program"):

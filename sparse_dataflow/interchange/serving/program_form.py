@@ -13,6 +13,7 @@ they are traced as on a CPU, whose choices need no kernel.
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import shutil
 from collections.abc import Mapping
@@ -29,6 +30,8 @@ from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.block_sparse_matmul.xla_few_rows import FEW_ROWS
 from sparse_dataflow.core.weights.kind import Weight
 from sparse_dataflow.evaluation import kv_cache
+from sparse_dataflow.files import extras
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import tensors
 
 FORMAT = "sparse_dataflow_program-1"
@@ -52,8 +55,11 @@ def write(
       dtype: of the weights and of the products, one of DTYPES.
 
     Raises:
-      UserError: the model has experts.
+      UserError: the package flatbuffers is not installed, or there is no such dtype.
     """
+    if importlib.util.find_spec("flatbuffers") is None:
+        command = extras.installation("flatbuffers")
+        raise UserError(f"The program form needs the package flatbuffers: {command}.")
     tensors.as_dtype({}, dtype)  # Raises UserError for another name.
     model = dataclasses.replace(model, compute_dtype=dtype)
     with dispatch.tracing_for("cpu"):
