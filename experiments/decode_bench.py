@@ -16,6 +16,10 @@ the dense model in torch, in a process of its own, by a Python that has torch.
 to the device, where the model of the same shape before was. --batch, --cached, --tokens and
 --activation_sparsity do not matter to it.
 
+--exports times exported models instead, with the readers that are written into their folders: the
+programs in jax and, where it is installed, the sparse form in PyTorch. It times prompts of --cached
+tokens too. A dense model's export has the same reader, which multiplies by whole matrices.
+
     python -m experiments.decode_bench
     python -m experiments.decode_bench --scale=350m --batch=4
     python -m experiments.decode_bench --set model.num_layers=4
@@ -23,6 +27,7 @@ to the device, where the model of the same shape before was. --batch, --cached, 
     python -m experiments.decode_bench --scale=mini --switch
     python -m experiments.decode_bench --scale=mini --pattern=masked --density=0.5 --block=1 \\
         --set sparsity.block_outputs=16 --torch=PYTHON
+    python -m experiments.decode_bench --scale=mini --exports
 """
 
 import dataclasses
@@ -47,13 +52,15 @@ class Options(ActivationOptions, BenchOptions):
         "", "Python with torch, whose dense GPT takes turns with both models.", path=True
     )
     switch: bool = setting(False, "Time moving a model from host memory to the device.")
+    exports: bool = setting(False, "Time exported models, in jax and in PyTorch.")
 
 
 def main(request, options):
     """Measures, prints and writes; see the module docstring."""
-    from .benchmarks import decoding
+    from .benchmarks import decoding, exported
 
     measure = decoding.run_switches if options.switch else decoding.run
+    measure = exported.run if options.exports else measure
     measure(request, options)
 
 

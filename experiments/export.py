@@ -2,13 +2,16 @@
 
     python -m experiments.export --run=runs/NAME --to=exported
     python -m experiments.export --run=runs/NAME --to=exported --form=sparse
+    python -m experiments.export --run=runs/NAME --to=exported --form=program
     python -m experiments.export --run=runs/NAME --to=exported --form=adapter
 
 transformers loads the dense form. Its architecture is that of the weights that the run began with,
 or the first of --architecture that represents the model. Blocks that are not
 stored are zeros in it. The sparse form holds the stored blocks and the layout tables; the card says
-how they are read. The adapter form holds trained adapters alone, for PEFT; the dense form has them
-merged into the weights, and the sparse form as low-rank terms.
+how they are read, and run_in_torch.py in the folder runs them in PyTorch. The program form holds
+programs for prompts and for new tokens, which run_in_jax.py runs with jax alone. The adapter form
+holds trained adapters alone, for PEFT; the dense form has them merged into the weights, and the
+sparse form and programs as low-rank terms.
 """
 
 import dataclasses
@@ -20,13 +23,15 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.architectures import ARCHITECTURES, AUTO
 from sparse_dataflow.interchange.tensors import DTYPES
 
+FORMS = ("dense", "sparse", "program", "adapter")
+
 
 @dataclasses.dataclass(frozen=True)
 class Options(ModelOptions):
     """The flags."""
 
     to: str = setting("", "Folder to make.", path=True)
-    form: str = setting("dense", "Contents of the folder.", choices=("dense", "sparse", "adapter"))
+    form: str = setting("dense", "Contents of the folder.", choices=FORMS)
     architecture: str = setting(
         AUTO, "Architecture of the dense form.", choices=(AUTO, *ARCHITECTURES)
     )

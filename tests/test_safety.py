@@ -81,6 +81,7 @@ def test_no_source_executes_input():
 
 UNBOUNDED = (
     "files/json_files.py", "interchange/numpy_reader.py", "data/template_child.py",
+    "interchange/serving/run_in_jax.py", "interchange/serving/run_in_torch.py",
     "experiments/benchmarks/",
 )  # fmt: skip
 """Sources that call `json.loads`: the bounded reader itself, programs that run alone, and

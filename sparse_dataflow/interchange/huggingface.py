@@ -2,6 +2,7 @@
 
 - Import and export: each architecture of `architectures`, which `transformers` loads (the dense
   form), and the sparse form of `sparse_form`.
+- Export alone: programs of `serving.program_form`.
 
 An export is written to a temporary folder, which is renamed when it is complete.
 """
@@ -44,13 +45,14 @@ from sparse_dataflow.interchange.equivalent_forms import (
     with_unit_gate,
     with_zero_biases,
 )
+from sparse_dataflow.interchange.serving import program_form
 from sparse_dataflow.interchange.sparse_form import CONFIG, MODEL_TYPE, SOURCE
 from sparse_dataflow.interchange.tensors import DTYPES
 
 CARD = "README.md"
 _LOG = logging.getLogger(__name__)
 _ENDS = ("bos_token_id", "eos_token_id")
-FORMS = ("dense", "sparse")
+FORMS = ("dense", "sparse", "program")
 SMALL = (".json", ".txt", ".jinja", ".model")
 """How the names of the files of a directory end that are not weights."""
 
@@ -304,7 +306,8 @@ def write(
 
     Args:
       folder: folder to create; it must not exist.
-      form: "dense": `transformers` loads it; "sparse": only stored blocks.
+      form: "dense": `transformers` loads it; "sparse": only stored blocks; "program": programs of
+        jax, with the stored blocks.
       weights: parameters, see `gpt`, and layouts, in numpy.
       tokenizer: tokenizer of the model. If it was imported, the export has its original ids.
       context: sequence length of the training, in tokens.
@@ -322,8 +325,9 @@ def write(
     """
     if form not in FORMS:
         raise UserError(f"The export form {form!r} is unknown; legal: {', '.join(FORMS)}.")
+    if form != "dense":
+        model.refuse_experts(f"The {form} form", "form=dense, or the run folder")
     if form == "sparse":
-        model.refuse_experts("The sparse form", "form=dense, or the run folder")
         model.require("sparse_form", "form=sparse", "form=dense, or the run folder")
     if architecture not in (AUTO, *architectures.ARCHITECTURES):
         raise UserError(
@@ -348,7 +352,8 @@ def write(
             files = tensors.write(partial, tensors.as_dtype(arrays, dtype), {})
         else:
             more = {"end_of_text": end_of_text, SOURCE: _source(tokenizer)}
-            files = sparse_form.write(partial, model, weights, context, more, dtype)
+            write_form = sparse_form.write if form == "sparse" else program_form.write
+            files = write_form(partial, model, weights, context, more, dtype)
         for path in files:  # safetensors creates files that only their owner can read.
             shutil.copymode(partial / CONFIG, path)
         tokenizer_files.write(partial, tokenizer, context)

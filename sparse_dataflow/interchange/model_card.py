@@ -37,7 +37,13 @@ Without that package, with numpy and safetensors:
 {reader}
 ```
 `logits(*load("THIS FOLDER"), ids)` are the logits of a list of token ids; `tokenizer.json` is for
-`tokenizers.Tokenizer.from_file`.""",
+`tokenizers.Tokenizer.from_file`. With torch and safetensors, the file `run_in_torch.py` of this
+folder multiplies by the stored blocks alone.""",
+    "program": """```sh
+python run_in_jax.py "A prompt" 20
+```
+That needs jax, flatbuffers and tokenizers. `run_in_jax.Model(folder).generate` continues lists of
+token ids.""",
     "adapter": """```python
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
@@ -73,7 +79,12 @@ def model_card(trained: Model, form: str, versions: Mapping[str, str]) -> str:
     ).lstrip("\n")
 
 
-_LIBRARIES = {"dense": "transformers", "sparse": "sparse_dataflow", "adapter": "peft"}
+_LIBRARIES = {
+    "dense": "transformers",
+    "sparse": "sparse_dataflow",
+    "program": "jax",
+    "adapter": "peft",
+}
 
 
 def _metadata(trained, record, form):

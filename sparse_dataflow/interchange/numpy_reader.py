@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 
 def load(folder):
     """Returns the model's config and its tensors by name."""
-    config = json.loads(Path(folder, "config.json").read_text())["model"]
+    fields = json.loads(Path(folder, "config.json").read_text())
+    config = {**fields["model"], **fields["forward"]}
     tensors: dict = {}
     for path in Path(folder).glob("*.safetensors"):
         tensors |= load_file(path)
@@ -26,20 +27,16 @@ def load(folder):
 def logits(config, tensors, ids):
     """Token ids [tokens] -> float32 logits [tokens, vocab]."""
     x = tensors["embed.tokens"][ids]
-    if config["scaled_embeddings"]:
-        x = x * np.float32(config["d_model"] ** 0.5)
     x = x * np.float32(config["embedding_scale"])
     if config["positions"] == "learned":
         x = x + tensors["embed.positions"][: len(ids)]
     for layer in range(config["num_layers"]):
-        at, of_layer = f"blocks.{layer}", layer_config(config, layer)
+        at, of_layer = f"blocks.{layer}", {**config, **config["layers"][layer]}
         attended = x + half(attention, of_layer, tensors, x, at, "norm1", "norm1_out")
         read = attended if config["residual"] == "sequential" else x
         name = "norm1" if config["residual"] == "parallel_shared_norm" else "norm2"
         x = attended + half(mlp, of_layer, tensors, read, at, name, "norm2_out")
-    x = norm(config, tensors, x, "head.norm") / np.float32(config["logit_divisor"])
-    if config["parametrization"] == "supar":
-        x = x * np.float32(256 / config["d_model"])
+    x = norm(config, tensors, x, "head.norm") * np.float32(config["logit_scale"])
     y = x @ tensors.get("head.output", tensors["embed.tokens"]).T
     return capped(y + tensors.get("head.output_bias", np.float32(0)), config["logit_cap"])
 
@@ -52,20 +49,6 @@ def half(function, config, tensors, x, at, before, after):
     if config["post_norms"]:
         y = norm(config, tensors, y, f"{at}.{after}")
     return y * np.float32(config["residual_scale"])
-
-
-def layer_config(config, layer):
-    """The config with the window and the rotary positions of one layer."""
-    rotary = config["rotary_layers"].split("+")
-    if config["positions"] == "rotary" and rotary[layer % len(rotary)] == "unrotated":
-        config = {**config, "positions": "none"}
-    types = config["layer_types"].split("+")
-    if types[layer % len(types)] == "full":
-        return {**config, "window": 0}
-    if config["rotary_local_base"]:
-        local = {"rotary_base": config["rotary_local_base"], "rotary_scaling": "dynamic"}
-        return {**config, **local}
-    return config
 
 
 def capped(x, cap):
@@ -173,14 +156,12 @@ def attention(config, tensors, x, at):
             normed(config, tensors, query, f"{at}.q"),
             normed(config, tensors, key, f"{at}.k"),
         )
-    if config["positions"] == "rotary":
-        query, key = rotate(config, query), rotate(config, key)
+    query, key = rotate(config, query), rotate(config, key)
     tokens, _, width = query.shape
     shared = query.shape[1] // key.shape[1]
     key, value = np.repeat(key, shared, axis=1), np.repeat(value, shared, axis=1)
-    scale = 8 / width**0.5 if config["parametrization"] == "supar" else 1
-    scale = scale * (config["attention_scalar"] or width) ** -0.5
-    scores = np.einsum("qhw,khw->hqk", query, key) * np.float32(scale)
+    scale = np.float32(config["query_scale"] / width**0.5)
+    scores = np.einsum("qhw,khw->hqk", query, key) * scale
     scores = capped(scores, config["attention_cap"])
     distance = np.arange(tokens)[:, None] - np.arange(tokens)
     seen = (distance >= 0) & (distance < (config["window"] or tokens))
@@ -193,41 +174,10 @@ def attention(config, tensors, x, at):
 
 def rotate(config, x):
     """Rotates the first features of x [tokens, heads, width] by position, their halves paired."""
-    width = int(x.shape[-1] * config["rotary_share"])
-    frequency, scale = frequencies(config, width)
-    width = 2 * len(frequency)  # An odd share is rounded up.
-    angle = np.arange(len(x))[:, None, None] * frequency
+    frequency, scale = np.asarray(config["frequencies"], np.float32), config["rotation_scale"]
+    width = 2 * len(frequency)
+    angle = np.arange(len(x), dtype=np.float32)[:, None, None] * frequency
     sin, cos = (scale * np.sin(angle)).astype(x.dtype), (scale * np.cos(angle)).astype(x.dtype)
     first, second = np.split(x[..., :width], 2, axis=-1)
     rotated = first * cos - second * sin, second * cos + first * sin
     return np.concatenate([*rotated, x[..., width:]], axis=-1)
-
-
-def frequencies(config, width):
-    """Angles between positions [width / 2], and the scale of the rotations.
-
-    With a factor above 1, long wavelengths are stretched by it, as the model's scaling says.
-    """
-    frequency = config["rotary_base"] ** (-np.arange(0, width, 2) / width)
-    kind, factor, length = (config[f"rotary_{n}"] for n in ("scaling", "factor", "length"))
-    scale = config["rotary_attention"]
-    if kind == "longrope":
-        scale = scale or math.sqrt(1 + math.log(factor) / math.log(length))
-        return frequency / np.array(config["rotary_factors"]), scale
-    if kind == "linear":
-        return frequency / factor, 1
-    if kind == "dynamic":
-        return frequency, 1
-    low, high = config["rotary_low"], config["rotary_high"]
-    if kind == "llama3":
-        kept = np.clip((length * frequency / (2 * np.pi) - low) / (high - low), 0, 1)
-        scale = 1
-    else:
-        low, high = (
-            width * math.log(length / (2 * math.pi * turns)) / (2 * math.log(config["rotary_base"]))
-            for turns in (low, high)
-        )
-        first, last = max(math.floor(high), 0), min(math.ceil(low), width - 1)
-        kept = 1 - np.clip((np.arange(width // 2) - first) / (last - first or 1e-3), 0, 1)
-        scale = scale or 0.1 * math.log(factor) + 1
-    return frequency * (kept + (1 - kept) / factor), scale

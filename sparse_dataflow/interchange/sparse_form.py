@@ -1,17 +1,20 @@
 """File format of a model that stores only its blocks and layout tables, in one safetensors file.
 
 config.json has {"format": FORMAT, "model": the fields of `ModelConfig`, "context", "end_of_text",
-"source": config.json of the model that was imported, if one was, "layout": digest of the tables}.
+"source": config.json of the model that was imported, if one was, "layout": digest of the tables,
+"forward": what readers need not compute from the model: see `_forward`}.
 Tensors have the dotted names of their parameters, with one entry per layer: "embed.tokens",
 "blocks.0.qkv.values", "head.norm.scale". Layout tables have the prefix of their values, for
 example "blocks.0.qkv.in_index" (int32; see `LayoutTables`). Masked weights have a kernel of the
 entries under the mask, [out, inputs of each], and a mask of one bit a block, uint8 [in_blocks,
-out_blocks / 8] (see `numpy.packbits`). `numpy_reader` is a complete reader without jax.
+out_blocks / 8] (see `numpy.packbits`). `numpy_reader` and `serving.run_in_torch`, which is written
+into the folder, are complete readers without jax.
 """
 
 import functools
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,9 +23,9 @@ import jax
 import numpy as np
 
 from sparse_dataflow.core.checkpoint.named_arrays import flatten
-from sparse_dataflow.core.config.layer_groups import layer_linear
+from sparse_dataflow.core.config.layer_groups import layer_linear, layer_model
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model import gpt, rotary, scales, stacks
 from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.files import json_files
@@ -33,6 +36,7 @@ from sparse_dataflow.interchange.tensors import DTYPES
 MODEL_TYPE = "sparse_dataflow"
 FORMAT = "sparse_dataflow-1"
 CONFIG, SOURCE = "config.json", "source"
+READER = "run_in_torch.py"
 
 
 def write(
@@ -43,8 +47,8 @@ def write(
     more: Mapping[str, Any],
     dtype: str = DTYPES[0],
 ) -> list[Path]:
-    """Writes config.json, with `more` fields, and the weights into an existing folder; returns the
-    weights' files.
+    """Writes config.json, with `more` fields, the reader for PyTorch and the weights into an
+    existing folder; returns the weights' files.
 
     Args:
       dtype: of DTYPES, of the floats.
@@ -56,9 +60,11 @@ def write(
         "context": context,
         **{name: value for name, value in more.items() if value is not None},
         "layout": _digest(weights),
+        "forward": _forward(model),
     }
     params = weights.merged
     (folder / CONFIG).write_text(json.dumps(fields, indent=1) + "\n")
+    shutil.copyfile(Path(__file__).parent / "serving" / READER, folder / READER)
     other_sections = {name: section for name, section in params.items() if name != "blocks"}
     arrays = flatten(other_sections)
     for i, layer in enumerate(stacks.layers(params["blocks"])):
@@ -67,6 +73,29 @@ def write(
         for tree in (stored, stacks.tables_by_name(layouts)):
             arrays |= {f"blocks.{i}.{name}": leaf for name, leaf in flatten(tree).items()}
     return tensors.write(folder, tensors.as_dtype(arrays, dtype), {"sparse_dataflow": FORMAT})
+
+
+def _forward(model):
+    """Returns the factors and rotations of a model's forward pass.
+
+    {"embedding_scale", "query_scale", "logit_scale": factors, see `core.model.scales`, "layers":
+    {"window": tokens that a query sees, 0 for all, "frequencies": angles between positions [rotated
+    features / 2], empty without rotary positions, "rotation_scale": factor of the rotations} each}
+    """
+    layers = []
+    for i in range(model.num_layers):
+        layer = layer_model(model, i)
+        numbers: dict[str, Any] = {"frequencies": [], "rotation_scale": 1.0}
+        if layer.positions == "rotary":
+            angles, scale = rotary.frequencies(layer, int(layer.head_width * layer.rotary_share))
+            numbers = {"frequencies": np.asarray(angles).tolist(), "rotation_scale": scale}
+        layers.append({"window": layer.window, **numbers})
+    return {
+        "embedding_scale": scales.embedding_scale(model),
+        "query_scale": scales.query_scale(model),
+        "logit_scale": scales.logit_scale(model),
+        "layers": layers,
+    }
 
 
 def _to_file(model, name, module, layer):

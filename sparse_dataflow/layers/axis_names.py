@@ -1,6 +1,7 @@
 """Which mesh axes an array has when its kernel becomes stored blocks: metadata and placement."""
 
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -90,8 +91,16 @@ def joined_names(
 
 
 def _name_of(metadata):
+    """Returns the name that metadata have for the mesh axes of a variable; flax's if they have
+    none."""
+    return next((name for name in _NAMES if metadata.get(name) is not None), _name_in_flax())
+
+
+@functools.cache
+def _name_in_flax():
     """Returns the name that this version of flax has for the mesh axes of a variable."""
-    return next((name for name in _NAMES if metadata.get(name) is not None), _NAMES[0])
+    metadata = nnx.with_partitioning(lambda: 0, ("axis",))().metadata
+    return next(name for name in _NAMES if metadata.get(name))
 
 
 def _mesh_axes(entry, metadata, sizes):

@@ -262,6 +262,18 @@ def test_decode_bench_times_switches_between_models(job, tmp_path):
 
 
 @pytest.mark.slow
+def test_decode_bench_times_exported_models(job, tmp_path):
+    folder = tmp_path / "kept"
+    shape = ("--scale=pico", "--block=16", "--cached=12", "--rounds=2", f"--keep={folder}")
+    result = kept(job.run(*shape, "--exports", experiment="decode_bench"), folder)
+    assert 1 < result["byte_ratio"] < 8
+    assert {"jax, prompt", "jax, new"} <= set(result["rows"])
+    for row in result["rows"].values():
+        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+        assert set(row["tokens_per_second"]) == {"dense", "sparse"}
+
+
+@pytest.mark.slow
 def test_scoring_bench(job, tmp_path):
     pytest.importorskip("lm_eval", reason="the extra eval is not installed")
     folder = tmp_path / "kept"

@@ -10,10 +10,8 @@ import pytest
 import yaml
 from make_fixture import BYTES
 from marks import some
-from models import DENSE, DEPTH, LOW_RANK, SPARSE, SUPAR, export, random_model
-from small_models import NEWER
+from models import READABLE, SPARSE, export, random_model
 
-from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model.adapters import merged
@@ -22,7 +20,6 @@ from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.model_card import model_card
-from sparse_dataflow.runs.families import FAMILIES
 
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 RECORD = RunRecord(
@@ -150,90 +147,6 @@ def test_a_card_begins_with_the_block_by_which_the_hub_lists_it(trained, form, c
     assert set(lines) <= set(block.splitlines())
     assert ("base_model" in fields) == bool(base and base.startswith("hf:"))
     assert ("datasets" in fields) == corpus.startswith("hf:")
-
-
-READABLE = {
-    "dense": DENSE,
-    "sparse": SPARSE,
-    "rank": LOW_RANK.with_linears(dataclasses.replace(LOW_RANK.linear("mlp_in"), hadamard=0)),
-    "hadamard": SPARSE.with_linears(dataclasses.replace(SPARSE.linear("qkv"), hadamard=16)),
-    "density by depth": DEPTH,
-    "supar": SUPAR,
-    "rotary": dataclasses.replace(SPARSE, positions="rotary"),
-    "yarn": dataclasses.replace(
-        DENSE,
-        positions="rotary",
-        rotary_scaling="yarn",
-        rotary_factor=3.0,
-        rotary_length=64,
-        rotary_high=32.0,
-        rotary_share=0.75,
-    ),
-    "linear": dataclasses.replace(
-        DENSE, positions="rotary", rotary_scaling="linear", rotary_factor=3.0
-    ),
-    "dynamic": dataclasses.replace(
-        DENSE, positions="rotary", rotary_scaling="dynamic", rotary_factor=3.0
-    ),
-    "longrope": dataclasses.replace(
-        DENSE,
-        positions="rotary",
-        rotary_scaling="longrope",
-        rotary_factor=3.0,
-        rotary_length=32,
-        rotary_factors=(1.0, 1.0, 2.0, 4.0),
-    ),
-    "rmsnorm": dataclasses.replace(SPARSE, norm="rmsnorm"),
-    "relu": dataclasses.replace(SPARSE, activation="relu"),
-    "llama": dataclasses.replace(
-        DENSE, **FAMILIES["llama"], num_kv_heads=2, rotary_factor=8.0, rotary_length=16, window=5
-    ),
-    "qwen2": dataclasses.replace(DENSE, **FAMILIES["qwen2"], norm_epsilon=1e-2),
-    "qwen3": dataclasses.replace(
-        DENSE, **FAMILIES["qwen3"], head_dim=16, num_kv_heads=1, rotary_base=50.0
-    ).with_linears(LinearSpec("block_sparse", "random", 0.5, 8, rank=2)),
-    "gemma2": dataclasses.replace(
-        DENSE,
-        **FAMILIES["llama"],
-        window=5,
-        layer_types="sliding+full",
-        attention_cap=0.7,
-        attention_scalar=11,
-        post_norms=True,
-        scaled_embeddings=True,
-        logit_cap=2.0,
-    ),
-    "gemma3": dataclasses.replace(
-        SPARSE,
-        positions="rotary",
-        norm="rmsnorm",
-        window=3,
-        layer_types="full+sliding",
-        rotary_local_base=20.0,
-        rotary_scaling="linear",
-        rotary_factor=4.0,
-        qk_norm=True,
-        post_norms=True,
-    ),
-    **{
-        name: dataclasses.replace(DENSE, **fields | {"vocab_size": DENSE.vocab_size})
-        for name, fields in NEWER.items()
-    },
-    "norms of all heads": dataclasses.replace(
-        SPARSE,
-        num_kv_heads=2,
-        qk_norm=True,
-        qk_norm_scope="all_heads",
-        residual="parallel",
-        pre_norms=False,
-        post_norms=True,
-        parametrization="supar",
-    ),
-    "grouped qkv": dataclasses.replace(SPARSE, num_kv_heads=2, activation="gelu_exact", window=3),
-    "all": dataclasses.replace(
-        DEPTH, positions="rotary", norm="rmsnorm", activation="relu", parametrization="supar"
-    ),
-}
 
 
 @pytest.mark.parametrize(

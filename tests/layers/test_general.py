@@ -97,9 +97,10 @@ def test_the_projections_of_flax_attention_are_trained_and_made_dense_again():
     assert all(getattr(sparse, name).linear.values.shape == (16, 8, 8) for name in names)
     optimizer = nnx.Optimizer(sparse, optax.adam(1e-2), wrt=nnx.Param)
     x, y = drawn_inputs(8, 5, 32), jnp.tanh(drawn_inputs(8, 5, 32))
+    causal = nnx.make_causal_mask(x[..., 0])
 
     def loss_fn(model):
-        return jnp.mean((model(x, is_causal=True) - y) ** 2)
+        return jnp.mean((model(x, mask=causal) - y) ** 2)
 
     @nnx.jit
     def step(model, optimizer):

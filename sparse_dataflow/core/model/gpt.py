@@ -43,7 +43,6 @@ Shapes in names: B batch, T tokens, D d_model, H heads, N = B * T.
 """
 
 import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -57,8 +56,9 @@ from sparse_dataflow.core.config.attention_settings import (
     SHARED_NORM,
 )
 from sparse_dataflow.core.config.layer_groups import join_groups, layer_groups
-from sparse_dataflow.core.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
+from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP
+from sparse_dataflow.core.model import scales
 from sparse_dataflow.core.model.batch_context import NO_CONTEXT, BatchContext
 from sparse_dataflow.core.model.experts import Experts, auxiliary_loss, with_loss
 from sparse_dataflow.core.model.mlp import Mlp
@@ -85,8 +85,7 @@ class Embed(nnx.Module):
             shape = (config.max_len, config.d_model)
             self.positions = nnx.Param(0.01 * jax.random.normal(rngs.params(), shape))
         self.dtype = jnp.dtype(config.compute_dtype)
-        self.scale = math.sqrt(config.d_model) if config.scaled_embeddings else 1.0
-        self.scale *= config.embedding_scale
+        self.scale = scales.embedding_scale(config)
 
     def __call__(self, tokens_BxT, context=NO_CONTEXT, shard=WHOLE):
         """Embeds int32 [B, T] -> [B, T, D] in the compute dtype, and returns the token embedding.
@@ -151,11 +150,7 @@ class Block(Mlp):
                 setattr(self, name, _head_norm(config, heads, rngs))
         self._add_norms(config, ("norm1_out", "norm2_out"), rngs)
         self.config = config
-        # Keys and queries align in training, so their product grows with head_dim instead of its
-        # square root: scale by 1 / head_dim, not 1 / sqrt(head_dim) (arXiv 2203.03466, 4.1).
-        self.query_scale = math.sqrt(SUPAR_HEAD / config.head_width) if config.supar else 1.0
-        if config.attention_scalar:
-            self.query_scale *= math.sqrt(config.head_width / config.attention_scalar)
+        self.query_scale = scales.query_scale(config)
 
     def __call__(self, x_BxTxD, context=NO_CONTEXT, shard=WHOLE, attend=causal_attention):
         """Applies the block: [B, T, D] -> [B, T, D]; T / devices tokens under a shard.
@@ -297,10 +292,7 @@ class Head(nnx.Module):
         if not config.tied_embeddings:
             shape = (config.vocab_size, config.d_model)
             self.output = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
-        # The output layer sums over d_model features whose scale does not shrink with width, so its
-        # multiplier is 1 / d_model (arXiv 2203.03466, table 8).
-        self.scale = SUPAR_WIDTH / config.d_model if config.supar else 1.0
-        self.scale /= config.logit_divisor
+        self.scale = scales.logit_scale(config)
         if config.output_bias:
             self.output_bias = nnx.Param(jnp.zeros(config.vocab_size))
 

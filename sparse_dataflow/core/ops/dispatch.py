@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 from absl import logging
-from jax import lax
+from jax import export, lax
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.files.errors import UserError
@@ -20,11 +20,27 @@ Shaped = jax.Array | jax.ShapeDtypeStruct
 """An operand whose shape and dtype alone are read."""
 
 
+_target: contextvars.ContextVar[str] = contextvars.ContextVar("target", default="")
+
+
+@contextlib.contextmanager
+def tracing_for(name: str) -> Iterator[None]:
+    """Traces programs as for a platform, "cpu", "tpu" or "gpu", whatever this machine is."""
+    token = _target.set(name)
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
 def platform() -> str:
     """Return the target platform: "cpu", "tpu" or "gpu" (any vendor).
 
-    The abstract mesh's device decides where there is one, else the default backend.
+    `tracing_for` decides, else the abstract mesh's device where there is one, else the default
+    backend.
     """
+    if target := _target.get():
+        return target
     device = jax.sharding.get_abstract_mesh().abstract_device
     # Descriptions of devices have a platform since jax 0.10; before, none is made of another one.
     name = getattr(device, "platform", None) or jax.default_backend()
@@ -104,8 +120,12 @@ def over_auto_axes(function: Callable, x: jax.Array, *others: Any) -> jax.Array 
 
 
 def at_most(size: Any, limit: int) -> bool:
-    """Returns whether a dimension is known to be at most a limit; one of `jax.export` is not."""
-    return isinstance(size, int) and size <= limit
+    """Returns whether a dimension is known to be at most a limit; a symbolic one of `jax.export` is
+    with such a constraint."""
+    if not export.is_symbolic_dim(size):
+        return size <= limit
+    bounds = getattr(export, "symbolic_dim_bounds", None)  # Since jax 0.10; unknown before.
+    return bounds is not None and bounds(size)[1] <= limit
 
 
 class Implementation(NamedTuple):

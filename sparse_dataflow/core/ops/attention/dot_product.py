@@ -235,8 +235,9 @@ def xla_attention(
     window: int = 0,
     cap: float = 0.0,
 ) -> jax.Array:
-    """Compute `chunked_attention`; up to DENSE_TOKENS keys, all scores at once."""
-    if key.shape[1] > DENSE_TOKENS:
+    """Compute `chunked_attention`; up to DENSE_TOKENS keys, or of a symbolic number of
+    `jax.export`, all scores at once."""
+    if isinstance(key.shape[1], int) and key.shape[1] > DENSE_TOKENS:
         return chunked_attention(query, key, value, queries, keys, window, cap)
     # Kernels and chunks name what their own backward passes read: a second name would keep a copy.
     attended = masked_attention(query, key, value, visible(queries, keys, window), cap)

@@ -22,7 +22,7 @@ FEW_ROWS = 32
 
 def product(x: jax.Array, values: jax.Array, tables: LayoutTables) -> jax.Array:
     """Compute `x @ W` for x [rows, in_features], values [nnz, block, block], in x's dtype."""
-    rows, block, groups = len(x), values.shape[-1], tables.groups
+    rows, block, groups = x.shape[0], values.shape[-1], tables.groups
     if groups and groups.count == groups.in_parts == groups.out_parts:
         return _of_groups(x, values, groups)
     slots, index = tables.in_slot, tables.in_index
@@ -39,7 +39,7 @@ def product(x: jax.Array, values: jax.Array, tables: LayoutTables) -> jax.Array:
 
 def _of_groups(x, values, groups):
     """Compute `product` of a layout of whole groups; moves of x are part of its kernels."""
-    rows, block, run = len(x), values.shape[-1], groups.in_run * values.shape[-1]
+    rows, block, run = x.shape[0], values.shape[-1], groups.in_run * values.shape[-1]
     by_group = x.reshape(rows, -1, groups.count, run).swapaxes(1, 2)
     inputs = by_group.shape[2] * run
     # Lines are ordered (outer, group, run).
@@ -54,7 +54,7 @@ def _of_groups(x, values, groups):
 def _products(x, weight):
     """Multiply each line: x [rows, lines, inputs], weight [lines, inputs, block], in float32."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    if len(x) == 1:
+    if x.shape[0] == 1:
         # XLA fuses this into one loop; a batched dot starts one product per line.
         products = x.astype(wide)[..., None] * weight.astype(wide)
         if dispatch.platform() == "gpu":

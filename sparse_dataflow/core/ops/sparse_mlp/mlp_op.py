@@ -226,4 +226,4 @@ def _checked(x, values, tables):
 def _few_rows(x):
     """Whether the platform has other products for so few rows of x [..., features]."""
     own = dispatch.platform() in ("cpu", "gpu")
-    return own and math.prod(x.shape[:-1]) <= xla_few_rows.FEW_ROWS
+    return own and dispatch.at_most(math.prod(x.shape[:-1]), xla_few_rows.FEW_ROWS)

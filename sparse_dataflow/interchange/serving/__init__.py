@@ -1,0 +1,1 @@
+"""What other programs run of an export: compiled programs, and readers that are written with it."""
