@@ -218,8 +218,11 @@ def _with_zeros(
         positions=np.full((batch, 1), cached, np.int32),
     )
     layers = (
-        {**layer, **{name: with_threshold(layer[name], level) for name, level in of_layer.items()}}
-        for layer, of_layer in zip(weights.layers, levels, strict=True)
+        {
+            **layer,
+            **{name: with_threshold(layer[name], level) for name, level in layer_levels.items()},
+        }
+        for layer, layer_levels in zip(weights.layers, levels, strict=True)
     )
     return weights._replace(layers=tuple(layers))
 

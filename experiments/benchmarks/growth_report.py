@@ -106,8 +106,8 @@ def curves(points: Sequence[Mapping[str, float]]) -> dict[str, tuple[np.ndarray,
 def table(points: Points) -> str:
     """Returns a table of the slopes."""
     rows = []
-    for sweep, of_sweep in points.items():
-        for name, (x, y) in curves(of_sweep).items():
+    for sweep, sweep_points in points.items():
+        for name, (x, y) in curves(sweep_points).items():
             quantity, _, kind = name.rpartition(" ")
             first, last = (_value(kind, value) for value in (y[0], y[-1]))
             ends = f"{x[0]:,.0f} to {x[-1]:,.0f}"
@@ -119,10 +119,10 @@ def table(points: Points) -> str:
 def draw(points: Points, path: Path) -> None:
     """Draws the curves of all sweeps, with both axes logarithmic."""
     shown = []
-    for sweep, of_sweep in points.items():
+    for sweep, sweep_points in points.items():
         seconds = {
             f"{n.removesuffix(' seconds')} ({slope(x, y):.2f})": panels.Curve(x, y)
-            for n, (x, y) in curves(of_sweep).items()
+            for n, (x, y) in curves(sweep_points).items()
             if n.endswith("seconds")
         }
         if seconds:

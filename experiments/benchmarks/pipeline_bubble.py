@@ -41,7 +41,7 @@ def run(options) -> None:
     rows = []
     for schedule, recompute in cases:
         seconds, bubble = _measured(schedule, 1e-3 * options.milliseconds, options.rounds)
-        of_table = schedule.bubble()
+        table_bubble = schedule.bubble()
         rows.append(
             {
                 "schedule": schedule.name,
@@ -49,14 +49,14 @@ def run(options) -> None:
                 "recompute": recompute,
                 "ticks": schedule.ticks,
                 "step_seconds": seconds,
-                "bubble_of_table": of_table,
+                "bubble_of_table": table_bubble,
                 "bubble_measured": bubble,
             }
         )
         label = schedule.name + " with recomputation" * recompute
-        error = bubble / max(of_table, 1e-9) - 1
+        error = bubble / max(table_bubble, 1e-9) - 1
         print(
-            f"{label:32} {schedule.ticks:4} ticks  bubble of the table {of_table:.3f}"
+            f"{label:32} {schedule.ticks:4} ticks  bubble of the table {table_bubble:.3f}"
             f"  measured {bubble:.3f}  ({error:+.1%})"
         )
     result = {

@@ -135,10 +135,10 @@ def _requests(trained, tasks, shots):
 def _forward(trained, limits: Limits, calls):
     """A function that runs `calls` evaluation steps of the training, on one micro-batch each."""
     program = jax.jit(make_eval_step(trained.model))
-    of_model = weights_of(trained.params)
+    model_weights = weights_of(trained.params)
     rng = np.random.default_rng(0)
     rows = limits.rows(limits.context)
     shape = rows, limits.context + 1
     tokens = rng.integers(trained.model.vocab_size, size=shape, dtype=np.int32)
     weights = np.ones((rows, limits.context), np.float32)
-    return lambda: [program(of_model, tokens, weights) for _ in range(calls)]
+    return lambda: [program(model_weights, tokens, weights) for _ in range(calls)]

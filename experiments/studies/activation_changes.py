@@ -54,12 +54,12 @@ def _rms(x):
     return jnp.sqrt(jnp.mean(jnp.square(x)))
 
 
-def _activations(model, of_model, tokens):
-    params = of_model.params
+def _activations(model, model_weights, tokens):
+    params = model_weights.params
     x = gpt.embed(model, params["embed"], tokens)
     activations = {"embed": x}
     branches = []
-    for i, weights in enumerate(stacks.weights(model, of_model)):
+    for i, weights in enumerate(stacks.weights(model, model_weights)):
         middle, x_after, _ = gpt.bind_block(layer_model(model, i), weights).residuals(x)
         branches.append((middle - x, x_after - middle))
         x = x_after

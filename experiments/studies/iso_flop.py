@@ -150,11 +150,11 @@ def progress(config: RunConfig, plan: Plan, results: Results) -> str:
     flops = sum(result["flops"] for result in done)
     if flops:
         seconds = sum(result["seconds"] for result in done)
-        of_arms = [
+        arm_flops = [
             arm.steps * step_tokens(config) * flops_per_token(config, arm.model)
             for arm in plan.arms
         ]
-        left = max(0.0, total * sum(of_arms) / len(of_arms) - flops)
+        left = max(0.0, total * sum(arm_flops) / len(arm_flops) - flops)
         text += f", about {left * seconds / flops / 3600:.1f} h of training left"
     return text
 

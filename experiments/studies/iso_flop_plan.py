@@ -148,8 +148,8 @@ class Plan:
     @property
     def arms(self) -> list[Arm]:
         """All arms, each once."""
-        of_curves = {arm.name: arm for curve in self.curves for arm in curve.arms}
-        return [*of_curves.values(), *self.longer]
+        curve_arms = {arm.name: arm for curve in self.curves for arm in curve.arms}
+        return [*curve_arms.values(), *self.longer]
 
 
 def plan_curves(config: RunConfig, vocab_size: int, options) -> tuple[Curve, ...]:

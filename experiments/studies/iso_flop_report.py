@@ -140,8 +140,8 @@ def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, 
     optimizers, by the seeds that all arms have.
     """
     dense = curve.arms[0]
-    of_dense = iso_flop_plan.measured_results(plan, dense, results)
-    dense_bits = {seed: bits_per_byte(result) for seed, result in of_dense.items()}
+    dense_results = iso_flop_plan.measured_results(plan, dense, results)
+    dense_bits = {seed: bits_per_byte(result) for seed, result in dense_results.items()}
     target = quality_target(plan, curve, results)
     arms: list[dict[str, Any]] = []
     for arm in curve.arms:
@@ -170,7 +170,7 @@ def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, 
         "budget": curve.budget,
         "optimizer": curve.optimizer,
         "steps": curve.steps,
-        "tokens": next(iter(of_dense.values()))["tokens"],
+        "tokens": next(iter(dense_results.values()))["tokens"],
         "target": target,
         "minimum": lowest["name"] if lowest else None,
         "significant": bool(lowest and _is_below(lowest["to_dense"])),

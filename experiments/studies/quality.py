@@ -164,18 +164,18 @@ def switch_at(dense: Variant, sparse: Variant, share: float) -> float:
       UserError: no fraction spends that share; names the shares that can be spent.
     """
     training = dense.training
-    of_dense = run_flops(dense.model, dense.evolution, training)
+    dense_flops = run_flops(dense.model, dense.evolution, training)
     models = (spec.model for spec in sparse.phase_specs)
     first, *later = (run_flops(model, EvolutionConfig(), training) for model in models)
     # Phases after the first are equally long.
     after = sum(later) / len(later)
-    if not first < share * of_dense < after:
+    if not first < share * dense_flops < after:
         raise UserError(
             f"No switch to dense spends {share:.0%} of the dense training's FLOPs here; legal: "
-            f"above {first / of_dense:.0%} and below {after / of_dense:.0%}. Give a lower "
+            f"above {first / dense_flops:.0%} and below {after / dense_flops:.0%}. Give a lower "
             "--density, or name other --arms."
         )
-    return (after - share * of_dense) / (after - first)
+    return (after - share * dense_flops) / (after - first)
 
 
 def _teacher(changes):
@@ -196,9 +196,9 @@ def _steps(base, all_arms, arms, equal, seed):
     planned["flops"] = _as_many(steps, flops)
     if "seconds" in equal:
         data = base.data(variants[BASELINE])
-        for of_arm in teachers.values():  # Any weights take the time of trained ones.
-            state = initial_state(of_arm.model, of_arm.training)
-            teacher = Teacher(of_arm.model, state.weights.merged)
+        for teacher_variant in teachers.values():  # Any weights take the time of trained ones.
+            state = initial_state(teacher_variant.model, teacher_variant.training)
+            teacher = Teacher(teacher_variant.model, state.weights.merged)
             data = dataclasses.replace(data, teacher=teacher)
         planned["seconds"] = _as_many(steps, settling.step_seconds(variants, data, steps))
     return planned
@@ -211,8 +211,8 @@ def _as_many(steps, cost_of_step):
 
 
 def _flops_a_step(variant, teacher):
-    of_teacher = Teacher(teacher.model, {}) if teacher else None
-    total = run_flops(variant.model, variant.evolution, variant.training, of_teacher)
+    untrained_teacher = Teacher(teacher.model, {}) if teacher else None
+    total = run_flops(variant.model, variant.evolution, variant.training, untrained_teacher)
     return total / variant.training.steps
 
 
@@ -255,14 +255,16 @@ def _title(equal):
 
 
 def _row(arm, arms, mean):
-    of_arm = arms[arm]
-    bits = [r["bits_per_byte"] for r in of_arm]
+    arm_results = arms[arm]
+    bits = [r["bits_per_byte"] for r in arm_results]
     closed = "-"
     if BASELINE in mean:
         gap = mean.get(FLOOR, 0.0) - mean[BASELINE]
         if gap > 0:  # Else there is nothing to close, as early in a training.
             closed = f"{(mean[FLOOR] - mean[arm]) / gap:.0%}"
-    average = {name: np.mean([r[name] for r in of_arm]) for name in ("steps", "flops", "seconds")}
+    average = {
+        name: np.mean([r[name] for r in arm_results]) for name in ("steps", "flops", "seconds")
+    }
     return (
         arm,
         f"{mean[arm]:.4f}",
@@ -280,8 +282,10 @@ def _to_dense(arm, arms, mean):
         return "-"
     difference = f"{mean[arm] / mean[BASELINE] - 1:+.2%}"
     # Paired by seed, as a seed draws the same order of the data in every arm.
-    of_dense = {r["seed"]: r["bits_per_byte"] for r in arms[BASELINE]}
-    paired = [r["bits_per_byte"] - of_dense[r["seed"]] for r in arms[arm] if r["seed"] in of_dense]
+    dense_bits = {r["seed"]: r["bits_per_byte"] for r in arms[BASELINE]}
+    paired = [
+        r["bits_per_byte"] - dense_bits[r["seed"]] for r in arms[arm] if r["seed"] in dense_bits
+    ]
     if len(paired) < 2:
         return difference
     return f"{difference} ± {np.std(paired, ddof=1) / len(paired) ** 0.5 / mean[BASELINE]:.2%}"

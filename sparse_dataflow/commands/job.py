@@ -21,9 +21,9 @@ from sparse_dataflow.commands import (
     address_runs,
     devices,
     distillation,
-    report,
     request,
     run_folder,
+    run_report,
     vocabularies,
 )
 from sparse_dataflow.commands.preflight import relay_plan, settling
@@ -250,7 +250,9 @@ class Job:
         seconds = goodput_log.seconds(sum(t.seconds for t in trainers))
         answers = self.config.data.loss == "answers"
         corpus = (as_text if answers else with_text)(corpus, tokenizer)
-        losses = report.write(self.folder, record, trainers, corpus, tokenizer, self.chip, seconds)
+        losses = run_report.write(
+            self.folder, record, trainers, corpus, tokenizer, self.chip, seconds
+        )
         goodput_log.write(ended=True)
         say_result(losses)
         say(goodput.summary(seconds))

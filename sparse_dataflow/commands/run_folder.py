@@ -281,8 +281,8 @@ def python_call(config: RunConfig, passed: Sequence[str] = ()) -> str:
     before, now = _values(base), _values(config)
     changed = {path: value for path, value in now.items() if value != before[path]}
     words = [f"{path.replace('.', '__', 1)}={value!r}" for path, value in changed.items()]
-    of_dtype = f', compute_dtype="{dtype}"' if dtype != "float32" else ""
-    call = f'sd.preset("{scale}"{of_dtype})'
+    dtype_argument = f', compute_dtype="{dtype}"' if dtype != "float32" else ""
+    call = f'sd.preset("{scale}"{dtype_argument})'
     call += f".change({', '.join(words)})" if words else ""
     return f"sd.train({', '.join([call, *(f'{name}={name}' for name in passed)])})"
 

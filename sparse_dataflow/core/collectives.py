@@ -49,9 +49,9 @@ def newest(records: np.ndarray) -> np.ndarray:
     """
     if jax.process_count() == 1:
         return records
-    of_processes = np.asarray(multihost_utils.process_allgather(records))
-    owner = of_processes[..., 0].argmax(axis=0)[None, ..., None]
-    return np.take_along_axis(of_processes, owner, axis=0)[0]
+    process_records = np.asarray(multihost_utils.process_allgather(records))
+    owner = process_records[..., 0].argmax(axis=0)[None, ..., None]
+    return np.take_along_axis(process_records, owner, axis=0)[0]
 
 
 def broadcast(value: Any) -> Any:

@@ -234,7 +234,7 @@ def _load(name_or_path: str, cache_dir: Path, options: _Options) -> Corpus:
         return _mixed(name_or_path, sources, weights)
     local = functools.partial(_load_local, name=name_or_path, cache_dir=cache_dir, options=options)
     if name_or_path == "python_stdlib":
-        return local("PythonStdlib", source=PythonStdlibSource.of_this_interpreter())
+        return local("PythonStdlib", source=PythonStdlibSource.from_interpreter())
     if name_or_path == "sotu":
         return local("Sotu", source=SotuSource(_fetch_sotu(cache_dir)))
     if name_or_path.startswith(hub.PREFIX):
@@ -242,7 +242,7 @@ def _load(name_or_path: str, cache_dir: Path, options: _Options) -> Corpus:
     path = path_of(name_or_path, cache_dir)
     if not tfds_copies.is_prepared(path) and token_files.has_token_ids(path, options.column):
         _refuse_links(path)
-        return _of_ids(name_or_path, path, options, cache_dir)
+        return _token_corpus(name_or_path, path, options, cache_dir)
     if hub.is_saved_dataset(path):
         _refuse_links(path)
         splits = hub.saved_splits(path, options.column)
@@ -260,7 +260,7 @@ def _refuse_links(path: Path) -> None:
         folders.refuse_outside_links(path)
 
 
-def _of_ids(name: str, path: Path, options: _Options, cache_dir: Path) -> Corpus:
+def _token_corpus(name: str, path: Path, options: _Options, cache_dir: Path) -> Corpus:
     ids, digest = open_token_files(path, options.column, cache_dir, options.whole)
     return Corpus(name, [], [], _digest(["ids", digest]), ids=ids)
 

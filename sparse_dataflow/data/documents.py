@@ -119,7 +119,7 @@ class PythonStdlibSource:
     root: Path
 
     @classmethod
-    def of_this_interpreter(cls) -> "PythonStdlibSource":
+    def from_interpreter(cls) -> "PythonStdlibSource":
         """Returns the standard library of the running interpreter."""
         return cls(Path(sysconfig.get_paths()["stdlib"]))
 
@@ -303,17 +303,17 @@ def split_for(documents: Iterable[Document]) -> Split:
     if not rows:
         raise UserError("The corpus has no text.")
     ids, texts, words = np.frombuffer(rows, np.uint64).reshape(-1, 3).T
-    texts_held, of_document = _held_out(ids, texts)
-    by_id = len(texts) > 1 and not 0 < 2 * of_document.sum() <= len(texts)
+    texts_held, is_held_out = _held_out(ids, texts)
+    by_id = len(texts) > 1 and not 0 < 2 * is_held_out.sum() <= len(texts)
     if by_id and len(texts) > 2:
         _LOG.warning("copies of few texts make most of the corpus: held-out text is trained too")
     if by_id:
-        texts_held, of_document = _held_out(ids, ids)
-    near = int(np.isin(words[of_document], words[~of_document]).sum())
+        texts_held, is_held_out = _held_out(ids, ids)
+    near = int(np.isin(words[is_held_out], words[~is_held_out]).sum())
     if near:
         _LOG.warning(
             "%d of %d held-out documents differ from a training document in case, punctuation and "
-            "spaces alone", near, int(of_document.sum()),
+            "spaces alone", near, int(is_held_out.sum()),
         )  # fmt: skip
     return Split(len(texts), texts_held, by_id, near)
 
@@ -331,9 +331,9 @@ def _held_out(ids, groups):
     # In a small corpus chance holds out none, or most.
     if not 0 < 2 * held[inverse].sum() <= len(ids):
         held = np.arange(len(held)) == np.argmin(deciding)
-    of_document = np.empty(len(ids), bool)
-    of_document[order] = held[inverse]
-    return values[held], of_document
+    is_held_out = np.empty(len(ids), bool)
+    is_held_out[order] = held[inverse]
+    return values[held], is_held_out
 
 
 def cut_in_two(document: Document) -> tuple[Document, Document]:
@@ -450,7 +450,7 @@ def stored_metadata(folder: Path) -> dict[str, Any]:
     """
     content = json_files.load(folder / METADATA)
     values = {key: dict(content[key]) for key in ("documents", "digests")}
-    if any(set(SPLITS) - set(of_split) for of_split in values.values()):
+    if any(set(SPLITS) - set(split_values) for split_values in values.values()):
         raise ValueError(f"{folder / METADATA} lacks a split")
     return values
 

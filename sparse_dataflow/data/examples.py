@@ -113,8 +113,8 @@ def _marked_tokens(pieces, tokenizer):
         prefix = tokenizer.document_prefix
         ids = np.concatenate([np.asarray(prefix, np.int32), ids])
         places = np.concatenate([np.zeros((len(prefix), 2), np.int64), places])
-    of_answer = np.repeat([mark for _, mark in pieces], [len(text) for text, _ in pieces])
-    count = np.concatenate([[0], np.cumsum(of_answer)])
+    is_answer = np.repeat([mark for _, mark in pieces], [len(text) for text, _ in pieces])
+    count = np.concatenate([[0], np.cumsum(is_answer)])
     return ids, count[places[:, 1]] > count[places[:, 0]]
 
 

@@ -66,8 +66,10 @@ def with_thresholds(model: Model, tokens: TokenArray, share: float) -> Model:
     no_base: Any = None
     blocks = split_groups(model.params["blocks"])
     for group, modules in zip(layer_groups(config), blocks, strict=True):
-        of_group = levels[group.layers.start : group.layers.stop]
-        joined = {name: np.stack([layer[name] for layer in of_group]) for name in of_group[0]}
+        group_levels = levels[group.layers.start : group.layers.stop]
+        joined = {
+            name: np.stack([layer[name] for layer in group_levels]) for name in group_levels[0]
+        }
         wrappers = {n: {THRESHOLD: Thresholded(no_base, level)} for n, level in joined.items()}
         groups.append(adapters.merged(wrappers, modules))
     params = {**model.params, "blocks": join_groups(groups)}
@@ -117,8 +119,8 @@ def input_levels(
     levels = []
     for i, layer in enumerate(layers):
         weights = jax.tree.map(jnp.asarray, layer)
-        x, of_layer = _apply(layer_model(config, i), share, attend, weights, x, context)
-        levels.append(jax.device_get(of_layer))
+        x, layer_levels = _apply(layer_model(config, i), share, attend, weights, x, context)
+        levels.append(jax.device_get(layer_levels))
     return levels
 
 

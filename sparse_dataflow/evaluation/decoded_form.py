@@ -45,7 +45,7 @@ def check(config: ModelConfig, form: str) -> None:
         )
 
 
-def of_layer(config: ModelConfig, layer: dict, form: str, number: int) -> dict:
+def layer_in_form(config: ModelConfig, layer: dict, form: str, number: int) -> dict:
     """Returns the weights of a layer with masked weights in a form.
 
     Args:

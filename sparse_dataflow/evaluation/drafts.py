@@ -47,32 +47,32 @@ class Draft:
     accepted: int = 0
 
     @classmethod
-    def of(cls, model: Model, of_model: Model, tokens: int = 4) -> "Draft":
+    def of(cls, model: Model, target: Model, tokens: int = 4) -> "Draft":
         """Returns a model as the draft of another.
 
         Args:
           model: the model that drafts.
-          of_model: the model whose texts are written.
+          target: the model whose texts are written.
           tokens: drafts of a round.
 
         Raises:
           UserError: the models have different tokens, or the context of the draft is shorter, or a
             round is longer than a context.
         """
-        if model.tokenizer.content_hash != of_model.tokenizer.content_hash:
+        if model.tokenizer.content_hash != target.tokenizer.content_hash:
             raise UserError(
-                f"The draft {model.folder} has another tokenizer than {of_model.folder}; legal: a "
+                f"The draft {model.folder} has another tokenizer than {target.folder}; legal: a "
                 "model with the same vocabulary, such as the sparse twin of a dense model."
             )
-        if model.context < of_model.context:
+        if model.context < target.context:
             raise UserError(
                 f"The draft {model.folder} has a context of {model.context} tokens; legal: "
-                f"{of_model.context} or more, the context of {of_model.folder}."
+                f"{target.context} or more, the context of {target.folder}."
             )
-        if tokens >= of_model.context:
+        if tokens >= target.context:
             raise UserError(
                 f"{tokens} tokens drafted at a time do not fit into the context of "
-                f"{of_model.folder}; legal: 1 to {of_model.context - 1}."
+                f"{target.folder}; legal: 1 to {target.context - 1}."
             )
         return cls(model.model, kv_cache.prepare(model.model, model.weights), tokens)
 

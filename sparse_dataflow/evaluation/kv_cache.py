@@ -60,7 +60,9 @@ class LayerCache(NamedTuple):
     values: jax.Array
 
 
-def prepare(config: ModelConfig, of_model: ModelWeights, form: str = decoded_form.AUTO) -> Weights:
+def prepare(
+    config: ModelConfig, model_weights: ModelWeights, form: str = decoded_form.AUTO
+) -> Weights:
     """Casts the weights layer by layer to the compute dtype; routers stay float32.
 
     Args:
@@ -72,7 +74,7 @@ def prepare(config: ModelConfig, of_model: ModelWeights, form: str = decoded_for
     decoded_form.check(config, form)
     dtype = jnp.dtype(config.compute_dtype)
     cast = functools.partial(jax.tree.map, lambda leaf: jnp.asarray(leaf, dtype))
-    params = of_model.merged
+    params = model_weights.merged
     layers: list[dict] = []
     for stacked in split_groups(stacks.with_groups(params["blocks"])):
         arrays, layouts = stacks.split_layouts(stacked)
@@ -83,7 +85,7 @@ def prepare(config: ModelConfig, of_model: ModelWeights, form: str = decoded_for
                 own = {name: _layout(config, name, each, i) for name, each in tables.items()}
                 layer = merged(layer, stacks.beside(config, own)["blocks"])
             weights = layer_weights(config, layer)
-            layers.append(decoded_form.of_layer(config, weights, form, len(layers)))
+            layers.append(decoded_form.layer_in_form(config, weights, form, len(layers)))
     return Weights(cast(params["embed"]), tuple(layers), cast(params["head"]))
 
 
@@ -208,8 +210,8 @@ def decode_text(
         attend = functools.partial(
             cached_attention, new_caches, cache, positions_BxT, has_room=has_room
         )
-        of_layer = layer_model(config, i)
-        x_BxTxD = gpt.block(of_layer, layer, x_BxTxD, context, attend=attend)
+        layer_config = layer_model(config, i)
+        x_BxTxD = gpt.block(layer_config, layer, x_BxTxD, context, attend=attend)
     params = {"head": weights.head, "embed": weights.embed}
     return gpt.logits(config, params, x_BxTxD), tuple(new_caches)
 

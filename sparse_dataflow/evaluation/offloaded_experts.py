@@ -30,7 +30,7 @@ from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.batch_context import BatchContext
 from sparse_dataflow.core.model.experts import collect, dispatch, spread
 from sparse_dataflow.core.model.projection import without_layout
-from sparse_dataflow.core.model.shard import WHOLE
+from sparse_dataflow.core.model.shard import UNSHARDED
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.weights.kind import LAYOUT
 from sparse_dataflow.evaluation import kv_cache
@@ -194,8 +194,8 @@ class OffloadedExperts:
         )
         self._fetch_ahead(layers[0], np.asarray(predicted_NxK)[real_N])
         new_caches = []
-        of_layers = zip(layers, [*layers[1:], None], caches, strict=True)
-        for i, (layer, following, cache) in enumerate(of_layers):
+        layers_and_caches = zip(layers, [*layers[1:], None], caches, strict=True)
+        for i, (layer, following, cache) in enumerate(layers_and_caches):
             # The last layer predicts for itself, which no one reads: one program serves all layers.
             x_BxTxD, attended, cache = _attention(
                 layer_model(config, i),
@@ -355,7 +355,7 @@ def _attention(config, weights, following_weights, x_BxTxD, cache, positions_B, 
         positions_BxT = positions_B[:, None]
         attend = functools.partial(kv_cache.cached_attention, caches, cache, positions_BxT)
     block = gpt.bind_block(config, weights)
-    x_BxTxD, normed_BxTxD = block.attention(x_BxTxD, BatchContext(positions_BxT), WHOLE, attend)
+    x_BxTxD, normed_BxTxD = block.attention(x_BxTxD, BatchContext(positions_BxT), UNSHARDED, attend)
     gates, experts, _ = block.experts.route(normed_BxTxD.reshape(-1, normed_BxTxD.shape[-1]))
     predicted = _predict(config, following_weights, x_BxTxD)
     return x_BxTxD, (normed_BxTxD, gates, experts, predicted), caches[0]
@@ -368,7 +368,7 @@ def _products(config, weights, normed_BxTxD, slots_NxK, y_NxKxD):
     count = len(jax.tree.leaves(_experts(weights))[0])
     sent, tiles_T = dispatch(config, slots_NxK, count)
     x_SxD = spread(normed_BxTxD.reshape(-1, normed_BxTxD.shape[-1]), sent)
-    outputs_NxKxD = collect(experts.products(x_SxD, tiles_T, WHOLE), sent)
+    outputs_NxKxD = collect(experts.products(x_SxD, tiles_T, UNSHARDED), sent)
     return jnp.where(slots_NxK[..., None] < count, outputs_NxKxD, y_NxKxD)
 
 
@@ -376,8 +376,8 @@ def _products(config, weights, normed_BxTxD, slots_NxK, y_NxKxD):
 def _combine(config, weights, x_BxTxD, normed_BxTxD, gates_NxK, y_NxKxD):
     """Adds the experts' outputs to the residual stream."""
     block = gpt.bind_block(config, weights)
-    y_BxTxD = block.experts.combine(gates_NxK, y_NxKxD, normed_BxTxD, WHOLE)
-    return block.add_mlp(x_BxTxD, y_BxTxD, WHOLE)
+    y_BxTxD = block.experts.combine(gates_NxK, y_NxKxD, normed_BxTxD, UNSHARDED)
+    return block.add_mlp(x_BxTxD, y_BxTxD, UNSHARDED)
 
 
 @functools.partial(jax.jit, donate_argnames="slots")

@@ -40,12 +40,12 @@ def input_norms(
     for tokens in batches:
         embed = jax.tree.map(jnp.asarray, weights.merged["embed"])
         x = gpt.embed(model, embed, jnp.asarray(tokens))
-        of_batch = []
+        batch_squares = []
         layers = stacks.weights(model, weights)
         for i, layer in enumerate(layers):
             x, sums = _apply(layer_model(model, i), widths, jax.tree.map(jnp.asarray, layer), x)
-            of_batch.append(jax.device_get(sums))
-        squares = jax.tree.map(np.add, squares, of_batch) if squares else of_batch
+            batch_squares.append(jax.device_get(sums))
+        squares = jax.tree.map(np.add, squares, batch_squares) if squares else batch_squares
     return {name: np.sqrt(np.stack([layer[name] for layer in squares])) for name in squares[0]}
 
 

@@ -70,7 +70,7 @@ def search(
                 name: _Scores(tree[name]["kernel"], norms[name][i] if name in norms else None)
                 for name in layouts
             },
-            {name: of_layers[i] for name, of_layers in layouts.items()},
+            {name: layer_layouts[i] for name, layer_layouts in layouts.items()},
         )
         for i, tree in enumerate(trees)
     ]
@@ -100,7 +100,7 @@ def _stream_scores(layers, stream):
 
 def _stored(scores, places, order):
     """Returns the sum of the scores of features where they are."""
-    return float(scores[order, places.of_features].sum())
+    return float(scores[order, places.place_kinds].sum())
 
 
 class _Scores:
@@ -134,11 +134,11 @@ class _Places:
     Attributes:
       masks: one for each weight, bool [kinds, blocks of its other side], what a kind of place
         stores.
-      of_features: int [features], kind of each place.
+      place_kinds: int [features], kind of each place.
     """
 
     masks: tuple[np.ndarray, ...]
-    of_features: np.ndarray
+    place_kinds: np.ndarray
 
     @classmethod
     def of(cls, masks: Sequence[tuple[np.ndarray, int]]) -> "_Places":
@@ -150,15 +150,15 @@ class _Places:
 
     def exchanged(self, scores, order):
         """Returns the order after exchanges of features between kinds, float [features, kinds]."""
-        kinds = np.empty_like(self.of_features)
-        kinds[order] = self.of_features
+        kinds = np.empty_like(self.place_kinds)
+        kinds[order] = self.place_kinds
         new_kinds = _exchanged(scores, kinds)
         if np.array_equal(new_kinds, kinds):
             return order
         new_order = np.empty_like(order)
         # Both sorts put kinds in order, and a kind has as many places as features: the i-th feature
         # of a kind takes its i-th place.
-        by_place = np.argsort(self.of_features, kind="stable")
+        by_place = np.argsort(self.place_kinds, kind="stable")
         new_order[by_place] = np.argsort(new_kinds, kind="stable")
         return new_order
 

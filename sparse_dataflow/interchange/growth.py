@@ -185,10 +185,10 @@ def _with_experts(old, weights, new, key):
             wide = lambda leaf: np.asarray(leaf, np.float32)  # noqa: E731
             module = stacks.map_arrays(wide, layer.pop(name))
             mlp[name] = module if name in stored else dense_module(old, name, module)
-        mlp, of_experts = stacks.split_layouts(mlp)
+        mlp, expert_layouts = stacks.split_layouts(mlp)
         mlp["mlp_out"] = {name: share * leaf for name, leaf in mlp["mlp_out"].items()}
         copies = lambda leaf: np.broadcast_to(leaf, (new.experts, *leaf.shape))  # noqa: E731
-        experts = {ROUTER: routers[i], **merged(jax.tree.map(copies, mlp), of_experts)}
+        experts = {ROUTER: routers[i], **merged(jax.tree.map(copies, mlp), expert_layouts)}
         experts |= {"shared": mlp} if new.shared_expert else {}
         layers.append({**layer, "experts": experts})
     blocks = stacks.stacked_layers(config, layers)

@@ -133,11 +133,11 @@ def _described(folder, state):
     fields = _read_config(folder)
     if fields["model_type"] == MODEL_TYPE:
         model = sparse_form.read_config(folder)
-        of_tokenizer = fields.get(SOURCE) or {"eos_token_id": fields.get("end_of_text")}
-        of_tokenizer = {**of_tokenizer, "vocab_size": model.vocab_size}
+        tokenizer_fields = fields.get(SOURCE) or {"eos_token_id": fields.get("end_of_text")}
+        tokenizer_fields = {**tokenizer_fields, "vocab_size": model.vocab_size}
     else:
-        model, of_tokenizer = _read_model(folder, fields), fields
-    return Described(fields, model, *tokenizer_files.read(folder, of_tokenizer))
+        model, tokenizer_fields = _read_model(folder, fields), fields
+    return Described(fields, model, *tokenizer_files.read(folder, tokenizer_fields))
 
 
 def read(folder: str | Path) -> Imported:

@@ -33,8 +33,8 @@ def named_tokenizer(name: str) -> Tokenizer:
         fields = json_files.load(path) if path.exists() else {}
         if "format" in fields:  # Of a run folder.
             return Tokenizer.load(path)
-        of_model = folder / "config.json"
-        config = json_files.load(of_model) if of_model.exists() else {}
+        config_path = folder / "config.json"
+        config = json_files.load(config_path) if config_path.exists() else {}
         if "vocab_size" not in config:
             config = dict(config) | _sizes(folder, fields)
     except json_files.MALFORMED as error:

@@ -31,11 +31,11 @@ def logits(config, tensors, ids):
     if config["positions"] == "learned":
         x = x + tensors["embed.positions"][: len(ids)]
     for layer in range(config["num_layers"]):
-        at, of_layer = f"blocks.{layer}", {**config, **config["layers"][layer]}
-        attended = x + half(attention, of_layer, tensors, x, at, "norm1", "norm1_out")
+        at, layer_fields = f"blocks.{layer}", {**config, **config["layers"][layer]}
+        attended = x + half(attention, layer_fields, tensors, x, at, "norm1", "norm1_out")
         read = attended if config["residual"] == "sequential" else x
         name = "norm1" if config["residual"] == "parallel_shared_norm" else "norm2"
-        x = attended + half(mlp, of_layer, tensors, read, at, name, "norm2_out")
+        x = attended + half(mlp, layer_fields, tensors, read, at, name, "norm2_out")
     x = norm(config, tensors, x, "head.norm") * np.float32(config["logit_scale"])
     y = x @ tensors.get("head.output", tensors["embed.tokens"]).T
     return capped(y + tensors.get("head.output_bias", np.float32(0)), config["logit_cap"])

@@ -189,10 +189,10 @@ def _scaled(name, kind, fields, scaling):
 
 def _mscale(factor, scaling):
     """Returns the scale of the rotations by DeepSeek's two fields, 0 for yarn's own."""
-    of_all = scaling.get("mscale_all_dim")
-    if not of_all or factor <= 1:
+    all_dim = scaling.get("mscale_all_dim")
+    if not all_dim or factor <= 1:
         return 0.0
-    return (0.1 * scaling["mscale"] * math.log(factor) + 1) / (0.1 * of_all * math.log(factor) + 1)
+    return (0.1 * scaling["mscale"] * math.log(factor) + 1) / (0.1 * all_dim * math.log(factor) + 1)
 
 
 def comparable(model: ModelConfig) -> dict[str, Any]:

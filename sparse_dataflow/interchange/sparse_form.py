@@ -122,9 +122,9 @@ def read(folder: str | Path) -> tuple[ModelConfig, dict]:
     expected = merged(shapes, stacks.stored_layouts(model))["blocks"]
     layers = []
     for i, layer in enumerate(jax.eval_shape(lambda tree: list(stacks.layers(tree)), expected)):
-        of_layer, layouts = stacks.split_layouts(layer)
+        layer_shapes, layouts = stacks.split_layouts(layer)
         tables = _read_tree(files.read_integers, stacks.tables_by_name(layouts), f"blocks.{i}.")
-        arrays = _read_layer(files, model, of_layer, i)
+        arrays = _read_layer(files, model, layer_shapes, i)
         layers.append(merged(arrays, stacks.beside(model, tables)["blocks"]) if tables else arrays)
     other_sections = {name: section for name, section in shapes.items() if name != "blocks"}
     blocks = stacks.stacked_layers(model, layers)

@@ -146,20 +146,20 @@ def ends(
     Raises:
       ValueError: none names an end, or an id is no whole number.
     """
-    of_config, of_generation = (
+    config_ids, generation_ids = (
         ids_of(fields.get("eos_token_id"), "eos_token_id") for fields in (config, generation)
     )
     named = vocab.get(tokens.get("eos_token", ""))
-    found = of_generation or of_config
+    found = generation_ids or config_ids
     size = config["vocab_size"]
     beyond = [number for number in found[1:] if not 0 <= number < size]
     found = [number for number in found if number not in beyond]
     if beyond:
         _LOG.warning("%s: the ends %s are not in the vocabulary of %d", folder, beyond, size)
-    if of_generation and of_config and set(of_generation) != set(of_config):
+    if generation_ids and config_ids and set(generation_ids) != set(config_ids):
         _LOG.warning(
             "%s: texts end at the ids %s of %s, as in transformers; config.json has %s",
-            folder, of_generation, GENERATION, of_config,
+            folder, generation_ids, GENERATION, config_ids,
         )  # fmt: skip
     if found and named is not None and named not in found:
         _LOG.warning(
@@ -175,7 +175,7 @@ def ends(
                 "generation_config.json, or an eos_token of the vocabulary in tokenizer_config.json"
             )
         _LOG.warning("%s: config.json has no eos_token_id; texts end at id %d", folder, found[0])
-    first = next((number for number in of_config if number in found), found[0])
+    first = next((number for number in config_ids if number in found), found[0])
     return [first, *(number for number in found if number != first)]
 
 

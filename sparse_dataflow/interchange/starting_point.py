@@ -210,10 +210,10 @@ def read(folder: str, variant: str = "", preferred: str = SPARSE) -> StartingPoi
             f"{', '.join(names)}."
         )
     chosen = variant or (preferred if preferred in names else names[0])
-    return _of_run(folder, chosen, trained.NEWEST)
+    return _run_start(folder, chosen, trained.NEWEST)
 
 
-def _of_run(folder, variant, checkpoint):
+def _run_start(folder, variant, checkpoint):
     local = on_this_machine(folder, checkpoint)
     run = load_run(local, variant, checkpoint)
     run.model.require(
@@ -310,7 +310,7 @@ def read_again(source: Mapping[str, Any], folder: str | Path, verb: str) -> Star
         if variant is None:
             base = read(path)
         else:
-            base = _of_run(path, str(variant), str(step))
+            base = _run_start(path, str(variant), str(step))
     except (KeyError, UserError) as error:
         raise UserError(
             f"{folder} began to {verb} weights that cannot be read: {error} Put those weights back "

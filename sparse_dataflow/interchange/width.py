@@ -155,7 +155,7 @@ def reordered(
     """
     stream, rng = sources[0].stream, np.random.default_rng()
     trees = stacks.layers(params["blocks"])
-    layers = [_block(tree, of_layer, {}, rng) for tree, of_layer in zip(trees, sources)]
+    layers = [_block(tree, source, {}, rng) for tree, source in zip(trees, sources)]
     norm = {name: leaf[stream] for name, leaf in params["head"]["norm"].items()}
     head = {**params["head"], "norm": norm}
     if not model.tied_embeddings:
@@ -176,7 +176,7 @@ def _block(tree, sources, layouts, rng):
             result[name] = {leaf: array[sources.stream] for leaf, array in module.items()}
         elif name in (QUERY_NORMS, KEY_NORMS):
             index = sources.heads[name[0]]
-            result[name] = {leaf: _of_heads(array, index) for leaf, array in module.items()}
+            result[name] = {leaf: _select_heads(array, index) for leaf, array in module.items()}
         elif name in ("experts", "shared"):
             result[name] = _block(module, sources, layouts, rng)
         else:  # Norms of queries and keys, over the width of a head.
@@ -200,7 +200,7 @@ def _projection(name, module, sources, layouts, rng):
     return result
 
 
-def _of_heads(array, index):
+def _select_heads(array, index):
     """Returns the features of an array of heads at an index into all of them, in its shape."""
     return array.reshape(-1)[index].reshape(-1, *array.shape[1:])
 

@@ -51,10 +51,10 @@ class Contraction:
             return cls(shape, order, count, axis=tuple(module.axis))
         if module.einsum_op is not jnp.einsum:
             raise UserError("It has an einsum_op of its own; legal: jnp.einsum.")
-        return cls.of_equation(module.einsum_str, tuple(module.kernel_shape))
+        return cls.from_equation(module.einsum_str, tuple(module.kernel_shape))
 
     @classmethod
-    def of_equation(cls, equation: str, kernel_shape: tuple[int, ...]) -> "Contraction":
+    def from_equation(cls, equation: str, kernel_shape: tuple[int, ...]) -> "Contraction":
         """Returns the contraction of an equation of inputs and a kernel.
 
         Raises:
@@ -93,7 +93,7 @@ class Contraction:
         """
         if equation is None or equation == self.equation:
             return self
-        other = Contraction.of_equation(equation, self.kernel_shape)
+        other = Contraction.from_equation(equation, self.kernel_shape)
         if set(other.order[: other.count]) != set(self.order[: self.count]):
             raise UserError(
                 f"The equation {equation} sums over other axes of the kernel than {self.equation}; "

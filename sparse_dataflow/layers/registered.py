@@ -166,7 +166,7 @@ def read_linear(module: Any) -> tuple[Contraction, nnx.Linear, tuple[str, str]]:
             f"Its registered equation {equation} has a kernel of {rank} axes and its kernel has "
             f"shape {kernel.shape}; legal: an index for each axis."
         )
-    contraction = Contraction.of_equation(equation, tuple(kernel.shape[kernel.ndim - rank :]))
+    contraction = Contraction.from_equation(equation, tuple(kernel.shape[kernel.ndim - rank :]))
     stack = kernel.shape[: kernel.ndim - rank]
     new = contraction.shape[contraction.count :]
     if bias is not None and tuple(bias.shape) != (*stack, *new):

@@ -20,7 +20,7 @@ from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.batch_context import BatchContext
 from sparse_dataflow.core.model.mlp import activate
 from sparse_dataflow.core.model.projection import layer_weights
-from sparse_dataflow.core.model.shard import WHOLE
+from sparse_dataflow.core.model.shard import UNSHARDED
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.optim.optimizers import TrainState, make_optimizer
 from sparse_dataflow.monitoring.warm_up import warm_up
@@ -74,7 +74,7 @@ def section_seconds(
         return all_layers(lambda block, x: getattr(block, name)(x), width)
 
     def experts():
-        return all_layers(lambda block, x: block.experts(x, WHOLE)[0], D)
+        return all_layers(lambda block, x: block.experts(x, UNSHARDED)[0], D)
 
     def elementwise(params, x, normed, products):
         block = bound((params, first_layers[0][1]))
@@ -107,13 +107,13 @@ def section_seconds(
     normed = dict(zip(model.qk_norms, (q, k))) if model.qk_norm else {}
     products = [draw(B, T, model.d_ff) for _ in range(2 if model.gated_mlp else 1)]
     attn_out = model.projections.index("attn_out")
-    of_attention, of_mlp = model.projections[:attn_out], model.projections[attn_out + 1 :]
-    mlp = {"experts": experts()} if model.experts else {n: projection(n) for n in of_mlp}
+    attention_names, mlp_names = model.projections[:attn_out], model.projections[attn_out + 1 :]
+    mlp = {"experts": experts()} if model.experts else {n: projection(n) for n in mlp_names}
     inputs = (first_layers[0][0], draw(B, T, D), normed, products)
     embed, head = (functools.partial(part, model) for part in (gpt.embed, gpt.head_loss))
     micro_batch = {
         "embed": _seconds(embed, (embed_params,), targets),
-        **{name: projection(name) for name in of_attention},
+        **{name: projection(name) for name in attention_names},
         "attention": attention(),
         "attn_out": projection("attn_out"),
         **mlp,

@@ -84,8 +84,8 @@ def trip_counts(plan: Plan, places: np.ndarray | None = None) -> dict[str, float
         kinds: Any = () if places is None else places[..., 0]
         for kind in np.unique(kinds).tolist():
             is_block = np.arange(plan.division.capacity) < layers[..., None]
-            of_kind = (is_block & (kinds == kind)).sum(axis=-1)
-            blocks = np.where(schedule.action == action, of_kind[stages, schedule.chunk], 0)
+            kind_counts = (is_block & (kinds == kind)).sum(axis=-1)
+            blocks = np.where(schedule.action == action, kind_counts[stages, schedule.chunk], 0)
             counts[_scope(action, kind)] = float(blocks.sum(axis=1).max())
     for name in ("activation", "gradient"):
         arrives = (getattr(plan.slots, f"{name}_arrives") >= 0).any(axis=0)
@@ -237,7 +237,7 @@ class _Stage:
         """Returns empty buffers and zero gradients."""
         capacity, peak = self.plan.division.capacity, self.plan.slots.peak
         ends = self.work.params["embed"], self.work.params["head"]
-        _, of_head = jax.eval_shape(lambda x: self.head_loss(*ends, x, 0), self.x)
+        _, head_metrics = jax.eval_shape(lambda x: self.head_loss(*ends, x, 0), self.x)
 
         def buffer(name, content, *inside):
             slots = int(peak[name].max())
@@ -245,7 +245,7 @@ class _Stage:
 
         return _State(
             step_metrics.empty(self.block_metrics, self.plan.division.chunks * capacity),
-            step_metrics.empty(of_head),
+            step_metrics.empty(head_metrics),
             jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), self.work.params),
             buffer("saved", self.contents["saved"], capacity),
             buffer("recomputed", self.contents["recomputed"], capacity),

@@ -65,8 +65,8 @@ class Pipelined(Sharded):
     schedule: str = "1f1b"
 
     @property
-    def ways(self):
-        return tuple(dict.fromkeys((*super().ways, compatibility.STAGE.words)))
+    def parallelisms(self):
+        return tuple(dict.fromkeys((*super().parallelisms, compatibility.STAGE.words)))
 
     def describe(self):
         schedule = schedules.format_schedule(self.schedule, self.division.chunks)
@@ -82,16 +82,16 @@ class Pipelined(Sharded):
         micro_batches = math.gcd(rows, 4 * self.division.stages)
         stages, chunks = self.division.stages, self.division.chunks
         schedule = schedules.forward_only(stages, micro_batches, chunks)
-        member, specs, _ = self._member(model, weights)
+        rank, specs, _ = self._rank(model, weights)
         plan = pipeline.make_plan(self.division, schedule)
 
-        def block(of_layer, params, rest, x, context):
-            layer = layer_weights(of_layer, merged(params, rest))
-            return gpt.block(of_layer, layer, x, context, member.shard), {}
+        def block(layer_config, params, rest, x, context):
+            layer = layer_weights(layer_config, merged(params, rest))
+            return gpt.block(layer_config, layer, x, context, rank.shard), {}
 
         def local(table, weights, batch):
-            of_batch = whole.micro_batches(model, batch, micro_batches, member)
-            work = self._work(model, member, weights, specs, block, of_batch)
+            split_batch = whole.micro_batches(model, batch, micro_batches, rank)
+            work = self._work(model, rank, weights, specs, block, split_batch)
             _, metrics, _ = pipeline.run_stage(plan, table[0], work)
             return lax.psum(metrics["loss"].total, EVERY_AXIS)
 
@@ -101,28 +101,28 @@ class Pipelined(Sharded):
     def loss_and_gradients(self, model, weights, batch, how):
         """See `Executor`; a stage accumulates all gradients in float32, whatever the dtype."""
         micro_batches, plan = how.micro_batches, self._plan(model, how.micro_batches)
-        member, specs, gradient_specs = self._member(model, weights)
+        rank, specs, gradient_specs = self._rank(model, weights)
         gathered = sharding.gathered_specs(specs.params, self.exchange)
 
-        def block(of_layer, params, rest, x, context):
-            layer = layer_weights(of_layer, merged(params, rest))
-            return gpt.trained_block(of_layer, layer, x, context, member.shard)
+        def block(layer_config, params, rest, x, context):
+            layer = layer_weights(layer_config, merged(params, rest))
+            return gpt.trained_block(layer_config, layer, x, context, rank.shard)
 
         axes_of_a_stage = tuple(axis for axis in EVERY_AXIS if axis != "stage")
 
         def local(table, weights, batch):
             padded = batch.weights is not None
-            batch = whole.with_weights(batch, member.batch_shards)
-            of_batch = whole.micro_batches(model, batch, micro_batches, member, padded)
-            work = self._work(model, member, weights, specs, block, of_batch)
-            of_blocks, of_head, gradients = pipeline.run_stage(plan, table[0], work)
-            of_blocks = step_metrics.over_devices(of_blocks, axes_of_a_stage)
-            of_head = step_metrics.over_devices(of_head, EVERY_AXIS)
+            batch = whole.with_weights(batch, rank.batch_shards)
+            split_batch = whole.micro_batches(model, batch, micro_batches, rank, padded)
+            work = self._work(model, rank, weights, specs, block, split_batch)
+            block_metrics, head_metrics, gradients = pipeline.run_stage(plan, table[0], work)
+            block_metrics = step_metrics.over_devices(block_metrics, axes_of_a_stage)
+            head_metrics = step_metrics.over_devices(head_metrics, EVERY_AXIS)
             on_all = {"embed", "head", *(("blocks",) if model.shared_layers else ())}
             summed = lax.psum({name: gradients[name] for name in on_all}, "stage")
             gradients = {name: (gradients | summed)[name] for name in specs.params}
             gradients = jax.tree.map(collect, gradients, specs.params, gathered, gradient_specs)
-            return of_blocks, of_head, gradients
+            return block_metrics, head_metrics, gradients
 
         def collect(gradient, param_spec, gathered, spec):
             whole_spec = P() if gathered == param_spec else param_spec
@@ -131,26 +131,26 @@ class Pipelined(Sharded):
 
         in_specs = STAGED, specs, batch_specs(batch)
         out_specs = STAGED, P(), gradient_specs
-        of_blocks, of_head, gradients = self._mapped(local, in_specs, out_specs)(
+        block_metrics, head_metrics, gradients = self._mapped(local, in_specs, out_specs)(
             pipeline.rows(plan), weights, batch
         )
-        return {**of_head, **from_stages(self.division, of_blocks)}, gradients
+        return {**head_metrics, **from_stages(self.division, block_metrics)}, gradients
 
     def block_gradient_norms(self, model, weights, tokens):
         plan = self._plan(model, 1, "gpipe")
-        member, specs, _ = self._member(model, weights)
+        rank, specs, _ = self._rank(model, weights)
         axes = self._measured_axes(tokens)
         shards = math.prod(self.mesh.shape[axis] for axis in axes)
 
-        def probed(of_layer, norms, rest, x, context):
-            probes = {name: probe(name, each, axes, member.shard) for name, each in norms.items()}
-            layer = layer_weights(of_layer, merged(probes, rest))
-            return gpt.block(of_layer, layer, x, context, member.shard), {}
+        def probed(layer_config, norms, rest, x, context):
+            probes = {name: probe(name, each, axes, rank.shard) for name, each in norms.items()}
+            layer = layer_weights(layer_config, merged(probes, rest))
+            return gpt.block(layer_config, layer, x, context, rank.shard), {}
 
         def local(table, weights, tokens):
             batch = whole.with_weights(whole.Batch(tokens), shards)
-            of_batch = whole.micro_batches(model, batch, 1, member)
-            work = self._work(model, member, weights, specs, probed, of_batch)
+            split_batch = whole.micro_batches(model, batch, 1, rank)
+            work = self._work(model, rank, weights, specs, probed, split_batch)
             norms = [
                 {name: jnp.zeros(norms_shape(tables)) for name, tables in group.items()}
                 for group in split_groups(tables_by_name({"blocks": work.rest}))
@@ -191,21 +191,21 @@ class Pipelined(Sharded):
     def _kinds(self, model):
         """Returns the kinds of blocks as (remat, layer model, group), and `stages.block_places`,
         which is None for one kind in one group."""
-        of_layers = [
+        layer_kinds = [
             (kind, layer_model(model, layer), group_index(model, layer))
             for layer, kind in enumerate(remat.kinds(model.remat, model.num_layers))
         ]
-        kinds = tuple(dict.fromkeys(of_layers))
+        kinds = tuple(dict.fromkeys(layer_kinds))
         if len(kinds) == 1:
             return kinds, None
         groups = [group.layers for group in layer_groups(model)]
-        return kinds, block_places(self.division, list(map(kinds.index, of_layers)), groups)
+        return kinds, block_places(self.division, list(map(kinds.index, layer_kinds)), groups)
 
     def _divisions(self, model):
         """Returns the division of each layer group."""
         return tuple(part(self.division, group.layers) for group in layer_groups(model))
 
-    def _work(self, model, member, weights, specs, block, batch):
+    def _work(self, model, rank, weights, specs, block, batch):
         """Returns the work of a stage.
 
         Args:
@@ -214,20 +214,20 @@ class Pipelined(Sharded):
         """
         weights = local_weights(weights)
         params, rest = (
-            {"embed": {}, "head": {}, **self._gathered(model, tree or {}, of_tree or {})}
-            for tree, of_tree in ((weights.params, specs.params), (weights.rest, specs.rest))
+            {"embed": {}, "head": {}, **self._gathered(model, tree or {}, tree_specs or {})}
+            for tree, tree_specs in ((weights.params, specs.params), (weights.rest, specs.rest))
         )
 
         def head_loss(embed, head, x, context):
             embed, head = merged(embed, rest["embed"]), merged(head, rest["head"])
-            return gpt.head_loss(model, head, embed["tokens"], x, context, member.shard)
+            return gpt.head_loss(model, head, embed["tokens"], x, context, rank.shard)
 
         def embed(params, tokens):
             params = merged(params, rest["embed"])
-            return gpt.embed(model, params, tokens, shard=member.shard)
+            return gpt.embed(model, params, tokens, shard=rank.shard)
 
-        def kind(remat_kind, of_layer, group):
-            layer = whole.rematerialised(remat_kind, functools.partial(block, of_layer))
+        def kind(remat_kind, layer_config, group):
+            layer = whole.rematerialised(remat_kind, functools.partial(block, layer_config))
             return Kind(layer, group, remat_kind == "full")
 
         (kinds, places), (inputs, context) = self._kinds(model), batch

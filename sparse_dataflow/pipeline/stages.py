@@ -118,8 +118,8 @@ def block_places(division: Division, kinds: Sequence[int], groups: Sequence[rang
         if block < 0:
             continue
         group, layers = next((g, r) for g, r in enumerate(groups) if block in r)
-        of_stage = by_group[group].reshape(division.stages, -1)[stage]
-        index = np.flatnonzero(of_stage == block - layers.start)[0]
+        stage_indices = by_group[group].reshape(division.stages, -1)[stage]
+        index = np.flatnonzero(stage_indices == block - layers.start)[0]
         places[stage, chunk, number] = kinds[block], index
     return places
 

@@ -35,12 +35,12 @@ def tensor_seconds(config, tokens, plan, network, efficiency):
     def group(chips, near):
         return chips, near, network, efficiency, _torus_axes(chips, island, network)
 
-    of_tensor = group(tensor, np.minimum(tensor, island))
-    of_feature = group(feature, np.clip(island // tensor, 1, feature))
-    seconds = reductions * collectives.reduce_seconds(size, *of_tensor)
+    tensor_group = group(tensor, np.minimum(tensor, island))
+    feature_group = group(feature, np.clip(island // tensor, 1, feature))
+    seconds = reductions * collectives.reduce_seconds(size, *tensor_group)
     for name, array in arrays.items():
         again = bool(recomputed) if name in ROW_PARALLEL else name in recomputed
-        seconds = seconds + (2 + again) * collectives.gather_seconds(array, *of_feature)
+        seconds = seconds + (2 + again) * collectives.gather_seconds(array, *feature_group)
     overlap = efficiency.tensor_overlap
     overlap = np.where(feature > 1, np.minimum(overlap, FEATURE_OVERLAP), overlap)
     return seconds * (1 - overlap * plan.tensor_overlaps)

@@ -21,7 +21,7 @@ from sparse_dataflow.core.executors import mesh_axes
 from sparse_dataflow.core.executors.mesh_axes import key_value_copies
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
-from sparse_dataflow.planner import relay
+from sparse_dataflow.planner import relay_step
 from sparse_dataflow.planner.efficiency import Efficiency, for_family, own_key
 from sparse_dataflow.planner.memory import USABLE, MemoryEstimate
 from sparse_dataflow.planner.parallel_plan import BUBBLES, ParallelPlan
@@ -402,7 +402,7 @@ def _relay_micro_batches(request: Request) -> int | None:
             optimizer=request.optimizer,
             state_dtype=request.state_dtype,
         )
-        size = relay.estimate(request.config, training, fused_attention=True)
+        size = relay_step.estimate(request.config, training, fused_attention=True)
         if size.device_total <= USABLE * request.chip.capacity:
             return count
     return None

@@ -25,8 +25,7 @@ from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.hardware.machines import Machine
-from sparse_dataflow.planner import bands, search
-from sparse_dataflow.planner import relay as relays
+from sparse_dataflow.planner import bands, relay_step, search
 from sparse_dataflow.planner.memory import USABLE, runs_fused
 from sparse_dataflow.planner.parallel_plan import BUBBLES, ParallelPlan
 from sparse_dataflow.planner.search import ROOMY, PhaseShare, Request
@@ -74,7 +73,7 @@ class Settled:
     machine: Machine
     request: Request | None
     plan: ParallelPlan | None
-    relay: relays.RelayEstimate | None = None
+    relay: relay_step.RelayEstimate | None = None
     relay_seconds: float | None = None
     chosen: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
@@ -371,7 +370,7 @@ def relayed(config: RunConfig, models_of: ModelsOf, machine: Machine) -> Settled
 
 def relay_that_fits(
     config: RunConfig, models_of: ModelsOf, machine: Machine
-) -> tuple[int, relays.RelayEstimate, float | None] | None:
+) -> tuple[int, relay_step.RelayEstimate, float | None] | None:
     """Returns the fewest micro-batches that fit, else the most; None for none.
 
     Returns:
@@ -411,16 +410,16 @@ def relay_estimate(
     *,
     depth: DepthSchedule,
     **how,
-) -> relays.RelayEstimate:
+) -> relay_step.RelayEstimate:
     """Returns the estimate of a model's steps by the relay on a machine.
 
     Args:
       depth: blocks that take part in each step.
-      how: other arguments of `relay.estimate`.
+      how: other arguments of `relay_step.estimate`.
     """
     # The steps of `run.minutes` are not known yet; 1000 show the shape of a schedule.
     steps = training.steps or 1000
-    return relays.estimate(
+    return relay_step.estimate(
         model,
         training,
         pinned=not machine.host,

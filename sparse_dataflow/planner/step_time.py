@@ -322,10 +322,10 @@ def _copied_weights(config, plan):
     tensor = np.asarray(plan.tensor)
     copied = matrix_count(config, KEY_VALUE) / config.num_layers
     factors = {name: _uncut_by_tensor(config, name) for name in config.projections}
-    of_key_value = sum(size for name, size in factors.items() if name in KEY_VALUE)
-    of_others = sum(factors.values()) - of_key_value
-    key_value = np.where(key_value_copies(config, tensor) > 1, copied, of_key_value)
-    return (tensor - 1) * (key_value + of_others)
+    key_value_size = sum(size for name, size in factors.items() if name in KEY_VALUE)
+    other_sizes = sum(factors.values()) - key_value_size
+    key_value = np.where(key_value_copies(config, tensor) > 1, copied, key_value_size)
+    return (tensor - 1) * (key_value + other_sizes)
 
 
 def _uncut_by_tensor(config, name):

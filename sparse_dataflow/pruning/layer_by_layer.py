@@ -167,7 +167,7 @@ def _moments(config, names, before, after, x_dense, x_pruned):
     sums = jax.device_get(_sums(config, names, *device))
     tokens = x_dense.shape[0] * x_dense.shape[1]
     counts = tokens - tokens // HELD_OUT, tokens // HELD_OUT
-    return [Moments.of_sums(part, count) for part, count in zip(sums, counts)]
+    return [Moments.from_sums(part, count) for part, count in zip(sums, counts)]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "names"))

@@ -45,10 +45,10 @@ class Moments:
             sums = x.T @ x, x.T @ y, np.square(y).sum(0), x.sum(0), y.sum(0)
         else:
             sums = jax.device_get(batch_sums(x, y))
-        return cls.of_sums(sums, len(x))
+        return cls.from_sums(sums, len(x))
 
     @classmethod
-    def of_sums(cls, sums: Any, tokens: int) -> "Moments":
+    def from_sums(cls, sums: Any, tokens: int) -> "Moments":
         """Returns the moments of the sums of a batch; see `batch_sums`."""
         inputs, products, squares, input_sum, output_sum = (
             np.asarray(each, np.float64) for each in sums

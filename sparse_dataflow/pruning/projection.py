@@ -73,7 +73,7 @@ class Target:
         return cls(groups, fan_in, rounds, fan_out, **others)
 
     def settled(self, shape: tuple[int, int]) -> list["Target"]:
-        """Returns the ways of selection for a matrix [in, out], of which the best is to be found.
+        """Returns the candidate selections for a matrix [in, out]; the best is to be found.
 
         Rounds take about 2 in³ operations for each group of outputs.  Where these are more than
         MOST_OPERATIONS, there is one round, or for single weights the order of the inputs: both
@@ -84,12 +84,12 @@ class Target:
         operations = 2.0 * shape[0] ** 3 * (shape[1] // self.groups.cols)
         if operations <= MOST_OPERATIONS:
             return [dataclasses.replace(self, rounds=ROUNDS)]
-        ways = [dataclasses.replace(self, rounds=1)]
+        candidates = [dataclasses.replace(self, rounds=1)]
         if self.groups.rows == self.groups.cols == 1 and self.allowed is None:
-            ways.append(dataclasses.replace(self, rounds=1, in_order=True))
-        return ways
+            candidates.append(dataclasses.replace(self, rounds=1, in_order=True))
+        return candidates
 
-    def of_outputs(self, outputs: np.ndarray) -> "Target":
+    def select_outputs(self, outputs: np.ndarray) -> "Target":
         """Returns the target of some groups of outputs, in one round and with any fan-out."""
         allowed, support = (
             None if mask is None else mask[:, outputs] for mask in (self.allowed, self.support)
@@ -142,12 +142,12 @@ def prune(fit: Moments, held_out: Moments, kernel: np.ndarray, target: Target) -
         except linalg.LinAlgError:
             return math.inf
 
-    one_round = target.of_outputs(sample)
+    one_round = target.select_outputs(sample)
     damping = _least(lambda each: error(each, one_round))
-    ways = target.settled(kernel.shape)
-    if len(ways) > 1:
-        ways.sort(key=lambda way: error(damping, way.of_outputs(sample)))
-    target = ways[0]
+    candidates = target.settled(kernel.shape)
+    if len(candidates) > 1:
+        candidates.sort(key=lambda candidate: error(damping, candidate.select_outputs(sample)))
+    target = candidates[0]
     problem = Problem.of(fit + held_out, kernel, damping)
     try:
         mask = chosen_groups(problem, target)

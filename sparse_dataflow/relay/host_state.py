@@ -135,9 +135,9 @@ def fresh_state(
     init_key, key = jax.random.split(jax.random.key(training.seed))
     keys = gpt.init_keys(model, init_key)
 
-    def fill(section, of_section):
+    def fill(section, section_tree):
         """Writes one section of the parameters, a tree of the model with it alone."""
-        for tree, drawn in zip((params, rest), _parts(model, training, of_section), strict=True):
+        for tree, drawn in zip((params, rest), _parts(model, training, section_tree), strict=True):
             if tree and drawn:
                 _fill(view(tree, section), view(drawn, 0 if isinstance(section, int) else section))
 

@@ -148,7 +148,7 @@ class ParameterServer:
         self._copies: dict[Section, Any] = {}
         self._copied: dict | None = None
         self._facts: dict[Section, list[LeafFacts]] = {}
-        self._of_facts: Any = None
+        self._facts_rest: Any = None
         self._rest: Any = None
         self._rest_copies: dict[Section, Any] = {}
 
@@ -175,8 +175,8 @@ class ParameterServer:
         if rest is not self._rest:
             self._rest, self._rest_copies = rest, {}
         if section not in self._rest_copies:
-            of_section = jax.tree.map(np.asarray, view(rest, section))
-            self._rest_copies[section] = self.pin(of_section)
+            section_rest = jax.tree.map(np.asarray, view(rest, section))
+            self._rest_copies[section] = self.pin(section_rest)
         return self._rest_copies[section]
 
     def adopt(self, params: dict, copies: dict[Section, Any]) -> None:
@@ -189,8 +189,8 @@ class ParameterServer:
 
     def facts(self, section: Section, masters: Any, rest: Any) -> list["LeafFacts"]:
         """Returns the facts of each leaf of a section; computed once for the layouts of a state."""
-        if rest is not self._of_facts:
-            self._facts, self._of_facts = {}, rest
+        if rest is not self._facts_rest:
+            self._facts, self._facts_rest = {}, rest
         if section not in self._facts:
             self._facts[section] = _facts(self.model, self.training, section, masters, rest)
         return self._facts[section]
@@ -349,10 +349,10 @@ class ServerStep:
                 rounded = None if copy is None else copy.reshape(-1)[where]
                 flat = gradient.reshape(-1)[where]
                 # Moments of the others change, as under every executor.
-                of_piece = rates if is_updated else rates._replace(learning_rate=0.0)
+                piece_rates = rates if is_updated else rates._replace(learning_rate=0.0)
                 piece = old.piece(where)
                 after_piece = piece if new is old else new.piece(where)
-                job = (piece, flat, of_piece, after_piece, rounded)
+                job = (piece, flat, piece_rates, after_piece, rounded)
                 work.append((flat.size, functools.partial(update, *job)))
         if server.copies:
             self._copies[section] = jax.tree.unflatten(jax.tree.structure(masters), copies)

@@ -121,7 +121,7 @@ class Relay:
         self._kind_of_layer = tuple(map(list(dict.fromkeys(kinds)).index, kinds))
         self._eval_shape = (1, *eval_shape) if eval_shape else None
         if self._eval_shape:
-            eval_options = options._replace(padded=False, taught=0)
+            eval_options = options._replace(padded=False, teacher_width=0)
             self.eval_programs = relay_programs.compile_groups(
                 model, self._eval_shape, mesh, True, changing, eval_options
             )
@@ -191,8 +191,8 @@ class Relay:
         with translated_device_errors(f"step {step + 1}"):
             server = ServerStep(self.server, state, sections, learning_rate, self.timeline)
             weight = jnp.float32(self.training.teacher_weight)
-            taught = TeacherOutput(*teacher, weight) if teacher else None
-            batch = Batch(tokens, weights, taught)
+            teacher_output = TeacherOutput(*teacher, weight) if teacher else None
+            batch = Batch(tokens, weights, teacher_output)
             batch = self._batch(batch, self._train_shape, weights is not None)
             metrics = self._forward_backward(server, blocks, batch)
             loss = metrics["loss"].number()
@@ -204,9 +204,9 @@ class Relay:
     def _forward_backward(self, server: ServerStep, blocks: tuple[int, ...], batch) -> Metrics:
         """Runs the forward and the backward pass; returns the metrics of head and blocks."""
         run, stash, last = self._run, [], ()
-        of_blocks: list[Metrics] = []
+        block_metrics: list[Metrics] = []
         inputs, context = batch
-        of_layers = context.for_blocks()
+        block_context = context.for_blocks()
         (params,) = server.fetch(EMBED).result()
         x, _ = run(EMBED, "embed", params, inputs)
 
@@ -216,8 +216,8 @@ class Relay:
             # last block survive the loop, for the backward pass, which begins with it.
             last = fetched
             stash.append(self._stashed(x))
-            (x, metrics), done = run(block, "forward", *fetched, x, of_layers)
-            of_blocks.append(metrics)
+            (x, metrics), done = run(block, "forward", *fetched, x, block_context)
+            block_metrics.append(metrics)
             return done
 
         fetch = self._block_fetch(server.fetch)
@@ -225,7 +225,7 @@ class Relay:
 
         params, embed = (server.fetch(section).result()[0] for section in (HEAD, EMBED))
         tied = relay_programs.tied_output(self.model, embed)
-        (of_head, dx, (head, embedding)), _ = run(HEAD, "head", params, tied, x, context)
+        (head_metrics, dx, (head, embedding)), _ = run(HEAD, "head", params, tied, x, context)
         del x, params, embed, tied
         if server.trains(HEAD):
             server.push(HEAD, head)
@@ -234,7 +234,7 @@ class Relay:
 
         def backward(block, fetched):
             nonlocal dx, total
-            (dx, gradient), done = run(block, "backward", *fetched, dx, of_layers)
+            (dx, gradient), done = run(block, "backward", *fetched, dx, block_context)
             if not self.model.shared_layers:
                 server.push(block, gradient)
             elif total is None:
@@ -257,8 +257,8 @@ class Relay:
         if server.trains(EMBED):
             gradient, _ = run(EMBED, "embed_backward", inputs, dx, embedding)
             server.push(EMBED, gradient)
-        of_head, of_blocks = jax.device_get((of_head, of_blocks))
-        return {**of_head, **stacked(of_blocks)}
+        head_metrics, block_metrics = jax.device_get((head_metrics, block_metrics))
+        return {**head_metrics, **stacked(block_metrics)}
 
     def _block_fetch(self, fetch: Callable[..., Future]) -> Callable[..., Future]:
         """Returns (block, *more) -> future of its weights and `more` on the device.
@@ -292,7 +292,7 @@ class Relay:
         """Returns the programs of a section."""
         return programs[self._kind_of_layer[section] if isinstance(section, int) else 0]
 
-    def eval_step(self, of_model: ModelWeights, tokens, weights) -> np.ndarray:
+    def eval_step(self, model_weights: ModelWeights, tokens, weights) -> np.ndarray:
         """Returns the float32 [] sum of weighted losses in nats of int32 [B, T + 1] tokens.
 
         All blocks take part.
@@ -301,13 +301,13 @@ class Relay:
           UserError: the device failed.
         """
         with translated_device_errors("an evaluation"):
-            return self._evaluate(of_model, tokens, weights)
+            return self._evaluate(model_weights, tokens, weights)
 
-    def _evaluate(self, of_model, tokens, weights):
+    def _evaluate(self, model_weights, tokens, weights):
         run, timeline = self.eval_programs[0], Timeline()
         inputs, context = self._batch(Batch(tokens, weights), self._eval_shape)
         fetch = lambda section, *more: self.server.fetching.submit(  # noqa: E731
-            self.to_device, of_model, section, *more
+            self.to_device, model_weights, section, *more
         )
         x = run.embed(*fetch(EMBED).result(), inputs)
 

@@ -52,7 +52,7 @@ class RelayExecutor(MultiProgramExecutor):
         return f"the relay on {self.devices} device{'s' if self.devices > 1 else ''}"
 
     @property
-    def ways(self) -> tuple[str, ...]:
+    def parallelisms(self) -> tuple[str, ...]:
         depth = (compatibility.RELAY_DEPTH.words,) if self.depth != DepthSchedule() else ()
         eager = (compatibility.RELAY_EAGER.words,) if self.config.clipping == "eager" else ()
         devices = (compatibility.RELAY_DEVICES.words,) if self.devices > 1 else ()
@@ -82,7 +82,7 @@ class RelayExecutor(MultiProgramExecutor):
         return Path(self.server_dir).absolute() / f"{name}{suffix}"
 
     def arrays(self, state, model, changing, batch):
-        """Returns the arrays that stay on a device between programs; `planner.relay` has all."""
+        """Returns the arrays that stay on a device between programs; see `planner.relay_step`."""
         return {"batch": batch}
 
     def initial_state(self, model: ModelConfig, training: TrainingConfig) -> TrainState:
@@ -103,7 +103,7 @@ class RelayExecutor(MultiProgramExecutor):
         held_out = data.validation[0]["weights"].shape
         options = relay_programs.Options(
             padded="weights" in data.train.example,
-            taught=data.teacher.width if training.teacher else 0,
+            teacher_width=data.teacher.width if training.teacher else 0,
         )
         relay = Relay(
             model,

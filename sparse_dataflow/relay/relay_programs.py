@@ -45,12 +45,12 @@ class Options(NamedTuple):
     Attributes:
       padded: whether rows of text are padded; see `whole.batch_context`.
       adapted: whether adapters alone are trained; the other weights are frozen.
-      taught: features of a teacher's hidden states; 0 without a teacher.
+      teacher_width: features of a teacher's hidden states; 0 without a teacher.
     """
 
     padded: bool = False
     adapted: bool = False
-    taught: int = 0
+    teacher_width: int = 0
 
 
 NO_OPTIONS = Options()
@@ -266,9 +266,12 @@ def context_shapes(model: ModelConfig, shape: tuple[int, int, int], options: Opt
     tokens = jax.ShapeDtypeStruct((count * rows, length + 1), jnp.int32)
     weights = jax.ShapeDtypeStruct((count * rows, length), jnp.float32)
     teacher = None
-    if options.taught:
+    if options.teacher_width:
         dtype = jnp.dtype(model.compute_dtype)
-        sides = (count * rows, length, options.taught), (model.vocab_size, options.taught)
+        sides = (
+            (count * rows, length, options.teacher_width),
+            (model.vocab_size, options.teacher_width),
+        )
         hidden, output = (jax.eval_shape(lambda s=side: jnp.zeros(s, dtype)) for side in sides)
         teacher = TeacherOutput(hidden, output, jnp.float32(0))
     split = functools.partial(micro_batches, model, count=count, padded=options.padded)

@@ -169,9 +169,9 @@ class MappedFiles:
         """
         slot = self._free_slot()
         *_, tables, masks = self._trees[slot]
-        of_state, layouts = split_layouts(state.rest)
+        state_masks, layouts = split_layouts(state.rest)
         # A step's tables may have the groups of their layouts, which follow from the arrays.
-        given = jax.tree.leaves((tables_by_name(layouts), of_state if masks else ()))
+        given = jax.tree.leaves((tables_by_name(layouts), state_masks if masks else ()))
         for to, array in zip(jax.tree.leaves((tables, masks)), given, strict=True):
             np.copyto(to, array, casting="no")
         digests = {section_name(s): self._digests[s] for s in self._sections}

@@ -12,9 +12,9 @@ from typing import Any
 from sparse_dataflow.core.config.projections import KINDS
 from sparse_dataflow.core.executors import compatibility as core
 from sparse_dataflow.core.executors.compatibility import (
+    PARALLELISMS,
     RELAY,
     STAGE,
-    WAYS,
     Conflict,
     Option,
     ResolvedRun,
@@ -36,8 +36,8 @@ class Devices:
     sizes: Mapping[str, int]
 
     @property
-    def ways(self) -> tuple[str, ...]:
-        """Names of ways; see `Executor.ways`."""
+    def parallelisms(self) -> tuple[str, ...]:
+        """Names of parallelisms; see `Executor.parallelisms`."""
         relay = (RELAY.words,) if self.plan.executor == "relay" else ()
         return (*relay, *(axis for axis, size in self.sizes.items() if size > 1))
 
@@ -270,13 +270,13 @@ SETTINGS = (
         f"{LEGAL} static, set, rigl",
     ),
 )
-"""Rows of two settings, or of a setting and a way."""
+"""Rows of two settings, or of a setting and a parallelism."""
 
 
 NO_STAGE = Option(
     "stage:2 or more in `parallel.mesh`",
     lambda run: (
-        run.executor is not None and not {STAGE.words, RELAY.words} & set(run.executor.ways)
+        run.executor is not None and not {STAGE.words, RELAY.words} & set(run.executor.parallelisms)
     ),
     {"parallel.mesh": "fsdp:2"},
     needed=True,
@@ -375,12 +375,21 @@ def refuse_devices(config: Any, sizes: Mapping[str, int]) -> None:
 
 
 def devices_table() -> str:
-    """Returns the table of docs/devices.md: each option, the ways that lack it, and why."""
+    """Returns the table of docs/devices.md: each option, the parallelisms that lack it, and why."""
     lines = ["| option | does not work with | because |", "|---|---|---|"]
-    rows = [row for row in (*core.TABLE, *evolution_rows.ROWS, *SETTINGS, *PARALLEL) if _ways(row)]
+    rows = [
+        row
+        for row in (*core.TABLE, *evolution_rows.ROWS, *SETTINGS, *PARALLEL)
+        if _parallelisms(row)
+    ]
     for words in dict.fromkeys(row.option.words for row in rows):
-        missing = [way for row in rows if row.option.words == words for way in _ways(row)]
-        ordered = [way.words for way in WAYS if way in missing]
+        missing = [
+            parallelism
+            for row in rows
+            if row.option.words == words
+            for parallelism in _parallelisms(row)
+        ]
+        ordered = [parallelism.words for parallelism in PARALLELISMS if parallelism in missing]
         reasons = dict.fromkeys(row.because for row in rows if row.option.words == words)
         lines.append(f"| {_code(words)} | {', '.join(ordered)} | {'; '.join(reasons)} |")
     return "\n".join(lines) + "\n"
@@ -392,14 +401,14 @@ def settings_table(rows: Iterable[Conflict] = TABLE) -> str:
     for row in rows:
         legal = row.legal.removeprefix(LEGAL).removeprefix("legal:").strip()
         for other in row.others:
-            if other not in _ways(row):
+            if other not in _parallelisms(row):
                 cells = _code(other.words), _code(row.option.words), row.because, legal
                 lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _ways(row):
-    return [other for other in row.others if other in WAYS]
+def _parallelisms(row):
+    return [other for other in row.others if other in PARALLELISMS]
 
 
 def _code(words):

@@ -52,8 +52,8 @@ def _head_units(model, name, heads, unit):
     """Returns the head of each unit of features of a projection of the attention: queries, keys
     and values of a head meet in its scores."""
     group, width = model.num_heads // model.kv_heads, model.head_width // unit
-    of_head = {"qkv": group + 2, "k": 1, "v": 1}.get(name, group)
-    return np.repeat(heads, of_head * width)
+    vectors_per_head = {"qkv": group + 2, "k": 1, "v": 1}.get(name, group)
+    return np.repeat(heads, vectors_per_head * width)
 
 
 def _links(model, name, layer, unit, inputs, outputs):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import sparse_dataflow as sd
-from sparse_dataflow.commands import report
+from sparse_dataflow.commands import run_report
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.data.corpora import corpus_of_texts
 from sparse_dataflow.data.tokenizer import byte_tokenizer
@@ -19,8 +19,8 @@ def continuations(sequence, monkeypatch, continued):
     trainer = SimpleNamespace(
         name="sparse", executor=SINGLE_DEVICE, training=SimpleNamespace(sequence=sequence)
     )
-    monkeypatch.setattr(report, "_continued", continued)
-    return report._continuations([trainer], corpus_of_texts(TEXTS), byte_tokenizer(260))
+    monkeypatch.setattr(run_report, "_continued", continued)
+    return run_report._continuations([trainer], corpus_of_texts(TEXTS), byte_tokenizer(260))
 
 
 @pytest.mark.parametrize("sequence", [2, 3, 4, 100])

@@ -164,10 +164,10 @@ def test_lm_eval_scores_adapters_as_their_merged_export(run, tmp_path):
     export = sd.save(sd.load(run.folder), tmp_path / "export", form="dense")
     pairs = [("1+1=", "2"), ("a", "b c")]
     requests = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
-    scores, of_export = (
+    scores, export_scores = (
         SparseDataflowLM(run=str(folder)).loglikelihood(requests) for folder in (run.folder, export)
     )
-    np.testing.assert_allclose(scores, of_export, rtol=1e-5)
+    np.testing.assert_allclose(scores, export_scores, rtol=1e-5)
 
 
 def test_a_prompt_of_a_chat_has_the_tokens_that_training_has(run, place):

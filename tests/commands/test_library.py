@@ -79,19 +79,19 @@ def test_models_of_equal_content_have_equal_structure():
 
 
 def test_models_of_other_layouts_have_another_structure():
-    first, second = of_two_layouts()
+    first, second = draw_two_layouts()
     layouts = tables_by_name(second.params)
     swapped = dataclasses.replace(first, params=with_tables(first.params, layouts))
     assert jax.tree.structure(first) != jax.tree.structure(swapped)
 
 
-def of_two_layouts():
+def draw_two_layouts():
     random = CONFIG.change(sparsity__pattern="random")
     return [draw(random.change(training__seed=seed), seed=seed) for seed in (0, 1)]
 
 
 def test_orbax_restores_a_model_and_its_moments_to_the_same_layouts_alone(tmp_path):
-    models = of_two_layouts()
+    models = draw_two_layouts()
     trees = [{"model": model, "moments": optax.adam(1e-2).init(model)} for model in models]
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", trees[0])
@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_refused_in_words(tmp_path):
     folder = sd.save(model, tmp_path / "model")
     with pytest.raises(sd.UserError, match="exists already"):
         sd.save(model, folder)
-    other = sd.save(of_two_layouts()[0], tmp_path / "other")
+    other = sd.save(draw_two_layouts()[0], tmp_path / "other")
     (other / "config.json").write_bytes((folder / "config.json").read_bytes())
     with pytest.raises(sd.UserError, match="the tables of another layout than its config"):
         sd.load(other)

@@ -156,7 +156,9 @@ def test_packed_rows_have_the_losses_of_rows_of_one_example():
     assert counts == [(4, tokens), (2, tokens)]
 
 
-@pytest.mark.parametrize("way", [{"parallel__executor": "relay"}, {"parallel__mesh": "stage:2"}])
+@pytest.mark.parametrize(
+    "parallelism", [{"parallel__executor": "relay"}, {"parallel__mesh": "stage:2"}]
+)
 @pytest.mark.parametrize(
     "change",
     [
@@ -165,8 +167,8 @@ def test_packed_rows_have_the_losses_of_rows_of_one_example():
         {"training__adapter_rank": 2, "run__init_from": "DIR"},
     ],
 )
-def test_stages_and_the_relay_read_the_context_of_a_batch(way, change):
-    config = preset("pico").change(**change, **way, run__twin="no").dense()
+def test_stages_and_the_relay_read_the_context_of_a_batch(parallelism, change):
+    config = preset("pico").change(**change, **parallelism, run__twin="no").dense()
     executor = devices.executor(config, described=0)
     devices.check(executor, config, variants(config))
 

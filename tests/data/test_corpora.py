@@ -280,9 +280,7 @@ def stdlib(tmp_path, monkeypatch):
             "testing.py": "y = 1\n",
         },
     )
-    monkeypatch.setattr(
-        PythonStdlibSource, "of_this_interpreter", classmethod(lambda cls: cls(root))
-    )
+    monkeypatch.setattr(PythonStdlibSource, "from_interpreter", classmethod(lambda cls: cls(root)))
     return root
 
 
@@ -306,14 +304,14 @@ def test_each_interpreter_version_has_its_own_dataset(stdlib, cache, monkeypatch
 
 def test_an_interpreter_without_source_raises_user_error(tmp_path, cache, monkeypatch):
     monkeypatch.setattr(
-        PythonStdlibSource, "of_this_interpreter", classmethod(lambda cls: cls(tmp_path / "no"))
+        PythonStdlibSource, "from_interpreter", classmethod(lambda cls: cls(tmp_path / "no"))
     )
     with pytest.raises(UserError, match=r"no \.py files"):
         load_corpus("python_stdlib", cache)
 
 
 def test_the_real_standard_library_is_found():
-    documents = {d.id: d for d in PythonStdlibSource.of_this_interpreter().documents()}
+    documents = {d.id: d for d in PythonStdlibSource.from_interpreter().documents()}
     assert {"os.py", "json/decoder.py", "unittest/case.py"} <= set(documents)
     folders = {folder for name in documents for folder in name.split("/")[:-1]}
     assert not folders & {"test", "tests", "idle_test", "site-packages"}

@@ -163,40 +163,48 @@ def test_the_text_is_in_the_named_column_or_in_the_only_one_of_strings(tmp_path,
 ROWS = [(None, "", "  \n ", f"text number {i} is here.")[i % 4] for i in range(80)]
 
 
-def of_jsonl(folder, rows):
+def write_jsonl(folder, rows):
     (folder / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
 
 
-def of_ndjson(folder, rows):
+def write_ndjson(folder, rows):
     (folder / "ROWS.NDJSON").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
 
 
-def of_json(folder, rows):
+def write_json(folder, rows):
     (folder / "rows.json").write_text(json.dumps([{"text": row} for row in rows], indent=2))
 
 
-def of_parquet(folder, rows):
+def write_parquet(folder, rows):
     pq.write_table(pa.table({"text": rows}), folder / "rows.Parquet")
 
 
-def of_dataset(folder, rows):
+def write_dataset(folder, rows):
     datasets.Dataset.from_dict({"text": rows}).save_to_disk(str(folder))
 
 
-def of_shuffled_dataset(folder, rows):
+def write_shuffled_dataset(folder, rows):
     """Rows behind a mapping of indices, and a format that hides the text."""
     dataset = datasets.Dataset.from_dict({"text": rows, "n": list(range(len(rows)))})
     dataset.shuffle(seed=0).with_format("numpy", columns=["n"]).save_to_disk(str(folder))
 
 
-def of_text_files(folder, rows):
+def write_text_files(folder, rows):
     for number, row in enumerate(rows):
         (folder / f"{number}.rst").write_text(row or "")
 
 
 @pytest.mark.parametrize(
     "write_rows",
-    [of_jsonl, of_ndjson, of_json, of_parquet, of_dataset, of_shuffled_dataset, of_text_files],
+    [
+        write_jsonl,
+        write_ndjson,
+        write_json,
+        write_parquet,
+        write_dataset,
+        write_shuffled_dataset,
+        write_text_files,
+    ],
 )
 def test_null_empty_and_blank_rows_are_no_documents_in_any_format(tmp_path, caplog, write_rows):
     folder = tmp_path / write_rows.__name__
@@ -236,7 +244,7 @@ def test_runs_and_the_cache_inside_a_folder_of_text_are_no_text(tmp_path, monkey
 
 
 def test_copies_in_a_saved_dataset_are_in_one_split(tmp_path):
-    of_dataset(tmp_path / "saved", [f"text {number // 2}" for number in range(400)])
+    write_dataset(tmp_path / "saved", [f"text {number // 2}" for number in range(400)])
     corpus = load_corpus(str(tmp_path / "saved"), tmp_path / "cache")
     train, validation = ({d.text for d in split} for split in (corpus.train, corpus.validation))
     assert validation and not train & validation

@@ -72,8 +72,8 @@ def test_each_tensor_has_the_share_of_zeros():
     def all_shares(params):
         x, shares = gpt.embed(config, params["embed"], tokens), []
         for layer in stacks.weights(config, model.weights):
-            x, of_layer = observed_block(config, layer, x, zeros)
-            shares.append(of_layer)
+            x, layer_shares = observed_block(config, layer, x, zeros)
+            shares.append(layer_shares)
         return shares
 
     shares = all_shares(model.params)

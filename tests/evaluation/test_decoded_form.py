@@ -116,10 +116,10 @@ def test_logits_are_those_of_the_whole_weights(how):
 
 @pytest.mark.parametrize("config", [DENSE, SPARSE, model(4), model(1), model(4, block=4)])
 def test_weights_that_are_not_rows_are_refused_by_name_alone(config):
-    of_model = ModelWeights(params_of(config, 0), tables_of(config))
-    assert Rows not in stored(kv_cache.prepare(config, of_model))
+    model_weights = ModelWeights(params_of(config, 0), tables_of(config))
+    assert Rows not in stored(kv_cache.prepare(config, model_weights))
     with pytest.raises(UserError, match=r"no masks of rows .* legal: auto, dense"):
-        kv_cache.prepare(config, of_model, "rows")
+        kv_cache.prepare(config, model_weights, "rows")
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -146,10 +146,10 @@ def test_another_form_is_refused():
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_other_platforms_decode_whole_weights(monkeypatch, platform):
     monkeypatch.setattr(dispatch, "platform", lambda: platform)
-    of_model = ModelWeights(params_of(model(), 0), {})
-    assert stored(kv_cache.prepare(model(), of_model)) == {Masked}
+    model_weights = ModelWeights(params_of(model(), 0), {})
+    assert stored(kv_cache.prepare(model(), model_weights)) == {Masked}
     with pytest.raises(UserError, match=f"Rows run on CPUs, and this is {platform}"):
-        kv_cache.prepare(model(), of_model, "rows")
+        kv_cache.prepare(model(), model_weights, "rows")
 
 
 def test_a_refused_kernel_is_said_once(monkeypatch, capsys, tmp_path):

@@ -113,8 +113,8 @@ def test_sampled_texts_have_the_distribution_of_the_model(sampling):
     chi = scipy.stats.chisquare(observed[some], expected[some] * observed[some].sum() / total)
     assert chi.pvalue > 1e-3
     # The draft alone writes other texts: the test can tell distributions apart.
-    of_draft = collections.Counter(texts(TINY, other, [[1]] * number, length, sampling=seeded))
-    wrong = np.array([of_draft[tuple(text)] for text in every.tolist()])[common]
+    draft_counts = collections.Counter(texts(TINY, other, [[1]] * number, length, sampling=seeded))
+    wrong = np.array([draft_counts[tuple(text)] for text in every.tolist()])[common]
     assert np.abs(wrong - observed[: common.sum()]).sum() > number / 10
 
 

@@ -97,17 +97,17 @@ def test_a_gpu_decodes_without_kernels_and_without_tables_of_equal_groups(
 ):
     """Each kernel would be compiled by itself in every layer; tables would be arguments."""
     config = DENSE.with_linears(LinearSpec("block_sparse", pattern, density=0.5, block=8))
-    of_model = ModelWeights(*random_model(config))
+    model_weights = ModelWeights(*random_model(config))
     tokens = np.arange(rows, dtype=np.int32)
     cache = jnp.zeros((rows, config.kv_heads, 4, config.head_width))
     caches = (kv_cache.LayerCache(cache, cache),) * config.num_layers
     arguments = caches, tokens, np.zeros_like(tokens)
-    expected, _ = decode_token(config, kv_cache.prepare(config, of_model), *arguments)
+    expected, _ = decode_token(config, kv_cache.prepare(config, model_weights), *arguments)
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
-    weights = kv_cache.prepare(config, of_model)
-    of_dense = jax.eval_shape(lambda: kv_cache.random_weights(DENSE, 0))
+    weights = kv_cache.prepare(config, model_weights)
+    dense_shapes = jax.eval_shape(lambda: kv_cache.random_weights(DENSE, 0))
     tables = 4 * len(config.projections) * config.num_layers if pattern == "random" else 0
-    assert len(jax.tree.leaves(weights)) == len(jax.tree.leaves(of_dense)) + tables
+    assert len(jax.tree.leaves(weights)) == len(jax.tree.leaves(dense_shapes)) + tables
     decode = lambda *each: kv_cache.decode_token(config, *each)  # noqa: E731
     assert "pallas_call" not in str(jax.make_jaxpr(decode)(weights, *arguments))
     logits, _ = jax.jit(decode)(weights, *arguments)

@@ -201,10 +201,10 @@ def test_a_tasks_own_number_of_examples_wins_over_the_default(lm_eval_tasks, fol
         line = "" if own == "" else f"num_fewshot: {own}\n"
         (folder / "mine.yaml").write_text(CHOICE + line)
         [task] = lm_eval_tasks.load_tasks(str(folder / "mine.yaml"), manager, ()).values()
-        of_task = Task.of_lm_eval(task)
-        assert of_task.own_shots == (None if own == "" else own)
-        assert of_task.shots(()) == expected
-        assert of_task.shots((1,)) == ((0,) if own == 0 else (1,))
+        project_task = Task.from_lm_eval(task)
+        assert project_task.own_shots == (None if own == "" else own)
+        assert project_task.shots(()) == expected
+        assert project_task.shots((1,)) == ((0,) if own == 0 else (1,))
 
 
 def test_the_own_examples_are_in_the_prompts(harness, lm_eval_tasks, trained, folder, manager):

@@ -131,13 +131,13 @@ def note_flushes(path):
 
 def shorten():
     """Leaves out rates of this machine, the sections of a step, and continuations in the report."""
-    from sparse_dataflow.commands import report
+    from sparse_dataflow.commands import run_report
     from sparse_dataflow.hardware import detect as hardware
 
     hardware.measure_cpu = lambda dtype="float32": 1e11
     hardware.measure_cpu_bandwidth = lambda: 1e10
-    report.TIMED_FROM = math.inf
-    report._continuations = lambda *_: ([], {})
+    run_report.TIMED_FROM = math.inf
+    run_report._continuations = lambda *_: ([], {})
 
 
 # Of the environment of the process that was forked, where this is a fork.

@@ -140,8 +140,8 @@ def test_step_bench(cpu_report):
     check_ratio(result)
     assert (result["scale"], result["density"], result["block"]) == ("pico", 0.125, 16)
     rows = result["rows"]
-    of_medians = rows["dense"]["step_ms"] / rows["sparse"]["step_ms"]
-    assert result["ratio"] == pytest.approx(of_medians, rel=0.5)  # The median over paired rounds.
+    median_ratio = rows["dense"]["step_ms"] / rows["sparse"]["step_ms"]
+    assert result["ratio"] == pytest.approx(median_ratio, rel=0.5)  # The median over paired rounds.
     pico = SIZES["pico"]
     assert rows["dense"]["stored_parameters"] == cost.parameter_count(pico)
     assert rows["sparse"]["stored_parameters"] < rows["dense"]["stored_parameters"]
@@ -174,8 +174,8 @@ def test_block_bench(cpu_report):
     result, output = row_of(cpu_report, "block")
     check_ratio(result)
     rows, pico = result["rows"], SIZES["pico"]
-    of_medians = rows["dense"]["block_ms"] / rows["sparse"]["block_ms"]
-    assert result["ratio"] == pytest.approx(of_medians, rel=0.5)
+    median_ratio = rows["dense"]["block_ms"] / rows["sparse"]["block_ms"]
+    assert result["ratio"] == pytest.approx(median_ratio, rel=0.5)
     flops = cost.flops_per_token(pico, result["sequence"])
     one_block = (flops.projections + flops.attention) / pico.num_layers
     assert rows["dense"]["flops_per_token"] == pytest.approx(one_block)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from main_job import arrays, assert_same_results, checkpoint_steps, rows
 
-from sparse_dataflow.commands import report as report_module
+from sparse_dataflow.commands import run_report as report_module
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.training import cost

@@ -88,8 +88,8 @@ def test_every_method_serves_and_trains_for_the_same_flops(method, served):
     course = arms.course(rival, arm, 1000, recovery.CHUNK, 32, wide if arm.teacher else None)
     assert course.flops == pytest.approx(1000 * 32 * 32 * 3 * flops, rel=0.01)
     if arm.teacher:
-        of_teacher = sum(arms.served_sections(wide).values())
-        assert course.steps * (3 * flops + of_teacher) * 1024 <= 1.01 * course.flops
+        teacher_flops = sum(arms.served_sections(wide).values())
+        assert course.steps * (3 * flops + teacher_flops) * 1024 <= 1.01 * course.flops
 
 
 @pytest.mark.slow

@@ -42,9 +42,12 @@ def dense_weights(model, state):
     layouts = stacks.layouts_of(model, state.rest)
     return {
         name: np.stack(
-            [lay.to_dense(v) for lay, v in zip(of_layers, state.params["blocks"][name]["values"])]
+            [
+                lay.to_dense(v)
+                for lay, v in zip(layer_layouts, state.params["blocks"][name]["values"])
+            ]
         )
-        for name, of_layers in layouts.items()
+        for name, layer_layouts in layouts.items()
     }
 
 
@@ -74,8 +77,8 @@ def test_the_search_reports_what_the_layouts_store(pattern):
         kernels = {name: np.asarray(each["blocks"][name]["kernel"]) for name in layouts}
         stored = sum(
             np.square(layout.from_dense(kernels[name][layer])).sum()
-            for name, of_layers in layouts.items()
-            for layer, layout in enumerate(of_layers)
+            for name, layer_layouts in layouts.items()
+            for layer, layout in enumerate(layer_layouts)
         )
         shares.append(stored / sum(np.square(kernel).sum() for kernel in kernels.values()))
     np.testing.assert_allclose((order.before, order.after), shares, rtol=1e-5)
@@ -88,9 +91,9 @@ def test_groups_that_were_shuffled_are_found_again():
     params, _ = random_model(DENSE)
     rng = np.random.default_rng(3)
     layouts = model_layouts.layouts(model)
-    for name, of_layers in layouts.items():
+    for name, layer_layouts in layouts.items():
         kernel = np.array(params["blocks"][name]["kernel"])
-        for layer, layout in enumerate(of_layers):
+        for layer, layout in enumerate(layer_layouts):
             kernel[layer] = layout.to_dense(layout.from_dense(kernel[layer]))
         params["blocks"][name] = {**params["blocks"][name], "kernel": kernel}
     expected = logits(DENSE, params, {}, TOKENS)

@@ -102,8 +102,8 @@ def test_readers_import_nothing_of_this_package(name):
     imports = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     imports |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
     own = {"run_in_jax": {"jax", "jax.numpy", "numpy"}}
-    of_torch = {"torch", "torch.nn", "safetensors.torch"}
-    assert imports == {"json", "sys", "pathlib", "tokenizers"} | own.get(name, of_torch)
+    torch_modules = {"torch", "torch.nn", "safetensors.torch"}
+    assert imports == {"json", "sys", "pathlib", "tokenizers"} | own.get(name, torch_modules)
 
 
 def test_temperature_draws_by_the_softmax(tmp_path):

@@ -71,10 +71,10 @@ class SimulatedRun:
 def estimates(run, report=REPORT):
     """Returns [(time, estimated seconds left, true ones)] of a simulated run."""
 
-    def of_model(name, step):
+    def predicted_seconds(name, step):
         return report / len(run.steps) * step / run.mean[name]
 
-    rows = list(run.run(TimeLeft(lambda: run.seconds, of_model)))
+    rows = list(run.run(TimeLeft(lambda: run.seconds, predicted_seconds)))
     end = run.now + report * run.slowdown(run.now)
     return [(time, estimate, end - time) for time, estimate in rows]
 

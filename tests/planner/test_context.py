@@ -27,15 +27,15 @@ def test_chips_that_share_a_sequence_share_its_tokens_and_the_state():
     how = {"zero": 3, "remat": "full", "tpu": True, "sequence_parallel": True}
     rows, tokens = ParallelPlan(fsdp=8, **how), ParallelPlan(context=8, **how)
     assert tokens.chips == rows.chips == 8 and tokens.batch == 1 and rows.batch == 8
-    of_rows, of_tokens = (plan_bytes(MODEL, LONG, plan) for plan in (rows, tokens))
+    fsdp_bytes, context_bytes = (plan_bytes(MODEL, LONG, plan) for plan in (rows, tokens))
     for name in ("parameters", "moments", "gradients"):
-        assert getattr(of_tokens, name) == getattr(of_rows, name)
-    assert of_tokens.activations == pytest.approx(of_rows.activations / 8)
+        assert getattr(context_bytes, name) == getattr(fsdp_bytes, name)
+    assert context_bytes.activations == pytest.approx(fsdp_bytes.activations / 8)
     # Keys and values of all tokens, and their gradients, beside an eighth of the rest.
     gathered = 2 * 2 * 8 * 128 * 2 * LONG
-    apart = of_tokens.working_set - gathered
+    apart = context_bytes.working_set - gathered
     state = plan_bytes(MODEL, 1, rows).working_set  # What does not depend on the tokens.
-    assert apart - state == pytest.approx((of_rows.working_set - state) / 8, rel=1e-2)
+    assert apart - state == pytest.approx((fsdp_bytes.working_set - state) / 8, rel=1e-2)
 
 
 def test_a_share_of_a_sequence_costs_its_share_of_the_products_and_a_gather():

@@ -152,9 +152,9 @@ def test_density_one_stores_what_dense_stores(config):
     full = config.with_linears(LinearSpec("block_sparse", density=1.0))
     dense = dataclasses.replace(config, linears={})
     assert cost.parameter_count(full) == cost.parameter_count(dense)
-    of_full, of_dense = (training_bytes(c, 1, 64) for c in (full, dense))
-    assert dataclasses.replace(of_full, layout_tables=0) == of_dense
-    assert of_full.layout_tables > 0
+    full_bytes, dense_bytes = (training_bytes(c, 1, 64) for c in (full, dense))
+    assert dataclasses.replace(full_bytes, layout_tables=0) == dense_bytes
+    assert full_bytes.layout_tables > 0
 
 
 @given(configs(), st.integers(1, 8), st.integers(1, 512), st.integers(1, 4))

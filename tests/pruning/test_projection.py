@@ -42,7 +42,7 @@ def test_no_neighbour_of_the_damping_has_less_held_out_error(rank, noise, shape)
 
 
 @pytest.mark.parametrize(
-    ("shape", "block", "ways"),
+    ("shape", "block", "candidates"),
     [
         ((512, 128), "1", [(4, False)]),
         ((4096, 4096), "1", [(1, False), (1, True)]),
@@ -52,10 +52,12 @@ def test_no_neighbour_of_the_damping_has_less_held_out_error(rank, noise, shape)
         ((2048, 4096), "64", [(4, False)]),
     ],
 )
-def test_large_projections_are_selected_by_what_takes_few_operations(shape, block, ways):
+def test_large_projections_are_selected_by_what_takes_few_operations(shape, block, candidates):
     groups = Groups.parse(block)
     target = Target(groups, groups.count(shape, 0.5), rounds=0)
-    assert [(way.rounds, way.in_order) for way in target.settled(shape)] == ways
+    assert [
+        (candidate.rounds, candidate.in_order) for candidate in target.settled(shape)
+    ] == candidates
     chosen = Target(groups, target.stay, rounds=16)
     assert chosen.settled(shape) == [chosen]
 
@@ -71,12 +73,12 @@ def test_of_two_fast_selections_the_one_of_less_held_out_error_is_taken(shape, s
     target = Target(groups, groups.count(kernel.shape, 0.5), rounds=0)
     monkeypatch.setattr(projection, "MOST_OPERATIONS", 0)
     result = projection.prune(*moments, kernel, target)
-    ways, errors = target.settled(kernel.shape), []
-    for way in ways:
+    candidates, errors = target.settled(kernel.shape), []
+    for candidate in candidates:
         problem = Problem.of(moments[0], kernel, result.damping)
-        mask = projection.chosen_groups(problem, way)
+        mask = projection.chosen_groups(problem, candidate)
         errors.append(moments[1].error(refit.refit(problem, mask)))
-    best = ways[int(np.argmin(errors))]
+    best = candidates[int(np.argmin(errors))]
     problem = Problem.of(moments[0] + moments[1], kernel, result.damping)
     assert np.array_equal(result.mask, projection.chosen_groups(problem, best))
 

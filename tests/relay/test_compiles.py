@@ -12,7 +12,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.hardware.chips import GIGA
-from sparse_dataflow.planner import relay
+from sparse_dataflow.planner import relay_step
 from sparse_dataflow.relay import relay_programs
 
 pytest.importorskip(
@@ -74,7 +74,7 @@ def test_programs_and_memory_do_not_depend_on_the_depth(name, mesh):
     assert sizes_of(programs[4].backward.compile()) == sizes["backward"]
     print(name, sizes)
     most = max(map(sum, sizes.values()))
-    planned = relay.estimate(
+    planned = relay_step.estimate(
         dataclasses.replace(MODELS[name], num_layers=400),
         TrainingConfig(batch=8, sequence=2048, micro_batches=8),
         stash="host",

@@ -24,7 +24,7 @@ from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.core.training.step import initial_state, make_train_step
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.planner import relay as planning
+from sparse_dataflow.planner import relay_step as planning
 from sparse_dataflow.relay import host_optimizer, parameter_server
 from sparse_dataflow.relay import relay as relay_module
 from sparse_dataflow.relay import relay_programs as programs

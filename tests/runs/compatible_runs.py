@@ -15,7 +15,7 @@ from sparse_dataflow.commands import devices
 from sparse_dataflow.commands.library import preset
 from sparse_dataflow.compile import programs
 from sparse_dataflow.core.config.layer_groups import layer_models
-from sparse_dataflow.core.executors.compatibility import WAYS
+from sparse_dataflow.core.executors.compatibility import PARALLELISMS
 from sparse_dataflow.core.training.step import jitted_train_step
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.relay import relay_programs
@@ -27,7 +27,7 @@ BASE = preset("pico").change(sparsity__block=16, run__twin="no", training__steps
 OPTIONS = [
     option
     for option in {id(o): o for row in TABLE for o in (row.option, *row.others)}.values()
-    if option not in WAYS and not option.needed
+    if option not in PARALLELISMS and not option.needed
 ]
 
 
@@ -75,9 +75,9 @@ def trace_step(executor, model, training, changing):
     jax.eval_shape(step, *arguments, *limit, **more)
 
 
-def draw_run(draw, way):
-    """Returns settings with a way and as many drawn options as go together, and the refusals."""
-    settings, refusals = way.example, []
+def draw_run(draw, parallelism):
+    """Returns settings with a parallelism and drawn options that go together, and the refusals."""
+    settings, refusals = parallelism.example, []
     for option in draw.sample(OPTIONS, 10):
         more = merged(settings, option.example)
         if more.get("parallel.mesh", "").count(":") > 3:
@@ -93,14 +93,14 @@ def draw_run(draw, way):
 def main(seed: str, seconds: str) -> None:
     """Prints [settings of traced steps, refusals, failures] of runs drawn for some seconds.
 
-    Each way is drawn at least once.
+    Each parallelism is drawn at least once.
     """
     draw, stop = random.Random(int(seed)), time.monotonic() + float(seconds)
     traced, refused, failed = [], [], []
-    for number, way in enumerate(itertools.cycle(WAYS)):
-        if number >= len(WAYS) and time.monotonic() > stop:
+    for number, parallelism in enumerate(itertools.cycle(PARALLELISMS)):
+        if number >= len(PARALLELISMS) and time.monotonic() > stop:
             break
-        settings, refusals = draw_run(draw, way)
+        settings, refusals = draw_run(draw, parallelism)
         refused += refusals
         executor, models = accepted(settings)
         try:

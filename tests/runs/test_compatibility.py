@@ -8,7 +8,7 @@ from eight_devices import on_eight_devices
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors.compatibility import WAYS, ResolvedRun, violations
+from sparse_dataflow.core.executors.compatibility import PARALLELISMS, ResolvedRun, violations
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs import compatibility
 from sparse_dataflow.runs.compatibility import TABLE
@@ -67,13 +67,13 @@ def test_rows_that_read_absent_parts_do_not_apply():
 def test_the_pages_have_the_tables():
     assert compatibility.devices_table() in PAGE.read_text(encoding="utf-8")
     settings = compatibility.settings_table()
-    pairs = [(row, other) for row in TABLE for other in row.others if other not in WAYS]
+    pairs = [(row, other) for row in TABLE for other in row.others if other not in PARALLELISMS]
     assert len(settings.splitlines()) >= len({row.option.words for row, _ in pairs}) + 2
 
 
 @pytest.mark.slow
 def test_what_the_table_accepts_can_be_traced():
-    """Draws runs of several options and ways, for some seconds."""
+    """Draws runs of several options and parallelisms, for some seconds."""
     traced, refused, failed = on_eight_devices("runs/compatible_runs.py", "0", "1")
     assert not failed, failed[0]
-    assert len(traced) >= len(WAYS) and all("legal" in words for words in refused)
+    assert len(traced) >= len(PARALLELISMS) and all("legal" in words for words in refused)

@@ -192,13 +192,13 @@ def slopes(cases: Mapping[str, Case], study: Study) -> dict[str, Any]:
     problems: dict[str, str] = {}
     for name, case in cases.items():
         try:
-            of_case = {}
+            case_runs = {}
             for layers in (sizes.few, sizes.many):
                 case.model(sizes, layers)
                 program = study.pool.get(case.name(name, layers))
-                of_case[name, layers] = states.run(case, layers, program)
-                jax.block_until_ready(of_case[name, layers]())
-            runs |= of_case
+                case_runs[name, layers] = states.run(case, layers, program)
+                jax.block_until_ready(case_runs[name, layers]())
+            runs |= case_runs
             rows[name] = {"step_bytes": paired.program_bytes(program)}
         except Exception as error:
             problems[name] = sentence(error)

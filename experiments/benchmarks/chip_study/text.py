@@ -91,7 +91,7 @@ def _text(train, held_out, origin):
 def _sources():
     """Yields (package and version, content) of all Python files, in a fixed order."""
     python = f"python {sysconfig.get_python_version()}"
-    for document in PythonStdlibSource.of_this_interpreter().documents():
+    for document in PythonStdlibSource.from_interpreter().documents():
         yield python, document.text.encode() + b"\0"
     installed = sorted(metadata.distributions(), key=lambda each: (each.name or "").lower())
     for each in installed:

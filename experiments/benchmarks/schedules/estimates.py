@@ -233,7 +233,7 @@ def row_of(
     seconds = max(cycles / CLOCKS[case.chip], hbm)
     products = 3 * len(MLP) if case.implementation == FUSED else 1
     stored = 2 * case.tokens * case.in_features * case.out_features * case.density * products
-    row = {**of_case(projection, case, product), **count, "ms": 1e3 * seconds}
+    row = {**case_columns(projection, case, product), **count, "ms": 1e3 * seconds}
     dense = [r["ms"] for r in earlier if _same_product(r, row) and r["density"] == 1]
     return {
         **row,
@@ -243,7 +243,7 @@ def row_of(
     }
 
 
-def of_case(projection: str, case: Case, product: str) -> dict[str, Any]:
+def case_columns(projection: str, case: Case, product: str) -> dict[str, Any]:
     """Returns the part of a row that says what was compiled."""
     return {
         "chip": case.chip,

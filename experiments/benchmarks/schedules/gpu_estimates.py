@@ -93,7 +93,7 @@ def row_of(
     flops = 2 * case.tokens * case.in_features * case.out_features * case.density
     product_seconds = max(flops / (target.tflops * 1e12), count["product_bytes"] / bandwidth)
     row: dict[str, Any] = {
-        **estimates.of_case(projection, case, product),
+        **estimates.case_columns(projection, case, product),
         "dtype": DTYPES.get(case.chip, "bfloat16"),
         **count,
         "traffic": (count["product_bytes"] + count["other_bytes"]) / count["needed_bytes"],

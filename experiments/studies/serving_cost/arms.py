@@ -289,10 +289,10 @@ def course(
     cuts, density, spent, weights, step = [], 1.0, 0.0, 0.0, 0
 
     @functools.cache
-    def costs(density, taught):
+    def costs(density, has_teacher):
         """Returns training FLOPs of a token and stored weights."""
         model = at_density(dense, arm, density)
-        lessons = sum(served_sections(teacher or dense).values()) if taught else 0.0
+        lessons = sum(served_sections(teacher or dense).values()) if has_teacher else 0.0
         return training_flops(model) + lessons, stored_parameters(model)
 
     while True:

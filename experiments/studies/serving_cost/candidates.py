@@ -184,8 +184,8 @@ def _pruned(studies, layers, width, multiple, ratios, budget, pruning):
             shapes = (model.projection_shape(name) for name in pruning.arm.pruned)
             weights = layers * sum(math.prod(shape) for shape in shapes)
             density = 1 + min(
-                (limit - price(model)) / (of_weight * weights)
-                for limit, price, of_weight in _limits(budget)
+                (limit - price(model)) / (weight_price * weights)
+                for limit, price, weight_price in _limits(budget)
             )
             low, high = pruning.densities
             if low / 2 <= density <= min(0.99, 2 * high):
@@ -209,18 +209,19 @@ def _priced(studies, budget, model, arm, pruning: Pruning | None) -> Candidate |
     served = arms.at_density(model, arm, arm.density or 1.0)
     if max(price(served) / limit for limit, price, _ in _limits(budget)) < USED:
         return None
-    of_step = studies.options.batch * model.max_len
-    most = BEYOND * studies.span("tokens")[1] / of_step
+    step_tokens = studies.options.batch * model.max_len
+    most = BEYOND * studies.span("tokens")[1] / step_tokens
     steps = min(
-        budget.training_flops / arms.training_flops(model) / of_step, budget.tokens / of_step
+        budget.training_flops / arms.training_flops(model) / step_tokens,
+        budget.tokens / step_tokens,
     )
     if not training.CHUNK <= steps <= most:
         return None
     course = arms.course(model, arm, steps, training.CHUNK, studies.options.batch)
-    if course.steps * of_step > budget.tokens:
-        steps *= budget.tokens / (course.steps * of_step)
+    if course.steps * step_tokens > budget.tokens:
+        steps *= budget.tokens / (course.steps * step_tokens)
         course = arms.course(model, arm, steps, training.CHUNK, studies.options.batch)
-    tokens = course.steps * of_step
+    tokens = course.steps * step_tokens
     use = max(course.flops / budget.training_flops, tokens / budget.tokens)
     weights, read = studies.span("weights"), studies.span("tokens")
     near = all(

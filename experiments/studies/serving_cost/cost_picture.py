@@ -56,8 +56,8 @@ def draw(
             seconds |= {n: row["over_narrow"] for n, model in models.items() if model == timed}
     training = {}
     for name in (name for name in NAMES if name in at_length):
-        of_arm = sorted((r for r in chosen if r["arm"] == name), key=lambda r: r["length"])
-        training[NAMES[name]] = _curve([r["flops"] / 1e9 for r in of_arm], of_arm)
+        arm_results = sorted((r for r in chosen if r["arm"] == name), key=lambda r: r["length"])
+        training[NAMES[name]] = _curve([r["flops"] / 1e9 for r in arm_results], arm_results)
 
     def points(costs):
         return {

@@ -103,12 +103,12 @@ def narrowed(
     ]
     hidden = [largest(squares["mlp_out"][i], narrow.d_ff) for i in layers]
 
-    def of_heads(layer, width):
+    def head_features(layer, width):
         return (heads[layer][:, None] * width + np.arange(width)).ravel()
 
     chosen = {
-        "qkv": [(channels, of_heads(i, 3 * head)) for i in layers],
-        "attn_out": [(of_heads(i, head), channels) for i in layers],
+        "qkv": [(channels, head_features(i, 3 * head)) for i in layers],
+        "attn_out": [(head_features(i, head), channels) for i in layers],
         "mlp_in": [(channels, hidden[i]) for i in layers],
         "mlp_out": [(hidden[i], channels) for i in layers],
     }

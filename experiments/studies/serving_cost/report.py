@@ -82,7 +82,7 @@ def row(narrow: ModelConfig, cell: Cell, lines: Lines) -> dict[str, Any]:
     one = next(iter(measured.values()))
     trials = {
         line["multiplier"]: line["tuning"]
-        for line in runs.of_cell(lines, cell)
+        for line in runs.cell_lines(lines, cell)
         if line["seed"] == 0
     }
     summary = {
@@ -142,14 +142,14 @@ def fitted(narrow: ModelConfig, rows: Sequence[Mapping], optimizer: str) -> dict
             return dict(zip(names, (100 * errors).tolist()))
 
         try:
-            of_all, of_short = law_of(dense), law_of([r for r in dense if r["length"] < longest])
+            full_law, short_law = law_of(dense), law_of([r for r in dense if r["length"] < longest])
         except (ValueError, TypeError):
             return None
         result[name] = {
-            "law": dataclasses.asdict(of_all),
+            "law": dataclasses.asdict(full_law),
             "dense_cells": len(dense),
-            "percent": percent(of_all, chosen),
-            "held_out_percent": percent(of_short, [r for r in chosen if r["length"] == longest]),
+            "percent": percent(full_law, chosen),
+            "held_out_percent": percent(short_law, [r for r in chosen if r["length"] == longest]),
         }
     return result
 
@@ -273,21 +273,23 @@ def draw(rows: Sequence[Mapping], path: Path) -> None:
     most = min(2, max(lengths.values()))
     names = [name for name in lengths if lengths[name] >= most][:DRAWN]
     shown = []
-    of_optimizer: dict[str, dict[int, float]] = {r["optimizer"]: {} for r in drawn}
+    optimizer_budgets: dict[str, dict[int, float]] = {r["optimizer"]: {} for r in drawn}
     for r in drawn:
-        of_optimizer[r["optimizer"]][r["length"]] = float(f"{r['flops'] / 1e9:.2g}")
-    for optimizer, budgets in of_optimizer.items():
+        optimizer_budgets[r["optimizer"]][r["length"]] = float(f"{r['flops'] / 1e9:.2g}")
+    for optimizer, budgets in optimizer_budgets.items():
         if len(budgets) < most:
             continue
         curves, gains = {}, {}
         for name in names:
-            of_arm = [r for r in drawn if (r["optimizer"], r["arm"]) == (optimizer, name)]
-            if not of_arm:
+            arm_results = [r for r in drawn if (r["optimizer"], r["arm"]) == (optimizer, name)]
+            if not arm_results:
                 continue
             curves[name] = panels.Curve(
-                [r["flops"] / 1e9 for r in of_arm], [r["mean"] for r in of_arm], marked=True
+                [r["flops"] / 1e9 for r in arm_results],
+                [r["mean"] for r in arm_results],
+                marked=True,
             )
-            to = [(r["length"], r["to_narrow"]) for r in of_arm if r["to_narrow"]]
+            to = [(r["length"], r["to_narrow"]) for r in arm_results if r["to_narrow"]]
             if to:
                 gains[name] = panels.Curve(
                     [length for length, _ in to],

@@ -136,7 +136,7 @@ def append(folder: Path, run: Run, result: Mapping[str, Any], machine: str) -> d
     return line
 
 
-def of_cell(lines: Lines, cell: Cell) -> Lines:
+def cell_lines(lines: Lines, cell: Cell) -> Lines:
     """Returns the runs of a cell."""
     wanted = dataclasses.asdict(cell)
     return [line for line in lines if all(line[name] == wanted[name] for name in wanted)]
@@ -151,7 +151,7 @@ def best_multiplier(lines: Lines, cell: Cell) -> float | None:
 def measured(lines: Lines, cell: Cell) -> dict[int, dict]:
     """Returns seed -> run at the cell's best rate."""
     best = best_multiplier(lines, cell)
-    return {line["seed"]: line for line in of_cell(lines, cell) if line["multiplier"] == best}
+    return {line["seed"]: line for line in cell_lines(lines, cell) if line["multiplier"] == best}
 
 
 def pending(
@@ -175,7 +175,7 @@ def pending(
 
 def _trials(lines, cell):
     """Returns multiplier -> tuning loss of seed 0."""
-    chosen = (line for line in of_cell(lines, cell) if line["seed"] == 0)
+    chosen = (line for line in cell_lines(lines, cell) if line["seed"] == 0)
     return {line["multiplier"]: line["tuning"] for line in chosen}
 
 

@@ -74,8 +74,8 @@ def page(studies: Studies, ranked: Sequence[Candidate], chip: Chip | None) -> st
     best = ranked[0]
     chosen = list(ranked[:SHOWN])
     for kind in (False, True):
-        of_kind = [c for c in ranked if bool(c.arm.pruned) == kind]
-        chosen += [c for c in of_kind[:1] if c not in chosen]
+        same_kind = [c for c in ranked if bool(c.arm.pruned) == kind]
+        chosen += [c for c in same_kind[:1] if c not in chosen]
     equal = sum(c.loss * (1 - c.error) <= best.loss * (1 + best.error) for c in ranked)
     parts = [
         *_law_text(studies),
@@ -164,9 +164,9 @@ def _train(options, studies, ranked):
     chosen, folder = _checked(ranked, options.train), Path(options.out)
     folders.claim(folder, NAME)
     shared = {name: getattr(options, name) for name in LAST_SETTINGS}
-    of_studies = {name: getattr(studies.options, name) for name in shape_law.TEXT}
+    study_settings = {name: getattr(studies.options, name) for name in shape_law.TEXT}
     rate = studies.options.learning_rate
-    lines = runs.read_lines(folder, {**shared, **of_studies, "learning_rate": rate})
+    lines = runs.read_lines(folder, {**shared, **study_settings, "learning_rate": rate})
     corpus = text.read(studies.options.corpus, studies.options.vocabulary)
     by_cell = {
         Cell(c.name, options.optimizer, "linear", round(c.tokens / stored_parameters(c.served))): c

@@ -120,9 +120,9 @@ def train(
 
     def steps(call, rates, tokens):
         # Without a teacher the weight is 0, so any parameters do.
-        taught = () if not arm.teacher else state[0] if teacher is None else teacher
+        teacher_params = () if not arm.teacher else state[0] if teacher is None else teacher
         weight = jnp.float32(arm.teacher if teacher is not None else 0)
-        return call(state, masks, rates, tokens, taught, weight)
+        return call(state, masks, rates, tokens, teacher_params, weight)
 
     for step in range(0, course.steps, chunk):
         if step in cuts:
@@ -222,13 +222,13 @@ def _program(model, optimizer, vector_rate, teacher_model):
 
     def loss_and_gradients(params, masks, tokens, teacher, weight):
         masked = jax.tree.map(jnp.multiply, params, masks)
-        taught = None
+        teacher_output = None
         if teacher_model:
             hidden = whole.hidden_states(teacher_model, weights_of(teacher), tokens)
             hidden, output = gpt.output_layer(teacher["head"], teacher["embed"]["tokens"], hidden)
-            taught = TeacherOutput(hidden, output, weight)
+            teacher_output = TeacherOutput(hidden, output, weight)
         metrics, gradients = whole.loss_and_gradients(
-            model, weights_of(masked), Batch(tokens, None, taught)
+            model, weights_of(masked), Batch(tokens, None, teacher_output)
         )
         loss = metrics["loss"].total  # type: ignore[attr-defined]
         return loss, jax.tree.map(jnp.multiply, gradients, masks), masked

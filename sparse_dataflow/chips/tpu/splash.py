@@ -76,18 +76,18 @@ def shard_attention(
 
     # All devices run one program, but each shard has other tiles to skip.  So the tables of all
     # shards are constants, and each device slices its own by the traced number.
-    def of_shard(array, axis):
+    def shard_slice(array, axis):
         size = array.shape[axis] // shards
         return lax.dynamic_slice_in_dim(array, shard * size, size, axis)
 
     def sliced(info):
         # Tables [heads, tiles of queries, tiles of keys], but for the positions of the queries.
         tables = {
-            name: of_shard(getattr(info, name), 1)
+            name: shard_slice(getattr(info, name), 1)
             for name in ("data_next", "mask_next", "block_mask")
             if getattr(info, name) is not None
         }
-        return info._replace(**tables, q_sequence=of_shard(info.q_sequence, 0))
+        return info._replace(**tables, q_sequence=shard_slice(info.q_sequence, 0))
 
     infos = map(sliced, (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info))
     kernel = type(kernel)(*infos, **kernel.kwargs)
@@ -117,8 +117,8 @@ def _run(kernel, query, key, value, documents, key_documents):
     if k.shape[1] == heads:
         return jax.vmap(kernel)(q, k, v, segments).swapaxes(1, 2)
     grouped = q.reshape(batch, k.shape[1], -1, tokens, width)
-    of_row = jax.vmap(kernel, in_axes=(0, 0, 0, None))
-    return jax.vmap(of_row)(grouped, k, v, segments).reshape(q.shape).swapaxes(1, 2)
+    row_kernel = jax.vmap(kernel, in_axes=(0, 0, 0, None))
+    return jax.vmap(row_kernel)(grouped, k, v, segments).reshape(q.shape).swapaxes(1, 2)
 
 
 _NONE, _ALL = np.array([[False]]), np.array([[True]])

@@ -86,18 +86,18 @@ def _gradients(activation, x, bias, dy):
 
     def bias_activation_gradient(x, bias, dy, dx, sums):
         program, first = pl.program_id(0), pl.program_id(1) * columns
-        of_columns = pl.ds(first, columns)
-        added = bias[of_columns].astype(jnp.float32)[None]
+        column_slice = pl.ds(first, columns)
+        added = bias[column_slice].astype(jnp.float32)[None]
 
         def add(number, total):
-            tile = pl.ds((program * tiles + number) * ROWS, ROWS), of_columns
+            tile = pl.ds((program * tiles + number) * ROWS, ROWS), column_slice
             slope = value_and_derivative(activation, x[tile].astype(jnp.float32) + added)[1]
             gradient = dy[tile].astype(jnp.float32) * slope
             dx[tile] = gradient.astype(dx.dtype)
             return total + gradient
 
         zeros = jnp.zeros((ROWS, columns), jnp.float32)
-        sums[program, of_columns] = lax.fori_loop(0, tiles, add, zeros).sum(0)
+        sums[program, column_slice] = lax.fori_loop(0, tiles, add, zeros).sum(0)
 
     shapes = [
         jax.ShapeDtypeStruct(x.shape, x.dtype),

@@ -155,13 +155,13 @@ def _gradients(norm, residual, scale, dresidual, dnormed, *, sums):
                 dx[row, c] = gradient.astype(dx.dtype)
                 result.append({"scale": outer[c] * values[c], "shift": outer[c], "bias": gradient})
             return [
-                [total + terms[name] for total, terms in zip(of_name, result)]
-                for name, of_name in zip(sums, carried)
+                [total + terms[name] for total, terms in zip(column_sums, result)]
+                for name, column_sums in zip(sums, carried)
             ]
 
         zeros = [[jnp.zeros(tiles[1:], jnp.float32) for _ in range(chunks)] for _ in sums]
-        for of_name, total in zip(lax.fori_loop(0, each, add, zeros), totals):
-            for c, value in enumerate(of_name):
+        for column_sums, total in zip(lax.fori_loop(0, each, add, zeros), totals):
+            for c, value in enumerate(column_sums):
                 total[program, c] = value
 
     shapes = [jax.ShapeDtypeStruct(residual.shape, residual.dtype)]

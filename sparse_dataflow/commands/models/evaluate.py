@@ -236,8 +236,8 @@ def _losses(trained, held_out, answers, forward, limits):
     losses, examples = [], []
     for batch in batches:
         counted = batch["weights"].reshape(-1) > 0
-        of_batch = np.asarray(forward(batch["tokens"], places)[0], np.float64)
-        losses.append(of_batch.reshape(-1)[counted])
+        batch_losses = np.asarray(forward(batch["tokens"], places)[0], np.float64)
+        losses.append(batch_losses.reshape(-1)[counted])
         if answers:
             examples.append(batch["examples"].reshape(-1)[counted])
     size = batches.total_bytes(trained.tokenizer.token_bytes)
@@ -297,21 +297,21 @@ def _task_rows(tasks, lms, models, options, context) -> tuple[list[dict], list[s
                 notes += _truncation(name, words, before, lm.counts, context)
         for n, task in scored.items():
             for metric in scores[n][models[0]]:
-                of_metric = {name: s[metric] for name, s in scores[n].items() if metric in s}
+                metric_scores = {name: s[metric] for name, s in scores[n].items() if metric in s}
                 number = task.own_shots if shots is None else shots
-                rows.append(_row(n, task, number, metric, of_metric, models))
+                rows.append(_row(n, task, number, metric, metric_scores, models))
     return rows, notes
 
 
 def _row(name, task, shots, metric, scores, models):
     first = scores[models[0]]
     documents = task.documents(first.items)
-    of_models = {}
+    by_model = {}
     for model in models:
         values, error = scores[model].values, None
         if values is not None:
             error = clustered_mean(values, documents).error
-        of_models[model] = {
+        by_model[model] = {
             "value": scores[model].value,
             "error": error,
             "values": None if values is None else values.tolist(),
@@ -325,7 +325,7 @@ def _row(name, task, shots, metric, scores, models):
         "documents": len(set(documents)),
         "chance": task.chance(first.items),
         "baselines": {name: scores[name].value for name in BASELINES if name in scores},
-        "models": of_models,
+        "models": by_model,
         "paired": _paired({m: scores[m].values for m in models}, documents, is_share(metric)),
     }
 

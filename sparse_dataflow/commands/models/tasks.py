@@ -41,7 +41,7 @@ class Task:
     own_shots: int | None = None
 
     @classmethod
-    def of_lm_eval(cls, task: Any) -> "Task":
+    def from_lm_eval(cls, task: Any) -> "Task":
         """A task or group of lm-eval's own."""
         zero_shot_only = any(
             each.OUTPUT_TYPE == "loglikelihood_rolling" or each.get_config("num_fewshot") == 0
@@ -98,39 +98,39 @@ def named(options, corpus: str) -> dict[str, dict[str, Task] | None]:
     Raises:
       UserError: there is no such task, its data cannot be reached, or its file cannot be used.
     """
-    of_project, manager = builtin.task_names(corpus), None
+    project_tasks, manager = builtin.task_names(corpus), None
     if not options.trust_tasks:
         task_border.bound_templates()
     by_name: dict[str, dict[str, Task] | None] = {}
     words = [word.strip() for word in options.tasks.split(",") if word.strip()]
     for name in dict.fromkeys(
-        name for word in words for name in (of_project if word == "own" else [word])
+        name for word in words for name in (project_tasks if word == "own" else [word])
     ):
         if name in builtin.BUILTIN_TASKS:
-            if name not in of_project:
+            if name not in project_tasks:
                 raise UserError(
                     f"The task {name} needs Python source, and {corpus} has its own tasks: "
-                    f"{', '.join(of_project)}."
+                    f"{', '.join(project_tasks)}."
                 )
             by_name[name] = None
-        elif _of_project(name):
+        elif _is_project_task(name):
             items = read_items(Path(os.path.expanduser(name)))
             _refuse_unfit(name, items, max(options.num_fewshot or DEFAULT_SHOTS))
             stem = Path(name).stem
             by_name[name] = {stem: Task(lm_eval_tasks.make_task(stem, items), items)}
         else:
             manager = manager or lm_eval_tasks.task_manager(
-                [word for word in words if not _of_project(word)],
+                [word for word in words if not _is_project_task(word)],
                 _folders(options.include_path),
                 options.trust_tasks,
             )
-            of_lm_eval = lm_eval_tasks.load_tasks(
-                name, manager, of_project, trusted=options.trust_tasks
+            harness_tasks = lm_eval_tasks.load_tasks(
+                name, manager, project_tasks, trusted=options.trust_tasks
             )
-            by_name[name] = {task: Task.of_lm_eval(it) for task, it in of_lm_eval.items()}
+            by_name[name] = {task: Task.from_lm_eval(it) for task, it in harness_tasks.items()}
     if not by_name:
         raise UserError(
-            f"--tasks={options.tasks} names no task; legal: own, {', '.join(of_project)}, "
+            f"--tasks={options.tasks} names no task; legal: own, {', '.join(project_tasks)}, "
             "lm-eval's tasks, YAML files and folders of such tasks, and files of JSON lines."
         )
     names = collections.Counter(task for group in by_name.values() for task in group or ())
@@ -148,7 +148,7 @@ def _folders(include_path):
     return folders
 
 
-def _of_project(name):
+def _is_project_task(name):
     """Whether a name of --tasks is not lm-eval's."""
     return name == "own" or name in builtin.BUILTIN_TASKS or name.endswith((".jsonl", ".json"))
 

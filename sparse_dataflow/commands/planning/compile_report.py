@@ -346,9 +346,9 @@ def predicted_bytes(plan: CompilePlan) -> dict[str, float]:
     }
     if plan.parallel.chips == 1 and plan.parallel.remat == "none":
         # The compiler stacks the copy of the blocks' weights by layer, as it does activations.
-        of_blocks = 1 - cost.embeddings(plan.config) / cost.parameter_count(plan.config)
-        sizes["activations"] += sizes["working_copy"] * of_blocks
-        sizes["working_copy"] *= 1 - of_blocks
+        block_share = 1 - cost.embeddings(plan.config) / cost.parameter_count(plan.config)
+        sizes["activations"] += sizes["working_copy"] * block_share
+        sizes["working_copy"] *= 1 - block_share
     return {
         "parameters": sizes["parameters"],
         "moments": sizes["moments"],

@@ -26,7 +26,7 @@ def plan_of(
     """Returns the plan by which an executor trains a model.
 
     Args:
-      executor: any but the relay, which `relay_plan.of_executor` plans.
+      executor: any but the relay, which `relay_plan.largest_estimate` plans.
       kind: remat of the blocks.
     """
     axes: dict[str, Any] = dict.fromkeys(meshes.AXES, 1)
@@ -63,7 +63,7 @@ def memory_of(
       phases: the model in each of its phases.
     """
     if isinstance(executor, RelayExecutor):
-        return relay_plan.of_executor(phases, training, executor, chip).device
+        return relay_plan.largest_estimate(phases, training, executor, chip).device
     estimates = (
         plan_memory.run_bytes(
             model,

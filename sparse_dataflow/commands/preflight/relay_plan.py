@@ -17,7 +17,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import GIB, KNOWN, Chip
 from sparse_dataflow.hardware.machines import Machine
-from sparse_dataflow.planner import memory, relay, settle
+from sparse_dataflow.planner import memory, relay_step, settle
 from sparse_dataflow.relay import timeline
 from sparse_dataflow.relay.pinned_memory import PINNED_GIB, PINNED_SETTING
 from sparse_dataflow.relay.relay import RelayConfig
@@ -34,7 +34,7 @@ def estimate(
     devices: int = 1,
     cores: int | None = None,
     copies: bool = True,
-) -> relay.RelayEstimate:
+) -> relay_step.RelayEstimate:
     """Returns the estimate of a model; see `planner.settle.relay_estimate`.
 
     Args:
@@ -61,13 +61,13 @@ def estimate(
     )
 
 
-def of_executor(
+def largest_estimate(
     phases: Sequence[ModelConfig],
     training: TrainingConfig,
     executor: RelayExecutor,
     chip: Chip,
     copies: bool = True,
-) -> relay.RelayEstimate:
+) -> relay_step.RelayEstimate:
     """Returns the estimate of the phase of a model that takes the most memory of the device.
 
     Args:
@@ -97,7 +97,7 @@ def settled(variants: list[Variant], chip: Chip, executor: RelayExecutor) -> Rel
 
     def planned(copies):
         each = [
-            of_executor([p.model for p in v.phase_specs], v.training, executor, chip, copies)
+            largest_estimate([p.model for p in v.phase_specs], v.training, executor, chip, copies)
             for v in variants
         ]
         return each, each[0].with_host_memory_of(each[1:])
@@ -138,7 +138,7 @@ def _fits_host(estimate):
     return not collectives.any_process(not fits)
 
 
-def refuse_small_host(estimate: relay.RelayEstimate) -> None:
+def refuse_small_host(estimate: relay_step.RelayEstimate) -> None:
     """Checks that this host's memory, and its page-locked share, can hold an estimate.
 
     All processes call it.
@@ -147,10 +147,10 @@ def refuse_small_host(estimate: relay.RelayEstimate) -> None:
       UserError: it cannot; names the bytes needed.
     """
     available = psutil.virtual_memory().available
-    relay.check_host_memory(estimate, available, collectives.count_on_host())
+    relay_step.check_host_memory(estimate, available, collectives.count_on_host())
     if jax.default_backend() == "gpu":
         limit = float(os.environ.get(PINNED_SETTING) or PINNED_GIB)
-        relay.check_pinned_memory(estimate, limit)
+        relay_step.check_pinned_memory(estimate, limit)
 
 
 def measured(spans) -> str:

@@ -71,7 +71,7 @@ def fused_names() -> list[str]:
     return [name for name, activation in ACTIVATIONS.items() if activation.fused]
 
 
-def _of_jax(name: str, **options: Any) -> Callable[[Any], Any]:
+def _jax_function(name: str, **options: Any) -> Callable[[Any], Any]:
     """Returns a function of `jax.nn`."""
     return lambda x: getattr(importlib.import_module("jax.nn"), name)(x, **options)
 
@@ -109,9 +109,9 @@ def _squared_relu(x):
 
 for _row in (
     Activation("gelu", True, _gelu, ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")),
-    Activation("gelu_exact", False, None, ("gelu",), _of_jax("gelu", approximate=False)),
-    Activation("relu", True, _relu, ("relu",), _of_jax("relu")),
+    Activation("gelu_exact", False, None, ("gelu",), _jax_function("gelu", approximate=False)),
+    Activation("relu", True, _relu, ("relu",), _jax_function("relu")),
     Activation("relu2", True, _squared_relu, ("relu2",)),
-    Activation("silu", True, _silu, ("silu", "swish"), _of_jax("silu")),
+    Activation("silu", True, _silu, ("silu", "swish"), _jax_function("silu")),
 ):
     register(_row)

@@ -103,7 +103,7 @@ def loops(text: str, layers: int, part: range | None = None) -> Terms:
     Raises:
       UserError: see `kinds`.
     """
-    of_layers = kinds(text, layers)
+    layer_kinds = kinds(text, layers)
     part = range(layers) if part is None else part
     if text in KINDS:
         return (((text,), len(part)),)
@@ -113,22 +113,22 @@ def loops(text: str, layers: int, part: range | None = None) -> Terms:
         if part.start <= start and stop <= part.stop:
             result.append((pattern, repeats))
         elif part.start < stop and start < part.stop:
-            return segments(of_layers[part.start : part.stop])
+            return segments(layer_kinds[part.start : part.stop])
         start = stop
     return tuple(result)
 
 
-def segments(of_layers: tuple[Any, ...]) -> tuple[tuple[tuple[Any, ...], int], ...]:
+def segments(layer_kinds: tuple[Any, ...]) -> tuple[tuple[tuple[Any, ...], int], ...]:
     """Returns what blocks have as few (pattern, repeats): from each on, the term that covers most.
 
     Of equal covers it takes the shortest pattern.
     """
     result, start = [], 0
-    while start < len(of_layers):
-        best: tuple[tuple[Any, ...], int] = (of_layers[start : start + 1], 1)
+    while start < len(layer_kinds):
+        best: tuple[tuple[Any, ...], int] = (layer_kinds[start : start + 1], 1)
         for period in range(1, MOST_PATTERN + 1):
-            pattern, repeats = of_layers[start : start + period], 1
-            while of_layers[start + period * repeats :][:period] == pattern:
+            pattern, repeats = layer_kinds[start : start + period], 1
+            while layer_kinds[start + period * repeats :][:period] == pattern:
                 repeats += 1
             covers = period * repeats if repeats > 1 else 1
             if covers > len(best[0]) * best[1]:
@@ -138,12 +138,12 @@ def segments(of_layers: tuple[Any, ...]) -> tuple[tuple[tuple[Any, ...], int], .
     return tuple(result)
 
 
-def text(of_terms: Terms) -> str:
+def text(loop_terms: Terms) -> str:
     """Returns the text of terms; a kind alone where all blocks have it."""
-    used = {kind for pattern, _ in of_terms for kind in pattern}
+    used = {kind for pattern, _ in loop_terms for kind in pattern}
     if len(used) == 1:
         return used.pop()
-    return ",".join(f"{'+'.join(pattern)}:{repeats}" for pattern, repeats in of_terms)
+    return ",".join(f"{'+'.join(pattern)}:{repeats}" for pattern, repeats in loop_terms)
 
 
 CPU_TOKENS = 512

@@ -24,7 +24,7 @@ def block_gradient_norms(
     model: ModelConfig,
     weights: ModelWeights,
     tokens: jax.Array,
-    member: whole.Member = whole.ALONE,
+    rank: whole.Rank = whole.SINGLE_RANK,
     axes: tuple[str, ...] = (),
 ) -> dict[str, jax.Array]:
     """Returns the block norms of the dense gradient of the mean loss over the tokens.
@@ -35,29 +35,29 @@ def block_gradient_norms(
     Args:
       weights: of the model, with layouts that may change.
       tokens: int32 [rows, sequence + 1].
-      member: device whose weights these are.
+      rank: device whose weights these are.
       axes: axes of `shard_map` that shard the rows.
 
     Returns:
-      {block-sparse projection: float32 [layers, in_blocks, out_blocks]}, the member's shard.
+      {block-sparse projection: float32 [layers, in_blocks, out_blocks]}, the rank's shard.
     """
     layouts = split_groups(tables_by_name(weights.merged))
     zeros = [
         {name: jnp.zeros(norms_shape(table), jnp.float32) for name, table in group.items()}
         for group in layouts
     ]
-    summed = axes if member.context is None else (*axes, member.context.axis)
+    summed = axes if rank.context is None else (*axes, rank.context.axis)
     shares = math.prod(lax.axis_size(axis) for axis in axes)
     mean = jnp.full(tokens[:, 1:].shape, 1 / (shares * tokens[:, 1:].size), jnp.float32)
 
     def loss(norms):
         probes = [
-            {name: probe(name, each, summed, member.shard) for name, each in group.items()}
+            {name: probe(name, each, summed, rank.shard) for name, each in group.items()}
             for group in norms
         ]
         rest = merged({"blocks": join_groups(probes)}, weights.rest)
         probed = dataclasses.replace(weights, rest=rest)
-        return whole.loss(model, probed, whole.Batch(tokens, mean), member)
+        return whole.loss(model, probed, whole.Batch(tokens, mean), rank)
 
     # The loss does not depend on these zeros. A `Probed` weight returns the norms of xᵀ dy as their
     # gradient. So norms leave a scanned backward pass as gradients do.

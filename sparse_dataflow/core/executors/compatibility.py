@@ -5,8 +5,8 @@ A row names an option and the options that it does not go with.  What is in no r
 docs/devices.md and the page of settings show it.  A size that another does not divide is arithmetic
 and no row: the code that cuts refuses it.
 
-A way is an option too: how devices share a model.  An executor has one or more of them.  Importing
-this module loads no jax.
+A parallelism, how devices share a model, is an option too.  An executor has one or more of them.
+Importing this module loads no jax.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class ResolvedRun:
     Attributes:
       model: of one phase.
       training: its settings.
-      executor: has `ways` and `describe()`; None before it is known.
+      executor: has `parallelisms` and `describe()`; None before it is known.
       loss: `DataConfig.loss`.
       evolution: its method where layouts or model change, else "".
       given_layouts: whether the stored blocks are those of initial weights.
@@ -65,7 +65,7 @@ class Conflict(NamedTuple):
 
     Attributes:
       option: cannot be used with any of `others`.
-      others: options or ways.
+      others: options or parallelisms.
       because: about the others; completes "OPTION with OTHER, ".
       legal: completes "legal: ", or "legal with it: " of a setting.
     """
@@ -105,26 +105,30 @@ def refuse(runs: Iterable[Any], rows: Iterable[Conflict]) -> None:
         raise UserError(" ".join(sentences))
 
 
-def _way(name: str, **example: str) -> Option:
-    """Returns a way by its name in `Executor.ways`, with the `parallel` settings of an example."""
+def _parallelism(name: str, **example: str) -> Option:
+    """Returns a parallelism by its name in `Executor.parallelisms`; `example` uses it."""
 
     def used(run):
-        return run.executor is not None and name in run.executor.ways and run.executor.describe()
+        return (
+            run.executor is not None
+            and name in run.executor.parallelisms
+            and run.executor.describe()
+        )
 
     return Option(name, used, {f"parallel.{setting}": value for setting, value in example.items()})
 
 
-ROWS = _way("data, fsdp", mesh="data:2,fsdp:2")
-CONTEXT = _way("context", mesh="context:2")
-TENSOR = _way("tensor", mesh="tensor:2")
-FEATURE = _way("feature", mesh="feature:2")
-STAGE = _way("stage", mesh="stage:2")
-RELAY = _way("relay", executor="relay")
-RELAY_DEPTH = _way("relay with depth_schedule", executor="relay", depth_schedule="grow:0.5")
-RELAY_DEVICES = _way("relay over several devices", executor="relay", mesh="data:2")
-RELAY_EAGER = _way("relay with clipping=eager", executor="relay", clipping="eager")
+ROWS = _parallelism("data, fsdp", mesh="data:2,fsdp:2")
+CONTEXT = _parallelism("context", mesh="context:2")
+TENSOR = _parallelism("tensor", mesh="tensor:2")
+FEATURE = _parallelism("feature", mesh="feature:2")
+STAGE = _parallelism("stage", mesh="stage:2")
+RELAY = _parallelism("relay", executor="relay")
+RELAY_DEPTH = _parallelism("relay with depth_schedule", executor="relay", depth_schedule="grow:0.5")
+RELAY_DEVICES = _parallelism("relay over several devices", executor="relay", mesh="data:2")
+RELAY_EAGER = _parallelism("relay with clipping=eager", executor="relay", clipping="eager")
 
-WAYS = ROWS, CONTEXT, TENSOR, FEATURE, STAGE, RELAY, RELAY_DEPTH, RELAY_DEVICES, RELAY_EAGER
+PARALLELISMS = ROWS, CONTEXT, TENSOR, FEATURE, STAGE, RELAY, RELAY_DEPTH, RELAY_DEVICES, RELAY_EAGER
 """Axes of a mesh that are longer than 1, and kinds of the relay, in the order of the page."""
 
 NOTHING: Mapping[str, Any] = {}
@@ -175,7 +179,7 @@ EXCHANGED_TOKENS = Option(
 STREAM_AXES = CONTEXT.words, FEATURE.words
 CUT_STREAM = Option(
     "the axes `context` and `feature`",
-    lambda run: ", ".join(w for w in getattr(run.executor, "ways", ()) if w in STREAM_AXES),
+    lambda run: ", ".join(w for w in getattr(run.executor, "parallelisms", ()) if w in STREAM_AXES),
     {"parallel.mesh": "feature:2"},
 )
 

@@ -53,8 +53,8 @@ class Executor:
         return "one device"
 
     @property
-    def ways(self) -> tuple[str, ...]:
-        """How devices share a model: names of `compatibility.WAYS`."""
+    def parallelisms(self) -> tuple[str, ...]:
+        """How devices share a model: names of `compatibility.PARALLELISMS`."""
         return ()
 
     def check(self, model: ModelConfig, training: Any) -> None:

@@ -45,7 +45,7 @@ class Sharded(Executor):
       mesh: with all of `mesh.AXES`; its "stage" is 1.
       zero: which arrays are sharded over "fsdp" and "context"; see `sharding.ZERO`.
       exchange: whether tokens travel to the experts over "fsdp", whose weights stay sharded.
-      sub_batches: see `whole.Member`.
+      sub_batches: see `whole.Rank`.
     """
 
     mesh: meshes.AnyMesh
@@ -64,10 +64,11 @@ class Sharded(Executor):
         return flags + (" --set parallel.experts=exchange" if self.exchange else "")
 
     @property
-    def ways(self):
+    def parallelisms(self):
         longer = {axis for axis, size in self.mesh.shape.items() if size > 1}
         rows = (compatibility.ROWS.words,) if longer & set(BATCH_AXES) else ()
-        return (*rows, *(way.words for way in compatibility.WAYS if way.words in longer))
+        axes = [axis.words for axis in compatibility.PARALLELISMS]
+        return (*rows, *(axis for axis in axes if axis in longer))
 
     def check(self, model, training):
         super().check(model, training)
@@ -96,10 +97,10 @@ class Sharded(Executor):
                     )
 
     def loss(self, model, weights, batch):
-        member, specs, _ = self._member(model, weights)
+        rank, specs, _ = self._rank(model, weights)
 
         def local(weights, batch):
-            share = whole.loss(model, local_weights(weights), batch, member)
+            share = whole.loss(model, local_weights(weights), batch, rank)
             return lax.psum(share, self.mesh.axis_names)
 
         return self._mapped(local, (specs, P(BATCH_AXES)), P())(weights, batch)
@@ -109,21 +110,21 @@ class Sharded(Executor):
 
         `places` is int32 [batch shards, S]: row i selects targets of the i-th shard of the batch.
         """
-        member, specs, _ = self._member(model, weights)
+        rank, specs, _ = self._rank(model, weights)
 
         def local(weights, tokens, places):
-            scores = whole.token_scores(model, local_weights(weights), tokens, places[0], member)
+            scores = whole.token_scores(model, local_weights(weights), tokens, places[0], rank)
             return tuple(score[None] for score in scores)
 
         rows = P(BATCH_AXES)
         return self._mapped(local, (specs, rows, rows), (rows, rows))(weights, tokens, places)
 
     def loss_and_gradients(self, model, weights, batch, how):
-        member, specs, gradient_specs = self._member(model, weights)
+        rank, specs, gradient_specs = self._rank(model, weights)
 
         def local(weights, batch):
             metrics, gradients = whole.loss_and_gradients(
-                model, local_weights(weights), batch, how, member
+                model, local_weights(weights), batch, how, rank
             )
             all_reduce = functools.partial(sharding.all_reduce, mesh=self.mesh)
             gradients = jax.tree.map(all_reduce, gradients, gradient_specs)
@@ -137,18 +138,18 @@ class Sharded(Executor):
         return self._mapped(function, (P(), rows), rows)
 
     def block_gradient_norms(self, model, weights, tokens):
-        member, specs, _ = self._member(model, weights)
+        rank, specs, _ = self._rank(model, weights)
         # A norm of the whole rows is not the sum of norms of their parts.
-        member = dataclasses.replace(member, sub_batches=1)
+        rank = dataclasses.replace(rank, sub_batches=1)
         axes = self._measured_axes(tokens)
 
         def local(weights, tokens):
-            norms = block_gradient_norms(model, local_weights(weights), tokens, member, axes)
-            if member.shard.feature_axis is None:
+            norms = block_gradient_norms(model, local_weights(weights), tokens, rank, axes)
+            if rank.shard.feature_axis is None:
                 return norms
             # A device has a strip of each block.
             squares = jax.tree.map(jnp.square, norms)
-            return jax.tree.map(jnp.sqrt, lax.psum(squares, member.shard.feature_axis))
+            return jax.tree.map(jnp.sqrt, lax.psum(squares, rank.shard.feature_axis))
 
         out_specs = norm_specs(split_groups(stacks.tables_by_name(weights.merged))[0])
         measure = self._mapped(local, (specs, P(axes or None)), out_specs)
@@ -168,15 +169,15 @@ class Sharded(Executor):
         if self._kv_copies(model) == 1:
             return norms
         return {
-            name: without_copies(of_name) if name in KEY_VALUE else of_name
-            for name, of_name in norms.items()
+            name: without_copies(projection_norms) if name in KEY_VALUE else projection_norms
+            for name, projection_norms in norms.items()
         }
 
     def _kv_copies(self, model):
         return int(key_value_copies(model, self.tensor_shards))
 
-    def _member(self, model, weights):
-        """Returns (member, specs of the weights, of the gradients)."""
+    def _rank(self, model, weights):
+        """Returns (rank, specs of the weights, of the gradients)."""
         params, rest = weights.params, weights.rest
         fsdp = self.zero >= sharding.ZERO["params"]
         specs, rest_specs = (sharding.specs(p, model, self.mesh, fsdp) for p in (params, rest))
@@ -187,7 +188,7 @@ class Sharded(Executor):
         by_group = {name: split_groups(section) for name, section in all_specs.items()}
         by_group["blocks"] = tuple(map(sharding.layer_specs, by_group["blocks"]))
         longer = lambda axis: axis if self.mesh.shape[axis] > 1 else None  # noqa: E731
-        member = whole.Member(
+        rank = whole.Rank(
             Shard(
                 longer("tensor"),
                 bool(sharding.axes_of(all_specs["embed"]["tokens"]) & set(MODEL_AXES)),
@@ -207,7 +208,7 @@ class Sharded(Executor):
             self.sub_batches,
             Context("context", self.mesh.shape["context"]) if longer("context") else None,
         )
-        return member, ModelWeights(specs, rest_specs), gradient_specs
+        return rank, ModelWeights(specs, rest_specs), gradient_specs
 
     def _mapped(self, local, in_specs, out_specs):
         return jax.shard_map(
@@ -375,8 +376,8 @@ class Sharded(Executor):
 def batch_specs(batch):
     """Returns the partition specs of a `whole.Batch`."""
     rows: Any = P(BATCH_AXES)
-    taught = batch.teacher and batch.teacher._replace(x=rows, embedding=P(), weight=P())
-    return whole.Batch(rows, None if batch.weights is None else rows, taught)
+    teacher_output = batch.teacher and batch.teacher._replace(x=rows, embedding=P(), weight=P())
+    return whole.Batch(rows, None if batch.weights is None else rows, teacher_output)
 
 
 def norm_specs(projections):

@@ -129,9 +129,9 @@ def _row(path):
     if module and module["name"] == LAYOUT:
         return TABLES
     if module and module["name"] in LEAVES:
-        of_experts = bool(module["experts"]) and not module["shared"]
+        is_expert = bool(module["experts"]) and not module["shared"]
         leaf = LEAVES[module["name"]]
-        return P("stage", *leaf.cuts(module["projection"] in ROW_PARALLEL, of_experts))
+        return P("stage", *leaf.cuts(module["projection"] in ROW_PARALLEL, is_expert))
     return next(row for expression, row in RULES if re.fullmatch(expression, path))
 
 
@@ -194,12 +194,12 @@ def state_shardings(state: Any, model: ModelConfig, mesh: AnyMesh, zero: int) ->
         fsdp = zero >= ZERO[dotted_path(path[:1])]
         shape = shapes.get(role.parameter, leaf.shape)
         entries = spec(role.parameter, shape, mesh, fsdp, copies)
-        return NamedSharding(mesh, _of_axes(entries, role.axes))
+        return NamedSharding(mesh, _axes_spec(entries, role.axes))
 
     return jax.tree_util.tree_map_with_path(sharding, state, roles(state))
 
 
-def _of_axes(parameter_spec, axes):
+def _axes_spec(parameter_spec, axes):
     """Returns the spec of an array, some of whose axes are the parameter's; see `Role`."""
     by_axis = dict(enumerate(parameter_spec))
     # A mesh axis shards one axis of an array, also if two are the same of the parameter.
@@ -253,8 +253,8 @@ def gathered_specs(specs: dict, exchange: bool) -> dict:
     """
 
     def gathered(path, spec):
-        of_experts = re.search(_EXPERTS + r"(?!shared)\w+\.", dotted_path(path))
-        return P() if exchange and of_experts and leaf_of(path) else spec
+        is_expert = re.search(_EXPERTS + r"(?!shared)\w+\.", dotted_path(path))
+        return P() if exchange and is_expert and leaf_of(path) else spec
 
     is_spec = lambda leaf: isinstance(leaf, P)  # noqa: E731
     return jax.tree_util.tree_map_with_path(gathered, specs, is_leaf=is_spec)

@@ -21,7 +21,7 @@ from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.batch_context import NO_CONTEXT, BatchContext
 from sparse_dataflow.core.model.experts import auxiliary_loss
 from sparse_dataflow.core.model.projection import layer_weights
-from sparse_dataflow.core.model.shard import WHOLE, Shard
+from sparse_dataflow.core.model.shard import UNSHARDED, Shard
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
@@ -64,8 +64,8 @@ _REMAT_POLICIES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Member:
-    """Work of one device of a mesh, inside `shard_map`.
+class Rank:
+    """What one rank, a device of a mesh, computes inside `shard_map`.
 
     Attributes:
       shard: the device's shard of every section.
@@ -78,14 +78,14 @@ class Member:
         another, so the compiler can overlap collectives of one with products of the others.
     """
 
-    shard: Shard = WHOLE
+    shard: Shard = UNSHARDED
     batch_shards: int = 1
     gather: Callable[[str, dict, int], dict] | None = None
     collect: Callable[[dict], dict] = lambda gradients: gradients
     sub_batches: int = 1
     context: Context | None = None
 
-    def of_context(self, array: jax.Array) -> jax.Array:
+    def local_tokens(self, array: jax.Array) -> jax.Array:
         """Returns the device's tokens of [B, T, ...]."""
         return array if self.context is None else self.context.local_tokens(array)
 
@@ -95,7 +95,7 @@ class Member:
         return params if self.gather is None else self.gather(name, params, group)
 
 
-ALONE = Member()
+SINGLE_RANK = Rank()
 """A single device that does all the work."""
 
 
@@ -139,12 +139,12 @@ def apply_blocks(
     config: ModelConfig,
     weights: ModelWeights,
     x_BxTxD: jax.Array,
-    member: Member = ALONE,
+    rank: Rank = SINGLE_RANK,
     context: BatchContext = NO_CONTEXT,
 ) -> tuple[jax.Array, Any]:
     """Runs all blocks on [B, T, D].
 
-    A member that shares sequences has T / shards tokens, with positions, and documents of all T.
+    A rank that shares sequences has T / shards tokens, with positions, and documents of all T.
 
     Fixed layouts are specialised at trace time. Blocks are unrolled if `unrolls` says so.
     Otherwise each layer group is scanned, so that compile time does not depend on depth; with a
@@ -156,13 +156,13 @@ def apply_blocks(
       (residual stream [B, T, D], metrics of the blocks stacked over the layers).
     """
     metrics = []
-    unrolled = unrolls(config, weights, member)
+    unrolled = unrolls(config, weights, rank)
     # jax.checkpoint traces concrete tables, whose groups would be lost with them.
     blocks = stacks.with_groups(weights.merged["blocks"])
     kinds = remat.kinds(config.remat, config.num_layers)
     models = [layer_model(config, layer) for layer in range(config.num_layers)]
     # An evaluation may have fewer rows than parts.
-    parts = math.gcd(member.sub_batches, len(x_BxTxD))
+    parts = math.gcd(rank.sub_batches, len(x_BxTxD))
     xs = _split(x_BxTxD, parts)
     splits = {name: _split(array, parts) for name, array in context.for_blocks().rows.items()}
     contexts = [
@@ -172,10 +172,10 @@ def apply_blocks(
     groups = zip(layer_groups(config), split_groups(blocks), strict=True)
     for group, (layer_group, stacked) in enumerate(groups):
         layers = layer_group.layers
-        of_group = tuple(zip(kinds, models))[layers.start : layers.stop]
+        group_kinds = tuple(zip(kinds, models))[layers.start : layers.stop]
         run = {
-            each: _layer(each[1], member, group, contexts, each[0])
-            for each in dict.fromkeys(of_group)
+            each: _layer(each[1], rank, group, contexts, each[0])
+            for each in dict.fromkeys(group_kinds)
         }
         if config.shared_layers:
             shared = jax.tree.map(lambda t: _with_gradient(t)[0], stacked, is_leaf=_traced)
@@ -183,18 +183,18 @@ def apply_blocks(
             stacked = ()
         if unrolled:
             for i, layer in enumerate(_unstack(stacked) or [()] * config.num_layers):
-                xs, of_layer = run[of_group[i]](xs, layer)
-                metrics.append(jax.tree.map(lambda leaf: leaf[None], of_layer))
+                xs, layer_metrics = run[group_kinds[i]](xs, layer)
+                metrics.append(jax.tree.map(lambda leaf: leaf[None], layer_metrics))
         else:
-            if len({model for _, model in of_group}) > 1:
-                loops = remat.segments(of_group)
+            if len({model for _, model in group_kinds}) > 1:
+                loops = remat.segments(group_kinds)
             else:
                 loops = tuple(
                     (tuple((kind, models[layers.start]) for kind in pattern), count)
                     for pattern, count in remat.loops(config.remat, config.num_layers, layers)
                 )
-            xs, of_layers = _scan(run, loops, xs, stacked)
-            metrics += of_layers
+            xs, loop_metrics = _scan(run, loops, xs, stacked)
+            metrics += loop_metrics
     return jnp.concatenate(xs), jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *metrics)
 
 
@@ -212,8 +212,8 @@ def _scan(run, loops, x, stacked):
     """
     if len(loops) == 1 and len(loops[0][0]) == 1:
         [((kind,), count)] = loops
-        x, of_layers = lax.scan(run[kind], x, stacked, count)
-        return x, [of_layers]
+        x, loop_metrics = lax.scan(run[kind], x, stacked, count)
+        return x, [loop_metrics]
     metrics, start = [], 0
     for pattern, repeats in loops:
         stop = start + len(pattern) * repeats
@@ -233,22 +233,22 @@ def _scan(run, loops, x, stacked):
                 outputs.append(output)
             return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
-        x, of_layers = lax.scan(body, x, jax.tree.map(cut, stacked), repeats)
-        metrics.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), of_layers))
+        x, loop_metrics = lax.scan(body, x, jax.tree.map(cut, stacked), repeats)
+        metrics.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), loop_metrics))
         start = stop
     return x, metrics
 
 
-def _layer(config, member, group, contexts, kind):
+def _layer(config, rank, group, contexts, kind):
     """Returns a function (xs, parameters of a layer) -> (xs, metrics), with the remat policy of a
     kind; `xs` and `contexts` are lists over parts of the rows."""
-    attend = member.context.attend if member.context else causal_attention
+    attend = rank.context.attend if rank.context else causal_attention
 
     def run(xs, layer):
-        weights = layer_weights(config, member.section({"blocks": layer}, "blocks", group))
+        weights = layer_weights(config, rank.section({"blocks": layer}, "blocks", group))
         block = functools.partial(gpt.measured_block, config, weights)
         outputs = [
-            block(x, context, member.shard, attend) for x, context in zip(xs, contexts, strict=True)
+            block(x, context, rank.shard, attend) for x, context in zip(xs, contexts, strict=True)
         ]
         metrics = functools.reduce(step_metrics.combined, (part for _, part in outputs))
         return [x for x, _ in outputs], metrics
@@ -257,7 +257,7 @@ def _layer(config, member, group, contexts, kind):
         # A GPU scans these layers: recomputation is in another loop, so nothing can merge it with
         # the forward pass, and barriers against that only end fusions.
         return _checkpointed(run, kind, prevent_cse=dispatch.platform() != "gpu")
-    if member.gather is not None:
+    if rank.gather is not None:
         policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED, KEYS_VALUES)
         return jax.checkpoint(run, policy=policy)
     return run
@@ -294,7 +294,7 @@ UNROLL_GPU_LAYERS = 48
 """Maximum number of layers that a program of one GPU unrolls."""
 
 
-def unrolls(config: ModelConfig, weights: ModelWeights, member: Member = ALONE) -> bool:
+def unrolls(config: ModelConfig, weights: ModelWeights, rank: Rank = SINGLE_RANK) -> bool:
     """Returns whether `apply_blocks` unrolls: for a shallow model on a CPU, and on a single GPU
     where no layer recomputes.
 
@@ -304,7 +304,7 @@ def unrolls(config: ModelConfig, weights: ModelWeights, member: Member = ALONE) 
     """
     if dispatch.platform() == "gpu":
         keeps_all = set(remat.kinds(config.remat, config.num_layers)) == {"none"}
-        return member is ALONE and keeps_all and config.num_layers <= UNROLL_GPU_LAYERS
+        return rank is SINGLE_RANK and keeps_all and config.num_layers <= UNROLL_GPU_LAYERS
     deepest = UNROLL_CHANGING_LAYERS if weights.has_changing_layouts else UNROLL_LAYERS
     return dispatch.platform() == "cpu" and config.num_layers <= deepest
 
@@ -354,34 +354,34 @@ class Accumulation:
     dtype: str = "float32"
 
 
-def loss(config: ModelConfig, weights: ModelWeights, batch: Batch, member: Member = ALONE):
-    """Returns the member's share of the sum of weighted next-token losses: float32 [], in nats.
+def loss(config: ModelConfig, weights: ModelWeights, batch: Batch, rank: Rank = SINGLE_RANK):
+    """Returns the rank's share of the sum of weighted next-token losses: float32 [], in nats.
 
     Args:
       batch: with weights of the targets.
-      member: device whose rows and weights these are.
+      rank: device whose rows and weights these are.
     """
-    return measured_loss(config, weights, batch, member)[0]
+    return measured_loss(config, weights, batch, rank)[0]
 
 
 def measured_loss(
     config: ModelConfig,
     weights: ModelWeights,
     batch: Batch,
-    member: Member = ALONE,
+    rank: Rank = SINGLE_RANK,
     padded: bool = False,
 ) -> tuple[jax.Array, Metrics]:
-    """Returns `loss` and the member's metrics; a teacher changes the loss as in `gpt.head_loss`.
+    """Returns `loss` and the rank's metrics; a teacher changes the loss as in `gpt.head_loss`.
 
     Where rows are `padded`, ends of text before an end of text have no experts.
     """
     params = weights.merged
-    embed, head = (member.section(params, name) for name in ("embed", "head"))
-    context = member_context(config, batch, member, padded)
-    x, table, metrics = _residual(config, embed, weights, batch.tokens, context, member)
+    embed, head = (rank.section(params, name) for name in ("embed", "head"))
+    context = rank_context(config, batch, rank, padded)
+    x, table, metrics = _residual(config, embed, weights, batch.tokens, context, rank)
     with jax.named_scope("head"):
-        total, of_head = gpt.head_loss(config, head, table, x, context, member.shard)
-    return total, {**of_head, **metrics}
+        total, head_metrics = gpt.head_loss(config, head, table, x, context, rank.shard)
+    return total, {**head_metrics, **metrics}
 
 
 def batch_context(config: ModelConfig, batch: Batch, padded: bool = False) -> BatchContext:
@@ -401,43 +401,43 @@ def batch_context(config: ModelConfig, batch: Batch, padded: bool = False) -> Ba
         real=_real(config, tokens) if config.experts and padded else None,
         targets=tokens[:, 1:],
         weights=batch.weights,
-        taught=teacher and teacher.x,
+        teacher_hidden=teacher and teacher.x,
         teacher=teacher and (teacher.embedding, teacher.weight),
     )
 
 
-def member_context(
-    config: ModelConfig, batch: Batch, member: Member, padded: bool = False
+def rank_context(
+    config: ModelConfig, batch: Batch, rank: Rank, padded: bool = False
 ) -> BatchContext:
-    """Returns `batch_context` of the tokens of a member."""
+    """Returns `batch_context` of the tokens of a rank."""
     context = batch_context(config, batch, padded)
-    if member.context is None:
+    if rank.context is None:
         return context
     config.check_context(batch.tokens.shape[1] - 1)
     # Attention reads the documents of all tokens.
-    local = {name: member.of_context(a) for name, a in context.rows.items() if name != "documents"}
-    positions = member.context.positions(batch.tokens.shape[1] - 1)
+    local = {name: rank.local_tokens(a) for name, a in context.rows.items() if name != "documents"}
+    positions = rank.context.positions(batch.tokens.shape[1] - 1)
     return dataclasses.replace(context.with_rows(local), positions=positions)
 
 
-def _residual(config, embed, weights, tokens, context, member):
+def _residual(config, embed, weights, tokens, context, rank):
     """Returns the residual stream [B, T, D] after all blocks, the token embedding, and the blocks'
     metrics."""
     with jax.named_scope("embed"):
-        inputs = member.of_context(tokens[:, :-1])
-        x, table = gpt.embed_and_table(config, embed, inputs, context, member.shard)
+        inputs = rank.local_tokens(tokens[:, :-1])
+        x, table = gpt.embed_and_table(config, embed, inputs, context, rank.shard)
     with jax.named_scope("blocks"):
-        x, metrics = apply_blocks(config, weights, x, member, context)
+        x, metrics = apply_blocks(config, weights, x, rank, context)
     return x, table, metrics
 
 
 def routed_tokens(
-    config: ModelConfig, batch: Batch, member: Member = ALONE, padded: bool = False
+    config: ModelConfig, batch: Batch, rank: Rank = SINGLE_RANK, padded: bool = False
 ) -> Any:
     """Returns the number of tokens of a batch, on all devices, that have experts; at least 1."""
     if not padded:
-        return batch.tokens[:, 1:].size * member.batch_shards
-    count, axes = member.of_context(_real(config, batch.tokens)).sum(), member.shard.row_axes
+        return batch.tokens[:, 1:].size * rank.batch_shards
+    count, axes = rank.local_tokens(_real(config, batch.tokens)).sum(), rank.shard.row_axes
     return jnp.maximum(lax.psum(count, axes) if axes else count, 1)
 
 
@@ -456,7 +456,7 @@ def with_weights(batch: Batch, shards: int = 1) -> Batch:
 
 
 def micro_batches(
-    config: ModelConfig, batch: Batch, count: int, member: Member = ALONE, padded: bool = False
+    config: ModelConfig, batch: Batch, count: int, rank: Rank = SINGLE_RANK, padded: bool = False
 ) -> tuple[Any, BatchContext]:
     """Returns the inputs of a batch and its `batch_context`, as `count` micro-batches.
 
@@ -465,7 +465,7 @@ def micro_batches(
     split = functools.partial(split_rows, config, count=count)
     context = batch_context(config, batch, padded).map_rows(split)
     if config.experts:
-        routed = jnp.float32(routed_tokens(config, batch, member, padded))
+        routed = jnp.float32(routed_tokens(config, batch, rank, padded))
         context = dataclasses.replace(context, routed=routed)
     return split(batch.tokens[:, :-1]), context
 
@@ -491,7 +491,7 @@ def hidden_states(config: ModelConfig, weights: ModelWeights, tokens: jax.Array)
     """Returns the normalised hidden states [B, T, D] of int32 [B, T + 1] tokens but the last."""
     params = weights.merged
     context = batch_context(config, Batch(tokens))
-    x, _, _ = _residual(config, params["embed"], weights, tokens, context, ALONE)
+    x, _, _ = _residual(config, params["embed"], weights, tokens, context, SINGLE_RANK)
     return gpt.head(config, params["head"], x)
 
 
@@ -500,7 +500,7 @@ def token_scores(
     weights: ModelWeights,
     tokens: jax.Array,
     places: jax.Array,
-    member: Member = ALONE,
+    rank: Rank = SINGLE_RANK,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the losses of selected next tokens, and whether each has the highest probability.
 
@@ -509,21 +509,21 @@ def token_scores(
     Args:
       tokens: int32 [B, T + 1]; the first T are inputs, the last T targets.
       places: int32 [S], indices into the B * T targets; the others cost no logits.
-      member: device whose rows and weights these are.
+      rank: device whose rows and weights these are.
 
     Returns:
       (float32 [S] losses in nats, bool [S]).
     """
     params = weights.merged
-    embed, head = (member.section(params, name) for name in ("embed", "head"))
-    positions = member.context.positions(tokens.shape[1] - 1) if member.context else None
+    embed, head = (rank.section(params, name) for name in ("embed", "head"))
+    positions = rank.context.positions(tokens.shape[1] - 1) if rank.context else None
     context = BatchContext(positions)
-    x = gpt.embed(config, embed, member.of_context(tokens[:, :-1]), context, member.shard)
-    x, _ = apply_blocks(config, weights, x, member, context)
-    if member.context is not None:
-        x = member.shard.slice(member.context.gather(member.shard.gather(x)), axis=1)
+    x = gpt.embed(config, embed, rank.local_tokens(tokens[:, :-1]), context, rank.shard)
+    x, _ = apply_blocks(config, weights, x, rank, context)
+    if rank.context is not None:
+        x = rank.shard.slice(rank.context.gather(rank.shard.gather(x)), axis=1)
     targets = tokens[:, 1:]
-    return gpt.head_scores(config, head, embed["tokens"], x, targets, places, member.shard)
+    return gpt.head_scores(config, head, embed["tokens"], x, targets, places, rank.shard)
 
 
 def logits(config: ModelConfig, weights: ModelWeights, tokens: jax.Array) -> jax.Array:
@@ -539,12 +539,12 @@ def loss_and_gradients(
     weights: ModelWeights,
     batch: Batch,
     how: Accumulation = Accumulation(),
-    member: Member = ALONE,
+    rank: Rank = SINGLE_RANK,
 ) -> tuple[Metrics, dict]:
     """Returns the metrics of a batch and the gradient of its loss, a tree like the trained params.
 
-    The loss is the mean over the targets, or their sum by the batch's weights.  A member gets its
-    share of metrics and gradients, the latter as returned by `member.collect`.  With a teacher,
+    The loss is the mean over the targets, or their sum by the batch's weights.  A rank gets its
+    share of metrics and gradients, the latter as returned by `rank.collect`.  With a teacher,
     losses are those of `gpt.head_loss`.
 
     For a model with experts, the gradient is that of the loss plus `experts.auxiliary_loss`, which
@@ -552,33 +552,33 @@ def loss_and_gradients(
     """
     # Batches whose targets have weights are rows of text, padded at their end.
     padded, teacher = batch.weights is not None, batch.teacher
-    batch = with_weights(batch, member.batch_shards)
+    batch = with_weights(batch, rank.batch_shards)
 
     def micro_batch(params, tokens, weight, *hidden):
-        taught = teacher._replace(x=hidden[0]) if teacher else None
-        part_of_batch = Batch(tokens, weight, taught)
+        teacher_output = teacher._replace(x=hidden[0]) if teacher else None
+        part_of_batch = Batch(tokens, weight, teacher_output)
 
         def share(gradients):
             traced = jax.tree.map(Traced, params, gradients)
             traced = dataclasses.replace(weights, params=traced)
-            value, metrics = measured_loss(config, traced, part_of_batch, member, padded)
+            value, metrics = measured_loss(config, traced, part_of_batch, rank, padded)
             if config.experts:
-                value += auxiliary_loss(config, metrics) / (routed * member.shard.devices)
+                value += auxiliary_loss(config, metrics) / (routed * rank.shard.devices)
             return value, metrics
 
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, how.dtype), params)
         (_, metrics), gradients = jax.value_and_grad(share, has_aux=True)(zeros)
         if (
             dispatch.platform() == "gpu"
-            and unrolls(config, weights, member)
+            and unrolls(config, weights, rank)
             and gradients.get("blocks")
         ):
             # Else each pass of the optimizer reads the layers' gradients apart.
             gradients = {**gradients, "blocks": lax.optimization_barrier(gradients["blocks"])}
-        return metrics, member.collect(gradients)
+        return metrics, rank.collect(gradients)
 
     params = weights.params
-    routed = routed_tokens(config, batch, member, padded) if config.experts else 0
+    routed = routed_tokens(config, batch, rank, padded) if config.experts else 0
     arrays = (batch.tokens, batch.weights, *((teacher.x,) if teacher else ()))
     if how.micro_batches == 1:
         return micro_batch(params, *arrays)

@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 
-_ROWS = ("documents", "real", "targets", "weights", "taught")
+_ROWS = ("documents", "real", "targets", "weights", "teacher_hidden")
 """Fields of which each row of a micro-batch has its own."""
 
-_HEAD = ("targets", "weights", "taught", "teacher")
+_HEAD = ("targets", "weights", "teacher_hidden", "teacher")
 """Fields that the head alone reads."""
 
 
@@ -31,7 +31,7 @@ class BatchContext:
       routed: float32 [], tokens of the whole batch that have experts; None without experts.
       targets: int32 [B, T], the next tokens.
       weights: float32 [B, T], of the losses of the targets.
-      taught: [B, T, D of the teacher], what a teacher says of the tokens; None without one.
+      teacher_hidden: [B, T, D of the teacher], its last hidden states; None without a teacher.
       teacher: (its output layer [V, D], float32 [] weight of its loss); see `TeacherOutput`.
     """
 
@@ -41,7 +41,7 @@ class BatchContext:
     routed: Any = None
     targets: Any = None
     weights: Any = None
-    taught: Any = None
+    teacher_hidden: Any = None
     teacher: Any = None
 
     @property

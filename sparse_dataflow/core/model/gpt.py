@@ -64,7 +64,7 @@ from sparse_dataflow.core.model.experts import Experts, auxiliary_loss, with_los
 from sparse_dataflow.core.model.mlp import Mlp
 from sparse_dataflow.core.model.projection import arrays
 from sparse_dataflow.core.model.rotary import rotate
-from sparse_dataflow.core.model.shard import WHOLE, Shard, normalise
+from sparse_dataflow.core.model.shard import UNSHARDED, Shard, normalise
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.cross_entropy import cross_entropy_op as cross_entropy
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput, distillation_loss
@@ -87,7 +87,7 @@ class Embed(nnx.Module):
         self.dtype = jnp.dtype(config.compute_dtype)
         self.scale = scales.embedding_scale(config)
 
-    def __call__(self, tokens_BxT, context=NO_CONTEXT, shard=WHOLE):
+    def __call__(self, tokens_BxT, context=NO_CONTEXT, shard=UNSHARDED):
         """Embeds int32 [B, T] -> [B, T, D] in the compute dtype, and returns the token embedding.
 
         Under a shard, the result has T / devices tokens.
@@ -152,7 +152,7 @@ class Block(Mlp):
         self.config = config
         self.query_scale = scales.query_scale(config)
 
-    def __call__(self, x_BxTxD, context=NO_CONTEXT, shard=WHOLE, attend=causal_attention):
+    def __call__(self, x_BxTxD, context=NO_CONTEXT, shard=UNSHARDED, attend=causal_attention):
         """Applies the block: [B, T, D] -> [B, T, D]; T / devices tokens under a shard.
 
         Args:
@@ -165,7 +165,7 @@ class Block(Mlp):
         """
         return self.residuals(x_BxTxD, context, shard, attend)[1]
 
-    def residuals(self, x_BxTxD, context=NO_CONTEXT, shard=WHOLE, attend=causal_attention):
+    def residuals(self, x_BxTxD, context=NO_CONTEXT, shard=UNSHARDED, attend=causal_attention):
         """Returns the residual stream [B, T, D] after attention and after the MLP, and the metrics
         of the block."""
         x_BxTxD, normed = self.attention(x_BxTxD, context, shard, attend)
@@ -209,7 +209,7 @@ class Block(Mlp):
             return y_BxTxD, normed
         return y_BxTxD, self.mlp_input(x_BxTxD if config.residual == PARALLEL else y_BxTxD, shard)
 
-    def mlp_input(self, x_BxTxD, shard=WHOLE):
+    def mlp_input(self, x_BxTxD, shard=UNSHARDED):
         """Returns the input of the MLP or of the experts from the residual stream that it reads."""
         return self._read(
             "norm1" if self.config.residual == SHARED_NORM else "norm2", x_BxTxD, shard
@@ -262,7 +262,7 @@ class Block(Mlp):
                 y_BxTxD *= self.config.residual_scale
             return x_BxTxD + y_BxTxD
 
-    def normed_heads(self, name, x_BxTxHxK, shard=WHOLE):
+    def normed_heads(self, name, x_BxTxHxK, shard=UNSHARDED):
         """Applies one of `qk_norms` to the heads of this device."""
         norm = getattr(self, name)
         if self.config.qk_norm_scope != ALL_HEADS:
@@ -296,7 +296,7 @@ class Head(nnx.Module):
         if config.output_bias:
             self.output_bias = nnx.Param(jnp.zeros(config.vocab_size))
 
-    def __call__(self, x_BxTxD, shard=WHOLE):
+    def __call__(self, x_BxTxD, shard=UNSHARDED):
         """Normalises [B, T, D] -> [B, T, D] and applies the output layer's multiplier."""
         x_BxTxD = shard.gather_features(shard.normalise(self.norm, x_BxTxD), shard.residual_run)
         return x_BxTxD if self.scale == 1 else x_BxTxD * self.scale
@@ -340,7 +340,7 @@ def embed(
     params: dict,
     tokens_BxT: jax.Array,
     context: BatchContext = NO_CONTEXT,
-    shard: Shard = WHOLE,
+    shard: Shard = UNSHARDED,
 ) -> jax.Array:
     """First section: int32 [B, T] -> [B, T, D] in the compute dtype; T / devices under a shard.
 
@@ -361,7 +361,7 @@ def embed_and_table(
     params: dict,
     tokens_BxT: jax.Array,
     context: BatchContext = NO_CONTEXT,
-    shard: Shard = WHOLE,
+    shard: Shard = UNSHARDED,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns `embed`, and the token embedding for a tied output layer in the same program: the
     gradient of the lookup is added to that of the output layer."""
@@ -374,7 +374,7 @@ def block(
     weights: dict,
     x_BxTxD: jax.Array,
     context: BatchContext = NO_CONTEXT,
-    shard: Shard = WHOLE,
+    shard: Shard = UNSHARDED,
     attend: Callable = causal_attention,
 ) -> jax.Array:
     """Middle section: [B, T, D] -> [B, T, D], with the `layer_weights` of one layer.
@@ -389,7 +389,7 @@ def measured_block(
     weights: dict,
     x_BxTxD: jax.Array,
     context: BatchContext = NO_CONTEXT,
-    shard: Shard = WHOLE,
+    shard: Shard = UNSHARDED,
     attend: Callable = causal_attention,
 ) -> tuple[jax.Array, Metrics]:
     """Returns `block` and its metrics."""
@@ -402,7 +402,7 @@ def trained_block(
     weights: dict,
     x_BxTxD: jax.Array,
     context: BatchContext = NO_CONTEXT,
-    shard: Shard = WHOLE,
+    shard: Shard = UNSHARDED,
 ) -> tuple[jax.Array, Metrics]:
     """Returns `measured_block`, whose gradient has the auxiliary losses of its experts too."""
     x_BxTxD, metrics = measured_block(config, weights, x_BxTxD, context, shard)
@@ -417,7 +417,9 @@ def bind_block(config: ModelConfig, weights: dict) -> Block:
     return _bind(Block, config, weights)
 
 
-def head(config: ModelConfig, params: dict, x_BxTxD: jax.Array, shard: Shard = WHOLE) -> jax.Array:
+def head(
+    config: ModelConfig, params: dict, x_BxTxD: jax.Array, shard: Shard = UNSHARDED
+) -> jax.Array:
     """Last section without the output layer: the final norm, [B, T, D] -> [B, T, D].
 
     The result has the features of all devices of the shard.
@@ -451,7 +453,7 @@ def head_loss(
     embedding_VxD: jax.Array,
     x_BxTxD: jax.Array,
     context: BatchContext,
-    shard: Shard = WHOLE,
+    shard: Shard = UNSHARDED,
 ) -> tuple[jax.Array, Metrics]:
     """Last section: float32 sum of weights * negative log-likelihood, in nats; and its metrics.
 
@@ -464,18 +466,22 @@ def head_loss(
     device's share of the sum.
     """
     x = head(config, params, x_BxTxD, shard)
-    targets_BxT, weights_BxT, taught = context.targets, context.weights, context.taught
+    targets_BxT, weights_BxT, teacher_hidden = (
+        context.targets,
+        context.weights,
+        context.teacher_hidden,
+    )
     if shard.vocabulary:
         x = shard.gather(x)
     else:
         targets_BxT, weights_BxT = (shard.slice(a, axis=1) for a in (targets_BxT, weights_BxT))
         weights_BxT = weights_BxT / shard.equal_rows
-        taught = None if taught is None else shard.slice(taught, axis=1)
+        teacher_hidden = None if teacher_hidden is None else shard.slice(teacher_hidden, axis=1)
     x_NxD, targets, weights = _rows(x), targets_BxT.reshape(-1), weights_BxT.reshape(-1)
     x_NxD, output = output_layer(params, embedding_VxD, x_NxD)
     axes, size, cap = shard.vocabulary_axes, config.vocab_size, config.logit_cap
     if context.teacher is not None:
-        teacher = TeacherOutput(_rows(taught), *context.teacher)
+        teacher = TeacherOutput(_rows(teacher_hidden), *context.teacher)
         loss = distillation_loss(x_NxD, output, targets, weights, teacher, axes, size)
     else:
         loss = cross_entropy.weighted_loss(x_NxD, output, targets, weights, axes, size, cap)
@@ -489,7 +495,7 @@ def head_scores(
     x_BxTxD: jax.Array,
     targets_BxT: jax.Array,
     places_S: jax.Array,
-    shard: Shard = WHOLE,
+    shard: Shard = UNSHARDED,
 ) -> tuple[jax.Array, jax.Array]:
     """Last section at some positions of the targets.
 

@@ -13,7 +13,7 @@ from flax import nnx
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import KEY_VALUE, PROJECTIONS
 from sparse_dataflow.core.layouts.model_layouts import projection_layout
-from sparse_dataflow.core.model.shard import WHOLE, Shard
+from sparse_dataflow.core.model.shard import UNSHARDED, Shard
 from sparse_dataflow.core.weights.kind import LAYOUT, TERMS, Weight, stored_form
 from sparse_dataflow.core.weights.low_rank import PlusLowRank
 from sparse_dataflow.core.weights.weight import Hadamard, Linear, Probed, Thresholded
@@ -46,11 +46,11 @@ def linear(config: ModelConfig, projection: str, arrays: Mapping[str, Any]) -> L
 def arrays(linear: Linear) -> dict[str, Any]:
     """Returns the arrays of a projection by name, without its layout."""
     leaves = jax.tree_util.tree_leaves_with_path(linear)
-    names = [(path[-1].name, leaf) for path, leaf in leaves if not _of_layout(path)]
+    names = [(path[-1].name, leaf) for path, leaf in leaves if not _is_layout(path)]
     return dict(names)
 
 
-def _of_layout(path):
+def _is_layout(path):
     return any(getattr(key, "name", "") == LAYOUT for key in path)
 
 
@@ -85,7 +85,7 @@ PROBE, THRESHOLD = "probe", "threshold"
 
 
 def probe(
-    projection: str, norms: jax.Array, axes: tuple[str, ...] = (), shard: Shard = WHOLE
+    projection: str, norms: jax.Array, axes: tuple[str, ...] = (), shard: Shard = UNSHARDED
 ) -> dict[str, Wrapper]:
     """Returns a `Probed` weight without its base, which goes beside the arrays of a projection.
 

@@ -242,5 +242,5 @@ class Shard:
         return lax.psum(gradient, self.axis, axis_index_groups=groups)
 
 
-WHOLE = Shard()
+UNSHARDED = Shard()
 """The unsharded model."""

@@ -63,8 +63,8 @@ def beside(model: ModelConfig, tables: Any) -> Any:
 
     def tree(group):
         leaves = {name: {LAYOUT: layout} for name, layout in group.items()}
-        of_experts = {name: leaves.pop(name) for name in MLP if model.experts and name in leaves}
-        return {**leaves, "experts": of_experts} if of_experts else leaves
+        expert_tables = {name: leaves.pop(name) for name in MLP if model.experts and name in leaves}
+        return {**leaves, "experts": expert_tables} if expert_tables else leaves
 
     groups = split_groups(tables)
     return {"blocks": join_groups(list(map(tree, groups)))} if any(groups) else ()
@@ -172,9 +172,9 @@ def layers(blocks: Any) -> Iterator[dict]:
             yield jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
 
 
-def weights(config: ModelConfig, of_model: Any) -> Iterator[dict]:
+def weights(config: ModelConfig, model_weights: Any) -> Iterator[dict]:
     """Yields the `layer_weights` of each layer in order, from `ModelWeights`."""
-    for layer in layers(of_model.merged["blocks"]):
+    for layer in layers(model_weights.merged["blocks"]):
         yield layer_weights(config, layer)
 
 

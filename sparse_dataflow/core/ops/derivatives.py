@@ -147,12 +147,12 @@ def _jvp(function, primals, tangents):
     """Returns `jax.jvp`, where tangents that are None are zero, also of integers."""
     moving = [place for place, tangent in enumerate(tangents) if tangent is not None]
 
-    def of_moving(*moved):
+    def moving_function(*moved):
         by_place = dict(zip(moving, moved, strict=True))
         return function(*(by_place.get(place, each) for place, each in enumerate(primals)))
 
     starts, directions = ([each[place] for place in moving] for each in (primals, tangents))
-    return jax.jvp(of_moving, starts, directions)
+    return jax.jvp(moving_function, starts, directions)
 
 
 def elementwise(value: Callable, times_slope: Callable) -> Callable:
@@ -235,8 +235,8 @@ def _transpose(dy, *arrays, linear):
     saved, moved = arrays[: linear.saved], arrays[linear.saved :]
     dy = [ad.instantiate_zeros(each) for each in dy]
     gradients = zip(moved, linear.pull(saved, dy), strict=True)
-    of_moved = [each if ad.is_undefined_primal(array) else None for array, each in gradients]
-    return [None] * len(saved) + of_moved
+    moved_gradients = [each if ad.is_undefined_primal(array) else None for array, each in gradients]
+    return [None] * len(saved) + moved_gradients
 
 
 def _batch(arrays, axes, linear):

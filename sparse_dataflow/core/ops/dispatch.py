@@ -160,7 +160,7 @@ class Op:
     implementations: Mapping[str, Implementation]
     fallback: tuple[str, ...]
 
-    def of_platform(self) -> list[str]:
+    def platform_implementations(self) -> list[str]:
         """Returns the implementations for the target platform alone, in order."""
         here = platform()
         return [name for name, row in self.implementations.items() if row.platform == here]
@@ -200,7 +200,7 @@ class Op:
           UserError: the named one does not exist, or cannot run.
         """
         if implementation is None:
-            return self.load(self.choose(self.of_platform(), *operands))
+            return self.load(self.choose(self.platform_implementations(), *operands))
         self.check(implementation, *operands)
         return self.load(implementation)
 

@@ -106,17 +106,17 @@ def scaled(updates: Any, scales: Any) -> Any:
 def init(training: TrainingConfig, params: Any) -> Any:
     """Returns the states of params, or of a section of them."""
 
-    def of_leaf(path, leaf):
-        of_weight = lambda weight: tuple(  # noqa: E731
+    def init_leaf(path, leaf):
+        init_weight = lambda weight: tuple(  # noqa: E731
             map(
                 jnp.asarray,
                 jax.tree.leaves(factories.transformation(training, 0.0, 0.0).init(weight)),
             )
         )
         names = axis_names(training, _weight_shape(path, leaf))
-        return WeightState(_over_stack(of_weight, path, leaf)(leaf), names)
+        return WeightState(_over_stack(init_weight, path, leaf)(leaf), names)
 
-    return jax.tree_util.tree_map_with_path(of_leaf, params)
+    return jax.tree_util.tree_map_with_path(init_leaf, params)
 
 
 def _weight_shape(path, param):
@@ -143,17 +143,17 @@ def update(
       vocabulary: rows of leaves in VOCABULARY without their padding; None for all.
     """
 
-    def of_leaf(path, gradient, param, rate, decay, state):
+    def leaf_step(path, gradient, param, rate, decay, state):
         rows = vocabulary if path[-1].key in VOCABULARY else None
         return update_leaf(training, path, gradient, state, param, rate, decay, rows)
 
     structure: Any
     leaves, structure = jax.tree_util.tree_flatten_with_path(gradients)
     columns = (jax.tree.leaves(tree) for tree in (params, rates, decays))
-    of_leaves = structure.flatten_up_to(states)
+    leaf_states = structure.flatten_up_to(states)
     updated = [
-        of_leaf(path, gradient, *others)
-        for (path, gradient), *others in zip(leaves, *columns, of_leaves, strict=True)
+        leaf_step(path, gradient, *others)
+        for (path, gradient), *others in zip(leaves, *columns, leaf_states, strict=True)
     ]
     return tuple(structure.unflatten(column) for column in zip(*updated, strict=True))
 
@@ -176,7 +176,7 @@ def update_leaf(
         state = _resized(state, rows)
     structure = jax.tree.structure(factories.state_shapes(training, shape))
 
-    def of_weight(gradient, state, param):
+    def weight_step(gradient, state, param):
         before = jax.tree.unflatten(structure, state)
         step, after = factories.transformation(training, rate, decay).update(
             gradient, before, param
@@ -184,7 +184,7 @@ def update_leaf(
         arrays = map(jnp.asarray, jax.tree.leaves(after))
         return step, tuple(new.astype(old.dtype) for new, old in zip(arrays, state, strict=True))
 
-    step, arrays = _over_stack(of_weight, path, param)(gradient, tuple(state), param)
+    step, arrays = _over_stack(weight_step, path, param)(gradient, tuple(state), param)
     state = state.with_arrays(arrays)
     if rows:
         step, state = _with_rows(step, placed_rows, 0), _resized(state, placed_rows)
@@ -210,19 +210,21 @@ def evaluated(training: TrainingConfig, moments: Any, params: Any) -> Any:
 
 
 def _averages(training, params, states):
-    def of_leaf(path, param, state):
+    def leaf_average(path, param, state):
         shape = _weight_shape(path, param)
         structure = jax.tree.structure(factories.state_shapes(training, shape))
 
-        def of_weight(param, state):
+        def weight_average(param, state):
             return factories.averaged(training, jax.tree.unflatten(structure, state), param)
 
-        return _over_stack(of_weight, path, param)(param, tuple(state))
+        return _over_stack(weight_average, path, param)(param, tuple(state))
 
     structure: Any
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    of_leaves = zip(leaves, structure.flatten_up_to(states), strict=True)
-    return structure.unflatten([of_leaf(path, param, state) for (path, param), state in of_leaves])
+    leaves_and_states = zip(leaves, structure.flatten_up_to(states), strict=True)
+    return structure.unflatten(
+        [leaf_average(path, param, state) for (path, param), state in leaves_and_states]
+    )
 
 
 def _over_stack(function, path, param):

@@ -58,7 +58,7 @@ def transformation(training: TrainingConfig, rate: Any, decay: float) -> Any:
                 optax.chain(second, *decayed), jnp.asarray(rate, jnp.float32), b1=training.b1
             )
         case name:
-            chain = _of_factory(name, factory(name), rate, decay)
+            chain = _user_optimizer(name, factory(name), rate, decay)
     return optax.with_extra_args_support(chain)
 
 
@@ -75,7 +75,7 @@ def averaged(training: TrainingConfig, state: Any, weight: Any) -> Any:
     return optax.contrib.schedule_free_eval_params(state, weight)
 
 
-def _of_factory(name, make, rate, decay):
+def _user_optimizer(name, make, rate, decay):
     decays = "weight_decay" in inspect.signature(make).parameters
     own_decay = {"weight_decay": decay} if decays else {}
 
@@ -184,10 +184,13 @@ def _try(name, make):
 
         def step(carried, _):
             moved, state = carried
-            update, state = _of_factory(name, make, rate, 0.0).update(gradients, state, moved)
+            update, state = _user_optimizer(name, make, rate, 0.0).update(gradients, state, moved)
             return (optax.apply_updates(moved, update), state), None
 
-        begun = weights, jax.tree.map(jnp.asarray, _of_factory(name, make, 1e-3, 0.0).init(weights))
+        begun = (
+            weights,
+            jax.tree.map(jnp.asarray, _user_optimizer(name, make, 1e-3, 0.0).init(weights)),
+        )
         (moved, _), _ = jax.lax.scan(step, begun, length=_TRIED_STEPS)
         return jax.tree.map(jnp.subtract, moved, weights)
 

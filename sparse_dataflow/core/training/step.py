@@ -104,11 +104,11 @@ def make_train_step(
     ):
         if training.teacher and teacher is None:
             raise TypeError("a step with `training.teacher` takes `teacher` by name")
-        model_weights, taught = state.weights, None
+        model_weights, teacher_output = state.weights, None
         if teacher:
-            taught = TeacherOutput(*teacher, jnp.float32(training.teacher_weight))
+            teacher_output = TeacherOutput(*teacher, jnp.float32(training.teacher_weight))
         with jax.named_scope("loss_and_gradients"):
-            batch = Batch(tokens, weights, taught)
+            batch = Batch(tokens, weights, teacher_output)
             metrics, gradients = executor.loss_and_gradients(model, model_weights, batch, how)
             gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.params)
         with jax.named_scope("optimizer"):

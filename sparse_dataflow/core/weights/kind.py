@@ -69,15 +69,15 @@ class Leaf:
     has_muon: bool = False
     is_blocks: bool = False
 
-    def cuts(self, by_rows: bool, of_experts: bool = False) -> tuple[Axes, ...]:
+    def cuts(self, by_rows: bool, has_expert_dim: bool = False) -> tuple[Axes, ...]:
         """Returns the mesh axes of each dimension.
 
         Args:
           by_rows: whether the projection is cut by inputs.
-          of_experts: whether the first dimension is experts, which "fsdp" shards.
+          has_expert_dim: whether the first dimension is experts, which "fsdp" shards.
         """
         cuts = self.rows if by_rows else self.columns
-        if not of_experts:
+        if not has_expert_dim:
             return cuts
         others = (tuple(axis for axis in axes if axis == "tensor") for axes in cuts)
         return ("fsdp",), *others

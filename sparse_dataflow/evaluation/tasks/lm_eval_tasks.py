@@ -129,7 +129,7 @@ def load_tasks(
     named = name in manager.all_tasks
     path, names = Path(name).expanduser(), [name]
     if not named:
-        manager, names = _of_files(name, path, manager, builtin, trusted)
+        manager, names = _file_tasks(name, path, manager, builtin, trusted)
     problem = (
         f"The data of the task {name} cannot be downloaded"
         if named
@@ -157,7 +157,7 @@ def load_tasks(
     return tasks | {name: group for name, group in groups.items() if group.has_aggregation}
 
 
-def _of_files(name, path, manager, builtin, trusted) -> tuple[TaskManager, list[str]]:
+def _file_tasks(name, path, manager, builtin, trusted) -> tuple[TaskManager, list[str]]:
     """Returns an index of the tasks in a YAML file or a folder, and their names."""
     if path.is_dir():
         place = path if trusted else task_border.copied(path)

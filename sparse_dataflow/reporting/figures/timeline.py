@@ -55,8 +55,8 @@ def timeline(spans: Sequence[Span], key: str, description: str) -> Markup:
 def _merged(spans, kind):
     """Returns [section, start, stop] of a kind; merges overlapping spans of one section."""
     merged: list[list] = []
-    of_kind = sorted((s for s in spans if s[0] == kind), key=lambda span: (span[1], span[2]))
-    for _, section, start, stop in of_kind:
+    kind_spans = sorted((s for s in spans if s[0] == kind), key=lambda span: (span[1], span[2]))
+    for _, section, start, stop in kind_spans:
         if merged and merged[-1][0] == section and start <= merged[-1][2]:
             merged[-1][2] = max(merged[-1][2], stop)
         else:

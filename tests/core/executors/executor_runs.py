@@ -271,9 +271,9 @@ def train_once(model, executor, micro_batches, start=None, padded=False, **chang
     counted = {"weights": weights / weights.sum()} if training.adapter_rank or padded else {}
     batches = [Rows({"tokens": rows, **counted}, BATCH) for rows in tokens]
     held_out = Rows({"tokens": tokens[0], "weights": weights}, BATCH)
-    of_teacher = dataclasses.replace(DENSE, vocab_size=model.vocab_size)
-    params = gpt.init(of_teacher, jax.random.key(1))
-    teacher = Teacher(of_teacher, params) if training.teacher else None
+    teacher_model = dataclasses.replace(DENSE, vocab_size=model.vocab_size)
+    params = gpt.init(teacher_model, jax.random.key(1))
+    teacher = Teacher(teacher_model, params) if training.teacher else None
     data = TrainingData(batches[0], held_out, 1, held_out, 1, "none", teacher=teacher)
     [programs] = compile_programs([PhaseSpec(0.0, model)], training, data, executor=executor)
     if start is None:
@@ -305,7 +305,7 @@ def train_once(model, executor, micro_batches, start=None, padded=False, **chang
     }
 
 
-def gathers(name, texts, of_step=lambda text: gathered(text)):
+def gathers(name, texts, measure=lambda text: gathered(text)):
     """Returns {text: shapes that the step gathers}, or another function of its text; runs none."""
     name, _, option = name.partition("+")
     model, shapes = MODELS[name], {}
@@ -314,7 +314,7 @@ def gathers(name, texts, of_step=lambda text: gathered(text)):
         training = TrainingConfig(STEPS, BATCH, SEQUENCE, micro, **OPTIONS[option])
         arguments, _ = abstract_arguments(runs, model, training, changing=False)
         step = jitted_train_step(model, training, runs, arguments[0]).lower(*arguments).compile()
-        shapes[text] = of_step(step.as_text())
+        shapes[text] = measure(step.as_text())
     return shapes
 
 
@@ -337,12 +337,12 @@ def scores(name, texts):
         placed = sharded.place_layouts(placed, model, changing=False)
         shards = meshes.batch_shards(sharded.mesh)
         rows = sharded.put({"tokens": tokens.astype(np.int32)}, BATCH)["tokens"]
-        of_shards = np.tile(places.astype(np.int32), (shards, 1))
+        shard_places = np.tile(places.astype(np.int32), (shards, 1))
         score = jax.jit(functools.partial(sharded.token_scores, model))
-        mine = score(placed, rows, of_shards)[0]
+        mine = score(placed, rows, shard_places)[0]
         rows_of_shards = np.split(tokens.astype(np.int32), shards)
         alone = jax.jit(functools.partial(whole.token_scores, model))
-        right = [alone(weights, shard, of_shards[0])[0] for shard in rows_of_shards]
+        right = [alone(weights, shard, shard_places[0])[0] for shard in rows_of_shards]
         results[text] = float(np.abs(mine - np.stack(right)).max())
     return results
 
@@ -432,8 +432,8 @@ def compare(name, texts):
             right[reference] = train(model, *reference, start, **changes)
         # One mesh draws the state; to place it costs less.
         mine = train(model, sharded, micro, start if errors else None, **changes)
-        names, of_one = (set(run["metrics"][0]) for run in (mine, right[reference]))
-        assert names == of_one, (text, names ^ of_one)
+        names, expected_names = (set(run["metrics"][0]) for run in (mine, right[reference]))
+        assert names == expected_names, (text, names ^ expected_names)
         # The gradients of adapters are small.
         assert "adapter_rank" in changes or max(max(each.values()) for each in mine["norms"]) > CLIP
         errors[text] = {

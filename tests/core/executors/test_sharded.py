@@ -33,18 +33,18 @@ def test_the_axis_tensor_gathers_activations_alone(model):
 def test_tokens_travel_to_experts_by_the_all_to_alls_of_the_formula(model, text):
     results = executor_run("compare", model, f"exchange,{text}")
     assert_like_single_device(results)
-    [of_text], config = results.values(), MODELS[model]
+    [result], config = results.values(), MODELS[model]
     tokens = BATCH * SEQUENCE // 8 // int(text[-1])
     size = collectives.exchange_bytes(config, tokens, int(text[12]))
     rows = config.num_layers * collectives.EXCHANGES[config.remat]
-    sizes = of_text["exchanged"]
+    sizes = result["exchanged"]
     assert sizes.count(size) == rows
     # The others tell how many rows each expert has.
     others = [other for other in sizes if other != size]
     assert others and set(others) == {4 * config.experts}
     # Weights of experts have one more dimension than the others.
     dimensions = 4 if config.linears else 3
-    assert all(shape.count("x") + 1 < dimensions for shape in of_text["gathered"])
+    assert all(shape.count("x") + 1 < dimensions for shape in result["gathered"])
 
 
 GROUP_SHAPES = {"16x48", "16x16", "16x32", "32x16"}

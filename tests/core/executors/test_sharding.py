@@ -242,10 +242,10 @@ def test_a_mesh_that_does_not_divide_is_refused(mesh, model, training, message):
 def test_a_gradient_is_summed_over_every_axis_that_does_not_cut_it(cut):
     mesh = abstract("data:2,fsdp:3,context:2,feature:2,tensor:3")
     axes = [axis for axis in meshes.AXES if mesh.shape[axis] > 1]
-    of_devices = np.random.default_rng(0).normal(size=[mesh.shape[a] for a in axes])
+    device_gradients = np.random.default_rng(0).normal(size=[mesh.shape[a] for a in axes])
     reduce = lambda gradient: sharding.all_reduce(gradient, P(cut), mesh)  # noqa: E731
     for axis in reversed(axes):
         reduce = jax.vmap(reduce, axis_name=axis)
     over = tuple(i for i, axis in enumerate(axes) if axis not in cut)
-    expected = np.broadcast_to(of_devices.sum(over, keepdims=True), of_devices.shape)
-    np.testing.assert_allclose(reduce(of_devices), expected, rtol=1e-5, atol=1e-6)
+    expected = np.broadcast_to(device_gradients.sum(over, keepdims=True), device_gradients.shape)
+    np.testing.assert_allclose(reduce(device_gradients), expected, rtol=1e-5, atol=1e-6)

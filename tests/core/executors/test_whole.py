@@ -70,13 +70,13 @@ def test_sub_batches_change_nothing():
     params, tokens = arbitrary_params(config), tokens_of(config)
     tokens[[1, 2, 3], [3, 5, 7]] = config.vocab_size - 1
     whole_batch, halves = (
-        jax.jit(functools.partial(whole.loss_and_gradients, config, member=member))(
+        jax.jit(functools.partial(whole.loss_and_gradients, config, rank=rank))(
             weights_of(params), whole.Batch(tokens)
         )
-        for member in (whole.ALONE, whole.Member(sub_batches=2))
+        for rank in (whole.SINGLE_RANK, whole.Rank(sub_batches=2))
     )
-    (metrics, gradients), (of_halves, expected) = whole_batch, halves
-    assert metrics["loss"].number() == pytest.approx(of_halves["loss"].number(), rel=1e-5)
+    (metrics, gradients), (halves_metrics, expected) = whole_batch, halves
+    assert metrics["loss"].number() == pytest.approx(halves_metrics["loss"].number(), rel=1e-5)
     assert_same(gradients, expected)
 
 

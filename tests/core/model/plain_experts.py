@@ -38,13 +38,13 @@ def choose(config, router, x_NxD):
         room = math.ceil(config.expert_capacity * choices / config.experts)
     loads, result = [0] * config.experts, []
     for x in x_NxD:
-        logits, of_token = x @ router, []
+        logits, token_choices = x @ router, []
         for start in range(0, config.experts, size):
             best = sorted(range(start, start + size), key=lambda e: -logits[e])
             for expert in best[: config.top_k]:
                 loads[expert] += 1
-                of_token.append((expert, loads[expert] <= room))
-        result.append(of_token)
+                token_choices.append((expert, loads[expert] <= room))
+        result.append(token_choices)
     return result
 
 
@@ -55,12 +55,12 @@ def apply(config, params, x_NxD, choices):
     for expert, _ in (choice for token in choices for choice in token):
         counts[expert] += 1
     balance = z = 0.0
-    for n, (x, of_token) in enumerate(zip(x_NxD, choices)):
+    for n, (x, token_choices) in enumerate(zip(x_NxD, choices)):
         exponentials = np.exp(x @ params["router"])
         for start in range(0, config.experts, size):
             total = exponentials[start : start + size].sum()
             z += math.log(total) ** 2 / tokens
-            mine = [(e, has_room) for e, has_room in of_token if start <= e < start + size]
+            mine = [(e, has_room) for e, has_room in token_choices if start <= e < start + size]
             if config.top_k > 1 and not config.raw_gates:
                 divisor = sum(exponentials[e] for e, _ in mine)
             else:

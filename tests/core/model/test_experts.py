@@ -20,7 +20,7 @@ from sparse_dataflow.core.model import experts, gpt, stacks
 from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.experts import Experts, auxiliary_loss
 from sparse_dataflow.core.model.projection import layer_weights
-from sparse_dataflow.core.model.shard import WHOLE
+from sparse_dataflow.core.model.shard import UNSHARDED
 from sparse_dataflow.files.errors import UserError
 
 LOSSES = "balance_loss", "router_z_loss"
@@ -86,7 +86,7 @@ def test_outputs_and_losses_are_those_of_the_loop_and_gradients_its_differences(
         return np.sum(y * dy[0]) + auxiliary, (y, balance, z)
 
     def ours(params, x):
-        y, metrics = bound(config, params)(x, WHOLE)
+        y, metrics = bound(config, params)(x, UNSHARDED)
         return jnp.sum(y * dy) + auxiliary_loss(config, metrics) / x.shape[1], (y[0], metrics)
 
     with jax.enable_x64(True):
@@ -104,11 +104,13 @@ def test_outputs_and_losses_are_those_of_the_loop_and_gradients_its_differences(
 
     leaves, structure = jax.tree.flatten((params, x))
     rng = np.random.default_rng(seed)
-    for i, (leaf, of_leaf) in enumerate(zip(leaves, jax.tree.leaves(gradients))):
-        way = 1e-4 * rng.normal(size=leaf.shape)
-        moved = [[*leaves[:i], leaf + sign * way, *leaves[i + 1 :]] for sign in (1, -1)]
+    for i, (leaf, leaf_gradient) in enumerate(zip(leaves, jax.tree.leaves(gradients))):
+        direction = 1e-4 * rng.normal(size=leaf.shape)
+        moved = [[*leaves[:i], leaf + sign * direction, *leaves[i + 1 :]] for sign in (1, -1)]
         up, down = (loop(*jax.tree.unflatten(structure, each))[0] for each in moved)
-        np.testing.assert_allclose(np.sum(of_leaf * way), (up - down) / 2, rtol=1e-3, atol=1e-8)
+        np.testing.assert_allclose(
+            np.sum(leaf_gradient * direction), (up - down) / 2, rtol=1e-3, atol=1e-8
+        )
 
 
 def apply_block(config, params, x):
@@ -212,7 +214,7 @@ def test_padding_fills_no_expert_and_is_in_no_mean(config, seed, data):
 
     def run(params, x, dy, real=None):
         def value(params, x):
-            y, metrics = bound(config, params)(x, WHOLE, real)
+            y, metrics = bound(config, params)(x, UNSHARDED, real)
             output = y if real is None else jnp.where(real[..., None], y, 0)
             means = sum(m.total / m.count for m in map(metrics.get, LOSSES))
             return (output * dy).sum() + means, (output, metrics)

@@ -67,9 +67,9 @@ def test_a_layer_and_its_gradient_equal_the_dense_weight_in_float64(projection):
         gradients, dx = backward(jnp.asarray(dy))
     np.testing.assert_allclose(y, x @ (a @ b) + params["bias"], rtol=1e-12, atol=1e-10)
     np.testing.assert_allclose(dx, dy @ (a @ b).T, rtol=1e-12, atol=1e-10)
-    of_weight = np.einsum("bti,bto->io", x, dy)
-    np.testing.assert_allclose(gradients["a_factor"], of_weight @ b.T, rtol=1e-12, atol=1e-10)
-    np.testing.assert_allclose(gradients["b_factor"], a.T @ of_weight, rtol=1e-12, atol=1e-10)
+    weight_gradient = np.einsum("bti,bto->io", x, dy)
+    np.testing.assert_allclose(gradients["a_factor"], weight_gradient @ b.T, rtol=1e-12, atol=1e-10)
+    np.testing.assert_allclose(gradients["b_factor"], a.T @ weight_gradient, rtol=1e-12, atol=1e-10)
 
 
 def test_a_threshold_lets_small_inputs_of_the_product_count_as_zeros():
@@ -176,8 +176,8 @@ def test_under_adam_a_factor_learns_at_the_rate_of_what_it_reads():
         assert rates["b_factor"] == pytest.approx(times * dense_rate)
         with_muon = dataclasses.replace(training, optimizer="muon")
         by_muon = learning_rate_multipliers(model, with_muon, shapes_of(model))["blocks"]["qkv"]
-        of_dense = learning_rate_multipliers(dense, with_muon, shapes_of(dense))["blocks"]["qkv"]
-        assert by_muon["a_factor"] == by_muon["b_factor"] == pytest.approx(of_dense["kernel"])
+        dense_rates = learning_rate_multipliers(dense, with_muon, shapes_of(dense))["blocks"]["qkv"]
+        assert by_muon["a_factor"] == by_muon["b_factor"] == pytest.approx(dense_rates["kernel"])
 
 
 def test_newton_schulz_is_counted_for_both_factors():

@@ -85,11 +85,11 @@ def test_gradients_of_shared_parameters_are_exact_sums(jitted):
         return jnp.sum(dy * (broadcast_like(bias, dy) + lookup(table, rows)), dtype=jnp.float32)
 
     gradient = jax.grad(value, (0, 1))
-    of_bias, of_table = (jax.jit(gradient) if jitted else gradient)(bias, table)
+    bias_gradient, table_gradient = (jax.jit(gradient) if jitted else gradient)(bias, table)
     dy = dy.astype(float)
-    np.testing.assert_allclose(of_bias, dy.sum((0, 1)), rtol=1e-6)
+    np.testing.assert_allclose(bias_gradient, dy.sum((0, 1)), rtol=1e-6)
     expected = np.stack([dy[rows == row].sum(0) for row in range(5)])
-    np.testing.assert_allclose(of_table.astype(float), expected, rtol=2**-8)
+    np.testing.assert_allclose(table_gradient.astype(float), expected, rtol=2**-8)
 
 
 def test_lookup_has_a_forward_mode_and_float64():

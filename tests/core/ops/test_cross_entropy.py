@@ -143,9 +143,9 @@ def test_capped_logits_have_the_gradients_of_automatic_differentiation():
     capped = lambda *a: api.weighted_loss(*a, None, 6, 2.0)  # noqa: E731
     targets = targets % 6
     loss, gradients = loss_and_gradients(capped, x, embedding, targets, weights)
-    expected, of_exact = loss_and_gradients(exact, x, embedding, targets, weights)
+    expected, exact_gradients = loss_and_gradients(exact, x, embedding, targets, weights)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    for gradient, right in zip(gradients, of_exact):
+    for gradient, right in zip(gradients, exact_gradients):
         np.testing.assert_allclose(gradient, right, rtol=1e-4, atol=1e-6)
 
 

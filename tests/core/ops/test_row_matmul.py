@@ -59,8 +59,8 @@ def check_product(implementation, case, tokens, seed, stacked):
     same = row_matmul(x, rows.values, int32, implementation=implementation)
     np.testing.assert_array_equal(np.asarray(same), np.asarray(y))
     if stacked:
-        of_axes = x.reshape(1, tokens, 1, inputs) @ rows
-        assert of_axes.shape == (1, tokens, 1, len(weight.kernel[0]))
+        with_axes = x.reshape(1, tokens, 1, inputs) @ rows
+        assert with_axes.shape == (1, tokens, 1, len(weight.kernel[0]))
 
 
 def test_a_product_is_that_of_the_masked_weight(implementation):

@@ -26,10 +26,10 @@ def test_strips_of_a_shard_are_the_strips_of_its_dense_weight(name, pattern, tra
     values = rng.normal(size=(layout.nnz, 8, 8)).astype(np.float32)
     cut = cuts.cut({name: stack_tables([layout.tables()])}, 2, changing=False)[name]
     values = values if cut.order is None else values[cut.order[0]]
-    for shard, of_shard in enumerate(np.split(values, 2)):
+    for shard, shard_values in enumerate(np.split(values, 2)):
         tables = LayoutTables(*(table[0, shard] for table in cut.tables[:4]), cut.tables.groups)
-        dense = np.asarray(reference.to_dense(of_shard, tables))
-        strip = of_shard[:, 4:6] if name == "mlp_in" else of_shard[:, :, 4:6]
+        dense = np.asarray(reference.to_dense(shard_values, tables))
+        strip = shard_values[:, 4:6] if name == "mlp_in" else shard_values[:, :, 4:6]
         if traced:
             squares, squared = jax.jit(xla_static.in_squares)(strip, tables)
         else:

@@ -143,9 +143,9 @@ def test_a_grouped_layout_moves_by_dense_groups(grid, strided_outputs, array):
     """As if each group were cut from the dense matrix and orthogonalised by itself."""
     in_blocks, out_blocks, count = grid
     contiguous = np.arange(out_blocks) // (out_blocks // count)
-    of_outputs = np.arange(out_blocks) % count if strided_outputs else contiguous
-    of_inputs = np.arange(in_blocks) % count
-    layout = BlockLayout.from_mask(of_inputs[:, None] == of_outputs, 4)
+    output_groups = np.arange(out_blocks) % count if strided_outputs else contiguous
+    input_groups = np.arange(in_blocks) % count
+    layout = BlockLayout.from_mask(input_groups[:, None] == output_groups, 4)
     stacked = stack_tables([layout.tables(), layout.tables()]).with_groups()
     stored = np.random.default_rng(0).normal(size=(2, layout.nnz, 4, 4)).astype(np.float32)
     matrices = muon.matrices_of(stored.shape, stacked)
@@ -157,7 +157,7 @@ def test_a_grouped_layout_moves_by_dense_groups(grid, strided_outputs, array):
         dense, moved = layout.to_dense(values), layout.to_dense(move)
         for group in range(count):
             features = lambda blocks: np.flatnonzero(np.repeat(blocks, 4))  # noqa: E731
-            part = np.ix_(features(of_inputs == group), features(of_outputs == group))
+            part = np.ix_(features(input_groups == group), features(output_groups == group))
             one = muon.update(dense[part], dense[part], 1)
             np.testing.assert_allclose(moved[part], one, atol=2e-3)
 

@@ -62,7 +62,7 @@ def test_axes_that_no_moment_has(side):
     assert names("optax:sm3", (side, side)) == (("row",), ("column",), ENTRIES)
     assert names("factories_of_users:adds_noise", (side, side)) == ((), ("constant",))
     assert names("factories_of_users:kronecker", (side, side)) == (("row",) * 2, ("column",) * 2)
-    assert names("factories_of_users:of_a_line", (side, side)) == (("unknown",),)
+    assert names("factories_of_users:flat_state", (side, side)) == (("unknown",),)
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "optax:sm3", "optax:novograd", "lion"])

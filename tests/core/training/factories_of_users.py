@@ -91,5 +91,5 @@ def kronecker(learning_rate):
     return _with_state(learning_rate, lambda shape: [(size, size) for size in shape])
 
 
-def of_a_line(learning_rate):
+def flat_state(learning_rate):
     return _with_state(learning_rate, lambda shape: [(math.prod(shape),)])

@@ -139,11 +139,11 @@ def test_gradients_are_those_of_merged_dense_weights_in_float64(base):
         expected, gradients = gradient(plain, dense, ()), gradient(model, params, frozen)
         for name, factors in params["blocks"].items():
             G = expected["blocks"][name]["kernel"]
-            of_a = scale * G @ factors["b_kernel"].swapaxes(1, 2)
-            of_b = scale * factors["a_kernel"].swapaxes(1, 2) @ G
+            a_gradient = scale * G @ factors["b_kernel"].swapaxes(1, 2)
+            b_gradient = scale * factors["a_kernel"].swapaxes(1, 2) @ G
             actual = gradients["blocks"][name]
-            np.testing.assert_allclose(actual["a_kernel"], of_a, rtol=1e-4, atol=1e-7)
-            np.testing.assert_allclose(actual["b_kernel"], of_b, rtol=1e-4, atol=1e-7)
+            np.testing.assert_allclose(actual["a_kernel"], a_gradient, rtol=1e-4, atol=1e-7)
+            np.testing.assert_allclose(actual["b_kernel"], b_gradient, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.slow

@@ -44,8 +44,8 @@ def test_the_loss_of_a_mixture_weighs_its_corpora(weights):
         for name, weight, size, nats in zip("ab", weights, (2000, 500), ([640.0], [960.0]))
     ]
     data = types.SimpleNamespace(mixture=corpora)
-    of_next = iter(corpora)
-    values = held_out.losses(data, lambda corpus: corpus.windows, lambda b: next(of_next).nats)
+    next_corpora = iter(corpora)
+    values = held_out.losses(data, lambda corpus: corpus.windows, lambda b: next(next_corpora).nats)
     loss = 1.0 * weights[0] + 1.5 * weights[1]
     token_bytes = (2000 * weights[0] + 500 * weights[1]) / 640
     assert (values["loss/a"], values["loss/b"]) == (1.0, 1.5)

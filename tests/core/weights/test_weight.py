@@ -97,8 +97,8 @@ def test_product_gradients_and_dense_form_are_those_of_the_matrix(kind, how):
         [expected] = through_dense(jnp.asarray(np.einsum("bti,bto->io", x, dy)))
     np.testing.assert_allclose(y, x @ matrix, rtol=1e-12, atol=1e-11)
     np.testing.assert_allclose(dx, dy @ matrix.T, rtol=1e-12, atol=1e-11)
-    for gradient, of_dense in zip(gradients, expected, strict=True):
-        np.testing.assert_allclose(gradient, of_dense, rtol=1e-11, atol=1e-10)
+    for gradient, dense_gradient in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(gradient, dense_gradient, rtol=1e-11, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", STORED)

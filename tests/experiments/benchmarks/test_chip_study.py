@@ -28,8 +28,8 @@ ROOT = pathlib.Path(__file__).parents[3]
 
 def kept(path):
     """Returns the rows of the only chip of a file."""
-    [of_chip] = json.loads(path.read_text())["chips"].values()
-    return of_chip
+    [chip_rows] = json.loads(path.read_text())["chips"].values()
+    return chip_rows
 
 
 @pytest.fixture

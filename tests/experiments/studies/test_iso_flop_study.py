@@ -150,8 +150,8 @@ def test_arms_that_end_dense_have_the_dense_models_flops_on_average():
     (curve,) = iso_flop_plan.plan_curves(config, 1024, one_curve(0.5, 0.125, steps=50))
     flops = []
     for arm in curve.arms:
-        of_arm = arm.config(config, 1.0, 0)
-        chosen = variant(of_arm, of_arm.variants[0], 1024)
+        arm_config = arm.config(config, 1.0, 0)
+        chosen = variant(arm_config, arm_config.variants[0], 1024)
         tokens = 50 * chosen.training.batch * chosen.training.sequence
         flops.append(run_flops(chosen.model, chosen.evolution, chosen.training) / tokens)
         assert flops[-1] == pytest.approx(iso_flop_plan.flops_per_token(config, arm.model))
@@ -165,9 +165,9 @@ def test_every_arm_has_equal_trials_and_seeds_and_headline_arms_have_more(plan):
     runs = iso_flop_plan.run_list(plan, results)
     assert len({run.name for run in runs}) == len(runs) == len(results)
     for arm in plan.arms:
-        of_arm = [run for run in runs if run.arm == arm]
-        assert sum(run.role == TUNE for run in of_arm) == plan.trials
-        measured = [run for run in of_arm if run.role == MEASURE]
+        arm_runs = [run for run in runs if run.arm == arm]
+        assert sum(run.role == TUNE for run in arm_runs) == plan.trials
+        measured = [run for run in arm_runs if run.role == MEASURE]
         headline = arm.density in (1, 0.5)
         assert [run.seed for run in measured] == list(range(5 if headline else 3))
         assert {run.multiplier for run in measured} == {2.0}

@@ -117,5 +117,5 @@ def test_an_arm_that_learns_from_another_needs_it_and_counts_its_forward_passes(
     with pytest.raises(UserError, match="learns from dense; name that one as well"):
         quality.run(None, sparse_quality.ARMS, options)
     student, plain, dense = (arms[name] for name in ("distilled", "static_monarch", "dense"))
-    alone, taught = quality._flops_a_step(plain, None), quality._flops_a_step(student, dense)
-    assert taught - alone == pytest.approx(quality._flops_a_step(dense, None) / 3)
+    alone, with_teacher = quality._flops_a_step(plain, None), quality._flops_a_step(student, dense)
+    assert with_teacher - alone == pytest.approx(quality._flops_a_step(dense, None) / 3)

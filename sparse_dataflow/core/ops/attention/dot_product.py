@@ -121,11 +121,11 @@ def _attend(window, cap, query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, quer
 def _forward(window, cap, query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, queries, keys):
     wide = jnp.promote_types(query_CxBxTxNxGxK.dtype, jnp.float32)
 
-    def of_queries(chunk):
+    def attend_queries(chunk):
         q, at = chunk
         B, T, N, G, K = q.shape
 
-        def of_keys(carry, chunk):
+        def attend_keys(carry, chunk):
             k, v, key_at = chunk
             seen = visible(at, key_at, window)
 
@@ -149,12 +149,12 @@ def _forward(window, cap, query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, que
             jnp.zeros((B, N, G, T, K), wide),
         )
         chunks = key_CxBxSxNxK, value_CxBxSxNxK, keys
-        (largest, total, weighted), _ = lax.scan(of_keys, start, chunks)
+        (largest, total, weighted), _ = lax.scan(attend_keys, start, chunks)
         total = jnp.where(total == 0, 1, total)  # Padding may see nothing.
         result = jnp.moveaxis(weighted / total[..., None], 3, 1)
         return result.astype(q.dtype), largest + jnp.log(total)
 
-    outputs = lax.map(of_queries, (query_CxBxTxNxGxK, queries))
+    outputs = lax.map(attend_queries, (query_CxBxTxNxGxK, queries))
     result, log_sums = (checkpoint_name(array, ATTENTION_OUTPUT) for array in outputs)
     residuals = query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, queries, keys, result, log_sums
     return result, residuals
@@ -167,10 +167,10 @@ def _backward(window, cap, residuals, gradient_CxBxTxNxGxK):
     means = (gradient_CxBxTxNxGxK.astype(wide) * result.astype(wide)).sum(-1)
     means_CxBxNxGxT = jnp.moveaxis(means, 2, -1)
 
-    def of_keys(dq, chunk):
+    def key_gradients(dq, chunk):
         k, v, key_at = chunk
 
-        def of_queries(carry, chunk):
+        def add_queries(carry, chunk):
             dq, dk, dv = carry
             i, q, dy, at, log_sum, mean = chunk
             seen = visible(at, key_at, window)
@@ -189,17 +189,17 @@ def _backward(window, cap, residuals, gradient_CxBxTxNxGxK):
             def nothing():
                 return jnp.zeros(q.shape, wide), jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide)
 
-            added, of_key, of_value = lax.cond(seen.any(), gradients, nothing)
-            return (dq.at[i].add(added), dk + of_key, dv + of_value), None
+            added, dk_added, dv_added = lax.cond(seen.any(), gradients, nothing)
+            return (dq.at[i].add(added), dk + dk_added, dv + dv_added), None
 
         zeros = jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide)
         count = jnp.arange(len(query_CxBxTxNxGxK))
         chunks = count, query_CxBxTxNxGxK, gradient_CxBxTxNxGxK, queries, log_sums, means_CxBxNxGxT
-        (dq, dk, dv), _ = lax.scan(of_queries, (dq, *zeros), chunks)
+        (dq, dk, dv), _ = lax.scan(add_queries, (dq, *zeros), chunks)
         return dq, (dk.astype(k.dtype), dv.astype(v.dtype))
 
     start = jnp.zeros(query_CxBxTxNxGxK.shape, wide)
-    dq, (dk, dv) = lax.scan(of_keys, start, (key_CxBxSxNxK, value_CxBxSxNxK, keys))
+    dq, (dk, dv) = lax.scan(key_gradients, start, (key_CxBxSxNxK, value_CxBxSxNxK, keys))
     return dq.astype(query_CxBxTxNxGxK.dtype), dk, dv, None, None
 
 

@@ -168,7 +168,7 @@ def check_operands(
 
 def _choose(x, values, tables, static_layout):
     platform, few_rows = dispatch.platform(), dispatch.at_most(x.shape[0], xla_few_rows.FEW_ROWS)
-    names, groups = OP.of_platform(), tables.groups
+    names, groups = OP.platform_implementations(), tables.groups
     if few_rows and platform == "gpu":
         # The kernels' tiles have more rows, and each layer's call is compiled by itself.
         names = []

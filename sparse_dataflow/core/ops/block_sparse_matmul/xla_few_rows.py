@@ -24,7 +24,7 @@ def product(x: jax.Array, values: jax.Array, tables: LayoutTables) -> jax.Array:
     """Compute `x @ W` for x [rows, in_features], values [nnz, block, block], in x's dtype."""
     rows, block, groups = x.shape[0], values.shape[-1], tables.groups
     if groups and groups.count == groups.in_parts == groups.out_parts:
-        return _of_groups(x, values, groups)
+        return _grouped_product(x, values, groups)
     slots, index = tables.in_slot, tables.in_index
     if padded := slots.size != len(values):
         # One matrix per stored block; its partial products are summed below.
@@ -37,7 +37,7 @@ def product(x: jax.Array, values: jax.Array, tables: LayoutTables) -> jax.Array:
     return y.reshape(rows, len(slots) * block).astype(x.dtype)
 
 
-def _of_groups(x, values, groups):
+def _grouped_product(x, values, groups):
     """Compute `product` of a layout of whole groups; moves of x are part of its kernels."""
     rows, block, run = x.shape[0], values.shape[-1], groups.in_run * values.shape[-1]
     by_group = x.reshape(rows, -1, groups.count, run).swapaxes(1, 2)

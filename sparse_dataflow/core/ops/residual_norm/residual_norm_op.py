@@ -83,7 +83,7 @@ IMPLEMENTATIONS = tuple(OP.implementations)
 
 def fused(norm: Norm, operands: Operands) -> tuple[jax.Array, jax.Array] | None:
     """Compute `residual_norm` by a kernel; None if no kernel runs these operands here."""
-    name = OP.choose(OP.of_platform(), norm, operands)
+    name = OP.choose(OP.platform_implementations(), norm, operands)
     if name in OP.fallback:
         return None
     return OP.load(name).run(norm, Operands(*equally_varying(*operands)))

@@ -140,7 +140,9 @@ def sparse_mlp(
     if implementation is None:
         # A GPU multiplies groups by dense products of the vendor's library.
         grouped = dispatch.platform() == "gpu" and all(each.groups for each in tables)
-        implementation = OP.choose([] if grouped or _few_rows(x) else OP.of_platform(), mlp)
+        implementation = OP.choose(
+            [] if grouped or _few_rows(x) else OP.platform_implementations(), mlp
+        )
     else:
         OP.check(implementation, mlp)
     return _run(implementation, x, mlp, tuning)
@@ -177,7 +179,7 @@ def gated_sparse_mlp(
     flat = x.reshape(-1, x.shape[-1])
     stored = values_in, None, values_out, tables_in, tables_out, values_gate
     mlp = Operands(flat, *stored, activation=activation)
-    name = OP.choose(OP.of_platform(), mlp)
+    name = OP.choose(OP.platform_implementations(), mlp)
     return None if name in OP.fallback else _run(name, x, mlp)
 
 

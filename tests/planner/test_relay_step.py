@@ -14,7 +14,7 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import BUILT_IN, OPTIMIZERS, TrainingConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import CHIPS, GIB
-from sparse_dataflow.planner import efficiency, memory, relay, relay_time
+from sparse_dataflow.planner import efficiency, memory, relay_step, relay_time
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.planner.step_time import step_time
 from sparse_dataflow.relay import parameter_server
@@ -36,7 +36,7 @@ BY_DEPTH = dataclasses.replace(QUARTER, density_by_depth=(2.0, 1.0))
 def estimate(model, batch, sequence, micro_batches=1, **options):
     given = {name: options.pop(name) for name in ("optimizer", "state_dtype") if name in options}
     training = TrainingConfig(batch=batch, sequence=sequence, micro_batches=micro_batches, **given)
-    return relay.estimate(model, training, **options)
+    return relay_step.estimate(model, training, **options)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_the_fullest_program_has_the_bytes_that_xla_compiles(changes, shape, nam
 
 
 def test_gradients_in_flight_are_those_of_the_server():
-    assert relay.IN_FLIGHT == parameter_server.IN_FLIGHT
+    assert relay_step.IN_FLIGHT == parameter_server.IN_FLIGHT
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.9])
@@ -242,18 +242,18 @@ def test_page_locked_memory_scales_with_local_devices():
 
 def test_a_host_too_small_is_refused_with_both_figures():
     step = estimate(LARGE, 8, 2048)
-    relay.check_host_memory(step, 2 * step.host_total)
+    relay_step.check_host_memory(step, 2 * step.host_total)
     with pytest.raises(
         UserError, match=r"needs .* GiB of host memory .* 64 GiB are available; parallel.server_dir"
     ):
-        relay.check_host_memory(step, 64 * GIB)
+        relay_step.check_host_memory(step, 64 * GIB)
 
 
 def test_processes_of_one_machine_share_its_memory():
     step = estimate(LARGE, 8, 2048)
-    relay.check_host_memory(step, 3 * step.host_total, processes=2)
+    relay_step.check_host_memory(step, 3 * step.host_total, processes=2)
     with pytest.raises(UserError, match=r"each of 2 processes here.*one process with all devices"):
-        relay.check_host_memory(step, 2 * step.host_total, processes=2)
+        relay_step.check_host_memory(step, 2 * step.host_total, processes=2)
 
 
 def test_files_have_two_slots_of_the_state():
@@ -284,6 +284,6 @@ def test_a_batch_that_is_not_divisible_is_refused():
 
 def test_a_limit_on_page_locked_memory_is_named_with_what_is_needed():
     step = estimate(LARGE, 8, 2048, stash="host")
-    relay.check_pinned_memory(step, 64)
+    relay_step.check_pinned_memory(step, 64)
     with pytest.raises(UserError, match=rf"set {PINNED_SETTING}=\d+ in the environment"):
-        relay.check_pinned_memory(step, 8)
+        relay_step.check_pinned_memory(step, 8)

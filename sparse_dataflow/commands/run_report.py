@@ -132,8 +132,8 @@ def _variant(folder, trainer, chip, timed, token_seconds):
     train = [row for row in history if row["kind"] == "train"]
     evaluation = _final(history)
     tokens_a_step = training.batch * training.sequence
-    of_phase = _step_seconds(trainer, train, tokens_a_step)
-    step_seconds = float(np.dot(of_phase, [p.steps for p in trainer.phases]) / trainer.step)
+    phase_seconds = _step_seconds(trainer, train, tokens_a_step)
+    step_seconds = float(np.dot(phase_seconds, [p.steps for p in trainer.phases]) / trainer.step)
     flops = trainer.flops / trainer.tokens
     phases = [phase.model for phase in trainer.phases]
     sizes = executor_plan.memory_of(phases, training, trainer.executor, chip)
@@ -160,7 +160,7 @@ def _variant(folder, trainer, chip, timed, token_seconds):
         weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state.weights)),
         token_seconds=token_seconds,
         history=history,
-        section_seconds=_section_seconds(trainer, of_phase[-1], timed),
+        section_seconds=_section_seconds(trainer, phase_seconds[-1], timed),
         memory=sizes,
         timeline=[list(span) for span in spans],
         hidden=timeline.hidden_share(spans) if spans else None,
