@@ -32,8 +32,15 @@ def names(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield (node.id if isinstance(node, ast.Name) else node.attr), node.lineno
 
 
+def hides_its_noun(name: str) -> bool:
+    """Whether a name begins with "of_": `of_layer` may be its model, its metrics or its index."""
+    return name.lstrip("_").startswith("of_")
+
+
 def vague(name: str) -> bool:
-    """Whether a name, leading underscores apart, has a vague word."""
+    """Whether a name, leading underscores apart, has a vague word or hides its noun."""
+    if hides_its_noun(name):
+        return True
     words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name.replace("held_out", ""))
     # A test's name is a sentence about a property; its words are read together.
     return not name.startswith("test_") and any(word.lower() in VAGUE for word in words)
