@@ -39,6 +39,7 @@ class Division:
     def block_indices(self) -> np.ndarray:
         """int32 [stages * chunks * capacity], index of each block by stage; -1 for padding."""
         first = np.concatenate([[0], np.cumsum(self.layers)[:-1]])
+        # Virtual stage c * stages + s is chunk c of stage s: rows of the reshape are chunks.
         first = first.reshape(self.chunks, self.stages).T[..., None]
         number = np.arange(self.capacity)
         return np.where(number < self.chunk_layers[..., None], first + number, -1).reshape(-1)
@@ -118,6 +119,8 @@ def block_places(division: Division, kinds: Sequence[int], groups: Sequence[rang
         if block < 0:
             continue
         group, layers = next((g, r) for g, r in enumerate(groups) if block in r)
+        # A stage's array of a group has its own chunks and padding, so the index of a block in it
+        # is not `number`: it is where the group's division put the block.
         stage_indices = by_group[group].reshape(division.stages, -1)[stage]
         index = np.flatnonzero(stage_indices == block - layers.start)[0]
         places[stage, chunk, number] = kinds[block], index
@@ -140,5 +143,6 @@ def from_stages(division: Division, blocks: Any) -> Any:
     if division.in_order:
         return blocks
     indices = division.block_indices
+    # The sort puts the padding, which is -1, before block 0.
     order = np.argsort(indices, kind="stable")[np.sum(indices < 0) :]
     return jax.tree.map(lambda leaf: leaf[order], blocks)

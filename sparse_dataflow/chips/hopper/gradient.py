@@ -74,6 +74,7 @@ def line_gradient(
     )
     shape = jax.ShapeDtypeStruct((plan.splits * plan.blocks, block, block), jnp.float32)
     sums = unit_sums(*operands, plan, shape, multiprocessors=multiprocessors)
+    # Splits of the tokens are summed here, in a fixed order, and not by atomic additions.
     sums = sums.reshape(plan.splits, plan.blocks, block, block).sum(0)
     slots = _slots(jnp.asarray(tables.slot)[..., 0], plan)
     # -1 would be the last block; `stored` is out of bounds, and dropped.

@@ -110,6 +110,8 @@ class ProductPlan(NamedTuple):
 
     def place(self, number):
         """Return (row tile, column) of a tile: column by column within `tiles.group` row tiles."""
+        # Tiles that run at once are then few rows by few columns, and share both in the L2 cache.
+        # The last band may be lower than `tiles.group`.
         band_tiles = self.tiles.group * self.columns
         first_row = lax.div(number, band_tiles) * self.tiles.group
         height = lax.min(self.tiles.group, self.row_tiles - first_row)

@@ -257,6 +257,7 @@ def _backward_kernel(
     chunks = width // chunk
 
     def add(sum_ref, summand, first):
+        # A select and no product: VMEM holds anything, also NaN, before the first summand.
         sum_ref[...] = summand + jnp.where(first, 0.0, sum_ref[...])
 
     @pl.loop(0, chunks)
@@ -264,6 +265,7 @@ def _backward_kernel(
         at = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)
         x.transpose_next(step, c, chunks)
         dy.transpose_next(step, c, chunks)
+        # A gated MLP stores (ungated, gate) side by side; the activation reads the last product.
         activated = pl.ds(pl.multiple_of((products - 1) * width + c * chunk, chunk), chunk)
         z = z_ref[:, activated].astype(jnp.float32)
         activations, slope = value_and_derivative(activation, z)
@@ -274,6 +276,7 @@ def _backward_kernel(
             derived = [dhidden * activations, derived[0] * ungated]
             activations *= ungated
         if biased:
+            # The dots with x and dy have zeros in repeated rows already; this sum has not.
             dbias = jnp.sum(grid.zero_repeated_rows(derived[0], i), axis=0, keepdims=True)
             add(dbias_ref.at[0, :, at], dbias, i == 0)
         rounded = [each.astype(dx_ref.dtype) for each in derived]

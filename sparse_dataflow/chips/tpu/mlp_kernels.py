@@ -287,13 +287,17 @@ def _backward_kernel(*all_refs, tiles, streams, tokens, activation):
                 hidden_ref[rows, columns] = hidden.astype(hidden_ref.dtype)
                 rounded = dz_rows.astype(dz_scratch.dtype)
                 dz_ref[rows, columns] = rounded
+                # A line of dx reads any hidden columns, so all of them stay in VMEM.
                 dz_scratch[rows, _columns(line, tile)] = rounded
+                # The last tile may reach beyond the tokens, where rows hold anything.  Results of
+                # these rows are cut off, but a sum over rows would have them.
                 row = lax.broadcasted_iota(jnp.int32, dz_rows.shape, 0) + rows.start
                 valid = jnp.where(row + number * tiles.tokens < tokens, dz_rows, 0)
                 bias = jnp.sum(valid, axis=0, keepdims=True)
                 before = jnp.where(rows.start == 0, 0, dbias_ref[0, :, columns])
                 dbias_ref[0, :, columns] = before + bias
 
+            # In this order: `derive` reads what `preactivate` left of the same line.
             hidden_stream.line(i, line, x.at(i), tiles.rows, sum_ref, preactivate)
             dhidden_stream.line(i, line, dy.at(i), tiles.rows, sum_ref, derive)
 

@@ -96,6 +96,8 @@ def _gradients(activation, x, bias, dy):
             dx[tile] = gradient.astype(dx.dtype)
             return total + gradient
 
+        # Tiles are added elementwise, and rows once at the end.  The sums of the programs are added
+        # outside, in a fixed order, so that runs have equal bits.
         zeros = jnp.zeros((ROWS, columns), jnp.float32)
         sums[program, column_slice] = lax.fori_loop(0, tiles, add, zeros).sum(0)
 

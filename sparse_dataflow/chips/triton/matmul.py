@@ -80,6 +80,7 @@ def _line_product(x, values, index, slot, transposed):
     (lines, fan), block, tokens = slot.shape, values.shape[-1], len(x)
     side, step, rows = min(block, TILE), min(block, STEP), _rows(tokens)
     parts, steps = block // side, block // step
+    # Without padding the loop's length is a constant of the program.
     full = slot.size == len(values)
     lengths = [] if full else [jnp.sum(slot >= 0, axis=1, dtype=jnp.int32)]
 
@@ -129,6 +130,8 @@ def _line_gradient(x, dy, values, tables):
         row, column = (part * side for part in _split(pl.program_id(1), parts))
         stored = slot[line, position]
 
+        # Each stored block is at one position, so all of dvalues is written, and once; padding
+        # writes nothing.
         @pl.when(stored >= 0)
         def _():
             first = index[line, position] * block + row
@@ -155,6 +158,7 @@ def _line_gradient(x, dy, values, tables):
 
 def _split(number, size):
     """Return (number // size, number % size) of a number that is not negative."""
+    # `//` and `%` would add selects for negative numbers.
     return lax.div(number, jnp.int32(size)), lax.rem(number, jnp.int32(size))
 
 

@@ -104,6 +104,7 @@ def start(incoming: list[Window], step: jax.Array) -> None:
         for window in incoming:
             window.fetch(step)
 
+    # Before the wait, so that these copies run while this step waits and computes.
     for window in incoming:
         window.fetch(step + 1)
     for window in incoming:
@@ -198,10 +199,12 @@ def _gradient_kernel(x_hbm, dy_hbm, dweight_ref, sum_ref, *refs, grid, sides, ch
         columns = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)
         factor = wide_ref[:, columns]
         total = dot(narrow.at(step)[...], factor)
+        # A select and no product: VMEM holds anything, also NaN, before the first tokens.
         sum_ref[:, columns] = total + jnp.where(i == 0, 0.0, sum_ref[:, columns])
 
         @pl.when(i == token_tiles - 1)
         def _():
+            # Once per unit, not in each step, the sum gets the weight's order of axes.
             whole = sum_ref[:, columns]
             at: tuple = (0, slice(None), columns)
             if not by_column:

@@ -121,6 +121,8 @@ def _kernel(
         shape, tiles_per_core, stored_ref, index_ref, slot_ref, values_hbm, *stream_refs
     )
 
+    # The first axis of the grid is the cores.  None sees the buffers of another, so each starts its
+    # own copies.
     @pl.when((i == 0) & (step == 0))
     def _():
         x.start(core * tiles_per_core)
