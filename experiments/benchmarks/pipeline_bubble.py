@@ -114,7 +114,7 @@ def sleeping_block(rest: Callable) -> Callable:
         return jnp.sum(asleep(dy * y)), asleep(dy) * params
 
     sleep.defvjp(forward, backward)
-    return lambda params, frozen, constants, x, context: (sleep(params, x), {})
+    return lambda params, untrained, x, context: (sleep(params, x), {})
 
 
 def sleeping_step(schedule: Schedule) -> tuple[Callable[[float], float], list[float]]:
