@@ -99,8 +99,8 @@ def _name_of(metadata):
 @functools.cache
 def _name_in_flax():
     """Returns the name that this version of flax has for the mesh axes of a variable."""
-    metadata = nnx.with_partitioning(lambda: 0, ("axis",))().metadata
-    return next(name for name in _NAMES if metadata.get(name))
+    variable: Any = nnx.with_partitioning(lambda: 0, ("axis",))()
+    return next(name for name in _NAMES if variable.metadata.get(name))
 
 
 def _mesh_axes(entry, metadata, sizes):

@@ -61,8 +61,8 @@ def test_one_choice_is_right(name, tokens):
 def test_no_question_is_asked_twice_and_no_place_is_preferred(name):
     draw = generated.RULES[name]
     items, examples = generated.draw_items(draw, LONG, COUNT, builtin.EXAMPLES, seed=1)
-    asked = [item.context for item in items + examples]
-    assert len(set(asked)) == len(asked)
+    questions = [item.context for item in items + examples]
+    assert len(set(questions)) == len(questions)
     choices = len(items[0].choices)
     counts = np.bincount([item.answer for item in items], minlength=choices)
     # Five standard deviations of a fair choice.

@@ -26,9 +26,9 @@ def commands(value):
 
 def test_commands_of_kept_results_name_no_absolute_path():
     files = sorted(RESULTS.rglob("*.json"))
-    kept = {path: commands(json.loads(path.read_text())) for path in files}
-    assert sum(map(bool, kept.values())) > 40
-    absolute = {path: [t for t in texts if ABSOLUTE.search(t)] for path, texts in kept.items()}
+    by_file = {path: commands(json.loads(path.read_text())) for path in files}
+    assert sum(map(bool, by_file.values())) > 40
+    absolute = {path: [t for t in texts if ABSOLUTE.search(t)] for path, texts in by_file.items()}
     assert {path: texts for path, texts in absolute.items() if texts} == {}
 
 

@@ -99,9 +99,9 @@ def test_a_shape_is_priced_and_trained_as_it_was_given(density):
     options = layout_search.Options("125m", density, shape=shape, experts=2)
     command = launching.command(options, ParallelPlan(fsdp=8), 26e9)
     _, config = trained_by(command)
-    given = dict(num_layers=6, d_model=1536, num_heads=12, d_ff=4096, max_len=512, num_kv_heads=4)
+    fields = dict(num_layers=6, d_model=1536, num_heads=12, d_ff=4096, max_len=512, num_kv_heads=4)
     for model in (options.model, config.model):
-        assert {name: getattr(model, name) for name in given} == given
+        assert {name: getattr(model, name) for name in fields} == fields
         assert (model.vocab_size, model.experts) == (
             layout_search.Options("125m").model.vocab_size,
             2,
@@ -121,7 +121,7 @@ def test_a_shape_is_priced_and_trained_as_it_was_given(density):
         (("--shape=layers=3",), "layers=3 is no FIELD=VALUE; did you mean num_layers?"),
         (("--shape=qqq=3",), "qqq=3 is no FIELD=VALUE; gpt13b_sparse --help=all lists them"),
         (("--shape=num_layers",), "num_layers is no FIELD=VALUE"),
-        (("--shape=experts=4",), "experts is given by --experts"),
+        (("--shape=experts=4",), "experts is fields by --experts"),
         (("--shape=d_model=x",), "d_model=x is not a whole number"),
         (("--shape=num_heads=7",), "5120 is not divisible by num_heads 7"),
     ],

@@ -85,8 +85,8 @@ def test_each_other_model_has_a_difference(tmp_path):
     paired = {"dense": PAIRED, "narrow": {**PAIRED, "difference": -0.2}, "pruned": None}
     models = {name: {"value": 0.5, "error": 0.1} for name in ("sparse", *paired)}
     data = evaluation(row(models=models, paired=paired), models=models)
-    (told,) = evaluation_table(data)
-    assert [other["difference"] for other in told["differences"]] == ["+4.0%", "-20.0%", ""]
+    (only,) = evaluation_table(data)
+    assert [other["difference"] for other in only["differences"]] == ["+4.0%", "-20.0%", ""]
     write_report(report_sample.bare(evaluation=data), tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert all(f"sparse − {name}" in page for name in paired) and "-20.0%" in page

@@ -79,11 +79,11 @@ def test_a_token_of_one_text_moves_the_weights_and_the_cache_once(pattern):
     """Bytes within a tenth of what must be read, in at most 13 kernels a layer."""
     texts = [compiled_tokens(pattern, 1, "h100", layers)[0] for layers in (2, 4)]
     shallow, deep = (kernels_of_a_token(text) for text in texts)
-    of_layer = (sum(k.bytes for k in deep[0]) - sum(k.bytes for k in shallow[0])) / 2
+    in_layer = (sum(k.bytes for k in deep[0]) - sum(k.bytes for k in shallow[0])) / 2
     stored = 12 * DENSE.d_model**2 * (1 / 8 if pattern else 1) + 2 * CACHED * DENSE.d_model
-    assert of_layer <= 1.1 * 2 * stored
+    assert in_layer <= 1.1 * 2 * stored
     head = 2 * DENSE.vocab_size * DENSE.d_model
-    assert sum(k.bytes for k in shallow[0]) - 2 * of_layer <= 1.01 * head
+    assert sum(k.bytes for k in shallow[0]) - 2 * in_layer <= 1.01 * head
     assert (len(deep[0]) - len(shallow[0])) / 2 <= 13
     # Nothing turns the caches for the loop.
     assert all(kernel.bytes < CACHED * DENSE.d_model for kernel in deep[1])

@@ -16,7 +16,7 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.training.phases import phases
 from sparse_dataflow.core.training.saved_state import abstract_saved_state
 
-KEPT = Path(__file__).with_name("saved_names.json")
+RELEASED = Path(__file__).with_name("saved_names.json")
 STEPS = 8
 RIGL = EvolutionConfig("rigl", every=2)
 BY_DEPTH = dataclasses.replace(SPARSE, density_by_depth=(1.0, 0.5))

@@ -7,10 +7,10 @@ import saved_names
 
 
 @pytest.fixture(scope="module")
-def kept():
-    return json.loads(saved_names.KEPT.read_text())
+def released():
+    return json.loads(saved_names.RELEASED.read_text())
 
 
 @pytest.mark.parametrize("case", saved_names.CASES)
-def test_a_checkpoint_has_its_names(kept, case):
-    assert saved_names.names(case) == kept[case]
+def test_a_checkpoint_has_its_names(released, case):
+    assert saved_names.names(case) == released[case]
