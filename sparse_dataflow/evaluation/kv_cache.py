@@ -78,15 +78,22 @@ def prepare(
     layers: list[dict] = []
     for stacked in split_groups(stacks.with_groups(params["blocks"])):
         arrays, layouts = stacks.split_layouts(stacked)
-        tables = stacks.tables_by_name(layouts)
         for i in range(len(jax.tree.leaves(arrays)[0])):
             layer = _layer(arrays, i, dtype)
             if layouts:
-                own = {name: _layout(config, name, each, i) for name, each in tables.items()}
-                layer = merged(layer, stacks.beside(config, own)["blocks"])
+                layer = merged(layer, _layouts(config, layouts, i))
             weights = layer_weights(config, layer)
             layers.append(decoded_form.layer_in_form(config, weights, form, len(layers)))
     return Weights(cast(params["embed"]), tuple(layers), cast(params["head"]))
+
+
+def _layouts(config, layouts, i):
+    """Returns the layouts of layer i, in the places of the stacked ones."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, stacked: _layout(config, path[-2].key, stacked, i),
+        layouts,
+        is_leaf=stacks.is_layout,
+    )
 
 
 def _layout(config, projection, stacked, i):

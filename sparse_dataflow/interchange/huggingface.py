@@ -53,6 +53,8 @@ CARD = "README.md"
 _LOG = logging.getLogger(__name__)
 _ENDS = ("bos_token_id", "eos_token_id")
 FORMS = ("dense", "sparse", "program")
+READABLE = FORMS[:2]
+"""Those of which a model can be loaded again; the other is there to be run."""
 SMALL = (".json", ".txt", ".jinja", ".model")
 """How the names of the files of a directory end that are not weights."""
 

@@ -499,7 +499,7 @@ def test_a_batch_of_unequal_prompts_goes_on_as_in_transformers(name):
         assert text.stopped_by == "end" or len(text.tokens) == 6
 
 
-@pytest.mark.parametrize("form", huggingface.FORMS)
+@pytest.mark.parametrize("form", huggingface.READABLE)
 def test_a_large_export_has_shards_that_are_read_back(tmp_path, monkeypatch, form):
     write = tensors.write
     monkeypatch.setattr(tensors, "write", lambda *arguments: write(*arguments, shard_bytes=20_000))

@@ -78,14 +78,14 @@ def test_a_pipeline_keeps_its_gathered_weights():
         (21.47, {"fsdp": 16, "zero": 2, "micro_batch": 2, "accumulation": 8, "remat": "keep"}),
         (21.44, {"data": 4, "fsdp": 4, "zero": 2, "accumulation": 16, "remat": "keep"}),
         (12.96, {"data": 2, "fsdp": 8, "zero": 3, "micro_batch": 2, "accumulation": 8}),
-        (10.77, {"fsdp": 16, "zero": 3, "micro_batch": 4, "accumulation": 4, "remat": "keep"}),
+        (10.43, {"fsdp": 16, "zero": 3, "micro_batch": 4, "accumulation": 4, "remat": "keep"}),
         (23.65, {"fsdp": 16, "zero": 1, "micro_batch": 16, "remat": "full"}),
     ],
 )
 def test_memory_of_each_zero_stage_is_near_the_compilers(compiled, choices):
     """GiB a chip by libtpu 0.0.52, 16 chips: v5e for the search's best plans, v5p for ZeRO 1.
 
-    At 21.47 and 21.44 "keep" was without attention's output.
+    Those of "keep" were compiled without attention's output; at 10.43, its 0.75 are added.
     """
     plan = ParallelPlan(**choices, sequence_parallel=True)
     assert 0.94 < float(plan_bytes(MODEL, 2048, plan).total) / 2**30 / compiled < 1.1

@@ -148,10 +148,10 @@ def text(loop_terms: Terms) -> str:
 
 CPU_TOKENS = 512
 """Tokens of a chunk on a CPU, and the fewest elsewhere.  The planner counts those of a GPU or TPU
-for a CPU too: at most a GiB more."""
+for a CPU too: at most half a GiB more."""
 
 MOST_TOKENS = 4096
-LOGITS_BYTES = 2**30
+LOGITS_BYTES = 2**29
 """Most bytes of a chunk's float32 logits on a GPU or TPU.  Each chunk reads and writes the gradient
 of the whole embedding, and pads the embedding, so few long chunks are faster: on an H100 chunks of
 512 tokens took 39 ms of a 256 ms step of 6.7B, 60% of it in these passes."""

@@ -244,9 +244,10 @@ class Block(Mlp):
         return x_BxTxD, self._read(norm, x_BxTxD, shard)
 
     def _input_groups(self, projection):
-        """Returns `Weight.input_groups` of a projection; those of a dense one if there is none."""
-        linear = getattr(self, projection, None)
-        return Weight().input_groups if linear is None else linear.weight.input_groups
+        """Returns `Weight.input_groups` of a projection; those of a dense one if there is no such
+        projection, or another function in place of its weight."""
+        weight = getattr(getattr(self, projection, None), "weight", None)
+        return (Weight() if weight is None else weight).input_groups
 
     def _read(self, norm, x_BxTxD, shard):
         if self.config.pre_norms:

@@ -15,10 +15,10 @@ from sparse_dataflow.chips.tpu import grouped_mlp as kernels
 from sparse_dataflow.chips.tpu import grouped_mlp_tuning as tuning_grouped
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.layout import Groups
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.ops.block_sparse_matmul.cut_tables import cut_columns, cut_rows
 from sparse_dataflow.core.ops.sparse_mlp import mlp_op as api
@@ -134,21 +134,20 @@ LLAMA = ModelConfig(1, 512, 2, 1024, 64, 16, **FAMILIES["llama"]).with_linears(
 
 
 def block_of(config):
-    """Return a function (params, x) -> output of the config's block, without attention, and both.
+    """Return a function (weights, x) -> output of the config's block, without attention, and both.
 
     Tables are traced, as in a scan over layers.
     """
-    params = gpt.init(config, jax.random.key(0))["blocks"]
-    params = jax.tree.map(lambda leaf: leaf[0], params)
-    tables = stacks.with_groups(stacks.layout_tables(model_layouts.layouts(config)))
-    tables = jax.tree.map(lambda table: table[0], tables)
+    params = gpt.init(config, jax.random.key(0))
+    stacked = merged(params, stacks.with_groups(stacks.stored_layouts(config)))["blocks"]
+    layer = jax.tree.map(lambda leaf: leaf[0], stacked)
     x = np.random.default_rng(0).normal(size=(2, 16, config.d_model)).astype(np.float32)
 
-    def apply(params, tables, x):
-        weights = layer_weights(config, params, tables)
+    def apply(layer, x):
+        weights = layer_weights(config, layer)
         return gpt.block(config, weights, x, attend=lambda q, k, v, window, cap: q)
 
-    return apply, (params, tables, x)
+    return apply, (layer, x)
 
 
 def test_a_block_of_llama_takes_the_fused_kernel():

@@ -271,7 +271,6 @@ def test_parameters_and_masks_are_parted_and_merged():
         ),
         ({"sparsity__block": 1, "sparsity__span": 3}, "in spans of 3 .*; legal: sides"),
         ({"sparsity__block": 1, "sparsity__span": 4, "sparsity__density": 0.3}, "multiples of 1/4"),
-        ({"sparsity__block": 1, "sparsity__budget": "compute"}, "legal with it: uniform"),
     ],
 )
 def test_masks_that_do_not_exist_are_refused(changes, words):

@@ -57,7 +57,7 @@ def _products(x, weight):
     if x.shape[0] == 1:
         # XLA fuses this into one loop; a batched dot starts one product per line.
         products = x.astype(wide)[..., None] * weight.astype(wide)
-        if dispatch.platform() == "gpu":
+        if dispatch.platform() == "gpu" and isinstance(products, jax.core.Tracer):
             # In a loop over tokens XLA else turns some products, and writes them for that.
             products = with_layout_constraint(products, Layout((0, 1, 2, 3)))
         return jnp.sum(products, axis=2)
