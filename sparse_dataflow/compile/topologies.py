@@ -37,9 +37,10 @@ SETTINGS = {
     "TPU_ACCELERATOR_TYPE": "v5p-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
 }
-"""Environment variables of libtpu on a machine without a TPU.  The accelerator type is arbitrary,
-because the topology names the chip."""
+"""Environment variables of libtpu on a machine without a TPU, and of JAX's plugin on one without a
+GPU.  The accelerator type is arbitrary, because the topology names the chip."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,9 +178,10 @@ def devices(topology: Topology) -> tuple[jax.Device, ...]:
 
 def gpu_devices(kind: str, nodes: int = 1, gpus: int = 1) -> tuple[jax.Device, ...]:
     """Returns the devices of nodes with GPUs of a kind in `gpu_targets.TARGETS`."""
-    description = topologies.get_topology_desc(
-        "", platform="cuda", target_config=TARGETS[kind].text(), topology=f"1x{nodes}x{gpus}"
-    )
+    with _settings():
+        description = topologies.get_topology_desc(
+            "", platform="cuda", target_config=TARGETS[kind].text(), topology=f"1x{nodes}x{gpus}"
+        )
     return tuple(description.devices)
 
 
@@ -193,7 +195,7 @@ def tpu_devices(name: str, slices: int = 1) -> tuple[jax.Device, ...]:
 
 @contextlib.contextmanager
 def _settings() -> Iterator[None]:
-    """Sets the environment variables of libtpu temporarily; those of the user stay."""
+    """Sets SETTINGS in the environment temporarily; those of the user stay."""
     missing = {name: value for name, value in SETTINGS.items() if name not in os.environ}
     os.environ.update(missing)
     try:
