@@ -166,6 +166,7 @@ def test_a_stopped_process_is_named_in_every_log_and_may_go_on(stopped):
         assert all(process.poll() is None for process in members.processes)
 
 
+@pytest.mark.slow
 def test_a_process_that_stays_silent_ends_all_with_the_status_to_start_again():
     with Members(heartbeat=0.3, lost_after=10) as members:
         members.processes[1].send_signal(signal.SIGSTOP)

@@ -62,6 +62,7 @@ def test_a_full_context_ends_only_its_row_with_drafts_too():
     assert expected[2][-1] is None
 
 
+@pytest.mark.slow
 def test_a_sampled_text_does_not_depend_on_other_texts_of_the_batch():
     weights, sampling = drawn_weights(DENSE, 0), Sampling(1.3, seed=(4, 5, 6))
     draft = lambda: Draft(SPARSE, drawn_weights(SPARSE, 1), 3)  # noqa: E731

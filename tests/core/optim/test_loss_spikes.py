@@ -149,7 +149,7 @@ def test_a_resumed_run_skips_and_rolls_back_as_an_undisturbed_one(tmp_path, whol
 
 PREEMPTED = [
     ([13, 1, 1, 1, 1, 1], False),
-    ([15, 1, 1, 1, 1], True),
+    pytest.param([15, 1, 1, 1, 1], True, marks=pytest.mark.slow),
     pytest.param([1] * 45, False, marks=pytest.mark.nightly),
     pytest.param([1] * 45, True, marks=pytest.mark.nightly),
     pytest.param([12, 3, 2, 1, 5], False, marks=pytest.mark.nightly),

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 import scipy.linalg
+from marks import some
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
@@ -262,7 +263,7 @@ def test_muon_momentum_follows_its_blocks():
     jax.tree.map(np.testing.assert_array_equal, trees(muon)[1], trees(adamw)[1])
 
 
-@pytest.mark.parametrize("training", [TRAINING, MUON], ids=["adamw", "muon"])
+@pytest.mark.parametrize("training", some({"adamw": TRAINING, "muon": MUON}, "muon"))
 def test_copies_of_a_shared_block_keep_the_loss_and_the_direction_of_the_moments(training):
     """The copies have the logits of the shared block, and without a gradient they move as it."""
     spec = LinearSpec("block_sparse", "monarch", density=0.25, block=8, rank=2)

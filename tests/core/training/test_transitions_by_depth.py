@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import some
 from test_transitions import assert_shaped_like, logits_of, trained_state, trees
 
 from sparse_dataflow.core.config.layer_groups import layer_groups, layer_linear
@@ -82,7 +83,7 @@ def state_of_layers(states, model):
     return states[0]._replace(params=params, moments=moments, rest=tables)
 
 
-@pytest.mark.parametrize("name", ["set", "rigl", *CHANGES])
+@pytest.mark.parametrize("name", some(["set", "rigl", *CHANGES], "rigl", "from_denser"))
 def test_every_layer_is_converted_as_among_equal_layers(name):
     before, after, change = transition(name, BY_DEPTH)
     initial, expected = [], []
