@@ -45,6 +45,8 @@ RUN = {
     "examples/own_training_loop.py": "tests/examples/test_examples.py::test_the_loop_of",
     "examples/compare_pruning.py": "tests/examples/test_compare_pruning.py::test_shapes_are",
     "examples/prune_a_llama.py": "tests/examples/test_prune_a_llama.py::test_a_llama_is",
+    "DIR/run_in_jax.py": "tests/interchange/test_program_form.py::test_a_python_without",
+    "DIR/run_in_torch.py": "tests/interchange/test_torch_reader.py::test_",
     "examples/sparsify_mlp.py": "tests/examples/test_examples.py::test_the_mlp_is_trained",
     "experiments.watch": "tests/commands/test_watch.py::test_the_experiment_serves",
     "mine.py": E + "test_small_studies.py::test_a_pattern_in_a_file_of_your_own",

@@ -88,7 +88,9 @@ def command_problem(command, comment):
     if words[:2] == ["python", "-m"] and words[2].startswith("experiments."):
         return experiment_problem(words[2], words[3:])
     if words[0] in ("python", "sh"):
-        if not (ROOT / words[1]).exists():
+        # What an export has beside its weights is called DIR/NAME.
+        file = words[1].replace("DIR/", "sparse_dataflow/interchange/serving/")
+        if not (ROOT / file).exists():
             return f"no such file: {words[1]}"
         if words[1] == "launch/local.py":
             rest = words[words.index("-m") :]

@@ -121,7 +121,7 @@ def test_a_shape_is_priced_and_trained_as_it_was_given(density):
         (("--shape=layers=3",), "layers=3 is no FIELD=VALUE; did you mean num_layers?"),
         (("--shape=qqq=3",), "qqq=3 is no FIELD=VALUE; gpt13b_sparse --help=all lists them"),
         (("--shape=num_layers",), "num_layers is no FIELD=VALUE"),
-        (("--shape=experts=4",), "experts is fields by --experts"),
+        (("--shape=experts=4",), "experts is given by --experts"),
         (("--shape=d_model=x",), "d_model=x is not a whole number"),
         (("--shape=num_heads=7",), "5120 is not divisible by num_heads 7"),
     ],
