@@ -121,7 +121,7 @@ def paired_difference(
       second: float [items], values of the second model on the same items.
       documents: document of each item.
       bounded: whether values lie between 0 and 1, so that a document that differs changes the mean
-        by at most its share.
+        by at most its share, and the interval ends at -1 and 1.
     """
     result = clustered_mean(np.asarray(first) - np.asarray(second), documents)
     if result.error is None:
@@ -136,4 +136,7 @@ def paired_difference(
     p = None
     if result.error:
         p = float(2 * stats.t.sf(abs(result.mean) / result.error, degrees))
-    return PairedDifference(result.mean, result.mean - margin, result.mean + margin, p)
+    low, high = result.mean - margin, result.mean + margin
+    if bounded:
+        low, high = max(low, -1.0), min(high, 1.0)
+    return PairedDifference(result.mean, low, high, p)

@@ -120,6 +120,7 @@ def test_a_shape_is_priced_and_trained_as_it_was_given(density):
         (("--chips=0",), "--chips=0 is not legal"),
         (("--shape=layers=3",), "layers=3 is no FIELD=VALUE; did you mean num_layers?"),
         (("--shape=qqq=3",), "qqq=3 is no FIELD=VALUE; gpt13b_sparse --help=all lists them"),
+        (("--shape=d_ff=64,d_ff=32",), "gives d_ff twice"),
         (("--shape=num_layers",), "num_layers is no FIELD=VALUE"),
         (("--shape=experts=4",), "experts is given by --experts"),
         (("--shape=d_model=x",), "d_model=x is not a whole number"),

@@ -23,7 +23,7 @@ from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.interchange.serving import program_form
+from sparse_dataflow.interchange.serving import program_form, run_in_jax
 
 PICO = sd.preset("pico").change(sparsity__block=16)
 
@@ -69,6 +69,48 @@ def test_masked_weights_are_those_under_the_mask(name, tmp_path):
     assert written == greedy(lambda ids: np.asarray(sd.logits(model, ids)), prompt, 4)
 
 
+def test_masks_of_rows_are_whole_matrices_in_a_program(tmp_path):
+    """Also where this machine would decode by the rows."""
+    config = PICO.change(sparsity__pattern="masked", sparsity__density=0.5, sparsity__block=1)
+    model = sd.init(config.change(sparsity__block_outputs=16), jax.random.key(0))
+    served = program(sd.save(model, tmp_path / "model", form="program"))
+    [ours] = sd.generate(model, [[5, 8, 300]], max_new_tokens=6)
+    assert served.generate([[5, 8, 300]], 6)[0].tolist() == ours.tokens
+
+
+def test_both_readers_take_the_same_arguments():
+    folder = Path(program_form.__file__).parent
+    texts = [(folder / f"{name}.py").read_text() for name in ("run_in_jax", "run_in_torch")]
+    first, second = (re.search(r"^def arguments.*?(?=^def )", t, re.M | re.S)[0] for t in texts)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ids", "2 512"], "--ids takes numbers from 0 to 511"),
+        (["--ids", "2 x"], "--ids takes numbers from 0 to 511"),
+        (["--ids", " "], "a prompt of 0 tokens and 20 new ones; legal: 1 or more of each, and 64"),
+        (["--ids", "1 " * 64], "a prompt of 64 tokens"),
+        (["--ids", "7", "0"], "a prompt of 1 tokens and 0 new ones"),
+        (["--ids", "7", "b"], "invalid int value: 'b'"),
+        ([], "the following arguments are required: prompt"),
+    ],
+)
+def test_what_a_reader_cannot_continue_is_named(monkeypatch, capsys, arguments, said):
+    monkeypatch.setattr(sys, "argv", ["run_in_jax.py", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        run_in_jax.arguments(512, 64)
+    assert said in capsys.readouterr().err
+
+
+def test_a_text_fills_the_context_at_most(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["run_in_jax.py", "5 6 7", "90", "--ids"])
+    given, tokenizer = run_in_jax.arguments(512, 64)
+    assert (given.tokens, given.count, tokenizer) == ([5, 6, 7], 61, None)
+    assert "context of 64 tokens will be full" in capsys.readouterr().err
+
+
 def test_low_rank_weights_have_programs(tmp_path):
     config = READABLE["dense"].with_linears(LinearSpec("low_rank", density=0.5))
     params, tables = export(tmp_path / "model", "program", config)
@@ -101,7 +143,9 @@ def test_readers_import_nothing_of_this_package(name):
     imports |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
     own = {"run_in_jax": {"jax", "jax.numpy", "numpy"}}
     torch_modules = {"torch", "torch.nn", "safetensors.torch"}
-    assert imports == {"json", "sys", "pathlib", "tokenizers"} | own.get(name, torch_modules)
+    assert imports == {"argparse", "json", "sys", "pathlib", "tokenizers"} | own.get(
+        name, torch_modules
+    )
 
 
 def test_temperature_draws_by_the_softmax(tmp_path):

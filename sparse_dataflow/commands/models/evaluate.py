@@ -163,13 +163,13 @@ def _models(options, others: Sequence[tuple[str, str]]) -> dict[str, Model]:
         variant = variant or ("dense" if "dense" in has else has[0])
         model = load(place, variant, checkpoint if _record(place) else NEWEST)
         _refuse_unlike(folder, place, models.values(), model)
-        models[_name(models, variant, model.folder)] = model
+        models[_name(models, variant, model.folder, model.folder == first.folder)] = model
     return models
 
 
-def _name(models, variant, folder):
-    """A name that no model of the table has yet."""
-    names = [variant, f"{variant} of {folder.name}", f"{variant} of {folder}"]
+def _name(models, variant, folder, is_own):
+    """A name that no model of the table has yet; one of another folder says which."""
+    names = [variant] * is_own + [f"{variant} of {folder.name}", f"{variant} of {folder}"]
     return next((name for name in names if name not in models), f"{names[-1]}, {len(models) + 1}")
 
 

@@ -86,6 +86,8 @@ def shape_changes(shape: str, others: frozenset[str] = frozenset()) -> dict[str,
     changes = {}
     for member in filter(None, shape.split(",")):
         name, equals, text = (part.strip() for part in member.partition("="))
+        if f"model.{name}" in changes:
+            raise UserError(f"--shape={shape} gives {name} twice; leave one out.")
         if name in others:
             raise UserError(f"--shape={shape}: {name} is given by --{name}.")
         if name not in legal or not equals:

@@ -32,7 +32,7 @@ _ADJECTIVES = "big small old new good bad long short red white different importa
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _FILLERS = "a b c x y z i n 0 1 2".split()
 _LARGEST_NUMBER = 30
-_WORDS = 4, 10
+_WORDS = 5, 10
 """Fewest and most words that `copying` repeats."""
 
 

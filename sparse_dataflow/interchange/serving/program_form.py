@@ -29,7 +29,7 @@ from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.block_sparse_matmul.xla_few_rows import FEW_ROWS
 from sparse_dataflow.core.weights.kind import Weight
-from sparse_dataflow.evaluation import kv_cache
+from sparse_dataflow.evaluation import decoded_form, kv_cache
 from sparse_dataflow.files import extras
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import tensors
@@ -63,7 +63,7 @@ def write(
     tensors.as_dtype({}, dtype)  # Raises UserError for another name.
     model = dataclasses.replace(model, compute_dtype=dtype)
     with dispatch.tracing_for("cpu"):
-        prepared = _without_masks(kv_cache.prepare(model, weights))
+        prepared = _without_masks(kv_cache.prepare(model, weights, decoded_form.DENSE))
         programs = _programs(model, prepared, _longest(model, context))
     for name, program in programs.items():
         (folder / name).write_bytes(program.serialize())

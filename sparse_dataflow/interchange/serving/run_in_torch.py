@@ -1,10 +1,12 @@
 """Runs the model of this folder in PyTorch, by products of the stored blocks alone.
 
     python run_in_torch.py "Once upon a time" 20
+    python run_in_torch.py --ids "12 7 9" 20        needs no tokenizers
 
-Needs torch and safetensors.  Text needs the package tokenizers; token ids, "12 7 9", do not.
+Needs torch and safetensors.
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -188,21 +190,46 @@ def rotated(layer, x):
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], 3)
 
 
-def main(prompt, count="20"):
-    """Prints the continuation of a text, or of token ids."""
-    folder = Path(__file__).parent
-    model = Model(folder)
-    if all(word.isdecimal() for word in prompt.split()):
-        ids = torch.tensor([list(map(int, prompt.split()))])
-        print(*model.generate(ids, int(count))[0].tolist())
-    else:
+def arguments(vocabulary, most):
+    """Returns the arguments, with the `tokens` of the prompt, and the tokenizer, None for ids."""
+    layout = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser.add_argument("prompt", help="a text, or ids with --ids")
+    parser.add_argument("count", nargs="?", type=int, default=20, help="new tokens; 20 if left out")
+    parser.add_argument("--ids", action="store_true", help="the prompt is token ids: '12 7 9'")
+    given, tokenizer = parser.parse_args(), None
+    words = given.prompt.split()
+    if not given.ids:
         from tokenizers import Tokenizer
 
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        ids = torch.tensor([tokenizer.encode(prompt).ids])
-        ids = model.generate(ids, int(count))[0].tolist()
-        print(prompt + tokenizer.decode(ids[: ids.index(model.end)] if model.end in ids else ids))
+        tokenizer = Tokenizer.from_file(str(Path(__file__).with_name("tokenizer.json")))
+        words = tokenizer.encode(given.prompt).ids
+    elif not all(word.isdecimal() and int(word) < vocabulary for word in words):
+        parser.error(f"--ids takes numbers from 0 to {vocabulary - 1}")
+    if given.count < 1 or not 0 < len(words) < most:
+        parser.error(
+            f"a prompt of {len(words)} tokens and {given.count} new ones; legal: 1 or more of "
+            f"each, and {most} in all"
+        )
+    if given.count > most - len(words):
+        print(f"(The context of {most} tokens will be full.)", file=sys.stderr)
+    given.tokens, given.count = list(map(int, words)), min(given.count, most - len(words))
+    return given, tokenizer
+
+
+def main():
+    """Prints the continuation of a text, or of token ids."""
+    folder = Path(__file__).parent
+    fields = json.loads((folder / "config.json").read_text())
+    given, tokenizer = arguments(fields["model"]["vocab_size"], fields["context"])
+    model = Model(folder)
+    ids = model.generate(torch.tensor([given.tokens]), given.count)[0].tolist()
+    if tokenizer is None:
+        print(*ids)
+    else:
+        text = ids[: ids.index(model.end)] if model.end in ids else ids
+        print(given.prompt + tokenizer.decode(text))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
