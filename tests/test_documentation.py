@@ -236,7 +236,8 @@ def test_every_link_resolves(page):
 
 
 def legal_flags():
-    """Returns the names of all flags: shared ones, those of experiments and of launchers."""
+    """Returns the names of all flags: shared ones, those of experiments, of launchers and of the
+    readers that are written beside an export."""
     names = {*NAMED, "set", "help", "flagfile"}
     for path in (ROOT / "experiments").glob("[a-z]*.py"):
         if "__main__" not in path.read_text(encoding="utf-8"):
@@ -246,7 +247,8 @@ def legal_flags():
             names |= set(re.findall(r"Flag\(\s*\"(\w+)\"", path.read_text(encoding="utf-8")))
         elif options := getattr(module, "Options", None):
             names |= {s.name for s in settings.settings(options)}
-    for path in (ROOT / "launch").rglob("*"):
+    readers = (ROOT / "sparse_dataflow/interchange/serving").glob("run_in_*.py")
+    for path in [*(ROOT / "launch").rglob("*"), *readers]:
         if path.is_file() and path.suffix != ".pyc":
             names |= set(re.findall(r"--([a-z][\w-]*)", path.read_text(encoding="utf-8")))
     return names
