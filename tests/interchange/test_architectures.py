@@ -443,7 +443,7 @@ def test_an_import_is_exported_to_the_same_tensors(tmp_path, name):
 @pytest.mark.parametrize(
     ("config", "expected"),
     some(
-        OWN, "block-sparse", "some biases", "mixtral of stored blocks",
+        OWN, "some biases", "mixtral of stored blocks",
     ),
 )  # fmt: skip
 def test_the_dense_form_of_our_own_models_keeps_their_logits(tmp_path, config, expected):

@@ -33,7 +33,7 @@ MODELS = {
 
 @pytest.mark.parametrize(
     "name",
-    some([*MODELS], "phi", "each kind", "gated experts of blocks"),
+    some([*MODELS], "each kind", "gated experts of blocks"),
 )
 def test_a_layer_begins_as_the_identity_and_all_of_it_learns(name):
     config = dataclasses.replace(MODELS[name], num_layers=1)

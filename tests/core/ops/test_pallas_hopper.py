@@ -65,6 +65,7 @@ def small_tiles(block, cluster=1, splits=1, lines=1, feature_rows=False):
     )
 
 
+@pytest.mark.slow
 @needs_mosaic
 def test_any_layout_runs_fused_in_one_program():
     """Irregular layouts with empty lines, and tokens that are not a multiple of a tile."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import some
 
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.optim import factories
@@ -65,7 +66,9 @@ def test_axes_that_no_moment_has(side):
     assert names("factories_of_users:flat_state", (side, side)) == (("unknown",),)
 
 
-@pytest.mark.parametrize("optimizer", ["adafactor", "optax:sm3", "optax:novograd", "lion"])
+@pytest.mark.parametrize(
+    "optimizer", some(["adafactor", "optax:sm3", "optax:novograd", "lion"], "adafactor", "lion")
+)
 def test_a_named_axis_moves_with_the_axis_of_the_weight(optimizer):
     training = TrainingConfig(steps=1, optimizer=optimizer)
     rng = np.random.default_rng(0)

@@ -126,9 +126,7 @@ def test_layouts_change_and_keep_their_fan_in(tmp_path, method):
         # Other cases of this list cover these mostly.
         pytest.param(name, marks=pytest.mark.nightly)
         if name in ("rigl", "mlp_dense_first", "dense_by_depth", "gradual_by_depth")
-        else pytest.param(
-            name, marks=() if name in ("gradual", "rigl_by_depth") else pytest.mark.slow
-        )
+        else pytest.param(name, marks=() if name == "gradual" else pytest.mark.slow)
         for name in EVOLUTIONS
     ],
 )
