@@ -2,8 +2,8 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.step_metrics import StepReport
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.files import output
 from sparse_dataflow.hardware import chips
@@ -27,14 +28,14 @@ from sparse_dataflow.relay.relay import Relay, RelayConfig
 from sparse_dataflow.runs.run_config import SIZES
 from sparse_dataflow.runs.variants import variant
 
-from . import benchmark, steps
+from . import benchmark, paired, steps
 
 NOT_MEASURED = "does not fit"
 BERT_LARGE: dict[str, Any] = {"num_layers": 24, "d_model": 1024, "num_heads": 16, "d_ff": 4096}
 BERT_VOCABULARY, BERT_SEQUENCE = 30522, 512
 BERT_COLUMNS = (
     "executor", "stash", "batch", "device_bytes", "planned_device_bytes", "step_seconds",
-    "tokens_per_second", "hidden_transfer",
+    "tokens_per_second", "over_whole", "hidden_transfer",
 )  # fmt: skip
 DEPTH_COLUMNS = (
     "layers", "compile_seconds", "device_bytes", "planned_device_bytes", "step_seconds",
@@ -91,10 +92,13 @@ def bert_large(request: Request, options) -> None:
         )
         for stash in ("device", "host"):
             config = RelayConfig(stash, options.clipping)
-            row = _relayed(model, how, config, chip, options.steps)
-            rows.append(row | {"stash": stash})
-        rows.append(_whole(model, how, chip, options.steps) | {"batch": batch})
-        print(_table(rows[-3:], BERT_COLUMNS), flush=True)
+            relay, whole = _relay(model, how, config, chip), _whole(model, how, chip)
+            contenders = [relay, whole] if isinstance(whole, Contender) else [relay]
+            rows += _in_turns(model, how, chip, contenders, options.steps)
+            if len(contenders) == 1:
+                rows.append(whole)
+            del relay, whole, contenders
+        print(_table(rows[-4:], BERT_COLUMNS), flush=True)
     measurement.keep(options.keep, f"relay_bert_large_{chip.name}", chip.name, [{"rows": rows}])
 
 
@@ -163,12 +167,25 @@ def _model_of(request: Request) -> tuple[ModelConfig, TrainingConfig, Chip]:
     return first.model, first.training, chip
 
 
-def _relayed(model, training, config: RelayConfig, chip: Chip, count: int) -> dict:
-    """One row: the relay's plan, and the measurements of `count` steps after one untimed step.
+class Contender(NamedTuple):
+    """A compiled training step, and what is known of it.
 
-    Device memory is the runtime's own peak where it reports one, else the most bytes of arrays that
-    were alive on the device when a program was started, with that program's results and
-    temporaries.
+    Attributes:
+      step: trains one step.
+      planned: fields of its row that are known before it runs.
+      measured: returns the fields that are known after it ran.
+    """
+
+    step: Callable[[], StepReport]
+    planned: dict[str, Any]
+    measured: Callable[[], dict[str, Any]]
+
+
+def _relay(model, training, config: RelayConfig, chip: Chip) -> Contender:
+    """Compiles the relay.
+
+    Device memory is the most bytes of arrays that were alive on the device when a program was
+    started, with that program's results and temporaries.
 
     Raises:
       UserError: host memory is too small.
@@ -180,72 +197,95 @@ def _relayed(model, training, config: RelayConfig, chip: Chip, count: int) -> di
     compiled = time.perf_counter() - start
     state, tokens = fresh_state(model, training), steps.random_tokens(model, training)
     state = state._replace(rest=stacks.with_groups(state.rest))
-    before = most = _live_bytes()
+    most = 0
     working = {
         name: max(_working_bytes(getattr(group, name)) for group in run.programs)
         for name in run.programs[0]._fields
     }
 
-    def observe(program):
-        nonlocal most
-        most = max(most, _live_bytes() + working[program])
-
-    run.observe = observe
-
     def step():
         nonlocal state
+        before = _live_bytes()
+
+        def observe(program):
+            nonlocal most
+            most = max(most, _live_bytes() - before + working[program])
+
+        run.observe = observe
         state, report = run.train_step(state, tokens, steps.LEARNING_RATE)
         return report
 
-    measured = _measured(model, training, chip, step, count)
-    spans = run.timeline.spans
-    return {
+    def measured():
+        spans = run.timeline.spans
+        return {
+            "device_bytes": most,
+            "hidden_transfer": timeline.hidden_share(spans),
+            "hidden_updates": timeline.hidden_share(spans, ("update",)),
+            **{f"{kind}_seconds": timeline.seconds(spans, kind) for kind in timeline.KINDS},
+        }
+
+    planned = {
         "executor": "relay",
-        **measured,
+        "stash": config.stash,
         "compile_seconds": compiled,
-        "device_bytes": _peak_bytes() or most - before,
         "planned_device_bytes": plan.device_total,
         "planned_host_bytes": plan.host_total,
-        "hidden_transfer": timeline.hidden_share(spans),
-        "hidden_updates": timeline.hidden_share(spans, ("update",)),
-        **{f"{kind}_seconds": timeline.seconds(spans, kind) for kind in timeline.KINDS},
     }
+    return Contender(step, planned, measured)
 
 
-def _whole(model, training, chip: Chip, count: int) -> dict:
-    """The same of the whole executor; its time is NOT_MEASURED where the device is too small."""
+def _relayed(model, training, config: RelayConfig, chip: Chip, count: int) -> dict:
+    """One row of the relay alone; its device memory is the runtime's own peak if it reports one."""
+    (row,) = _in_turns(model, training, chip, [_relay(model, training, config, chip)], count)
+    return row | {"device_bytes": _peak_bytes() or row["device_bytes"]}
+
+
+def _whole(model, training, chip: Chip) -> Contender | dict:
+    """Compiles the whole executor; a row that says NOT_MEASURED where the device is too small."""
     plan = plan_memory.training_bytes(model, training).total
     row = {"executor": "whole", "planned_device_bytes": plan}
     if chip.memory_bytes is not None and plan > chip.memory_bytes * memory.USABLE:
-        return row | {"step_seconds": NOT_MEASURED}
+        return row | {"step_seconds": NOT_MEASURED, "batch": training.batch}
     step = steps.compiled_step(model, training, steps.random_tokens(model, training))
-    return {
-        **row,
-        **_measured(model, training, chip, step.run, count),
-        "compile_seconds": step.compile_seconds,
-        "device_bytes": _peak_bytes() or step.step_bytes,
-    }
+    row["compile_seconds"] = step.compile_seconds
+    return Contender(step.run, row, lambda: {"device_bytes": step.step_bytes})
 
 
-def _measured(model, training, chip: Chip, step: Callable, count: int) -> dict:
-    """Speed and losses of `count` steps after one untimed step."""
-    losses, seconds = [float(step().loss)], []
+def _in_turns(
+    model, training, chip: Chip, contenders: Sequence[Contender], count: int
+) -> list[dict]:
+    """Returns a row for each contender, after one untimed step each.
+
+    They step in turns, so that all see the same load of the machine. Rows but the last have the
+    ratio of their seconds to those of the last, by rounds.
+    """
+    losses: list[list[float]] = [[float(each.step().loss)] for each in contenders]
+    seconds: list[list[float]] = [[] for _ in contenders]
     for _ in range(count):
-        start = time.perf_counter()
-        losses.append(float(step().loss))
-        seconds.append(time.perf_counter() - start)
-    speed = training.batch * training.sequence / float(np.median(seconds))
+        for number, each in enumerate(contenders):
+            start = time.perf_counter()
+            losses[number].append(float(each.step().loss))
+            seconds[number].append(time.perf_counter() - start)
     flops = cost.flops_per_token(model, training.sequence).total
-    return {
-        "layers": model.num_layers,
-        "batch": training.batch,
-        "stored_parameters": cost.parameter_count(model),
-        "step_seconds": float(np.median(seconds)),
-        "tokens_per_second": speed,
-        "model_tflops": flops * speed / 1e12,
-        "mfu": cost.mfu(flops, speed, chip, model.compute_dtype, devices=1),
-        "losses": losses,
-    }
+    rows = []
+    for number, each in enumerate(contenders):
+        median = float(np.median(seconds[number]))
+        speed = training.batch * training.sequence / median
+        row = each.planned | {
+            "layers": model.num_layers,
+            "batch": training.batch,
+            "stored_parameters": cost.parameter_count(model),
+            "step_seconds": median,
+            "tokens_per_second": speed,
+            "model_tflops": flops * speed / 1e12,
+            "mfu": cost.mfu(flops, speed, chip, model.compute_dtype, devices=1),
+            "losses": losses[number],
+        }
+        if number + 1 < len(contenders):
+            name = f"over_{contenders[-1].planned['executor']}"
+            row |= paired.paired_ratio(np.array(seconds[number]), np.array(seconds[-1]), name)
+        rows.append(row | each.measured())
+    return rows
 
 
 def _table(rows: list[dict], columns: tuple[str, ...]) -> str:

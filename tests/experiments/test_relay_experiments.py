@@ -27,8 +27,10 @@ def test_bert_large_compares_both_executors(job, tmp_path):
     arguments = ("--scale=pico", "--steps=1", "--batches=4", "--device_batch=2")
     done = job.run(*arguments, f"--keep={tmp_path}", experiment="relay_bert_large")
     assert done.returncode == 0, done.stderr
-    device, host, whole = result(tmp_path)["rows"]
-    assert [row["executor"] for row in (device, host, whole)] == ["relay", "relay", "whole"]
+    device, whole, host, again = result(tmp_path)["rows"]
+    assert [row["executor"] for row in (device, whole, host)] == ["relay", "whole", "relay"]
+    assert again["losses"] == whole["losses"]
+    assert device["over_whole"] == pytest.approx(device["step_seconds"] / whole["step_seconds"])
     assert device["losses"] == pytest.approx(whole["losses"], rel=1e-5)
     assert host["losses"] == device["losses"]
 
