@@ -81,7 +81,7 @@ from typing import Any
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.training.cost import flops_per_token
-from sparse_dataflow.hardware.chips import CHIPS, GIGA, TERA, Chip
+from sparse_dataflow.hardware.chips import CHIPS, GIGA, KNOWN, TERA, Chip
 from sparse_dataflow.planner import efficiency
 from sparse_dataflow.planner.efficiency import Efficiency
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
@@ -198,14 +198,23 @@ class Row:
         return float(self.counted_flops / (self.plan.chips * rate))
 
 
+FLASH_2_ON_HOPPER = efficiency.EFFICIENCIES["hopper/eager"].attention
+"""Rate of FlashAttention 2 on H100: llm-foundry's, the only fitted one of long sequences."""
+
+
 def with_kernel(row: Row, efficiency: Efficiency) -> Efficiency:
     """Returns the constants of a run: FlashAttention 1 has half the rate of the second version.
 
-    arXiv 2307.08691, abstract: "around 2x speedup compared to FlashAttention".
+    arXiv 2307.08691, abstract: "around 2x speedup compared to FlashAttention".  The second version
+    has no kernel for Hopper (arXiv 2407.08608: 35% of an H100); its rate there is that of fitted
+    runs to 65,536 tokens.
     """
-    if row.attention != "flash 1":
-        return efficiency
-    return dataclasses.replace(efficiency, attention=efficiency.attention / 2)
+    if row.attention == "flash 1":
+        return dataclasses.replace(efficiency, attention=efficiency.attention / 2)
+    if row.attention == "flash 2" and row.chip.family.startswith("hopper"):
+        rate = min(efficiency.attention, FLASH_2_ON_HOPPER)
+        return dataclasses.replace(efficiency, attention=rate)
+    return efficiency
 
 
 def rows(source: str) -> list[Row]:
@@ -263,9 +272,15 @@ def _scaling(fields):
     )
 
 
+def _number(fields, name, default):
+    """Returns a column that may be absent or empty, with the type of its default."""
+    return type(default)(fields.get(name) or default)
+
+
 def _row(fields):
     counts: dict[str, Any] = {name: int(fields[name]) for name in _COUNTS}
     micro_batch: Any = float(fields["micro_batch"])
+    stack = "xla" if fields["chip"].startswith("tpu") else fields.get("stack", "megatron")
     plan = ParallelPlan(
         **counts,
         micro_batch=int(micro_batch) if micro_batch.is_integer() else micro_batch,
@@ -275,6 +290,15 @@ def _row(fields):
         sequence_parallel=fields["sequence_parallel"] == "1",
         fused_norms=fields.get("fused_norms", "1") == "1",
         fused_attention=fields["fused_attention"] == "1",
+        context=_number(fields, "context", 1),
+        key_exchange=fields.get("key_exchange") or "own",
+        experts=fields.get("exchange") or "gather",
+        expert=_number(fields, "expert", 0) or None,
+        cast_bytes=_number(fields, "cast_bytes", 0),
+        # Transformer Engine rounds the inputs of column-parallel products before it gathers them.
+        narrow_gathers=bool(fields.get("cast_bytes")) and stack == "megatron",
+        # Software of published runs caches the rounded weights of a step.
+        weight_casts=counts["accumulation"],
     )
     layers, d_model, heads, d_ff, vocab, sequence = (
         int(fields[n]) for n in ("layers", "d_model", "heads", "d_ff", "vocab", "sequence")
@@ -283,15 +307,19 @@ def _row(fields):
         *(layers, d_model, heads, d_ff, vocab, sequence),
         compute_dtype="bfloat16",
         num_kv_heads=int(fields.get("kv_heads", heads)),
+        head_dim=_number(fields, "head_dim", 0),
+        experts=_number(fields, "experts", 0),
+        top_k=_number(fields, "top_k", 1),
+        expert_capacity=_number(fields, "capacity", 0.0),
+        precision=fields.get("precision") or "compute_dtype",
         **FAMILIES[fields.get("family", "gpt3")],
     )
-    chip = CHIPS[fields["chip"]]
+    chip = KNOWN[fields["chip"]]
     links = {"slow": fields.get("slow_gb_s"), "pair": fields.get("pair_gb_s")}
     rates: dict[str, Any] = {name: float(rate) * GIGA for name, rate in links.items() if rate}
     if rates:
         assert chip.network is not None
         chip = dataclasses.replace(chip, network=dataclasses.replace(chip.network, **rates))
-    stack = "xla" if fields["chip"].startswith("tpu") else fields.get("stack", "megatron")
     return Row(
         fields["name"],
         config,
