@@ -191,15 +191,18 @@ LAUNCH_SECONDS = 0.9e-6
 with CUDA Graphs)."""
 
 
-def for_family(family: str) -> Efficiency:
+def for_family(family: str, one_program: bool = True) -> Efficiency:
     """Returns the constants that predict this project; the prior for an unknown family.
 
     XLA's fitted runs on GPUs are on several chips, and `pass_seconds` has what their passes lose by
     waiting for the collectives of each block.  On one chip a pass loses the launches of its
-    kernels.
+    kernels, if the step is one program.
+
+    Args:
+      one_program: whether the host starts a step once, and not every block and micro-batch.
     """
     constants = EFFICIENCIES.get(own_key(family), PRIOR)
-    if own_key(family) == family:
+    if own_key(family) == family or not one_program:
         return constants
     return dataclasses.replace(constants, launch_seconds=PASS_KERNELS * LAUNCH_SECONDS)
 

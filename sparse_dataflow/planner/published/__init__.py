@@ -7,6 +7,10 @@
 - 3: chosen and entered before any prediction of them, after the first two fits.
 - confirm 1: chosen and entered after all of these and before any prediction of them.
 - confirm 2 and 3: entered in the same way after the one before.
+- terms: in no fit, but terms of the model were chosen with a look at them.
+- confirm 4: entered in its own commit with the runs of "terms", in no fit.  Its predictions were
+  printed beside theirs while these terms were written.
+- confirm 5: entered after these terms were committed and before any prediction of them.
 
 Columns: the model, its plan as in `parallel_plan.ParallelPlan` (island: chips joined by fast links,
 a node or a slice), the figure and its unit, and their status:
@@ -25,16 +29,23 @@ a node or a slice), the figure and its unit, and their status:
 - `weights`: dtype of the master weights, gradients and moments where it is not float32.
 - `schedule`: key of `parallel_plan.BUBBLES`; "interleaved" or "1f1b" by the chunks where it is
   empty.
-- `attention`: "flash 1" where attention is FlashAttention 1.
+- `attention`: "flash 1" where attention is FlashAttention 1; "flash 2" where it is the second on
+  Hopper, and the software's constant is not of it.
 - `fused_norms`: 0 where norms are not one kernel.
 - `slow_gb_s`, `pair_gb_s`: GB/s of a chip to other islands and between two chips of an island,
   where they are not those of the chip's row in `hardware.chips`.
+- `precision`: "fp8" for products of 8 bits.  `cast_bytes`: bytes that rounding an element of their
+  operands moves: reads it in 16 bits and writes it twice in 8, because Hopper multiplies rows only
+  (docs of Transformer Engine, "Handling transposes"); scales of the current step read it once more.
+- `context`: chips that share a sequence; `key_exchange`: one of `parallel_plan.KEY_EXCHANGES`.
+- `experts`, `top_k`, `capacity`, `head_dim`: as in `ModelConfig`.  `exchange`: one of
+  `parallel_plan.PUBLISHED_EXPERTS`; `expert`: chips that share the experts of a layer.
 - `split`: in the files of sample 1, of every four rows in the order of the source, the first and
   last are "fit", the others "test".  Rows of another source in the same file, and all scaling rows,
   are "test".  On MI250X only the 175B is "fit".  In the files of sample 2, the first of every two
   rows is "fit", the second "test".  In those of sample 3, the half of a source whose names have the
-  smaller SHA-256 is "fit", the other half "test".  Rows of CONFIRMATIONS are "confirm": no fit and
-  no choice of terms has seen them.
+  smaller SHA-256 is "fit", the other half "test".  Rows of CONFIRMATIONS are "confirm": no fit has
+  seen them, nor any choice of terms but that of confirm 4.
 
 Protocol: constants and error bands are fitted to "fit" rows only.  The terms of the cost model that
 were there with the first seven files were chosen with all of their rows known.  The other files of
@@ -70,8 +81,13 @@ Whether the software overlaps sums of gradients was tried as one more field, by 
 every source.  The residuals of "fit" rows did not become smaller, so it is not there.  It was
 decided before the look at the third of CONFIRMATIONS.
 
-Context parallelism is described as replicas with a part of a sequence: its exchange of keys is not
-priced.
+In samples 1 to 3 and in confirm 1 to 3 two chips that share a sequence are described as replicas
+with a half of it: nothing waits for their ring of keys, which is in one node.  Llama 3 at 131,072
+tokens has its axis "context", since after its error was published.
+
+Terms that "terms" gave, none with a fitted constant: casts of operands that do not overlap with
+products; `half_width` in proportion to the rate, because what a product loses at its edges is not
+faster in 8 bits; gathers of 8 bits; rings of keys; routed rows without buffers on their own axis.
 """
 
 import csv
@@ -98,9 +114,12 @@ def _files(sample: str) -> tuple[str, ...]:
 
 
 SOURCES = (*_files("1"), *_files("2"), *_files("3"))
-CONFIRMATIONS = tuple(map(_files, ("confirm 1", "confirm 2", "confirm 3")))
-"""Files of rows that no fit and no choice of terms has seen, by sample.  The first and third are
-almost all on A100, the second mostly on H100; the fit knows the software of all but nanotron."""
+DIAGNOSED = _files("terms")
+"""Files of rows in no fit, by which terms of the model were chosen."""
+CONFIRMATIONS = tuple(_files(f"confirm {number}") for number in range(1, 6))
+"""Files of rows that no fit has seen, by sample.  The first and third are almost all on A100, the
+others mostly on H100; the fit knows the software of all but nanotron.  The last two have 8-bit
+products, long sequences and experts, which no fitted row has."""
 _COUNTS = (
     *("data", "stage", "fsdp", "tensor", "island", "chunks", "zero"),
     *("accumulation", "gradient_bytes"),
@@ -144,13 +163,13 @@ class Row:
         "tflops_6n" (6 per parameter).
       number: "verified" or "recalled".
       plan_status: "verified", "recalled" or "assumed".
-      split: "fit", "test" or "confirm".
+      split: "fit", "test", "terms" or "confirm".
       stack: software that ran it; one of efficiency.STACKS.
       assumed: fields that the source does not name.
       offload: "inputs" and "saved"; see the module.
       weights: dtype of the state.
       source: who measured it.
-      attention: "flash 1" for FlashAttention 1.
+      attention: "flash 1" for FlashAttention 1, "flash 2" for its second version on Hopper.
     """
 
     name: str
