@@ -84,7 +84,9 @@ def _state_bytes(row: Row) -> float:
         if row.stack == "xla":
             return _STATE_BYTES[row.weights] * weights / int(plan.state_shards) + gathered
         gathered += (2 + plan.gradient_bytes) * layer + (2 if plan.zero == 2 else 4) * embeddings
-        return (8 if row.weights == "bfloat16" else 16) * weights / int(plan.state_shards) + gathered
+        return (8 if row.weights == "bfloat16" else 16) * weights / int(
+            plan.state_shards
+        ) + gathered
     shards = int(plan.state_shards) if plan.zero else 1
     gradient = plan.gradient_bytes / (shards if plan.zero == 2 else 1)
     away = float(stage_experts(config, plan)) * (1 - 1 / int(plan.expert_chips)) * plan.exchanges
