@@ -187,8 +187,8 @@ passes each, optimizer and head apart (`experiments/results/account/13b_dense_h2
 """
 
 LAUNCH_SECONDS = 0.9e-6
-"""Seconds between two kernels of a stream: 3.8 us for each kernel of 2.9 us (NVIDIA, Getting Started
-with CUDA Graphs)."""
+"""Seconds between two kernels of a stream: 3.8 us for each kernel of 2.9 us (NVIDIA, Getting
+Started with CUDA Graphs)."""
 
 
 def for_family(family: str, one_program: bool = True) -> Efficiency:

@@ -44,8 +44,8 @@ from sparse_dataflow.planner.parallel_plan import (
 def computed_rows(config: ModelConfig, tokens, plan: ParallelPlan):
     """Returns the rows that a chip multiplies in experts, and the experts whose weights it reads.
 
-    Where tokens travel, the padding of the buffer counts: a CPU alone skips it.  Without buffers the
-    routed rows count, with equal loads.
+    Where tokens travel, the padding of the buffer counts: a CPU alone skips it.  Without buffers
+    the routed rows count, with equal loads.
 
     Args:
       config: a model with experts.

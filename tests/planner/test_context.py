@@ -62,22 +62,22 @@ def test_a_ring_waits_for_what_attention_does_not_hide(context, attention):
     plan = ParallelPlan(context=context, key_exchange="ring")
     size = tokens * 2 * 8 * 128 * 2
     rate = 300e9 if context <= 8 else 25e9
-    part = attention / context
-    wait = max(size / rate - part, 0) + max(2 * size / rate - 2.5 * part, 0)
+    share = attention / context
+    wait = max(size / rate - share, 0) + max(2 * size / rate - 2.5 * share, 0)
     waited = plan_collectives.context_seconds(MODEL, tokens, plan, RING, EXACT, attention, 3.5)
     assert float(waited) == pytest.approx((context - 1) * wait)
 
 
 def test_gathered_keys_of_published_runs_have_fused_attention():
     """Which waits for a gather as this project's does, but does not compute scores in chunks."""
-    own, gather, ring = (
+    chunks, gather, ring = (
         timed(ParallelPlan(context=8, zero=3, key_exchange=kind), "h100") for kind in KEY_EXCHANGES
     )
     rows = timed(ParallelPlan(fsdp=8, zero=3), "h100")
     for each in (gather, ring):
         seconds = each.sections["attention"].seconds
         assert seconds == pytest.approx(rows.sections["attention"].seconds / 8, rel=0.01)
-    assert own.terms["context"] == gather.terms["context"] > ring.terms["context"]
+    assert chunks.terms["context"] == gather.terms["context"] > ring.terms["context"]
 
 
 def test_attention_over_context_is_not_cudnns():

@@ -29,14 +29,14 @@ def table(page, head):
     return {first: others for first, *others in cells}
 
 
-def kept(name):
+def kept_rows(name):
     """Return the rows of a kept result."""
     text = (ROOT / "experiments" / "results" / f"{name}.json").read_text()
     return json.loads(text)["rows"]
 
 
 def test_memory_and_speed_of_the_relay_stand_side_by_side():
-    rows = kept("relay_bert_large_amd-epyc-2-cores")
+    rows = kept_rows("relay_bert_large_amd-epyc-2-cores")
     whole = rows[-1]
     assert [row["executor"] for row in rows] == ["relay", "relay", "whole"]
     columns = [
@@ -54,7 +54,7 @@ def test_memory_and_speed_of_the_relay_stand_side_by_side():
 
 
 def test_the_relay_on_an_h200():
-    [row] = kept("relay_depth_h200")
+    [row] = kept_rows("relay_depth_h200")
     model = dataclasses.replace(SIZES["1.3b"], num_layers=4, compute_dtype="bfloat16")
     model = model.with_linears(LinearSpec("block_sparse", "monarch", density=0.125, block=128))
     training = TrainingConfig(batch=8, sequence=2048, micro_batches=4)
@@ -84,7 +84,7 @@ def test_measured_steps_beside_predicted_ones():
         ("step_bench_h200_13b", "13b", 2, "h200"),
         ("step_bench_h100_6-7b", "6.7b", 4, "h100"),
     ):
-        measured = kept(file)
+        measured = kept_rows(file)
         plan = ParallelPlan(micro_batch=rows, remat="full", state_dtype="bfloat16")
         for kind, density, name in (("dense", 1.0, "dense"), ("sparse", 1 / 8, "at 1/8")):
             model = named_model(scale, density)

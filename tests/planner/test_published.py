@@ -402,10 +402,10 @@ def test_an_exchange_of_keys_explains_what_long_sequences_lose():
     rows = {row.name: row for row in ROWS["reports"]}
     long, short = (rows[f"Llama 3 405B{s} on 16384"] for s in (" 131072", ""))
     assert int(long.plan.context) == 16 and long.plan.chips == short.plan.chips
-    part = dataclasses.replace(long.plan, fsdp=128, context=1, micro_batch=1 / 16)
+    replicas = dataclasses.replace(long.plan, fsdp=128, context=1, micro_batch=1 / 16)
     errors = [
         np.log(fitting.predict_seconds(row, EFFICIENCIES[row.key]) / row.seconds)
-        for row in (short, long, dataclasses.replace(long, plan=part))
+        for row in (short, long, dataclasses.replace(long, plan=replicas))
     ]
     assert abs(errors[1] - errors[0]) < 0.1 < 0.15 < abs(errors[2] - errors[0])
 

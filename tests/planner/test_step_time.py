@@ -152,7 +152,7 @@ def test_a_pass_of_a_program_on_one_chip_has_launches_alone():
         assert other.overhead(1) == other.pass_seconds
     account = json.loads((RESULTS / "account/13b_dense_h200-1_account.json").read_text())["parts"]
     launches = sum(
-        part["launches"] for name, part in account.items()
+        traffic["launches"] for name, traffic in account.items()
         if name not in ("optimizer", "head and embedding")
     )  # fmt: skip
     assert launches / (40 * 4) == pytest.approx(PASS_KERNELS, abs=0.5)
