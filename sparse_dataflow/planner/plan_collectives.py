@@ -40,10 +40,10 @@ def tensor_seconds(config, tokens, plan, network, efficiency):
     feature_group = group(feature, np.clip(island // tensor, 1, feature))
     # Half of the arrays are the MLP's.
     rows = config.active_experts if plan.experts == "dropless" else 1
-    reductions = reductions * (1 + rows) / 2
+    arrays_of_tokens = reductions * (1 + rows) / 2
     narrow = 1 / collectives.DTYPE_BYTES[config.compute_dtype]
     gathered = size * (narrow if plan.narrow_gathers and config.quantized else 1)
-    seconds = reductions * (
+    seconds = arrays_of_tokens * (
         collectives.gather_seconds(gathered, *tensor_group)
         + collectives.gather_seconds(size, *tensor_group)
     )
