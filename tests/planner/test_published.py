@@ -484,9 +484,9 @@ def test_a_band_in_words():
     assert "1.48 in other software" in words
     for phases in ([sparse], [model, sparse], [sparse, model]):
         words = bands.words(phases, 2048, CHIPS["h100"])
-        assert words == "extrapolated: no published run of this kind (block-sparse weights)"
+        assert words == "extrapolated: no fitted run of this kind (block-sparse weights)"
     unseen = bands.words([model], 65536, CHIPS["tpu-v5p"])
-    assert unseen.startswith("extrapolated: no published run of this kind (tpu-v5p, more than")
+    assert unseen.startswith("extrapolated: no fitted run of this kind (tpu-v5p, more than")
     own = Chip("mine", {"bfloat16": 1e14}, 2**36, 1e12)
     assert "prior constants" in bands.words([model], 2048, own)
 
@@ -507,7 +507,7 @@ def test_a_band_counts_the_runs_of_its_own_chip(name, scale):
     assert (f"like {runs} published run" in words) == (runs > 0)
     assert words.startswith("extrapolated") == (runs == 0)
     if name in ("b200", "mine", "mi300x", "rtx-4090"):
-        assert f"no published run is on {name}" in words
+        assert f"no fitted run is on {name}" in words
         assert bands.log_error([model], chip) > bands.log_error([model], CHIPS["h100"])
         assert bands.tie_width([model], 2048, chip) == bands.UNKNOWN
 

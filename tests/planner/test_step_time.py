@@ -107,7 +107,7 @@ def test_quantised_products_run_at_the_rate_of_their_operands_where_the_chip_has
     }
     emulated = seconds(plan, int8)
     assert emulated.terms["mlp_in"] == pytest.approx(wide.terms["mlp_in"] + casts_of("mlp_in"))
-    assert "extrapolated: no published run of this kind (int8 products)" == bands.words(
+    assert "extrapolated: no fitted run of this kind (int8 products)" == bands.words(
         [int8], 2048, CHIPS["h100"]
     )
 
