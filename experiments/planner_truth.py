@@ -3,7 +3,7 @@
 Prints every row of sparse_dataflow/planner/published with its prediction and error, then the error
 band of every kind of run and how many held-out runs are inside theirs. Each chip family and
 software stack has its constants: rows marked "fit" determined them, rows marked "test" did not.
-252 confirmation runs, which no choice has seen, are summed up by source. Needs no accelerator and
+360 confirmation runs, which no fit has seen, are summed up by source. Needs no accelerator and
 loads no jax.
 
     python -m experiments.planner_truth             ten seconds

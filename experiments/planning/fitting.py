@@ -203,8 +203,8 @@ def fit_all(rows: Sequence[Row]) -> dict[str, Efficiency]:
     for key, (prior, names) in _ORDER.items():
         if key in by_key:
             fitted = fit(by_key[key], result.get(prior, PRIOR), names)
-            constants = dataclasses.asdict(fitted)
-            result[key] = Efficiency(**{n: float(f"{v:.3g}") for n, v in constants.items()})
+            digits = {name: float(f"{getattr(fitted, name):.3g}") for name in RANGES}
+            result[key] = dataclasses.replace(fitted, **digits)
     return result
 
 

@@ -12,6 +12,7 @@ XLA's buffers have several copies of an activation.  Megatron and FSDP keep less
   stay gathered.
 - Activations without recomputation: 16 d_model + 4 d_ff bytes per token and layer (34 d_model in
   arXiv 2205.05198, equation 1, without dropout masks); a gate adds 2 d_ff.
+- 8-bit inputs of products are one byte each.
 - One block at a time is recomputed or differentiated; its attention and its MLP are never alive
   together.
 """
@@ -21,7 +22,7 @@ from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.planner import memory
 from sparse_dataflow.planner.plan_memory import in_flight
 from sparse_dataflow.planner.published import Row
-from sparse_dataflow.planner.step_time import stage_parameters
+from sparse_dataflow.planner.step_time import stage_experts, stage_parameters
 
 _STATE_BYTES = {"float32": 14, "bfloat16": 8}
 """Dtype of the weights -> bytes per parameter of MaxText's weights, moments and gradients."""
@@ -76,15 +77,20 @@ def _state_bytes(row: Row) -> float:
         weights -= config.vocab_size * config.d_model / int(plan.tensor)
     if plan.zero == 3 or row.stack == "eager":
         embeddings = _embeddings(row)
-        layer = float(stage_parameters(memory.single_layer(config), plan)) - embeddings
+        single = memory.single_layer(config)
+        layer = float(stage_parameters(single, plan)) - embeddings
+        layer -= float(stage_experts(single, plan)) * plan.exchanges
         gathered = 2 * (weights if plan.zero == 2 else 2 * layer)
         if row.stack == "xla":
-            return _STATE_BYTES[row.weights] * weights / int(plan.fsdp) + gathered
+            return _STATE_BYTES[row.weights] * weights / int(plan.state_shards) + gathered
         gathered += (2 + plan.gradient_bytes) * layer + (2 if plan.zero == 2 else 4) * embeddings
-        return (8 if row.weights == "bfloat16" else 16) * weights / int(plan.fsdp) + gathered
-    shards = int(plan.fsdp) if plan.zero else 1
+        return (8 if row.weights == "bfloat16" else 16) * weights / int(
+            plan.state_shards
+        ) + gathered
+    shards = int(plan.state_shards) if plan.zero else 1
     gradient = plan.gradient_bytes / (shards if plan.zero == 2 else 1)
-    return weights * (2 + gradient + 12 / shards)
+    away = float(stage_experts(config, plan)) * (1 - 1 / int(plan.expert_chips)) * plan.exchanges
+    return (weights - away) * (2 + gradient) + weights * 12 / shards
 
 
 def _embeddings(row: Row) -> float:
@@ -94,7 +100,7 @@ def _embeddings(row: Row) -> float:
 def _activation_bytes(row: Row) -> float:
     plan, config = row.plan, row.config
     tensor, widths = int(plan.tensor), memory.block_widths(config)
-    tokens = float(plan.micro_batch) * row.sequence
+    tokens = float(plan.micro_batch) * row.sequence / int(plan.context)
     layers = float(plan.stage_layers(config) * in_flight(plan))
     inputs = 2 * config.d_model / (tensor if plan.sequence_parallel else 1)
     # Two layers are on the chip while their copies to or from the host are under way.
@@ -115,6 +121,9 @@ def _saved(row: Row, widths: memory.BlockWidths) -> float:
     d, heads = row.config.d_model, widths.queries + widths.keys_values
     # Both norms, the residual sum, q, k, v and attention's output; the MLP's products and product.
     everything = 2 * (3 * d + heads + widths.queries + widths.products + row.config.d_ff)
+    if row.config.quantized:
+        # Inputs of products are kept as they were multiplied: norms, attention's output, product.
+        everything -= 2 * d + widths.queries + row.config.d_ff
     return {
         "none": everything,
         # Selective recomputation recomputes the scores only.  MaxText's saves products.

@@ -23,7 +23,7 @@ _CONFIRMATION_COLUMNS = (
     'other\nsoftware; "plans": what nine of ten errors are from the median of their model, '
     "chips and source"
 )
-_LABELS = {"confirm": "confirmation", "test": "held out", "fit": "fitted"}
+_LABELS = {"confirm": "confirmation", "test": "held out", "fit": "fitted", "terms": "new terms"}
 
 
 def run(fit: bool, out: str) -> None:
@@ -52,6 +52,9 @@ def run(fit: bool, out: str) -> None:
     everything = [error for source in errors.values() for error in source]
     _print_summary(everything)
     _print_domains(everything)
+    diagnosed = {source: fitting.errors(source, constants) for source in published.DIAGNOSED}
+    _print_confirmation("rows of new terms", diagnosed)
+    errors |= diagnosed
     for number, confirmation in enumerate(confirmations, 1):
         _print_confirmation(f"confirmation {number}", confirmation)
         errors |= confirmation

@@ -103,16 +103,16 @@ def regime(config: ModelConfig, sequence: int) -> str:
 
 
 def band(models: Sequence[ModelConfig], sequence: int, chip: Chip) -> Band | None:
-    """Returns the band of a prediction, or None where no published run of its kind is on its chip.
+    """Returns the band of a prediction, or None where no fitted run of its kind is on its chip.
 
     Args:
-      models: the model in each of its phases; no published run with block-sparse weights names its
+      models: the model in each of its phases; no fitted run with block-sparse weights names its
         plan, and the fits have no run with low-rank weights, experts or quantised products.
       sequence: tokens per sequence.
     """
     match = BANDS.get(_domain(models, sequence, chip))
     has_runs = match is not None and chip.name in match.runs
-    return match if has_runs and not _unpublished(models) else None
+    return match if has_runs and not _unfitted(models) else None
 
 
 def _domain(models, sequence, chip):
@@ -120,8 +120,8 @@ def _domain(models, sequence, chip):
     return efficiency.own_key(chip.family), regime(largest, sequence)
 
 
-def _unpublished(models):
-    """Returns what the models have and no published run of the fits has."""
+def _unfitted(models):
+    """Returns what the models have and no fitted run has."""
     kinds = sorted({words for model in models for words in model.weight_words})
     kinds += ["experts"] * any(model.experts for model in models)
     return kinds + [f"{p} products" for p in sorted({m.precision for m in models if m.quantized})]
@@ -135,17 +135,17 @@ def _has_runs(chip):
 def log_error(models: Sequence[ModelConfig], chip: Chip) -> float:
     """Returns the relative error of a predicted step time, in log seconds.
 
-    It is OTHER_SOFTWARE, which this project is, wider by UNKNOWN where no published run has such
+    It is OTHER_SOFTWARE, which this project is, wider by UNKNOWN where no fitted run has such
     weights, and again where none is on such chips.
     """
-    unknown = bool(_unpublished(models)) + (not _has_runs(chip))
+    unknown = bool(_unfitted(models)) + (not _has_runs(chip))
     return math.hypot(OTHER_SOFTWARE, *[UNKNOWN] * unknown)
 
 
 def tie_width(models: Sequence[ModelConfig], sequence: int, chip: Chip) -> float:
     """Returns the relative difference below which two predictions are a tie.
 
-    It is the band of a dense model of this kind, or UNKNOWN where no published run of its kind is
+    It is the band of a dense model of this kind, or UNKNOWN where no fitted run of its kind is
     on its chip.  Plans that the same software runs share its errors, so OTHER_SOFTWARE is no part
     of it.
     """
@@ -157,18 +157,17 @@ def words(models: Sequence[ModelConfig], sequence: int, chip: Chip) -> str:
     """Returns the band of a prediction as a sentence; arguments as in `band`."""
     key, kind = _domain(models, sequence, chip)
     if key not in efficiency.EFFICIENCIES:
-        return f"extrapolated: prior constants, because no published run is on {chip.name}"
+        return f"extrapolated: prior constants, because no fitted run is on {chip.name}"
     if not _has_runs(chip):
         others = {name for (k, _), each in BANDS.items() if k == key for name in each.runs}
         names = " and ".join(sorted(others))
-        return f"extrapolated: the constants of {names}, because no published run is on {chip.name}"
-    if kinds := _unpublished(models):
-        return f"extrapolated: no published run of this kind ({', '.join(kinds)})"
+        return f"extrapolated: the constants of {names}, because no fitted run is on {chip.name}"
+    if kinds := _unfitted(models):
+        return f"extrapolated: no fitted run of this kind ({', '.join(kinds)})"
     match = band(models, sequence, chip)
     if match is None:
         return (
-            f"extrapolated: no published run of this kind ({key}, {REGIMES[kind]}) is on "
-            f"{chip.name}"
+            f"extrapolated: no fitted run of this kind ({key}, {REGIMES[kind]}) is on {chip.name}"
         )
     count = match.runs[chip.name]
     runs = f"{count} published run{'s' if count > 1 else ''}"

@@ -17,6 +17,7 @@ from sparse_dataflow.core.config.projections import ROW_PARALLEL
 from sparse_dataflow.hardware.chips import Network
 from sparse_dataflow.planner.efficiency import Efficiency
 from sparse_dataflow.planner.memory import DTYPE_BYTES
+from sparse_dataflow.planner.parallel_plan import ParallelPlan
 
 
 def gather_seconds(size, chips, near, network: Network, efficiency: Efficiency, axes=1):
@@ -92,15 +93,27 @@ Rows travel to the experts and back, and so do their gradients.  Remat repeats t
 """
 
 
-def exchange_bytes(config: ModelConfig, tokens, devices):
+def exchange_bytes(config: ModelConfig, tokens, plan: ParallelPlan):
     """Returns the bytes of the rows that a device sends in one all-to-all, to itself included.
+
+    Without buffers, each of the devices of "tensor" sends its tokens.
 
     Args:
       tokens: tokens of a micro-batch on a device.
-      devices: number of devices that share the experts of a layer.
     """
-    rows = buffer_rows(config, tokens, devices)
+    rows = travelling_rows(config, tokens, plan)
+    rows = rows / plan.tensor if plan.experts == "dropless" else rows
     return rows * config.d_model * DTYPE_BYTES[config.compute_dtype]
+
+
+def travelling_rows(config: ModelConfig, tokens, plan: ParallelPlan):
+    """Returns the rows that a device computes for the experts which share a layer.
+
+    They are those of the buffer, or without one as many as its tokens choose.
+    """
+    if plan.experts == "dropless":
+        return tokens * (config.active_experts - config.shared_expert)
+    return buffer_rows(config, tokens, plan.expert_chips)
 
 
 def buffer_rows(config: ModelConfig, tokens, devices):

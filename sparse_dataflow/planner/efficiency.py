@@ -6,6 +6,8 @@
 
 import dataclasses
 
+import numpy as np
+
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS
@@ -39,6 +41,8 @@ class Efficiency:
         to 1 GiB where its flags say so (AI-Hypercomputer/maxtext, configs/gpu/a3/llama_2_7b), and
         its pass that overlaps them with the backward pass is for TPUs
         (benchmarks/xla_flags_library.py, DATA_PARALLEL_OVERLAP).
+      launch_seconds: overhead of a pass of a compiled program on one chip, in seconds, or None for
+        `pass_seconds`.
     """
 
     matmul: float
@@ -55,6 +59,16 @@ class Efficiency:
     traffic: float = 1.0
     by_owner: float = 0.0
     data_overlap: float = 1.0
+    launch_seconds: float | None = None
+
+    def overhead(self, chips):
+        """Returns the seconds of overhead of a pass of a block over a micro-batch.
+
+        Args:
+          chips: chips of the plan, which may be an array.
+        """
+        alone = self.pass_seconds if self.launch_seconds is None else self.launch_seconds
+        return np.where(np.asarray(chips) > 1, self.pass_seconds, alone)
 
 
 PRIOR = Efficiency(
@@ -167,9 +181,30 @@ EFFICIENCIES = {
 """Key -> constants; see `key`."""
 
 
-def for_family(family: str) -> Efficiency:
-    """Returns the constants that predict this project; the prior for an unknown family."""
-    return EFFICIENCIES.get(own_key(family), PRIOR)
+PASS_KERNELS = 20
+"""Kernels of one pass of a block in a compiled step of this project: 3,140 of 40 layers with four
+passes each, optimizer and head apart (`experiments/results/account/13b_dense_h200-1_account.json`).
+"""
+
+LAUNCH_SECONDS = 0.9e-6
+"""Seconds between two kernels of a stream: 3.8 us for each kernel of 2.9 us (NVIDIA, Getting
+Started with CUDA Graphs)."""
+
+
+def for_family(family: str, one_program: bool = True) -> Efficiency:
+    """Returns the constants that predict this project; the prior for an unknown family.
+
+    XLA's fitted runs on GPUs are on several chips, and `pass_seconds` has what their passes lose by
+    waiting for the collectives of each block.  On one chip a pass loses the launches of its
+    kernels, if the step is one program.
+
+    Args:
+      one_program: whether the host starts a step once, and not every block and micro-batch.
+    """
+    constants = EFFICIENCIES.get(own_key(family), PRIOR)
+    if own_key(family) == family or not one_program:
+        return constants
+    return dataclasses.replace(constants, launch_seconds=PASS_KERNELS * LAUNCH_SECONDS)
 
 
 _BLOCK_RATES = {

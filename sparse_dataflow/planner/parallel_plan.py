@@ -48,6 +48,31 @@ minimal_with_context, which recomputes element-wise operations only.
 """
 
 
+KEY_EXCHANGES = ("own", "gather", "ring")
+"""How the chips of "context" get keys and values of others.
+
+"own" is this project's executor: they are gathered, and XLA computes the visible scores in chunks.
+The others describe published runs with fused attention: "gather" gathers keys before it (arXiv
+2407.21783, section 3.3.2), and "ring" passes them on while attention computes with those that are
+there (arXiv 2310.01889; NVIDIA/TransformerEngine, AttnFuncWithCPAndKVP2P).
+"""
+
+PUBLISHED_EXPERTS = (*EXPERTS, "dropless")
+"""What travels for experts: as this project's runs, or the routed rows alone.
+
+"dropless" describes published runs, whose all-to-all has as many rows as tokens choose
+(NVIDIA/Megatron-LM, MoEAlltoAllTokenDispatcher); a compiled program has buffers of one size, with
+room for the fullest expert.
+"""
+
+OWN_CAST_BYTES = 2 * (2 + 2 + 1)
+"""Bytes of an element of an operand that rounding to 8 bits moves in a step of this project.
+
+Inputs, weights and gradients are each an operand of two products, which sum them along different
+axes.  Each time they are read for their scales, read again and written in 8 bits (`ops.quantized`).
+"""
+
+
 @dataclasses.dataclass(frozen=True)
 class ParallelPlan:
     """A parallel plan.  Counts may be numpy arrays that broadcast, which describes many plans.
@@ -62,7 +87,10 @@ class ParallelPlan:
         estimate multiplies strips of blocks at the rate of whole blocks.
       zero: ZeRO stage over "fsdp": 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also
         weights.
-      experts: what travels over "fsdp" for the experts of a layer; see `ParallelConfig`.
+      experts: what travels for the experts of a layer, in PUBLISHED_EXPERTS; see
+        `ParallelConfig`.
+      expert: chips that share the experts of a layer, of those with other rows or tokens; None for
+        those of "fsdp".
       micro_batch: sequences in a micro-batch of one replica.
       accumulation: micro-batches per optimizer step.
       chunks: model chunks per stage; above 1 only for the schedule "interleaved".
@@ -80,6 +108,11 @@ class ParallelPlan:
       state_dtype: dtype of moments, and of the gradients of a micro-batch; see
         `TrainingConfig`.
       optimizer: see `TrainingConfig`.
+      cast_bytes: bytes of an input, weight or gradient that rounding to 8 bits moves in a
+        micro-batch, each element in all of its products.
+      weight_casts: micro-batches for which a weight is rounded once.
+      narrow_gathers: whether inputs of 8-bit products are rounded before "tensor" gathers them.
+      key_exchange: one of KEY_EXCHANGES.
     """
 
     data: Counts = 1
@@ -90,6 +123,7 @@ class ParallelPlan:
     feature: Counts = 1
     zero: int = 0
     experts: str = "gather"
+    expert: Counts | None = None
     micro_batch: Counts = 1
     accumulation: Counts = 1
     chunks: Counts = 1
@@ -105,6 +139,10 @@ class ParallelPlan:
     island: int | None = None
     state_dtype: str = "float32"
     optimizer: str = "adamw"
+    cast_bytes: int = OWN_CAST_BYTES
+    weight_casts: Counts = 1
+    narrow_gathers: bool = False
+    key_exchange: str = "own"
 
     def __post_init__(self):
         choices: dict[str, Collection[str]] = {
@@ -112,7 +150,8 @@ class ParallelPlan:
             "remat": RECOMPUTED,
             "state_dtype": DTYPES,
             "optimizer": (*OPTIMIZERS, *filter(is_factory, [self.optimizer])),
-            "experts": EXPERTS,
+            "experts": PUBLISHED_EXPERTS,
+            "key_exchange": KEY_EXCHANGES,
         }
         for name, legal in choices.items():
             if getattr(self, name) not in legal:
@@ -125,7 +164,12 @@ class ParallelPlan:
     @property
     def exchanges(self) -> bool:
         """Whether tokens travel to the experts."""
-        return self.experts == "exchange"
+        return self.experts != "gather"
+
+    @property
+    def expert_chips(self) -> Counts:
+        """Number of chips that share the experts of a layer where tokens travel to them."""
+        return self.fsdp if self.expert is None else self.expert
 
     @property
     def chips(self) -> Counts:

@@ -24,7 +24,8 @@ that axis.
 def tensor_seconds(config, tokens, plan, network, efficiency):
     """Returns the collective seconds of one block and micro-batch, forward and backward.
 
-    Recomputed products gather or reduce-scatter again over "feature".
+    Recomputed products gather or reduce-scatter again over "feature".  Where experts travel without
+    a buffer, "tensor" cuts each expert, and gathers the rows that arrive.
     """
     recomputed = RECOMPUTED[plan.remat]
     size, arrays = collectives.layer_gathers(config, tokens, plan.tensor, plan.feature)
@@ -37,7 +38,15 @@ def tensor_seconds(config, tokens, plan, network, efficiency):
 
     tensor_group = group(tensor, np.minimum(tensor, island))
     feature_group = group(feature, np.clip(island // tensor, 1, feature))
-    seconds = reductions * collectives.reduce_seconds(size, *tensor_group)
+    # Half of the arrays are the MLP's.
+    rows = config.active_experts if plan.experts == "dropless" else 1
+    arrays_of_tokens = reductions * (1 + rows) / 2
+    narrow = 1 / collectives.DTYPE_BYTES[config.compute_dtype]
+    gathered = size * (narrow if plan.narrow_gathers and config.quantized else 1)
+    seconds = arrays_of_tokens * (
+        collectives.gather_seconds(gathered, *tensor_group)
+        + collectives.gather_seconds(size, *tensor_group)
+    )
     for name, array in arrays.items():
         again = bool(recomputed) if name in ROW_PARALLEL else name in recomputed
         seconds = seconds + (2 + again) * collectives.gather_seconds(array, *feature_group)
@@ -51,22 +60,34 @@ CONTEXT_GATHERS = 3
 and again in the backward pass, which reduce-scatters their gradients."""
 
 
-def context_seconds(config, tokens, plan, network, efficiency):
-    """Returns the seconds of the gathers of keys and values of one block and micro-batch.
+def context_seconds(config, tokens, plan, network, efficiency, attention, factor):
+    """Returns the seconds in which attention waits for keys of one block and micro-batch.
 
-    Nothing hides them: attention waits for its keys.
+    Nothing hides a gather: attention waits for its keys.  A ring of n chips sends keys and values
+    n - 1 times, and in the backward pass also their gradients, while attention computes with the
+    keys before; what takes longer than that is waited for.
 
     Args:
       tokens: of a micro-batch on a chip.
       plan: parallel plan.
       network: links of the chips.
       efficiency: constants of the chip family.
+      attention: seconds of attention in the forward pass.
+      factor: seconds of its forward and backward pass, relative to these.
     """
     island = plan.island or network.island
     context, shared = np.asarray(plan.context), np.asarray(plan.layer_chips)
     copies = key_value_copies(config, plan.tensor)
     width = 2 * config.kv_heads * config.head_width * copies / shared
     size = tokens * context * width * collectives.DTYPE_BYTES[config.compute_dtype]
+    if plan.key_exchange == "ring":
+        size, part = size / context, attention / context
+        inside = np.asarray(context * shared) <= island
+        forward, backward = (
+            collectives.send_seconds(n * size, inside, network, efficiency) for n in (1, 2)
+        )
+        waits = np.maximum(forward - part, 0) + np.maximum(backward - (factor - 1) * part, 0)
+        return (context - 1) * waits
     near = np.clip(island // shared, 1, context)
     axes = np.maximum(network.axes - _torus_axes(shared, island, network), 1)
     seconds = collectives.gather_seconds(size, context, near, network, efficiency, axes)
@@ -98,7 +119,8 @@ def send_seconds(size, plan, network, efficiency):
 def state_seconds(weights, own, plan, network, efficiency, computing, dtype_bytes):
     """Returns the exposed seconds of gradient and weight collectives over the axes of rows, tokens.
 
-    Of the weights, `own` cross "data" alone.
+    Of the weights, `own` are those of experts that tokens travel to: the chips that hold the same
+    experts sum their gradients.
     """
     island = plan.island or network.island
     shared, fsdp, data = (np.asarray(n) for n in (plan.layer_chips, plan.state_shards, plan.data))
@@ -124,6 +146,13 @@ def state_seconds(weights, own, plan, network, efficiency, computing, dtype_byte
     once = (1 if plan.zero else 2 / 3) / np.asarray(plan.accumulation)
     hides = efficiency.overlap * computing * np.where(streams, 1.0, once)
     crossing_overlap = efficiency.overlap * efficiency.data_overlap
+    # Chips with the same experts, of each island all with the others in other islands first.
+    copies = np.maximum(fsdp / np.asarray(plan.expert_chips), 1)
+    near_copies = np.clip(near // np.asarray(plan.expert_chips), 1, copies)
+    inner = inner + collectives.gather_seconds(
+        own / plan.expert_chips * (plan.gradient_bytes + size),
+        *(copies, near_copies, network, efficiency, axes),
+    )
     seconds, most = inner + crossing, efficiency.overlap * inner + crossing_overlap * crossing
     exposed = seconds - np.minimum(hides, most)
     # Software that sends each chip's part of the state by a collective of its own, one after the
@@ -143,9 +172,12 @@ def exchange_seconds(
 ):
     """Returns the seconds of the all-to-alls of one block and micro-batch; nothing hides them."""
     tokens = np.asarray(plan.micro_batch) * sequence
-    size = collectives.exchange_bytes(config, tokens, plan.fsdp)
+    tokens = tokens / plan.context if plan.experts == "dropless" else tokens
+    size = collectives.exchange_bytes(config, tokens, plan)
     near, axes = _fsdp_links(plan, network)
-    seconds = collectives.exchange_seconds(size, plan.fsdp, near, network, efficiency, axes)
+    chips = plan.expert_chips
+    near = np.minimum(near, chips)
+    seconds = collectives.exchange_seconds(size, chips, near, network, efficiency, axes)
     return collectives.EXCHANGES.get(plan.remat, max(collectives.EXCHANGES.values())) * seconds
 
 

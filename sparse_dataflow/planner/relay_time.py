@@ -100,7 +100,8 @@ def device_seconds(
     """Returns the seconds of the head, and of the blocks' forward and backward passes; None where a
     rate is unknown."""
     try:
-        time = step_time(model, sequence, plan, chip, efficiency.for_family(chip.family))
+        constants = efficiency.for_family(chip.family, one_program=False)
+        time = step_time(model, sequence, plan, chip, constants)
     except UserError:
         return None
     head = float(time.terms["head"])

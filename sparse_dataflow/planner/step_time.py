@@ -44,7 +44,8 @@ from sparse_dataflow.planner.parallel_plan import (
 def computed_rows(config: ModelConfig, tokens, plan: ParallelPlan):
     """Returns the rows that a chip multiplies in experts, and the experts whose weights it reads.
 
-    Where tokens travel, the padding of the buffer counts: a CPU alone skips it.
+    Where tokens travel, the padding of the buffer counts: a CPU alone skips it.  Without buffers
+    the routed rows count, with equal loads.
 
     Args:
       config: a model with experts.
@@ -52,8 +53,8 @@ def computed_rows(config: ModelConfig, tokens, plan: ParallelPlan):
     """
     if not plan.exchanges:
         return tokens * config.active_experts, config.stored_copies(MLP[0])
-    rows = collectives.buffer_rows(config, tokens, plan.fsdp) + tokens * config.shared_expert
-    return rows, config.experts / np.asarray(plan.fsdp) + config.shared_expert
+    rows = collectives.travelling_rows(config, tokens, plan) + tokens * config.shared_expert
+    return rows, config.experts / np.asarray(plan.expert_chips) + config.shared_expert
 
 
 def stage_experts(config: ModelConfig, plan: ParallelPlan):
@@ -72,6 +73,8 @@ ELEMENTS = {True: (10, 2), False: (28, 18)}
 # Elements that an RMSNorm of six operations in float32 (convert, square, mean, scale, convert back,
 # multiply by the weight: 36 bytes for an input of 2) reads and writes beyond those of one kernel.
 APART_NORM_ELEMENTS = 18 - 2
+# Products that stay in the compute dtype where others have 8 bits.
+UNQUANTIZED = ("head", "router")
 # Elements per routed row of d_model that sorting the rows of experts reads and writes.
 ROW_ELEMENTS = 4
 # Bytes per score of unfused attention, forward: write, softmax, dropout with its mask, read.
@@ -274,12 +277,14 @@ def _block_seconds(config, sequence, plan, sections, network, efficiency):
     block["element-wise"] = elementwise * (sections["norms"].seconds + sections["gelu"].seconds)
     tokens = np.asarray(plan.micro_batch) * sequence / plan.context
     block["tensor"] = plan_collectives.tensor_seconds(config, tokens, plan, network, efficiency)
-    block["context"] = plan_collectives.context_seconds(config, tokens, plan, network, efficiency)
+    block["context"] = plan_collectives.context_seconds(
+        config, tokens, plan, network, efficiency, sections["attention"].seconds, factor
+    )
     if plan.exchanges:
         block["exchange"] = plan_collectives.exchange_seconds(
             config, sequence, plan, network, efficiency
         )
-    block["passes"] = passes * efficiency.pass_seconds
+    block["passes"] = passes * efficiency.overhead(plan.chips)
     return block
 
 
@@ -370,7 +375,7 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
     dtype_bytes = DTYPE_BYTES[config.compute_dtype]
     peak, bandwidth = chip.rates(config.compute_dtype)
     # An emulated product runs at the rate of the dtype that its operands are converted to.
-    projection_peak = chip.peak(config.precision) or peak
+    projection_peak, wide_peak = chip.peak(config.precision) or peak, peak
     memory = bandwidth * efficiency.bandwidth
     tokens = np.asarray(plan.micro_batch, np.float64) * sequence / plan.context
     shared = np.asarray(plan.layer_chips, np.float64)
@@ -381,16 +386,18 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
         flops = 2 * rows * weights
         between = 0 if density else 2 * rank  # What two factors write and read.
         size = dtype_bytes * (rows * (fan_in + fan_out + between) + copies * weights)
-        if config.quantized and name != "head":
-            # Each operand is read for its scales and again to be rounded, and written in 8 bits.
-            operands = tokens * fan_in + fan_in * fan_out * density
-            size = size + (2 * dtype_bytes + 1) * operands
         width = np.minimum(np.minimum(fan_in, fan_out), rows / copies)
         width = width if density else np.minimum(width, rank)
-        rate = peak * efficiency.matmul * width / (width + efficiency.half_width)
+        narrow, casts = efficiency.half_width, 0.0
+        if config.quantized and name not in UNQUANTIZED:
+            narrow = narrow * np.maximum(projection_peak / wide_peak, 1)
+            weight = copies * fan_in * fan_out * density / plan.weight_casts
+            casts = plan.cast_bytes * (rows * (fan_in + fan_out) + weight) / 3
         if name in rates:
-            return Section(flops, size, flops / rates[name])
-        return Section(flops, size, np.maximum(flops / rate, size / memory))
+            return Section(flops, size + casts, flops / rates[name])
+        rate = peak * efficiency.matmul * width / (width + narrow)
+        seconds = np.maximum(flops / rate, size / memory) + casts / memory
+        return Section(flops, size + casts, seconds)
 
     sections = {}
     for name in config.projections:
@@ -463,9 +470,10 @@ def _attention(config, sequence, tokens, shared, plan, peak, memory, efficiency,
         # With "context" XLA computes the visible scores in chunks, as cuDNN's queries have the
         # positions of its keys.
         scores = SCORE_BYTES * tokens * keys * config.num_heads / shared
-        size = size + np.where(np.asarray(plan.context) > 1, scores, 0)
+        in_chunks = (np.asarray(plan.context) > 1) & (plan.key_exchange == "own")
+        size = size + np.where(in_chunks, scores, 0)
         chunked = seconds + size / memory
-        return Section(flops, size, np.where(np.asarray(plan.context) > 1, chunked, fused))
+        return Section(flops, size, np.where(in_chunks, chunked, fused))
     if config.head_width % 8:
         seconds = seconds * UNALIGNED
     # The score matrix is written before it is read, so products and passes do not overlap.

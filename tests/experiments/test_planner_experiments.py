@@ -79,7 +79,7 @@ def test_a_sparse_search_says_how_much_faster_it_is_and_that_it_is_extrapolated(
     flags = ("--scale=1.3b", "--chips=8", "--batch=256", "--density=0.125", "--verify=0")
     assert exit_status(layout_search, *flags, f"--out={tmp_path}") == 0
     out = capsys.readouterr().out
-    assert "extrapolated: no published run of this kind (block-sparse weights)" in out
+    assert "extrapolated: no fitted run of this kind (block-sparse weights)" in out
     with (tmp_path / "trials.csv").open() as file:
         first = next(csv.DictReader(file))
     assert 1 < float(first["over_dense"]) < 8

@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from sparse_dataflow.hardware.chips import CHIPS
-from sparse_dataflow.planner import memory, search
-from sparse_dataflow.planner.efficiency import EFFICIENCIES, own_key
+from sparse_dataflow.hardware.chips import CHIPS, Network
+from sparse_dataflow.planner import memory, plan_collectives, search
+from sparse_dataflow.planner.efficiency import EFFICIENCIES, PRIOR, own_key
 from sparse_dataflow.planner.memory import runs_fused
-from sparse_dataflow.planner.parallel_plan import ParallelPlan
+from sparse_dataflow.planner.parallel_plan import KEY_EXCHANGES, ParallelPlan
 from sparse_dataflow.planner.plan_memory import plan_bytes
 from sparse_dataflow.planner.step_time import step_time
 from sparse_dataflow.runs.run_config import SIZES
@@ -48,6 +48,36 @@ def test_a_share_of_a_sequence_costs_its_share_of_the_products_and_a_gather():
     size = 3 * 32 * LONG * 2 * 8 * 128 * 2 * 7 / 8
     rate = CHIPS["tpu-v5p"].network.fast
     assert size / rate / 4 < tokens.terms["context"] < 4 * size / rate
+
+
+RING = Network(8, 300e9, 25e9, fast_latency=0.0, slow_latency=0.0)
+EXACT = dataclasses.replace(PRIOR, fast_link=1.0, slow_link=1.0)
+
+
+@pytest.mark.parametrize("context", [2, 4, 16])
+@pytest.mark.parametrize("attention", [0.0, 1e-3, 1.0])
+def test_a_ring_waits_for_what_attention_does_not_hide(context, attention):
+    """In each of n - 1 steps for keys and values, and backward for these and their gradients."""
+    tokens = 4096
+    plan = ParallelPlan(context=context, key_exchange="ring")
+    size = tokens * 2 * 8 * 128 * 2
+    rate = 300e9 if context <= 8 else 25e9
+    share = attention / context
+    wait = max(size / rate - share, 0) + max(2 * size / rate - 2.5 * share, 0)
+    waited = plan_collectives.context_seconds(MODEL, tokens, plan, RING, EXACT, attention, 3.5)
+    assert float(waited) == pytest.approx((context - 1) * wait)
+
+
+def test_gathered_keys_of_published_runs_have_fused_attention():
+    """Which waits for a gather as this project's does, but does not compute scores in chunks."""
+    chunks, gather, ring = (
+        timed(ParallelPlan(context=8, zero=3, key_exchange=kind), "h100") for kind in KEY_EXCHANGES
+    )
+    rows = timed(ParallelPlan(fsdp=8, zero=3), "h100")
+    for each in (gather, ring):
+        seconds = each.sections["attention"].seconds
+        assert seconds == pytest.approx(rows.sections["attention"].seconds / 8, rel=0.01)
+    assert chunks.terms["context"] == gather.terms["context"] > ring.terms["context"]
 
 
 def test_attention_over_context_is_not_cudnns():

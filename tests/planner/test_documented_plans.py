@@ -1,16 +1,22 @@
 """Tables of plans and of fits in the documentation are what the code computes."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
 
 import pytest
 
+from sparse_dataflow.commands.planning.options import named_model
 from sparse_dataflow.commands.preflight.settling import settle
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.hardware import machines
-from sparse_dataflow.hardware.chips import GIB
-from sparse_dataflow.planner import memory
-from sparse_dataflow.runs.run_config import preset
+from sparse_dataflow.hardware.chips import CHIPS, GIB
+from sparse_dataflow.planner import efficiency, memory, relay_step
+from sparse_dataflow.planner.parallel_plan import ParallelPlan
+from sparse_dataflow.planner.step_time import step_time
+from sparse_dataflow.runs.run_config import SIZES, preset
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,6 +27,74 @@ def table(page, head):
     rows = text[text.index(f"| {head} |") :].split("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in row.strip("| ").split("|")] for row in rows]
     return {first: others for first, *others in cells}
+
+
+def kept_rows(name):
+    """Return the rows of a kept result."""
+    text = (ROOT / "experiments" / "results" / f"{name}.json").read_text()
+    return json.loads(text)["rows"]
+
+
+def test_memory_and_speed_of_the_relay_stand_side_by_side():
+    rows = kept_rows("relay_bert_large_amd-epyc-2-cores")
+    whole = rows[-1]
+    assert [row["executor"] for row in rows] == ["relay", "relay", "whole"]
+    columns = [
+        [
+            f"{row['device_bytes'] / 1e6:,.0f}",
+            f"{row['planned_device_bytes'] / 1e6:,.0f}",
+            f"{row['device_bytes'] / whole['device_bytes']:.0%}",
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['tokens_per_second'] / whole['tokens_per_second']:.0%}",
+        ]
+        for row in rows
+    ]
+    page = table("devices.md", "executor | device memory, MB | planned | of `whole`")
+    assert list(page.values()) == columns
+
+
+def test_the_relay_on_an_h200():
+    [row] = kept_rows("relay_depth_h200")
+    model = dataclasses.replace(SIZES["1.3b"], num_layers=4, compute_dtype="bfloat16")
+    model = model.with_linears(LinearSpec("block_sparse", "monarch", density=0.125, block=128))
+    training = TrainingConfig(batch=8, sequence=2048, micro_batches=4)
+    how = {"stash": "host", "clipping": "eager", "fused_attention": True}
+    step = relay_step.estimate(model, training, chip=CHIPS["h200"], **how)
+    [cells] = table("devices.md", "executor | device memory, MB | planned | ms a step").values()
+    milliseconds = f"{1e3 * row['step_seconds']:.0f}"
+    assert cells == [
+        f"{row['device_bytes'] / 1e6:,.0f}",
+        f"{step.device_total / 1e6:,.0f}",
+        milliseconds,
+        f"{1e3 * step.step_seconds:.0f}",
+        f"{row['tokens_per_second']:,.0f}",
+        f"{row['hidden_transfer']:.0%}",
+        f"{row['hidden_updates']:.0%}",
+    ]
+    # The goal: memory within 10%.
+    assert step.device_total == pytest.approx(row["device_bytes"], rel=0.1)
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    [line] = [line for line in text.splitlines() if line.startswith("| step of the [relay]")]
+    assert f"| {milliseconds} ms, {row['device_bytes'] / GIB:.1f} GiB |" in line
+
+
+def test_measured_steps_beside_predicted_ones():
+    page = table("planning.md", "step, full remat | measured | predicted")
+    for file, scale, rows, chip in (
+        ("step_bench_h200_13b", "13b", 2, "h200"),
+        ("step_bench_h100_6-7b", "6.7b", 4, "h100"),
+    ):
+        measured = kept_rows(file)
+        plan = ParallelPlan(micro_batch=rows, remat="full", state_dtype="bfloat16")
+        for kind, density, name in (("dense", 1.0, "dense"), ("sparse", 1 / 8, "at 1/8")):
+            model = named_model(scale, density)
+            constants = efficiency.for_family("hopper")
+            seconds = float(step_time(model, 2048, plan, CHIPS[chip], constants).total)
+            took = measured[kind]["step_ms"] / 1e3
+            first = f"{scale.upper()} {name}, {rows} x 2,048 tokens, {chip.upper()}"
+            assert page[first] == [
+                f"{1e3 * took:.0f} ms", f"{1e3 * seconds:.0f} ms", f"{seconds / took - 1:+.0%}"
+            ]  # fmt: skip
 
 
 @pytest.mark.parametrize("scale", ["llama3-1b", "llama3-8b"])

@@ -17,7 +17,7 @@ from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.step import abstract_state
 from sparse_dataflow.hardware import chips
-from sparse_dataflow.planner import collectives, plan_memory, search
+from sparse_dataflow.planner import collectives, plan_memory, search, step_time
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.runs.parallel import EXPERTS
 
@@ -53,8 +53,32 @@ def test_tokens_that_travel_cost_all_to_alls_and_save_gathers():
 @given(st.integers(1, 9), st.sampled_from([1, 2, 4, 8]))
 def test_all_to_alls_carry_each_choice_once_if_no_expert_has_more_than_the_mean(rows, devices):
     tokens = 4 * rows
-    size = collectives.exchange_bytes(DROPPING, tokens, devices)
+    plan = ParallelPlan(fsdp=devices, experts="exchange")
+    size = collectives.exchange_bytes(DROPPING, tokens, plan)
     assert size == tokens * DROPPING.top_k * DROPPING.d_model * 2
+
+
+@pytest.mark.parametrize("capacity", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize(("expert", "tensor"), [(2, 1), (4, 2), (8, 1)])
+def test_without_buffers_the_rows_that_tokens_choose_travel(capacity, expert, tensor):
+    model = dataclasses.replace(MODEL, expert_capacity=capacity)
+    plan = ParallelPlan(fsdp=16, expert=expert, tensor=tensor, experts="dropless", zero=1)
+    # Two of eight experts for each of 512 tokens, a part of them from each chip of "tensor".
+    assert collectives.exchange_bytes(model, 512, plan) == 2 * 512 * 1024 * 2 / tensor
+    rows, weights = step_time.computed_rows(model, 512, plan)
+    assert (rows, weights) == (2 * 512, 8 / expert)
+    padded = dataclasses.replace(plan, experts="exchange", expert=None)
+    assert step_time.computed_rows(MODEL, 512, padded)[0] > 4 * rows
+
+
+def test_an_axis_of_experts_keeps_the_exchange_in_a_node():
+    """Its chips are some of those with other rows; the others sum gradients of the same experts."""
+    how = {"fsdp": 32, "zero": 1, "experts": "dropless"}
+    near, far = (time(MODEL, ParallelPlan(expert=n, **how)) for n in (8, 32))
+    assert near.terms["exchange"] < far.terms["exchange"] / 5
+    assert near.terms["state"] > far.terms["state"]
+    same = time(MODEL, ParallelPlan(**how))
+    assert same.terms["exchange"] == far.terms["exchange"]
 
 
 @pytest.mark.parametrize("model", [MODEL, MODEL.with_linears(STORED)])

@@ -86,11 +86,13 @@ def test_a_step_takes_at_least_the_time_of_each_part_and_at_most_of_all(layers, 
 
 
 def test_the_device_computes_as_fast_as_in_the_whole_executor():
-    """Less the optimizer, which is on the host; for dense, sparse and low-rank weights."""
+    """Less the optimizer, which is on the host, for dense, sparse and low-rank weights.  The host
+    starts each of the relay's programs, so their overhead is not that of one program."""
     low_rank = LARGE.with_linears(LinearSpec("low_rank", density=0.125))
     for model in (LARGE, LARGE.with_linears(EIGHTH), low_rank):
         plan = ParallelPlan(micro_batch=2, accumulation=4, remat="full", fused_attention=True)
-        whole = step_time(model, 2048, plan, CHIPS["h200"], efficiency.for_family("hopper"))
+        constants = efficiency.for_family("hopper", one_program=False)
+        whole = step_time(model, 2048, plan, CHIPS["h200"], constants)
         relayed = estimate(model, 8, 2048, 4, chip=CHIPS["h200"], fused_attention=True)
         assert relayed.compute_seconds == pytest.approx(whole.total - whole.terms["optimizer"])
 

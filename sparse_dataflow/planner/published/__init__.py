@@ -7,6 +7,10 @@
 - 3: chosen and entered before any prediction of them, after the first two fits.
 - confirm 1: chosen and entered after all of these and before any prediction of them.
 - confirm 2 and 3: entered in the same way after the one before.
+- terms: in no fit, but terms of the model were chosen with a look at them.
+- confirm 4: entered in its own commit with the runs of "terms", in no fit.  Its predictions were
+  printed beside theirs while these terms were written.
+- confirm 5: entered after these terms were committed and before any prediction of them.
 
 Columns: the model, its plan as in `parallel_plan.ParallelPlan` (island: chips joined by fast links,
 a node or a slice), the figure and its unit, and their status:
@@ -25,16 +29,23 @@ a node or a slice), the figure and its unit, and their status:
 - `weights`: dtype of the master weights, gradients and moments where it is not float32.
 - `schedule`: key of `parallel_plan.BUBBLES`; "interleaved" or "1f1b" by the chunks where it is
   empty.
-- `attention`: "flash 1" where attention is FlashAttention 1.
+- `attention`: "flash 1" where attention is FlashAttention 1; "flash 2" where it is the second on
+  Hopper, and the software's constant is not of it.
 - `fused_norms`: 0 where norms are not one kernel.
 - `slow_gb_s`, `pair_gb_s`: GB/s of a chip to other islands and between two chips of an island,
   where they are not those of the chip's row in `hardware.chips`.
+- `precision`: "fp8" for products of 8 bits.  `cast_bytes`: bytes that rounding an element of their
+  operands moves: reads it in 16 bits and writes it twice in 8, because Hopper multiplies rows only
+  (docs of Transformer Engine, "Handling transposes"); scales of the current step read it once more.
+- `context`: chips that share a sequence; `key_exchange`: one of `parallel_plan.KEY_EXCHANGES`.
+- `experts`, `top_k`, `capacity`, `head_dim`: as in `ModelConfig`.  `exchange`: one of
+  `parallel_plan.PUBLISHED_EXPERTS`; `expert`: chips that share the experts of a layer.
 - `split`: in the files of sample 1, of every four rows in the order of the source, the first and
   last are "fit", the others "test".  Rows of another source in the same file, and all scaling rows,
   are "test".  On MI250X only the 175B is "fit".  In the files of sample 2, the first of every two
   rows is "fit", the second "test".  In those of sample 3, the half of a source whose names have the
-  smaller SHA-256 is "fit", the other half "test".  Rows of CONFIRMATIONS are "confirm": no fit and
-  no choice of terms has seen them.
+  smaller SHA-256 is "fit", the other half "test".  Rows of CONFIRMATIONS are "confirm": no fit has
+  seen them, nor any choice of terms but that of confirm 4.
 
 Protocol: constants and error bands are fitted to "fit" rows only.  The terms of the cost model that
 were there with the first seven files were chosen with all of their rows known.  The other files of
@@ -70,8 +81,13 @@ Whether the software overlaps sums of gradients was tried as one more field, by 
 every source.  The residuals of "fit" rows did not become smaller, so it is not there.  It was
 decided before the look at the third of CONFIRMATIONS.
 
-Context parallelism is described as replicas with a part of a sequence: its exchange of keys is not
-priced.
+In samples 1 to 3 and in confirm 1 to 3 two chips that share a sequence are described as replicas
+with a half of it: nothing waits for their ring of keys, which is in one node.  Llama 3 at 131,072
+tokens has its axis "context", since after its error was published.
+
+Terms that "terms" gave, none with a fitted constant: casts of operands that do not overlap with
+products; `half_width` in proportion to the rate, because what a product loses at its edges is not
+faster in 8 bits; gathers of 8 bits; rings of keys; routed rows without buffers on their own axis.
 """
 
 import csv
@@ -81,7 +97,7 @@ from typing import Any
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.training.cost import flops_per_token
-from sparse_dataflow.hardware.chips import CHIPS, GIGA, TERA, Chip
+from sparse_dataflow.hardware.chips import CHIPS, GIGA, KNOWN, TERA, Chip
 from sparse_dataflow.planner import efficiency
 from sparse_dataflow.planner.efficiency import Efficiency
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
@@ -98,9 +114,12 @@ def _files(sample: str) -> tuple[str, ...]:
 
 
 SOURCES = (*_files("1"), *_files("2"), *_files("3"))
-CONFIRMATIONS = tuple(map(_files, ("confirm 1", "confirm 2", "confirm 3")))
-"""Files of rows that no fit and no choice of terms has seen, by sample.  The first and third are
-almost all on A100, the second mostly on H100; the fit knows the software of all but nanotron."""
+DIAGNOSED = _files("terms")
+"""Files of rows in no fit, by which terms of the model were chosen."""
+CONFIRMATIONS = tuple(_files(f"confirm {number}") for number in range(1, 6))
+"""Files of rows that no fit has seen, by sample.  The first and third are almost all on A100, the
+others mostly on H100; the fit knows the software of all but nanotron.  The last two have 8-bit
+products, long sequences and experts, which no fitted row has."""
 _COUNTS = (
     *("data", "stage", "fsdp", "tensor", "island", "chunks", "zero"),
     *("accumulation", "gradient_bytes"),
@@ -144,13 +163,13 @@ class Row:
         "tflops_6n" (6 per parameter).
       number: "verified" or "recalled".
       plan_status: "verified", "recalled" or "assumed".
-      split: "fit", "test" or "confirm".
+      split: "fit", "test", "terms" or "confirm".
       stack: software that ran it; one of efficiency.STACKS.
       assumed: fields that the source does not name.
       offload: "inputs" and "saved"; see the module.
       weights: dtype of the state.
       source: who measured it.
-      attention: "flash 1" for FlashAttention 1.
+      attention: "flash 1" for FlashAttention 1, "flash 2" for its second version on Hopper.
     """
 
     name: str
@@ -198,14 +217,23 @@ class Row:
         return float(self.counted_flops / (self.plan.chips * rate))
 
 
+FLASH_2_ON_HOPPER = efficiency.EFFICIENCIES["hopper/eager"].attention
+"""Rate of FlashAttention 2 on H100: llm-foundry's, the only fitted one of long sequences."""
+
+
 def with_kernel(row: Row, efficiency: Efficiency) -> Efficiency:
     """Returns the constants of a run: FlashAttention 1 has half the rate of the second version.
 
-    arXiv 2307.08691, abstract: "around 2x speedup compared to FlashAttention".
+    arXiv 2307.08691, abstract: "around 2x speedup compared to FlashAttention".  The second version
+    has no kernel for Hopper (arXiv 2407.08608: 35% of an H100); its rate there is that of fitted
+    runs to 65,536 tokens.
     """
-    if row.attention != "flash 1":
-        return efficiency
-    return dataclasses.replace(efficiency, attention=efficiency.attention / 2)
+    if row.attention == "flash 1":
+        return dataclasses.replace(efficiency, attention=efficiency.attention / 2)
+    if row.attention == "flash 2" and row.chip.family.startswith("hopper"):
+        rate = min(efficiency.attention, FLASH_2_ON_HOPPER)
+        return dataclasses.replace(efficiency, attention=rate)
+    return efficiency
 
 
 def rows(source: str) -> list[Row]:
@@ -263,9 +291,15 @@ def _scaling(fields):
     )
 
 
+def _number(fields, name, default):
+    """Returns a column that may be absent or empty, with the type of its default."""
+    return type(default)(fields.get(name) or default)
+
+
 def _row(fields):
     counts: dict[str, Any] = {name: int(fields[name]) for name in _COUNTS}
     micro_batch: Any = float(fields["micro_batch"])
+    stack = "xla" if fields["chip"].startswith("tpu") else fields.get("stack", "megatron")
     plan = ParallelPlan(
         **counts,
         micro_batch=int(micro_batch) if micro_batch.is_integer() else micro_batch,
@@ -275,6 +309,15 @@ def _row(fields):
         sequence_parallel=fields["sequence_parallel"] == "1",
         fused_norms=fields.get("fused_norms", "1") == "1",
         fused_attention=fields["fused_attention"] == "1",
+        context=_number(fields, "context", 1),
+        key_exchange=fields.get("key_exchange") or "own",
+        experts=fields.get("exchange") or "gather",
+        expert=_number(fields, "expert", 0) or None,
+        cast_bytes=_number(fields, "cast_bytes", 0),
+        # Transformer Engine rounds the inputs of column-parallel products before it gathers them.
+        narrow_gathers=bool(fields.get("cast_bytes")) and stack == "megatron",
+        # Software of published runs caches the rounded weights of a step.
+        weight_casts=counts["accumulation"],
     )
     layers, d_model, heads, d_ff, vocab, sequence = (
         int(fields[n]) for n in ("layers", "d_model", "heads", "d_ff", "vocab", "sequence")
@@ -283,15 +326,19 @@ def _row(fields):
         *(layers, d_model, heads, d_ff, vocab, sequence),
         compute_dtype="bfloat16",
         num_kv_heads=int(fields.get("kv_heads", heads)),
+        head_dim=_number(fields, "head_dim", 0),
+        experts=_number(fields, "experts", 0),
+        top_k=_number(fields, "top_k", 1),
+        expert_capacity=_number(fields, "capacity", 0.0),
+        precision=fields.get("precision") or "compute_dtype",
         **FAMILIES[fields.get("family", "gpt3")],
     )
-    chip = CHIPS[fields["chip"]]
+    chip = KNOWN[fields["chip"]]
     links = {"slow": fields.get("slow_gb_s"), "pair": fields.get("pair_gb_s")}
     rates: dict[str, Any] = {name: float(rate) * GIGA for name, rate in links.items() if rate}
     if rates:
         assert chip.network is not None
         chip = dataclasses.replace(chip, network=dataclasses.replace(chip.network, **rates))
-    stack = "xla" if fields["chip"].startswith("tpu") else fields.get("stack", "megatron")
     return Row(
         fields["name"],
         config,

@@ -65,7 +65,7 @@ def test_the_text_has_time_memory_and_gain_with_their_ranges():
     middle, low, high = map(float, row)
     assert middle == pytest.approx(result.seconds, rel=0.01)
     assert high / middle == pytest.approx(math.exp(result.error), rel=0.02) == middle / low
-    assert "times the dense twin" in text and "no published run" in text
+    assert "times the dense twin" in text and "no fitted run" in text
     sizes = re.findall(r"^  (parameters|all) +([\d.]+)$", text, re.M)
     assert dict(sizes)["all"] == f"{result.settled.chip_bytes / GIB:.2f}"
     weights = 4 * cost.parameter_count(result.settled.request.config) / GIB

@@ -60,7 +60,7 @@ def test_the_step_of_a_changing_model_is_the_mean_over_its_steps(method, at, exe
     assert result.seconds == pytest.approx(at * sparse + (1 - at) * dense)
     text = machine_report.text(machine_report.plan(config, machine))
     if executor == "auto":
-        assert "extrapolated: no published run of this kind (block-sparse weights)" in text
+        assert "extrapolated: no fitted run of this kind (block-sparse weights)" in text
 
 
 @pytest.mark.parametrize("schedule", ["constant", "drop:0.5", "grow:0.25"])
