@@ -1,7 +1,8 @@
 """A Hugging Face directory that takes the layers of a pruned model one by one.
 
 It is a sparse form with a file for each layer.  Until it is complete, it is a hidden folder beside
-its place.  The same pruning goes on there after an interrupt.
+its place.  The same pruning goes on there after an interrupt, to the same bits (a narrow model: to
+rounding).
 """
 
 import functools

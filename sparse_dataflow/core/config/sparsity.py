@@ -1,6 +1,7 @@
 """Which part of the weights is stored, and how the stored blocks change while a model trains."""
 
 import dataclasses
+from typing import Any, ClassVar
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import KINDS, PATTERN_NAMES, PROJECTIONS, LinearSpec
@@ -12,6 +13,7 @@ from sparse_dataflow.core.config.settings import (
     MOST_STEPS,
     Readable,
     between,
+    block_sides,
     setting,
     validate,
 )
@@ -49,7 +51,11 @@ class SparsityConfig(Readable):
         "How the density is shared out: uniform; compute (equal FLOPs, Erdos-Renyi rule); by name, "
         "qkv:0.25,mlp_in:0.5x; by depth, depth:1.5x,0.5x.",
     )
-    block: int = setting(64, "Side of a square block, in features.", legal=between(1, MOST_SIZE))
+    block: int | str = setting(
+        64,
+        "Side of a square block, in features; with --pattern=masked also inputs x outputs, such as "
+        "1x16 for rows of 16.",
+    )
     rank: int = setting(
         0, "Width of an added gated low-rank term; 0 is none.", legal=between(0, MOST_SIZE)
     )
@@ -70,15 +76,25 @@ class SparsityConfig(Readable):
         legal=between(0, MOST_SIZE),
     )
 
-    block_outputs: int = setting(
-        0,
-        "With --pattern=masked, outputs of a block of --block inputs; 0 is as many. 16 with "
-        "--block=1 is rows of 16.",
-        legal=between(0, MOST_SIZE),
-    )
+    EARLIER: ClassVar[tuple[str, ...]] = ("block_outputs",)
+    """Settings of earlier versions, see `from_file`."""
 
     def __post_init__(self):
         validate(self, "sparsity")
+
+    @classmethod
+    def from_file(cls, **fields: Any) -> "SparsityConfig":
+        """Builds the config from fields that this or an earlier version wrote."""
+        if outputs := fields.pop("block_outputs", 0):
+            fields["block"] = f"{fields['block']}x{outputs}"
+        return cls(**fields)
+
+    @property
+    def block_sides(self) -> tuple[int, int]:
+        """Inputs and outputs of a block."""
+        sides = block_sides(self.block)
+        assert sides is not None  # As `validate` says.
+        return sides
 
     def linears(self, model: ModelConfig) -> dict[str, LinearSpec]:
         """Projection -> its spec, before `budget` shares the density out.
@@ -86,15 +102,16 @@ class SparsityConfig(Readable):
         Raises:
           UserError: `projections` names one that the model does not have.
         """
+        inputs, outputs = self.block_sides
         spec = LinearSpec(
             self.pattern if self.pattern in KINDS else "block_sparse",
             self.pattern,
             self.density,
-            self.block,
+            inputs,
             self.rank,
             self.hadamard,
             span=self.span,
-            block_outputs=self.block_outputs,
+            block_outputs=0 if inputs == outputs else outputs,
         )
         return dict.fromkeys(model.selected(self.projections, "sparsity.projections"), spec)
 
