@@ -50,7 +50,7 @@ def prune_language_model(
     Raises:
       UserError: as `sd.prune`.
     """
-    model, layers = _opened(model, in_parts=not pattern)
+    model, layers = _opened(model, by_layer=not pattern)
     batches = _token_batches(model, batches)
     old = model.model
     if old.shared_layers:
@@ -88,11 +88,11 @@ def prune_language_model(
     return PrunedModel(folder, {}, directory.errors)
 
 
-def _opened(model: Any, in_parts: bool) -> tuple[Model, Layers]:
+def _opened(model: Any, by_layer: bool) -> tuple[Model, Layers]:
     """Returns a model and its weights; of a directory that is read in parts without params."""
     if isinstance(model, str | Path):
         folder = hub_models.local_folder(model)
-        if in_parts and huggingface.is_directory(folder) and not huggingface.has_own_form(folder):
+        if by_layer and huggingface.is_directory(folder) and not huggingface.has_own_form(folder):
             opened = huggingface.open_dense(folder)
             return directory_model(opened.folder, opened.model, opened.tokenizer, {}), opened
         model = load(folder)

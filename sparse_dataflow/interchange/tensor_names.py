@@ -98,7 +98,8 @@ def read_layer(architecture: Architecture, model: ModelConfig, files: Tensors, l
 
 def _read(architecture, model, files, shapes, layers=None):
     """Reads some sections of a model, of all layers or of some, as `model` has projections."""
-    prefix, arrays = _prefix(architecture, files), {}
+    prefix = _prefix(architecture, files)
+    arrays: dict[str, np.ndarray] = {}
     for entry in _entries(architecture, files.names, shapes, prefix):
         stacked: Any = None
         names = entry.names_of(layers)

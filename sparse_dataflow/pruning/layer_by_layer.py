@@ -86,7 +86,7 @@ class HeldLayers:
 
     def ends(self) -> dict:
         """See `Layers`."""
-        return {name: part for name, part in self._weights.merged.items() if name != "blocks"}
+        return {name: tree for name, tree in self._weights.merged.items() if name != "blocks"}
 
     def layer(self, number: int) -> dict:
         """See `Layers`."""
@@ -206,14 +206,14 @@ def _dense(value):
 
 def _pruned_stage(config, layer, before, after, streams, names, prune):
     """Returns name -> pruned projection of some projections that read the same inputs."""
-    device, totals = jax.tree.map(jnp.asarray, (before, after)), []
+    totals: list[Moments] = []
+    device = jax.tree.map(jnp.asarray, (before, after))
     for pair in zip(*streams):
-        parts = _moments(config, tuple(names), *device, *pair)
-        if totals:
-            for total, part in enumerate(parts):
-                totals[total] += part
-        else:
-            totals = list(parts)
+        for index, moments in enumerate(_moments(config, tuple(names), *device, *pair)):
+            if index == len(totals):
+                totals.append(moments)
+            else:
+                totals[index] += moments
     del device
     fit, held_out = totals
     results, start = {}, 0
@@ -244,8 +244,8 @@ def _moments(config, names, before, after, x_dense, x_pruned):
     sums = _sums(config, names, before, after, jnp.asarray(x_dense), jnp.asarray(x_pruned))
     tokens = x_dense.shape[0] * x_dense.shape[1]
     counts = tokens - tokens // HELD_OUT, tokens // HELD_OUT
-    for part, count in zip(sums, counts):
-        yield Moments.from_sums(jax.device_get(part), count)
+    for batch, count in zip(sums, counts):
+        yield Moments.from_sums(jax.device_get(batch), count)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "names"))

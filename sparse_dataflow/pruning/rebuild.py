@@ -201,12 +201,12 @@ def to_blocks(
     targets = sparser_targets(old, new, before, given, rounds)
     result = rebuilt(old, weights, batches, targets)
     chosen = {name: iter(masks) for name, masks in result.masks.items()}
-    kept: dict[str, list[Any]] = {}
+    stored: dict[str, list[Any]] = {}
     for layer in range(new.num_layers):
         masks = {name: next(chosen[name]) for name, target in targets.items() if target(layer)}
         for name, value in stored_of_layer(new, masks, before, layer).items():
-            kept.setdefault(name, []).append(value)
-    return result, kept
+            stored.setdefault(name, []).append(value)
+    return result, stored
 
 
 def stored_before(model: ModelConfig, weights: ModelWeights) -> dict[str, Any]:
@@ -338,19 +338,19 @@ def narrow_layer(model: ModelConfig, layer: RebuiltLayer) -> dict[str, Any]:
       model: which the layer was pruned from.
       layer: of `narrow_targets`.
     """
-    kept = {name: layer.masks[name][:, 0] for name in ROW_PARALLEL}
+    remaining = {name: layer.masks[name][:, 0] for name in ROW_PARALLEL}
     params = layer_arrays(layer.weights)
-    return {name: _sliced(model, name, leaves, kept) for name, leaves in params.items()}
+    return {name: _sliced(model, name, leaves, remaining) for name, leaves in params.items()}
 
 
-def _sliced(model, name: str, leaves: Any, kept: Mapping[str, np.ndarray]) -> Any:
+def _sliced(model, name: str, leaves: Any, remaining: Mapping[str, np.ndarray]) -> Any:
     """Returns the arrays of a module of a layer without the heads and hidden features that go."""
-    heads, group = kept["attn_out"], model.num_heads // model.kv_heads
+    heads, group = remaining["attn_out"], model.num_heads // model.kv_heads
     if name in ROW_PARALLEL:
-        rows = np.repeat(kept[name], model.projection_shape(name)[0] // len(kept[name]))
+        rows = np.repeat(remaining[name], model.projection_shape(name)[0] // len(remaining[name]))
         return _cut(leaves, rows, lambda leaf: leaf.input_dim)
     if name in MLP:
-        columns = kept["mlp_out"]
+        columns = remaining["mlp_out"]
     elif name == "q" or (name in KEY_VALUE and group == 1):
         columns = np.repeat(heads, model.head_width)
     elif name == "qkv":

@@ -19,8 +19,8 @@ def lines(law, widths=(32, 64, 128), shapes=SHAPES):
     cells = itertools.product(widths, (0.5, 0.25), (study.NARROW, *shapes), range(2))
     rows = []
     for width, density, shape, sample in cells:
-        sides = () if shape == study.NARROW else study._sides(shape)
-        excess = law.excess(*sides, width, density) if sides else 0.5
+        sides = None if shape == study.NARROW else study._sides(shape)
+        excess = law.excess(sides, width, density) if sides else 0.5
         rows.append(
             {"width": width, "density": density, "shape": shape, "sample": sample, "dense": 2.0,
              "loss": 2 + excess, "command": "python -m experiments.block_cost"}
@@ -29,7 +29,7 @@ def lines(law, widths=(32, 64, 128), shapes=SHAPES):
 
 
 def law(seed):
-    names = study._terms(1, 1, 64, 0.5)
+    names = study._terms((1, 1), 64, 0.5)
     numbers = np.random.default_rng(seed).uniform(-0.15, 0.15, len(names))
     return study.Law(dict(zip(names, numbers.tolist())))
 

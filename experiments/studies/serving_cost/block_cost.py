@@ -1,6 +1,7 @@
 """What blocks of weights cost in trained models of several widths; see `experiments.block_cost`."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -95,8 +96,13 @@ def pruned_loss(
             memory.put(layer, smaller_layer(model, layer))
         return loss(narrow, memory.params(layers.ends()), tested)
     chosen = {n: target_of(model.projection_shape(n), block, density) for n in model.projections}
-    targets = {name: lambda layer, target=target: target for name, target in chosen.items()}
+    targets = {name: functools.partial(_same, target) for name, target in chosen.items()}
     return loss(model, rebuild.rebuilt(model, weights, batches, targets).params, tested)
+
+
+def _same(target, layer):
+    """Returns the target of every layer."""
+    return target
 
 
 def loss(model: ModelConfig, params: Any, windows: np.ndarray) -> float:
@@ -119,14 +125,14 @@ class Law:
 
     constants: dict[str, float]
 
-    def excess(self, rows: int, columns: int, width: float, density: float) -> float:
-        """Returns the excess loss of blocks of `rows` inputs and `columns` outputs."""
-        terms = _terms(rows, columns, width, density)
+    def excess(self, sides: tuple[int, int], width: float, density: float) -> float:
+        """Returns the excess loss of blocks of so many inputs and outputs."""
+        terms = _terms(sides, width, density)
         return 2.0 ** sum(self.constants[name] * value for name, value in terms.items())
 
 
-def _terms(rows, columns, width, density):
-    rows, columns, width, cut = (math.log2(v) for v in (rows, columns, width / 64, 1 / density))
+def _terms(sides, width, density):
+    rows, columns, width, cut = (math.log2(v) for v in (*sides, width / 64, 1 / density))
     return {
         "1": 1.0,
         "rows": rows,
@@ -142,7 +148,7 @@ def _terms(rows, columns, width, density):
 
 def fit(cells: Sequence[dict]) -> Law:
     """Returns the law of least squared error of log2 excess, of rows of `cells`."""
-    terms = [_terms(*_sides(c["shape"]), c["width"], c["density"]) for c in cells]
+    terms = [_terms(_sides(c["shape"]), c["width"], c["density"]) for c in cells]
     matrix = np.array([list(each.values()) for each in terms])
     wanted = np.log2([max(cell["excess"], LEAST) for cell in cells])
     constants = np.linalg.lstsq(matrix, wanted, rcond=None)[0]
@@ -244,7 +250,7 @@ def report(folder: Path, lines: runs.Lines, held_out: str) -> dict:
         law = fit([cell for cell in blocks if not is_hidden(cell)])
         predictions[name] = [
             {**cell, "predicted": law.excess(
-                *_sides(cell["shape"]), cell["width"], cell["density"])}
+                    _sides(cell["shape"]), cell["width"], cell["density"])}
             for cell in blocks if is_hidden(cell)
         ]  # fmt: skip
     result = {
@@ -332,7 +338,8 @@ def draw(cells: Sequence[dict], path: Path) -> None:
                 and cell["to_narrow"] is not None
             ]
             if len(points) > 1:
-                curves[shape] = Curve(*zip(*points))
+                x, y = map(list, zip(*points))
+                curves[shape] = Curve(x, y)
         panels.append((density, curves))
     save_panels(path, [
         Panel(f"density {density:g}", "width", "excess loss over the narrow model's", curves)

@@ -22,6 +22,8 @@ from sparse_dataflow.files import addresses
 from sparse_dataflow.files.errors import UserError
 
 Config = TypeVar("Config")
+BLOCK = int | str
+"""Type of a block of weights: the side of a square, or inputs x outputs such as "1x16"."""
 Legal = tuple[str, Callable[[float], bool]]
 """The words for the legal numbers, and their test."""
 
@@ -52,12 +54,6 @@ config file from exhausting memory."""
 MOST_EXPERTS = 2**12
 """Upper bound of the experts of a layer."""
 MOST_SECONDS = 7 * 24 * 3600
-
-BLOCK = int | str
-"""Type of a setting that is a block of weights: the side of a square, or INPUTSxOUTPUTS."""
-BLOCK_LEGAL = (
-    f"the side of a square from 1 to {MOST_SIZE:,}, or inputs x outputs such as 1x16 (rows of 16)"
-)
 
 FIXED, ADOPTED, FRESH, ASKED = "fixed", "adopted", "fresh", "asked"
 """How a resumed run treats a setting.
@@ -101,7 +97,7 @@ class Setting:
 
     Attributes:
       name: the field's name; in a `RunConfig` its path, such as "training.batch".
-      type: int, float, bool, str, BLOCK, or a tuple of names or numbers, such as tuple[str, ...].
+      type: int, float, bool, str, or a tuple of names or numbers, such as tuple[str, ...].
       default: its default; `dataclasses.MISSING` where the preset decides, None where the code
         that reads it decides.
       help: one or two sentences, with units.
@@ -134,12 +130,10 @@ class Setting:
             return None
         if self.auto is not None and text.lower() == AUTO:
             return self.auto
-        if self.type is int:
+        if self.type is int or (self.type == BLOCK and text.isdecimal()):
             value: Any = _integer(text)
         elif self.type is float:
             value = _number(text)
-        elif self.type == BLOCK:
-            value = plain_block(text)
         elif self.type is bool:
             value = _BOOLEANS.get(text.lower())
             if value is None:
@@ -197,11 +191,8 @@ class Setting:
             element = dataclasses.replace(self, type=_NUMBER_LISTS[self.type])
             legal = isinstance(value, tuple) and not any(map(element.refusal, value))
             return "" if legal and (value or self.default == ()) else self._no_numbers()
-        if self.type == BLOCK:
-            whole = arguments.is_whole(value) or isinstance(value, str)
-            return (
-                "" if whole and block_sides(value) else f"is not legal: it must be {BLOCK_LEGAL}."
-            )
+        if self.type == BLOCK and block_sides(value) is None:
+            return "is not legal: it must be the side of a square, or inputs x outputs (1x16)."
         if self.type in (int, float):
             if arguments.is_whole(value) and abs(int(value)) > MOST_INTEGER:
                 limits = self.legal
@@ -241,20 +232,9 @@ def _in_float32(value: float) -> float:
 
 
 def block_sides(block: int | str) -> tuple[int, int] | None:
-    """Returns the inputs and outputs of a value of a BLOCK setting; None for no legal one."""
-    match = re.fullmatch(r"([0-9]{1,9})(?:x([0-9]{1,9}))?", str(block))
-    if match is None:
-        return None
-    sides = int(match[1]), int(match[2] or match[1])
-    return sides if all(1 <= side <= MOST_SIZE for side in sides) else None
-
-
-def plain_block(block: int | str) -> int | str:
-    """Returns a value of a BLOCK setting in its shortest form, of a square its side."""
-    sides = block_sides(block)
-    if sides is None:
-        return block
-    return sides[0] if sides[0] == sides[1] else f"{sides[0]}x{sides[1]}"
+    """Returns the inputs and outputs of a value of the type BLOCK; None if it is not legal."""
+    match = re.fullmatch(r"([1-9]\d{0,6})(?:x([1-9]\d{0,6}))?", str(block), re.ASCII)
+    return match and (int(match[1]), int(match[2] or match[1]))
 
 
 def _parts(text: str) -> list[str]:
@@ -312,7 +292,6 @@ def validate(config: Any, member: str = "") -> None:
         if reason := s.refusal(value):
             name = f"{member}.{s.name}" if member else s.name
             raise UserError(f"{name}={shown(value)} {reason}")
-        value = plain_block(value) if s.type == BLOCK else value
         if value is not original:
             number = s.type if s.type in (int, float) and value is not None else None
             object.__setattr__(config, s.name, number(value) if number else value)
@@ -381,10 +360,8 @@ def from_json(kind: type[Config], fields: Any) -> Config:
     for name, member in members.items():
         legal = {s.name: s for s in settings(member)}
         required = [key for key, s in legal.items() if s.default is dataclasses.MISSING]
-        # Earlier settings that others stand for now: `from_file` reads them.
-        earlier = dict.fromkeys(getattr(member, "EARLIER", ()))
-        _same_names(fields[name], {**legal, **earlier}, f"setting of {name}", required)
-        arguments = {key: _tuple(legal.get(key), value) for key, value in fields[name].items()}
+        _same_names(fields[name], legal, f"setting of {name}", required)
+        arguments = {key: _tuple(legal[key], value) for key, value in fields[name].items()}
         # A part whose settings had other values in an earlier version reads them.
         values[name] = getattr(member, "from_file", member)(**arguments)
     return kind(**values)
@@ -402,8 +379,7 @@ def _same_names(fields, legal, noun, required):
 
 
 def _tuple(s, value):
-    is_tuple = s is not None and get_origin(s.type) is tuple
-    return tuple(value) if isinstance(value, list) and is_tuple else value
+    return tuple(value) if isinstance(value, list) and get_origin(s.type) is tuple else value
 
 
 def _plain(value):

@@ -1,7 +1,6 @@
 """Which part of the weights is stored, and how the stored blocks change while a model trains."""
 
 import dataclasses
-from typing import Any, ClassVar
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import KINDS, PATTERN_NAMES, PROJECTIONS, LinearSpec
@@ -51,11 +50,7 @@ class SparsityConfig(Readable):
         "How the density is shared out: uniform; compute (equal FLOPs, Erdos-Renyi rule); by name, "
         "qkv:0.25,mlp_in:0.5x; by depth, depth:1.5x,0.5x.",
     )
-    block: int | str = setting(
-        64,
-        "Side of a square block, in features; with --pattern=masked also inputs x outputs, such as "
-        "1x16 for rows of 16.",
-    )
+    block: int | str = setting(64, "Side of a block, or inputs x outputs (1x16) if masked.")
     rank: int = setting(
         0, "Width of an added gated low-rank term; 0 is none.", legal=between(0, MOST_SIZE)
     )
@@ -76,25 +71,10 @@ class SparsityConfig(Readable):
         legal=between(0, MOST_SIZE),
     )
 
-    EARLIER: ClassVar[tuple[str, ...]] = ("block_outputs",)
-    """Settings of earlier versions, see `from_file`."""
-
     def __post_init__(self):
         validate(self, "sparsity")
-
-    @classmethod
-    def from_file(cls, **fields: Any) -> "SparsityConfig":
-        """Builds the config from fields that this or an earlier version wrote."""
-        if outputs := fields.pop("block_outputs", 0):
-            fields["block"] = f"{fields['block']}x{outputs}"
-        return cls(**fields)
-
-    @property
-    def block_sides(self) -> tuple[int, int]:
-        """Inputs and outputs of a block."""
-        sides = block_sides(self.block)
-        assert sides is not None  # As `validate` says.
-        return sides
+        inputs, outputs = block_sides(self.block)  # type: ignore[misc]
+        object.__setattr__(self, "block", inputs if inputs == outputs else f"{inputs}x{outputs}")
 
     def linears(self, model: ModelConfig) -> dict[str, LinearSpec]:
         """Projection -> its spec, before `budget` shares the density out.
@@ -102,7 +82,7 @@ class SparsityConfig(Readable):
         Raises:
           UserError: `projections` names one that the model does not have.
         """
-        inputs, outputs = self.block_sides
+        inputs, outputs = block_sides(self.block)  # type: ignore[misc]
         spec = LinearSpec(
             self.pattern if self.pattern in KINDS else "block_sparse",
             self.pattern,

@@ -27,7 +27,6 @@ def test_every_spelling_is_one_value(given, block, sides):
         BASE, {"sparsity.block": str(given)}
     )):  # fmt: skip
         assert config.sparsity.block == block
-        assert config.sparsity.block_sides == sides
         spec = next(iter(config.sparsity.linears(config.model).values()))
         assert spec.block_sides == sides
         assert RunConfig.from_json(config.to_json()) == config
@@ -35,12 +34,15 @@ def test_every_spelling_is_one_value(given, block, sides):
 
 
 @pytest.mark.parametrize(
-    "text", ["1x0", "0", "x16", "16x", "1x2x3", "-1", "1.5", "1X16", "1 x 16", "", "9999999", "٣"]
+    "text",
+    ["1x0", "0", "x16", "16x", "1x2x3", "-1", "1.5", "1X16", "1 x 16", "", "99999999", "1x٣"],
 )
 def test_other_texts_are_refused_with_the_legal_ones(text):
-    with pytest.raises(UserError, match=r"^sparsity.block=.* side of a square .* such as 1x16"):
+    with pytest.raises(
+        UserError, match=r"^sparsity.block=.* side of a square, or inputs x outputs"
+    ):
         settings.changed(BASE, {"sparsity.block": text})
-    with pytest.raises(UserError, match=r"sparsity.block=.* such as 1x16"):
+    with pytest.raises(UserError, match=r"sparsity.block=.* inputs x outputs"):
         SparsityConfig(block=text)
 
 
