@@ -25,8 +25,8 @@ tokens too. A dense model's export has the same reader, which multiplies by whol
     python -m experiments.decode_bench --set model.num_layers=4
     python -m experiments.decode_bench --scale=mini --activation_sparsity=0.4
     python -m experiments.decode_bench --scale=mini --switch
-    python -m experiments.decode_bench --scale=mini --pattern=masked --density=0.5 --block=1 \\
-        --set sparsity.block_outputs=16 --torch=PYTHON
+    python -m experiments.decode_bench --scale=mini --pattern=masked --density=0.5 \\
+        --block=1x16 --torch=PYTHON
     python -m experiments.decode_bench --scale=mini --exports
 """
 

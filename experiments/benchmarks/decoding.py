@@ -83,8 +83,8 @@ def run(request: Request, options) -> None:
     )
     name = f"decode_bench_{chip.name}_{models.scale}_batch{batch}"
     sparsity = models.config.sparsity
-    if sparsity.block_outputs:
-        facts["block"] = f"{sparsity.block}x{sparsity.block_outputs}"
+    if isinstance(sparsity.block, str):
+        facts["block"] = sparsity.block
         name += f"_{facts['block']}_{facts['dtype']}"
     if options.torch:
         result[TORCH] = paired.paired_ratio(seconds[TORCH], seconds["sparse"])

@@ -1,6 +1,7 @@
 """`sd.prune`: prunes a language model, a run, a Hugging Face directory or any nnx model."""
 
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from flax import nnx
@@ -27,6 +28,8 @@ def prune(
     rounds: int | None = None,
     pattern: str = "",
     call: Callable[[Any, Any], Any] | None = None,
+    out: str | Path | None = None,
+    dtype: str = "float32",
 ) -> PrunedModel:
     """Removes weights of a trained model, and fits the others to the outputs of the whole model.
 
@@ -58,6 +61,13 @@ def prune(
         fastest: features change places first, so that its blocks have the largest weights times
         activations.  "" for the blocks that cost most to remove.
       call: (model, batch) applies an nnx model; None for `model(batch)`.
+      out: folder to make with the pruned language model, as of `sd.save`; None for a model in
+        memory.  Each layer is written when it is finished, so that of a Hugging Face directory one
+        layer is in memory at a time.  The same call goes on after an interrupt.
+      dtype: of the numbers in `out`: "float32", or "bfloat16", which rounds them.
+
+    Returns:
+      The pruned model.  With `out`, its model is the path of the folder, which `sd.load` reads.
 
     Raises:
       UserError: no projection is selected, a projection has no such density or shares its kernel,
@@ -88,15 +98,21 @@ def prune(
             raise UserError('block="narrow" is for language models; legal for nnx models: a shape.')
         if pattern:
             raise UserError("pattern is for language models; legal for nnx models: none.")
+        if out is not None:
+            raise UserError("out is for language models; legal for nnx models: None.")
         inputs = _listed(batches)
         apply = call or (lambda module, batch: module(batch))
         return prune_linears(model, inputs, groups, density, rounds, where, apply)
     if call is not None:
         raise UserError("call is for nnx models; legal for language models: None.")
+    if out is None and dtype != "float32":
+        raise UserError(f"dtype={dtype} without out; legal: float32, and dtype of `sd.save`.")
     # Reads tokenizers and checkpoints, which a model of nnx does not need.
     from sparse_dataflow.commands.prune_language_model import prune_language_model
 
-    return prune_language_model(model, _listed(batches), groups, density, where, rounds, pattern)
+    return prune_language_model(
+        model, _listed(batches), groups, density, where, rounds, pattern, out, dtype
+    )
 
 
 def _listed(batches) -> list:

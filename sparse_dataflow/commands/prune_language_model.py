@@ -1,6 +1,7 @@
 """Prunes the projections of a language model of this project: see `sd.prune`."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,19 @@ from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
-from sparse_dataflow.core.optim.optimizers import TrainState
-from sparse_dataflow.core.training.transitions import change_model
 from sparse_dataflow.core.weights.dense import Dense
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.interchange import pattern_pruning
+from sparse_dataflow.interchange import hub_models, huggingface, pattern_pruning
 from sparse_dataflow.interchange.calibration import input_norms
-from sparse_dataflow.interchange.load import load
+from sparse_dataflow.interchange.load import directory_model, load
+from sparse_dataflow.interchange.pruned_directory import PrunedDirectory, digest_of
 from sparse_dataflow.layers.replace import Where
 from sparse_dataflow.pruning import rebuild, second_order
 from sparse_dataflow.pruning.groups import Groups
-from sparse_dataflow.pruning.rebuild import Rebuilt
+from sparse_dataflow.pruning.layer_by_layer import HeldLayers, Layers
 from sparse_dataflow.pruning.result import PrunedModel
+from sparse_dataflow.pruning.stored import InMemory, smaller_layer, sparse_layer
 
 LEAST_TOKENS = 10
 LONGEST_ROW, ROWS = 512, 8
@@ -41,61 +42,77 @@ def prune_language_model(
     where: Where | None,
     rounds: int,
     pattern: str,
+    out: str | Path | None,
+    dtype: str,
 ) -> PrunedModel:
     """Prunes an `sd.Model`, or the one that a folder or a name leads to; see `sd.prune`.
 
     Raises:
       UserError: as `sd.prune`.
     """
+    model, layers = _opened(model, by_layer=not pattern)
+    batches = _token_batches(model, batches)
+    old = model.model
+    if old.shared_layers:
+        raise UserError("All layers share one block; legal: a model with a block for each layer.")
+    if groups is None and where is not None:
+        raise UserError('where does not go with block="narrow", which prunes all projections.')
+    names = _selected(old, where)
+    before = rebuild.stored_before(old, model.weights) if model.params else {}
+    if groups is None:
+        new, targets = rebuild.narrow_targets(old, _half(density), rounds)
+        stored = functools.partial(smaller_layer, old)
+    else:
+        specs = {name: _spec(old, name, groups, density, pattern) for name in names}
+        new = dataclasses.replace(old, linears={**dict(old.linears), **specs})
+        model_layouts.check_layouts(new)
+        given = None
+        if pattern:
+            params, given = _in_places(old, model.params, new, batches)
+            layers = HeldLayers(ModelWeights(params))
+        targets = rebuild.sparser_targets(old, new, before, given, rounds)
+        stored = functools.partial(sparse_layer, new, before)
+    if out is None:
+        memory = InMemory(new)
+        for layer in rebuild.rebuilt_layers(old, layers, batches, targets):
+            memory.put(layer, stored(layer))
+        params = stacks.map_arrays(jnp.asarray, memory.params(layers.ends()))
+        return _result(model, new, groups, memory, params)
+    facts = {"tokens": digest_of(batches), "weights": layers.digest(), "rounds": rounds}
+    directory = PrunedDirectory(out, new, dtype, facts)
+    for layer in rebuild.rebuilt_layers(
+        old, layers, batches, targets, directory.rounded, directory.restored
+    ):
+        directory.put(layer, stored(layer))
+    folder = directory.finish(layers, model.tokenizer, model.context)
+    return PrunedModel(folder, {}, directory.errors)
+
+
+def _opened(model: Any, by_layer: bool) -> tuple[Model, Layers]:
+    """Returns a model and its weights; of a directory that is read in parts without params."""
     if isinstance(model, str | Path):
-        model = load(model)
+        folder = hub_models.local_folder(model)
+        if by_layer and huggingface.is_directory(folder) and not huggingface.has_own_form(folder):
+            opened = huggingface.open_dense(folder)
+            return directory_model(opened.folder, opened.model, opened.tokenizer, {}), opened
+        model = load(folder)
     if not isinstance(model, Model):
         raise UserError(
             f"model is a {type(model).__name__}; legal: sd.Model, a folder or name of one, or an "
             "nnx model."
         )
-    batches = _token_batches(model, batches)
-    old, weights = model.model, ModelWeights(jax.device_get(model.params))
-    if old.shared_layers:
-        raise UserError("All layers share one block; legal: a model with a block for each layer.")
-    if groups is None:
-        if where is not None:
-            raise UserError('where does not go with block="narrow", which prunes all projections.')
-        _selected(old, None)
-        return _result(model, rebuild.narrowed(old, weights, batches, _half(density), rounds), None)
-    names = _selected(old, where)
-    specs = {name: _spec(old, name, groups, density, pattern) for name in names}
-    new = dataclasses.replace(old, linears={**dict(old.linears), **specs})
-    model_layouts.check_layouts(new)
-    if pattern:
-        old, weights, given = _in_places(old, weights, new, batches)
-    else:
-        given = None
-    result, stored = rebuild.to_blocks(old, weights, new, batches, given, rounds)
-    params = _moved(result.params)
-    state = TrainState(jnp.zeros((), jnp.int32), params, (), jax.random.key(0))
-    state = change_model(state, result.model, new, given=stored)
-    return _result(model, result, groups, new, state)
+    return model, HeldLayers(ModelWeights(jax.device_get(model.params)))
 
 
-def _moved(params: dict) -> dict:
-    """Returns parameters as arrays of jax, and empties `params`: no two copies are in memory."""
-    leaves, tree = jax.tree.flatten(params)
-    params.clear()
-    for place, leaf in enumerate(leaves):
-        leaves[place] = jnp.array(leaf)
-    return jax.tree.unflatten(tree, leaves)
-
-
-def _in_places(old, weights, new, batches):
-    """Returns (model, weights, layouts): the dense weights with features in the places that suit
-    the patterns of `new`."""
+def _in_places(old, params, new, batches):
+    """Returns (params, layouts): the dense weights with features in the places that suit the
+    patterns of `new`."""
     if old.linears:
         raise UserError("pattern moves the features of all projections; legal: a dense model.")
     pattern_pruning.refuse(old, {}, new)
+    weights = ModelWeights(jax.device_get(params))
     norms = input_norms(old, weights, batches, dict.fromkeys(old.projections, 0))
-    params, layouts = pattern_pruning.moved(old, weights.merged, new, norms, "sd.prune")
-    return old, ModelWeights(params), layouts
+    return pattern_pruning.moved(old, weights.merged, new, norms, "sd.prune")
 
 
 def _spec(
@@ -120,24 +137,24 @@ def _spec(
     )
 
 
-def _result(model: Model, result: Rebuilt, groups, new=None, state=None) -> PrunedModel:
+def _result(model: Model, new: ModelConfig, groups, memory: InMemory, params) -> PrunedModel:
     """Returns the pruned model, which no run folder has."""
-    masks = {
-        name: np.stack([second_order.expanded(mask, groups) for mask in layers])
-        for name, layers in result.masks.items()
-    }
-    params = state.weights.merged if state else result.params
+    masks = {}
+    if groups is not None:
+        for name in memory.masks[0]:
+            each = [second_order.expanded(layer[name], groups) for layer in memory.masks]
+            masks[name] = np.stack(each)
     pruned = dataclasses.replace(
         model,
         folder=Path(),
-        variant="sparse" if state else "dense",
-        model=new or result.model,
-        params=stacks.map_arrays(jnp.asarray, params),
+        variant="dense" if groups is None else "sparse",
+        model=new,
+        params=params,
         step=0,
         record=None,
         facts={},
     )
-    return PrunedModel(pruned, masks, result.errors)
+    return PrunedModel(pruned, masks, memory.errors)
 
 
 def _half(density):

@@ -40,8 +40,8 @@ def check(config: ModelConfig, form: str) -> None:
         raise UserError(f"Rows run on CPUs, and this is {dispatch.platform()}; legal: {DENSE}.")
     if not any(_width(config, name) for name in config.projections):
         raise UserError(
-            "The model has no masks of rows (sparsity.pattern=masked with block_outputs, or "
-            f"block, a multiple of 8), so its weights cannot be {ROWS}; legal: {AUTO}, {DENSE}."
+            "The model has no masks of rows (--pattern=masked --block=1x16, or another "
+            f"multiple of 8 outputs), so its weights cannot be {ROWS}; legal: {AUTO}, {DENSE}."
         )
 
 

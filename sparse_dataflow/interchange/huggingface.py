@@ -15,7 +15,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,12 +90,15 @@ def is_directory(folder: str | Path) -> bool:
     return isinstance(fields, dict) and "model_type" in fields
 
 
+def has_own_form(folder: str | Path) -> bool:
+    """Returns whether a Hugging Face directory has the format of `sparse_form`."""
+    return _read_config(Path(folder).expanduser())["model_type"] == MODEL_TYPE
+
+
 def is_sparse_form(folder: str | Path) -> bool:
     """Returns whether a Hugging Face directory is a sparse form of weights that are not dense."""
     folder = Path(folder).expanduser()
-    if _read_config(folder)["model_type"] != MODEL_TYPE:
-        return False
-    return bool(sparse_form.read_config(folder).weight_words)
+    return has_own_form(folder) and bool(sparse_form.read_config(folder).weight_words)
 
 
 class Described(NamedTuple):
@@ -142,6 +145,60 @@ def _described(folder, state):
     return Described(fields, model, *tokenizer_files.read(folder, tokenizer_fields))
 
 
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A Hugging Face directory of one of `architectures`, whose weights are read in parts.
+
+    Attributes:
+      folder: the directory.
+      fields: those of config.json.
+      model: the model.
+      tokenizer: see `Imported`.
+      order: see `Described`.
+      files: the tensors.
+    """
+
+    folder: Path
+    fields: dict[str, Any]
+    model: ModelConfig
+    tokenizer: Tokenizer
+    order: np.ndarray
+    files: tensors.Tensors
+
+    def ends(self) -> dict:
+        """Reads the parameters that are of no layer: "embed" and "head"."""
+        params = tensor_names.read_ends(architectures.row(self.fields), self.model, self.files)
+        return reordered(params, self.order)
+
+    def layer(self, number: int) -> dict:
+        """Reads the parameters of a layer, in numpy float32."""
+        row = architectures.row(self.fields)
+        return tensor_names.read_layer(row, self.model, self.files, number)
+
+    def digest(self) -> str:
+        """Returns the sha256 (hex) of the weights."""
+        return tensors.digest(self.folder)
+
+
+def open_dense(folder: str | Path) -> Opened:
+    """Opens a Hugging Face directory that is no sparse form; reads no weights but a tied output's.
+
+    Raises:
+      UserError: see `read`; not for what is wrong with weights.
+    """
+    folder = Path(folder).expanduser()
+    fields, model, tokenizer, order = describe(folder)
+    _described.cache_clear()
+    files = tensors.Tensors(folder)
+    model = _with_own_output(folder, fields, model, files)
+    tensor_names.refuse_others(architectures.row(fields), model, files)
+    plain = _fields_without_source(fields["model_type"], model, fields.get("torch_dtype"))
+    _say_unread(folder, fields, model)
+    if fields != plain:
+        tokenizer = _with_source(tokenizer, fields)
+    return Opened(folder, fields, model, tokenizer, order, files)
+
+
 def read(folder: str | Path) -> Imported:
     """Reads a Hugging Face directory of one of `architectures`, or the sparse form.
 
@@ -150,23 +207,20 @@ def read(folder: str | Path) -> Imported:
         tokenizer is missing, damaged or of another shape.
     """
     folder = Path(folder).expanduser()
-    fields, model, tokenizer, order = describe(folder)
-    _described.cache_clear()
-    architecture = fields["model_type"]
-    if architecture == MODEL_TYPE:
+    if not has_own_form(folder):
+        opened = open_dense(folder)
+        row = architectures.row(opened.fields)
+        params = tensor_names.read(row, opened.model, opened.files)
+        model, tokenizer, order = opened.model, opened.tokenizer, opened.order
+        architecture = opened.fields["model_type"]
+    else:
+        fields, _, tokenizer, order = describe(folder)
+        _described.cache_clear()
         architecture = ""
         model, params = sparse_form.read(folder)
-        source = fields.get(SOURCE)
-    else:
-        files = tensors.Tensors(folder)
-        model = _with_own_output(folder, fields, model, files)
-        params = tensor_names.read(architectures.row(fields), model, files)
-        plain = _fields_without_source(architecture, model, fields.get("torch_dtype"))
-        source = None if fields == plain else fields
-        _say_unread(folder, fields, model)
-    if source:
-        tokenizer = _with_source(tokenizer, source)
-    params = _reordered(params, order)
+        if source := fields.get(SOURCE):
+            tokenizer = _with_source(tokenizer, source)
+    params = reordered(params, order)
     return Imported(model, params, tokenizer, tensors.digest(folder), architecture)
 
 
@@ -269,8 +323,8 @@ def _read_model(folder, fields):
         ) from None
 
 
-def _reordered(params, order):
-    """Returns the parameters with the rows of the vocabulary in another order."""
+def reordered(params: dict, order: np.ndarray) -> dict:
+    """Returns the parameters, or those of no layer, with the vocabulary in another order."""
     embed, head = params["embed"], params["head"]
     embed = {**embed, "tokens": np.asarray(embed["tokens"])[order]}
     rows = {name: np.asarray(head[name])[order] for name in VOCABULARY if name in head}
@@ -336,10 +390,8 @@ def write(
             f"The architecture {architecture!r} is unknown; legal: {AUTO}, "
             f"{', '.join(architectures.ARCHITECTURES)}."
         )
-    params = _reordered(weights.params, tokenizer.ids_from_original)
+    params = reordered(weights.params, tokenizer.ids_from_original)
     weights = dataclasses.replace(weights, params=params)
-    ids = tokenizer.original_ids
-    end_of_text = ids[tokenizer.eot_id] if ids else tokenizer.eot_id
     if form == "dense":
         plain = _plain(model)
         began = str((_source(tokenizer) or {}).get("model_type"))
@@ -353,14 +405,32 @@ def write(
             arrays = _tensors(name, representation, *dense_form(model, weights))
             files = tensors.write(partial, tensors.as_dtype(arrays, dtype), {})
         else:
-            more = {"end_of_text": end_of_text, SOURCE: _source(tokenizer)}
+            more = sparse_fields(tokenizer)
             write_form = sparse_form.write if form == "sparse" else program_form.write
             files = write_form(partial, model, weights, context, more, dtype)
-        for path in files:  # safetensors creates files that only their owner can read.
-            shutil.copymode(partial / CONFIG, path)
-        tokenizer_files.write(partial, tokenizer, context)
-        (partial / CARD).write_text(card, encoding="utf-8")
+        write_rest(partial, files, tokenizer, context, card)
     return Path(folder).expanduser()
+
+
+def sparse_fields(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns the fields of a sparse form's config.json that follow from the tokenizer."""
+    ids = tokenizer.original_ids
+    end_of_text = ids[tokenizer.eot_id] if ids else tokenizer.eot_id
+    return {"end_of_text": end_of_text, SOURCE: _source(tokenizer)}
+
+
+def write_rest(
+    folder: Path, files: Sequence[Path], tokenizer: Tokenizer, context: int, card: str
+) -> None:
+    """Writes the tokenizer and README.md into a folder that has config.json and the weights.
+
+    Args:
+      files: those of the weights.
+    """
+    for path in files:  # safetensors creates files that only their owner can read.
+        shutil.copymode(folder / CONFIG, path)
+    tokenizer_files.write(folder, tokenizer, context)
+    (folder / CARD).write_text(card, encoding="utf-8")
 
 
 def preferred(architecture: str, record: RunRecord, model: ModelConfig) -> str:

@@ -5,8 +5,10 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from sparse_dataflow.core.config import arguments
+from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model.stacks import map_arrays
+from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation.run_files import read_config
 from sparse_dataflow.evaluation.trained import NEWEST, Model
 from sparse_dataflow.files import json_files
@@ -68,14 +70,24 @@ def load(folder: str | Path, variant: str = "", checkpoint: str = NEWEST) -> Mod
             f"legal: {NEWEST}."
         )
     imported = huggingface.read(folder)
+    params = map_arrays(jnp.asarray, imported.params)
+    return directory_model(folder, imported.model, imported.tokenizer, params)
+
+
+def directory_model(folder: Path, model: ModelConfig, tokenizer: Tokenizer, params: dict) -> Model:
+    """Returns the model of a Hugging Face directory.
+
+    Args:
+      params: see `Model`; {} where they are read in parts.
+    """
     return Model(
         folder=folder,
-        variant=names[0],
-        model=imported.model,
-        params=map_arrays(jnp.asarray, imported.params),
-        tokenizer=imported.tokenizer,
+        variant="sparse" if huggingface.is_sparse_form(folder) else "dense",
+        model=model,
+        params=params,
+        tokenizer=tokenizer,
         step=0,
-        training=TrainingConfig(sequence=_context(folder, imported.model.longest)),
+        training=TrainingConfig(sequence=_context(folder, model.longest)),
         record=None,
         facts={},
     )

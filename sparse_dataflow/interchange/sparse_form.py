@@ -37,6 +37,8 @@ MODEL_TYPE = "sparse_dataflow"
 FORMAT = "sparse_dataflow-1"
 CONFIG, SOURCE = "config.json", "source"
 READER = "run_in_torch.py"
+METADATA = {"sparse_dataflow": FORMAT}
+"""Metadata of each file of weights."""
 
 
 def write(
@@ -53,6 +55,22 @@ def write(
     Args:
       dtype: of DTYPES, of the floats.
     """
+    write_small_files(folder, model, weights, context, more)
+    params = weights.merged
+    arrays = flatten({name: section for name, section in params.items() if name != "blocks"})
+    for i, layer in enumerate(stacks.layers(params["blocks"])):
+        arrays |= layer_tensors(model, layer, i)
+    return tensors.write(folder, tensors.as_dtype(arrays, dtype), METADATA)
+
+
+def write_small_files(
+    folder: Path, model: ModelConfig, weights: ModelWeights, context: int, more: Mapping[str, Any]
+) -> None:
+    """Writes config.json, with `more` fields, and the reader for PyTorch.
+
+    Args:
+      weights: of the model; only their layouts are read.
+    """
     fields = {
         "model_type": MODEL_TYPE,
         "format": FORMAT,
@@ -62,17 +80,23 @@ def write(
         "layout": _digest(weights),
         "forward": _forward(model),
     }
-    params = weights.merged
     (folder / CONFIG).write_text(json.dumps(fields, indent=1) + "\n")
     shutil.copyfile(Path(__file__).parent / "serving" / READER, folder / READER)
-    other_sections = {name: section for name, section in params.items() if name != "blocks"}
-    arrays = flatten(other_sections)
-    for i, layer in enumerate(stacks.layers(params["blocks"])):
-        others, layouts = stacks.split_layouts(layer)
-        stored = {name: _to_file(model, name, module, i) for name, module in others.items()}
-        for tree in (stored, stacks.tables_by_name(layouts)):
-            arrays |= {f"blocks.{i}.{name}": leaf for name, leaf in flatten(tree).items()}
-    return tensors.write(folder, tensors.as_dtype(arrays, dtype), {"sparse_dataflow": FORMAT})
+
+
+def layer_tensors(model: ModelConfig, layer: dict, number: int) -> dict[str, Any]:
+    """Returns the named tensors of a layer.
+
+    Args:
+      layer: its parameters with its layouts.
+      number: of the layer, from 0.
+    """
+    others, layouts = stacks.split_layouts(layer)
+    stored = {name: _to_file(model, name, module, number) for name, module in others.items()}
+    trees = (stored, stacks.tables_by_name(layouts))
+    return {
+        f"blocks.{number}.{name}": leaf for tree in trees for name, leaf in flatten(tree).items()
+    }
 
 
 def _forward(model):
@@ -119,13 +143,7 @@ def read(folder: str | Path) -> tuple[ModelConfig, dict]:
     model = read_config(folder)
     files = tensors.Tensors(folder)
     shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
-    expected = merged(shapes, stacks.stored_layouts(model))["blocks"]
-    layers = []
-    for i, layer in enumerate(jax.eval_shape(lambda tree: list(stacks.layers(tree)), expected)):
-        layer_shapes, layouts = stacks.split_layouts(layer)
-        tables = _read_tree(files.read_integers, stacks.tables_by_name(layouts), f"blocks.{i}.")
-        arrays = _read_layer(files, model, layer_shapes, i)
-        layers.append(merged(arrays, stacks.beside(model, tables)["blocks"]) if tables else arrays)
+    layers = [read_layer(files, model, layer, i) for i, layer in enumerate(layer_shapes(model))]
     other_sections = {name: section for name, section in shapes.items() if name != "blocks"}
     blocks = stacks.stacked_layers(model, layers)
     params = {**_read_tree(files.read, other_sections), "blocks": blocks}
@@ -137,6 +155,26 @@ def read(folder: str | Path) -> tuple[ModelConfig, dict]:
             "from one export."
         )
     return model, params
+
+
+def layer_shapes(model: ModelConfig) -> list[dict]:
+    """Returns the shapes of the parameters of each layer, with those of its layouts."""
+    shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
+    expected = merged(shapes, stacks.stored_layouts(model))["blocks"]
+    return jax.eval_shape(lambda tree: list(stacks.layers(tree)), expected)
+
+
+def read_layer(files: tensors.Tensors, model: ModelConfig, shapes: dict, number: int) -> dict:
+    """Reads the parameters of a layer with its layouts.
+
+    Args:
+      shapes: those of the layer, see `layer_shapes`.
+      number: of the layer, from 0.
+    """
+    shapes, layouts = stacks.split_layouts(shapes)
+    tables = _read_tree(files.read_integers, stacks.tables_by_name(layouts), f"blocks.{number}.")
+    arrays = _read_layer(files, model, shapes, number)
+    return merged(arrays, stacks.beside(model, tables)["blocks"]) if tables else arrays
 
 
 def read_config(folder: Path) -> ModelConfig:

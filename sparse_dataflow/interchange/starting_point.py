@@ -149,11 +149,15 @@ def _sparsity(model: ModelConfig, num_layers: int) -> SparsityConfig:
     by_depth = growth.by_layer(model.density_by_depth, num_layers)
     specs = {name: model.linear(name) for name in model.partial_projections}
     first = next(iter(specs.values()))
-    fields = ["pattern", "block", "rank", "hadamard"]
-    fields += ["span", "block_outputs"] * first.weight.has_mask
-    common = {n: getattr(first, n) for n in fields}
+
+    def shared(spec):
+        fields = ["pattern", "rank", "hadamard", *["span"] * first.weight.has_mask]
+        inputs, outputs = spec.block_sides
+        return {n: getattr(spec, n) for n in fields} | {"block": f"{inputs}x{outputs}"}
+
+    common = shared(first)
     for name, spec in specs.items():
-        others = {n: getattr(spec, n) for n in common}
+        others = shared(spec)
         if others != common:
             raise UserError(
                 f"The initial weights store {name} with {others} and {next(iter(specs))} with "
@@ -499,12 +503,10 @@ def _refuse_mismatch(start: ModelConfig, model: ModelConfig) -> None:
                 setting = f"{name}: evolution.max_fan_out"
                 differences.append(_difference(setting, before.max_fan_out, after.max_fan_out))
         if before.weight.has_mask and after.weight.has_mask:
-            for field in ("block", "block_outputs", "span"):
-                if getattr(before, field) != getattr(after, field):
-                    setting = f"{name}: sparsity.{field}"
-                    differences.append(
-                        _difference(setting, getattr(before, field), getattr(after, field))
-                    )
+            sides = ["x".join(map(str, spec.block_sides)) for spec in (before, after)]
+            for setting, *values in (("block", *sides), ("span", before.span, after.span)):
+                if values[0] != values[1]:
+                    differences.append(_difference(f"{name}: sparsity.{setting}", *values))
         if before.weight.is_partial and after.weight is before.weight:
             if start.num_layers == model.num_layers:
                 differences += _first_denser_layer(start, model, name)

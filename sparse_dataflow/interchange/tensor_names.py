@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -61,7 +61,13 @@ class _Entry(NamedTuple):
     @property
     def names(self) -> list[str]:
         """Name of each tensor, in the order of our parameters."""
-        return [self.name.format(*i) for i in itertools.product(*map(range, self.counts))]
+        return self.names_of(None)
+
+    def names_of(self, layers: range | None) -> list[str]:
+        """Returns the names of the tensors of some layers; None for all, and of no layer."""
+        axes: list[range] = [range(count) for count in self.counts]
+        axes[:1] = axes[:1] if layers is None else [layers]
+        return [self.name.format(*i) for i in itertools.product(*axes)]
 
 
 def read(architecture: Architecture, model: ModelConfig, files: Tensors) -> dict:
@@ -71,25 +77,48 @@ def read(architecture: Architecture, model: ModelConfig, files: Tensors) -> dict
       UserError: a tensor is missing, damaged or of another shape, or the files have tensors that
         the architecture does not have.
     """
-    stored = _stored_config(architecture, model)
-    shapes = _shapes(stored)
+    refuse_others(architecture, model, files)
+    return _read(architecture, model, files, _shapes(_stored_config(architecture, model)))
+
+
+def read_ends(architecture: Architecture, model: ModelConfig, files: Tensors) -> dict:
+    """Reads the parameters of `read` that are of no layer: "embed" and "head"."""
+    shapes = _shapes(_stored_config(architecture, model))
+    ends = {name: section for name, section in shapes.items() if name != "blocks"}
+    return _read(architecture, model, files, ends)
+
+
+def read_layer(architecture: Architecture, model: ModelConfig, files: Tensors, layer: int) -> dict:
+    """Reads the "blocks" of `read` of one layer alone, without their first axis."""
+    shapes = _shapes(_stored_config(architecture, model))
+    blocks = {"blocks": shapes["blocks"]}
+    params = _read(architecture, model, files, blocks, range(layer, layer + 1))
+    return jax.tree.map(lambda leaf: leaf[0], params["blocks"])
+
+
+def _read(architecture, model, files, shapes, layers=None):
+    """Reads some sections of a model, of all layers or of some, as `model` has projections."""
     prefix = _prefix(architecture, files)
     arrays: dict[str, np.ndarray] = {}
-    names: set[str] = set()
     for entry in _entries(architecture, files.names, shapes, prefix):
-        rows = []
-        for name in entry.names:
+        stacked: Any = None
+        names = entry.names_of(layers)
+        for number, name in enumerate(names):
             tensor = files.read(name, entry.shape)[entry.skip :]
             tensor = tensor + np.float32(entry.offset) if entry.offset else tensor
-            rows.append(tensor.T if entry.transposed else tensor)
-        stacked = np.stack(rows).reshape(*entry.counts, *rows[0].shape)
+            tensor = tensor.T if entry.transposed else tensor
+            if stacked is None:
+                stacked = np.empty((len(names), *tensor.shape), tensor.dtype)
+            stacked[number] = tensor
+        counts = entry.counts if layers is None else (len(layers), *entry.counts[1:])
+        stacked = stacked.reshape(*counts, *stacked.shape[1:])
         ends = np.cumsum([shape[-1] for shape in entry.shapes])[:-1]
         arrays |= zip(entry.leaves, np.split(stacked, ends, axis=-1))
-        names |= set(entry.names)
-    _refuse_others(architecture, files, names, prefix)
     leaves = [np.ascontiguousarray(arrays[name]) for name in flatten(shapes)]
     params = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-    return fuse_qkv(model, split_qkv(stored, params))
+    if "blocks" not in params:
+        return params
+    return fuse_qkv(model, split_qkv(_stored_config(architecture, model), params))
 
 
 def write(architecture: Architecture, model: ModelConfig, params: dict) -> dict[str, np.ndarray]:
@@ -189,7 +218,11 @@ def embedding_name(architecture: Architecture, files: Tensors) -> str:
     return _prefix(architecture, files) + architecture.tensors["embed.tokens"]
 
 
-def _refuse_others(architecture, files, names, prefix):
+def refuse_others(architecture: Architecture, model: ModelConfig, files: Tensors) -> None:
+    """Raises UserError if the files have tensors that the architecture does not have."""
+    prefix, shapes = _prefix(architecture, files), _shapes(_stored_config(architecture, model))
+    entries = _entries(architecture, files.names, shapes, prefix)
+    names = {name for entry in entries for name in entry.names}
     output = output_name(architecture, files)
     others = sorted(
         name

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,19 @@ class Tensors:
       names: names of all tensors.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, paths: Sequence[Path] = ()):
         """Reads the header of each file.
+
+        Args:
+          folder: see above.
+          paths: the files; () for those of the folder's index.
 
         Raises:
           UserError: a file is missing or cannot be read.
         """
         self.folder = Path(folder)
         self._file_of: dict[str, Path] = {}
-        for path in _files(self.folder):
+        for path in paths or _files(self.folder):
             if not path.is_file():  # Reading a named pipe would never end.
                 raise UserError(f"{path} is not a regular file.")
             try:
@@ -175,17 +179,52 @@ def write(
         shards[-1][name] = array
         size += array.nbytes
     count = len(shards)
-    names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    names = [FILE] if count == 1 else names
-    for name, arrays in zip(names, shards, strict=True):
-        save_file(arrays, folder / name, metadata={"format": "pt", **metadata})
     if count == 1:
+        write_file(folder / FILE, shards[0], metadata)
         return [folder / FILE]
-    total = sum(array.nbytes for arrays in shards for array in arrays.values())
-    weight_map = {name: file for file, arrays in zip(names, shards) for name in arrays}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    for number, arrays in enumerate(shards):
+        write_file(folder / shard_name(number, count), arrays, metadata)
+    return write_index(
+        folder,
+        {
+            name: (shard_name(i, count), a.nbytes)
+            for i, s in enumerate(shards)
+            for name, a in s.items()
+        },
+    )
+
+
+def shard_name(number: int, count: int) -> str:
+    """Returns the name of a file of several; the first one has number 0."""
+    return f"model-{number + 1:05}-of-{count:05}.safetensors"
+
+
+def write_file(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+    """Writes one safetensors file."""
+    arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    save_file(arrays, path, metadata={"format": "pt", **metadata})
+
+
+def sizes(path: Path) -> dict[str, int]:
+    """Returns tensor -> its bytes, of a file that `write_file` wrote."""
+    header, _ = _header(path)
+    offsets = {name: entry["data_offsets"] for name, entry in header.items() if "dtype" in entry}
+    return {name: end - start for name, (start, end) in offsets.items()}
+
+
+def write_index(folder: Path, places: Mapping[str, tuple[str, int]]) -> list[Path]:
+    """Writes the index of several files; returns the files with it.
+
+    Args:
+      places: tensor -> name of its file, and its bytes.
+    """
+    weight_map = {name: file for name, (file, _) in places.items()}
+    index = {
+        "metadata": {"total_size": sum(size for _, size in places.values())},
+        "weight_map": weight_map,
+    }
     (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
-    return [folder / name for name in (*names, INDEX)]
+    return [folder / name for name in (*dict.fromkeys(weight_map.values()), INDEX)]
 
 
 def _files(folder):
@@ -219,10 +258,17 @@ def _check_header(path):
 def _read_bfloat16(path, name):
     """Reads a bfloat16 tensor as float32. numpy has no bfloat16, which is the upper half of a
     float32."""
+    header, begin = _header(path)
+    entry = header[name]
+    start, end = entry["data_offsets"]
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        entry = json_files.parse(file.read(length))[name]
-        start, end = entry["data_offsets"]
-        file.seek(8 + length + start)
+        file.seek(begin + start)
         upper = np.frombuffer(file.read(end - start), "<u2").astype(np.uint32)
     return (upper << 16).view(np.float32).reshape(entry["shape"])
+
+
+def _header(path):
+    """Returns (header, position of the first byte of data) of a file."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return json_files.parse(file.read(length)), 8 + length

@@ -2,13 +2,15 @@
 
 The outputs that a projection shall give are those of the dense model.  A projection that adds to
 the residual stream shall give the stream of the dense model, so it makes up for earlier errors too.
-One layer is on the device at a time, and the moments of one projection on the host.
+One layer is on the device at a time.  The host holds this layer, the moments of the projections
+that read the same inputs, and the residual streams of both models.
 """
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, PRECISIONS, ROW_PARALLEL
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.inputs import observed_block
-from sparse_dataflow.core.model.projection import arrays
+from sparse_dataflow.core.model.projection import arrays, layer_weights
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.weights.dense import Dense
 from sparse_dataflow.core.weights.weight import Linear
@@ -54,44 +56,109 @@ class Site(NamedTuple):
 Prune = Callable[[Site], np.ndarray]
 """(site) -> the kernel [in, out] that takes the place of the dense one."""
 
+Rounded = Callable[[Any], np.ndarray]
+"""(float32 array) -> its values as they are saved."""
+
+Restored = Callable[[int], tuple[ModelConfig, dict] | None]
+"""(layer) -> the pruned model and its parameters of a layer that was pruned before; or None."""
+
+
+class Layers(Protocol):
+    """Parameters of a model, which are read in parts."""
+
+    def ends(self) -> dict:
+        """Returns the parameters that are of no layer, "embed" and "head", on the host."""
+
+    def layer(self, number: int) -> dict:
+        """Returns the parameters of a layer with its layouts, on the host."""
+
+    def digest(self) -> str:
+        """Returns the sha256 (hex) of all parameters."""
+
+
+class HeldLayers:
+    """Parameters that are in memory."""
+
+    def __init__(self, weights: ModelWeights):
+        """Takes the weights, on the host."""
+        self._weights = weights
+        self._layers = list(stacks.layers(weights.merged["blocks"]))
+
+    def ends(self) -> dict:
+        """See `Layers`."""
+        return {name: tree for name, tree in self._weights.merged.items() if name != "blocks"}
+
+    def layer(self, number: int) -> dict:
+        """See `Layers`."""
+        return self._layers[number]
+
+    def digest(self) -> str:
+        """See `Layers`."""
+        combined = hashlib.sha256()
+        for leaf in jax.tree.leaves(self._weights.merged):
+            combined.update(np.ascontiguousarray(leaf).tobytes())
+        return combined.hexdigest()
+
 
 def pruned_layers(
     model: ModelConfig,
-    weights: ModelWeights,
+    weights: Layers,
     batches: Sequence[np.ndarray],
     names: Sequence[str],
     prune: Prune,
-) -> Iterator[dict[str, Any]]:
-    """Yields each layer with pruned kernels, as `layer_weights` of dense weights on the host.
+    rounded: Rounded = np.asarray,
+    restored: Restored = lambda number: None,
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (number, layer with pruned kernels as `layer_weights` of dense weights on the host).
 
     Args:
       model: of the weights.
-      weights: on the host; block-sparse ones are read as dense ones with zeros.
+      weights: block-sparse ones are read as dense ones with zeros.
       batches: int32 [B, T] token ids.
       names: projections to prune; others keep their weights.
       prune: called once for each of them, in the order of the forward pass.
+      rounded: how results are saved, which later layers are fitted to.
+      restored: layers that were pruned before, which are not yielded.
 
     Raises:
       UserError: activations are not finite.
     """
-    dense = dataclasses.replace(
-        model, linears={}, density_by_depth=(), compute_dtype="float32", precision=PRECISIONS[0]
-    )
-    embed = jax.tree.map(jnp.asarray, weights.merged["embed"])
+    dense = _exact(model)
+    embed = jax.tree.map(jnp.asarray, weights.ends()["embed"])
     enter = jax.jit(gpt.embed, static_argnums=0)
     streams = [np.asarray(enter(dense, embed, jnp.asarray(tokens))) for tokens in batches]
-    _refuse_not_finite(dense, weights, model, streams)
-    pairs = [(stream, stream) for stream in streams]
-    for number, sparse in enumerate(stacks.weights(model, weights)):
-        config = layer_model(dense, number)
-        before = {name: _dense(value) for name, value in sparse.items()}
-        after = dict(before)
-        for stage in stages(config.projections):
-            chosen = [name for name in stage if name in names]
-            if chosen:
-                after |= _pruned_stage(config, number, before, after, pairs, chosen, prune)
-        yield after
-        pairs = [_advanced(config, before, after, *pair) for pair in pairs]
+    del embed
+    _refuse_not_finite(dense, weights, model, list(streams))
+    pruned_streams = list(streams)
+    for number in range(model.num_layers):
+        config, before = layer_model(dense, number), _dense_layer(model, weights.layer(number))
+        if (earlier := restored(number)) is not None:
+            after_config, after = layer_model(_exact(earlier[0]), number), _dense_layer(*earlier)
+        else:
+            after_config = config
+            after = jax.tree.map(rounded, before)
+            for stage in stages(config.projections):
+                if chosen := [name for name in stage if name in names]:
+                    results = _pruned_stage(
+                        config, number, before, after, (streams, pruned_streams), chosen, prune
+                    )
+                    after |= jax.tree.map(rounded, results)
+            yield number, after
+        if number + 1 < model.num_layers:
+            _advance(config, before, streams)
+            _advance(after_config, after, pruned_streams)
+
+
+def _exact(model):
+    """Returns a model with dense weights, which computes in float32."""
+    return dataclasses.replace(
+        model, linears={}, density_by_depth=(), compute_dtype="float32", precision=PRECISIONS[0]
+    )
+
+
+def _dense_layer(model, params):
+    """Returns the parameters of a layer as `layer_weights` of dense weights on the host."""
+    return {name: _dense(value) for name, value in layer_weights(model, params).items()}
 
 
 def _refuse_not_finite(dense, weights, model, streams):
@@ -105,11 +172,16 @@ def _refuse_not_finite(dense, weights, model, streams):
             )
 
     check("embed")
-    for number, layer in enumerate(stacks.weights(model, weights)):
-        config = layer_model(dense, number)
-        device = jax.tree.map(jnp.asarray, {name: _dense(value) for name, value in layer.items()})
-        streams = [np.asarray(_layer(config, device, jnp.asarray(x))) for x in streams]
+    for number in range(model.num_layers):
+        _advance(layer_model(dense, number), _dense_layer(model, weights.layer(number)), streams)
         check(f"layer {number + 1}")
+
+
+def _advance(config, layer, streams):
+    """Replaces the streams before a layer by those after it, one by one."""
+    device = jax.tree.map(jnp.asarray, layer)
+    for number, stream in enumerate(streams):
+        streams[number] = np.asarray(_layer(config, device, jnp.asarray(stream)))
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -132,12 +204,18 @@ def _dense(value):
     return Linear(Dense(np.asarray(value.weight.dense(), np.float32)), bias)
 
 
-def _pruned_stage(config, layer, before, after, pairs, names, prune):
+def _pruned_stage(config, layer, before, after, streams, names, prune):
     """Returns name -> pruned projection of some projections that read the same inputs."""
-    fit, held_out = (
-        functools.reduce(Moments.__add__, parts)
-        for parts in zip(*(_moments(config, tuple(names), before, after, *pair) for pair in pairs))
-    )
+    totals: list[Moments] = []
+    device = jax.tree.map(jnp.asarray, (before, after))
+    for pair in zip(*streams):
+        for index, moments in enumerate(_moments(config, tuple(names), *device, *pair)):
+            if index == len(totals):
+                totals.append(moments)
+            else:
+                totals[index] += moments
+    del device
+    fit, held_out = totals
     results, start = {}, 0
     for name in names:
         linear = before[name]
@@ -162,12 +240,12 @@ def _pruned_stage(config, layer, before, after, pairs, names, prune):
 
 
 def _moments(config, names, before, after, x_dense, x_pruned):
-    """Returns the `Moments` of some projections on one batch: to fit, and held out."""
-    device = jax.tree.map(jnp.asarray, (before, after, x_dense, x_pruned))
-    sums = jax.device_get(_sums(config, names, *device))
+    """Yields the `Moments` of some projections on one batch: to fit, and held out."""
+    sums = _sums(config, names, before, after, jnp.asarray(x_dense), jnp.asarray(x_pruned))
     tokens = x_dense.shape[0] * x_dense.shape[1]
     counts = tokens - tokens // HELD_OUT, tokens // HELD_OUT
-    return [Moments.from_sums(part, count) for part, count in zip(sums, counts)]
+    for batch, count in zip(sums, counts):
+        yield Moments.from_sums(jax.device_get(batch), count)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "names"))
@@ -192,32 +270,23 @@ def _sums(config, names, before, after, x_dense, x_pruned):
     return batch_sums(x[:cut], y[:cut]), batch_sums(x[cut:], y[cut:])
 
 
-def _advanced(config, before, after, x_dense, x_pruned):
-    """Returns the streams after a layer."""
-    device = jax.tree.map(jnp.asarray, (before, after, x_dense, x_pruned))
-    return tuple(map(np.asarray, _applied(config, *device)))
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def _applied(config, before, after, x_dense, x_pruned):
-    """Returns the outputs of the dense layer and of the pruned one."""
-    return tuple(
-        gpt.bind_block(config, layer)(x) for layer, x in ((before, x_dense), (after, x_pruned))
-    )
-
-
 def as_params(layers: Iterator[Mapping[str, Any]], num_layers: int) -> Any:
     """Returns layers of dense weights as the "blocks" of a dense model's parameters.
 
     Each layer is copied into the stack when it comes, so that no layer is in memory twice.
     """
-    is_linear = lambda node: isinstance(node, Linear)  # noqa: E731
-    by_name = lambda node: arrays(node) if is_linear(node) else node  # noqa: E731
     stacked: Any = None
     for number, layer in enumerate(layers):
-        tree = jax.tree.map(np.asarray, jax.tree.map(by_name, dict(layer), is_leaf=is_linear))
+        tree = layer_arrays(layer)
         if stacked is None:
             stacked = jax.tree.map(lambda x: np.empty((num_layers, *x.shape), x.dtype), tree)
         for stack, leaf in zip(jax.tree.leaves(stacked), jax.tree.leaves(tree), strict=True):
             stack[number] = leaf
     return stacked
+
+
+def layer_arrays(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the `layer_weights` of dense weights as named arrays in numpy."""
+    is_linear = lambda node: isinstance(node, Linear)  # noqa: E731
+    by_name = lambda node: arrays(node) if is_linear(node) else node  # noqa: E731
+    return jax.tree.map(np.asarray, jax.tree.map(by_name, dict(layer), is_leaf=is_linear))

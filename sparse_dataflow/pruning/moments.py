@@ -59,6 +59,11 @@ class Moments:
         fields = dataclasses.fields(self)
         return Moments(*(getattr(self, f.name) + getattr(other, f.name) for f in fields))
 
+    def __iadd__(self, other: "Moments") -> "Moments":
+        for field in dataclasses.fields(self)[:-1]:
+            np.add(array := getattr(self, field.name), getattr(other, field.name), out=array)
+        return dataclasses.replace(self, tokens=self.tokens + other.tokens)
+
     def outputs(self, columns: slice | np.ndarray) -> "Moments":
         """Returns the moments of some of the outputs."""
         return dataclasses.replace(

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,10 +20,81 @@ from sparse_dataflow.core.training.transitions import host_masks
 from sparse_dataflow.core.weights.kind import BIAS, LEAVES, Leaf
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.pruning.groups import Groups
-from sparse_dataflow.pruning.layer_by_layer import Site, as_params, pruned_layers
+from sparse_dataflow.pruning.layer_by_layer import (
+    HeldLayers,
+    Layers,
+    Restored,
+    Rounded,
+    Site,
+    as_params,
+    layer_arrays,
+    pruned_layers,
+)
 from sparse_dataflow.pruning.projection import Pruned, Target, prune
 
 _LOG = logging.getLogger(__name__)
+
+
+Targets = Mapping[str, Callable[[int], Target | None]]
+"""Projection -> (layer) -> what is left of it; None for all of it, as it is."""
+
+
+class RebuiltLayer(NamedTuple):
+    """A layer whose projections have few weights.
+
+    Attributes:
+      number: of the layer, from 0.
+      weights: `layer_weights` of dense weights, float32 on the host.
+      masks: projection -> bool [in groups, out groups], the groups that stay.
+      errors: "layer 1, mlp_in" -> squared error on held-out tokens, relative to the outputs.
+    """
+
+    number: int
+    weights: dict[str, Any]
+    masks: dict[str, np.ndarray]
+    errors: dict[str, float]
+
+
+def rebuilt_layers(
+    model: ModelConfig,
+    weights: Layers,
+    batches: Sequence[np.ndarray],
+    targets: Targets,
+    rounded: Rounded = np.asarray,
+    restored: Restored = lambda number: None,
+) -> Iterator[RebuiltLayer]:
+    """Yields the layers of a model with few weights in its projections, one after the other.
+
+    A line says the held-out error of each projection.
+
+    Args:
+      model: of the weights.
+      weights: block-sparse ones are read as dense ones with zeros.
+      batches: int32 [B, T] token ids.
+      targets: what is left of each projection.
+      rounded: see `pruned_layers`.
+      restored: see `pruned_layers`.
+
+    Raises:
+      UserError: activations are not finite.
+    """
+    masks: dict[str, np.ndarray] = {}
+    errors: dict[str, float] = {}
+
+    def fitted(site: Site):
+        target = targets[site.name](site.layer)
+        if target is None:
+            return site.kernel
+        result = prune(site.fit, site.held_out, site.kernel, target)
+        masks[site.name], errors[site.path] = result.mask, result.error
+        report(site.path, site.fit.tokens, result, model.num_layers)
+        return result.kernel
+
+    layers = pruned_layers(model, weights, batches, tuple(targets), fitted, rounded, restored)
+    for number, layer in layers:
+        yield RebuiltLayer(number, layer, dict(masks), dict(errors))
+        masks.clear()
+        errors.clear()
 
 
 class Rebuilt(NamedTuple):
@@ -33,51 +104,28 @@ class Rebuilt(NamedTuple):
       model: without block-sparse projections.
       params: of the model, float32 on the host.
       masks: projection -> bool [in groups, out groups] of each layer, the groups that stay.
-      errors: "layer 1, mlp_in" -> squared error on held-out tokens, relative to the outputs.
     """
 
     model: ModelConfig
     params: dict
     masks: dict[str, list[np.ndarray]]
-    errors: dict[str, float]
 
 
 def rebuilt(
-    model: ModelConfig,
-    weights: ModelWeights,
-    batches: Sequence[np.ndarray],
-    targets: Mapping[str, Callable[[int], Target | None]],
+    model: ModelConfig, weights: ModelWeights, batches: Sequence[np.ndarray], targets: Targets
 ) -> Rebuilt:
-    """Returns a model whose projections have few weights, one projection after the other.
-
-    A line says the held-out error of each.
-
-    Args:
-      model: of the weights.
-      weights: on the host; block-sparse ones are read as dense ones with zeros.
-      batches: int32 [B, T] token ids.
-      targets: projection -> (layer) -> what is left of it; None for all of it, as it is.
-
-    Raises:
-      UserError: activations are not finite.
-    """
+    """Returns all of `rebuilt_layers` of weights on the host, as one model."""
     masks: dict[str, list[np.ndarray]] = {name: [] for name in targets}
-    errors: dict[str, float] = {}
 
-    def fitted(site: Site):
-        target = targets[site.name](site.layer)
-        if target is None:
-            return site.kernel
-        result = prune(site.fit, site.held_out, site.kernel, target)
-        masks[site.name].append(result.mask)
-        errors[site.path] = result.error
-        report(site.path, site.fit.tokens, result, model.num_layers)
-        return result.kernel
+    def layers():
+        for layer in rebuilt_layers(model, HeldLayers(weights), batches, targets):
+            for name, mask in layer.masks.items():
+                masks[name].append(mask)
+            yield layer.weights
 
-    layers = pruned_layers(model, weights, batches, tuple(targets), fitted)
     dense = dataclasses.replace(model, linears={}, density_by_depth=())
-    params = {**weights.merged, "blocks": as_params(layers, model.num_layers)}
-    return Rebuilt(dense, params, masks, errors)
+    params = {**weights.merged, "blocks": as_params(layers(), model.num_layers)}
+    return Rebuilt(dense, params, masks)
 
 
 def report(path: str, tokens: int, result: Pruned, layers: int | None = None) -> None:
@@ -149,19 +197,50 @@ def to_blocks(
       The weights, and for each projection the layout of each layer, or the mask, bool [in, out], of
       a masked weight: `given` of `transitions.change_model`.
     """
-    stored = stacks.layouts_of(old, weights.merged)
-    old_masks = host_masks(without_tables(weights.merged)[1])
-    names = [name for name in new.projections if becomes_sparser(old, new, name)]
+    before = stored_before(old, weights)
+    targets = sparser_targets(old, new, before, given, rounds)
+    result = rebuilt(old, weights, batches, targets)
+    chosen = {name: iter(masks) for name, masks in result.masks.items()}
+    stored: dict[str, list[Any]] = {}
+    for layer in range(new.num_layers):
+        masks = {name: next(chosen[name]) for name, target in targets.items() if target(layer)}
+        for name, value in stored_of_layer(new, masks, before, layer).items():
+            stored.setdefault(name, []).append(value)
+    return result, stored
+
+
+def stored_before(model: ModelConfig, weights: ModelWeights) -> dict[str, Any]:
+    """Returns projection -> layout, or mask bool [in, out], of each layer of a model."""
+    masks = host_masks(without_tables(weights.merged)[1])
+    return {**stacks.layouts_of(model, weights.merged), **masks}
+
+
+def sparser_targets(
+    old: ModelConfig,
+    new: ModelConfig,
+    before: Mapping[str, Any],
+    given: Mapping[str, Sequence[BlockLayout]] | None = None,
+    rounds: int = 0,
+) -> Targets:
+    """Returns what is left of the projections that become sparser.
+
+    Args:
+      old: of the weights.
+      new: the same shape, with sparser projections.
+      before: see `stored_before`.
+      given: see `to_blocks`.
+      rounds: see `Target`.
+    """
 
     def target(name, layer):
-        before, spec = (layer_linear(model, name, layer) for model in (old, new))
-        if _stored(before) == _stored(spec):
+        earlier, spec = (layer_linear(model, name, layer) for model in (old, new))
+        if _stored(earlier) == _stored(spec):
             return None
         shape = new.projection_shape(name)
+        stored = before[name][layer] if name in before else None
         if spec.weight.has_mask:
             groups = Groups(*spec.block_sides, spec.span)
-            mask = old_masks.get(name)
-            allowed = None if mask is None else spec.weight.block_mask(mask[layer], spec)
+            allowed = None if stored is None else spec.weight.block_mask(stored, spec)
             stay = max(1, round((spec.span or shape[0] // spec.block) * spec.density))
             return Target(groups, stay, rounds, allowed=allowed, hadamard=spec.hadamard)
         return Target.balanced(
@@ -169,27 +248,30 @@ def to_blocks(
             spec.block,
             spec.density,
             rounds,
-            allowed=stored[name][layer].mask if name in stored else None,
+            allowed=None if stored is None else stored.mask,
             support=given[name][layer].mask if given else None,
             hadamard=spec.hadamard,
         )
 
-    targets = {name: functools.partial(target, name) for name in names}
-    result = rebuilt(old, weights, batches, targets)
-    before: dict[str, Any] = {**stored, **old_masks}
-    kept: dict[str, list[Any]] = {}
-    for name in new.partial_projections:
-        spec = new.linear(name)
-        if new.experts and name in MLP:
-            continue
-        masks = iter(result.masks.get(name, ()))
-        kept[name] = [
-            _stored_of(next(masks), spec)
-            if name in targets and target(name, layer)
-            else before[name][layer]
-            for layer in range(new.num_layers)
-        ]
-    return result, kept
+    names = [name for name in new.projections if becomes_sparser(old, new, name)]
+    return {name: functools.partial(target, name) for name in names}
+
+
+def stored_of_layer(
+    new: ModelConfig, masks: Mapping[str, np.ndarray], before: Mapping[str, Any], layer: int
+) -> dict[str, Any]:
+    """Returns projection -> layout, or mask bool [in, out], of a layer of a sparser model.
+
+    Args:
+      new: the model.
+      masks: by groups, of the projections that were pruned.
+      before: see `stored_before`; of the others.
+    """
+    names = [name for name in new.partial_projections if not (new.experts and name in MLP)]
+    return {
+        name: _stored_of(masks[name], new.linear(name)) if name in masks else before[name][layer]
+        for name in names
+    }
 
 
 def _stored_of(mask, spec):
@@ -199,20 +281,18 @@ def _stored_of(mask, spec):
     return BlockLayout.from_mask(mask, spec.block)
 
 
-def narrowed(
-    model: ModelConfig,
-    weights: ModelWeights,
-    batches: Sequence[np.ndarray],
-    density: float,
-    rounds: int = 0,
-) -> Rebuilt:
-    """Returns a dense model with fewer heads and hidden features, fitted to the outputs of all.
+def narrow_targets(
+    model: ModelConfig, density: float, rounds: int = 0
+) -> tuple[ModelConfig, Targets]:
+    """Returns a dense model with fewer heads and hidden features, and what is left of projections.
 
     The rival of every sparse model of equal cost.  Heads go with their keys and values; of grouped
     queries equally many of each group go, and the keys and values stay.
 
     Args:
+      model: of the weights.
       density: fraction of the heads and of the hidden features that stay.
+      rounds: see `Target`.
 
     Raises:
       UserError: the model has experts or norms over all heads, or no such number of heads.
@@ -228,46 +308,49 @@ def narrowed(
             f"heads; legal: multiples of 1/{pool} up to 1."
         )
     heads = Groups(model.head_width, model.d_model, pool, round(density * pool))
-    outs = {"attn_out": heads, "mlp_out": Groups(1, model.d_model)}
+    hidden = Groups(1, model.d_model)
+    count = hidden.count(model.projection_shape("mlp_out"), density)
+    num_heads = model.num_heads // pool * heads.stay
+    outs = {
+        "attn_out": Target(heads, heads.stay, rounds), "mlp_out": Target(hidden, count, rounds)
+    }  # fmt: skip
 
     def target(name, layer):
-        shape = model.projection_shape(name)
-        groups = outs.get(name) or Groups(*shape)
-        if name in outs:
-            stay = groups.stay or groups.count(shape, density)
-            return Target(groups, stay, rounds)
-        return Target(groups, 1, support=np.ones((1, 1), bool))
+        whole = Groups(*model.projection_shape(name))
+        return outs.get(name) or Target(whole, 1, support=np.ones((1, 1), bool))
 
-    targets = {name: functools.partial(target, name) for name in model.projections}
-    result = rebuilt(model, weights, batches, targets)
-    kept = {name: np.stack(result.masks[name])[:, :, 0] for name in ROW_PARALLEL}
-    counts = {name: int(rows[0].sum()) for name, rows in kept.items()}
     narrow = dataclasses.replace(
-        result.model,
+        model,
+        linears={},
+        density_by_depth=(),
         head_dim=model.head_width,
-        num_heads=counts["attn_out"],
-        num_kv_heads=model.kv_heads if group > 1 else counts["attn_out"],
-        d_ff=counts["mlp_out"],
+        num_heads=num_heads,
+        num_kv_heads=model.kv_heads if group > 1 else num_heads,
+        d_ff=count,
     )
-    blocks = result.params["blocks"]
-    layers = [
-        {name: _sliced(model, name, leaves, layer, kept) for name, leaves in params.items()}
-        for layer, params in enumerate(stacks.layers(blocks))
-    ]
-    params = {**result.params, "blocks": stacks.stacked_layers(narrow, layers)}
-    return Rebuilt(narrow, params, {}, result.errors)
+    return narrow, {name: functools.partial(target, name) for name in model.projections}
 
 
-def _sliced(model, name: str, leaves: Any, layer: int, kept: Mapping[str, np.ndarray]) -> Any:
+def narrow_layer(model: ModelConfig, layer: RebuiltLayer) -> dict[str, Any]:
+    """Returns the arrays of a layer without the heads and hidden features that go.
+
+    Args:
+      model: which the layer was pruned from.
+      layer: of `narrow_targets`.
+    """
+    remaining = {name: layer.masks[name][:, 0] for name in ROW_PARALLEL}
+    params = layer_arrays(layer.weights)
+    return {name: _sliced(model, name, leaves, remaining) for name, leaves in params.items()}
+
+
+def _sliced(model, name: str, leaves: Any, remaining: Mapping[str, np.ndarray]) -> Any:
     """Returns the arrays of a module of a layer without the heads and hidden features that go."""
-    heads, group = kept["attn_out"][layer], model.num_heads // model.kv_heads
+    heads, group = remaining["attn_out"], model.num_heads // model.kv_heads
     if name in ROW_PARALLEL:
-        rows = np.repeat(
-            kept[name][layer], model.projection_shape(name)[0] // len(kept[name][layer])
-        )
+        rows = np.repeat(remaining[name], model.projection_shape(name)[0] // len(remaining[name]))
         return _cut(leaves, rows, lambda leaf: leaf.input_dim)
     if name in MLP:
-        columns = kept["mlp_out"][layer]
+        columns = remaining["mlp_out"]
     elif name == "q" or (name in KEY_VALUE and group == 1):
         columns = np.repeat(heads, model.head_width)
     elif name == "qkv":

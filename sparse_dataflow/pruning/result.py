@@ -12,10 +12,10 @@ class PrunedModel:
     """A pruned model, and how well each of its projections gives the dense outputs.
 
     Attributes:
-      model: of the type that was pruned.
+      model: of the type that was pruned; the path of the new folder if it was written to one.
       masks: path of each pruned weight -> bool, True where a weight stays; of the shape of its
         matrix, [in, out], or [layers, in, out] for a projection of a language model.  Empty for
-        "narrow".
+        "narrow", and for a folder, which has them.
       errors: path of each pruned weight -> squared error of its outputs on held-out tokens,
         relative to the squared outputs.
     """

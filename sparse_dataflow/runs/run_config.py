@@ -336,6 +336,13 @@ class RunConfig(Readable):
     @classmethod
     def from_json(cls, fields: Any) -> "RunConfig":
         """The config that `to_json` wrote; UserError where a part or setting does not fit."""
+        sparsity = fields.get("sparsity") if isinstance(fields, dict) else None
+        if isinstance(sparsity, dict) and "block_outputs" in sparsity:
+            # An earlier version had the outputs of a block in a setting of their own.
+            sparsity = dict(sparsity)
+            if outputs := sparsity.pop("block_outputs"):
+                sparsity["block"] = f"{sparsity.get('block')}x{outputs}"
+            fields = {**fields, "sparsity": sparsity}
         return settings.from_json(cls, fields)
 
 

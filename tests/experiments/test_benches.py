@@ -235,8 +235,8 @@ def test_decode_bench_refuses_a_python_without_torch(job, refused, tmp_path, pyt
 @pytest.mark.slow
 def test_decode_bench_times_rows(job, tmp_path):
     folder = tmp_path / "kept"
-    shape = ("--scale=pico", "--pattern=masked", "--density=0.5", "--block=1", "--batch=2")
-    flags = ["--set", "sparsity.block_outputs=16", "--rounds=1", f"--keep={folder}"]
+    shape = ("--scale=pico", "--pattern=masked", "--density=0.5", "--block=1x16", "--batch=2")
+    flags = ["--rounds=1", f"--keep={folder}"]
     if importlib.util.find_spec("torch"):
         flags.append(f"--torch={sys.executable}")
     result = kept(job.run(*shape, *flags, experiment="decode_bench"), folder)

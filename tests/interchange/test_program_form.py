@@ -71,8 +71,8 @@ def test_masked_weights_are_those_under_the_mask(name, tmp_path):
 
 def test_masks_of_rows_are_whole_matrices_in_a_program(tmp_path):
     """Also where this machine would decode by the rows."""
-    config = PICO.change(sparsity__pattern="masked", sparsity__density=0.5, sparsity__block=1)
-    model = sd.init(config.change(sparsity__block_outputs=16), jax.random.key(0))
+    config = PICO.change(sparsity__pattern="masked", sparsity__density=0.5, sparsity__block="1x16")
+    model = sd.init(config, jax.random.key(0))
     served = program(sd.save(model, tmp_path / "model", form="program"))
     [ours] = sd.generate(model, [[5, 8, 300]], max_new_tokens=6)
     assert served.generate([[5, 8, 300]], 6)[0].tolist() == ours.tokens

@@ -19,6 +19,8 @@ from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
 from sparse_dataflow.pruning import rebuild
+from sparse_dataflow.pruning.layer_by_layer import HeldLayers
+from sparse_dataflow.pruning.stored import InMemory, smaller_layer
 from sparse_dataflow.runs.families import FAMILIES
 
 TRAINING = TrainingConfig(steps=2, batch=2, sequence=8, learning_rate=1e-3)
@@ -139,16 +141,24 @@ def test_weights_that_fit_already_keep_every_bit(config):
     assert all(jax.tree.leaves(same))
 
 
+def narrowed(config, start, density):
+    model, targets = rebuild.narrow_targets(config, density)
+    memory, layers = InMemory(model), HeldLayers(start.weights)
+    for layer in rebuild.rebuilt_layers(config, layers, BATCHES, targets):
+        memory.put(layer, smaller_layer(config, layer))
+    return model, memory.params(layers.ends())
+
+
 @pytest.mark.parametrize(
     "config", some({"gpt": DENSE, "llama": LLAMA, "parallel": PARALLEL}, "llama")
 )
 def test_a_narrow_model_makes_up_for_its_heads_and_features(config):
     start = start_of(config)
     exact = whole.logits(config, start.weights, OTHERS)
-    result = rebuild.narrowed(config, start.weights, BATCHES, 0.5)
-    assert result.model.d_ff == config.d_ff // 2
-    assert result.model.num_heads == config.num_heads // 2
-    logits = whole.logits(result.model, weights_of(result.params, {}), OTHERS)
+    model, params = narrowed(config, start, 0.5)
+    assert model.d_ff == config.d_ff // 2
+    assert model.num_heads == config.num_heads // 2
+    logits = whole.logits(model, weights_of(params, {}), OTHERS)
     zeros = jax.tree.map(np.zeros_like, start.params["blocks"])
     nothing = whole.logits(config, weights_of({**start.params, "blocks": zeros}, {}), OTHERS)
     assert np.linalg.norm(logits - exact) < np.linalg.norm(nothing - exact)
@@ -156,10 +166,10 @@ def test_a_narrow_model_makes_up_for_its_heads_and_features(config):
 
 def test_all_heads_and_features_give_the_same_function():
     start = start_of(LLAMA)
-    result = rebuild.narrowed(LLAMA, start.weights, BATCHES, 1.0)
+    model, params = narrowed(LLAMA, start, 1.0)
     exact = whole.logits(LLAMA, start.weights, OTHERS)
     np.testing.assert_allclose(
-        whole.logits(result.model, weights_of(result.params, {}), OTHERS), exact, atol=1e-3
+        whole.logits(model, weights_of(params, {}), OTHERS), exact, atol=1e-3
     )
 
 

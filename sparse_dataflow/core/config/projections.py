@@ -95,7 +95,8 @@ class LinearSpec(Readable):
             raise UserError(f"hadamard {self.hadamard} is not legal; legal: 0 or a power of 2.")
         uses = ("turned_dense", "rank", "hadamard", "block_outputs")
         for name in (name for name in uses if getattr(self, name)):
-            self.weight.require(name, f"{name}={getattr(self, name)}")
+            words = name.replace("block_outputs", "outputs of a block")
+            self.weight.require(name, f"{words}={getattr(self, name)}")
 
     @property
     def block_sides(self) -> tuple[int, int]:

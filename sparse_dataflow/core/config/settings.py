@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_origin
@@ -21,6 +22,8 @@ from sparse_dataflow.files import addresses
 from sparse_dataflow.files.errors import UserError
 
 Config = TypeVar("Config")
+BLOCK = int | str
+"""Type of a block of weights: the side of a square, or inputs x outputs such as "1x16"."""
 Legal = tuple[str, Callable[[float], bool]]
 """The words for the legal numbers, and their test."""
 
@@ -127,7 +130,7 @@ class Setting:
             return None
         if self.auto is not None and text.lower() == AUTO:
             return self.auto
-        if self.type is int:
+        if self.type is int or (self.type == BLOCK and text.isdecimal()):
             value: Any = _integer(text)
         elif self.type is float:
             value = _number(text)
@@ -188,6 +191,8 @@ class Setting:
             element = dataclasses.replace(self, type=_NUMBER_LISTS[self.type])
             legal = isinstance(value, tuple) and not any(map(element.refusal, value))
             return "" if legal and (value or self.default == ()) else self._no_numbers()
+        if self.type == BLOCK and block_sides(value) is None:
+            return "is not legal: it must be the side of a square, or inputs x outputs (1x16)."
         if self.type in (int, float):
             if arguments.is_whole(value) and abs(int(value)) > MOST_INTEGER:
                 limits = self.legal
@@ -224,6 +229,12 @@ def _in_float32(value: float) -> float:
     """Returns what programs compute with; they take numbers below float32's normal ones for 0."""
     narrow = np.float32(value)
     return float(narrow) if abs(narrow) >= np.finfo(np.float32).tiny else 0.0
+
+
+def block_sides(block: int | str) -> tuple[int, int] | None:
+    """Returns the inputs and outputs of a value of the type BLOCK; None if it is not legal."""
+    match = re.fullmatch(r"([1-9]\d{0,6})(?:x([1-9]\d{0,6}))?", str(block), re.ASCII)
+    return match and (int(match[1]), int(match[2] or match[1]))
 
 
 def _parts(text: str) -> list[str]:

@@ -12,6 +12,7 @@ from sparse_dataflow.core.config.settings import (
     MOST_STEPS,
     Readable,
     between,
+    block_sides,
     setting,
     validate,
 )
@@ -49,7 +50,7 @@ class SparsityConfig(Readable):
         "How the density is shared out: uniform; compute (equal FLOPs, Erdos-Renyi rule); by name, "
         "qkv:0.25,mlp_in:0.5x; by depth, depth:1.5x,0.5x.",
     )
-    block: int = setting(64, "Side of a square block, in features.", legal=between(1, MOST_SIZE))
+    block: int | str = setting(64, "Side of a block, or inputs x outputs (1x16) if masked.")
     rank: int = setting(
         0, "Width of an added gated low-rank term; 0 is none.", legal=between(0, MOST_SIZE)
     )
@@ -70,15 +71,10 @@ class SparsityConfig(Readable):
         legal=between(0, MOST_SIZE),
     )
 
-    block_outputs: int = setting(
-        0,
-        "With --pattern=masked, outputs of a block of --block inputs; 0 is as many. 16 with "
-        "--block=1 is rows of 16.",
-        legal=between(0, MOST_SIZE),
-    )
-
     def __post_init__(self):
         validate(self, "sparsity")
+        inputs, outputs = block_sides(self.block)  # type: ignore[misc]
+        object.__setattr__(self, "block", inputs if inputs == outputs else f"{inputs}x{outputs}")
 
     def linears(self, model: ModelConfig) -> dict[str, LinearSpec]:
         """Projection -> its spec, before `budget` shares the density out.
@@ -86,15 +82,16 @@ class SparsityConfig(Readable):
         Raises:
           UserError: `projections` names one that the model does not have.
         """
+        inputs, outputs = block_sides(self.block)  # type: ignore[misc]
         spec = LinearSpec(
             self.pattern if self.pattern in KINDS else "block_sparse",
             self.pattern,
             self.density,
-            self.block,
+            inputs,
             self.rank,
             self.hadamard,
             span=self.span,
-            block_outputs=self.block_outputs,
+            block_outputs=0 if inputs == outputs else outputs,
         )
         return dict.fromkeys(model.selected(self.projections, "sparsity.projections"), spec)
 

@@ -96,7 +96,7 @@ class Masked(Weight):
                 f"{name}: {sides[0]} x {sides[1]} features are not whole blocks of "
                 f"{spec.block} x {spec.block_sides[1]}"
                 f"{f' in spans of {span}' if spec.span else ''} (sparsity.block, "
-                "block_outputs, span); legal: sides that divide them."
+                "sparsity.span); legal: sides that divide them."
             )
         if spec.span and abs(rows - round(rows)) > 1e-6:
             raise UserError(

@@ -264,10 +264,10 @@ def test_parameters_and_masks_are_parted_and_merged():
     ("changes", "words"),
     [
         ({"sparsity__block": 48}, "not whole blocks of 48"),
-        ({"sparsity__block": 1, "sparsity__block_outputs": 7}, "not whole blocks of 1 x 7"),
+        ({"sparsity__block": "1x7"}, "not whole blocks of 1 x 7"),
         (
-            {"sparsity__pattern": "monarch", "sparsity__block_outputs": 8},
-            "block_outputs=8 does not",
+            {"sparsity__pattern": "monarch", "sparsity__block": "64x8"},
+            "outputs of a block=8 does not",
         ),
         ({"sparsity__block": 1, "sparsity__span": 3}, "in spans of 3 .*; legal: sides"),
         ({"sparsity__block": 1, "sparsity__span": 4, "sparsity__density": 0.3}, "multiples of 1/4"),
