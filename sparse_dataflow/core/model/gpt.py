@@ -48,6 +48,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from sparse_dataflow.core.config.attention_settings import (
     ALL_HEADS,
@@ -65,6 +66,7 @@ from sparse_dataflow.core.model.mlp import Mlp
 from sparse_dataflow.core.model.projection import arrays
 from sparse_dataflow.core.model.rotary import rotate
 from sparse_dataflow.core.model.shard import UNSHARDED, Shard, normalise
+from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.cross_entropy import cross_entropy_op as cross_entropy
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput, distillation_loss
@@ -281,6 +283,9 @@ class Block(Mlp):
         qkv = self.qkv(x_BxTxD, shard.reduce_features)
         qkv = qkv.reshape(B, T, -1, group + 2, width)
         if group == 1:
+            if dispatch.platform() == "cpu":
+                # The gradient of a split joins its parts in one copy.
+                return [part[:, :, :, 0] for part in lax.split(qkv, (1, 1, 1), axis=3)]
             return jnp.moveaxis(qkv, 3, 0)
         return qkv[..., :group, :].reshape(B, T, -1, width), qkv[..., group, :], qkv[..., -1, :]
 

@@ -37,6 +37,7 @@ def _normalised(graph, parameters, x):
 
 
 def _norm_gradients(graph, saved, dy):
+    saved, dy = derivatives.again(saved, dy)
     return jax.vjp(functools.partial(_normalised, graph), *saved)[1](dy)
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse_dataflow.core.config.activations import ACTIVATIONS
+from sparse_dataflow.core.ops import derivatives, dispatch
 from sparse_dataflow.core.ops.derivatives import elementwise
 
 
@@ -18,13 +19,36 @@ from sparse_dataflow.core.ops.derivatives import elementwise
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
     """Return the differentiable elementwise function, in its input's dtype."""
     row = ACTIVATIONS[name]
-    if row.function is not None:
-        function = row.function
-        return elementwise(function, lambda x, dy: jax.vjp(function, x)[1](dy)[0])
-    return elementwise(
-        lambda x: value_and_derivative(name, x)[0],
-        lambda x, dy: dy * value_and_derivative(name, x)[1],
-    )
+
+    def value(x):
+        if row.function is not None:
+            return row.function(x)
+        return value_and_derivative(name, x)[0]
+
+    def times_slope(x, dy):
+        if row.function is not None:
+            return jax.vjp(row.function, x)[1](dy)[0]
+        return dy * value_and_derivative(name, x)[1]
+
+    return elementwise(_on_cpu_wide(value), _on_cpu_wide(times_slope, again=True))
+
+
+def _on_cpu_wide(function, again=False):
+    """Returns the function, which a CPU computes in float32 or wider and rounds once.
+
+    XLA rounds each bfloat16 operation on a CPU, which takes longer than the operation.  See
+    `derivatives.again` for a function of the backward pass.
+    """
+
+    def wide(x, *others):
+        if dispatch.platform() != "cpu" or x.dtype == derivatives.wide(x.dtype):
+            return function(x, *others)
+        if again:
+            x, others = derivatives.again(x, others)
+        operands = (each.astype(derivatives.wide(each.dtype)) for each in (x, *others))
+        return function(*operands).astype(x.dtype)
+
+    return wide
 
 
 def value_and_derivative(name: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -264,6 +265,15 @@ ad.primitive_transposes[_linear_p] = _transpose
 batching.primitive_batchers[_linear_p] = _batch
 
 
+def again(saved: Any, dy: Any) -> tuple[Any, Any]:
+    """Return both, for a backward pass that computes again what the forward pass did not save.
+
+    Else XLA keeps what both passes compute, in float32, or computes it in the forward pass already.
+    A GPU needs no barrier, which would end a fusion.
+    """
+    return lax.optimization_barrier((saved, dy)) if dispatch.platform() == "cpu" else (saved, dy)
+
+
 def wide(dtype: jnp.dtype) -> jnp.dtype:
     """Return the dtype of logits, losses and sums: float32 or wider."""
     return jnp.promote_types(dtype, jnp.float32)
@@ -291,11 +301,8 @@ def lookup(table: jax.Array, rows: jax.Array) -> jax.Array:
 def lookup_and_table(table: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns `lookup`, and the table for another use, whose gradient gets that of the rows added.
 
-    Else the gradients of both uses are tables, and a pass adds them: as on CPUs, where a training
-    that goes on from an older checkpoint keeps its bits.
+    Else the gradients of both uses are tables, and a pass adds them.
     """
-    if dispatch.platform() == "cpu":
-        return lookup(table, rows), table
     table, rows = dispatch.equally_varying(table, rows)
     return _lookup_and_table(None, table, rows)
 
@@ -307,6 +314,7 @@ def _lookup_gradient(length, rows, dy):
 def _with_rows(table, rows, dy):
     """Returns the table with dy added to its rows, in float32 or wider."""
     dtype = wide(dy.dtype)
+    table, dy = again(table, dy)
     table, rows, dy = dispatch.equally_varying(jnp.asarray(table, dtype), rows, dy)
     return table.at[rows].add(dy.astype(dtype)).astype(dy.dtype)
 

@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from sparse_dataflow.core.config.projections import PRECISIONS
-from sparse_dataflow.core.ops import dispatch, quantized
+from sparse_dataflow.core.ops import dispatch, matrix_product, quantized
 from sparse_dataflow.core.ops.nonzero_rows.nonzero_rows_op import nonzero_rows_matmul
 
 
-def by_rows(x: jax.Array, kernel: jax.Array, product: Callable = jnp.matmul) -> jax.Array:
+def by_rows(
+    x: jax.Array, kernel: jax.Array, product: Callable = matrix_product.product
+) -> jax.Array:
     """Multiplies flattened tokens, because contracting two axes is slower on a CPU.
 
     Args:

@@ -158,3 +158,15 @@ def _names(node):
         return []
     names = [v.value for v in values if isinstance(v, ast.Constant) and v.value in ACTIVATIONS]
     return names if len(names) >= least else []
+
+
+@pytest.mark.parametrize("name", fused_names())
+def test_a_bfloat16_activation_of_a_cpu_rounds_once(name):
+    x = jnp.linspace(-6, 6, 257, dtype=jnp.bfloat16)
+    y, pull = jax.vjp(activation(name), x)
+    wide = np.asarray(x, np.float64)
+    slope = FORMULAS[name](wide + 1e-30j).imag / 1e-30
+    eps = float(jnp.finfo(jnp.bfloat16).eps)
+    for got, exact in ((y, FORMULAS[name](wide)), (pull(jnp.ones_like(x))[0], slope)):
+        error = np.abs(np.asarray(got, np.float64) - exact)
+        assert np.all(error[wide != 0] <= (eps * np.abs(exact) / 2 + 1e-5)[wide != 0])

@@ -212,3 +212,28 @@ def test_cudnns_own_refusal_becomes_the_reason(monkeypatch, log):
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
     assert api._choose(*[jax.ShapeDtypeStruct((1, 128, 2, 64), "float32")] * 2) == "xla"
     assert "cuDNN" in log[0] or "fp16" in log[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(2, 48, 4, 8), (1, 64, 6, 16), (3, 33, 2, 4)])
+def test_a_gradient_on_a_cpu_saves_one_array_of_weights(shape, dtype):
+    batch, tokens, heads, _ = shape
+    query, key, value = draw(shape, dtype, kv_heads=heads // 2)
+    _, pull = jax.vjp(functools.partial(causal_attention, implementation="xla"), query, key, value)
+    scores = [leaf for leaf in jax.tree.leaves(pull) if leaf.size >= batch * heads * tokens**2]
+    assert [leaf.dtype for leaf in scores] == [dtype]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [0, 1, 5])
+def test_forward_and_reverse_mode_agree_on_a_cpu(dtype, window):
+    attend = functools.partial(causal_attention, implementation="xla", window=window)
+    operands = draw((2, 12, 4, 8), dtype, kv_heads=2)
+    moves = draw((2, 12, 4, 8), dtype, 1, kv_heads=2)
+    y, moved = jax.jvp(attend, operands, moves)
+    pulled = jax.vjp(attend, *operands)[1](y)
+    dots = [
+        sum(float(np.vdot(np.asarray(a, np.float64), np.asarray(b, np.float64))) for a, b in pairs)
+        for pairs in ([(y, moved)], list(zip(pulled, moves)))
+    ]
+    assert dots[0] == pytest.approx(dots[1], rel=1e-4 if dtype == "float32" else 5e-2, abs=0.3)

@@ -12,6 +12,7 @@ squares, and the layout that of the squares.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jax import lax
 from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables
 from sparse_dataflow.core.ops import derivatives
 from sparse_dataflow.core.ops.dispatch import Shaped
+from sparse_dataflow.core.ops.matrix_product import copies, dot, transposed
 from sparse_dataflow.files.errors import UserError
 
 
@@ -55,9 +57,11 @@ def _product(x, values, layout, transposed):
 
 def _backward(layout, saved, dy):
     x, values = saved
+    x, dy = derivatives.again(x, dy)
     dx = _product(dy, values, layout, transposed=True)
+    gradient = weight_gradient(x, layout.block)
     groups = [
-        (rows, cols, dot(take(x, rows, layout.block), take(dy, cols, layout.block), 0, 0))
+        (rows, cols, gradient(rows, take(dy, cols, layout.block)))
         for rows, cols in column_groups(layout)
         if rows
     ]
@@ -84,12 +88,6 @@ def _groups(lines):
     for number, line in enumerate(lines):
         groups.setdefault(tuple(np.flatnonzero(line).tolist()), []).append(number)
     return [(support, tuple(members)) for support, members in groups.items()]
-
-
-def dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
-    """Contract one axis of each matrix, accumulating in float32 or wider."""
-    wide = jnp.promote_types(a.dtype, jnp.float32)
-    return lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), preferred_element_type=wide)
 
 
 def group_weight(
@@ -124,6 +122,24 @@ def take(x: jax.Array, blocks: tuple[int, ...], block: int) -> jax.Array:
         return parts.reshape(x.shape[0], len(blocks) * block)
     slices = [lax.slice_in_dim(x, a * block, b * block, axis=1) for a, b in _runs(blocks)]
     return slices[0] if len(slices) == 1 else jnp.concatenate(slices, axis=1)
+
+
+def weight_gradient(x: jax.Array, block: int) -> Callable[[tuple[int, ...], jax.Array], jax.Array]:
+    """Return (input blocks, dy of a group) -> the gradient of the group's dense weight.
+
+    Args:
+      x: the inputs of all groups, [rows, features].
+      block: side of a block.
+    """
+    if not copies(x.dtype):
+        return lambda blocks, dy: dot(take(x, blocks, block), dy, 0, 0)
+    by_feature = transposed(x)  # Once, as the columns of each group lie apart.
+
+    def gradient(blocks, dy):
+        lines = [lax.slice_in_dim(by_feature, a * block, b * block) for a, b in _runs(blocks)]
+        return dot(lines[0] if len(lines) == 1 else jnp.concatenate(lines), dy, 1, 0)
+
+    return gradient
 
 
 def assemble(pieces: list[tuple[tuple[int, ...], jax.Array]], block: int) -> jax.Array:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_dataflow.core.config import remat
-from sparse_dataflow.core.ops import derivatives, dispatch
+from sparse_dataflow.core.ops import derivatives, dispatch, matrix_product
 from sparse_dataflow.core.ops.derivatives import wide
 
 Axis = str | tuple[str, ...]
@@ -196,9 +196,7 @@ def loss_and_gradients(
         loss, dembedding = total
         chunk_loss, dlogits = chunk(*arrays)
         dlogits = dlogits.astype(x.dtype)
-        dembedding += lax.dot_general(
-            dlogits, arrays[0], (((0,), (0,)), ((), ())), preferred_element_type=dtype
-        )
+        dembedding += matrix_product.dot(dlogits, arrays[0], 0, 0)
         return (loss + chunk_loss, dembedding), jnp.matmul(dlogits, embedding)
 
     zero = jnp.zeros((), jnp.promote_types(dtype, weights.dtype))
@@ -235,7 +233,9 @@ def over_chunks(
     whole embedding per chunk.
     """
     on_cpu = dispatch.platform() == "cpu"
-    chunk = remat.CPU_TOKENS if on_cpu else int(remat.chunk_tokens(vocabulary))
+    # A chunk's logits in float32 are then at most as large as the gradient of the embedding.
+    cpu_tokens = max(remat.CPU_TOKENS, arrays[0].shape[-1])
+    chunk = cpu_tokens if on_cpu else int(remat.chunk_tokens(vocabulary))
     chunks = len(arrays[0]) // chunk
     max_unrolled = UNROLL_CHUNKS if on_cpu else 1
     results_by_chunk, start = [], 0

@@ -16,7 +16,7 @@ from sparse_dataflow.core.ops import derivatives
 from sparse_dataflow.core.ops.activation import activation as activation_op
 from sparse_dataflow.core.ops.block_sparse_matmul import xla_static
 from sparse_dataflow.core.ops.block_sparse_matmul.matmul_op import MAX_STATIC_GROUPS, check_operands
-from sparse_dataflow.core.ops.derivatives import broadcast_like
+from sparse_dataflow.core.ops.matrix_product import dot
 from sparse_dataflow.core.ops.sparse_mlp.mlp_op import Operands
 
 Chain = tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
@@ -67,52 +67,76 @@ def _value(options, *operands):
 
 
 def _forward(options, x, values, bias):
-    """The output, and of each group the function that gives its gradients."""
+    """The output, and what the gradient reads: the operands and the inputs of the activation."""
+    layouts, activation = options
+    layout_in, _ = layouts
+    pieces, inputs = [], []
+    for rows, hidden, outs in chain(*layouts):
+        weight_in, weight_out, *gate = _group_weights(layouts, values, (rows, hidden, outs))
+        x_group = xla_static.take(x, rows, layout_in.block)
+        before = [dot(x_group, weight, 1, 0) for weight in (weight_in, *gate)]
+        if bias is not None:
+            before[0] += xla_static.take(bias[None], hidden, layout_in.block)
+        before = [checkpoint_name(each.astype(x.dtype), PROJECTION_OUTPUT) for each in before]
+        inputs.append(before)
+        y = dot(_hidden(activation, *map(_wide, before)).astype(x.dtype), weight_out, 1, 0)
+        pieces.append((outs, y.astype(x.dtype)))
+    return xla_static.assemble(pieces, layout_in.block), (x, values, bias, inputs)
+
+
+def _backward(options, saved, dy):
     layouts, activation = options
     layout_in, layout_out = layouts
-    block, pieces, pulls = layout_in.block, [], []
-    for rows, hidden, outs in chain(*layouts):
-        places = (layout_in, rows, hidden), (layout_out, hidden, outs), (layout_in, rows, hidden)
-        weights = [xla_static.group_weight(v, *place) for v, place in zip(values, places)]
-        bias_here = None if bias is None else xla_static.take(bias[None], hidden, block)
-        one = functools.partial(_group, activation_op(activation))
-        y, pull = jax.vjp(one, xla_static.take(x, rows, block), weights, bias_here)
-        pieces.append((outs, y))
-        pulls.append(pull)
-    return xla_static.assemble(pieces, block), pulls
-
-
-def _backward(options, pulls, dy):
-    layouts, _ = options
-    layout_in, layout_out = layouts
+    x, values, bias, inputs = saved
     dxs, dweights, dbiases = [], [], []
-    for (rows, hidden, outs), pull in zip(chain(*layouts), pulls):
-        dx, (din, dout, *dgate), dbias = pull(xla_static.take(dy, outs, layout_in.block))
-        dxs.append((rows, dx))
+    # The activation is computed again: its outputs are as large as its inputs.
+    (x, inputs), dy = derivatives.again((x, inputs), dy)
+    gradient_in = xla_static.weight_gradient(x, layout_in.block)
+    for (rows, hidden, outs), before in zip(chain(*layouts), inputs):
+        # One group after the other, so that only one has its products in float32.
+        before, _ = derivatives.again(before, [dx for _, dx in dxs[-1:]])
+        weight_in, weight_out, *gate = _group_weights(layouts, values, (rows, hidden, outs))
+        dy_group = xla_static.take(dy, outs, layout_in.block)
+        activated, pull = jax.vjp(functools.partial(_hidden, activation), *map(_wide, before))
+        dwide = pull(dot(dy_group, weight_out, 1, 1))
+        if bias is not None:
+            dbiases.append((hidden, dwide[0].sum(0, keepdims=True)))
+        dbefore = [each.astype(dy.dtype) for each in dwide]
+        din, *dgate = (gradient_in(rows, each) for each in dbefore)
+        dout = dot(activated.astype(dy.dtype), dy_group, 0, 0)
+        weights = (weight_in, *gate)
+        dx = sum(dot(each, weight, 1, 1) for each, weight in zip(dbefore, weights))
+        dxs.append((rows, dx.astype(x.dtype)))
         dweights.append(
             [(rows, hidden, din), (hidden, outs, dout), *((rows, hidden, dw) for dw in dgate)]
         )
-        dbiases.append((hidden, dbias))
     dvalues = tuple(
-        xla_static.stored_gradient(groups, layout)
+        xla_static.stored_gradient(groups, layout).astype(x.dtype)
         for groups, layout in zip(zip(*dweights), (layout_in, layout_out, layout_in))
     )
-    dbias = None if dbias is None else xla_static.assemble(dbiases, layout_in.block)[0]
-    return xla_static.assemble(dxs, layout_in.block), dvalues, dbias
+    dbias = None if bias is None else xla_static.assemble(dbiases, layout_in.block)[0]
+    return xla_static.assemble(dxs, layout_in.block), dvalues, _like(dbias, bias)
 
 
 _mlp = derivatives.differentiable(_value, _backward, forward=_forward)
 
 
-def _group(activation, x, weights, bias):
-    """One group: x [tokens, inputs]; weights in, out and perhaps of the gate; bias [1, hidden]."""
-    weight_in, weight_out, *gate = weights
-    hidden = xla_static.dot(x, weight_in, 1, 0).astype(x.dtype)
-    hidden = hidden if bias is None else hidden + broadcast_like(bias, hidden)
-    hidden = checkpoint_name(hidden, PROJECTION_OUTPUT)
-    if gate:
-        gated = checkpoint_name(xla_static.dot(x, gate[0], 1, 0).astype(x.dtype), PROJECTION_OUTPUT)
-        hidden = activation(gated) * hidden
-    else:
-        hidden = activation(hidden)
-    return xla_static.dot(hidden, weight_out, 1, 0).astype(x.dtype)
+def _group_weights(layouts, values, group):
+    """Return a group's dense weights: in, out and perhaps of the gate."""
+    (layout_in, layout_out), (rows, hidden, outs) = layouts, group
+    places = (layout_in, rows, hidden), (layout_out, hidden, outs), (layout_in, rows, hidden)
+    return [xla_static.group_weight(v, *place) for v, place in zip(values, places)]
+
+
+def _hidden(activation, before, gate=None):
+    """The hidden layer of a group: before the activation, or the product that a gate multiplies."""
+    function = activation_op(activation)
+    return function(before) if gate is None else function(gate) * before
+
+
+def _wide(array):
+    return array.astype(derivatives.wide(array.dtype))
+
+
+def _like(gradient, operand):
+    return None if gradient is None else gradient.astype(operand.dtype)
