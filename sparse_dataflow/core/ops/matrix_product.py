@@ -54,6 +54,8 @@ _product = derivatives.bilinear(_value, _backward)
 def product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Compute `x @ weight` for x [tokens, in] and weight [in, out], in x's dtype.
 
-    Sums and gradients are accumulated in float32 or wider.
+    Where `copies`, the gradient of the weight is a product of a transposed copy.
     """
+    if not copies(x.dtype):
+        return jnp.matmul(x, weight)
     return _product(None, *dispatch.equally_varying(x, weight))
