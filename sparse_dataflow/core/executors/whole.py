@@ -290,23 +290,24 @@ UNROLL_CHANGING_LAYERS = 8
 """Maximum number of layers that a CPU program unrolls, with layouts that change."""
 
 
-UNROLL_GPU_LAYERS = 48
-"""Maximum number of layers that a program of one GPU unrolls."""
+UNROLL_CHIP_LAYERS = 48
+"""Maximum number of layers that a program of one GPU or TPU unrolls."""
 
 
 def unrolls(config: ModelConfig, weights: ModelWeights, rank: Rank = SINGLE_RANK) -> bool:
-    """Returns whether `apply_blocks` unrolls: for a shallow model on a CPU, and on a single GPU
-    where no layer recomputes.
+    """Returns whether `apply_blocks` unrolls: for a shallow model on a CPU, and on a single GPU or
+    TPU where no layer recomputes.
 
     A loop on a CPU copies its stacked operands, and cannot be specialised to fixed layouts.  A loop
-    on a GPU copies what kernels write into stacks for the backward pass, and zeros the stacks.
-    With recomputation it saves little, and each unrolled layer copies its weights.
+    on another chip copies what kernels write into stacks for the backward pass, and zeros the
+    stacks; a TPU's kernels read copies of slices, too.  With recomputation it saves little, and
+    each unrolled layer copies its weights.
     """
-    if dispatch.platform() == "gpu":
+    if dispatch.platform() != "cpu":
         keeps_all = set(remat.kinds(config.remat, config.num_layers)) == {"none"}
-        return rank is SINGLE_RANK and keeps_all and config.num_layers <= UNROLL_GPU_LAYERS
+        return rank is SINGLE_RANK and keeps_all and config.num_layers <= UNROLL_CHIP_LAYERS
     deepest = UNROLL_CHANGING_LAYERS if weights.has_changing_layouts else UNROLL_LAYERS
-    return dispatch.platform() == "cpu" and config.num_layers <= deepest
+    return config.num_layers <= deepest
 
 
 def _unstack(params):

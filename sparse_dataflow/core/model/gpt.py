@@ -58,7 +58,7 @@ from sparse_dataflow.core.config.attention_settings import (
 from sparse_dataflow.core.config.layer_groups import join_groups, layer_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP
-from sparse_dataflow.core.model import scales
+from sparse_dataflow.core.model import heads, scales
 from sparse_dataflow.core.model.batch_context import NO_CONTEXT, BatchContext
 from sparse_dataflow.core.model.experts import Experts, auxiliary_loss, with_loss
 from sparse_dataflow.core.model.mlp import Mlp
@@ -278,11 +278,7 @@ class Block(Mlp):
         if not self.config.fused_qkv:
             parts = [getattr(self, name)(x_BxTxD, shard.reduce_features) for name in "qkv"]
             return [part.reshape(B, T, -1, width) for part in parts]
-        qkv = self.qkv(x_BxTxD, shard.reduce_features)
-        qkv = qkv.reshape(B, T, -1, group + 2, width)
-        if group == 1:
-            return jnp.moveaxis(qkv, 3, 0)
-        return qkv[..., :group, :].reshape(B, T, -1, width), qkv[..., group, :], qkv[..., -1, :]
+        return heads.split(self.qkv, self.qkv.product(x_BxTxD, shard.reduce_features), group, width)
 
 
 class Head(nnx.Module):
