@@ -173,6 +173,7 @@ _NO_KERNELS = (
     "opt-barrier",
 )
 _NO_WORK = re.compile('custom_call_target="(AllocateBuffer|ConcatBitcast)"')
+_TILED = re.compile(r":T\(")
 _WORKSPACE = re.compile(r", s8\[\d+\]\{0\}\)")
 
 
@@ -278,8 +279,7 @@ def _moved(kernel, around, computations):
     if kernel.opcode.startswith("fusion") and called:
         inside = computations[called]
         nested = [i for i in inside.values() if i.opcode == "fusion"]
-        # A TPU's product computes the fusions inside of it where it reads them.
-        if nested and not any(i.opcode == "convolution" for i in inside.values()):
+        if nested and not _TILED.search(kernel.shape):  # A TPU's are parts of one kernel.
             return sum(_moved(i, inside, computations) for i in nested)
         operands = [around[n].shape if n in around else "" for n in kernel.operands]
         parameters = _parameters(inside)
@@ -328,18 +328,29 @@ def _read(name, inside, computations):
         elif user.opcode == "bitcast":
             total += _read(user_name, inside, computations)
         elif user.opcode == "fusion":
-            [called] = [c for c in CALLED.findall(user.rest) if c in computations]
-            names = zip(user.operands, _parameters(computations[called]), strict=True)
-            total += sum(
-                _read(parameter, computations[called], computations)
-                for operand, parameter in names
-                if operand == name
-            )
+            total += _read_by_fusion(user_name, name, inside, computations)
         elif first and user.opcode == "scatter":
             total += array_bytes(inside[user.operands[2]].shape)
         elif not (first and user.opcode == "dynamic-update-slice" and user in results):
             total += whole
     return min(whole, total)
+
+
+def _read_by_fusion(name, operand, inside, computations):
+    """Returns the bytes of an operand that a fusion within a fused computation reads.
+
+    If it returns at least as much, it moves data, of which its users may read a part.
+    """
+    fusion = inside[name]
+    [called] = [c for c in CALLED.findall(fusion.rest) if c in computations]
+    names = zip(fusion.operands, _parameters(computations[called]), strict=True)
+    reads = sum(
+        _read(parameter, computations[called], computations)
+        for each, parameter in names
+        if each == operand
+    )
+    moves = array_bytes(fusion.shape) >= array_bytes(inside[operand].shape)
+    return min(reads, _read(name, inside, computations)) if moves else reads
 
 
 def _results(name, inside):

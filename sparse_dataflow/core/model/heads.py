@@ -47,7 +47,8 @@ def split_tiles(bias: jax.Array | None, y: jax.Array, group: int, width: int) ->
         tile = tiles[..., cut, :].transpose(0, 3, 4, 1, 2, 5)
         heads = tile.reshape(B, -1, T, width)
         if bias is not None:
-            heads += bias.reshape(-1, group + 2, width)[:, cut].reshape(-1, 1, width)
+            rows = bias.astype(y.dtype).reshape(-1, group + 2, width)
+            heads += rows[:, cut].reshape(-1, 1, width)
         return named_output(heads.swapaxes(1, 2))
 
     return [part(cut) for cut in parts]
