@@ -570,7 +570,7 @@ def loss_and_gradients(
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, how.dtype), params)
         (_, metrics), gradients = jax.value_and_grad(share, has_aux=True)(zeros)
         if (
-            dispatch.platform() == "gpu"
+            dispatch.platform() != "cpu"
             and unrolls(config, weights, rank)
             and gradients.get("blocks")
         ):
