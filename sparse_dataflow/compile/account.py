@@ -135,7 +135,7 @@ def section_of(kernel: hlo.Kernel) -> str:
         return "attention"
     if kernel.multiplies:
         return "products"
-    if kernel.target.startswith("triton:residual_norm"):
+    if "residual_norm" in kernel.target:
         return "norms"
     loop = {"dynamic_slice", "dynamic_update_slice", "split", "broadcast_in_dim", "concatenate"}
     if last in loop or "layers" in scopes or "weights" in scopes or not kernel.scope:

@@ -28,6 +28,7 @@ BLOCKS = "jit(train_step)/loss_and_gradients/transpose(jvp(blocks))/while/body/c
         ("mosaic_gpu_v2", f"{BLOCKS}/pallas_call", "products"),
         ("__cudnn$fmhaSoftmax", f"{BLOCKS}/attention/fwd", "attention"),
         ("tpu:splash_mha_dq_no_residuals", "", "attention"),
+        ("tpu:residual_norm_gradient", f"{BLOCKS}/pallas_call", "norms"),
         ("tpu:grouped_mlp", f"{BLOCKS}/mlp/grouped_mlp/pallas_call", "products"),
         ("convolution", f"{BLOCKS}/mlp/dot_general", "products"),
         ("fusion", f"{BLOCKS}/mlp/dynamic_update_slice", account.SECTIONS[6]),
