@@ -119,7 +119,8 @@ def account(text: str) -> Account:
     """
     result = dict.fromkeys(SECTIONS, Traffic())
     for kernel in hlo.kernels(text):
-        result[section_of(kernel)] += Traffic(1, kernel.bytes, kernel.cycles) * kernel.times
+        launches = kernel.target not in hlo.TRANSFERS
+        result[section_of(kernel)] += Traffic(launches, kernel.bytes, kernel.cycles) * kernel.times
     return result
 
 

@@ -155,6 +155,9 @@ _PRODUCTS = (
     "tpu:grouped",
 )
 _TRITON, _MOSAIC = "__gpu$xla.gpu.triton", "tpu_custom_call"
+TRANSFERS = ("copy-start", "slice-start")
+"""Opcodes of copies to and from a TPU's vector memory, which run beside its kernels."""
+
 _NO_KERNELS = (
     "parameter",
     "constant",
@@ -227,7 +230,7 @@ def _scope(name, around, computations):
     for instruction in (kernel, *inside):
         if path := re.search(r'op_name="([^"]*)"', instruction.rest):
             return path[1]
-    if kernel.opcode not in ("copy-start", "slice-start"):
+    if kernel.opcode not in TRANSFERS:
         return ""
     moved = {name}
     for other, i in around.items():
@@ -250,7 +253,7 @@ def _renames(instruction):
 
 
 def _computes(instruction):
-    return instruction.opcode not in (*_NO_KERNELS, "copy-start", "slice-start")
+    return instruction.opcode not in (*_NO_KERNELS, *TRANSFERS)
 
 
 def _cycles(kernel):

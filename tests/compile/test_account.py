@@ -56,6 +56,19 @@ def test_a_step_is_linear_in_its_layers(layers):
         assert (got[section].launches, got[section].bytes) == (traffic.launches, traffic.bytes)
 
 
+def test_a_copy_to_vector_memory_is_no_launch():
+    text = """HloModule jit_step
+
+ENTRY %main (x: f32[8,128]) -> f32[8,128] {
+  %x = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %start = (f32[8,128]{1,0:T(8,128)S(1)}, f32[8,128]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%x)
+  %near = f32[8,128]{1,0:T(8,128)S(1)} copy-done(%start)
+  ROOT %y = f32[8,128]{1,0:T(8,128)} negate(%near), metadata={op_name="jit(step)/norm/neg"}
+}
+"""
+    assert account.account(text)["norms"] == Traffic(1.0, 2 * 4 * 8 * 128)
+
+
 RATES = Rates(passes=0.5, streams=0.8, products=0.7, attention=0.6, clock=1e9)
 TPU = CHIPS["tpu-v5p"]
 
