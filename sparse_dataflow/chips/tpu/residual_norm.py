@@ -10,8 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from sparse_dataflow.chips import residual_norm as kernels
 from sparse_dataflow.core.ops import derivatives
-from sparse_dataflow.core.ops.residual_norm import kernel_op
 from sparse_dataflow.core.ops.residual_norm.residual_norm_op import Norm, Operands
 
 LANES = 128
@@ -153,4 +153,4 @@ def _gradients(norm, residual, scale, dresidual, dnormed, *, sums):
     )(residual, scale, dresidual, dnormed)
 
 
-_op = kernel_op.differentiable(_kernel, _gradients)
+_op = kernels.differentiable(_kernel, _gradients)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from sparse_dataflow.chips import residual_norm as kernels
 from sparse_dataflow.chips.triton import target
 from sparse_dataflow.core.ops import derivatives
-from sparse_dataflow.core.ops.residual_norm import kernel_op
 from sparse_dataflow.core.ops.residual_norm.residual_norm_op import Norm, Operands
 
 CHUNK, NARROWEST, MOST_CHUNKS = 1024, 128, 16
@@ -177,4 +177,4 @@ def _gradients(norm, residual, scale, dresidual, dnormed, *, sums):
     )(*operands)
 
 
-_op = kernel_op.differentiable(_kernel, _gradients, lambda normed: normed.swapaxes(1, 2))
+_op = kernels.differentiable(_kernel, _gradients, lambda normed: normed.swapaxes(1, 2))

@@ -289,7 +289,6 @@ UNROLL_LAYERS = 16
 UNROLL_CHANGING_LAYERS = 8
 """Maximum number of layers that a CPU program unrolls, with layouts that change."""
 
-
 UNROLL_CHIP_LAYERS = 48
 """Maximum number of layers that a program of one GPU or TPU unrolls."""
 
@@ -298,10 +297,9 @@ def unrolls(config: ModelConfig, weights: ModelWeights, rank: Rank = SINGLE_RANK
     """Returns whether `apply_blocks` unrolls: for a shallow model on a CPU, and on a single GPU or
     TPU where no layer recomputes.
 
-    A loop on a CPU copies its stacked operands, and cannot be specialised to fixed layouts.  A loop
-    on another chip copies what kernels write into stacks for the backward pass, and zeros the
-    stacks; a TPU's kernels read copies of slices, too.  With recomputation it saves little, and
-    each unrolled layer copies its weights.
+    A loop on a CPU copies its stacked operands, and cannot be specialised to fixed layouts.  On
+    other chips it copies what kernels write into stacks for the backward pass, and a TPU's read.
+    With recomputation it saves little, and each unrolled layer copies its weights.
     """
     if dispatch.platform() != "cpu":
         keeps_all = set(remat.kinds(config.remat, config.num_layers)) == {"none"}
@@ -569,11 +567,8 @@ def loss_and_gradients(
 
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, how.dtype), params)
         (_, metrics), gradients = jax.value_and_grad(share, has_aux=True)(zeros)
-        if (
-            dispatch.platform() != "cpu"
-            and unrolls(config, weights, rank)
-            and gradients.get("blocks")
-        ):
+        unrolled = dispatch.platform() != "cpu" and unrolls(config, weights, rank)
+        if unrolled and gradients.get("blocks"):
             # Else each pass of the optimizer reads the layers' gradients apart.
             gradients = {**gradients, "blocks": lax.optimization_barrier(gradients["blocks"])}
         return metrics, rank.collect(gradients)

@@ -435,11 +435,7 @@ class BlockLayout:
 
 
 def _in_tiles(rows, tile=8):
-    """Returns (tiles, rows of a tile).
-
-    An array of a TPU is stored in tiles of 8 rows.  Where they are apart, XLA permutes blocks in
-    one copy of whole tiles, else in two.
-    """
+    """Returns (tiles, rows of a tile): a TPU permutes blocks that are cut so in one copy."""
     return (rows // tile, tile) if rows % tile == 0 else (1, rows)
 
 

@@ -43,6 +43,7 @@ Shapes in names: B batch, T tokens, D d_model, H heads, N = B * T.
 """
 
 import functools
+import importlib
 from collections.abc import Callable
 
 import jax
@@ -58,13 +59,14 @@ from sparse_dataflow.core.config.attention_settings import (
 from sparse_dataflow.core.config.layer_groups import join_groups, layer_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP
-from sparse_dataflow.core.model import heads, scales
+from sparse_dataflow.core.model import scales
 from sparse_dataflow.core.model.batch_context import NO_CONTEXT, BatchContext
 from sparse_dataflow.core.model.experts import Experts, auxiliary_loss, with_loss
 from sparse_dataflow.core.model.mlp import Mlp
 from sparse_dataflow.core.model.projection import arrays
 from sparse_dataflow.core.model.rotary import rotate
 from sparse_dataflow.core.model.shard import UNSHARDED, Shard, normalise
+from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.cross_entropy import cross_entropy_op as cross_entropy
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput, distillation_loss
@@ -278,7 +280,15 @@ class Block(Mlp):
         if not self.config.fused_qkv:
             parts = [getattr(self, name)(x_BxTxD, shard.reduce_features) for name in "qkv"]
             return [part.reshape(B, T, -1, width) for part in parts]
-        return heads.split(self.qkv, self.qkv.product(x_BxTxD, shard.reduce_features), group, width)
+        qkv = self.qkv.product(x_BxTxD, shard.reduce_features)
+        if dispatch.platform() == "tpu":
+            tiled = importlib.import_module("sparse_dataflow.chips.tpu.heads")
+            if parts := tiled.split(self.qkv.bias, qkv, group, width):
+                return parts
+        qkv = self.qkv.plus_bias(qkv).reshape(B, T, -1, group + 2, width)
+        if group == 1:
+            return jnp.moveaxis(qkv, 3, 0)
+        return qkv[..., :group, :].reshape(B, T, -1, width), qkv[..., group, :], qkv[..., -1, :]
 
 
 class Head(nnx.Module):
