@@ -27,7 +27,7 @@ GONE := $(shell test -x $(BIN)/python || echo FORCE)
 EACH_CONTRACT := --hypothesis-profile=fewer-draws -m 'not slow and not nightly'
 
 # Tests of what a compiler for a chip that is not there makes.
-TPU_COMPILES := test_pallas_tpu_compiles.py test_pallas_tpu_grouped_compiles.py test_splash_compiles.py test_step_compiles.py test_quantized_compiles.py
+TPU_COMPILES := test_pallas_tpu_compiles.py test_tpu_passes_compile.py test_pallas_tpu_grouped_compiles.py test_splash_compiles.py test_step_compiles.py test_quantized_compiles.py
 GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_compiles.py test_grouped_compiles.py test_decoding_compiles.py test_pallas_triton_compiles.py test_quantized_compiles.py
 
 # Tests of faults that happen to a run.

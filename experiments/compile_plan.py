@@ -20,6 +20,8 @@ With --account it says where a step's bytes go instead:
     python -m experiments.compile_plan --scale=13b --density=0.125 --topology=h200:1 --batch=2 \\
         --mesh=fsdp:1 --state_dtype=bfloat16 --remat=none --account
 
+v5p:1x1x1 and v6e:1x1 are one TPU.
+
 Needs the compiler of the chips: make aot-tpu, or make aot-gpu, installs it. Without --mesh the
 planner's search chooses the plan. Takes half a minute to two minutes of one core, and 2 GB.
 """
@@ -80,7 +82,7 @@ class Options(ModelOptions):
     )
     account: bool = setting(
         False,
-        "Print the bytes that each part of a GPU's step moves, from compiled steps of 2 and 4 "
+        "Print the bytes that each part of one chip's step moves, from compiled steps of 2 and 4 "
         "layers, scaled to the model's; with --out, write them instead of the plan.",
     )
     out: str = setting("", "Folder for the JSON of the plan; empty writes none.", path=True)

@@ -21,6 +21,7 @@ KINDS = (
 
 _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
 _ARRAY = re.compile(rf"\b(?:({'|'.join(_BITS)})|[suf](\d+)\w*)\[([\d,<=]*)\]")
+_ON_CHIP = re.compile(r"\b\w+\[[\d,<=]*\]\{[^}]*S\(\d+\)[^}]*\}")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"(?<=[\s)}\]])([a-z][\w\-]*)\(")
@@ -119,12 +120,15 @@ class Kernel:
 
     Attributes:
       name: of its instruction.
-      target: custom-call target, "triton:" and its name for a Pallas kernel in Triton,
-        "gemm_fusion" for a product that XLA compiles itself, else the opcode.
+      target: custom-call target; "triton:" or "tpu:" and its name for a Pallas kernel in Triton or
+        Mosaic; "gemm_fusion" or "convolution" for a product that XLA compiles itself; else the
+        opcode.
       times: executions per run of the program, including loops.
       bytes: read and written by one execution, if each operand is read once.  Operands that are
         sliced or gathered count with what is taken, buffers that are updated in place with the
-        update; rows that are added to are read, too.
+        update; rows that are added to are read, too.  Arrays in a TPU's vector memory count
+        nothing; the copies that bring them there do.
+      cycles: the TPU compiler's estimate of one execution; 0 where it gives none.
       scope: path of `jax.named_scope`s and primitives that it comes from; "" if unknown.
     """
 
@@ -133,6 +137,7 @@ class Kernel:
     times: float
     bytes: int
     scope: str = ""
+    cycles: int = 0
 
     @property
     def multiplies(self) -> bool:
@@ -140,16 +145,43 @@ class Kernel:
         return self.target.startswith(_PRODUCTS)
 
 
-_PRODUCTS = ("gemm_fusion", "__cublas", "triton:block_sparse", "mosaic")
-_TRITON = "__gpu$xla.gpu.triton"
+_PRODUCTS = (
+    "gemm_fusion",
+    "convolution",
+    "__cublas",
+    "triton:block_sparse",
+    "mosaic",
+    "tpu:block_sparse",
+    "tpu:grouped",
+)
+_TRITON, _MOSAIC = "__gpu$xla.gpu.triton", "tpu_custom_call"
+TRANSFERS = ("copy-start", "slice-start")
+"""Opcodes of copies to and from a TPU's vector memory, which run beside its kernels."""
 
-
-_KERNELS = ("fusion", "fusion-start", "custom-call", "copy", "transpose", "reduce", "dot", "sort")
+_NO_KERNELS = (
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "while",
+    "conditional",
+    "call",
+    "copy-done",
+    "fusion-done",
+    "slice-done",
+    "custom-call-start",
+    "custom-call-update",
+    "after-all",
+    "opt-barrier",
+)
+_NO_WORK = re.compile('custom_call_target="(AllocateBuffer|ConcatBitcast)"')
+_TILED = re.compile(r":T\(")
 _WORKSPACE = re.compile(r", s8\[\d+\]\{0\}\)")
 
 
 def kernels(text: str, counted: bool = True) -> list[Kernel]:
-    """Returns the kernels of a compiled GPU program.
+    """Returns the kernels of a compiled GPU or TPU program.
 
     Args:
       counted: whether `Kernel.times` is needed.
@@ -165,11 +197,12 @@ def kernels(text: str, counted: bool = True) -> list[Kernel]:
             _target(name, kernel, computations),
             times[of],
             _moved(kernel, computations[of], computations),
-            _scope(kernel, computations),
+            _scope(name, computations[of], computations),
+            _cycles(kernel),
         )
         for of in scheduled_computations(computations)
         for name, kernel in computations[of].items()
-        if kernel.opcode in _KERNELS
+        if kernel.opcode not in _NO_KERNELS and not _NO_WORK.search(kernel.rest)
     ]
     if counted and any(math.isnan(kernel.times) for kernel in result):
         raise ValueError("The program has a kernel in a loop without a known trip count.")
@@ -185,23 +218,61 @@ def scheduled_computations(computations) -> list[str]:
     return scheduled
 
 
-def _scope(kernel, computations):
-    """Returns the path of an instruction; of a fusion without one, that of its last with one."""
+def _scope(name, around, computations):
+    """Returns the path of an instruction.
+
+    Of a fusion without one, the path of its last instruction with one; of a copy to or from a TPU's
+    vector memory without one, that of the kernel that reads the copy or wrote the array.
+    """
+    kernel = around[name]
     called = [c for c in CALLED.findall(kernel.rest) if c in computations]
     inside = (i for c in called for i in reversed(computations[c].values()))
     for instruction in (kernel, *inside):
         if path := re.search(r'op_name="([^"]*)"', instruction.rest):
             return path[1]
-    return ""
+    if kernel.opcode not in TRANSFERS:
+        return ""
+    moved = {name}
+    for other, i in around.items():
+        if not moved.isdisjoint(i.operands):
+            if _renames(i):
+                moved.add(other)
+            elif _computes(i) and (path := _scope(other, around, computations)):
+                return path
+    [source, *_] = kernel.operands
+    while source in around and _renames(around[source]):
+        source = around[source].operands[0]
+    computed = source in around and _computes(around[source])
+    return _scope(source, around, computations) if computed else ""
+
+
+def _renames(instruction):
+    return instruction.opcode in ("bitcast", "copy-done", "slice-done") or (
+        "ConcatBitcast" in instruction.rest
+    )
+
+
+def _computes(instruction):
+    return instruction.opcode not in (*_NO_KERNELS, *TRANSFERS)
+
+
+def _cycles(kernel):
+    estimate = re.search(r'"estimated_cycles":"(\d+)"', kernel.rest)
+    return int(estimate[1]) if estimate else 0
 
 
 def _target(name, kernel, computations):
     called = [c for c in CALLED.findall(kernel.rest) if c in computations]
-    for call in (kernel, *(i for c in called for i in computations[c].values())):
+    inside = [i for c in called for i in computations[c].values()]
+    for call in (kernel, *inside):
         # Of the kernel, or of a library's product that reads or writes slices.
         if target := re.search(r'custom_call_target="([^"]*)"', call.rest):
+            if target[1] == _MOSAIC:
+                return f"tpu:{name.partition('.')[0]}"
             kernel_name = re.search(r', name = "(\w+)"', call.rest)
             return f"triton:{kernel_name[1]}" if target[1] == _TRITON and kernel_name else target[1]
+    if any(i.opcode == "convolution" for i in (kernel, *inside)):
+        return "convolution"
     return "gemm_fusion" if name.startswith("gemm_fusion") else kernel.opcode
 
 
@@ -211,31 +282,78 @@ def _moved(kernel, around, computations):
     if kernel.opcode.startswith("fusion") and called:
         inside = computations[called]
         nested = [i for i in inside.values() if i.opcode == "fusion"]
-        if nested:
+        if nested and not _TILED.search(kernel.shape):  # A TPU's are parts of one kernel.
             return sum(_moved(i, inside, computations) for i in nested)
-        reads = sum(_read(name, inside) for name, i in inside.items() if i.opcode == "parameter")
+        operands = [around[n].shape if n in around else "" for n in kernel.operands]
+        parameters = _parameters(inside)
+        reads = sum(
+            _read(name, inside, computations)
+            for name, shape in zip(parameters, operands, strict=True)
+            if not shape or _stored_bytes(shape)
+        )
         return reads + _written(next(reversed(inside)), inside)
-    written = array_bytes(_WORKSPACE.sub(")", kernel.shape))
-    return written + sum(array_bytes(around[n].shape) for n in kernel.operands if n in around)
+    operands = [around[n].shape for n in kernel.operands if n in around]
+    if kernel.opcode == "dynamic-update-slice":
+        return 2 * _stored_bytes(operands[1])
+    if kernel.opcode == "custom-call-done":
+        return 2 * _stored_bytes(kernel.shape)  # Rows that a TPU's sparse cores gather.
+    if kernel.opcode == "copy-start":
+        return _stored_bytes(kernel.shape)  # Of the copy and of what is copied.
+    if kernel.opcode == "slice-start":
+        part = kernel.shape.partition("),")[2]
+        return array_bytes(part.partition("}")[0]) + _stored_bytes(part)
+    return _stored_bytes(_WORKSPACE.sub(")", kernel.shape)) + sum(map(_stored_bytes, operands))
 
 
-def _read(name, inside):
+def _parameters(inside):
+    """Returns the names of a computation's parameters, by their number."""
+    numbers = {
+        name: int(i.rest.partition(")")[0]) for name, i in inside.items() if i.opcode == "parameter"
+    }
+    return sorted(numbers, key=lambda name: numbers[name])
+
+
+def _stored_bytes(shape):
+    """Returns the bytes of the arrays of a shape that are in the chip's main memory."""
+    return array_bytes(_ON_CHIP.sub("", shape))
+
+
+def _read(name, inside, computations):
     """Returns the bytes of a fused computation's value that its users read."""
-    users = [i for i in inside.values() if name in i.operands]
+    users = [(user, i) for user, i in inside.items() if name in i.operands]
     whole = array_bytes(inside[name].shape)
     results = _results(next(reversed(inside)), inside)
     total = 0
-    for user in users:
+    for user_name, user in users:
         first = user.operands[0] == name
-        if first and user.opcode in ("dynamic-slice", "gather"):
+        if first and user.opcode in ("dynamic-slice", "gather", "slice"):
             total += array_bytes(user.shape)
         elif user.opcode == "bitcast":
-            total += _read(next(n for n, i in inside.items() if i is user), inside)
+            total += _read(user_name, inside, computations)
+        elif user.opcode == "fusion":
+            total += _read_by_fusion(user_name, name, inside, computations)
         elif first and user.opcode == "scatter":
             total += array_bytes(inside[user.operands[2]].shape)
         elif not (first and user.opcode == "dynamic-update-slice" and user in results):
             total += whole
     return min(whole, total)
+
+
+def _read_by_fusion(name, operand, inside, computations):
+    """Returns the bytes of an operand that a fusion within a fused computation reads.
+
+    If it returns at least as much, it moves data, of which its users may read a part.
+    """
+    fusion = inside[name]
+    [called] = [c for c in CALLED.findall(fusion.rest) if c in computations]
+    names = zip(fusion.operands, _parameters(computations[called]), strict=True)
+    reads = sum(
+        _read(parameter, computations[called], computations)
+        for each, parameter in names
+        if each == operand
+    )
+    moves = array_bytes(fusion.shape) >= array_bytes(inside[operand].shape)
+    return min(reads, _read(name, inside, computations)) if moves else reads
 
 
 def _results(name, inside):
@@ -255,6 +373,8 @@ def _written(name, inside):
         return 0  # The workspace of a library.
     if result.opcode == "bitcast":
         return _written(result.operands[0], inside)
+    if not _stored_bytes(result.shape):
+        return 0
     if result.opcode == "dynamic-update-slice":
         return array_bytes(inside[result.operands[1]].shape)
     if result.opcode == "scatter":

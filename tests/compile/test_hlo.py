@@ -215,3 +215,49 @@ def test_an_update_within_a_sum_reads_the_whole_array(rows, width):
     text = FUSION.format(rows=rows, width=width, result=f"{width}", body=body)
     [kernel] = hlo.kernels(text)
     assert kernel.bytes == 4 * (rows * width + 8 * width + 8 + width)
+
+
+TPU_MODULE = """\
+HloModule jit_step, is_scheduled=true
+
+%moved (x: bf16[{rows},3,128]) -> bf16[3,{rows},128] {{
+  %x = bf16[{rows},3,128]{{2,0,1:T(8,128)(2,1)}} parameter(0)
+  ROOT %t = bf16[3,{rows},128]{{2,1,0:T(8,128)(2,1)}} transpose(%x), dimensions={{1,0,2}}
+}}
+
+%one_part (x: bf16[{rows},3,128], w: bf16[128,128]) -> f32[1,{rows},128] {{
+  %x = bf16[{rows},3,128]{{2,0,1:T(8,128)(2,1)}} parameter(0)
+  %w = bf16[128,128]{{1,0:T(8,128)(2,1)S(1)}} parameter(1)
+  %inner = bf16[3,{rows},128]{{2,1,0:T(8,128)(2,1)}} fusion(%x), kind=kLoop, calls=%moved
+  %part = bf16[1,{rows},128]{{2,1,0:T(8,128)(2,1)}} slice(%inner), slice={{[0:1], [0:{rows}], [0:128]}}
+  ROOT %y = f32[1,{rows},128]{{2,1,0:T(8,128)}} convolution(%part, %w), dim_labels=0bf_io->0bf
+}}
+
+ENTRY %main (x: bf16[{rows},3,128], w: bf16[128,128]) -> f32[1,{rows},128] {{
+  %x = bf16[{rows},3,128]{{2,0,1:T(8,128)(2,1)}} parameter(0)
+  %w = bf16[128,128]{{1,0:T(8,128)(2,1)}} parameter(1)
+  %buffer = bf16[{rows},128]{{1,0:T(8,128)}} custom-call(), custom_call_target="AllocateBuffer"
+  %start = (bf16[128,128]{{1,0:T(8,128)(2,1)S(1)}}, bf16[128,128]{{1,0:T(8,128)(2,1)}}, u32[]{{:S(2)}}) copy-start(%w)
+  %near = bf16[128,128]{{1,0:T(8,128)(2,1)S(1)}} copy-done(%start)
+  %product = f32[1,{rows},128]{{2,1,0:T(8,128){at}}} fusion(%x, %near), kind=kOutput, calls=%one_part, metadata={{op_name="jit(step)/mlp/dot"}}, backend_config={{"estimated_cycles":"{cycles}"}}
+  %half = ((f32[1,{rows},128]{{2,1,0:T(8,128){at}}}), f32[1,8,128]{{2,1,0:T(8,128)S(1)}}, s32[]{{:S(2)}}) slice-start(%product), slice={{[0:1], [0:8], [0:128]}}
+  %taken = f32[1,8,128]{{2,1,0:T(8,128)S(1)}} slice-done(%half)
+  ROOT %normed = f32[1,{rows},128]{{2,1,0:T(8,128)}} custom-call(%product, %taken), custom_call_target="tpu_custom_call", metadata={{op_name="jit(step)/norm/pallas_call"}}
+}}
+"""  # noqa: E501
+
+
+@given(st.integers(1, 99), st.integers(1, 10**9))
+def test_a_tpu_moves_what_is_in_its_main_memory(eights, cycles):
+    rows = 8 * eights
+    text = TPU_MODULE.format(rows=rows, cycles=cycles, at="")
+    got = {k.name: (k.target, k.bytes, k.cycles, k.scope) for k in hlo.kernels(text)}
+    part, result = 2 * rows * 128, 4 * rows * 128
+    assert got == {
+        # The copy to vector memory belongs to the product that reads it.
+        "start": ("copy-start", 2 * 128 * 128, 0, "jit(step)/mlp/dot"),
+        # A third of x, although a fusion within the product moves all of it.
+        "product": ("convolution", part + result, cycles, "jit(step)/mlp/dot"),
+        "half": ("slice-start", 4 * 8 * 128, 0, "jit(step)/norm/pallas_call"),
+        "normed": ("tpu:normed", 2 * result, 0, "jit(step)/norm/pallas_call"),
+    }

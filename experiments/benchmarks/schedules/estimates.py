@@ -20,6 +20,7 @@ from typing import Any
 import sparse_dataflow
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.compile import topologies
+from sparse_dataflow.compile.account import CLOCKS
 from sparse_dataflow.compile.gpu_targets import TARGETS
 from sparse_dataflow.core.layouts.patterns import legal_densities
 from sparse_dataflow.files import json_files
@@ -37,10 +38,6 @@ LIMITS = (
     "Estimates from compiled programs; nothing ran on a chip. Stalls are not counted: times are "
     "optimistic by 5% to 20%, ratios are good. HBM traffic is a separate bound."
 )
-
-CLOCKS = {"v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
-"""Chip -> cycles per second.  With the matrix units of a core (v5e, v5p: 4 of 128x128, 16 cycles
-per 16 rows; v6e: 2 of 256x256, 8 cycles) these reproduce the FLOP/s of the data sheets."""
 
 IMPLEMENTATIONS = {"pallas_tpu": "pixelfly", "pallas_tpu_grouped": "monarch"}
 """Module in `ops.block_sparse_matmul` -> the pattern that it is compiled for."""

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from sparse_dataflow.chips import residual_norm as kernels
 from sparse_dataflow.chips.triton import target
 from sparse_dataflow.core.ops import derivatives
-from sparse_dataflow.core.ops.residual_norm import residual_norm_op
 from sparse_dataflow.core.ops.residual_norm.residual_norm_op import Norm, Operands
 
 CHUNK, NARROWEST, MOST_CHUNKS = 1024, 128, 16
@@ -177,50 +177,4 @@ def _gradients(norm, residual, scale, dresidual, dnormed, *, sums):
     )(*operands)
 
 
-def _value(options, arrays, parameters):
-    norm, alone = options
-    (x, *added), (bias, scale, shift) = arrays, parameters
-    named = {"y": None, "bias": None} if alone else {"y": added[0], "bias": bias}
-    named |= {"scale": scale, "shift": shift}
-    named = {name: array for name, array in named.items() if array is not None}
-    outputs = _kernel(norm, x, *named.values(), names=tuple(named))
-    return (x, *outputs) if alone else tuple(outputs)
-
-
-def _forward(options, arrays, parameters):
-    outputs = _value(options, arrays, parameters)
-    return outputs, (outputs[0], parameters)
-
-
-def _backward(options, saved, cotangents):
-    norm, alone = options
-    residual, (bias, scale, shift) = saved
-    names = {"bias": bias, "scale": scale, "shift": shift}
-    sums = tuple(name for name, array in names.items() if array is not None)
-    dx, *totals = _gradients(norm, residual, scale, *cotangents, sums=sums)
-    by_name = {n: t.sum(0).astype(names[n].dtype) for n, t in zip(sums, totals)}
-    return (dx, None if alone else dx), tuple(by_name.get(name) for name in names)
-
-
-def _tangent(options, saved, tangents):
-    norm, _ = options
-    residual, (_, scale, shift) = saved
-    added, (dbias, *outer) = tangents
-    moved = [each for each in (*added, dbias) if each is not None]
-    total = sum((each.astype(residual.dtype) for each in moved), jnp.zeros_like(residual))
-
-    def normed(residual, scale, shift):
-        rows = residual.reshape(len(residual), -1)
-        operands = Operands(
-            rows, None, None, scale.ravel(), None if shift is None else shift.ravel()
-        )
-        result = residual_norm_op.run(norm, operands)[1]
-        return result.reshape(residual.shape).swapaxes(1, 2)
-
-    operands = residual, scale, shift
-    zeros = [jnp.zeros_like(a) if d is None and a is not None else d
-             for a, d in zip((scale, shift), outer)]  # fmt: skip
-    return total, jax.jvp(normed, operands, (total, *zeros))[1]
-
-
-_op = derivatives.differentiable(_value, _backward, forward=_forward, tangent=_tangent)
+_op = kernels.differentiable(_kernel, _gradients, lambda normed: normed.swapaxes(1, 2))

@@ -115,15 +115,18 @@ def run(options) -> int:
 
 
 def account_of(plan: CompilePlan) -> dict:
-    """Compiles two shallow steps of a plan for one GPU; returns where the whole step's bytes go:
+    """Compiles two shallow steps of a plan for one chip; returns where the whole step's bytes go:
     the fields of a result file.
 
     Raises:
-      UserError: the plan has several chips, or no GPU.
+      UserError: the plan has several chips.
     """
     topology, layers = plan.topology, plan.config.num_layers
-    if topology.platform != "cuda" or topology.size > 1:
-        raise UserError(f"--account with --topology={topology.name}; legal: one GPU, as in h200:1.")
+    if topology.size > 1:
+        raise UserError(
+            f"--account with --topology={topology.name}; legal: one chip, as in h200:1, v5p:1x1x1 "
+            "and v6e:1x1."
+        )
     device = topologies.devices(topology)[0]
     kinds = remat.kinds(plan.config.remat, layers)
     steps = [
@@ -138,27 +141,28 @@ def account_of(plan: CompilePlan) -> dict:
     shallow, deep = (account.account(step.program.as_text()) for step in steps)
     traffic = account.scaled(shallow, deep, layers)
     forward = cost.flops_per_token(plan.config, plan.sequence, training=False).attention
-    passes = 1 + traced.ATTENTION["bwd"] / traced.ATTENTION["fwd"]
+    backward = ("dkv", "dq") if topology.platform == "tpu" else ("bwd",)
+    passes = 1 + sum(traced.ATTENTION[name] for name in backward) / traced.ATTENTION["fwd"]
     passes += kinds[0] in ("full", "offload")
     attention = forward * passes * int(plan.parallel.batch) * plan.sequence
     layer_flops = layers * (steps[1].flops - steps[0].flops) / (account.DEEP - account.SHALLOW)
     flops = {"products": layer_flops - attention, "attention": attention}
     chip = topology.chip
-    peak, bandwidth = chip.peak(plan.config.compute_dtype), chip.bandwidth
-    assert peak and bandwidth
-    grouped = bool(plan.config.sparse_projections)
-    estimate = account.seconds(traffic, flops, peak, bandwidth, grouped)
+    estimate = account.seconds(
+        traffic, flops, chip, plan.config.compute_dtype, account.rates(topology, plan.config)
+    )
     return {
         "plan": plan.flags,
         "parts": {
-            section: dataclasses.asdict(moved) | {"estimated_seconds": estimate[section]}
+            section: dataclasses.asdict(moved) | {"estimated_seconds": seconds, "bound": bound}
             for section, moved in traffic.items()
+            for seconds, bound in [estimate[section]]
         },
         "bytes": sum(moved.bytes for moved in traffic.values()),
         "bytes_outside_products_and_attention": sum(
             moved.bytes for name, moved in traffic.items() if name not in flops
         ),
-        "estimated_seconds": sum(estimate.values()),
+        "estimated_seconds": sum(seconds for seconds, _ in estimate.values()),
         "compile_seconds": [round(step.compile_seconds, 1) for step in steps],
     }
 

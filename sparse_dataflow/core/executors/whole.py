@@ -289,24 +289,23 @@ UNROLL_LAYERS = 16
 UNROLL_CHANGING_LAYERS = 8
 """Maximum number of layers that a CPU program unrolls, with layouts that change."""
 
-
-UNROLL_GPU_LAYERS = 48
-"""Maximum number of layers that a program of one GPU unrolls."""
+UNROLL_CHIP_LAYERS = 48
+"""Maximum number of layers that a program of one GPU or TPU unrolls."""
 
 
 def unrolls(config: ModelConfig, weights: ModelWeights, rank: Rank = SINGLE_RANK) -> bool:
-    """Returns whether `apply_blocks` unrolls: for a shallow model on a CPU, and on a single GPU
-    where no layer recomputes.
+    """Returns whether `apply_blocks` unrolls: for a shallow model on a CPU, and on a single GPU or
+    TPU where no layer recomputes.
 
-    A loop on a CPU copies its stacked operands, and cannot be specialised to fixed layouts.  A loop
-    on a GPU copies what kernels write into stacks for the backward pass, and zeros the stacks.
+    A loop on a CPU copies its stacked operands, and cannot be specialised to fixed layouts.  On
+    other chips it copies what kernels write into stacks for the backward pass, and a TPU's read.
     With recomputation it saves little, and each unrolled layer copies its weights.
     """
-    if dispatch.platform() == "gpu":
+    if dispatch.platform() != "cpu":
         keeps_all = set(remat.kinds(config.remat, config.num_layers)) == {"none"}
-        return rank is SINGLE_RANK and keeps_all and config.num_layers <= UNROLL_GPU_LAYERS
+        return rank is SINGLE_RANK and keeps_all and config.num_layers <= UNROLL_CHIP_LAYERS
     deepest = UNROLL_CHANGING_LAYERS if weights.has_changing_layouts else UNROLL_LAYERS
-    return dispatch.platform() == "cpu" and config.num_layers <= deepest
+    return config.num_layers <= deepest
 
 
 def _unstack(params):
@@ -568,11 +567,8 @@ def loss_and_gradients(
 
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, how.dtype), params)
         (_, metrics), gradients = jax.value_and_grad(share, has_aux=True)(zeros)
-        if (
-            dispatch.platform() == "gpu"
-            and unrolls(config, weights, rank)
-            and gradients.get("blocks")
-        ):
+        unrolled = dispatch.platform() != "cpu" and unrolls(config, weights, rank)
+        if unrolled and gradients.get("blocks"):
             # Else each pass of the optimizer reads the layers' gradients apart.
             gradients = {**gradients, "blocks": lax.optimization_barrier(gradients["blocks"])}
         return metrics, rank.collect(gradients)

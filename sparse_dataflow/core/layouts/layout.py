@@ -57,8 +57,9 @@ class Groups:
         # Slots ascend by output, then input block, and every stored output block has `inputs` of
         # them.  So the axis of slots is a grid (outer, group, run, input), and no index table is
         # needed.
-        x = values.reshape(*lead, outer, self.count, self.out_run, inputs, block, block)
-        x = _transposed_last(x, (1, 3, 4, 0, 2, 5))
+        rows = _in_tiles(block)
+        x = values.reshape(*lead, outer, self.count, self.out_run, inputs, *rows, block)
+        x = _transposed_last(x, (1, 3, 4, 5, 0, 2, 6))
         return x.reshape(*lead, self.count, inputs * block, outputs * block)
 
     def split(self, weights: Any, in_blocks: int, out_blocks: int) -> Any:
@@ -66,8 +67,9 @@ class Groups:
         inputs, outputs = self._sides(in_blocks, out_blocks)
         lead, block = weights.shape[:-3], weights.shape[-2] // inputs
         outer = outputs // self.out_run
-        x = weights.reshape(*lead, self.count, inputs, block, outer, self.out_run, block)
-        x = _transposed_last(x, (3, 0, 4, 1, 2, 5))
+        rows = _in_tiles(block)
+        x = weights.reshape(*lead, self.count, inputs, *rows, outer, self.out_run, block)
+        x = _transposed_last(x, (4, 0, 5, 1, 2, 3, 6))
         return x.reshape(*lead, self.count * inputs * outputs, block, block)
 
     def _sides(self, in_blocks, out_blocks):
@@ -430,6 +432,11 @@ class BlockLayout:
         axes.set_ylabel("input block")
         axes.set_title(self._title)
         return axes
+
+
+def _in_tiles(rows, tile=8):
+    """Returns (tiles, rows of a tile): a TPU permutes blocks that are cut so in one copy."""
+    return (rows // tile, tile) if rows % tile == 0 else (1, rows)
 
 
 def _transposed_last(x, order):

@@ -43,6 +43,7 @@ Shapes in names: B batch, T tokens, D d_model, H heads, N = B * T.
 """
 
 import functools
+import importlib
 from collections.abc import Callable
 
 import jax
@@ -280,8 +281,12 @@ class Block(Mlp):
         if not self.config.fused_qkv:
             parts = [getattr(self, name)(x_BxTxD, shard.reduce_features) for name in "qkv"]
             return [part.reshape(B, T, -1, width) for part in parts]
-        qkv = self.qkv(x_BxTxD, shard.reduce_features)
-        qkv = qkv.reshape(B, T, -1, group + 2, width)
+        qkv = self.qkv.product(x_BxTxD, shard.reduce_features)
+        if dispatch.platform() == "tpu":
+            tiled = importlib.import_module("sparse_dataflow.chips.tpu.heads")
+            if parts := tiled.split(self.qkv.bias, qkv, group, width):
+                return parts
+        qkv = self.qkv.plus_bias(qkv).reshape(B, T, -1, group + 2, width)
         if group == 1:
             if dispatch.platform() == "cpu":
                 # The gradient of a split joins its parts in one copy.

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated import simulated_tpu
 from simulated_triton import simulated_triton
 
 from sparse_dataflow.core.ops import dispatch
@@ -14,6 +15,11 @@ from sparse_dataflow.core.ops.residual_norm.residual_norm_op import Norm, Operan
 from sparse_dataflow.files.errors import UserError
 
 NAMES = ("y", "bias", "scale", "shift")
+
+
+def simulated(implementation):
+    """Returns a context that interprets the kernels of an implementation."""
+    return simulated_tpu() if implementation == "pallas_tpu" else simulated_triton()
 
 
 def exact(norm, x, y=None, bias=None, scale=None, shift=None):
@@ -59,7 +65,7 @@ def evaluated(norm, operands, cotangents, implementation):
 
 CASES = dict(
     seed=st.integers(0, 99),
-    rows=st.sampled_from([(1,), (7,), (2, 9), (24,)]),
+    rows=st.sampled_from([(1,), (7,), (2, 9), (2, 48), (256,)]),
     features=st.sampled_from([128, 384, 640]),
     names=st.sampled_from(
         [(), ("y",), ("y", "bias"), ("y", "bias", "shift"), ("shift",), ("y", "shift")]
@@ -85,8 +91,10 @@ CASES = dict(
 def test_values_and_gradients_are_those_of_float64(
     implementation, seed, rows, features, names, norm
 ):
+    if implementation == "pallas_tpu":
+        rows = (*rows, 32)
     operands, cotangents, wide = drawn(seed, rows, features, names)
-    with simulated_triton():
+    with simulated(implementation):
         outputs, gradients = evaluated(norm, operands, cotangents, implementation)
     for output, right in zip(outputs, exact(norm, **wide), strict=True):
         np.testing.assert_allclose(output, right, atol=3e-5, rtol=3e-5)
@@ -97,12 +105,15 @@ def test_values_and_gradients_are_those_of_float64(
         assert abs((gradient * direction).sum() - right) <= 2e-5 * scale + 1e-4, name
 
 
+@pytest.mark.parametrize("implementation", ["pallas_triton", "pallas_tpu"])
 @settings(max_examples=3, deadline=None)
 @given(**CASES)
-def test_kernels_in_bfloat16_round_once(seed, rows, features, names, norm):
+def test_kernels_in_bfloat16_round_once(implementation, seed, rows, features, names, norm):
+    if implementation == "pallas_tpu":
+        rows = (*rows, 32)
     operands, cotangents, wide = drawn(seed, rows, features, names, "bfloat16")
-    with simulated_triton():
-        outputs, gradients = evaluated(norm, operands, cotangents, "pallas_triton")
+    with simulated(implementation):
+        outputs, gradients = evaluated(norm, operands, cotangents, implementation)
     residual, _ = exact(norm, **wide)
     np.testing.assert_allclose(outputs[0].astype(float), residual, rtol=2**-8, atol=1e-6)
     rounded = {"x": np.asarray(outputs[0], np.float64), "scale": wide["scale"]}
@@ -115,11 +126,11 @@ def test_kernels_in_bfloat16_round_once(seed, rows, features, names, norm):
 
 @pytest.mark.parametrize("norm", [Norm(True, 1e-5), Norm(True, 1e-5, 2, 64)])
 def test_forward_mode_agrees_with_the_reference(norm):
-    operands, _, _ = drawn(1, (6,), 256, NAMES)
-    tangents, _, _ = drawn(2, (6,), 256, NAMES)
+    operands, _, _ = drawn(1, (64,), 256, NAMES)
+    tangents, _, _ = drawn(2, (64,), 256, NAMES)
     results = []
     for implementation in residual_norm_op.IMPLEMENTATIONS:
-        with simulated_triton():
+        with simulated(implementation):
             results.append(
                 jax.jvp(
                     lambda o, name=implementation: residual_norm(norm, o, name),
@@ -127,8 +138,9 @@ def test_forward_mode_agrees_with_the_reference(norm):
                     (tangents,),
                 )
             )
-    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-4)
+    for right, *others in zip(*map(jax.tree.leaves, results), strict=True):
+        for other in others:
+            np.testing.assert_allclose(other, right, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +154,19 @@ def test_other_shapes_and_dtypes_are_refused_with_the_legal_ones(features, dtype
         assert residual_norm_op.fused(Norm(True, 1e-5), operands) is None
         with pytest.raises(UserError, match=words):
             residual_norm(Norm(True, 1e-5), operands, "pallas_triton")
+
+
+@pytest.mark.parametrize(
+    ("rows", "features", "dtype", "words"),
+    [(32, 96, "float32", "multiples of 128"), (32, 128, "float16", "float16"),
+     (48, 128, "float32", "48 rows"), (64, 128 * 200, "float32", "64 rows")],
+)  # fmt: skip
+def test_a_tpu_refuses_other_shapes_with_the_legal_ones(rows, features, dtype, words):
+    operands, _, _ = drawn(0, (rows,), features, (), dtype)
+    with simulated_tpu():
+        assert residual_norm_op.fused(Norm(True, 1e-5), operands) is None
+        with pytest.raises(UserError, match=words):
+            residual_norm(Norm(True, 1e-5), operands, "pallas_tpu")
 
 
 def test_without_an_op_its_kernels_are_not_chosen():

@@ -73,6 +73,7 @@ OP = Op(
     {
         "xla": Implementation("residual_norm_op"),
         "pallas_triton": Implementation(".chips.triton.residual_norm", "gpu", partitioned=False),
+        "pallas_tpu": Implementation(".chips.tpu.residual_norm", "tpu", partitioned=False),
     },
     fallback=("xla",),
 )
