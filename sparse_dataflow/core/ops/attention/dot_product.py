@@ -11,6 +11,7 @@ chunks of T or S.
 """
 
 import functools
+import importlib
 import math
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.core.config.attention_settings import DENSE_TOKENS
 from sparse_dataflow.core.config.remat import ATTENTION_OUTPUT
-from sparse_dataflow.core.ops import derivatives, dispatch, matrix_product
+from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.hardware.chips import GIB
 
 CHUNK = 512
@@ -243,66 +244,11 @@ def xla_attention(
     # Kernels and chunks name what their own backward passes read: a second name would keep a copy.
     mask = visible(queries, keys, window)
     if dispatch.platform() == "cpu" and not cap and isinstance(key.shape[1], int):
-        attended = _attend_all(None, *dispatch.equally_varying(query, key, value, mask))
+        on_cpu = importlib.import_module("sparse_dataflow.chips.cpu.attention")
+        attended = on_cpu.attention(query, key, value, mask)
     else:
         attended = masked_attention(query, key, value, mask, cap)
     return checkpoint_name(attended, ATTENTION_OUTPUT)
-
-
-def _rows(heads, key_heads):
-    """[B, T, N G, K] -> [B, N, G T, K]: the rows of one product per key head."""
-    batch, tokens, _, width = heads.shape
-    grouped = heads.reshape(batch, tokens, key_heads, -1, width).transpose(0, 2, 3, 1, 4)
-    # A copy for itself, of whole heads: with what comes after it, XLA moves number by number.
-    rows = lax.optimization_barrier(grouped)
-    return rows.reshape(batch, key_heads, -1, width)
-
-
-def _heads(rows, like):
-    """Inverts `_rows`."""
-    batch, tokens, _, width = like.shape
-    grouped = rows.reshape(batch, rows.shape[1], -1, tokens, width)
-    return grouped.transpose(0, 3, 1, 2, 4).reshape(like.shape).astype(like.dtype)
-
-
-def _attend_all_forward(_, query, key, value, mask):
-    count = key.shape[2]
-    q, k, v = (_rows(array, count) for array in (query, key, value))
-    scores = _times(q, matrix_product.transposed(k)) / math.sqrt(query.shape[-1])
-    by_query = scores.reshape(*scores.shape[:2], -1, *mask.shape[2:])
-    by_query = jnp.where(mask[:, :, None], by_query, jnp.finfo(scores.dtype).min)
-    weights = jax.nn.softmax(by_query, axis=-1).astype(query.dtype).reshape(scores.shape)
-    return _heads(_times(weights, v), query), (q, k, v, weights)
-
-
-def _attend_all_backward(_, saved, dy):
-    (q, k, v, weights), dy = derivatives.again(saved, dy)
-    dy_rows = _rows(dy, k.shape[1])
-    wide = weights.astype(jnp.promote_types(dy.dtype, jnp.float32))
-    # The gradient of a softmax subtracts the mean of its output's gradient.
-    dweights = _times(dy_rows, matrix_product.transposed(v))
-    mean = (dweights * wide).sum(-1, keepdims=True)
-    ds = (wide * (dweights - mean) / math.sqrt(q.shape[-1])).astype(dy.dtype)
-    dq = _heads(_times(ds, k), dy)
-    like = jax.ShapeDtypeStruct((*dy.shape[:1], k.shape[2], k.shape[1], k.shape[3]), dy.dtype)
-    dk = _heads(_times(matrix_product.transposed(ds), q), like)
-    dv = _heads(_times(matrix_product.transposed(weights), dy_rows), like)
-    return dq, dk, dv, None
-
-
-def _times(a, b):
-    """Multiplies the matrices of the last two axes; sums and results are float32 or wider."""
-    wide = jnp.promote_types(a.dtype, jnp.float32)
-    return lax.dot_general(a, b, (((3,), (2,)), ((0, 1), (0, 1))), preferred_element_type=wide)
-
-
-_attend_all = derivatives.differentiable(
-    lambda *operands: _attend_all_forward(*operands)[0],
-    _attend_all_backward,
-    forward=_attend_all_forward,
-)
-"""(None, query, key, value, mask) -> `masked_attention` of queries whose backward pass reads the
-weights in the dtype of the query; autodiff saves four arrays like them in float32."""
 
 
 def cudnn_attention(
