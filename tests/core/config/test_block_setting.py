@@ -12,7 +12,7 @@ BASE = preset("pico").change(sparsity__pattern="masked")
 
 
 @pytest.mark.parametrize(
-    ("given", "block", "sides"),
+    ("spelling", "block", "sides"),
     [
         (16, 16, (16, 16)),
         ("16", 16, (16, 16)),
@@ -22,9 +22,9 @@ BASE = preset("pico").change(sparsity__pattern="masked")
         ("4x64", "4x64", (4, 64)),
     ],
 )
-def test_every_spelling_is_one_value(given, block, sides):
-    for config in (BASE.change(sparsity__block=given), settings.changed(
-        BASE, {"sparsity.block": str(given)}
+def test_every_spelling_is_one_value(spelling, block, sides):
+    for config in (BASE.change(sparsity__block=spelling), settings.changed(
+        BASE, {"sparsity.block": str(spelling)}
     )):  # fmt: skip
         assert config.sparsity.block == block
         spec = next(iter(config.sparsity.linears(config.model).values()))
@@ -62,5 +62,5 @@ def test_the_earlier_setting_is_refused_by_name():
 
 def test_the_flag_takes_a_rectangle():
     flags = ["toy", "--scale=pico", "--pattern=masked", "--block=1x16"]
-    [asked] = command_line.arguments(flags, tuple(request.NAMED), None, {})
-    assert asked.config().sparsity.block == "1x16"
+    [parsed] = command_line.arguments(flags, tuple(request.NAMED), None, {})
+    assert parsed.config().sparsity.block == "1x16"

@@ -14,9 +14,9 @@ from sparse_dataflow.core.weights.weight import Linear
 
 def plain(bias, y, group, width):
     """Returns the heads of `heads.split`, from their order."""
-    parts = Linear(None, bias).plus_bias(y).reshape(*y.shape[:2], -1, group + 2, width)
-    queries = parts[..., :group, :].reshape(*y.shape[:2], -1, width)
-    return queries, parts[..., group, :], parts[..., -1, :]
+    heads = Linear(None, bias).plus_bias(y).reshape(*y.shape[:2], -1, group + 2, width)
+    queries = heads[..., :group, :].reshape(*y.shape[:2], -1, width)
+    return queries, heads[..., group, :], heads[..., -1, :]
 
 
 @settings(max_examples=examples(12), deadline=None)
