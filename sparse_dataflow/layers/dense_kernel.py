@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.layers.block_arrays import cut_blocks
 
 
 class DenseKernel:
     """The kernel of a layer, [..., in, out], with zeros between its stored blocks.
 
     Shape and dtype cost nothing; `kernel[...]` and conversion to an array make the dense kernel.
-    Gradients of what is read are those of the stored blocks.  It cannot be written.
+    Gradients of what is read are those of the stored blocks.  What is written is 0 outside of them.
 
     Args:
       layer: the block-sparse linear.
@@ -32,10 +33,38 @@ class DenseKernel:
         return self.__jax_array__()[index]
 
     def __setitem__(self, index, value):
-        raise UserError(
-            "The kernel of a block-sparse layer is made where it is read; legal: to change "
-            "`values`, or to change a dense model and call sd.sparsify."
-        )
+        self.set_value(self[...].at[index].set(value))
+
+    def get_value(self) -> jax.Array:
+        """Returns the dense kernel."""
+        return self.__jax_array__()
+
+    def set_value(self, value: Any) -> None:
+        """Writes the stored blocks of a dense kernel, which is 0 elsewhere.
+
+        Raises:
+          UserError: the kernel has another shape, or weights that the layer does not store.
+        """
+        value = jnp.asarray(value)
+        if value.shape != self.shape:
+            raise UserError(f"The kernel has shape {value.shape}; legal: {self.shape}.")
+        evolving = self._layer.static_layout is None
+        arrays = (value, self._layer.tables().in_index) if evolving else (value,)
+        traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
+        if traced and (evolving or self._layer.layout.density < 1):
+            raise UserError(
+                "Inside `jit` it is not known whether a kernel has weights that the layer does not "
+                "store; legal: to write it outside, or to write `values`."
+            )
+        layouts = self._layer.layouts()
+        blocks = cut_blocks(value, layouts if len(layouts) > 1 else layouts[0])
+        if layouts[0].density < 1 and jnp.count_nonzero(value) != jnp.count_nonzero(blocks):
+            raise UserError(
+                f"The kernel has weights in blocks that a layer of density {layouts[0].density:g} "
+                "does not store; legal: zeros there, or `layer.values[...] = "
+                "sd.cut_blocks(kernel, layer.layout)`, which drops them."
+            )
+        self._layer.values.set_value(blocks)
 
     def __array__(self, dtype=None, copy=None):
         return np.asarray(self.__jax_array__(), dtype)
