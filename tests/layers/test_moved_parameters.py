@@ -130,9 +130,9 @@ def test_training_and_evolution_stay_finite_and_write_the_mark_anew(name):
     @nnx.jit
     def step(layer, optimizer):
         if name == "private":  # Gradients of examples.
-            _graph, params, rest = nnx.split(layer, nnx.Param, ...)
-            of_one = lambda p, x: loss(nnx.merge(_graph, p, rest), x[None])  # noqa: E731
-            gradient = jax.vmap(jax.grad(of_one), (None, 0))(params, X)
+            graph, params, rest = nnx.split(layer, nnx.Param, ...)
+            example_loss = lambda p, x: loss(nnx.merge(graph, p, rest), x[None])  # noqa: E731
+            gradient = jax.vmap(jax.grad(example_loss), (None, 0))(params, X)
         else:
             gradient = nnx.grad(loss)(layer)
         optimizer.update(layer, gradient)
