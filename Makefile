@@ -67,6 +67,7 @@ optional: ## run what needs torch, transformers of four releases, wandb, mlflow 
 	@.venv-optional/bin/python tests/interchange/generations.py
 	@.venv-optional/bin/python tests/interchange/published_tokenizers.py
 	.venv-optional/bin/python -m pytest -n $(WORKERS) --dist worksteal -m '' $(OPTIONAL_TESTS) $(TESTS)
+	.venv-optional/bin/python tests/layers/flax_suite.py
 
 faults: $(READY) ## every fault test, measured for docs/surviving.md; ARGS="--kills=200"
 	FAULTS=$(CURDIR)/tests/experiments/faults.json $(BIN)/python -m pytest -m "" --hypothesis-profile=new-draws $(FAULT_TESTS) $(TESTS) $(ARGS); \

@@ -58,8 +58,8 @@ class Model:
       folder: folder that it was loaded from; empty for none.
       variant: "sparse", "dense" or "narrow".
       model: model config; of a run, in the checkpoint's phase, with a block for each layer.
-      params: float32 master weights, with masks and with layouts in numpy, which programs are
-        specialised to; see `model.gpt`.
+      params: float32 master weights, with bool masks and with int32 layouts in numpy, which
+        programs are specialised to; see `model.gpt`.  They are no leaves of the model.
       tokenizer: tokenizer of the run.
       step: number of optimizer steps.
       training: training config.

@@ -132,8 +132,13 @@ def local_folder(place: str | Path, files: Collection[str] = ()) -> Path:
     """Returns the folder that a path is; that of a name on the hub is `fetched`.
 
     Raises:
-      UserError: the folder has links that lead out of it, or see `fetched`.
+      UserError: the path is empty, the folder has links that lead out of it, or see `fetched`.
     """
+    if isinstance(place, str) and not place.strip():
+        raise UserError(
+            "The name of a model is empty; legal: a run folder, a Hugging Face directory, or a "
+            "name on the hub such as Qwen/Qwen3-0.6B."
+        )
     name = hub_name(place)
     if name is not None:
         folder = fetched(name, files)

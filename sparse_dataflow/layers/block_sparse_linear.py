@@ -29,6 +29,7 @@ from sparse_dataflow.core.weights.weight import WithDenseGradient
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.layers.axis_names import constrained, joined_names, variable_of
 from sparse_dataflow.layers.block_arrays import scaled_blocks
+from sparse_dataflow.layers.dense_kernel import DenseKernel
 from sparse_dataflow.layers.layer_products import by_dot_general, in_precision, precision_name
 from sparse_dataflow.layers.layout_state import (
     MARK,
@@ -64,7 +65,7 @@ class BlockSparseLinear(nnx.Module):
     `sd.evolve` changes without recompiling; products are then slower.  Values of another layout
     raise an error; inside `jit` an evolving layer returns NaN.
 
-    It has the public attributes of `nnx.Linear`.  Of `kernel` there are the shape and the dtype.
+    It has the public attributes of `nnx.Linear`.  `kernel` can be read, and is dense then.
 
     Attributes:
       values: nnx.Param, param_dtype [nnz, block, block], the stored blocks as `BlockLayout` orders
@@ -242,10 +243,9 @@ class BlockSparseLinear(nnx.Module):
         return in_precision(self.precision, inputs.astype(wide), weight).astype(dtype)
 
     @property
-    def kernel(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of the kernel if it were dense; `sd.densify` makes it."""
-        shape = *self.values.shape[:-3], self.in_features, self.out_features
-        return jax.ShapeDtypeStruct(shape, self.values.dtype)
+    def kernel(self) -> DenseKernel:
+        """The kernel, which can be read like that of `nnx.Linear` and is dense where it is."""
+        return DenseKernel(self)
 
     @property
     def evolving(self) -> bool:

@@ -1,13 +1,19 @@
 """Entries of a state that say which blocks a layer stores, so another layout's state is refused.
 
-Users save, average and send parameters alone, and linen keeps them in a collection of its own.  So
-these entries are plain `nnx.Param`s, and every rule that a user has for parameters is applied to
-them.  Neither entry depends on its numbers staying as they are:
+Users save, average and send parameters alone, and linen keeps them in a collection of its own.  In
+every container, from an nnx.State to a file of orbax, an entry has a key, a shape and numbers.
 
 - A static layout is named by the key of an entry of zeros.  Its numbers say nothing.
-- An evolving layout has a mark of numbers near 1e-30.  They add nothing to a norm, a penalty or a
-  sum.  Scaling and averaging keep them tiny, and a tiny mark is compared with the tables.  Noise,
-  clipping from below and thresholds replace them, and a mark that is not tiny is not compared.
+- An evolving layout may not change keys or shapes, which would recompile.  So its identity is in
+  numbers, and in floats of an `nnx.Param`: a variable of its own kind is not in a state of
+  parameters alone, metadata is lost in files and stays at its old value after a compiled step, and
+  `jax.grad` refuses integers.
+
+Every rule that a user has for parameters moves these numbers.  So a mark is a codeword: its last
+numbers are fixed mixtures of its first, and all are near 1e-30.  Scaling and averaging keep that;
+a mark of which it is true is compared with the tables.  Noise, clipping, thresholds and rounding
+break it; a mark of which it is not true is ignored until `sd.evolve` writes it anew.  The tiny
+numbers add nothing to a norm, a penalty or a sum, and their gradient is 0.
 """
 
 from typing import Any
@@ -31,15 +37,26 @@ LAYOUT_PREFIX = "layout_"
 MARK_SIZE = 8
 """Entries of a mark, and zeros of a name."""
 
-_UNIT = 2.0**-100
+_UNIT = np.float32(2.0**-100)
 """Unit of a mark: its square is 0 in float32, and bfloat16 has it."""
 
 _LARGEST = 2.0**-90
 """Entries of a mark that something other than scaling and averaging changed are larger."""
 
+_MIXTURES = np.array([(5, -3, 2, 7, -2), (-2, 7, 5, -3, 3), (3, 2, -5, 6, 7)], np.float32) / 32
+"""The last entries of a mark by its first.  The mixtures are positive, exact in bfloat16, and not
+averages: a vector of equal numbers is no mark."""
+
+_DIGITS = _MIXTURES.shape[1]
+"""Entries of a mark that say what its tables are, 3 bits each."""
+
+_EXACT = 3e-5
+"""Largest error of a mixture, relative to the mean of the mark; thousands of steps of weight decay
+stay below it."""
+
 _TOLERANCE = 1e-2
-"""Largest relative difference of entries of equal marks; bfloat16 and weight decay stay below it,
-and the average of two marks does not."""
+"""Largest relative difference of entries of equal marks; far larger than `_EXACT`, so that small
+noise is no mark before it differs from the old one."""
 
 
 class LayoutTable(nnx.Variable):
@@ -75,9 +92,9 @@ def layout_name(layout: BlockLayout) -> str:
 
 
 def table_mark(in_index: jax.Array | np.ndarray, in_slot: jax.Array | np.ndarray):
-    """Returns the mark, float32 [..., 8] from 1 to 2 units, of tables [..., lines, positions].
+    """Returns the mark, float32 [..., 8], of tables [..., lines, positions].
 
-    Its entries are exact in every float dtype of 8 bits or more.  Numpy tables give numpy.
+    Its entries, of 0.1 to 2 units, are exact in bfloat16.  Numpy tables give numpy.
     """
     numpy = np if isinstance(in_index, np.ndarray) else jnp
     lines, positions = in_index.shape[-2:]
@@ -88,26 +105,38 @@ def table_mark(in_index: jax.Array | np.ndarray, in_slot: jax.Array | np.ndarray
     for shift in (15, 13):
         mixed = (mixed ^ (mixed >> np.uint32(shift))) * np.uint32(0x2C1B3C6D)
     total = numpy.sum(mixed, axis=(-2, -1), dtype=np.uint32)[..., None]
-    digits = (total >> np.arange(0, 3 * MARK_SIZE, 3, dtype=np.uint32)) & np.uint32(7)
-    return (1 + digits.astype(np.float32) / 8) * np.float32(_UNIT)
+    shifts = np.arange(0, 3 * _DIGITS, 3, dtype=np.uint32)
+    first = 1 + ((total >> shifts) & np.uint32(7)).astype(np.float32) / 8
+    code = np.vstack([np.eye(_DIGITS, dtype=np.float32), _MIXTURES])
+    return _mixed(first, code) * _UNIT
+
+
+def _mixed(entries, coefficients):
+    """Returns a mixture [..., n] of entries for each row of coefficients."""
+    # Not a product of matrices, which a TPU rounds; no slices, which sharded axes do not have.
+    return (entries[..., None, :] * coefficients).sum(axis=-1)
 
 
 def is_mark(mark: Any) -> Any:
     """Returns which marks [..., 8] scaling and averaging alone have changed, bool [...]."""
-    size = abs(mark)
-    return (size < _LARGEST).all(axis=-1) & (size > 0).all(axis=-1)  # False for NaN.
+    mark = mark.astype(np.float32)
+    checks = np.hstack([_MIXTURES, -np.eye(len(_MIXTURES), dtype=np.float32)])
+    residuals = _mixed(mark, checks)
+    tiny = ((mark > 0) & (mark < _LARGEST)).all(axis=-1)  # False for NaN.
+    return tiny & (abs(residuals).max(axis=-1) < _EXACT * mark.mean(axis=-1))
 
 
 def contradicts(mark: jax.Array | np.ndarray, in_index, in_slot) -> jax.Array | np.ndarray:
     """Returns whether a mark is of other tables, bool []; traced for traced arrays.
 
-    A mark that is not tiny any more, or 0, is of no tables: something moved all parameters.
+    An array that is no mark any more is of no tables: something moved all parameters.
     """
     arrays = (mark, in_index, in_slot)
     if not any(isinstance(array, jax.core.Tracer) for array in arrays):
         mark, in_index, in_slot = map(np.asarray, arrays)
     numpy = np if isinstance(mark, np.ndarray) else jnp
     expected, mark = table_mark(in_index, in_slot), mark.astype(np.float32)
-    scale = mark.mean(axis=-1, keepdims=True) / expected.mean(axis=-1, keepdims=True)
-    differs = (abs(mark - expected * scale) > _TOLERANCE * abs(scale) * _UNIT).any(axis=-1)
+    mean = mark.mean(axis=-1, keepdims=True)
+    same = expected * (mean / expected.mean(axis=-1, keepdims=True))
+    differs = (abs(mark - same) > _TOLERANCE * mean).any(axis=-1)
     return numpy.any(is_mark(mark) & differs)

@@ -35,7 +35,7 @@ class Groups:
         Raises:
           UserError: no such shape.
         """
-        text = str(text).replace(" ", "")
+        given, text = text, str(text).replace(" ", "")
         if match := re.fullmatch(r"(\d+):(\d+)", text):
             stay, pool = map(int, match.groups())
             if 1 <= stay < pool:
@@ -43,7 +43,8 @@ class Groups:
         elif (match := re.fullmatch(r"(\d+)(?:x(\d+))?", text)) and "0" not in match.groups():
             rows = int(match[1])
             return cls(rows, int(match[2] or rows))
-        raise UserError(f"block={text[:40]!r} is no shape of weights; legal: {LEGAL_BLOCKS}.")
+        shown = given if isinstance(given, int) else repr(text[:40])
+        raise UserError(f"block={shown} is not legal; legal: {LEGAL_BLOCKS}.")
 
     def __str__(self):
         if self.pool:

@@ -79,6 +79,13 @@ def test_an_illegal_name_is_refused_with_the_legal_form(text):
         hub_name(text)
 
 
+@pytest.mark.parametrize("text", ["", " ", "\t\n"])
+def test_an_empty_name_is_refused_as_such(text):
+    for read in (hub_models.local_folder, sd.load):
+        with pytest.raises(UserError, match=r"^The name of a model is empty; legal: a "):
+            read(text)
+
+
 @pytest.mark.parametrize("text", [NAME, f"hf:{NAME}", f"hf:{NAME}@main"])
 def test_a_name_gives_the_model_of_the_directory(hub, text):
     expected = sd.load(FIXTURES / "llama")

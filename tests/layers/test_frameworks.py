@@ -1,7 +1,7 @@
 """Models of other libraries become block-sparse, train, evolve, and are saved and restored.
 
-`make optional` installs those that pip has together.  MaxText, EasyDeL and bonsai want environments
-of their own: install one there, and run this file.
+`make optional` installs those that pip has together.  MaxText, EasyDeL, bonsai and jax2onnx, which
+wants an older jax, have environments of their own: install one there, and run this file.
 """
 
 import functools
@@ -122,7 +122,38 @@ def easydel():
     return lambda: EasyDelMlp(linears), lambda model: model(x), 2
 
 
+class Cnn(nnx.Module):
+    """The model of flax's mnist example."""
+
+    def __init__(self, rngs):
+        self.conv1 = nnx.Conv(1, 32, kernel_size=(3, 3), rngs=rngs)
+        self.batch_norm1 = nnx.BatchNorm(32, rngs=rngs)
+        self.conv2 = nnx.Conv(32, 64, kernel_size=(3, 3), rngs=rngs)
+        self.batch_norm2 = nnx.BatchNorm(64, rngs=rngs)
+        self.avg_pool = functools.partial(nnx.avg_pool, window_shape=(2, 2), strides=(2, 2))
+        self.linear1 = nnx.Linear(3136, 256, rngs=rngs)
+        self.dropout = nnx.Dropout(rate=0.025, rngs=rngs)
+        self.classifier = nnx.Linear(256, 10, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.avg_pool(nnx.relu(self.batch_norm1(self.conv1(x))))
+        x = self.avg_pool(nnx.relu(self.batch_norm2(self.conv2(x))))
+        return self.classifier(self.dropout(nnx.relu(self.linear1(x.reshape(len(x), -1)))))
+
+
+def mnist():
+    images = np.linspace(0, 1, 4 * 28 * 28, dtype=np.float32).reshape(4, 28, 28, 1)
+
+    def make():
+        model = Cnn(nnx.Rngs(0))
+        model.eval()
+        return model
+
+    return make, lambda model: model(images), 1
+
+
 MODELS = {
+    "flax mnist": mnist,
     "tunix llama3": functools.partial(tunix, "llama3"),
     "tunix qwen2": functools.partial(tunix, "qwen2"),
     "tunix qwen3": functools.partial(tunix, "qwen3"),
@@ -225,6 +256,54 @@ def test_the_trainer_of_tunix_trains_resumes_and_samples_an_evolved_model(evolvi
     two.train([inputs] * 8)
     two.close()
     assert float(loss(resumed)) < trained
+
+
+def small_model(evolving):
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(nnx.Linear(32, 64, rngs=rngs), nnx.relu, nnx.Linear(64, 16, rngs=rngs))
+    return sd.sparsify(model, density=0.5, block=8, evolving=evolving)
+
+
+@pytest.mark.parametrize("evolving", [False, True])
+def test_treescope_shows_the_layers(evolving):
+    treescope = pytest.importorskip("treescope")
+    text = treescope.render_to_text(small_model(evolving))
+    assert text.count("BlockSparseLinear(") == 2 and "values=Param(" in text
+    assert ("LayoutTable(" in text) == evolving
+    assert len(treescope.render_to_html(small_model(evolving))) > 1000
+
+
+@pytest.mark.parametrize("evolving", [False, True])
+def test_assertions_of_chex_hold_and_an_evolution_traces_an_evolving_layer_once(evolving):
+    chex = pytest.importorskip("chex")
+    model = small_model(evolving)
+    state, copy = nnx.state(model), nnx.state(nnx.clone(model))
+    chex.assert_tree_all_finite(state)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, copy)
+    chex.assert_trees_all_close(state, copy)
+    chex.clear_trace_counter()
+    apply = nnx.jit(chex.assert_max_traces(lambda model, x: model(x), 1))
+    x = jnp.ones((4, 32))
+    apply(model, x)
+    sd.evolve(model, None, "set", share=0.3, seed=1)
+    if evolving:
+        chex.assert_shape(apply(model, x), (4, 16))
+    else:
+        with pytest.raises(AssertionError, match="traced > 1 times"):
+            apply(model, x)
+
+
+@pytest.mark.parametrize("evolving", [False, True])
+def test_a_program_of_onnx_computes_the_same(evolving):
+    jax2onnx = pytest.importorskip("jax2onnx")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model = small_model(evolving)
+    program = jax2onnx.to_onnx(model, [("batch", 32)])
+    session = onnxruntime.InferenceSession(program.SerializeToString())
+    for batch in (1, 3, 8):
+        x = np.asarray(jax.random.normal(jax.random.key(batch), (batch, 32)))
+        [y] = session.run(None, {session.get_inputs()[0].name: x})
+        np.testing.assert_allclose(y, model(x), atol=1e-5)
 
 
 EXAMPLES = {"plain_optax": (), "linen_layer": (), "equinox_layer": ("equinox",),

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from marks import some
@@ -38,3 +39,13 @@ def test_every_mode_of_differentiation_has_the_values_of_the_dense_layer(evolvin
         assert jnp.allclose(a, b, atol=1e-5)
     (_, a), (_, b) = (jax.jvp(function(m), (x,), (t,)) for m in (layer, dense))
     assert jnp.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("pattern", ["random", "monarch", "shuffle"])
+def test_the_leaves_of_a_language_model_are_floats_and_its_params_hold_layouts_too(pattern):
+    sparsity = dict(sparsity__block=16, sparsity__pattern=pattern)
+    model = sd.init(sd.preset("pico").change(**sparsity), jax.random.key(0))
+    assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("float32")}
+    assert {leaf.dtype.kind for leaf in jax.tree.leaves(model.params)} >= {"f", "i"}
+    halved = jax.tree.map(lambda parameter: parameter / 2, model)
+    assert np.isfinite(sd.loss(halved, np.arange(65)[None]))

@@ -247,6 +247,60 @@ def test_sparsify_and_densify_keep_the_settings(name, density, evolving):
         )
 
 
+@pytest.mark.parametrize("evolving", some([False, True], True))
+@pytest.mark.parametrize("sides", [(32, 64), (30, 44), (24, 9)])
+def test_the_kernel_is_read_as_that_of_the_dense_layer(sides, evolving):
+    layer = sd.BlockSparseLinear(*sides, density=0.5, block=8, evolving=evolving, rngs=nnx.Rngs(0))
+    dense = sd.densify(layer).kernel[...]
+    assert layer.kernel.shape == sides and layer.kernel.dtype == dense.dtype
+    for read in (lambda m: m.kernel[...], lambda m: jnp.asarray(m.kernel)):
+        np.testing.assert_array_equal(read(layer), dense)
+        np.testing.assert_array_equal(nnx.jit(read)(layer), dense)
+    np.testing.assert_array_equal(layer.kernel, dense)
+    np.testing.assert_array_equal(layer.kernel[3, 2:5], dense[3, 2:5])
+    np.testing.assert_allclose(jnp.sum(layer.kernel[...] ** 2), jnp.sum(dense**2), rtol=1e-5)
+    gradient = nnx.grad(lambda m: jnp.sum(m.kernel[...] ** 2) / 2)(layer)
+    filled = layer.weight().dense()  # Values where the shape ends have no gradient.
+    assert float(jnp.sum(gradient["values"][...] ** 2)) == pytest.approx(
+        float(jnp.sum(filled[: sides[0], : sides[1]] ** 2)), rel=1e-5
+    )
+    new = sd.BlockSparseLinear(*sides, layout=layer.layout, evolving=evolving, rngs=nnx.Rngs(1))
+    new.kernel[...] = dense
+    np.testing.assert_array_equal(new.kernel[...], dense)
+    new.kernel.set_value(2 * dense)
+    np.testing.assert_array_equal(new.values[...], 2 * sd.cut_blocks(dense, layer.layout))
+
+
+def test_a_kernel_that_the_layer_cannot_store_is_not_written():
+    layer = sd.BlockSparseLinear(32, 64, density=0.5, block=8, rngs=nnx.Rngs(0))
+    before, whole = jnp.copy(layer.values[...]), jnp.ones((32, 64))
+    one = jnp.asarray(layer.kernel[...]).at[tuple(np.argwhere(layer.kernel[...] == 0)[0])].set(1)
+    refused = ((whole, "of density 0.5"), (one, "of density 0.5"), (whole.T, "legal: .32, 64"))
+    for kernel, words in refused:
+        with pytest.raises(sd.UserError, match=words):
+            layer.kernel.set_value(kernel)
+    evolving = sd.BlockSparseLinear(32, 64, density=1, block=8, evolving=True, rngs=nnx.Rngs(0))
+    for each in (layer, evolving):
+        with pytest.raises(sd.UserError, match="Inside `jit` it is not known"):
+            nnx.jit(lambda m, k: m.kernel.set_value(k))(each, whole)
+    np.testing.assert_array_equal(layer.values[...], before)
+    full = sd.BlockSparseLinear(32, 64, density=1, block=8, rngs=nnx.Rngs(0))
+    nnx.jit(lambda m, k: m.kernel.set_value(k))(full, whole)
+    np.testing.assert_array_equal(full.kernel[...], whole)
+
+
+@pytest.mark.parametrize("evolving", [False, True])
+def test_the_kernel_of_a_stack_is_that_of_its_layers(evolving):
+    make = lambda rngs: sd.BlockSparseLinear(  # noqa: E731
+        16, 24, density=0.5, block=8, offset=3, evolving=evolving, rngs=rngs
+    )
+    stack = nnx.split_rngs(splits=3)(nnx.vmap(make))(nnx.Rngs(0))
+    dense = sd.densify(stack).kernel[...]
+    np.testing.assert_array_equal(stack.kernel[...], dense)
+    stack.kernel[...] = 3 * dense
+    np.testing.assert_array_equal(stack.kernel[...], 3 * dense)
+
+
 def test_a_kernel_of_another_type_keeps_it():
     linear = nnx.Linear(32, 64, rngs=nnx.Rngs(0))
     linear.kernel = Frozen(linear.kernel[...])

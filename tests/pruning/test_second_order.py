@@ -192,7 +192,7 @@ def test_damping_alone_changes_no_weight(damping):
 
 @pytest.mark.parametrize("text", ["0", "16x0", "4:2", "0:2", "x", "1x2x3", "", "2:2", "-4"])
 def test_other_shapes_are_refused(text):
-    with pytest.raises(UserError, match=r"no shape of weights; legal: 16 or 16x16 .*2:4"):
+    with pytest.raises(UserError, match=r"is not legal; legal: 16 or 16x16 .*2:4"):
         Groups.parse(text)
 
 

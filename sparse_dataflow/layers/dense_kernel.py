@@ -1,0 +1,88 @@
+"""The `kernel` of a block-sparse layer: a dense array that is made where it is read."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.layers.block_arrays import cut_blocks
+
+
+class DenseKernel:
+    """The kernel of a layer, [..., in, out], with zeros between its stored blocks.
+
+    Shape and dtype cost nothing; `kernel[...]` and conversion to an array make the dense kernel.
+    Gradients of what is read are those of the stored blocks.  What is written is 0 outside of them.
+
+    Args:
+      layer: the block-sparse linear.
+    """
+
+    def __init__(self, layer: Any):
+        self._layer = layer
+        self.shape = (*layer.values.shape[:-3], layer.in_features, layer.out_features)
+        self.dtype = layer.values.dtype
+        self.ndim = len(self.shape)
+
+    def __repr__(self):
+        return f"DenseKernel(shape={self.shape}, dtype={self.dtype})"
+
+    def __getitem__(self, index):
+        return self.__jax_array__()[index]
+
+    def __setitem__(self, index, value):
+        self.set_value(self[...].at[index].set(value))
+
+    def get_value(self) -> jax.Array:
+        """Returns the dense kernel."""
+        return self.__jax_array__()
+
+    def set_value(self, value: Any) -> None:
+        """Writes the stored blocks of a dense kernel, which is 0 elsewhere.
+
+        Raises:
+          UserError: the kernel has another shape, or weights that the layer does not store.
+        """
+        value = jnp.asarray(value)
+        if value.shape != self.shape:
+            raise UserError(f"The kernel has shape {value.shape}; legal: {self.shape}.")
+        evolving = self._layer.static_layout is None
+        arrays = (value, self._layer.tables().in_index) if evolving else (value,)
+        traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
+        if traced and (evolving or self._layer.layout.density < 1):
+            raise UserError(
+                "Inside `jit` it is not known whether a kernel has weights that the layer does not "
+                "store; legal: to write it outside, or to write `values`."
+            )
+        layouts = self._layer.layouts()
+        blocks = cut_blocks(value, layouts if len(layouts) > 1 else layouts[0])
+        if layouts[0].density < 1 and jnp.count_nonzero(value) != jnp.count_nonzero(blocks):
+            raise UserError(
+                f"The kernel has weights in blocks that a layer of density {layouts[0].density:g} "
+                "does not store; legal: zeros there, or `layer.values[...] = "
+                "sd.cut_blocks(kernel, layer.layout)`, which drops them."
+            )
+        self._layer.values.set_value(blocks)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.__jax_array__(), dtype)
+
+    def __jax_array__(self) -> jax.Array:
+        values, static = self._layer.values[...], self._layer.static_layout
+        tables = self._layer.tables() if static is None else static.tables()
+        stack, in_blocks = values.shape[:-3], tables.out_index.shape[-2]
+
+        def kernel(values, in_index, in_slot):
+            outputs = np.arange(in_index.shape[0])[:, None]
+            stored = jnp.where((in_slot >= 0)[..., None, None], values[in_slot], 0)
+            grid = jnp.zeros((in_blocks, len(outputs), *values.shape[1:]), values.dtype)
+            grid = grid.at[in_index, outputs].add(stored)  # Unused positions add zeros.
+            return grid.swapaxes(1, 2).reshape(in_blocks * values.shape[1], -1)
+
+        axes = (0, None, None) if static is not None else 0
+        for _ in stack:
+            kernel = jax.vmap(kernel, axes)
+        kernels = kernel(values, jnp.asarray(tables.in_index), jnp.asarray(tables.in_slot))
+        return kernels[..., : self.shape[-2], : self.shape[-1]]
