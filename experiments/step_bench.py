@@ -5,7 +5,7 @@ scale's batch; one after the other where the device has no room for both states.
 tokens/s, MFU, memory, the ratio of each round (median and quartiles) and the FLOP ceiling of the
 scale, and writes them as JSON. With --peers the same dense step in torch (torch.compile, fused
 attention), from the same parameters, takes its turn where torch is installed; on a GPU jax must
-leave it memory.
+leave it memory.  With --narrow a narrower dense model of the sparse one's FLOPs takes its turn.
 
     python -m experiments.step_bench
     python -m experiments.step_bench --scale=micro --density=0.25
@@ -33,6 +33,7 @@ class Options(BenchOptions):
     """What else is timed."""
 
     peers: bool = setting(False, "Time the dense step in torch too.")
+    narrow: bool = setting(False, "Time a narrower dense model of the sparse one's FLOPs too.")
 
 
 def main(request, options):

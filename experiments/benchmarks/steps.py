@@ -15,6 +15,7 @@ from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.step import initial_state, jitted_train_step
 from sparse_dataflow.planner import memory, plan_memory
+from sparse_dataflow.runs.variants import variant
 
 from . import benchmark, paired, step_peers
 from .step_peers import Step
@@ -26,6 +27,8 @@ def run(request: Request, options) -> None:
     """Measures, prints and writes; see `experiments.step_bench`."""
     models = benchmark.models_of(request)
     training, chip, by_name = models.training, models.chip, dict(models.by_name)
+    if options.narrow:
+        by_name["narrow"] = variant(models.config, "narrow").with_steps(1).model
     share = cost.flops_per_token(by_name["dense"], training.sequence).projection_share
     models.announce(
         f"scale {models.scale}, {training.batch} x {training.sequence} tokens (projections hold "
@@ -40,10 +43,10 @@ def run(request: Request, options) -> None:
         peer = step_peers.maker(by_name["dense"], training, tokens, LEARNING_RATE)
         makers = peer | makers  # Peers first, as jax does not give memory back.
         by_name |= {name: by_name["dense"] for name in peer}
-    paired = fit_together([by_name[name] for name in makers], training, chip.memory_bytes)
+    in_turns = fit_together([by_name[name] for name in makers], training, chip.memory_bytes)
     seconds: dict[str, np.ndarray] = {}
     rows: dict[str, dict] = {}
-    for names in [list(makers)] if paired else [[name] for name in makers]:
+    for names in [list(makers)] if in_turns else [[name] for name in makers]:
         times, about = _timed({name: makers[name] for name in names}, options.rounds)
         seconds |= times
         rows |= about
@@ -59,12 +62,16 @@ def run(request: Request, options) -> None:
         }
     ceiling = cost.flop_ceiling(by_name["sparse"], training.sequence)
     result = benchmark.compared(rows, _line, seconds, "FLOP ceiling", ceiling)
+    if options.narrow:
+        ratio = paired.paired_ratio(seconds["sparse"], seconds["narrow"])
+        print(f"sparse / narrow: {paired.ratio_text(ratio)}")
+        result["sparse_over_narrow"] = ratio
     facts = models.facts(
         inputs="uniform random tokens",
         layers=by_name["dense"].num_layers,
         state_dtype=training.state_dtype,
         projection_share=share,
-        paired=paired,
+        paired=in_turns,
         flop_ceiling=ceiling,
         peers=step_peers.compared(seconds),
     )

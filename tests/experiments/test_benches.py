@@ -170,6 +170,19 @@ def test_step_bench_beside_torch(job, tmp_path):
 
 
 @pytest.mark.slow
+def test_step_bench_beside_a_narrower_model(job, tmp_path):
+    shape = ("--scale=pico", "--block=16", "--density=0.25", "--rounds=2")
+    done = job.run(*shape, "--narrow", f"--keep={tmp_path}", experiment="step_bench")
+    result = kept(done, tmp_path)
+    narrow, sparse = (result["rows"][name] for name in ("narrow", "sparse"))
+    assert narrow["stored_parameters"] < result["rows"]["dense"]["stored_parameters"]
+    assert result["sparse_over_narrow"]["ratio"] > 0
+    speeds = {name: row["mfu"] * row["step_ms"] for name, row in result["rows"].items()}
+    # The same FLOPs a step, to the width that comes nearest.
+    assert speeds["narrow"] == pytest.approx(speeds["sparse"], rel=0.05), (narrow, sparse)
+
+
+@pytest.mark.slow
 def test_block_bench(cpu_report):
     result, output = row_of(cpu_report, "block")
     check_ratio(result)
