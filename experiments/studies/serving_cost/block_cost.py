@@ -64,7 +64,7 @@ def trained(options, width: int, corpus: text.Text) -> tuple[ModelConfig, dict]:
         path.parent.mkdir(parents=True, exist_ok=True)
         np.savez(path, **flatten(jax.device_get(params)))
     shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
-    with np.load(path) as arrays:
+    with np.load(path, allow_pickle=False) as arrays:
         leaves = [arrays[name] for name in flatten(shapes)]
     return model, jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
