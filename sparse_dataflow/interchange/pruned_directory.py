@@ -108,7 +108,7 @@ class PrunedDirectory:
         files = tensors.Tensors(self._work, [path])
         layer = sparse_form.read_layer(files, self._model, self._shapes[number], number)
         with safe_open(path, framework="numpy") as file:
-            self.errors |= json.loads(file.metadata()[ERRORS])
+            self.errors |= json_files.parse(file.metadata()[ERRORS])
         self._layouts[number] = {
             name: tables.layouts(self._model.linear(name).block)[0]
             for name, tables in stacks.tables_by_name(layer).items()

@@ -15,7 +15,7 @@ import sparse_dataflow as sd
 
 PACKAGES = (
     "torch", "transformers", "wandb", "mlflow", "pyarrow", "datasets", "zstandard", "qwix",
-    "equinox", "equimo", "dm", "mamba", "google",
+    "equinox", "equimo", "dm", "mamba", "google", "chex",
 )  # fmt: skip
 SHORT = ("--twin=no", "--steps=2", "--set=run.eval_every=2")
 TRACKERS = "--set=run.trackers="

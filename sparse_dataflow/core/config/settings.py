@@ -192,7 +192,8 @@ class Setting:
             legal = isinstance(value, tuple) and not any(map(element.refusal, value))
             return "" if legal and (value or self.default == ()) else self._no_numbers()
         if self.type == BLOCK and block_sides(value) is None:
-            return "is not legal: it must be the side of a square, or inputs x outputs (1x16)."
+            sides = f"from 1 to {MOST_SIDE:,}"
+            return f"is not legal: it must be the side of a square, {sides}, or INPUTSxOUTPUTS."
         if self.type in (int, float):
             if arguments.is_whole(value) and abs(int(value)) > MOST_INTEGER:
                 limits = self.legal
@@ -235,6 +236,9 @@ def block_sides(block: int | str) -> tuple[int, int] | None:
     """Returns the inputs and outputs of a value of the type BLOCK; None if it is not legal."""
     match = re.fullmatch(r"([1-9]\d{0,6})(?:x([1-9]\d{0,6}))?", str(block), re.ASCII)
     return match and (int(match[1]), int(match[2] or match[1]))
+
+
+MOST_SIDE = 9_999_999
 
 
 def _parts(text: str) -> list[str]:
