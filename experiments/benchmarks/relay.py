@@ -93,11 +93,11 @@ def bert_large(request: Request, options) -> None:
         for stash in ("device", "host"):
             config = RelayConfig(stash, options.clipping)
             relay, whole = _relay(model, how, config, chip), _whole(model, how, chip)
-            contenders = [relay, whole] if isinstance(whole, Contender) else [relay]
-            rows += _in_turns(model, how, chip, contenders, options.steps)
-            if len(contenders) == 1:
-                rows.append(whole)
-            del relay, whole, contenders
+            if isinstance(whole, Contender):
+                rows += _in_turns(model, how, chip, [relay, whole], options.steps)
+            else:
+                rows += [*_in_turns(model, how, chip, [relay], options.steps), whole]
+            del relay, whole
         print(_table(rows[-4:], BERT_COLUMNS), flush=True)
     measurement.keep(options.keep, f"relay_bert_large_{chip.name}", chip.name, [{"rows": rows}])
 

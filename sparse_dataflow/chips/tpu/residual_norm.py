@@ -69,6 +69,12 @@ def _statistics(norm, tile):
     return tile, lax.rsqrt((tile * tile).mean(-1, keepdims=True) + norm.epsilon)
 
 
+def _cost(operations, x, arrays):
+    """Returns what XLA schedules by: operations of each number of x, and bytes of all arrays."""
+    moved = sum(array.size * array.dtype.itemsize for array in arrays)
+    return pl.CostEstimate(operations * x.size, transcendentals=len(x), bytes_accessed=moved)
+
+
 def _wide(ref):
     return ref[...].astype(jnp.float32)
 
@@ -107,6 +113,7 @@ def _kernel(norm, x, *arrays, names):
         out_specs=[by_tile] * outputs,
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype)] * outputs,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        cost_estimate=_cost(8, x, (x, *arrays, *[x] * outputs)),
     )(x, *arrays)
 
 
@@ -150,6 +157,7 @@ def _gradients(norm, residual, scale, dresidual, dnormed, *, sums):
         out_specs=[by_tile, *[total] * len(sums)],
         out_shape=shapes,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=_cost(16, residual, (residual, scale, dresidual, dnormed, *shapes)),
     )(residual, scale, dresidual, dnormed)
 
 

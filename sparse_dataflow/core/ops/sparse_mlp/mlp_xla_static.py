@@ -8,6 +8,7 @@ is faster than two products (docs/performance.md).  One batched product over the
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.core.config.remat import PROJECTION_OUTPUT
@@ -88,7 +89,8 @@ def _backward(options, saved, dy):
     layouts, activation = options
     layout_in, layout_out = layouts
     x, values, bias, inputs = saved
-    dxs, dweights, dbiases = [], [], []
+    dxs: list[tuple[tuple[int, ...], jax.Array]] = []
+    dweights, dbiases = [], []
     # The activation is computed again: its outputs are as large as its inputs.
     (x, inputs), dy = derivatives.again((x, inputs), dy)
     gradient_in = xla_static.weight_gradient(x, layout_in.block)
@@ -105,13 +107,14 @@ def _backward(options, saved, dy):
         din, *dgate = (gradient_in(rows, each) for each in dbefore)
         dout = dot(activated.astype(dy.dtype), dy_group, 0, 0)
         weights = (weight_in, *gate)
-        dx = sum(dot(each, weight, 1, 1) for each, weight in zip(dbefore, weights))
+        parts = (dot(each, weight, 1, 1) for each, weight in zip(dbefore, weights))
+        dx = functools.reduce(jnp.add, parts)
         dxs.append((rows, dx.astype(x.dtype)))
         dweights.append(
             [(rows, hidden, din), (hidden, outs, dout), *((rows, hidden, dw) for dw in dgate)]
         )
     dvalues = tuple(
-        xla_static.stored_gradient(groups, layout).astype(x.dtype)
+        xla_static.stored_gradient([*groups], layout).astype(x.dtype)
         for groups, layout in zip(zip(*dweights), (layout_in, layout_out, layout_in))
     )
     dbias = None if bias is None else xla_static.assemble(dbiases, layout_in.block)[0]
