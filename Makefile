@@ -18,7 +18,7 @@ export PYTHON LOCKED
 DEMO_TWIN := $(if $(filter --twin% --notwin% --resume% --init_from% --scale%,$(ARGS)),,--twin=narrow)
 
 # So long for each model that the first result takes five minutes in all, with the environment.
-DEMO_MINUTES := $(if $(filter --minutes% --steps% --resume%,$(ARGS)),,--minutes=0.9)
+DEMO_MINUTES := $(if $(filter --minutes% --steps% --resume%,$(ARGS)),,--minutes=0.8)
 
 # An environment whose Python was since removed is made anew.
 GONE := $(shell test -x $(BIN)/python || echo FORCE)
