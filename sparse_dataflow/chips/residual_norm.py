@@ -1,4 +1,4 @@
-"""The differentiable op of a pair of kernels for `residual_norm`: one forward, one backward."""
+"""What pairs of kernels for `residual_norm` share: operands, and derivatives."""
 
 from collections.abc import Callable
 
@@ -8,6 +8,15 @@ import jax.numpy as jnp
 from sparse_dataflow.core.ops import derivatives
 from sparse_dataflow.core.ops.residual_norm import residual_norm_op
 from sparse_dataflow.core.ops.residual_norm.residual_norm_op import Operands
+
+
+def refusal(x: jax.Array) -> str:
+    """Return why no such kernel can run the residual stream x; empty if one may."""
+    if x.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"x is {x.dtype}; legal: bfloat16, float32."
+    if not all(isinstance(size, int) for size in x.shape) or not x.size:
+        return "x has a symbolic dimension, or no elements."
+    return ""
 
 
 def differentiable(

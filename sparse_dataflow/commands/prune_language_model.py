@@ -79,12 +79,12 @@ def prune_language_model(
         params = stacks.map_arrays(jnp.asarray, memory.params(layers.ends()))
         return _result(model, new, groups, memory, params)
     facts = {"tokens": digest_of(batches), "weights": layers.digest(), "rounds": rounds}
-    directory = PrunedDirectory(out, new, dtype, facts)
-    for layer in rebuild.rebuilt_layers(
-        old, layers, batches, targets, directory.rounded, directory.restored
-    ):
-        directory.put(layer, stored(layer))
-    folder = directory.finish(layers, model.tokenizer, model.context)
+    with PrunedDirectory(out, new, dtype, facts) as directory:
+        for layer in rebuild.rebuilt_layers(
+            old, layers, batches, targets, directory.rounded, directory.restored
+        ):
+            directory.put(layer, stored(layer))
+        folder = directory.finish(layers, model.tokenizer, model.context)
     return PrunedModel(folder, {}, directory.errors)
 
 

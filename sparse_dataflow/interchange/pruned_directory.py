@@ -26,6 +26,7 @@ from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.folders import FolderLock
 from sparse_dataflow.interchange import huggingface, sparse_form, tensors
 from sparse_dataflow.interchange.model_card import short_card
 from sparse_dataflow.pruning.layer_by_layer import Layers
@@ -46,7 +47,8 @@ def digest_of(batches: Sequence[np.ndarray]) -> str:
 
 
 class PrunedDirectory:
-    """Takes pruned layers, and writes each into a file of a new directory.
+    """Takes pruned layers, and writes each into a file of a new directory, which one process owns
+    until the `with` block ends.
 
     Attributes:
       errors: those of the layers so far.
@@ -62,7 +64,7 @@ class PrunedDirectory:
           facts: JSON values of all that the weights follow from, besides model and dtype.
 
         Raises:
-          UserError: the folder exists, or the hidden one is of another pruning.
+          UserError: the folder exists, or the hidden one is of another pruning or process.
         """
         tensors.as_dtype({}, dtype)  # Refuses an unknown one.
         self.errors: dict[str, float] = {}
@@ -75,12 +77,27 @@ class PrunedDirectory:
         path = self._work / FACTS
         try:
             self._work.mkdir(parents=True, exist_ok=True)
-            if not path.exists():
-                path.write_text(json.dumps(facts) + "\n")
         except OSError as error:
             raise UserError(
                 f"{self._folder} cannot be written: {error.strerror or error}."
             ) from error
+        self._lock = FolderLock(self._work)
+        try:
+            self._go_on(path, facts)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __enter__(self) -> "PrunedDirectory":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def _go_on(self, path, facts):
+        """Writes the facts of a new pruning; refuses those of another one."""
+        if not path.exists():
+            path.write_text(json.dumps(facts) + "\n")
         saved = json_files.load(path)
         if different := sorted(name for name in facts if saved.get(name) != facts[name]):
             raise UserError(
@@ -155,6 +172,7 @@ class PrunedDirectory:
         card = short_card(self._folder.name, sentence, self._model)
         huggingface.write_rest(self._work, files, tokenizer, context, card)
         (self._work / FACTS).unlink()
+        self._lock.release()
         self._work.rename(self._folder)
         return self._folder
 

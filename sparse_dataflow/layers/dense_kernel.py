@@ -1,5 +1,7 @@
 """The `kernel` of a block-sparse layer: a dense array that is made where it is read."""
 
+import math
+import operator
 from typing import Any
 
 import jax
@@ -13,7 +15,8 @@ from sparse_dataflow.layers.block_arrays import cut_blocks
 class DenseKernel:
     """The kernel of a layer, [..., in, out], with zeros between its stored blocks.
 
-    Shape and dtype cost nothing; `kernel[...]` and conversion to an array make the dense kernel.
+    Shape, dtype and size cost nothing; all else that an array has, such as `kernel[...]`,
+    `kernel.T` and `kernel + 1`, makes the dense kernel.
     Gradients of what is read are those of the stored blocks.  What is written is 0 outside of them.
 
     Args:
@@ -24,16 +27,29 @@ class DenseKernel:
         self._layer = layer
         self.shape = (*layer.values.shape[:-3], layer.in_features, layer.out_features)
         self.dtype = layer.values.dtype
-        self.ndim = len(self.shape)
+        self.ndim, self.size = len(self.shape), math.prod(self.shape)
 
     def __repr__(self):
         return f"DenseKernel(shape={self.shape}, dtype={self.dtype})"
+
+    def __getattr__(self, name):
+        if name.startswith("_"):  # Protocols that this class does not have.
+            raise AttributeError(name)
+        return getattr(self.__jax_array__(), name)
+
+    def __len__(self):
+        return self.shape[0]
 
     def __getitem__(self, index):
         return self.__jax_array__()[index]
 
     def __setitem__(self, index, value):
         self.set_value(self[...].at[index].set(value))
+
+    @property
+    def value(self) -> jax.Array:
+        """The dense kernel."""
+        return self.__jax_array__()
 
     def get_value(self) -> jax.Array:
         """Returns the dense kernel."""
@@ -86,3 +102,19 @@ class DenseKernel:
             kernel = jax.vmap(kernel, axes)
         kernels = kernel(values, jnp.asarray(tables.in_index), jnp.asarray(tables.in_slot))
         return kernels[..., : self.shape[-2], : self.shape[-1]]
+
+
+def _on_dense(function, swapped):
+    """Returns the method of an operator, on the dense kernel."""
+
+    def method(self, other):
+        operands = self.__jax_array__(), other
+        return function(*operands[::-1] if swapped else operands)
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
+    for _prefix in ("", "r"):
+        _method = _on_dense(getattr(operator, _name), bool(_prefix))
+        setattr(DenseKernel, f"__{_prefix}{_name}__", _method)

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+from sparse_dataflow.core.config.settings import block_sides
 from sparse_dataflow.files.errors import UserError
 
 LEGAL_BLOCKS = (
@@ -40,9 +41,8 @@ class Groups:
             stay, pool = map(int, match.groups())
             if 1 <= stay < pool:
                 return cls(1, 1, pool, stay)
-        elif (match := re.fullmatch(r"(\d+)(?:x(\d+))?", text)) and "0" not in match.groups():
-            rows = int(match[1])
-            return cls(rows, int(match[2] or rows))
+        elif sides := block_sides(text):
+            return cls(*sides)
         shown = given if isinstance(given, int) else repr(text[:40])
         raise UserError(f"block={shown} is not legal; legal: {LEGAL_BLOCKS}.")
 

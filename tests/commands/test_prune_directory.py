@@ -1,6 +1,8 @@
 """`sd.prune` from a directory to a directory: one layer at a time, and on after an interrupt."""
 
 import dataclasses
+import subprocess
+import sys
 import tracemalloc
 
 import jax
@@ -152,3 +154,22 @@ def test_what_cannot_be_written_is_one_sentence(options, words, tmp_path):
         sd.prune(place, TOKENS, block=8, **options)
     assert not (tmp_path / "new").exists()
     assert not list(tmp_path.glob(".*"))
+
+
+def test_one_process_at_a_time_prunes_into_a_folder(tmp_path):
+    place = directory(tmp_path / "dense", **LLAMA)
+    hidden = tmp_path / ".pruned.pruning"
+    hidden.mkdir()
+    code = f"""
+import pathlib, sys
+from sparse_dataflow.files.folders import FolderLock
+with FolderLock(pathlib.Path({str(hidden)!r})):
+    print("owns", flush=True)
+    sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1) as owner:
+        owner.stdout.readline()
+        with pytest.raises(sd.UserError, match=f"is in use by process {owner.pid} "):
+            sd.prune(place, TOKENS, block=8, out=tmp_path / "pruned")
+        owner.communicate(b"")
+    assert sd.prune(place, TOKENS, block=8, out=tmp_path / "pruned").model.is_dir()

@@ -258,6 +258,15 @@ def test_the_kernel_is_read_as_that_of_the_dense_layer(sides, evolving):
         np.testing.assert_array_equal(nnx.jit(read)(layer), dense)
     np.testing.assert_array_equal(layer.kernel, dense)
     np.testing.assert_array_equal(layer.kernel[3, 2:5], dense[3, 2:5])
+    assert (len(layer.kernel), layer.kernel.size) == (sides[0], dense.size)
+    for read in (
+        lambda kernel: kernel.T,
+        lambda kernel: kernel.astype(jnp.bfloat16),
+        lambda kernel: kernel * 2 + 1,
+        lambda kernel: 1 - kernel / 2,
+        lambda kernel: jnp.ones((3, sides[0])) @ kernel,
+    ):
+        np.testing.assert_array_equal(read(layer.kernel), read(dense))
     np.testing.assert_allclose(jnp.sum(layer.kernel[...] ** 2), jnp.sum(dense**2), rtol=1e-5)
     gradient = nnx.grad(lambda m: jnp.sum(m.kernel[...] ** 2) / 2)(layer)
     filled = layer.weight().dense()  # Values where the shape ends have no gradient.

@@ -44,7 +44,7 @@ def _forward(_, query, key, value, mask):
 def _backward(_, saved, dy):
     (q, k, v, weights), dy = derivatives.again(saved, dy)
     dy_rows = _rows(dy, k.shape[1])
-    wide = weights.astype(jnp.promote_types(dy.dtype, jnp.float32))
+    wide = weights.astype(derivatives.wide(dy.dtype))
     # The gradient of a softmax subtracts the mean of its output's gradient.
     dweights = _times(dy_rows, matrix_product.transposed(v))
     mean = (dweights * wide).sum(-1, keepdims=True)
@@ -58,7 +58,7 @@ def _backward(_, saved, dy):
 
 def _times(a, b):
     """Multiplies the matrices of the last two axes; sums and results are float32 or wider."""
-    wide = jnp.promote_types(a.dtype, jnp.float32)
+    wide = derivatives.wide(a.dtype)
     return lax.dot_general(a, b, (((3,), (2,)), ((0, 1), (0, 1))), preferred_element_type=wide)
 
 

@@ -29,10 +29,8 @@ CORES = 2
 def refusal(norm: Norm, operands: Operands) -> str:
     """Return why the kernels cannot run these operands; empty if they can."""
     x = operands.x
-    if x.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"x is {x.dtype}; legal: bfloat16, float32."
-    if not all(isinstance(size, int) for size in x.shape) or not x.size:
-        return "x has a symbolic dimension, or no elements."
+    if reason := kernels.refusal(x):
+        return reason
     features = x.shape[-1]
     if features % LANES:
         return f"x has {features} features; legal: multiples of {LANES}."

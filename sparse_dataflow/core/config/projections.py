@@ -95,8 +95,10 @@ class LinearSpec(Readable):
             raise UserError(f"hadamard {self.hadamard} is not legal; legal: 0 or a power of 2.")
         uses = ("turned_dense", "rank", "hadamard", "block_outputs")
         for name in (name for name in uses if getattr(self, name)):
-            words = name.replace("block_outputs", "outputs of a block")
-            self.weight.require(name, f"{words}={getattr(self, name)}")
+            words = f"{name}={getattr(self, name)}"
+            if name == "block_outputs":
+                words = f"block={self.block}x{self.block_outputs}"
+            self.weight.require(name, words)
 
     @property
     def block_sides(self) -> tuple[int, int]:

@@ -192,7 +192,7 @@ class Setting:
             legal = isinstance(value, tuple) and not any(map(element.refusal, value))
             return "" if legal and (value or self.default == ()) else self._no_numbers()
         if self.type == BLOCK and block_sides(value) is None:
-            sides = f"from 1 to {MOST_SIDE:,}"
+            sides = f"from 1 to {MOST_SIZE:,}"
             return f"is not legal: it must be the side of a square, {sides}, or INPUTSxOUTPUTS."
         if self.type in (int, float):
             if arguments.is_whole(value) and abs(int(value)) > MOST_INTEGER:
@@ -234,11 +234,9 @@ def _in_float32(value: float) -> float:
 
 def block_sides(block: int | str) -> tuple[int, int] | None:
     """Returns the inputs and outputs of a value of the type BLOCK; None if it is not legal."""
-    match = re.fullmatch(r"([1-9]\d{0,6})(?:x([1-9]\d{0,6}))?", str(block), re.ASCII)
-    return match and (int(match[1]), int(match[2] or match[1]))
-
-
-MOST_SIDE = 9_999_999
+    match = re.fullmatch(r"(\d{1,9})(?:x(\d{1,9}))?", str(block), re.ASCII)
+    sides = match and (int(match[1]), int(match[2] or match[1]))
+    return sides if sides and 1 <= min(sides) <= max(sides) <= MOST_SIZE else None
 
 
 def _parts(text: str) -> list[str]:

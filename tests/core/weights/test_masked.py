@@ -267,7 +267,7 @@ def test_parameters_and_masks_are_parted_and_merged():
         ({"sparsity__block": "1x7"}, "not whole blocks of 1 x 7"),
         (
             {"sparsity__pattern": "monarch", "sparsity__block": "64x8"},
-            "outputs of a block=8 does not",
+            "block=64x8 does not",
         ),
         ({"sparsity__block": 1, "sparsity__span": 3}, "in spans of 3 .*; legal: sides"),
         ({"sparsity__block": 1, "sparsity__span": 4, "sparsity__density": 0.3}, "multiples of 1/4"),
