@@ -105,7 +105,7 @@ def rows(chip: ChipFacts, scale: str) -> list[Row]:
     # Where kernels run, xla is several times slower and its rows would take the time of others.
     kernels = "pallas_hopper,pallas_triton"
     others = "xla,xla_static" if cpu else f"{kernels},pallas_tpu,xla"
-    tables = kernels if dtype == "bfloat16" and chip.capability else others
+    irregular = kernels if dtype == "bfloat16" and chip.capability else others
     three = "forward,input_gradient,weight_gradient"
     saving = [] if step_scale in LAPTOP_SCALES else [
         "--set", "model.remat=full", "--set", "training.state_dtype=bfloat16"
@@ -117,7 +117,7 @@ def rows(chip: ChipFacts, scale: str) -> list[Row]:
         row("products_grouped", f"Three products of each {scale} projection, grouped",
             products("monarch", "grouped", three), summed_products),
         row("products_tables", f"Three products of each {scale} projection, index tables",
-            products("monarch", tables, three), summed_products),
+            products("monarch", irregular, three), summed_products),
         row("step", f"Training step of {step_scale}, the largest that fits up to {scale}",
             ["step_bench", *model(step_scale, step_batch), *saving, rounds],
             paired(f"{step_scale} training step", "step_ms", "flop_ceiling")),
@@ -128,7 +128,7 @@ def rows(chip: ChipFacts, scale: str) -> list[Row]:
             ["relay_depth", *model(small, 8), "--set", "training.micro_batches=4", "--depths=4",
              "--clipping=eager", "--steps=2"], overlap),
         row("products_irregular", f"Three products of each {scale} projection, random layout",
-            products("random", tables, three), summed_products),
+            products("random", irregular, three), summed_products),
     ]  # fmt: skip
     if importlib.util.find_spec("torch"):
         # PyTorch needs the device memory that jax would reserve.

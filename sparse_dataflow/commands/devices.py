@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh
 
 from sparse_dataflow.cluster import cluster, processes, watch
 from sparse_dataflow.commands.request import Request
-from sparse_dataflow.compile import array_table as tables
+from sparse_dataflow.compile import array_table
 from sparse_dataflow.core import collectives
 from sparse_dataflow.core.config.depth import DepthSchedule
 from sparse_dataflow.core.executors import mesh as meshes
@@ -135,7 +135,7 @@ def printed(executor: Executor, variants: list[Variant]) -> str:
         for number, described in enumerate(arrays(executor, variant)):
             suffix = f", model {number + 1}" if len(variant.phase_specs) > 1 else ""
             title = f"{variant.name}{suffix}: {executor.devices} chips, {executor.describe()}"
-            blocks.append(tables.table(tables.rows(described), title))
+            blocks.append(array_table.table(array_table.rows(described), title))
     return "\n\n".join(blocks)
 
 

@@ -16,7 +16,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables
+from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.batch_context import BatchContext
@@ -81,30 +81,21 @@ def prepare(
         for i in range(len(jax.tree.leaves(arrays)[0])):
             layer = _layer(arrays, i, dtype)
             if layouts:
-                layer = merged(layer, _layouts(config, layouts, i))
+                of_layer = functools.partial(_layout, config, i)
+                layer = merged(layer, stacks.map_placed_layouts(of_layer, layouts))
             weights = layer_weights(config, layer)
             layers.append(decoded_form.layer_in_form(config, weights, form, len(layers)))
     return Weights(cast(params["embed"]), tuple(layers), cast(params["head"]))
 
 
-def _layouts(config, layouts, i):
-    """Returns the layouts of layer i, in the places of the stacked ones."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, stacked: _layout(config, path[-2].key, stacked, i),
-        layouts,
-        is_leaf=stacks.is_layout,
-    )
-
-
-def _layout(config, projection, stacked, i):
+def _layout(config, i, place, stacked):
     """Returns the layout of layer i; on a GPU equal groups are constants of the program.
 
     There each argument of a program costs about as much as a small kernel.
     """
-    groups = isinstance(stacked, LayoutTables) and stacked.groups
     layout = jax.tree.map(lambda table: table[i], stacked)
-    if groups and dispatch.platform() == "gpu":
-        return BlockLayout.from_tables(layout, config.linear(projection).block)
+    if stacked.groups and dispatch.platform() == "gpu":
+        return BlockLayout.from_tables(layout, config.linear(place.projection).block)
     return jax.tree.map(jnp.asarray, layout)
 
 

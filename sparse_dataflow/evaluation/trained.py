@@ -19,9 +19,8 @@ from sparse_dataflow.core.model import adapters
 from sparse_dataflow.core.model.partition import without_tables
 from sparse_dataflow.core.model.stacks import (
     ModelWeights,
-    beside,
+    layouts_by_name,
     split_layouts,
-    tables_by_name,
 )
 from sparse_dataflow.core.optim.by_weight import evaluated
 from sparse_dataflow.core.training.phases import phase_before, phases
@@ -143,13 +142,13 @@ class _Static:
 
     def __init__(self, model: Model):
         self.model = model
-        tables = hashlib.sha256()
+        content = hashlib.sha256()
         masks, layouts = split_layouts(model.params)
-        leaves = map(jax.tree_util.tree_leaves_with_path, (tables_by_name(layouts), masks))
+        leaves = map(jax.tree_util.tree_leaves_with_path, (layouts_by_name(layouts), masks))
         for path, table in itertools.chain(*leaves):
-            tables.update(f"{path}{table.shape}".encode() + np.asarray(table).tobytes())
+            content.update(f"{path}{table.shape}".encode() + np.asarray(table).tobytes())
         config = (model.variant, model.model, model.training, model.tokenizer.content_hash)
-        self.layouts = tables.hexdigest()
+        self.layouts = content.hexdigest()
         self._content = (*config, self.layouts)
         self._hash = hash(self._content)
 
@@ -213,8 +212,8 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
     shape = model_phases[
         phase_before(SavedProgress.from_extra(facts, model_phases).phases, step)
     ].model
-    params = adapters.merged(evaluated(training, state.moments, state.params), state.frozen)
-    layouts = beside(shape, state.tables)
+    frozen, layouts = split_layouts(state.state(shape).rest)
+    params = adapters.merged(evaluated(training, state.moments, state.params), frozen)
     if shape.shared_layers:
         params = {**params, "blocks": copied_blocks(params["blocks"], shape.num_layers)}
         shape = dataclasses.replace(shape, shared_layers=False)

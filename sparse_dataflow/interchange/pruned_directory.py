@@ -31,7 +31,7 @@ from sparse_dataflow.interchange import huggingface, sparse_form, tensors
 from sparse_dataflow.interchange.model_card import short_card
 from sparse_dataflow.pruning.layer_by_layer import Layers
 from sparse_dataflow.pruning.rebuild import RebuiltLayer
-from sparse_dataflow.pruning.stored import StoredLayer, tables_of
+from sparse_dataflow.pruning.stored import StoredLayer, stored_layouts
 
 FACTS = "pruning.json"
 ERRORS = "errors"
@@ -127,8 +127,7 @@ class PrunedDirectory:
         with safe_open(path, framework="numpy") as file:
             self.errors |= json_files.parse(file.metadata()[ERRORS])
         self._layouts[number] = {
-            name: tables.layouts(self._model.linear(name).block)[0]
-            for name, tables in stacks.tables_by_name(layer).items()
+            name: layout for name, (layout,) in stacks.layouts_of(self._model, layer).items()
         }
         say(f"prune: layer {number + 1} of {self._model.num_layers}: is in {self._work}")
         return self._model, layer
@@ -162,10 +161,10 @@ class PrunedDirectory:
         self._write(-1, flatten(ends), {})
         del ends
         layouts = [self._layouts[number] for number in range(self._model.num_layers)]
-        tables = tables_of(self._model, layouts)
+        weights_without_arrays = ModelWeights({}, stored_layouts(self._model, layouts))
         more = huggingface.sparse_fields(tokenizer)
         sparse_form.write_small_files(
-            self._work, self._model, ModelWeights({}, tables), context, more
+            self._work, self._model, weights_without_arrays, context, more
         )
         files = tensors.write_index(self._work, self._places())
         sentence = "`sparse_dataflow.load` reads this model."

@@ -93,7 +93,7 @@ def layer_tensors(model: ModelConfig, layer: dict, number: int) -> dict[str, Any
     """
     others, layouts = stacks.split_layouts(layer)
     stored = {name: _to_file(model, name, module, number) for name, module in others.items()}
-    trees = (stored, stacks.tables_by_name(layouts))
+    trees = (stored, stacks.layouts_by_name(layouts))
     return {
         f"blocks.{number}.{name}": leaf for tree in trees for name, leaf in flatten(tree).items()
     }
@@ -172,9 +172,10 @@ def read_layer(files: tensors.Tensors, model: ModelConfig, shapes: dict, number:
       number: of the layer, from 0.
     """
     shapes, layouts = stacks.split_layouts(shapes)
-    tables = _read_tree(files.read_integers, stacks.tables_by_name(layouts), f"blocks.{number}.")
+    by_name = stacks.layouts_by_name(layouts)
+    layouts = _read_tree(files.read_integers, by_name, f"blocks.{number}.")
     arrays = _read_layer(files, model, shapes, number)
-    return merged(arrays, stacks.beside(model, tables)["blocks"]) if tables else arrays
+    return stacks.layer_with_layouts(model, arrays, layouts)
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -196,7 +197,7 @@ def read_config(folder: Path) -> ModelConfig:
 def _digest(weights):
     """Returns the sha256 (hex) of the layout tables of all layers."""
     combined = hashlib.sha256()
-    for name, table in sorted(flatten(stacks.tables_by_name(weights.merged)).items()):
+    for name, table in sorted(flatten(stacks.layouts_by_name(weights.merged)).items()):
         combined.update(f"{name}{np.shape(table)}".encode())
         combined.update(np.ascontiguousarray(table, "<i4").tobytes())
     return combined.hexdigest()

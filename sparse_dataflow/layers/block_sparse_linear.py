@@ -18,7 +18,7 @@ from jax import lax
 from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
-from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables, stack_tables
+from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables, stack_layouts
 from sparse_dataflow.core.layouts.model_layouts import with_room
 from sparse_dataflow.core.layouts.patterns import has_layout, make_layout
 from sparse_dataflow.core.ops.derivatives import broadcast_like
@@ -215,15 +215,14 @@ class BlockSparseLinear(nnx.Module):
           values: stored blocks to use in place of the layer's.
         """
         values = self.values[...] if values is None else values
-        stored = BlockSparse(values, self.static_layout or self.tables())
+        stored = BlockSparse(values, self.stored_layout)
         if self.dense_gradient is None:
             return stored
         return WithDenseGradient(stored, self.dense_gradient[...])
 
     def _filled_up(self, inputs):
         """Returns inputs with the features that fill up the last block; they are 0."""
-        features, static = self.in_features, self.static_layout
-        blocks = static.in_blocks if static else self.tables().out_index.shape[-2]
+        features, blocks = self.in_features, self.stored_layout.grid[-2]
         missing = blocks * self.values.shape[-1] - features
         if not missing:
             return inputs
@@ -275,9 +274,10 @@ class BlockSparseLinear(nnx.Module):
           UserError: the state is of another layout.
         """
         self._check_layout()
-        if self.static_layout is not None:
-            return [self.static_layout]
-        return self.tables().layouts(self.values.shape[-1])
+        layout = self.stored_layout
+        if isinstance(layout, BlockLayout):
+            return [layout]
+        return layout.layouts(self.values.shape[-1])
 
     def set_layouts(self, layouts: Sequence[BlockLayout], evolving: bool) -> None:
         """Replaces the layout, but not the values: see `sd.evolve`.
@@ -295,12 +295,12 @@ class BlockSparseLinear(nnx.Module):
         if not evolving:
             setattr(self, *named_entry(layouts[0], stack))
         else:
-            stacked = stack_tables([with_room(each, _ROOM).tables() for each in layouts])
+            stacked = stack_layouts(with_room(each, _ROOM) for each in layouts)
             for name, table in zip(TABLES, stacked.arrays):
                 layers = (math.prod(stack), *table.shape[1:])
                 value = jnp.broadcast_to(table, layers).reshape(*stack, *table.shape[1:])
                 setattr(self, name, LayoutTable(value))
-            setattr(self, MARK, nnx.Param(jnp.asarray(table_mark(*self.tables()[:2]))))
+            setattr(self, MARK, nnx.Param(jnp.asarray(table_mark(self.stored_layout))))
 
     def _check_layout(self):
         """Raises UserError if the state is of another layout."""
@@ -327,11 +327,12 @@ class BlockSparseLinear(nnx.Module):
         mark = getattr(self, MARK)
         if mark is None:  # A state without it replaced the attribute.
             return np.bool_(True)
-        return contradicts(mark[...], *self.tables()[:2])
+        return contradicts(mark[...], self.stored_layout)
 
-    def tables(self) -> LayoutTables:
-        """Returns the index tables of an evolving layer."""
-        return LayoutTables(*(getattr(self, name)[...] for name in TABLES))
+    @property
+    def stored_layout(self) -> BlockLayout | LayoutTables:
+        """The layout as products take it: static, or the index tables of an evolving layer."""
+        return self.static_layout or LayoutTables(*(getattr(self, name)[...] for name in TABLES))
 
 
 def filled_up(shape: tuple[int, int], block: int, density: float) -> tuple[int, int]:

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.core.layouts.layout import index_tables
+from sparse_dataflow.core.ops.block_sparse_matmul.dense_matmul import to_dense
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.layers.block_arrays import cut_blocks
 
@@ -64,10 +66,9 @@ class DenseKernel:
         value = jnp.asarray(value)
         if value.shape != self.shape:
             raise UserError(f"The kernel has shape {value.shape}; legal: {self.shape}.")
-        evolving = self._layer.static_layout is None
-        arrays = (value, self._layer.tables().in_index) if evolving else (value,)
-        traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
-        if traced and (evolving or self._layer.layout.density < 1):
+        leaves = jax.tree.leaves((value, self._layer.stored_layout))
+        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        if traced and (self._layer.evolving or self._layer.layout.density < 1):
             raise UserError(
                 "Inside `jit` it is not known whether a kernel has weights that the layer does not "
                 "store; legal: to write it outside, or to write `values`."
@@ -86,21 +87,10 @@ class DenseKernel:
         return np.asarray(self.__jax_array__(), dtype)
 
     def __jax_array__(self) -> jax.Array:
-        values, static = self._layer.values[...], self._layer.static_layout
-        tables = self._layer.tables() if static is None else static.tables()
-        stack, in_blocks = values.shape[:-3], tables.out_index.shape[-2]
-
-        def kernel(values, in_index, in_slot):
-            outputs = np.arange(in_index.shape[0])[:, None]
-            stored = jnp.where((in_slot >= 0)[..., None, None], values[in_slot], 0)
-            grid = jnp.zeros((in_blocks, len(outputs), *values.shape[1:]), values.dtype)
-            grid = grid.at[in_index, outputs].add(stored)  # Unused positions add zeros.
-            return grid.swapaxes(1, 2).reshape(in_blocks * values.shape[1], -1)
-
-        axes = (0, None, None) if static is not None else 0
-        for _ in stack:
-            kernel = jax.vmap(kernel, axes)
-        kernels = kernel(values, jnp.asarray(tables.in_index), jnp.asarray(tables.in_slot))
+        values, kernel = self._layer.values[...], to_dense
+        for _ in values.shape[:-3]:
+            kernel = jax.vmap(kernel, 0 if self._layer.evolving else (0, None))
+        kernels = kernel(values, index_tables(self._layer.stored_layout))
         return kernels[..., : self.shape[-2], : self.shape[-1]]
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from sparse_dataflow.core.layouts.layout import BlockLayout
+from sparse_dataflow.core.layouts.layout import AnyLayout, BlockLayout, index_tables
 
 TABLES = ("in_index", "in_slot", "out_index", "out_slot")
 """Attributes of the index tables of an evolving layer, as in `LayoutTables`."""
@@ -91,11 +91,12 @@ def layout_name(layout: BlockLayout) -> str:
     return LAYOUT_PREFIX + layout.content_hash[:16]
 
 
-def table_mark(in_index: jax.Array | np.ndarray, in_slot: jax.Array | np.ndarray):
-    """Returns the mark, float32 [..., 8], of tables [..., lines, positions].
+def table_mark(layout: AnyLayout) -> Any:
+    """Returns the mark, float32 [..., 8], of a layout, by its tables [..., lines, positions].
 
     Its entries, of 0.1 to 2 units, are exact in bfloat16.  Numpy tables give numpy.
     """
+    in_index, in_slot, *_ = index_tables(layout)
     numpy = np if isinstance(in_index, np.ndarray) else jnp
     lines, positions = in_index.shape[-2:]
     line = np.arange(lines, dtype=np.uint32)[:, None] * np.uint32(0x85EBCA77)
@@ -126,16 +127,17 @@ def is_mark(mark: Any) -> Any:
     return tiny & (abs(residuals).max(axis=-1) < _EXACT * mark.mean(axis=-1))
 
 
-def contradicts(mark: jax.Array | np.ndarray, in_index, in_slot) -> jax.Array | np.ndarray:
-    """Returns whether a mark is of other tables, bool []; traced for traced arrays.
+def contradicts(mark: jax.Array | np.ndarray, layout: AnyLayout) -> jax.Array | np.ndarray:
+    """Returns whether a mark is of another layout, bool []; traced for traced arrays.
 
-    An array that is no mark any more is of no tables: something moved all parameters.
+    An array that is no mark any more is of no layout: something moved all parameters.
     """
-    arrays = (mark, in_index, in_slot)
-    if not any(isinstance(array, jax.core.Tracer) for array in arrays):
-        mark, in_index, in_slot = map(np.asarray, arrays)
+    both = mark, index_tables(layout)
+    if not any(isinstance(array, jax.core.Tracer) for array in jax.tree.leaves(both)):
+        both = jax.tree.map(np.asarray, both)
+    mark, layout = both
     numpy = np if isinstance(mark, np.ndarray) else jnp
-    expected, mark = table_mark(in_index, in_slot), mark.astype(np.float32)
+    expected, mark = table_mark(layout), mark.astype(np.float32)
     mean = mark.mean(axis=-1, keepdims=True)
     same = expected * (mean / expected.mean(axis=-1, keepdims=True))
     differs = (abs(mark - same) > _TOLERANCE * mean).any(axis=-1)

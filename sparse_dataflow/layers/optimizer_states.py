@@ -187,12 +187,11 @@ def _new_mark(mark, change):
 
     An average of the parameters has a mark; moments have zeros, or what moved all parameters.
     """
-    copy, tables = np.asarray(mark), change.layer.tables()[:2]
-    old = np.asarray(table_mark(*tables))
-    if copy.shape != old.shape or not is_mark(copy).all() or contradicts(copy, *tables):
+    copy, layout = np.asarray(mark), change.layer.stored_layout
+    old = np.asarray(table_mark(layout))
+    if copy.shape != old.shape or not is_mark(copy).all() or contradicts(copy, layout):
         return mark
-    new_tables = [layout.tables() for layout in change.layouts]
-    marks = np.stack([table_mark(each.in_index, each.in_slot) for each in new_tables])
+    marks = np.stack([table_mark(new) for new in change.layouts])
     new = np.broadcast_to(marks, (old.size // old.shape[-1], old.shape[-1])).reshape(old.shape)
     scale = np.mean(copy, -1, keepdims=True) / np.mean(old, -1, keepdims=True)
     return placed(jnp.asarray(new * scale, copy.dtype), mark)

@@ -19,9 +19,8 @@ from sparse_dataflow.core.config.layer_groups import (
     layer_model,
     split_groups,
 )
-from sparse_dataflow.core.executors import compatibility, cuts, sharding, whole
+from sparse_dataflow.core.executors import compatibility, sharding, whole
 from sparse_dataflow.core.executors import mesh as meshes
-from sparse_dataflow.core.executors.block_gradients import norms_shape
 from sparse_dataflow.core.executors.mesh import BATCH_AXES
 from sparse_dataflow.core.executors.sharded import (
     Sharded,
@@ -32,7 +31,7 @@ from sparse_dataflow.core.executors.sharded import (
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.projection import layer_weights, probe
-from sparse_dataflow.core.model.stacks import beside, tables_by_name
+from sparse_dataflow.core.model.stacks import layouts_by_name, map_placed_layouts, split_layouts
 from sparse_dataflow.pipeline import pipeline, schedules
 from sparse_dataflow.pipeline.stages import (
     Division,
@@ -152,8 +151,8 @@ class Pipelined(Sharded):
             split_batch = whole.micro_batches(model, batch, 1, rank)
             work = self._work(model, rank, weights, specs, probed, split_batch)
             norms = [
-                {name: jnp.zeros(norms_shape(tables)) for name, tables in group.items()}
-                for group in split_groups(tables_by_name({"blocks": work.rest}))
+                {name: jnp.zeros(layout.grid) for name, layout in group.items()}
+                for group in split_groups(layouts_by_name({"blocks": work.rest}))
             ]
             measured = {**work.params, "blocks": join_groups(norms)}
             rest = merged(work.params["blocks"], work.rest)
@@ -161,7 +160,7 @@ class Pipelined(Sharded):
             return split_groups(pipeline.run_stage(plan, table[0], work)[-1]["blocks"])
 
         in_specs = STAGED, specs, P(axes or None)
-        groups = split_groups(tables_by_name(weights.rest))
+        groups = split_groups(layouts_by_name(weights.rest))
         norms = self._mapped(local, in_specs, tuple(map(norm_specs, groups)))(
             pipeline.rows(plan), weights, tokens
         )
@@ -271,18 +270,13 @@ class Pipelined(Sharded):
 
     def _cut_layouts(self, rest, model, changing):
         """Stages share one program, so it can be specialised to common groups alone."""
-        tables = tables_by_name(rest)
-        if not any(split_groups(tables)):
-            return ()
-        copies = self._kv_copies(model)
-        sharded = (
-            cuts.cut(group, self.tensor_shards, changing, copies) for group in split_groups(tables)
-        )
-        staged = [
-            {name: to_stages(division, cut.tables) for name, cut in group.items()}
-            for division, group in zip(self._divisions(model), sharded, strict=True)
-        ]
-        return beside(model, join_groups(staged))
+        divisions = self._divisions(model)
+
+        def staged(place, layout):
+            cut = self._cut(model, place, layout, changing)
+            return to_stages(divisions[place.group], cut.layout)
+
+        return map_placed_layouts(staged, split_layouts(rest)[1])
 
 
 def _moved(divisions, move, arrays):

@@ -57,18 +57,18 @@ def allocate(schedule: Schedule) -> Slots:
         "activation": (activation_arrives, forward, (FORWARD,)),
         "gradient": (gradient_arrives, backward, (BACKWARD,)),
     }
-    tables, peak, slots = {}, {}, {}
+    by_tick, peak, slots = {}, {}, {}
     for name, (start, stop, readers) in lifetimes.items():
         slots[name] = _colour(start, stop, schedule.stages)
-        tables[name] = _at(schedule, slots[name], readers)
+        by_tick[name] = _at(schedule, slots[name], readers)
         by_stage = slots[name].reshape(schedule.micro_batches, -1, schedule.stages)
         peak[name] = by_stage.max(axis=(0, 1)) + 1
-    tables["activation_arrives"] = _arrivals(schedule, activation_arrives, slots["activation"])
+    by_tick["activation_arrives"] = _arrivals(schedule, activation_arrives, slots["activation"])
     gradient_arrives[:, last] = -1
-    tables["gradient_arrives"] = _arrivals(schedule, gradient_arrives, slots["gradient"])
+    by_tick["gradient_arrives"] = _arrivals(schedule, gradient_arrives, slots["gradient"])
     at_last = np.nonzero((schedule.action == FORWARD) & (_virtual_stage(schedule) == last))
-    tables["gradient"][at_last] = slots["gradient"][schedule.micro_batch[at_last], last]
-    return Slots(**tables, peak=peak)
+    by_tick["gradient"][at_last] = slots["gradient"][schedule.micro_batch[at_last], last]
+    return Slots(**by_tick, peak=peak)
 
 
 def _colour(start, stop, stages):

@@ -32,10 +32,8 @@ class StoredLayer(NamedTuple):
 
     def with_layouts(self, model: ModelConfig) -> dict[str, Any]:
         """Returns the parameters with the layouts, as `stacks.layers` yields them."""
-        tables = {name: layout.tables() for name, layout in self.layouts.items()}
-        return (
-            merged(self.arrays, stacks.beside(model, tables)["blocks"]) if tables else self.arrays
-        )
+        layouts = {name: layout.tables() for name, layout in self.layouts.items()}
+        return stacks.layer_with_layouts(model, self.arrays, layouts)
 
 
 def sparse_layer(new: ModelConfig, before: Mapping[str, Any], layer: RebuiltLayer) -> StoredLayer:
@@ -74,10 +72,10 @@ def _one_layer(model, number):
     )
 
 
-def tables_of(new: ModelConfig, layouts: Sequence[Mapping[str, BlockLayout]]) -> Any:
+def stored_layouts(new: ModelConfig, layouts: Sequence[Mapping[str, BlockLayout]]) -> Any:
     """Returns the layouts of all layers as leaves of a tree like the params; () for none."""
     by_name = {name: [layer[name] for layer in layouts] for name in layouts[0]}
-    return stacks.stored_layouts(new, by_name) if by_name else ()
+    return stacks.stored_layouts(new, by_name)
 
 
 class InMemory:
@@ -102,7 +100,7 @@ class InMemory:
         Args:
           ends: see `layer_by_layer.Layers`.
         """
-        tables = tables_of(self.model, [layer.layouts for layer in self._layers])
+        layouts = stored_layouts(self.model, [layer.layouts for layer in self._layers])
         blocks = stacks.stacked_layers(self.model, [layer.arrays for layer in self._layers])
         self._layers.clear()
-        return merged({**ends, "blocks": blocks}, tables)
+        return merged({**ends, "blocks": blocks}, layouts)

@@ -28,11 +28,12 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim import by_weight
-from sparse_dataflow.core.optim.muon import Matrices, matrices_of
+from sparse_dataflow.core.optim.muon import Matrices
 from sparse_dataflow.core.optim.optimizers import (
     TrainState,
     at_step,
     learning_rate_multipliers,
+    matrices_like,
     rows_left_alone,
     weight_decays,
 )
@@ -83,16 +84,17 @@ def _facts(model, training, section, masters, rest) -> list[LeafFacts]:
         jax.tree_util.tree_leaves_with_path(masters),
         jax.tree.leaves(multipliers),
         jax.tree.leaves(weight_decays(training, masters)),
+        jax.tree.leaves(matrices_like(masters, weights)),
         strict=True,
     )
 
-    def facts(path, master, multiplier, decay):
-        matrices = None
-        if training.optimizer == "muon" and by_weight.has_muon(path):
-            matrices = matrices_of(master.shape, weights.layout_at(path))
-        return LeafFacts(path, multiplier, decay, matrices, device_dtype(model, path))
+    def facts(path, multiplier, decay, matrices):
+        has_muon = training.optimizer == "muon" and by_weight.has_muon(path)
+        return LeafFacts(
+            path, multiplier, decay, matrices if has_muon else None, device_dtype(model, path)
+        )
 
-    return [facts(path, master, *others) for (path, master), *others in columns]
+    return [facts(path, *others) for (path, _), *others in columns]
 
 
 class InMemory:

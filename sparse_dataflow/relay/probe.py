@@ -13,14 +13,13 @@ from sparse_dataflow.core.config.layer_groups import layer_model_index, layer_mo
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors.block_gradients import (
     norms_of_masks,
-    norms_shape,
     opened_masks,
 )
 from sparse_dataflow.core.executors.whole import Batch, micro_batches, with_weights
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.projection import probe
-from sparse_dataflow.core.model.stacks import tables_by_name
+from sparse_dataflow.core.model.stacks import layouts_by_name
 from sparse_dataflow.relay import relay_programs as programs
 
 
@@ -76,8 +75,8 @@ def block_gradient_norms(
 def _compiled(model, shape):
     functions = programs.functions(model)
     arguments = programs.arguments(model, shape)
-    layouts = tables_by_name(arguments.forward[0].rest)
-    zeros = {name: np.zeros(norms_shape(each), np.float32) for name, each in layouts.items()}
+    layouts = layouts_by_name(arguments.forward[0].rest)
+    zeros = {name: np.zeros(layout.grid, np.float32) for name, layout in layouts.items()}
 
     def backward(weights, x, dy, context):
         opened = opened_masks(weights)

@@ -241,15 +241,15 @@ def arguments(
     embed, block, head = section_weights(model, options.adapted)
     tokens, context = context_shapes(model, shape, options)
     x = jax.ShapeDtypeStruct((*shape, model.d_model), jnp.dtype(model.compute_dtype))
-    layouts = {
-        name: jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape[1:], t.dtype), table)._replace(
-            groups=groups.get(name)
-        )
-        for name, table in _tables(dataclasses.replace(model, num_layers=1)).items()
-    }
-    if layouts:
-        rest = merged(block.rest, stacks.beside(model, layouts)["blocks"])
-        block = dataclasses.replace(block, rest=rest)
+    stored = stacks.stored_layouts(dataclasses.replace(model, num_layers=1))
+
+    def abstract(place, layout):
+        layer = jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape[1:], t.dtype), layout)
+        return layer._replace(groups=groups.get(place.projection))
+
+    if stored:
+        layouts = stacks.map_placed_layouts(abstract, stored)
+        block = dataclasses.replace(block, rest=merged(block.rest, layouts["blocks"]))
     tied = tied_output(model, embed)
     return Programs(
         embed=(embed, tokens),
@@ -313,10 +313,11 @@ def layer_kinds(model: ModelConfig, changing: bool) -> tuple[tuple[ModelConfig, 
 
     Layers of one density that are not neighbours may have other groups.
     """
-    tables = _tables(model)
+    layouts = stacks.stored_layouts(model)
+    layouts = layouts if changing else stacks.with_groups(layouts)
     structures = [
         frozenset((name, stacked.groups) for name, stacked in group.items())
-        for group in split_groups(tables if changing else stacks.with_groups(tables))
+        for group in split_groups(stacks.layouts_by_name(layouts))
     ]
     # A block's program does not depend on depth, so its model has depth 1. A model that grows in
     # depth compiles nothing again.
@@ -325,10 +326,6 @@ def layer_kinds(model: ModelConfig, changing: bool) -> tuple[tuple[ModelConfig, 
         (one(layer_model(model, layer)), structures[group_index(model, layer)])
         for layer in range(model.num_layers)
     )
-
-
-def _tables(model):
-    return stacks.tables_by_name(stacks.stored_layouts(model))
 
 
 def compile_groups(

@@ -20,14 +20,19 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import jax
 import numpy as np
 from absl import logging
 
+from sparse_dataflow.core.config.layer_groups import split_groups
 from sparse_dataflow.core.model.adapters import merged
-from sparse_dataflow.core.model.stacks import split_layouts, tables_by_name, with_tables
+from sparse_dataflow.core.model.stacks import (
+    layouts_by_name,
+    map_placed_layouts,
+    split_layouts,
+)
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.files import folders, manifest, storage
 from sparse_dataflow.files.errors import UserError
@@ -79,9 +84,7 @@ class MappedFiles:
         """
         self.folder, self._abstract = Path(folder).absolute(), abstract
         self._identity, self._completed = json.loads(json.dumps(identity)), completed
-        masks, layouts = split_layouts(abstract.rest)
-        trained = abstract.params, *moment_trees(abstract.moments)
-        self._shapes = *trained, tables_by_name(layouts), masks
+        self._shapes = abstract.params, *moment_trees(abstract.moments), _Rest.of(abstract)
         self._sections = all_sections(depth_of(abstract.params))
         self._digests: dict[Section, int] = {}
         self._lock, self._warned = threading.Lock(), False
@@ -123,9 +126,9 @@ class MappedFiles:
         if not commits:
             return None
         for number, commit in enumerate(commits):
-            params, mu, nu, *rest = trees = self._trees[commit["slot"]]
+            params, mu, nu, rest = trees = self._trees[commit["slot"]]
             content = {section_name(s): [view(t, s) for t in trees[:3]] for s in self._sections}
-            content |= _named(*rest)
+            content |= rest.named()
             digests = commit["digests"]
             damaged = next((n for n, tree in content.items() if _digest(tree) != digests[n]), "")
             if damaged:
@@ -139,17 +142,12 @@ class MappedFiles:
                 params,
                 with_moments(self._abstract.moments, commit["count"], mu, nu),
                 key,
-                self._rest(*jax.tree.map(np.array, rest)),
+                jax.tree.map(np.array, rest).in_place_of(self._abstract.rest),
             )
         raise UserError(
             f"All complete steps in {self.folder} are damaged; remove the folder to continue from "
             "the run's last checkpoint."
         )
-
-    def _rest(self, tables, masks):
-        """Returns what is not trained of a state."""
-        _, layouts = split_layouts(self._abstract.rest)
-        return merged(masks, with_tables(layouts, tables))
 
     def target(self, params: dict, mu: dict, nu: dict) -> tuple[dict, dict, dict]:
         """Returns the trees of the free slot."""
@@ -168,18 +166,18 @@ class MappedFiles:
           UserError: it cannot be written; the previous step stays the last complete one.
         """
         slot = self._free_slot()
-        *_, tables, masks = self._trees[slot]
-        state_masks, layouts = split_layouts(state.rest)
-        # A step's tables may have the groups of their layouts, which follow from the arrays.
-        given = jax.tree.leaves((tables_by_name(layouts), state_masks if masks else ()))
-        for to, array in zip(jax.tree.leaves((tables, masks)), given, strict=True):
+        rest, given = self._trees[slot][-1], _Rest.of(state)
+        if not rest.masks:
+            given = given._replace(masks=())
+        # A step's layouts may have their groups, which follow from the arrays.
+        for to, array in zip(jax.tree.leaves(rest), jax.tree.leaves(given), strict=True):
             np.copyto(to, array, casting="no")
         digests = {section_name(s): self._digests[s] for s in self._sections}
         newest = {
             "step": int(state.step),
             "count": count_of(state.moments),
             "slot": slot,
-            "digests": digests | {n: _digest(tree) for n, tree in _named(tables, masks).items()},
+            "digests": digests | {n: _digest(tree) for n, tree in rest.named().items()},
             "identity": self._identity,
         }
         commits = [newest, *self._commits[:1]]
@@ -363,9 +361,34 @@ def _digest(tree) -> int:
     return value
 
 
-def _named(tables, masks) -> dict[str, Any]:
-    """Returns what a slot has besides sections, by name; models without masks have none."""
-    return {"tables": tables, **({"masks": masks} if masks else {})}
+class _Rest(NamedTuple):
+    """What is not trained, as a slot has it, by the names of its digests.
+
+    Attributes:
+      tables: `stacks.layouts_by_name`.
+      masks: () for a model without.
+    """
+
+    tables: Any
+    masks: Any
+
+    @classmethod
+    def of(cls, state: TrainState) -> "_Rest":
+        """Returns the arrays of a state."""
+        masks, layouts = split_layouts(state.rest)
+        return cls(layouts_by_name(layouts), masks)
+
+    def named(self) -> dict[str, Any]:
+        """Returns the trees by name; models without masks have none."""
+        return {name: tree for name, tree in self._asdict().items() if name != "masks" or tree}
+
+    def in_place_of(self, rest: Any) -> Any:
+        """Returns what is not trained of a state, like `rest`."""
+        groups = split_groups(self.tables)
+        layouts = map_placed_layouts(
+            lambda place, _: groups[place.group][place.projection], split_layouts(rest)[1]
+        )
+        return merged(self.masks, layouts)
 
 
 def _text_digest(commits) -> int:

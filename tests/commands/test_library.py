@@ -12,7 +12,7 @@ import pytest
 import sparse_dataflow as sd
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model.partition import without_tables
-from sparse_dataflow.core.model.stacks import tables_by_name, weights_of, with_tables
+from sparse_dataflow.core.model.stacks import layouts_by_place, map_placed_layouts, weights_of
 
 CONFIG = sd.preset("pico").change(
     model__num_layers=1, model__vocab_size=300, sparsity__block=32, sparsity__density=0.5
@@ -80,8 +80,9 @@ def test_models_of_equal_content_have_equal_structure():
 
 def test_models_of_other_layouts_have_another_structure():
     first, second = draw_two_layouts()
-    layouts = tables_by_name(second.params)
-    swapped = dataclasses.replace(first, params=with_tables(first.params, layouts))
+    layouts = layouts_by_place(second.params)
+    params = map_placed_layouts(lambda place, _: layouts[place], first.params)
+    swapped = dataclasses.replace(first, params=params)
     assert jax.tree.structure(first) != jax.tree.structure(swapped)
 
 

@@ -14,10 +14,9 @@ from sparse_dataflow.core.config.layer_groups import join_groups, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import sharding, whole
-from sparse_dataflow.core.layouts.layout import LayoutTables
 from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.projection import probe
-from sparse_dataflow.core.model.stacks import ModelWeights, map_arrays, tables_by_name
+from sparse_dataflow.core.model.stacks import ModelWeights, layouts_by_name, map_arrays
 
 
 def block_gradient_norms(
@@ -41,10 +40,9 @@ def block_gradient_norms(
     Returns:
       {block-sparse projection: float32 [layers, in_blocks, out_blocks]}, the rank's shard.
     """
-    layouts = split_groups(tables_by_name(weights.merged))
     zeros = [
-        {name: jnp.zeros(norms_shape(table), jnp.float32) for name, table in group.items()}
-        for group in layouts
+        {name: jnp.zeros(layout.grid, jnp.float32) for name, layout in group.items()}
+        for group in split_groups(layouts_by_name(weights.merged))
     ]
     summed = axes if rank.context is None else (*axes, rank.context.axis)
     shares = math.prod(lax.axis_size(axis) for axis in axes)
@@ -63,11 +61,6 @@ def block_gradient_norms(
     # gradient. So norms leave a scanned backward pass as gradients do.
     norms = jax.grad(loss)(zeros)
     return {name: jnp.concatenate([group[name] for group in norms]) for name in norms[0]}
-
-
-def norms_shape(tables: LayoutTables) -> tuple[int, ...]:
-    """Returns the shape [..., in_blocks, out_blocks] of the norms of tables [..., lines, fan]."""
-    return (*tables.out_index.shape[:-1], tables.in_index.shape[-2])
 
 
 def mask_gradient_norms(

@@ -18,23 +18,24 @@ class Cut(NamedTuple):
     """Sharded layouts of a projection.
 
     Attributes:
-      tables: int32 [layers, shards, lines, fan], the tables of each shard, with groups if all
+      layout: int32 [layers, shards, lines, fan], the tables of each shard, with groups if all
         layers and shards share them and layouts cannot change.
       order: int32 [layers, nnz], canonical index of each block, in the order of the shards; None if
         both orders are equal.
     """
 
-    tables: LayoutTables
+    layout: LayoutTables
     order: np.ndarray | None
 
 
 def cut(
-    tables: dict[str, LayoutTables], shards: int, changing: bool, kv_copies: int = 1
-) -> dict[str, Cut]:
-    """Shards the layouts of every sparse projection.
+    projection: str, layout: LayoutTables, shards: int, changing: bool, kv_copies: int = 1
+) -> Cut:
+    """Shards the layouts of a sparse projection.
 
     Args:
-      tables: canonical, concrete, stacked over the layers of a group; see `gpt`.
+      projection: its name.
+      layout: canonical, concrete, stacked over the layers of a group; see `gpt`.
       changing: whether the layouts may change later; the tables then fit any layout.
       kv_copies: consecutive shards of `k` and `v` that are equal; see
         `executors.mesh_axes.key_value_copies`.
@@ -42,27 +43,21 @@ def cut(
     Raises:
       UserError: the shards of a layout would store different numbers of blocks.
     """
-    return {
-        name: _cut(name, stacked, shards, changing, kv_copies if name in KEY_VALUE else 1)
-        for name, stacked in tables.items()
-    }
-
-
-def _cut(name, stacked, shards, changing, copies):
+    copies = kv_copies if projection in KEY_VALUE else 1
     shards //= copies
-    column_parallel = name in COLUMN_PARALLEL
+    column_parallel = projection in COLUMN_PARALLEL
     divide = cut_columns if column_parallel else cut_rows
-    layouts = stacked.layouts(block=1)
-    lines = np.shape(stacked.in_index if column_parallel else stacked.out_index)[1]
+    layouts = layout.layouts(block=1)
+    lines = np.shape(layout.in_index if column_parallel else layout.out_index)[1]
     # A line of a shard has at most the shard's blocks, and at most the blocks of the whole line.
-    across = np.shape(stacked.out_index if column_parallel else stacked.in_index)[2]
+    across = np.shape(layout.out_index if column_parallel else layout.in_index)[2]
     width = min(across, lines // shards)
     if not changing:
-        sharded = [divide(layout, shards) for layout in layouts]
+        sharded = [divide(each, shards) for each in layouts]
         index = 2 if column_parallel else 0
         width = max(each.tables.arrays[index].shape[2] for each in sharded)
     # One width for all layers and shards: their tables are stacked, and a scan has one program.
-    sharded = [divide(layout, shards, width) for layout in layouts]
+    sharded = [divide(each, shards, width) for each in layouts]
     order = None if column_parallel else np.stack([each.order for each in sharded])
     stacked = stack_tables([each.tables for each in sharded])
     copied: list[Any] = [np.repeat(table, copies, axis=1) for table in stacked.arrays]

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.core import step_metrics
-from sparse_dataflow.core.config.layer_groups import group_index_of_path, join_groups, split_groups
+from sparse_dataflow.core.config.layer_groups import group_index_of_path, split_groups
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP
 from sparse_dataflow.core.executors import compatibility, cuts, sharding, whole
 from sparse_dataflow.core.executors import mesh as meshes
@@ -86,15 +86,14 @@ class Sharded(Executor):
                 f"a micro-batch on a device; legal: {legal}."
             )
         residual.refuse(self.mesh, model)
-        for group in split_groups(stacks.tables_by_name(stacks.stored_layouts(model))):
-            sharded = cuts.cut(group, self.tensor_shards, False, self._kv_copies(model))
-            for name in set(sharded) & set(MLP) if model.experts else ():
-                if sharded[name].tables.groups is None:
-                    raise UserError(
-                        f"tensor:{self.tensor_shards} divides the groups of stored blocks of "
-                        f"{name} unequally; legal with block-sparse experts: the pattern monarch "
-                        "and a size that divides, or is a multiple of, the number of groups."
-                    )
+        for place, layout in stacks.layouts_by_place(stacks.stored_layouts(model)).items():
+            cut = self._cut(model, place, layout, changing=False)
+            if model.experts and place.projection in MLP and cut.layout.groups is None:
+                raise UserError(
+                    f"tensor:{self.tensor_shards} divides the groups of stored blocks of "
+                    f"{place.projection} unequally; legal with block-sparse experts: the pattern "
+                    "monarch and a size that divides, or is a multiple of, the number of groups."
+                )
 
     def loss(self, model, weights, batch):
         rank, specs, _ = self._rank(model, weights)
@@ -151,7 +150,7 @@ class Sharded(Executor):
             squares = jax.tree.map(jnp.square, norms)
             return jax.tree.map(jnp.sqrt, lax.psum(squares, rank.shard.feature_axis))
 
-        out_specs = norm_specs(split_groups(stacks.tables_by_name(weights.merged))[0])
+        out_specs = norm_specs(split_groups(stacks.layouts_by_name(weights.merged))[0])
         measure = self._mapped(local, (specs, P(axes or None)), out_specs)
         return self._one_copy(measure(weights, tokens), model)
 
@@ -278,11 +277,11 @@ class Sharded(Executor):
 
         `permutation` maps the order of the shards to the indices to take.
         """
-        orders: dict[tuple[int, str], np.ndarray] = {}
+        orders: dict[stacks.Place, np.ndarray] = {}
         if self.tensor_shards > 1:
-            for group, tables in enumerate(split_groups(stacks.tables_by_name(state.rest))):
-                sharded = cuts.cut(tables, self.tensor_shards, False, self._kv_copies(model))
-                orders |= {(group, n): c.order for n, c in sharded.items() if c.order is not None}
+            for each, layout in stacks.layouts_by_place(state.rest).items():
+                if (order := self._cut(model, each, layout, changing=False).order) is not None:
+                    orders[each] = order
         arrays = state.without_layouts()
         features = self.residual_order(model)
 
@@ -290,7 +289,7 @@ class Sharded(Executor):
 
         def place(path, leaf, target, role: Role):
             *_, module, name = ["", "", *role.parameter.split(".")]
-            key = group_index_of_path(path), module
+            key = stacks.Place(group_index_of_path(path), module)
             if key in orders and name in LEAVES and LEAVES[name].is_blocks:
                 # Values are sorted by output block, and a row-parallel shard has a range of input
                 # blocks. So its blocks are scattered, and a `NamedSharding` only cuts an axis into
@@ -326,13 +325,14 @@ class Sharded(Executor):
         _, layouts = stacks.split_layouts(rest)
         if self.tensor_shards == 1 and not changing:
             return stacks.map_layouts(FixedTables, layouts)
+        return stacks.map_placed_layouts(
+            lambda place, layout: self._cut(model, place, layout, changing).layout, layouts
+        )
+
+    def _cut(self, model, place, layout, changing):
+        """Returns the `cuts.Cut` of the layouts of a projection."""
         copies = self._kv_copies(model)
-        groups = [
-            cuts.cut(group, self.tensor_shards, changing, copies)
-            for group in split_groups(stacks.tables_by_name(layouts))
-        ]
-        tables = [{name: cut.tables for name, cut in group.items()} for group in groups]
-        return stacks.beside(model, join_groups(tables))
+        return cuts.cut(place.projection, layout, self.tensor_shards, changing, copies)
 
     def arrays(self, state, model, changing, batch):
 
@@ -387,9 +387,9 @@ def norm_specs(projections):
 
 
 def local_weights(weights):
-    """Returns a device's weights: with tables [layers, lines, fan], without the axis of shards."""
+    """Returns a device's weights: layouts [layers, lines, fan], without the axis of shards."""
     own = lambda table: table if table.ndim == 3 else table[:, 0]  # noqa: E731
-    return weights.map_layouts(lambda tables: jax.tree.map(own, tables))
+    return weights.map_layouts(lambda layout: jax.tree.map(own, layout))
 
 
 def put_global(leaf, target):

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,6 +107,11 @@ class LayoutTables(NamedTuple):
     def arrays(self) -> tuple[Any, Any, Any, Any]:
         """The four index tables."""
         return self[:4]
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Shape [..., in_blocks, out_blocks] of a number for each block, stored or not."""
+        return (*self.out_index.shape[:-1], self.in_index.shape[-2])
 
     def layouts(self, block: int) -> "list[BlockLayout]":
         """Returns the layout of each layer of concrete tables [..., lines, fan]."""
@@ -272,6 +277,11 @@ class BlockLayout:
         if np.any(layout.slots[rows, cols] != slot):
             raise UserError("out_index and out_slot describe other blocks than the in tables.")
         return layout
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Shape (in_blocks, out_blocks) of a number for each block, stored or not."""
+        return self.in_blocks, self.out_blocks
 
     @property
     def nnz(self) -> int:
@@ -445,6 +455,17 @@ def _transposed_last(x, order):
     return x.transpose(*range(first), *(first + axis for axis in order))
 
 
+AnyLayout = BlockLayout | LayoutTables | FixedTables
+"""A layout in any of its forms: as a value, as arrays of a tree, or as a static node of one."""
+
+
+def index_tables(layout: AnyLayout) -> LayoutTables:
+    """Returns the index tables of a layout in any form, with the groups that the form knows."""
+    if isinstance(layout, BlockLayout):
+        return layout.tables()._replace(groups=layout.groups)
+    return layout.tables if isinstance(layout, FixedTables) else layout
+
+
 def check_shapes(tables: LayoutTables) -> None:
     """Checks dtypes and shapes of concrete or traced tables.
 
@@ -460,6 +481,11 @@ def check_shapes(tables: LayoutTables) -> None:
         index, slot = (getattr(tables, f"{side}_{kind}").shape for kind in ("index", "slot"))
         if index != slot:
             raise UserError(f"{side}_index has shape {index} and {side}_slot {slot}; legal: equal.")
+
+
+def stack_layouts(layouts: Iterable[BlockLayout]) -> LayoutTables:
+    """Returns the index tables of layouts, stacked along a new first axis, without groups."""
+    return stack_tables([layout.tables() for layout in layouts])
 
 
 def stack_tables(tables: Sequence[LayoutTables]) -> LayoutTables:

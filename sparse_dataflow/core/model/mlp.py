@@ -58,12 +58,12 @@ class Mlp(nnx.Module):
         if not config.has_fused_mlp or {type(w) for w in weights} != {BlockSparse}:
             return None
         values = [weight.values.astype(x_BxTxD.dtype) for weight in weights]
-        tables = [weight.tables for weight in weights]
+        layouts = [weight.layout for weight in weights]
         if config.gated_mlp:
-            return gated_sparse_mlp(x_BxTxD, values, tables, config.activation)
+            return gated_sparse_mlp(x_BxTxD, values, layouts, config.activation)
         bias = self.mlp_in.bias.astype(x_BxTxD.dtype)
         return sparse_mlp(
-            x_BxTxD, values[0], bias, values[1], *tables, activation=config.activation
+            x_BxTxD, values[0], bias, values[1], *layouts, activation=config.activation
         )
 
 

@@ -35,8 +35,8 @@ def without_tables(params: Any) -> tuple[Any, Any]:
     Args:
       params: of a model without adapters.
     """
-    tables = part(params, _is_table)
-    return (part(params, lambda path: not _is_table(path)), tables) if tables else (params, ())
+    rest = part(params, _is_table)
+    return (part(params, lambda path: not _is_table(path)), rest) if rest else (params, ())
 
 
 def _is_table(path):

@@ -2,8 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,7 +22,8 @@ from sparse_dataflow.core.layouts.layout import (
     FixedTables,
     LayoutTables,
     blocks_text,
-    stack_tables,
+    index_tables,
+    stack_layouts,
 )
 from sparse_dataflow.core.model import adapters
 from sparse_dataflow.core.model.partition import part
@@ -48,26 +49,28 @@ def stored_layouts(model: ModelConfig, layouts: Layouts | None = None) -> Any:
     stored = zip(*([layout.nnz for layout in layers] for layers in layouts.values()))
     ends = itertools.accumulate(len(list(run)) for _, run in itertools.groupby(stored))
     runs = itertools.pairwise([0, *ends])
-    tables = [
-        {
-            name: stack_tables([layout.tables() for layout in layers[start:stop]])
-            for name, layers in layouts.items()
-        }
-        for start, stop in runs
+    groups = [
+        {name: stack_layouts(each[run]) for name, each in layouts.items()}
+        for run in itertools.starmap(slice, runs)
     ]
-    return beside(model, join_groups(tables)) if layouts else ()
+    return layout_tree(model, join_groups(groups)) if layouts else ()
 
 
-def beside(model: ModelConfig, tables: Any) -> Any:
-    """Returns {projection: tables} of each group as a tree like the params; () for no tables."""
+def layout_tree(model: ModelConfig, layouts: Any) -> Any:
+    """Returns `layouts_by_name` as a tree like the params; () for none."""
 
     def tree(group):
         leaves = {name: {LAYOUT: layout} for name, layout in group.items()}
-        expert_tables = {name: leaves.pop(name) for name in MLP if model.experts and name in leaves}
-        return {**leaves, "experts": expert_tables} if expert_tables else leaves
+        of_experts = {name: leaves.pop(name) for name in MLP if model.experts and name in leaves}
+        return {**leaves, "experts": of_experts} if of_experts else leaves
 
-    groups = split_groups(tables)
+    groups = split_groups(layouts)
     return {"blocks": join_groups(list(map(tree, groups)))} if any(groups) else ()
+
+
+def layer_with_layouts(model: ModelConfig, layer: dict, layouts: Mapping[str, Any]) -> dict:
+    """Returns the parameters of a layer with its `layouts_by_name`."""
+    return adapters.merged(layer, layout_tree(model, layouts)["blocks"]) if layouts else layer
 
 
 def with_layouts(model: ModelConfig, rest: Any, layouts: Layouts | None = None) -> Any:
@@ -76,78 +79,93 @@ def with_layouts(model: ModelConfig, rest: Any, layouts: Layouts | None = None) 
     return adapters.merged(others, stored_layouts(model, layouts))
 
 
-def tables_by_name(tree: Any) -> Any:
-    """Returns {projection: its layout as it is stored} of each group; inverse of `beside`.
+class Place(NamedTuple):
+    """Which layers, and which of their projections, a layout is of.
 
-    Args:
-      tree: like the params, or like those of a block.
+    Attributes:
+      group: index of the layer group.
+      projection: its name.
     """
 
-    def by_name(group):
-        modules = {**group, **group.get("experts", {})}
-        return {
-            name: modules[name][LAYOUT]
-            for name in PROJECTIONS
-            if name in modules and LAYOUT in modules[name]
-        }
-
-    blocks = tree.get("blocks", tree) if tree else {}
-    return join_groups(list(map(by_name, split_groups(blocks))))
+    group: int
+    projection: str
 
 
-def with_tables(tree: Any, tables: Any) -> Any:
-    """Returns a tree with other tables, as those of `tables_by_name`, in place of its layouts."""
+def place_of(path: tuple) -> Place:
+    """Returns the place of an array of a projection by its `jax.tree_util` path."""
+    return Place(group_index_of_path(path), path[-2].key)
 
-    def replaced(group, layouts):
-        return {
-            name: {**module, LAYOUT: layouts[name]}
-            if name in layouts
-            else replaced(module, layouts)
-            if name == "experts"
-            else module
-            for name, module in group.items()
-        }
 
-    if not tree:
-        return tree
-    groups = zip(split_groups(tree["blocks"]), split_groups(tables), strict=True)
-    return {**tree, "blocks": join_groups([replaced(*each) for each in groups])}
+def layouts_by_place(tree: Any) -> dict[Place, LayoutTables]:
+    """Returns the layouts of a tree like the params, or like those of a layer."""
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_layout)
+    return {place_of(path): index_tables(node) for path, node in nodes if _is_layout(node)}
+
+
+def layout_of_leaf(path: tuple, layouts: Mapping[Place, LayoutTables]) -> LayoutTables | None:
+    """Returns the layout of an array of the params by its `jax.tree_util` path; None for what is no
+    stored blocks."""
+    leaf = leaf_of(path)
+    return layouts.get(place_of(path)) if leaf is not None and leaf.is_blocks else None
+
+
+def layouts_by_name(tree: Any) -> Any:
+    """Returns {projection: layout} of each group, as checkpoints name them; see `layout_tree`.
+
+    Args:
+      tree: like the params, or like those of a layer.
+    """
+    by_place = layouts_by_place(tree)
+    groups = split_groups(tree["blocks"] if "blocks" in tree else tree)
+    return join_groups(
+        [
+            {name: by_place[i, name] for name in PROJECTIONS if (i, name) in by_place}
+            for i in range(max(1, len(groups)))
+        ]
+    )
 
 
 def layouts_of(model: ModelConfig, tree: Any) -> Layouts:
     """Returns the layouts of each layer from a tree with concrete ones; see `stored_layouts`."""
     layouts: Layouts = {}
-    for group in split_groups(tables_by_name(tree)):
+    for group in split_groups(layouts_by_name(tree)):
         for projection, stacked in group.items():
             block = model.linear(projection).block
-            layouts.setdefault(projection, []).extend(opened(stacked).layouts(block))
+            layouts.setdefault(projection, []).extend(stacked.layouts(block))
     return layouts
 
 
-def is_layout(node: Any) -> bool:
-    """Returns whether a node of a tree is a layout."""
+def _is_layout(node):
     return isinstance(node, LayoutTables | FixedTables)
 
 
-def opened(layout: Any) -> LayoutTables:
-    """Returns the tables of a layout."""
-    return layout.tables if isinstance(layout, FixedTables) else layout
-
-
 def map_layouts(function: Callable[[LayoutTables], Any], tree: Any) -> Any:
-    """Returns the tree with `function` of the tables of each layout."""
+    """Returns the tree with `function` of each layout."""
     return jax.tree.map(
-        lambda node: function(opened(node)) if is_layout(node) else node, tree, is_leaf=is_layout
+        lambda node: function(index_tables(node)) if _is_layout(node) else node,
+        tree,
+        is_leaf=_is_layout,
+    )
+
+
+def map_placed_layouts(function: Callable[[Place, LayoutTables], Any], tree: Any) -> Any:
+    """Returns the tree with `function` of each layout and its place."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, node: (
+            function(place_of(path), index_tables(node)) if _is_layout(node) else node
+        ),
+        tree,
+        is_leaf=_is_layout,
     )
 
 
 def map_arrays(function: Callable, tree: Any, *others: Any) -> Any:
     """Returns the tree with `function` of each leaf that is of no layout."""
     return jax.tree.map(
-        lambda node, *more: node if is_layout(node) else function(node, *more),
+        lambda node, *more: node if _is_layout(node) else function(node, *more),
         tree,
         *others,
-        is_leaf=is_layout,
+        is_leaf=_is_layout,
     )
 
 
@@ -167,7 +185,7 @@ def split_layouts(tree: Any) -> tuple[Any, Any]:
 
 def layers(blocks: Any) -> Iterator[dict]:
     """Yields the parameters of each layer in order, from the stacked trees."""
-    for stacked in split_groups(map_layouts(lambda tables: tables, blocks)):
+    for stacked in split_groups(map_layouts(lambda layout: layout, blocks)):
         for i in range(len(jax.tree.leaves(stacked)[0])):
             yield jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
 
@@ -204,16 +222,14 @@ class ModelWeights:
 
     def __repr__(self):
         lines = ["ModelWeights("]
-        for path, array in jax.tree_util.tree_leaves_with_path(self.merged):
-            if any(getattr(key, "key", "") == LAYOUT for key in path):
-                continue
+        arrays, layouts = split_layouts(self.merged)[0], layouts_by_place(self.merged)
+        for path, array in jax.tree_util.tree_leaves_with_path(arrays):
+            layout = layout_of_leaf(path, layouts)
             text = f"  {jax.tree_util.keystr(path, simple=True, separator='/')}={array_text(array)}"
-            tables = self.layout_at(path)
             # A map over the weights may have put anything in place of the arrays.
-            if tables and np.ndim(array) > 2 and np.ndim(tables.in_index) > 1:
-                ins, outs = tables.out_index.shape[-2], tables.in_index.shape[-2]
+            if layout and np.ndim(array) > 2 and np.ndim(layout.in_index) > 1:
                 *_, stored, block, _ = array.shape
-                text += f": {blocks_text(ins, outs, stored, block)}"
+                text += f": {blocks_text(*layout.grid[-2:], stored, block)}"
             lines.append(text)
         return "\n".join([*lines, ")"])
 
@@ -225,7 +241,7 @@ class ModelWeights:
     @property
     def has_layouts(self) -> bool:
         """Whether there are block-sparse weights."""
-        return any(split_groups(tables_by_name(self.merged)))
+        return bool(layouts_by_place(self.merged))
 
     @property
     def has_changing_layouts(self) -> bool:
@@ -235,7 +251,7 @@ class ModelWeights:
 
     def with_fixed_layouts(self) -> "ModelWeights":
         """Returns the weights with concrete layouts that cannot change."""
-        return self.map_layouts(lambda tables: FixedTables(jax.device_get(tables)))
+        return self.map_layouts(lambda layout: FixedTables(jax.device_get(layout)))
 
     def with_groups(self) -> "ModelWeights":
         """Returns the weights with the groups of layouts that have them; see `stacks`."""
@@ -248,16 +264,6 @@ class ModelWeights:
     def linears(self, config: ModelConfig) -> dict:
         """Returns the `layer_weights` of the weights of one layer."""
         return layer_weights(config, self.merged)
-
-    def layout_at(self, path: tuple) -> LayoutTables | None:
-        """Returns the layouts of the stacked weight at a `jax.tree_util` path of `params`; None for
-        what is not block-sparse."""
-        leaf = leaf_of(path)
-        if leaf is None or not leaf.is_blocks:
-            return None
-        group = split_groups(tables_by_name(self.merged))[group_index_of_path(path)]
-        layout = group.get(path[-2].key)
-        return None if layout is None else opened(layout)
 
 
 def weights_of(params: Any, rest: Any = ()) -> ModelWeights:

@@ -85,7 +85,7 @@ def matrices_of(shape: tuple[int, ...], layout: LayoutTables | None) -> Matrices
     if layout is None or layout.groups is None:
         return Matrices(tuple(shape[-2:]))
     groups = layout.groups
-    in_blocks, out_blocks = layout.out_index.shape[-2], layout.in_index.shape[-2]
+    in_blocks, out_blocks = layout.grid[-2:]
     sides = in_blocks // groups.in_parts, out_blocks // groups.out_parts
     if sides[1] == groups.out_run:  # The blocks of a group follow one another.
         groups, (in_blocks, out_blocks) = Groups(1, *sides), sides

@@ -18,7 +18,12 @@ from sparse_dataflow.core.config.layer_groups import group_index_of_path, layer_
 from sparse_dataflow.core.config.model import DENSE, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model.adapters import merged
-from sparse_dataflow.core.model.stacks import ModelWeights, split_layouts
+from sparse_dataflow.core.model.stacks import (
+    ModelWeights,
+    layout_of_leaf,
+    layouts_by_place,
+    split_layouts,
+)
 from sparse_dataflow.core.optim import by_weight, muon
 from sparse_dataflow.core.weights.kind import ROUTER, TERMS
 from sparse_dataflow.core.weights.low_rank import PlusLowRank
@@ -200,13 +205,10 @@ def _moments(training, mesh):
         updates, small = adam.update(rest, small, params)
         mu = with_matrices(lambda _, *x: muon.with_gradient(*x), small.mu, mu, gradients)
 
-        def move(path, momentum, gradient):
-            matrices = muon.matrices_of(
-                gradient.shape, weights.layout_at(path) if weights else None
-            )
+        def move(_, momentum, gradient, matrices):
             return _matrix_updates(momentum, gradient, small.count, mesh, matrices)
 
-        updates = with_matrices(move, updates, mu, gradients)
+        updates = with_matrices(move, updates, mu, gradients, matrices_like(gradients, weights))
         if has_muon:
             updates = by_weight.scaled(updates, by_weight.update_scales(params))
         return updates, rounded(small._replace(mu=mu))
@@ -237,6 +239,18 @@ def _matrix_updates(momentum, gradient, number, mesh, matrices):
     if mesh is not None and mesh.shape["stage"] > 1:
         return update((momentum, gradient))
     return jax.lax.map(update, (momentum, gradient))
+
+
+def matrices_like(params: Any, weights: ModelWeights | None) -> Any:
+    """Returns the matrices of each array of a tree like the params; see `muon.matrices_of`.
+
+    Args:
+      weights: for their layouts; None without any.
+    """
+    layouts = {} if weights is None else layouts_by_place(weights.merged)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: muon.matrices_of(leaf.shape, layout_of_leaf(path, layouts)), params
+    )
 
 
 def adam_state(moments: optax.OptState) -> Any:
@@ -319,7 +333,7 @@ def learning_rate_multipliers(
       weights: for their layouts, see `make_optimizer`; None without any.
     """
 
-    def multiplier(path, leaf):
+    def multiplier(path, matrices):
         name = path[-1].key
         if not by_weight.is_linear_matrix(path):
             return training.vector_rate
@@ -337,13 +351,11 @@ def learning_rate_multipliers(
         if model.supar and share is not None:
             rate *= SUPAR_WIDTH / (model.d_model * share)
             if has_muon:
-                layout = weights.layout_at(path) if weights else None
-                matrix = muon.matrices_of(leaf.shape, layout).shape
-                share = spec.weight.muon_inputs(matrix, sides) / sides[0]
+                share = spec.weight.muon_inputs(matrices.shape, sides) / sides[0]
                 rate *= math.sqrt(model.d_model * share / SUPAR_WIDTH)
         return rate
 
-    return jax.tree_util.tree_map_with_path(multiplier, params)
+    return jax.tree_util.tree_map_with_path(multiplier, matrices_like(params, weights))
 
 
 class TrainState(NamedTuple):

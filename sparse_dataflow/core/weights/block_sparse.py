@@ -68,32 +68,16 @@ class BlockSparse(Weight):
 
     @property
     def input_groups(self):
-        groups = self.tables.groups
+        groups = self.layout.groups
         if groups is None or groups.in_parts != groups.count:
             return super().input_groups
         return groups.count, groups.in_run * self.values.shape[-1]
 
     def expert_products(self, x, tiles):
         """See `Weight`; each group of inputs of a layout of equal groups times its weight."""
-        from sparse_dataflow.core.ops.block_sparse_matmul import grouped
-        from sparse_dataflow.core.ops.expert_matmul.expert_matmul_op import expert_matmul
+        from sparse_dataflow.core.ops.expert_matmul.grouped_experts import expert_products
 
-        tables, block = self.tables, self.values.shape[-1]
-        groups = tables.groups
-        assert groups is not None
-        weights = grouped.group_values(self.values.astype(x.dtype), tables, groups)
-        x = grouped.own_inputs(x, tables, groups, block)
-        by_group = grouped.split(x, groups.count, groups.in_run * block).swapaxes(1, 2)
-        y = expert_matmul(by_group.reshape(len(x), groups.count, -1), weights, tiles)
-        y = y.reshape(len(x), groups.count, -1, groups.out_run * block).swapaxes(1, 2)
-        return grouped.among_outputs(y.reshape(len(x), -1), tables, groups, block)
-
-    @property
-    def tables(self) -> LayoutTables:
-        """The layout's tables, with its groups."""
-        if isinstance(self.layout, BlockLayout):
-            return self.layout.tables()._replace(groups=self.layout.groups)
-        return self.layout
+        return expert_products(x, self.values.astype(x.dtype), self.layout, tiles)
 
     def dense(self):
         import jax.numpy as jnp

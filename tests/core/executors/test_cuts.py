@@ -37,8 +37,12 @@ def exchanged(layouts, row_shards):
     }
 
 
-def tables(layouts):
-    return stacks.tables_by_name(stacks.stored_layouts(MODEL, layouts))
+def cut(layouts):
+    placed = stacks.layouts_by_place(stacks.stored_layouts(MODEL, layouts))
+    return {
+        place.projection: cuts.cut(place.projection, layout, SHARDS, changing=True).layout
+        for place, layout in placed.items()
+    }
 
 
 def test_shards_of_exchanged_layouts_have_the_same_shapes():
@@ -46,18 +50,18 @@ def test_shards_of_exchanged_layouts_have_the_same_shapes():
     (phase,) = phase_specs(MODEL, evolution)
     before = model_layouts.layouts(phase.model)
     after = exchanged(before, SHARDS)
-    sharded = [cuts.cut(tables(layouts), SHARDS, changing=True) for layouts in (before, after)]
+    sharded = [cut(layouts) for layouts in (before, after)]
     for name in before:
         assert before[name] != after[name]
-        first, second = (cut[name] for cut in sharded)
-        assert [t.shape for t in first.tables.arrays] == [t.shape for t in second.tables.arrays]
+        first, second = (each[name].arrays for each in sharded)
+        assert [table.shape for table in first] == [table.shape for table in second]
 
 
 def test_blocks_that_move_between_shards_are_refused_before_the_first_step():
     (phase,) = phase_specs(MODEL, EvolutionConfig("rigl"))
     layouts = exchanged(model_layouts.layouts(phase.model), row_shards=1)
     with pytest.raises(UserError, match="Shards would store from"):
-        cuts.cut(tables(layouts), SHARDS, changing=True)
+        cut(layouts)
 
     class Executor:
         tensor_shards = SHARDS

@@ -6,7 +6,7 @@ import pytest
 from marks import some
 
 from sparse_dataflow.core.executors import cuts
-from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables, stack_tables
+from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables, stack_layouts
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.ops.block_sparse_matmul import dense_matmul as reference
 from sparse_dataflow.core.ops.block_sparse_matmul import xla_static
@@ -24,10 +24,11 @@ def test_strips_of_a_shard_are_the_strips_of_its_dense_weight(name, pattern, tra
     layout = make_layout(pattern, *shape, 8, 0.25, 1, name == "mlp_in")
     rng = np.random.default_rng(0)
     values = rng.normal(size=(layout.nnz, 8, 8)).astype(np.float32)
-    cut = cuts.cut({name: stack_tables([layout.tables()])}, 2, changing=False)[name]
+    cut = cuts.cut(name, stack_layouts([layout]), 2, changing=False)
     values = values if cut.order is None else values[cut.order[0]]
     for shard, shard_values in enumerate(np.split(values, 2)):
-        tables = LayoutTables(*(table[0, shard] for table in cut.tables[:4]), cut.tables.groups)
+        arrays = (table[0, shard] for table in cut.layout.arrays)
+        tables = LayoutTables(*arrays, cut.layout.groups)
         dense = np.asarray(reference.to_dense(shard_values, tables))
         strip = shard_values[:, 4:6] if name == "mlp_in" else shard_values[:, :, 4:6]
         if traced:
@@ -43,7 +44,7 @@ def test_strips_of_a_shard_are_the_strips_of_its_dense_weight(name, pattern, tra
         groups = BlockLayout.from_tables(arrays, 2).groups
         if squared.groups is not None:
             assert groups == squared.groups
-    assert (cut.tables.groups is not None) == (pattern in ("monarch", "shuffle"))
+    assert (cut.layout.groups is not None) == (pattern in ("monarch", "shuffle"))
 
 
 def test_rows_of_a_layout_with_unequal_fan_in_are_refused():

@@ -20,6 +20,7 @@ from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import stacks as layer_stacks
 from sparse_dataflow.core.model.stacks import ModelWeights, weights_of
 from sparse_dataflow.core.optim import by_weight, muon
+from sparse_dataflow.core.optim.optimizers import matrices_like
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.phases import Phase, phases_flops, token_flops
 from sparse_dataflow.files.errors import UserError
@@ -40,8 +41,12 @@ def test_flops_of_newton_schulz_are_those_of_the_program(pattern):
     params = shapes_of(model)
     tables = layer_stacks.with_groups(tables_of(model))
     stacks = [
-        (leaf, muon.matrices_of(leaf.shape, ModelWeights(params, tables).layout_at(path)))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        (leaf, each)
+        for (path, leaf), each in zip(
+            jax.tree_util.tree_leaves_with_path(params),
+            jax.tree.leaves(matrices_like(params, ModelWeights(params, tables))),
+            strict=True,
+        )
         if by_weight.has_muon(path)
     ]
     joined = [jax.eval_shape(matrices.join, leaf) for leaf, matrices in stacks]

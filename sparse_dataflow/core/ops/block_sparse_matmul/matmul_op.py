@@ -10,7 +10,12 @@ import numpy as np
 
 from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.projections import PRECISIONS
-from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables, check_shapes
+from sparse_dataflow.core.layouts.layout import (
+    BlockLayout,
+    LayoutTables,
+    check_shapes,
+    index_tables,
+)
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.block_sparse_matmul import grouped, xla_few_rows, xla_static
 from sparse_dataflow.core.ops.dispatch import Implementation, Op
@@ -96,8 +101,9 @@ def block_sparse_matmul(
         x, values = dispatch.equally_varying(x, values)
     if y is not None:
         return y
-    tables = layout.tables() if isinstance(layout, BlockLayout) else layout
-    tables = tables._replace(groups=(static_layout or layout).groups)
+    tables = index_tables(layout)
+    if static_layout:
+        tables = tables._replace(groups=static_layout.groups)
     flat = jnp.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
     if precision != PRECISIONS[0]:
         y = _quantized(flat, values, tables, implementation, precision)

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.core.config.activations import ACTIVATIONS, fused_names
 from sparse_dataflow.core.config.remat import PROJECTION_OUTPUT
-from sparse_dataflow.core.layouts.layout import LayoutTables
+from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables, index_tables
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.bias_activation.bias_activation_op import bias_activation
 from sparse_dataflow.core.ops.block_sparse_matmul import matmul_op as matmul
@@ -97,8 +97,8 @@ def sparse_mlp(
     values_in: jax.Array,
     bias_in: jax.Array,
     values_out: jax.Array,
-    tables_in: LayoutTables,
-    tables_out: LayoutTables,
+    layout_in: BlockLayout | LayoutTables,
+    layout_out: BlockLayout | LayoutTables,
     implementation: str | None = None,
     tuning: Any = None,
     *,
@@ -111,8 +111,8 @@ def sparse_mlp(
       values_in: stored blocks of W_in, [nnz, block, block].
       bias_in: [hidden_features].
       values_out: stored blocks of W_out.
-      tables_in: layout of W_in; see `block_sparse_matmul`.
-      tables_out: layout of W_out.
+      layout_in: of W_in; see `block_sparse_matmul`.
+      layout_out: of W_out.
       implementation: one of IMPLEMENTATIONS, or None to choose by platform and layouts.
         "products" runs two block-sparse matmuls; "pallas_tpu_grouped" and "pallas_tpu" keep the
         hidden layer in VMEM, of equal groups and where that is faster; "pallas_hopper" fuses the
@@ -128,7 +128,7 @@ def sparse_mlp(
       UserError: if shapes disagree, the activation is not fused, or a named implementation cannot
         run.
     """
-    tables = _checked(x, (values_in, values_out), (tables_in, tables_out))
+    tables = _checked(x, (values_in, values_out), (layout_in, layout_out))
     flat = x.reshape(-1, x.shape[-1])
     mlp = Operands(
         flat, values_in, bias_in, values_out, tables[0], tables[1], activation=activation
@@ -151,7 +151,7 @@ def sparse_mlp(
 def gated_sparse_mlp(
     x: jax.Array,
     values: Sequence[jax.Array],
-    tables: Sequence[LayoutTables],
+    layouts: Sequence[BlockLayout | LayoutTables],
     activation: str,
 ) -> jax.Array | None:
     """Compute (activation(x W_gate) * x W_in) W_out as one op; None if no implementation has it.
@@ -161,7 +161,7 @@ def gated_sparse_mlp(
     Args:
       x: float [..., in_features].
       values: stored blocks of W_gate, W_in and W_out, [nnz, block, block] each.
-      tables: layouts of W_gate, W_in and W_out; see `block_sparse_matmul`.
+      layouts: of W_gate, W_in and W_out; see `block_sparse_matmul`.
       activation: name of one in `config.activations`.
 
     Returns:
@@ -173,7 +173,7 @@ def gated_sparse_mlp(
     values_gate, values_in, values_out = values
     if _few_rows(x):
         return None
-    tables_gate, tables_in, tables_out = _checked(x, values, tables)
+    tables_gate, tables_in, tables_out = _checked(x, values, layouts)
     if values_gate.shape != values_in.shape or not _equal_layouts(tables_gate, tables_in):
         return None
     flat = x.reshape(-1, x.shape[-1])
@@ -209,19 +209,20 @@ def _equal_layouts(first, second):
     )
 
 
-def _checked(x, values, tables):
+def _checked(x, values, layouts):
     """Checks the weights into the hidden layer and the last one, out of it.
 
     Returns:
-      The tables, with the groups of concrete ones.
+      The tables of the layouts, with the groups of concrete ones.
     """
+    tables = [index_tables(layout) for layout in layouts]
     features = len(tables[0].in_index) * values[0].shape[-1]
     hidden = jax.ShapeDtypeStruct((0, features), x.dtype)
     inputs = [x] * (len(values) - 1) + [hidden]
-    layouts = [matmul.check_operands(*each) for each in zip(inputs, values, tables)]
+    concrete = [matmul.check_operands(*each) for each in zip(inputs, values, tables)]
     return [
         each._replace(groups=layout.groups) if layout else each
-        for layout, each in zip(layouts, tables)
+        for layout, each in zip(concrete, tables)
     ]
 
 
